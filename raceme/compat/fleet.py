@@ -1,0 +1,370 @@
+"""A SuperNode's side of Flower's Fleet protocol (gRPC, request and response).
+
+Calls, authentication, heartbeats and objects are Flower's own code. What differs from a stock
+SuperNode is who decides about failures: every call goes through the caller's `Calls`, and nothing
+in here ends the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import grpc
+from cryptography.hazmat.primitives.asymmetric import ec
+from flwr.app import Message
+from flwr.cli.install import install_from_fab
+from flwr.client.grpc_rere_client.connection import grpc_request_response
+from flwr.client.grpc_rere_client.node_auth_client_interceptor import NodeAuthClientInterceptor
+from flwr.clientapp import ClientApp
+from flwr.clientapp.client_app import LoadClientAppError
+from flwr.common.config import (
+    get_fab_config,
+    get_fused_config_from_fab,
+    get_metadata_from_config,
+    parse_config_args,
+)
+from flwr.proto.fleet_pb2 import (
+    PullMessagesRequest,
+    RegisterNodeFleetRequest,
+    UnregisterNodeFleetRequest,
+)
+from flwr.proto.fleet_pb2_grpc import FleetStub
+from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatRequest
+from flwr.proto.message_pb2 import ObjectTree
+from flwr.supercore.error import FlowerError
+from flwr.supercore.fab import Fab
+from flwr.supercore.grpc import GRPC_MAX_MESSAGE_LENGTH
+from flwr.supercore.inflatable.inflatable_object import (
+    get_all_nested_objects,
+    get_object_tree,
+    no_object_id_recompute,
+)
+from flwr.supercore.inflatable.inflatable_utils import (
+    ObjectPullError,
+    ObjectPushError,
+    pull_and_inflate_object_from_tree,
+    push_objects,
+)
+from flwr.supercore.interceptors import RuntimeVersionClientInterceptor
+from flwr.supercore.object_ref import load_app
+from flwr.supercore.primitives.asymmetric import generate_key_pairs, public_key_to_bytes
+from flwr.supercore.retry import RetryInvoker
+from flwr.supercore.run import Run
+
+from raceme.compat.message import set_message_id
+
+__all__ = [
+    "Calls",
+    "Endpoint",
+    "Fleet",
+    "Keys",
+    "LoadClientAppError",
+    "ObjectPullError",
+    "ObjectPushError",
+    "Run",
+    "app_metadata",
+    "connect",
+    "error_text",
+    "generate_keys",
+    "install_app",
+    "is_heartbeat",
+    "is_pull",
+    "load_client_app",
+    "parse_node_config",
+    "run_config",
+]
+
+Keys = tuple[ec.EllipticCurvePrivateKey, ec.EllipticCurvePublicKey]
+
+_CHANNEL_OPTIONS = [
+    ("grpc.max_send_message_length", GRPC_MAX_MESSAGE_LENGTH),
+    ("grpc.max_receive_message_length", GRPC_MAX_MESSAGE_LENGTH),
+    # gRPC's own pauses between two attempts to connect grow to two minutes, during which every
+    # call fails at once; the device has its own back-off.
+    ("grpc.initial_reconnect_backoff_ms", 500),
+    ("grpc.min_reconnect_backoff_ms", 500),
+    ("grpc.max_reconnect_backoff_ms", 5000),
+]
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where a SuperLink's Fleet API is, and how it is recognised.
+
+    Attributes
+    ----------
+    address : str
+        ``HOST:PORT``.
+    insecure : bool
+        Plain text instead of TLS.
+    root_certificates : bytes or None
+        PEM of the certificate authority; None stands for those that gRPC brings.
+    """
+
+    address: str
+    insecure: bool = False
+    root_certificates: bytes | None = None
+
+
+class Calls(Protocol):
+    """Makes remote calls, and decides how often and with which deadline.
+
+    Attributes
+    ----------
+    max_tries : int or None
+        Flower sets it to 1 when the connection is given up.
+    """
+
+    max_tries: int | None
+
+    def invoke(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call `target`, again and again if need be."""
+        ...
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """An open connection on behalf of one node, as Flower's code yields it."""
+
+    node_id: int
+    _receive: Callable[[], tuple[Message, ObjectTree] | None]
+    _send: Callable[[Message, ObjectTree, float], tuple[set[str], str]]
+    _get_run: Callable[[int], Run]
+    _get_fab: Callable[[str, int], Fab]
+    _pull_object: Callable[[int, str], bytes]
+    _push_object: Callable[[int, str, str, bytes], None]
+    _confirm: Callable[[int, str], None]
+
+    def receive(self) -> tuple[Message, Callable[[], Message]] | None:
+        """Return the next message without its content, and a function that fetches it whole."""
+        received = self._receive()
+        if received is None:
+            return None
+        message, tree = received
+        return message, partial(self._inflate, message.metadata.run_id, tree)
+
+    def _inflate(self, run_id: int, tree: ObjectTree) -> Message:
+        message = pull_and_inflate_object_from_tree(
+            tree,
+            partial(self._pull_object, run_id),
+            partial(self._confirm, run_id),
+            return_type=Message,
+            # The server app may still be sending what the message announces.
+            initial_backoff=0.05,
+            max_tries_per_object=None,
+        )
+        set_message_id(message, tree.object_id)
+        return message
+
+    def send(self, reply: Message, seconds: float) -> None:
+        """Send a reply, and how long it took to compute."""
+        set_message_id(reply, reply.object_id)
+        with no_object_id_recompute():
+            missing, session = self._send(reply, get_object_tree(reply), seconds)
+            push_objects(
+                get_all_nested_objects(reply),
+                partial(self._push_object, reply.metadata.run_id, session),
+                object_ids_to_push=missing,
+            )
+
+    def run(self, run_id: int) -> Run:
+        """Return what the SuperLink says about a run."""
+        return self._get_run(run_id)
+
+    def bundle(self, run: Run) -> bytes:
+        """Fetch the Flower App Bundle of a run."""
+        return self._get_fab(run.fab_hash, run.run_id).content
+
+
+class _Escape(BaseException):
+    """Carries an error past Flower's connection code, which would end the process for it."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class _Unavailable(grpc.RpcError):  # type: ignore[misc]
+    """Tells Flower's heartbeat thread to try again later; the main thread decides what to do."""
+
+    def code(self) -> grpc.StatusCode:
+        return grpc.StatusCode.UNAVAILABLE
+
+
+class _Guard:
+    """Stands between Flower's connection code and the caller's `Calls`."""
+
+    def __init__(self, calls: Calls) -> None:
+        self._calls = calls
+        self.connecting = True
+
+    @property
+    def max_tries(self) -> int | None:
+        return self._calls.max_tries
+
+    @max_tries.setter
+    def max_tries(self, value: int | None) -> None:
+        self._calls.max_tries = value
+
+    def invoke(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if args and is_heartbeat(args[0]):
+            return self._beat(target, *args, **kwargs)
+        try:
+            return self._calls.invoke(target, *args, **kwargs)
+        except Exception as error:
+            if self.connecting:
+                raise _Escape(error) from error
+            raise
+
+    @staticmethod
+    def _beat(target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Make one heartbeat; whatever goes wrong with it must not end its thread."""
+        try:
+            response = target(*args, **kwargs)
+        except grpc.RpcError as error:
+            raise _Unavailable from error
+        if not response.success:
+            raise _Unavailable
+        return response
+
+
+@contextlib.contextmanager
+def connect(endpoint: Endpoint, keys: Keys, calls: Calls, *, register: bool) -> Iterator[Fleet]:
+    """Join a SuperLink; on the way out the node goes offline.
+
+    Parameters
+    ----------
+    endpoint : Endpoint
+        The SuperLink.
+    keys : Keys
+        The node's own; each one stands for one node.
+    calls : Calls
+        Makes the calls, from several threads.
+    register : bool
+        Make the node known first, and forget it on the way out; a SuperLink that authenticates
+        its nodes allows neither.
+    """
+    guard = _Guard(calls)
+    public_key = public_key_to_bytes(keys[1])
+    stubs: list[FleetStub] = []
+    channels: list[grpc.Channel] = []
+
+    def make_stub(unused: grpc.Channel) -> FleetStub:
+        channel = _channel(endpoint, keys)
+        # Flower closes the channel that it made only after this function has returned.
+        channels.extend((unused, channel))
+        stub = FleetStub(channel)
+        if register:
+            request = RegisterNodeFleetRequest(public_key=public_key)
+            guard.invoke(stub.RegisterNode, request)
+        stubs.append(stub)
+        return stub
+
+    failure: BaseException | None = None
+    try:
+        with grpc_request_response(
+            endpoint.address,
+            endpoint.insecure,
+            cast(RetryInvoker, guard),
+            root_certificates=endpoint.root_certificates,
+            authentication_keys=keys,
+            adapter_cls=cast(type[FleetStub], make_stub),
+        ) as connection:
+            guard.connecting = False
+            try:
+                yield Fleet(*connection)
+            # Flower's code swallows what is raised here; it is raised again below.
+            except BaseException as error:
+                failure = error
+            calls.max_tries = 1
+            if register:
+                request = UnregisterNodeFleetRequest(node_id=connection[0])
+                with contextlib.suppress(grpc.RpcError):
+                    # Flower has wrapped the stub's methods: this one goes through `guard` too.
+                    stubs[0].UnregisterNode(request)
+    except _Escape as escape:
+        raise escape.error from None
+    finally:
+        for channel in channels:
+            channel.close()
+    if failure is not None:
+        raise failure
+
+
+def _channel(endpoint: Endpoint, keys: Keys) -> grpc.Channel:
+    if endpoint.insecure:
+        channel = grpc.insecure_channel(endpoint.address, options=_CHANNEL_OPTIONS)
+    else:
+        credentials = grpc.ssl_channel_credentials(endpoint.root_certificates)
+        channel = grpc.secure_channel(endpoint.address, credentials, options=_CHANNEL_OPTIONS)
+    return grpc.intercept_channel(
+        channel,
+        RuntimeVersionClientInterceptor(component_name="SuperNode"),
+        NodeAuthClientInterceptor(*keys),
+    )
+
+
+def is_heartbeat(request: object) -> bool:
+    """Return whether a request is a heartbeat."""
+    return isinstance(request, SendNodeHeartbeatRequest)
+
+
+def is_pull(request: object) -> bool:
+    """Return whether a request asks for the next message, which is handed out only once."""
+    return isinstance(request, PullMessagesRequest)
+
+
+def error_text(error: grpc.RpcError) -> str:
+    """Return what the SuperLink, or gRPC, says about a failed call."""
+    details = str(error.details() if hasattr(error, "details") else error)
+    stated = FlowerError.from_json(details)
+    return stated.message if stated else details
+
+
+def generate_keys() -> Keys:
+    """Make a key pair for a node that registers itself."""
+    return generate_key_pairs()
+
+
+def parse_node_config(text: str) -> dict[str, str | int | float | bool]:
+    """Read ``key=value key='text'`` as SuperNodes do.
+
+    Raises
+    ------
+    Exception
+        Of whatever type Flower chooses, if the text cannot be read.
+    """
+    return dict(parse_config_args([text]))
+
+
+def app_metadata(bundle: bytes) -> tuple[str, str, str]:
+    """Return publisher/name, version, and the reference of the ClientApp in an app bundle."""
+    config = get_fab_config(bundle)
+    name, version = get_metadata_from_config(config)
+    components = config["tool"]["flwr"]["app"]["components"]
+    return name, version, str(components.get("clientapp", ""))
+
+
+def run_config(bundle: bytes, run: Run) -> dict[str, str | int | float | bool]:
+    """Return an app's configuration as a run overrides it."""
+    return dict(get_fused_config_from_fab(bundle, run))
+
+
+def install_app(bundle: bytes, folder: Path) -> Path:
+    """Unpack an app bundle, checking the hash of every file in it."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        return install_from_fab(bundle, folder, skip_prompt=True)
+
+
+def load_client_app(reference: str, folder: Path) -> ClientApp:
+    """Import a ClientApp from a folder, which is put on the module search path."""
+    app = load_app(reference, LoadClientAppError, folder)
+    if not isinstance(app, ClientApp):
+        raise LoadClientAppError(f"'{reference}' is not a ClientApp")
+    return app

@@ -1,0 +1,199 @@
+"""A device's own data: one .npz file with x_train, y_train, x_test and y_test."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from zipfile import BadZipFile
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raceme.config import RunConfig
+from raceme.datasets.source import Dataset, DataShape, Indices, Source
+from raceme.errors import UserError
+
+CLIENT = "{client}"
+"""Stands for the number of a client in ``data-file``."""
+
+_NEEDED = ("x_train", "y_train", "x_test", "y_test")
+_EXPECTED = (
+    "Expected: x_train and x_test, numbers of shape (samples, ...), y_train and y_test, whole "
+    "numbers from 0 of shape (samples,), and optionally num_classes"
+)
+
+
+@dataclass(frozen=True)
+class _File:
+    """The arrays of one file, checked."""
+
+    x_train: NDArray[np.float32]
+    y_train: NDArray[np.int64]
+    x_test: NDArray[np.float32]
+    y_test: NDArray[np.int64]
+    num_classes: int
+
+    @property
+    def shape(self) -> DataShape:
+        return DataShape(tuple(self.x_train.shape[1:]), self.num_classes)
+
+
+class Npz(Source):
+    """A device's own .npz file with x_train, y_train, x_test, y_test (data-file)."""
+
+    default_model = "mlp"
+    default_lr = 0.05
+    target_accuracy = 0.9
+
+    def load(self, config: RunConfig) -> Dataset:
+        """Read the files of all clients.
+
+        Raises
+        ------
+        UserError
+            A file is missing or damaged, the files do not fit together, or one file would have to
+            serve several clients.
+        """
+        if config.clients > 1 and CLIENT not in config.data_file:
+            raise UserError(
+                f"data-file '{config.data_file}' is one file for {config.clients} clients: write "
+                f"{CLIENT} for the client's number, e.g. device-{CLIENT}.npz, or set clients to 1."
+            )
+        paths = [_path(config, client) for client in range(config.clients)]
+        files = [read(path) for path in paths]
+        shape = _common_shape(dict(zip(paths, files, strict=True)))
+        users: list[Indices] = []
+        test_users: list[Indices] = []
+        start = 0
+        for file in files:
+            middle = start + len(file.y_train)
+            end = middle + len(file.y_test)
+            users.append(np.arange(start, middle))
+            test_users.append(np.arange(middle, end))
+            start = end
+        return Dataset(
+            x=np.concatenate([part for file in files for part in (file.x_train, file.x_test)]),
+            y=np.concatenate([part for file in files for part in (file.y_train, file.y_test)]),
+            num_classes=shape.num_classes,
+            users=tuple(users),
+            test_users=tuple(test_users),
+        )
+
+    def shape(self, config: RunConfig) -> DataShape:
+        """Return what fits all the clients' files that are on this machine.
+
+        A device has only its own; a simulation has all of them, and every client must build the
+        same network although its own labels may stop short of the largest.
+        """
+        paths = [_path(config, client) for client in range(config.clients)]
+        present = [path for path in dict.fromkeys(paths) if path.is_file()] or paths[:1]
+        return _common_shape({path: read(path) for path in present})
+
+    def for_client(self, config: RunConfig, client: int) -> tuple[RunConfig, int]:
+        """Narrow the configuration to the client's own file, the only one that a device has."""
+        return config.with_values(data_file=str(_path(config, client)), clients=1), 0
+
+
+def read(path: Path) -> _File:
+    """Read and check one file.
+
+    Raises
+    ------
+    UserError
+        The file or an array in it is missing or not what it should be; names both.
+    """
+    with _explained(path):
+        # Never allow_pickle: unpickling a file runs whatever code its author put there.
+        archive = np.load(path, allow_pickle=False)
+        if not isinstance(archive, np.lib.npyio.NpzFile):
+            raise UserError(f"{path} holds a single array, not an .npz archive. {_EXPECTED}.")
+        with archive:
+            arrays = {name: archive[name] for name in (*_NEEDED, "num_classes") if name in archive}
+    missing = [name for name in _NEEDED if name not in arrays]
+    if missing:
+        raise UserError(f"{path} lacks {', '.join(missing)}. {_EXPECTED}.")
+    x_train, x_test = (_inputs(path, name, arrays[name]) for name in ("x_train", "x_test"))
+    if x_train.shape[1:] != x_test.shape[1:]:
+        raise UserError(
+            f"{path}: x_train and x_test must hold samples of one shape, "
+            f"got {x_train.shape[1:]} and {x_test.shape[1:]}."
+        )
+    y_train = _labels(path, "y_train", arrays["y_train"], len(x_train))
+    y_test = _labels(path, "y_test", arrays["y_test"], len(x_test))
+    found = int(max(y_train.max(), y_test.max())) + 1
+    num_classes = _num_classes(path, arrays.get("num_classes"), found)
+    return _File(x_train, y_train, x_test, y_test, num_classes)
+
+
+def _path(config: RunConfig, client: int) -> Path:
+    if not config.data_file:
+        raise UserError(
+            "npz needs the file with the data: set data-file=device.npz, or for a simulation "
+            f"data-file=device-{CLIENT}.npz. {_EXPECTED}."
+        )
+    return Path(config.data_file.replace(CLIENT, str(client)))
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Turn what numpy raises for a bad file into a UserError."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise UserError(f"There is no data file {path}. {_EXPECTED}.") from None
+    except (OSError, EOFError, ValueError, BadZipFile) as error:
+        raise UserError(f"Cannot read {path} as .npz: {error}. {_EXPECTED}.") from None
+
+
+def _inputs(path: Path, name: str, values: NDArray[np.generic]) -> NDArray[np.float32]:
+    """Check inputs and make them float32."""
+    if values.dtype.kind not in "fiub" or values.ndim < 2 or values.size == 0:
+        raise UserError(
+            f"{path}: {name} must hold numbers, shape (samples, ...) with at least one sample; "
+            f"got {values.dtype} of shape {values.shape}."
+        )
+    with np.errstate(over="ignore"):
+        inputs = np.ascontiguousarray(values, dtype=np.float32)
+    if not np.isfinite(inputs).all():
+        raise UserError(f"{path}: {name} must be finite; it holds NaN, infinity or huge numbers.")
+    return inputs
+
+
+def _labels(path: Path, name: str, values: NDArray[np.generic], samples: int) -> NDArray[np.int64]:
+    """Check labels and make them int64."""
+    if values.dtype.kind not in "iu" or values.shape != (samples,):
+        raise UserError(
+            f"{path}: {name} must hold whole numbers, shape ({samples},), one for each sample; "
+            f"got {values.dtype} of shape {values.shape}."
+        )
+    labels = values.astype(np.int64)
+    if labels.min() < 0:
+        raise UserError(f"{path}: {name} must hold labels from 0 on; got {labels.min()}.")
+    return labels
+
+
+def _num_classes(path: Path, values: NDArray[np.generic] | None, found: int) -> int:
+    """Return the stated number of classes, or else the one found in the labels."""
+    if values is None:
+        return found
+    if values.dtype.kind not in "iu" or values.size != 1 or int(values.item()) < found:
+        raise UserError(
+            f"{path}: num_classes must be one whole number, at least {found} for its labels; "
+            f"got {values.tolist()}."
+        )
+    return int(values.item())
+
+
+def _common_shape(files: dict[Path, _File]) -> DataShape:
+    """Return the input shape, which must be one, and the largest number of classes."""
+    (first, expected), *others = ((path, file.shape) for path, file in files.items())
+    for path, shape in others:
+        if shape.input_shape != expected.input_shape:
+            raise UserError(
+                f"{path}: samples must have the shape of those in {first}, "
+                f"{expected.input_shape}; got {shape.input_shape}."
+            )
+    classes = max(file.num_classes for file in files.values())
+    return DataShape(expected.input_shape, classes)

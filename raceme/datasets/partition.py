@@ -1,0 +1,261 @@
+"""How the samples of a dataset are dealt out to clients.
+
+A partitioner is a pure function of the labels, the configuration and a random generator. Every
+sample goes to exactly one client, and every client gets at least `MIN_SAMPLES`, enough for a split
+into training and test samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raceme.config import RunConfig
+from raceme.datasets.source import Indices
+from raceme.errors import UserError, unknown_name
+
+_FITTING_ROUNDS = 1000
+"""Most rounds of fitting; thirty are usual, a small alpha takes more."""
+MIN_SAMPLES = 5
+
+Shares = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Who has which samples.
+
+    Attributes
+    ----------
+    indices : tuple[Indices, ...]
+        Samples of each client, ascending.
+    groups : tuple[int | None, ...]
+        True group of each client, or None where the partitioner makes no groups.
+    """
+
+    indices: tuple[Indices, ...]
+    groups: tuple[int | None, ...]
+
+
+def label_groups(labels: Indices, config: RunConfig, rng: np.random.Generator) -> Partition:
+    """Groups of clients with labels of their own, Dirichlet inside each group (CASA's label skew).
+
+    The shares in ``groups`` divide both the clients and the labels, in order. Inside a group, each
+    client's shares of the group's labels are drawn from a Dirichlet distribution; how many samples
+    a client has, ``sizes`` says.
+    """
+    _check_enough(labels, config.clients)
+    shares = parse_groups(config.groups)
+    kinds = np.unique(labels)
+    _check_groups(len(shares), len(kinds), config.clients)
+    client_counts = largest_remainder(config.clients, shares)
+    label_counts = largest_remainder(len(kinds), shares)
+    for what, counts in (("client", client_counts), ("label", label_counts)):
+        if counts.min() == 0:
+            share = shares[int(np.argmin(counts))]
+            raise UserError(
+                f"groups '{config.groups}': a share of {share:g} of {counts.sum()} {what}s is not "
+                f"even one {what}. Give larger shares or fewer groups."
+            )
+    group_labels = np.split(kinds, np.cumsum(label_counts)[:-1])
+    weights = np.split(_client_weights(config, rng), np.cumsum(client_counts)[:-1])
+    indices: list[Indices] = []
+    for own_labels, own_weights in zip(group_labels, weights, strict=True):
+        own = np.flatnonzero(np.isin(labels, own_labels))
+        _check_enough(own, len(own_weights), f"their group with labels {own_labels.tolist()}")
+        dealt = _spread(labels, own_labels, own_weights, config.dirichlet_alpha, rng)
+        indices.extend(_with_minimum(dealt))
+    groups = np.repeat(np.arange(len(shares)), client_counts)
+    return _partition(indices, groups.tolist())
+
+
+def dirichlet(labels: Indices, config: RunConfig, rng: np.random.Generator) -> Partition:
+    """Every client's shares of the labels drawn from a Dirichlet distribution (dirichlet-alpha)."""
+    _check_enough(labels, config.clients)
+    weights = _client_weights(config, rng)
+    dealt = _spread(labels, np.unique(labels), weights, config.dirichlet_alpha, rng)
+    return _partition(_with_minimum(dealt))
+
+
+def classes(labels: Indices, config: RunConfig, rng: np.random.Generator) -> Partition:
+    """Pathological label skew: every client holds exactly classes-per-client labels.
+
+    Every label is held by about the same number of clients, which share its samples equally, or in
+    the proportions of their power-law sizes.
+    """
+    _check_enough(labels, config.clients)
+    kinds = np.unique(labels)
+    holders = _deal_labels(len(kinds), config, rng)
+    weights = _client_weights(config, rng)
+    parts: list[list[Indices]] = [[] for _ in range(config.clients)]
+    least = -(-MIN_SAMPLES // config.classes_per_client)
+    for kind, clients in zip(kinds, holders, strict=True):
+        own = rng.permutation(np.flatnonzero(labels == kind))
+        if len(own) < least * len(clients):
+            raise UserError(
+                f"Too few samples of label {kind}: {len(own)} for the {len(clients)} clients that "
+                f"are to hold it. Take fewer clients or more classes-per-client."
+            )
+        for client, part in zip(clients, _divide(own, weights[clients], least), strict=True):
+            parts[client].append(part)
+    return _partition([np.concatenate(part) for part in parts])
+
+
+def iid(labels: Indices, config: RunConfig, rng: np.random.Generator) -> Partition:
+    """Samples dealt out at random: every client sees the same distribution."""
+    _check_enough(labels, config.clients)
+    weights = _client_weights(config, rng)
+    return _partition(_divide(rng.permutation(len(labels)), weights, MIN_SAMPLES))
+
+
+def parse_groups(text: str) -> Shares:
+    """Read the key ``groups``: shares that are positive and sum to 1.
+
+    Raises
+    ------
+    UserError
+        They are not.
+    """
+    try:
+        shares = np.array([float(part) for part in text.split(",")])
+    except ValueError:
+        raise UserError(
+            f"groups must be shares separated by commas, e.g. 0.2,0.2,0.3,0.3; got '{text}'."
+        ) from None
+    if not (np.all(shares > 0) and abs(shares.sum() - 1.0) < 1e-6):
+        raise UserError(
+            f"groups must be positive shares that sum to 1, e.g. 0.2,0.2,0.3,0.3; got '{text}', "
+            f"which sums to {shares.sum():g}."
+        )
+    normalised: Shares = shares / shares.sum()
+    return normalised
+
+
+def largest_remainder(total: int, shares: Shares) -> Indices:
+    """Divide `total` things by shares that sum to 1: whole parts first, then largest remainders."""
+    # Rounded, or 0.3 of 10 would be 2 and a remainder of almost 1 next to a real remainder.
+    exact = np.round(shares * total, 9)
+    counts = np.floor(exact).astype(np.int64)
+    # Stable, so that of equal remainders the first one wins.
+    order = np.argsort(counts - exact, kind="stable")
+    counts[order[: total - counts.sum()]] += 1
+    return counts
+
+
+def _check_enough(samples: Indices, clients: int, what: str = "the dataset") -> None:
+    """Raise UserError if there are not enough samples for the minimum of every client."""
+    if len(samples) < clients * MIN_SAMPLES:
+        raise UserError(
+            f"Too many clients: {clients} of them need {clients * MIN_SAMPLES} samples, "
+            f"{MIN_SAMPLES} each, but {what} has only {len(samples)}. Take fewer clients."
+        )
+
+
+def _check_groups(groups: int, labels: int, clients: int) -> None:
+    """Raise UserError if there are more groups than labels or clients to put into them."""
+    for what, number in (("labels", labels), ("clients", clients)):
+        if groups > number:
+            raise UserError(
+                f"groups names {groups} groups, but there are only {number} {what}: "
+                f"give at most {number} shares."
+            )
+
+
+def _client_weights(config: RunConfig, rng: np.random.Generator) -> Shares:
+    """Return how much of the data each client is to get, relative to the others.
+
+    The power law is Zipf's: 1, 1/2, 1/3 … in a random order of the clients.
+    """
+    if config.sizes == "equal":
+        return np.ones(config.clients)
+    if config.sizes == "power-law":
+        ranks = 1.0 + rng.permutation(config.clients)
+        return np.asarray(1.0 / ranks, np.float64)
+    raise unknown_name("sizes", config.sizes, ("equal", "power-law"))
+
+
+def _spread(
+    labels: Indices, kinds: Indices, weights: Shares, alpha: float, rng: np.random.Generator
+) -> list[Indices]:
+    """Deal samples to clients whose shares of the labels are drawn from a Dirichlet distribution.
+
+    What is drawn is scaled until every client has the amount that its weight says and every
+    sample has one owner; the odds between labels and clients stay as they were drawn.
+    """
+    own = [rng.permutation(np.flatnonzero(labels == kind)) for kind in kinds]
+    amounts = np.array([len(samples) for samples in own], np.float64)
+    drawn = rng.dirichlet(np.full(len(kinds), alpha), size=len(weights))
+    dealt = _fitted(drawn, weights / weights.sum() * amounts.sum(), amounts)
+    parts: list[list[Indices]] = [[] for _ in weights]
+    for samples, column in zip(own, dealt.T, strict=True):
+        bounds = np.cumsum(largest_remainder(len(samples), column / column.sum()))[:-1]
+        for part, chosen in zip(parts, np.split(samples, bounds), strict=True):
+            part.append(chosen)
+    return [np.concatenate(part) for part in parts]
+
+
+def _fitted(table: Shares, rows: Shares, columns: Shares) -> Shares:
+    """Scale the rows and columns of a table in turn until they have the sums that are wanted.
+
+    Iterative proportional fitting (Deming and Stephan 1940). A tiny amount in every cell keeps a
+    table that a small alpha has drawn almost empty from having no solution.
+    """
+    fitted = table + 1e-9
+    for _ in range(_FITTING_ROUNDS):
+        fitted *= (rows / fitted.sum(axis=1))[:, None]
+        fitted *= columns / fitted.sum(axis=0)
+        if np.allclose(fitted.sum(axis=1), rows, rtol=1e-3):
+            break
+    return fitted
+
+
+def _with_minimum(parts: list[Indices]) -> list[Indices]:
+    """Give clients that have too few samples some of those of the client that has the most."""
+    parts = list(parts)
+    sizes = np.array([len(part) for part in parts])
+    while sizes.min() < MIN_SAMPLES:
+        poor, rich = int(np.argmin(sizes)), int(np.argmax(sizes))
+        moved = min(MIN_SAMPLES - sizes[poor], sizes[rich] - MIN_SAMPLES)
+        # From the front: one label of the rich client, as in a partition that Dirichlet drew.
+        parts[poor] = np.concatenate([parts[poor], parts[rich][:moved]])
+        parts[rich] = parts[rich][moved:]
+        sizes[poor] += moved
+        sizes[rich] -= moved
+    return parts
+
+
+def _deal_labels(num_labels: int, config: RunConfig, rng: np.random.Generator) -> list[Indices]:
+    """Return the clients that hold each label, `classes_per_client` different labels per client."""
+    wanted = config.classes_per_client
+    if wanted > num_labels:
+        raise UserError(
+            f"classes-per-client is {wanted}, but the data have only {num_labels} labels."
+        )
+    if config.clients * wanted < num_labels:
+        raise UserError(
+            f"{config.clients} clients of {wanted} labels cannot hold all {num_labels} labels: "
+            f"take at least {-(-num_labels // wanted)} clients or more classes-per-client."
+        )
+    holders: list[list[int]] = [[] for _ in range(num_labels)]
+    for client in range(config.clients):
+        # The labels that have the fewest holders so far; ties in random order.
+        order = rng.permutation(num_labels)
+        counts = np.array([len(holders[label]) for label in order])
+        for label in order[np.argsort(counts, kind="stable")][:wanted]:
+            holders[label].append(client)
+    return [np.array(clients) for clients in holders]
+
+
+def _divide(samples: Indices, weights: Shares, least: int) -> list[Indices]:
+    """Divide samples by weight, after each part has got the least that it must have."""
+    left = len(samples) - least * len(weights)
+    counts = least + largest_remainder(left, weights / weights.sum())
+    return np.split(samples, np.cumsum(counts)[:-1])
+
+
+def _partition(parts: Sequence[Indices], groups: Sequence[int | None] | None = None) -> Partition:
+    indices = tuple(np.sort(part) for part in parts)
+    return Partition(indices, tuple(groups) if groups is not None else (None,) * len(indices))

@@ -1,0 +1,131 @@
+"""What a dataset is, and what a source of one has to offer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from zlib import crc32
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raceme.config import RunConfig
+
+Indices = NDArray[np.int64]
+"""Positions of samples in a dataset."""
+
+
+@dataclass(frozen=True)
+class DataShape:
+    """What a model has to fit: the shape of one input, and the number of classes."""
+
+    input_shape: tuple[int, ...]
+    num_classes: int
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Samples of all clients together.
+
+    Attributes
+    ----------
+    x : NDArray
+        Inputs, shape (N, ...): float32, or uint8 as stored, a quarter of the memory, which
+        :meth:`inputs` turns into float32 for the samples that are asked for.
+    y : NDArray[np.int64]
+        Labels, shape (N,), from 0 to ``num_classes - 1``.
+    num_classes : int
+        Number of classes.
+    mean, std : float
+        :meth:`inputs` subtracts the one and divides by the other; of uint8 inputs scaled to [0, 1].
+    users : tuple[Indices, ...] or None
+        Samples of each client where the data come with clients of their own; None where a
+        partitioner has to deal them out.
+    test_users : tuple[Indices, ...] or None
+        Test samples of each of these clients where they are given too; `users` are then for
+        training.
+    """
+
+    x: NDArray[np.generic]
+    y: NDArray[np.int64]
+    num_classes: int
+    mean: float = 0.0
+    std: float = 1.0
+    users: tuple[Indices, ...] | None = None
+    test_users: tuple[Indices, ...] | None = None
+
+    @property
+    def shape(self) -> DataShape:
+        """What a model has to fit."""
+        return DataShape(tuple(self.x.shape[1:]), self.num_classes)
+
+    def inputs(self, indices: Indices) -> NDArray[np.float32]:
+        """Return the inputs of some samples, normalised. Copies."""
+        values = self.x[indices].astype(np.float32, copy=False)
+        if self.x.dtype == np.uint8:
+            values /= np.float32(255)
+        values -= np.float32(self.mean)
+        values /= np.float32(self.std)
+        return values
+
+
+@dataclass(frozen=True)
+class ClientData:
+    """One client's own samples.
+
+    Attributes
+    ----------
+    x_train, x_test : NDArray[np.float32]
+        Inputs, shape (n, ...).
+    y_train, y_test : NDArray[np.int64]
+        Labels, shape (n,).
+    group : int or None
+        The true group of the client where there is one; used to report purity only.
+    """
+
+    x_train: NDArray[np.float32]
+    y_train: NDArray[np.int64]
+    x_test: NDArray[np.float32]
+    y_test: NDArray[np.int64]
+    group: int | None
+
+
+class Source:
+    """Where a dataset comes from. A source is a subclass with these attributes and methods.
+
+    Attributes
+    ----------
+    default_model : str
+        Network used when the run names none.
+    default_lr : float
+        Learning rate used when the run names none.
+    target_accuracy : float
+        Mean client accuracy that a method is timed to.
+    """
+
+    default_model: str
+    default_lr: float
+    target_accuracy: float
+
+    def load(self, config: RunConfig) -> Dataset:
+        """Read or generate the samples of all clients.
+
+        Raises
+        ------
+        UserError
+            Files are missing or not what they should be.
+        """
+        raise TypeError(f"{type(self).__name__} does not define load().")
+
+    def shape(self, config: RunConfig) -> DataShape:
+        """Return what a model has to fit; a source that knows it need not load anything."""
+        return self.load(config).shape
+
+    def for_client(self, config: RunConfig, client: int) -> tuple[RunConfig, int]:
+        """Narrow a configuration to what one client has to load, and its position therein."""
+        return config, client
+
+
+def generator(seed: int, purpose: str, client: int = 0) -> np.random.Generator:
+    """Return the random generator for one purpose, independent of all others of the same seed."""
+    entropy = [seed, crc32(purpose.encode()), client]
+    return np.random.default_rng(np.random.SeedSequence(entropy))

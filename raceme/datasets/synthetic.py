@@ -1,0 +1,86 @@
+"""Synthetic(alpha, beta): clients that differ in their model and in their inputs.
+
+Shamir, Srebro and Zhang 2014, as generalised by Li et al. 2020 (FedProx, section 5.1) and used in
+LEAF. For client k, with every N(mean, standard deviation) as in the authors' code::
+
+    u_k ~ N(0, alpha)   W_k, b_k ~ N(u_k, 1)             the client's own linear model
+    B_k ~ N(0, beta)   v_k ~ N(B_k, 1)                  the centre of its inputs
+    x ~ N(v_k, S),  S_jj = j^(-1.2)   y = argmax softmax(W_k x + b_k)
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raceme.config import RunConfig
+from raceme.datasets.source import Dataset, DataShape, Source, generator
+
+FEATURES = 60
+CLASSES = 10
+_SMALLEST = 50
+_LARGEST = 1000
+
+
+class Synthetic(Source):
+    """Synthetic(alpha, beta) of FedProx and LEAF: 60 features, 10 classes, unequal clients."""
+
+    default_model = "mclr"
+    default_lr = 0.01
+    target_accuracy = 0.8
+
+    def load(self, config: RunConfig) -> Dataset:
+        """Generate every client's samples; a client's do not depend on the number of clients."""
+        clients = [
+            client_samples(
+                config.synthetic_alpha,
+                config.synthetic_beta,
+                generator(config.seed, "synthetic", client),
+            )
+            for client in range(config.clients)
+        ]
+        bounds = np.cumsum([0, *(len(y) for _, y in clients)])
+        return Dataset(
+            x=np.concatenate([x for x, _ in clients]),
+            y=np.concatenate([y for _, y in clients]),
+            num_classes=CLASSES,
+            users=tuple(np.arange(start, end) for start, end in pairwise(bounds)),
+        )
+
+    def shape(self, config: RunConfig) -> DataShape:
+        """Return the shape without generating anything."""
+        return DataShape((FEATURES,), CLASSES)
+
+
+def client_samples(
+    alpha: float, beta: float, rng: np.random.Generator
+) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """Generate one client's samples.
+
+    Parameters
+    ----------
+    alpha : float
+        How far the clients' models differ.
+    beta : float
+        How far the clients' inputs differ.
+    rng : np.random.Generator
+        The client's own generator.
+
+    Returns
+    -------
+    tuple[NDArray[np.float32], NDArray[np.int64]]
+        Inputs, shape (n, 60), and labels, shape (n,). n is 50 plus a log-normal number with a
+        heavy tail (median 55), as in the authors' code, and at most 1,000, as in LEAF's.
+    """
+    count = min(_SMALLEST + int(rng.lognormal(4.0, 2.0)), _LARGEST)
+    model_mean = rng.normal(0.0, alpha)
+    weights = rng.normal(model_mean, 1.0, (FEATURES, CLASSES))
+    bias = rng.normal(model_mean, 1.0, CLASSES)
+    centre = rng.normal(rng.normal(0.0, beta), 1.0, FEATURES)
+    deviation = np.arange(1, FEATURES + 1) ** -0.6  # the root of the variance j^(-1.2)
+    x = rng.normal(centre, deviation, (count, FEATURES))
+    # The largest score has the largest softmax.
+    y = np.argmax(x @ weights + bias, axis=1)
+    return x.astype(np.float32), y.astype(np.int64)

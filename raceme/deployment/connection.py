@@ -1,0 +1,214 @@
+"""A device's connection to a SuperLink, which outlives network loss and restarts."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from threading import Event
+from typing import Any
+
+import grpc
+from flwr.app import Message
+
+from raceme.compat import fleet
+from raceme.compat.fleet import Endpoint, Keys, Run
+from raceme.deployment.polling import Pause
+from raceme.errors import UserError
+
+log = logging.getLogger("raceme.device")
+
+_DEADLINE_SECONDS = 120.0
+"""Longest time for one call; the largest object of a model has to get through a slow link."""
+_PULL_DEADLINE_SECONDS = 20.0
+_LEAVE_DEADLINE_SECONDS = 3.0
+
+_Code = grpc.StatusCode
+_PASSING = {_Code.UNAVAILABLE, _Code.DEADLINE_EXCEEDED, _Code.RESOURCE_EXHAUSTED, _Code.ABORTED}
+_PUZZLING = {_Code.INTERNAL, _Code.UNKNOWN, _Code.CANCELLED, _Code.DATA_LOSS}
+_PUZZLING_TRIES = 5
+"""Tries of a call that fails for no stated reason; the node then joins anew."""
+_NEVER_SENT = ("failed to connect", "connection refused", "resolution", "no route", "unreachable")
+
+
+class StoppedError(Exception):
+    """The device was told to stop while it waited for the network."""
+
+
+class RunOverError(Exception):
+    """The SuperLink takes nothing more for this run."""
+
+
+class RejoinError(Exception):
+    """The node has to join again; the message says why."""
+
+
+class NotAcceptedError(Exception):
+    """The SuperLink knows the node's key, if at all, as that of a node that is online."""
+
+
+class Link:
+    """Messages of one node that is online.
+
+    Attributes
+    ----------
+    node_id : int
+        The node.
+    """
+
+    def __init__(self, connection: fleet.Fleet, calls: PatientCalls) -> None:
+        self.node_id = connection.node_id
+        self._connection = connection
+        self._calls = calls
+
+    def receive(self) -> tuple[Message, Callable[[], Message]] | None:
+        """Return the next message without its content, and a function that fetches it whole.
+
+        Raises
+        ------
+        RejoinError
+            A message may have been lost on its way: only a new start makes that known.
+        """
+        received = self._connection.receive()
+        doubtful, self._calls.pull_failed = self._calls.pull_failed, False
+        if received is None and doubtful:
+            raise RejoinError("the network failed while it asked for work")
+        return received
+
+    def send(self, reply: Message, seconds: float) -> None:
+        """Send a reply, and how long it took to compute."""
+        self._connection.send(reply, seconds)
+
+    def run(self, run_id: int) -> Run:
+        """Return what the SuperLink says about a run."""
+        return self._connection.run(run_id)
+
+    def bundle(self, run: Run) -> bytes:
+        """Fetch the app bundle of a run."""
+        return self._connection.bundle(run)
+
+
+class PatientCalls:
+    """Repeats calls that failed for a passing reason, until the device is told to stop.
+
+    Attributes
+    ----------
+    max_tries : int or None
+        1 once the connection is being given up.
+    pull_failed : bool
+        True if a request for the next message failed after it may have reached the SuperLink,
+        which hands a message out only once.
+    """
+
+    def __init__(self, stop: Event, endpoint: Endpoint) -> None:
+        self.max_tries: int | None = None
+        self.pull_failed = False
+        self._stop = stop
+        self._endpoint = endpoint
+        self._address = endpoint.address
+
+    def invoke(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call `target` with a deadline; see `raceme.compat.fleet.Calls`."""
+        pull = bool(args) and fleet.is_pull(args[0])
+        pause = Pause(0.5, 20.0, growth=1.7)
+        tries = 0
+        while True:
+            tries += 1
+            leaving = self.max_tries == 1
+            if leaving:
+                kwargs["timeout"] = _LEAVE_DEADLINE_SECONDS
+            else:
+                kwargs.setdefault("timeout", _PULL_DEADLINE_SECONDS if pull else _DEADLINE_SECONDS)
+            try:
+                result = target(*args, **kwargs)
+            except grpc.RpcError as error:
+                if leaving:
+                    raise
+                self._judge(error, tries)
+                self.pull_failed |= pull and not _never_sent(error)
+                self._wait(pause.next(), error, tries)
+            else:
+                if tries > 1:
+                    log.info("%s can be reached again", self._address)
+                return result
+
+    def _judge(self, error: grpc.RpcError, tries: int) -> None:
+        """Return if a call is worth another try; else raise what that means."""
+        code, text = error.code(), fleet.error_text(error)
+        if "handshake failed" in text.lower() or "certificate_verify_failed" in text.lower():
+            raise UserError(
+                f"{self._address} is not the SuperLink that it should be, or speaks no TLS: "
+                "its certificate does not come from the authority in --root-certificates (without "
+                "that option: from a public one), or does not name this host. "
+                f"({_one_line(text)})"
+            )
+        if code is _Code.PERMISSION_DENIED:
+            raise RunOverError(text)
+        if code is _Code.UNAUTHENTICATED:
+            self._unauthenticated(text)
+            return
+        if code is _Code.FAILED_PRECONDITION:
+            if "must be registered" in text:
+                raise UserError(
+                    f"{self._address} takes only devices with a registered key: pass --key FILE, "
+                    "and register its public key with 'flwr supernode register'."
+                )
+            if "activate" in text:
+                raise NotAcceptedError(text)
+            raise UserError(f"{self._address} refuses this device: {_one_line(text)}")
+        if code is _Code.UNIMPLEMENTED:
+            raise UserError(
+                f"{self._address} is not a Fleet API over gRPC: start the SuperLink with "
+                "--fleet-api-type grpc-rere, and give its --fleet-api-address."
+            )
+        if code in _PASSING or (code in _PUZZLING and tries < _PUZZLING_TRIES):
+            return
+        raise RejoinError(f"{code.name}: {_one_line(text)}")
+
+    def _unauthenticated(self, text: str) -> None:
+        if "timestamp" in text.lower():
+            # Boards without a battery start with a wrong clock, until they hear from a time server.
+            log.warning("%s does not accept this device's clock: set the time", self._address)
+        elif "node id" in text.lower():
+            raise RejoinError(f"{self._address} does not know this node any more")
+        else:
+            raise UserError(f"{self._address} refuses this device's key: {_one_line(text)}")
+
+    def _wait(self, seconds: float, error: grpc.RpcError, tries: int) -> None:
+        if tries == 1:
+            reason = _one_line(fleet.error_text(error))
+            if self._endpoint.insecure and "Socket closed" in reason:
+                reason += "; perhaps it wants TLS: then leave out --insecure"
+            log.warning("%s cannot be reached, trying again: %s", self._address, reason)
+        if self._stop.wait(seconds):
+            raise StoppedError
+
+
+@contextlib.contextmanager
+def join(endpoint: Endpoint, keys: Keys, stop: Event, *, register: bool) -> Iterator[Link]:
+    """Go online as one node of a SuperLink, and offline on the way out.
+
+    Parameters
+    ----------
+    endpoint : Endpoint
+        The SuperLink.
+    keys : Keys
+        The node's own.
+    stop : Event
+        Ends every wait for the network.
+    register : bool
+        Make the node known to the SuperLink first, and forget it on the way out.
+    """
+    calls = PatientCalls(stop, endpoint)
+    with fleet.connect(endpoint, keys, calls, register=register) as connection:
+        yield Link(connection, calls)
+
+
+def _never_sent(error: grpc.RpcError) -> bool:
+    """Return whether a call failed before anything left this machine."""
+    text = fleet.error_text(error).lower()
+    return error.code() is _Code.UNAVAILABLE and any(part in text for part in _NEVER_SENT)
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())[:200]

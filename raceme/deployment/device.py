@@ -1,0 +1,145 @@
+"""`raceme device`: one process that keeps its ClientApp, torch and data, and answers messages.
+
+It speaks the protocol of Flower's SuperNodes, and works against a stock SuperLink side by side
+with them. A SuperNode starts a new Python process for every message; this one does not.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from threading import Event
+from types import FrameType
+
+from raceme.compat import fleet
+from raceme.compat.fleet import Endpoint, Keys
+from raceme.config import Value
+from raceme.deployment.apps import Apps
+from raceme.deployment.connection import (
+    Link,
+    NotAcceptedError,
+    RejoinError,
+    RunOverError,
+    StoppedError,
+    join,
+)
+from raceme.deployment.memory import limit_memory
+from raceme.deployment.polling import Pause
+from raceme.deployment.tasks import Interrupter, Tasks
+
+log = logging.getLogger("raceme.device")
+
+_SHORTEST_PAUSE = 0.02
+_LONGEST_PAUSE = 2.0
+"""Bounds in seconds of the pause between two requests for work."""
+_ABSENCE_SECONDS = 12.0
+"""Time offline after which every strategy has noticed that a node left: it looks every 5 s."""
+
+
+@dataclass(frozen=True)
+class DeviceOptions:
+    """What a device is told when it starts.
+
+    Attributes
+    ----------
+    endpoint : Endpoint
+        The SuperLink.
+    keys : Keys or None
+        The registered key pair; without one the device registers a key of its own making.
+    node_config : Mapping
+        What its ClientApp is told about the device, ``device-id`` among it.
+    trusted_apps : tuple[str, ...]
+        The apps that may run, as publisher/name; empty allows all.
+    memory_limit : int or None
+        MiB of data that the process may hold.
+    grace : float
+        Seconds that a task has left once the device is told to stop.
+    """
+
+    endpoint: Endpoint
+    keys: Keys | None = None
+    node_config: Mapping[str, Value] = field(default_factory=dict)
+    trusted_apps: tuple[str, ...] = ()
+    memory_limit: int | None = None
+    grace: float = 5.0
+
+
+def run_device(options: DeviceOptions) -> None:
+    """Answer messages until SIGTERM or SIGINT.
+
+    The task in work is then finished, or returned with an error reply, and the node goes offline.
+
+    Raises
+    ------
+    UserError
+        The SuperLink will never take this device, or an option cannot be met.
+    """
+    apps = Apps(options.trusted_apps)
+    if options.memory_limit is not None:
+        # Torch is the largest part of what the process holds: it counts from the start.
+        import raceme.client_app  # noqa: F401
+
+        limit_memory(options.memory_limit)
+    stop = Event()
+    interrupter = Interrupter(options.grace)
+
+    def on_signal(number: int, _frame: FrameType | None) -> None:
+        if not stop.is_set():
+            log.info("%s: stopping", signal.Signals(number).name)
+        stop.set()
+        interrupter.stop()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, on_signal)
+    _stay_online(options, Tasks(apps, options.node_config, interrupter), stop)
+    log.info("offline")
+
+
+def _stay_online(options: DeviceOptions, tasks: Tasks, stop: Event) -> None:
+    """Join, answer, and join again, until told to stop."""
+    pause = Pause(1.0, 30.0, growth=1.7)
+    absent = False
+    while not stop.is_set():
+        # A key stands for one node: who joins again without a registered one is a new node,
+        # and the strategy sees at once that the old one's work is lost.
+        keys = options.keys or fleet.generate_keys()
+        try:
+            with join(options.endpoint, keys, stop, register=options.keys is None) as link:
+                pause.reset()
+                if absent:
+                    absent = False
+                    raise RejoinError("an earlier process of this device was online until now")
+                log.info("online at %s as node %d", options.endpoint.address, link.node_id)
+                _serve(link, tasks, stop)
+        except NotAcceptedError:
+            absent = True
+            seconds = pause.next()
+            log.warning(
+                "not accepted: this key is not registered with the SuperLink, or an earlier "
+                "process with it still counts as online; next try in %.0f s",
+                seconds,
+            )
+            stop.wait(seconds)
+        except RejoinError as error:
+            log.warning("joining again: %s", error)
+            # With a registered key the node keeps its id, and has to be missed first.
+            stop.wait(pause.next() if options.keys is None else _ABSENCE_SECONDS)
+        except StoppedError:
+            return
+
+
+def _serve(link: Link, tasks: Tasks, stop: Event) -> None:
+    """Ask for work, often after a reply and less and less often while there is none."""
+    pause = Pause(_SHORTEST_PAUSE, _LONGEST_PAUSE)
+    while not stop.is_set():
+        try:
+            received = link.receive()
+            if received is not None:
+                tasks.answer(link, *received)
+                pause.reset()
+                continue
+        except RunOverError as error:
+            log.info("the run is over; its message is dropped (%s)", error)
+        stop.wait(pause.next())

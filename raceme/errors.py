@@ -1,0 +1,31 @@
+"""Errors that speak to the person who typed the command."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(Exception):
+    """Something the user asked for cannot be done; the message says what to do instead.
+
+    The command line prints the message as one line without a traceback and exits with code 2.
+    """
+
+
+def unknown_name(kind: str, name: str, valid: Iterable[str]) -> UserError:
+    """Build the error for a name that does not exist, with the nearest valid one.
+
+    Parameters
+    ----------
+    kind : str
+        What the name stands for, e.g. ``"strategy"``.
+    name : str
+        What the user wrote.
+    valid : Iterable[str]
+        All the names that exist.
+    """
+    names = sorted(valid)
+    nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    hint = f" Did you mean '{nearest[0]}'?" if nearest else ""
+    return UserError(f"Unknown {kind} '{name}'.{hint} Valid: {', '.join(names)}.")

@@ -1,0 +1,279 @@
+"""From a configuration to a finished run: the parts are built, checked and put together here."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flwr.app import ArrayRecord, ConfigRecord
+from flwr.serverapp import Grid
+from threadpoolctl import threadpool_limits
+
+from raceme import datasets, models
+from raceme import messages as names
+from raceme.config import RunConfig, parameters_from, write_toml
+from raceme.errors import UserError
+from raceme.events import Event, Observer
+from raceme.messages import ModelSpec
+from raceme.reporting.artefacts import write_all
+from raceme.reporting.store import RunStore
+from raceme.reporting.summary import RunSummary
+from raceme.simulation import Node, VirtualGrid, fleet
+from raceme.strategies import STRATEGIES, AsyncStrategy, Plan, Rounds
+
+_FIRST_NODE_ID = 1000
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run leaves.
+
+    Attributes
+    ----------
+    out : Path
+        The folder with the artefacts.
+    summary : dict[str, Any]
+        The content of its ``summary.json``.
+    complete : bool
+        False if the run ended for another reason than its limits.
+    interrupted : bool
+        True if the user ended it.
+    """
+
+    out: Path
+    summary: dict[str, Any]
+    complete: bool
+    interrupted: bool
+
+
+def resolve(config: RunConfig) -> RunConfig:
+    """Fill in what the configuration leaves to the dataset, and make paths absolute.
+
+    Raises
+    ------
+    UserError
+        The dataset does not exist.
+    """
+    source = datasets.source_of(config)
+    target, stop = config.target_accuracy, config.stop_at_target
+    return datasets.with_defaults(config).with_values(
+        target_accuracy=source.target_accuracy if target is None else target,
+        stop_at_target=target is not None if stop is None else stop,
+        eval_every=config.clients if config.eval_every is None else config.eval_every,
+        data_root=_absolute(config.data_root),
+        data_file=_absolute(config.data_file),
+        devices=_absolute(config.devices) if config.devices.endswith(".toml") else config.devices,
+    )
+
+
+def build_strategy(config: RunConfig) -> AsyncStrategy | Rounds:
+    """Make the strategy that a configuration names.
+
+    Raises
+    ------
+    UserError
+        There is no such strategy.
+    """
+    method = STRATEGIES[config.strategy]
+    parameters = parameters_from(method.parameters_type, config.parameters())
+    strategy: AsyncStrategy | Rounds = method(parameters, seed=config.seed)
+    return strategy
+
+
+def build_grid(config: RunConfig) -> VirtualGrid:
+    """Make the simulated fleet of a configuration: one node per client, with its device.
+
+    Raises
+    ------
+    UserError
+        Unknown profile, missing data, an impossible partition.
+    """
+    from raceme.client_app import app
+
+    devices = fleet(config.devices, config.clients, config.seed)
+    clients = datasets.all_clients(config)
+    nodes = [
+        Node(
+            node_id=_FIRST_NODE_ID + index,
+            device=device,
+            config={"partition-id": index, "num-partitions": config.clients},
+            examples=len(data.y_train),
+        )
+        for index, (device, data) in enumerate(zip(devices, clients, strict=True))
+    ]
+    return VirtualGrid(app, nodes, config.to_mapping(), seed=config.seed)
+
+
+def simulate(config: RunConfig, *observers: Observer) -> Outcome:
+    """Run a configuration on virtual time.
+
+    Parameters
+    ----------
+    config : RunConfig
+        What to run; resolved here.
+    observers : Observer
+        Called with everything that happens, e.g. a progress line.
+
+    Raises
+    ------
+    UserError
+        Anything that cannot work is said before any work starts.
+    """
+    config = resolve(config)
+    strategy = build_strategy(config)
+    grid = build_grid(config)
+    try:
+        return conduct(config, strategy, grid, *observers)
+    finally:
+        grid.close()
+
+
+def conduct(
+    config: RunConfig, strategy: AsyncStrategy | Rounds, grid: Grid, *observers: Observer
+) -> Outcome:
+    """Run a strategy on any grid, and leave the artefacts, however the run ends.
+
+    Parameters
+    ----------
+    config : RunConfig
+        A resolved configuration.
+    strategy : AsyncStrategy or Rounds
+        The method.
+    grid : Grid
+        A virtual grid, or one of Flower's.
+    observers : Observer
+        Called with everything that happens.
+
+    Raises
+    ------
+    UserError
+        The model does not exist or does not fit the data; the folder cannot be used.
+    """
+    initial = models.initial_arrays(config)
+    out = prepare_folder(config)
+    started, summary = time.perf_counter(), RunSummary()
+    # The server's matrices are small: threads of the linear algebra library would only compete
+    # with the clients' training for the cores.
+    with RunStore(out) as store, _log_file(out / "run.log"), threadpool_limits(1):
+
+        def observe(event: Event) -> None:
+            store.observe(event)
+            summary.observe(event)
+            for observer in observers:
+                observer(event)
+
+        strategy.start(
+            grid,
+            initial,
+            num_rounds=config.max_updates,
+            timeout=config.task_timeout,
+            train_config=training_settings(config),
+            plan=plan(config),
+            observe=observe,
+        )
+    result = summary.result(
+        strategy=config.strategy,
+        dataset=config.dataset,
+        model=config.model,
+        seed=config.seed,
+        wall_time=time.perf_counter() - started,
+        target=config.target_accuracy,
+    )
+    spec = ModelSpec.of(initial)
+    write_all(
+        out,
+        summary=result,
+        models={k: spec.views(model.vector) for k, model in strategy.models.items()},
+        similarity=strategy.similarity(),
+        target=config.target_accuracy,
+        clock="virtual time" if isinstance(grid, VirtualGrid) else "time",
+    )
+    reason = str(result["reason"])
+    return Outcome(
+        out=out,
+        summary=result,
+        complete=not reason.startswith(("all clients", "the last", "interrupted")),
+        interrupted=reason.startswith("interrupted"),
+    )
+
+
+def plan(config: RunConfig) -> Plan:
+    """Return the limits and the schedule of a configuration."""
+    return Plan(
+        max_time=config.max_time or None,
+        target_accuracy=config.target_accuracy,
+        stop_at_target=bool(config.stop_at_target),
+        eval_every=config.eval_every or config.clients,
+        concurrency=config.concurrency,
+    )
+
+
+def training_settings(config: RunConfig) -> ConfigRecord:
+    """Return what every training message tells a client."""
+    assert config.lr is not None, "resolve() sets the learning rate"
+    return ConfigRecord(
+        {
+            names.LR: config.lr,
+            names.BATCH_SIZE: config.batch_size,
+            names.LOCAL_EPOCHS: config.local_epochs,
+        }
+    )
+
+
+def prepare_folder(config: RunConfig) -> Path:
+    """Make the folder of a run and write its configuration.
+
+    The configuration is written without the folder itself, so that feeding it back makes a new
+    run and leaves this one alone.
+
+    Raises
+    ------
+    UserError
+        The folder holds a run already, or cannot be written.
+    """
+    if config.out:
+        out = Path(config.out).expanduser().resolve()
+    else:
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        out = _unused(Path("runs").resolve() / f"{stamp}-{config.strategy}-{config.dataset}")
+    if (out / "run.sqlite").exists():
+        raise UserError(f"{out} holds a run already; choose another folder with --out.")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        write_toml(config.with_values(out=""), out / "config.toml")
+    except OSError as error:
+        raise UserError(f"Cannot write to {out}: {error.strerror}.") from None
+    return out
+
+
+def _unused(path: Path) -> Path:
+    """Return the path, or with a number behind it if it exists: runs may start side by side."""
+    candidate, number = path, 2
+    while candidate.exists():
+        candidate = path.with_name(f"{path.name}-{number}")
+        number += 1
+    return candidate
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).expanduser().resolve()) if path else ""
+
+
+@contextmanager
+def _log_file(path: Path) -> Iterator[None]:
+    """Write what Raceme logs meanwhile to a file."""
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    logger = logging.getLogger("raceme")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        handler.close()

@@ -1,0 +1,103 @@
+"""What a run leaves besides its database: summary, models and plots."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+from safetensors.numpy import save_file
+
+from raceme.reporting.files import written_whole
+from raceme.reporting.fleet_plots import clusters_figure, devices_figure, similarity_figure
+from raceme.reporting.plots import accuracy_figure
+from raceme.reporting.record import RunRecord, read_run
+from raceme.reporting.style import CLOCK, save_figure
+from raceme.reporting.summary import write_summary
+
+log = logging.getLogger("raceme")
+
+Arrays = Mapping[str, NDArray[np.generic]]
+Similarity = tuple[list[str], NDArray[np.floating]]
+
+
+def write_all(
+    out: Path,
+    *,
+    summary: Mapping[str, Any],
+    models: Mapping[int, Arrays],
+    similarity: Similarity | None = None,
+    target: float | None = None,
+    clock: str = CLOCK,
+) -> list[str]:
+    """Write a run's artefacts beside its database. What fails is logged and holds nothing else up.
+
+    Parameters
+    ----------
+    out : Path
+        The run's folder, with its ``run.sqlite``.
+    summary : Mapping
+        The content of ``summary.json``.
+    models : Mapping[int, Arrays]
+        Cluster to its model's arrays by name.
+    similarity : tuple, optional
+        Client ids and the matrix of their similarities.
+    target : float, optional
+        Target accuracy, for the plot.
+    clock : str
+        What the axes of time are called.
+
+    Returns
+    -------
+    list[str]
+        Names of what could not be written.
+    """
+    failed = _attempt("summary.json", lambda: write_summary(out / "summary.json", summary))
+    for cluster, arrays in models.items():
+        name = f"clusters/{cluster}.safetensors"
+        note = {"cluster": str(cluster), "strategy": str(summary["strategy"])}
+        failed += _attempt(name, lambda n=name, a=arrays, m=note: save_model(out / n, a, m))  # type: ignore[misc]
+    record = read_run(out)
+    title = f"{summary['strategy']} on {summary['dataset']}, seed {summary['seed']}"
+    figures: dict[str, Callable[[], Figure]] = {
+        "accuracy.png": lambda: accuracy_figure(record, target=target, title=title, clock=clock),
+        "clusters.png": lambda: clusters_figure(record, clock=clock),
+        "devices.png": lambda: devices_figure(record, clock=clock),
+        "similarity.png": lambda: similarity_figure(*_matrix(record, similarity)),
+    }
+    for name, draw in figures.items():
+        failed += _attempt(name, lambda n=name, d=draw: save_figure(d(), out / n))  # type: ignore[misc]
+    return failed
+
+
+def save_model(path: Path, arrays: Arrays, metadata: Mapping[str, str]) -> None:
+    """Write a model as safetensors, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    plain = {name: np.ascontiguousarray(values) for name, values in arrays.items()}
+    with written_whole(path) as file:
+        save_file(plain, file, metadata=dict(metadata))
+
+
+def _matrix(
+    record: RunRecord, similarity: Similarity | None
+) -> tuple[list[str], NDArray[np.floating], dict[str, int]]:
+    """Return what the similarity plot needs; without similarities, a matrix that knows nothing."""
+    assignment = record.assignment()
+    if similarity is not None:
+        return similarity[0], similarity[1], assignment
+    clients = [client.client for client in record.clients]
+    return clients, np.full((len(clients), len(clients)), np.nan), assignment
+
+
+def _attempt(name: str, write: Callable[[], None]) -> list[str]:
+    """Write one artefact; if that fails, log it and return its name."""
+    try:
+        write()
+    except Exception:
+        log.exception("%s could not be written", name)
+        return [name]
+    return []

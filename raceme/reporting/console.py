@@ -1,0 +1,183 @@
+"""What a person sees in the terminal: a live line while a run goes on, a table at its end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
+
+from raceme.events import ClusterSplit, Evaluated, Event, UpdateApplied, UpdateRejected
+from raceme.reporting.summary import RunSummary
+
+
+class RunProgress:
+    """Shows a run as it goes on; an observer of it, and a context manager around it.
+
+    On a terminal it is one live line. Elsewhere it prints a plain line at each evaluation.
+
+    Parameters
+    ----------
+    max_updates : int
+        Updates after which the run ends.
+    each_update : bool
+        Print a line for every update: for real devices, where one takes seconds.
+    console : Console, optional
+        Where to print; standard output if not given.
+    """
+
+    def __init__(
+        self, max_updates: int, each_update: bool = False, console: Console | None = None
+    ) -> None:
+        self._console = console or Console(highlight=False)
+        self._each_update = each_update
+        self._max_updates = max_updates
+        self._summary = RunSummary()
+        self._started = time.perf_counter()
+        self._drawn_at = 0.0
+        self._bar: Progress | None = None
+        if self._console.is_terminal and not each_update:
+            self._bar = Progress(
+                TextColumn("[bold]raceme"),
+                BarColumn(bar_width=24),
+                TextColumn("{task.completed:>5.0f}/{task.total:.0f} updates"),
+                TextColumn("{task.fields[line]}"),
+                console=self._console,
+                auto_refresh=False,
+            )
+            self._line = self._bar.add_task("run", total=max_updates, line="")
+
+    def __enter__(self) -> RunProgress:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._bar is not None:
+            self._draw()
+            self._bar.stop()
+
+    def observe(self, event: Event) -> None:
+        """Take note of an event, and show what is worth showing."""
+        self._summary.observe(event)
+        if isinstance(event, ClusterSplit):
+            self._console.print(split_line(event), markup=False, soft_wrap=True)
+        elif isinstance(event, UpdateRejected) and self._each_update:
+            self._print(f"rejected  {event.client}: {event.reason}")
+        elif isinstance(event, UpdateApplied) and self._each_update:
+            self._print(update_line(event))
+        elif isinstance(event, Evaluated) and self._bar is None:
+            self._print(f"evaluated at {event.updates} updates: {self._status()}")
+        # Drawing costs more than an update does: ten times a second is enough for the eye.
+        if self._bar is not None and time.perf_counter() - self._drawn_at > 0.1:
+            self._draw()
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, markup=False, soft_wrap=True)
+
+    def _draw(self) -> None:
+        assert self._bar is not None, "only called with a live line"
+        self._drawn_at = time.perf_counter()
+        self._bar.update(self._line, completed=self._summary.updates, line=self._status())
+        self._bar.refresh()
+
+    def _status(self) -> str:
+        """Describe where the run is, in one line."""
+        summary = self._summary
+        parts = [f"t = {summary.time:.1f} s"]
+        if summary.accuracy is not None:
+            parts.append(f"accuracy {summary.accuracy:.3f} (best {summary.best_accuracy:.3f})")
+        parts.append(f"{summary.clusters} cluster{'' if summary.clusters == 1 else 's'}")
+        elapsed = time.perf_counter() - self._started
+        if summary.updates and elapsed > 0:
+            parts.append(f"{summary.updates / elapsed:.0f} updates/s")
+        if summary.rejected:
+            parts.append(f"{summary.rejected} rejected")
+        return " · ".join(parts)
+
+
+def split_line(event: ClusterSplit) -> str:
+    """Describe a split in one line."""
+    children = ", ".join(f"{k} ({len(members)})" for k, members in event.children.items())
+    return f"cluster {event.parent} → clusters {children} at update {event.updates}"
+
+
+def update_line(event: UpdateApplied) -> str:
+    """Describe an update in one line."""
+    return (
+        f"update {event.seq:>4}  {event.client}  cluster {event.cluster}  "
+        f"staleness {event.staleness}  weight {event.weight:.3f}  loss {event.train_loss:.3f}  "
+        f"took {event.time - event.dispatched_at:.1f} s"
+    )
+
+
+def print_summary(summary: Mapping[str, Any], out: Path, console: Console | None = None) -> None:
+    """Print the result of a run, and where its artefacts are."""
+    console = console or Console(highlight=False)
+    table = Table(
+        title=f"{summary['strategy']} on {summary['dataset']}: {summary['reason']}",
+        title_justify="left",
+        title_style="bold",
+        show_header=False,
+        box=None,
+        padding=(0, 2),
+    )
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_column()
+    for name, value in _rows(summary):
+        table.add_row(name, value)
+    console.print()
+    console.print(table)
+    console.print(f"\nResults, plots and models: {_shown(out)}", soft_wrap=True, markup=False)
+
+
+def _rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    reached, target = summary["time_to_target"], summary.get("target")
+    if reached is not None:
+        to_target = f"{reached['virtual_time']:.1f} s, {reached['updates']} updates"
+    else:
+        to_target = "not reached"
+    best = summary["best_accuracy"]
+    rate = summary["updates_per_second"]
+    rows = [
+        ("accuracy", f"{_number(summary['accuracy'])} (best {_number(best)}), mean over clients"),
+        (f"time to {target:g}" if target else "time to target", to_target),
+        ("clusters", str(summary["clusters"])),
+        ("purity", _number(summary["purity"])),
+        ("clients", str(summary["clients"])),
+        ("updates", f"{summary['updates']} ({summary['rejected_updates']} rejected)"),
+        ("virtual time", f"{summary['virtual_time']:.1f} s"),
+        ("wall time", f"{summary['wall_time']:.1f} s ({rate or 0:.0f} updates/s)"),
+        ("traffic", f"{_bytes(summary['bytes_up'])} up, {_bytes(summary['bytes_down'])} down"),
+    ]
+    return rows
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+def _shown(path: Path) -> str:
+    """Return a path relative to where the person is, if it lies below."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)

@@ -1,0 +1,251 @@
+"""Accuracy over time, of one run and of several."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from raceme.events import ClusterSplit
+from raceme.reporting.record import ClientEvaluations, Floats, RunRecord, read_run
+from raceme.reporting.style import (
+    CLOCK,
+    INK,
+    MUTED,
+    cluster_colour,
+    new_figure,
+    say_empty,
+    save_figure,
+    series_colour,
+    style,
+    time_axis,
+    updates_axis,
+)
+
+_MOST_CLUSTERS = 8
+"""More clusters than this are not drawn one by one."""
+_MOST_LABELS = 4
+"""More splits than this are marked without words."""
+
+
+def accuracy_figure(
+    record: RunRecord, *, target: float | None = None, title: str = "", clock: str = CLOCK
+) -> Figure:
+    """Draw the mean accuracy over the clients, and the range in which most of them are.
+
+    Parameters
+    ----------
+    record : RunRecord
+        The run.
+    target : float, optional
+        Target accuracy, drawn as a line.
+    title : str
+        Names the run.
+    clock : str
+        What the axis of time is called.
+    """
+    with style():
+        figure = new_figure(7.2, 4.2)
+        axes = figure.add_subplot()
+        seconds = time_axis(axes, 0.0, record.end, clock)
+        _accuracy_axis(axes)
+        axes.set_title(title or "Accuracy on the clients' own test data")
+        if len(record.evaluations.time):
+            _draw_accuracy(axes, record, seconds)
+            _mark_splits(axes, record.splits, seconds)
+            if target is not None:
+                _mark_target(axes, record, target, seconds)
+            axes.legend(loc="lower right")
+        else:
+            say_empty(axes, "no evaluations")
+        updates_axis(axes, record.updates.time, seconds)
+        return figure
+
+
+def comparison_figure(
+    runs: Mapping[str, RunRecord],
+    *,
+    target: float | None = None,
+    title: str = "",
+    clock: str = CLOCK,
+) -> Figure:
+    """Draw the accuracy of several runs over one axis of time.
+
+    Parameters
+    ----------
+    runs : Mapping[str, RunRecord]
+        Label to run; their order is that of the legend and the colours.
+    target, title, clock
+        As in :func:`accuracy_figure`.
+    """
+    with style():
+        figure = new_figure(7.2, 4.2)
+        axes = figure.add_subplot()
+        end = max((record.end for record in runs.values()), default=0.0)
+        seconds = time_axis(axes, 0.0, end, clock)
+        _accuracy_axis(axes)
+        axes.set_title(title or "Accuracy on the clients' own test data")
+        for index, (label, record) in enumerate(runs.items()):
+            colour = series_colour(index)
+            times = record.evaluations.time / seconds
+            low, high = client_band(record.client_evaluations, len(times))
+            axes.fill_between(times, low, high, color=colour, alpha=0.12, lw=0)
+            axes.plot(times, record.evaluations.accuracy, color=colour, label=label, zorder=3)
+            if target is not None:
+                _mark_reached(axes, record, target, seconds, colour)
+        if target is not None:
+            _target_line(axes, target)
+        if runs:
+            axes.legend(loc="lower right", title="mean over clients; shaded: 10-90 % of clients")
+        else:
+            say_empty(axes, "no runs")
+        return figure
+
+
+def compare_curves(
+    runs: Mapping[str, RunRecord | Path],
+    path: Path,
+    target: float | None = None,
+    *,
+    title: str = "",
+    clock: str = CLOCK,
+) -> None:
+    """Write a PNG with the accuracy of several runs over time.
+
+    Parameters
+    ----------
+    runs : Mapping[str, RunRecord or Path]
+        Label to run, or to the folder of one.
+    path : Path
+        The PNG to write.
+    target, title, clock
+        As in :func:`accuracy_figure`.
+    """
+    records = {
+        label: read_run(run) if isinstance(run, Path) else run for label, run in runs.items()
+    }
+    save_figure(comparison_figure(records, target=target, title=title, clock=clock), path)
+
+
+def client_band(
+    evaluations: ClientEvaluations, count: int, low: float = 10.0, high: float = 90.0
+) -> tuple[Floats, Floats]:
+    """Return two percentiles of the clients' accuracies at each of `count` evaluations.
+
+    They are NaN for an evaluation that lists no clients.
+    """
+    band = np.full((2, count), np.nan)
+    bounds = np.searchsorted(evaluations.evaluation, np.arange(count + 1))
+    for index in range(count):
+        values = evaluations.accuracy[bounds[index] : bounds[index + 1]]
+        if len(values):
+            band[:, index] = np.percentile(values, (low, high))
+    return band[0], band[1]
+
+
+def _accuracy_axis(axes: Axes) -> None:
+    axes.set_ylabel("accuracy")
+    axes.set_ylim(0.0, 1.0)
+    axes.set_yticks(np.linspace(0.0, 1.0, 6))
+    axes.grid(axis="y")
+
+
+def _draw_accuracy(axes: Axes, record: RunRecord, seconds: float) -> None:
+    """Draw mean and band of one run, and the mean of each cluster."""
+    colour = INK
+    times = record.evaluations.time / seconds
+    low, high = client_band(record.client_evaluations, len(times))
+    axes.fill_between(times, low, high, color=colour, alpha=0.15, lw=0, label="10-90 % of clients")
+    axes.plot(
+        times,
+        record.evaluations.accuracy,
+        color=colour,
+        marker="o" if len(times) == 1 else "",
+        label="mean over clients",
+        zorder=3,
+    )
+    for cluster, means in _cluster_means(record).items():
+        axes.plot(
+            times,
+            means,
+            color=cluster_colour(cluster),
+            lw=1.0,
+            zorder=2,
+            label=f"mean of cluster {cluster}",
+        )
+
+
+def _cluster_means(record: RunRecord) -> dict[int, Floats]:
+    """Return the mean accuracy of each cluster that a split made, at every evaluation.
+
+    Nothing if there were no splits, or so many that their lines would hide each other.
+    """
+    made = sorted({child for split in record.splits for child in split.children})
+    if not 0 < len(made) <= _MOST_CLUSTERS:
+        return {}
+    evaluations = record.client_evaluations
+    count = len(record.evaluations.time)
+    means = {}
+    for cluster in made:
+        chosen = evaluations.cluster == cluster
+        index = evaluations.evaluation[chosen]
+        members = np.bincount(index, minlength=count)
+        total = np.bincount(index, weights=evaluations.accuracy[chosen], minlength=count)
+        means[cluster] = np.where(members > 0, total / np.maximum(members, 1), np.nan)
+    return means
+
+
+def _mark_splits(axes: Axes, splits: Sequence[ClusterSplit], seconds: float) -> None:
+    """Draw a line at each split, with what it did as long as there is room for words."""
+    for index, split in enumerate(splits):
+        axes.axvline(split.time / seconds, color=MUTED, lw=0.9, ls=(0, (4, 3)), zorder=1)
+        if len(splits) <= _MOST_LABELS:
+            children = ", ".join(str(child) for child in split.children)
+            axes.annotate(
+                f"{split.parent} \u2192 {children}",
+                (split.time / seconds, 0.02 + 0.06 * index),
+                xycoords=("data", "axes fraction"),
+                xytext=(4, 0),
+                textcoords="offset points",
+                color=MUTED,
+                fontsize=8,
+            )
+
+
+def _mark_target(axes: Axes, record: RunRecord, target: float, seconds: float) -> None:
+    _target_line(axes, target)
+    _mark_reached(axes, record, target, seconds, INK)
+
+
+def _target_line(axes: Axes, target: float) -> None:
+    axes.axhline(target, color=INK, lw=0.9, ls=(0, (1, 2)), zorder=2)
+    axes.annotate(
+        f"target {target:g}",
+        (0.0, target),
+        xycoords=("axes fraction", "data"),
+        xytext=(5, 3),
+        textcoords="offset points",
+        fontsize=8,
+    )
+
+
+def _mark_reached(
+    axes: Axes, record: RunRecord, target: float, seconds: float, colour: str
+) -> None:
+    """Draw a point where a run first reached the target."""
+    evaluations = record.evaluations
+    reached = np.flatnonzero(evaluations.accuracy >= target)
+    if len(reached):
+        first = reached[0]
+        axes.plot(
+            evaluations.time[first] / seconds,
+            evaluations.accuracy[first],
+            marker="o",
+            ms=6,
+            color=colour,
+            markeredgecolor="white",
+            zorder=4,
+        )

@@ -1,0 +1,222 @@
+"""A finished run as columns of numbers: what plots, reports and comparisons read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raceme.events import (
+    ClientJoined,
+    ClientLeft,
+    ClusterSplit,
+    Evaluated,
+    Event,
+    RunEnded,
+    UpdateApplied,
+    UpdateRejected,
+)
+from raceme.reporting.membership import Membership, Move
+from raceme.reporting.store import read_events
+
+Floats = NDArray[np.float64]
+Integers = NDArray[np.int64]
+Texts = NDArray[np.str_]
+
+
+@dataclass(frozen=True)
+class Updates:
+    """The accepted updates, one element each; see :class:`raceme.events.UpdateApplied`."""
+
+    seq: Integers
+    time: Floats
+    client: Texts
+    cluster: Integers
+    base_version: Integers
+    staleness: Integers
+    weight: Floats
+    dispatched_at: Floats
+    train_loss: Floats
+    bytes_down: Integers
+    bytes_up: Integers
+
+
+@dataclass(frozen=True)
+class Rejections:
+    """The replies that were not used; see :class:`raceme.events.UpdateRejected`."""
+
+    time: Floats
+    client: Texts
+    reason: Texts
+    dispatched_at: Floats
+
+
+@dataclass(frozen=True)
+class Evaluations:
+    """The evaluations; see :class:`raceme.events.Evaluated`."""
+
+    time: Floats
+    updates: Integers
+    accuracy: Floats
+    loss: Floats
+    clusters: Integers
+
+
+@dataclass(frozen=True)
+class ClientEvaluations:
+    """What each evaluation found for each client.
+
+    Attributes
+    ----------
+    evaluation : ndarray of int
+        Index of the evaluation in :class:`Evaluations`, ascending.
+    """
+
+    evaluation: Integers
+    client: Texts
+    cluster: Integers
+    accuracy: Floats
+    loss: Floats
+
+
+@dataclass(frozen=True)
+class Client:
+    """A client as it was greeted first.
+
+    Attributes
+    ----------
+    online : tuple of (float, float or None)
+        From when until when it was online; None: until the end.
+    """
+
+    client: str
+    joined_at: float
+    num_examples: int
+    group: int | None
+    online: tuple[tuple[float, float | None], ...]
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """Everything that a run store holds.
+
+    Attributes
+    ----------
+    clients : tuple of Client
+        In the order in which they joined.
+    updates, rejections, evaluations, client_evaluations
+        Columns, in the order of events.
+    splits : tuple of ClusterSplit
+        As they were observed.
+    moves : tuple of Move
+        Every change of a client's cluster, its first included, in the order of events.
+    end : float
+        Time of the last event in seconds.
+    reason : str or None
+        Why the run ended; None if it was killed.
+    """
+
+    clients: tuple[Client, ...]
+    updates: Updates
+    rejections: Rejections
+    evaluations: Evaluations
+    client_evaluations: ClientEvaluations
+    splits: tuple[ClusterSplit, ...]
+    moves: tuple[Move, ...]
+    end: float
+    reason: str | None
+
+    @classmethod
+    def of(cls, events: Iterable[Event]) -> RunRecord:
+        """Put events, in their order, into columns."""
+        listed = list(events)
+        evaluated = [event for event in listed if isinstance(event, Evaluated)]
+        endings = [event.reason for event in listed if isinstance(event, RunEnded)]
+        membership = Membership()
+        return cls(
+            clients=_clients(listed),
+            updates=_columns(Updates, [e for e in listed if isinstance(e, UpdateApplied)]),
+            rejections=_columns(Rejections, [e for e in listed if isinstance(e, UpdateRejected)]),
+            evaluations=_columns(Evaluations, evaluated),
+            client_evaluations=_client_evaluations(evaluated),
+            splits=tuple(event for event in listed if isinstance(event, ClusterSplit)),
+            moves=tuple(move for event in listed for move in membership.observe(event)),
+            end=max((float(event.time) for event in listed), default=0.0),
+            reason=endings[-1] if endings else None,
+        )
+
+    @property
+    def groups(self) -> dict[str, int | None]:
+        """Client id to true group."""
+        return {client.client: client.group for client in self.clients}
+
+    def assignment(self, time: float = float("inf")) -> dict[str, int]:
+        """Return each client's cluster at a time: the last one, if not stated."""
+        return {move.client: move.cluster for move in self.moves if move.time <= time}
+
+
+def read_run(path: Path) -> RunRecord:
+    """Read a run store.
+
+    Parameters
+    ----------
+    path : Path
+        The file ``run.sqlite``, or the folder that holds it.
+
+    Raises
+    ------
+    UserError
+        There is no such file, or it is not a run store.
+    """
+    return RunRecord.of(read_events(path))
+
+
+_DTYPES = {"Integers": np.int64, "Floats": np.float64, "Texts": np.str_}
+
+
+def _columns(kind: type[Any], rows: Sequence[Any]) -> Any:
+    """Build a dataclass of arrays from objects with attributes of the same names."""
+    return kind(
+        **{
+            name: np.array([getattr(row, name) for row in rows], dtype=_DTYPES[annotation])
+            for name, annotation in kind.__annotations__.items()
+        }
+    )
+
+
+def _client_evaluations(evaluated: Sequence[Evaluated]) -> ClientEvaluations:
+    rows = [
+        (index, client, *values)
+        for index, event in enumerate(evaluated)
+        for client, values in event.per_client.items()
+    ]
+    evaluation, client, cluster, accuracy, loss = zip(*rows, strict=True) if rows else [()] * 5
+    return ClientEvaluations(
+        evaluation=np.array(evaluation, np.int64),
+        client=np.array(client, np.str_),
+        cluster=np.array(cluster, np.int64),
+        accuracy=np.array(accuracy, np.float64),
+        loss=np.array(loss, np.float64),
+    )
+
+
+def _clients(events: Sequence[Event]) -> tuple[Client, ...]:
+    first: dict[str, ClientJoined] = {}
+    online: dict[str, list[tuple[float, float | None]]] = {}
+    for event in events:
+        if isinstance(event, ClientJoined):
+            first.setdefault(event.client, event)
+            periods = online.setdefault(event.client, [])
+            if not periods or periods[-1][1] is not None:
+                periods.append((event.time, None))
+        elif isinstance(event, ClientLeft) and online.get(event.client):
+            start, end = online[event.client][-1]
+            online[event.client][-1] = (start, event.time if end is None else end)
+    return tuple(
+        Client(name, join.time, join.num_examples, join.group, tuple(online[name]))
+        for name, join in first.items()
+    )

@@ -1,0 +1,169 @@
+"""How Raceme's figures look: one set of settings, colours that keep their meaning, axes of time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from raceme.reporting.files import written_whole
+from raceme.reporting.record import Floats
+
+INK = "#22272e"
+MUTED = "#7a828c"
+FAINT = "#e6e8eb"
+REJECTED = "#c1121f"
+NEUTRAL = "#64748b"
+
+# Okabe and Ito's colours, which people with any colour vision can tell apart. Their black is kept
+# for text, their yellow is too faint for lines on white; a brown and a plum take the two places.
+_PALETTE = (
+    "#0072b2",
+    "#e69f00",
+    "#009e73",
+    "#cc79a7",
+    "#56b4e9",
+    "#d55e00",
+    "#8c6d46",
+    "#5e3c99",
+)
+
+# Shades for true groups: apart from the clusters' colours, and from each other also in grey.
+_GROUP_SHADES = ("#1b1f24", "#8d99a6", "#4e5a66", "#c9d0d6", "#333b44", "#aab4bd", "#6d7985")
+
+_SETTINGS: Any = {
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans"],
+    "font.size": 9.0,
+    "axes.titlesize": 11.0,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.titlepad": 10.0,
+    "axes.labelsize": 9.5,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": MUTED,
+    "axes.linewidth": 0.8,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "grid.color": FAINT,
+    "grid.linewidth": 0.8,
+    "text.color": INK,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "xtick.labelsize": 8.5,
+    "ytick.labelsize": 8.5,
+    "legend.frameon": False,
+    "legend.fontsize": 8.5,
+    "lines.linewidth": 1.8,
+    "lines.solid_capstyle": "round",
+    "hatch.linewidth": 0.8,
+    "figure.facecolor": "white",
+    "figure.dpi": 150.0,
+    "savefig.dpi": 150.0,
+}
+
+
+CLOCK = "virtual time"
+"""What an axis of time is called, unless stated."""
+
+
+@contextmanager
+def style() -> Iterator[None]:
+    """Draw with Raceme's settings, whatever the user's own are; they come back afterwards."""
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(_SETTINGS)
+        yield
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """Return an empty figure of a size in inches that lays itself out."""
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    """Write a figure as PNG, whole or not at all."""
+    with written_whole(path) as file, style():
+        figure.savefig(file, format="png", metadata={"Software": "Raceme"})
+
+
+def cluster_colour(cluster: int) -> str:
+    """Return the colour of a cluster, the same in every figure.
+
+    The first cluster, from which all others come, is slate; the others take the palette in turn.
+    """
+    return NEUTRAL if cluster == 0 else _PALETTE[(cluster - 1) % len(_PALETTE)]
+
+
+def series_colour(index: int) -> str:
+    """Return the colour of one of several runs in a figure."""
+    return _PALETTE[index % len(_PALETTE)]
+
+
+def group_colour(group: int) -> str:
+    """Return the shade of a true group."""
+    return _GROUP_SHADES[group % len(_GROUP_SHADES)]
+
+
+def time_unit(span: float) -> tuple[float, str]:
+    """Return the number of seconds in the unit that suits a span of time, and its symbol."""
+    if span > 2 * 86400:
+        return 86400.0, "d"
+    if span > 5 * 3600:
+        return 3600.0, "h"
+    if span > 3 * 3600 / 2:
+        return 60.0, "min"
+    return 1.0, "s"
+
+
+def time_axis(axes: Axes, start: float, end: float, label: str) -> float:
+    """Label the x-axis as time from `start` to `end` and return the seconds in its unit."""
+    seconds, unit = time_unit(end - start)
+    axes.set_xlabel(f"{label} ({unit})")
+    # An empty run has no length, which matplotlib warns about.
+    axes.set_xlim(start / seconds, end / seconds if end > start else start / seconds + 1)
+    return seconds
+
+
+def updates_axis(axes: Axes, times: Floats, seconds: float) -> None:
+    """Put the number of updates applied on top of an axis of time.
+
+    Parameters
+    ----------
+    times : ndarray
+        Time of each update, ascending.
+    seconds : float
+        Seconds in a unit of the axis below.
+    """
+    low, high = (limit * seconds for limit in axes.get_xlim())
+    top = axes.twiny()
+    top.set_xlim(axes.get_xlim())
+    top.spines["top"].set_visible(True)
+    top.set_xlabel("updates", labelpad=6)
+    first, last = np.searchsorted(times, (low, high), side="right")
+    counts = [
+        int(count)
+        for count in MaxNLocator(6, integer=True).tick_values(int(first), max(int(last), 1))
+        if 0 < count <= len(times) and low <= times[int(count) - 1] <= high
+    ]
+    ticks = [float(times[count - 1]) / seconds for count in counts]
+    top.set_xticks(ticks, [f"{count:,}" for count in counts])
+
+
+def say_empty(axes: Axes, text: str) -> None:
+    """Say in the middle of a figure that there is nothing to show."""
+    axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", color=MUTED)

@@ -1,0 +1,40 @@
+"""Flower's ServerApp: the same strategies on Flower's Ray engine, or on real devices over gRPC."""
+
+from __future__ import annotations
+
+import logging
+
+from flwr.app import Context
+from flwr.serverapp import Grid, ServerApp
+
+from raceme import experiment
+from raceme.compat.grid import hasten_replies
+from raceme.config import RunConfig
+from raceme.reporting.console import RunProgress
+
+app = ServerApp()
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    """Start the strategy that the run config names, and leave its artefacts.
+
+    The keys are those of `raceme run`; what concerns the simulated devices has no effect here.
+    """
+    _log_to_standard_output()
+    hasten_replies()
+    config = experiment.resolve(RunConfig.from_mapping(context.run_config))
+    strategy = experiment.build_strategy(config)
+    with RunProgress(max_updates=config.max_updates, each_update=True) as progress:
+        outcome = experiment.conduct(config, strategy, grid, progress.observe)
+    logging.getLogger("raceme").info("Results are in %s", outcome.out)
+
+
+def _log_to_standard_output() -> None:
+    """Let Raceme's log lines through: Flower shows what a ServerApp prints."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+    logger = logging.getLogger("raceme")
+    logger.handlers = [handler]
+    logger.setLevel(logging.INFO)
+    logger.propagate = False

@@ -1,0 +1,294 @@
+"""Devices: how long work and transfers take, and when a device is there at all.
+
+A profile describes a fleet in TOML. ``[device]`` holds what is common to all, each ``[[group]]``
+what is special to a share of them (``share = 0.3``) or to named ones (``clients = [0, 3]``)::
+
+    description = "30 % of the devices compute 5 times slower"
+
+    [device]
+    seconds-per-round = 1.0
+
+    [[group]]
+    share = 0.3
+    seconds-per-round = 5.0
+
+A number may also be a range, ``seconds-per-round = [1.0, 5.0]``: each device then draws its own.
+Built-in profiles are the files in the folder ``profiles``; a new one is a new file.
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from raceme.errors import UserError, unknown_name
+
+
+@dataclass(frozen=True)
+class Device:
+    """What the simulator knows of one device. Times are in seconds of virtual time.
+
+    Attributes
+    ----------
+    seconds_per_round : float
+        Compute time of one training task, whatever its size.
+    seconds_per_sample : float
+        Compute time per training example and local epoch, added to it.
+    bandwidth_down, bandwidth_up : float
+        Bytes per second; 0 means that transfers take no time.
+    jitter : float
+        Each task's compute time is multiplied by 1 + jitter · u, u uniform in [-1, 1].
+    drop : float
+        Probability that a task is lost on the way.
+    online : tuple[tuple[float, float], ...]
+        Periods in which the device is there; empty means always. The last may end at infinity.
+    mean_online, mean_offline : float
+        Mean lengths of exponential periods for devices that come and go at random; 0 means never.
+    """
+
+    seconds_per_round: float = 1.0
+    seconds_per_sample: float = 0.0
+    bandwidth_down: float = 0.0
+    bandwidth_up: float = 0.0
+    jitter: float = 0.0
+    drop: float = 0.0
+    online: tuple[tuple[float, float], ...] = ()
+    mean_online: float = 0.0
+    mean_offline: float = 0.0
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if item.name != "online" and not 0 <= value < math.inf:
+                raise UserError(
+                    f"Device: {_kebab(item.name)} must be a number from 0 on, got {value:g}."
+                )
+        if self.jitter > 1 or self.drop > 1:
+            raise UserError("Device: jitter and drop must be between 0 and 1.")
+        starts = [0.0, *(end for _, end in self.online)]
+        if not all(
+            latest <= start < end for latest, (start, end) in zip(starts, self.online, strict=False)
+        ):
+            raise UserError(f"Device: online periods must be in order, got {list(self.online)}.")
+        if (self.mean_online > 0) != (self.mean_offline > 0):
+            raise UserError("Device: mean-online and mean-offline go together.")
+
+    def duration(
+        self,
+        examples: int,
+        epochs: int,
+        bytes_down: int,
+        bytes_up: int,
+        scale: float,
+        rng: np.random.Generator,
+    ) -> float:
+        """Return the seconds from sending a training task to having its reply.
+
+        Parameters
+        ----------
+        examples, epochs : int
+            Size of the work.
+        bytes_down, bytes_up : int
+            Size of the transfers.
+        scale : float
+            Factor on the compute time, e.g. the share of a model that is trained.
+        rng : numpy.random.Generator
+            The device's own; one number is drawn, so that jitter does not change later draws.
+        """
+        compute = self.seconds_per_round + self.seconds_per_sample * examples * epochs
+        compute *= scale * (1.0 + self.jitter * rng.uniform(-1.0, 1.0))
+        down = bytes_down / self.bandwidth_down if self.bandwidth_down else 0.0
+        up = bytes_up / self.bandwidth_up if self.bandwidth_up else 0.0
+        return down + compute + up
+
+    def starts_online(self) -> bool:
+        """Return whether the device is there at time 0."""
+        return not self.online or self.online[0][0] <= 0
+
+    def switches(self, rng: np.random.Generator) -> Iterator[float]:
+        """Yield the times at which the device goes offline and online in turn, in order."""
+        if self.online:
+            ends = (time for period in self.online for time in period)
+            yield from (time for time in ends if 0 < time < math.inf)
+        elif self.mean_online:
+            time, is_online = 0.0, True
+            while True:
+                time += rng.exponential(self.mean_online if is_online else self.mean_offline)
+                is_online = not is_online
+                yield time
+
+
+def _profile_files() -> dict[str, str]:
+    folder = files("raceme.simulation") / "profiles"
+    return {
+        item.name.removesuffix(".toml"): item.read_text(encoding="utf-8")
+        for item in sorted(folder.iterdir(), key=lambda item: item.name)
+        if item.name.endswith(".toml")
+    }
+
+
+PROFILES: Mapping[str, str] = _profile_files()
+"""Text of the built-in profiles by name."""
+
+
+def summaries() -> dict[str, str]:
+    """Return the one-line description of each built-in profile."""
+    return {name: tomllib.loads(text).get("description", "") for name, text in PROFILES.items()}
+
+
+def fleet(profile: str, clients: int, seed: int) -> list[Device]:
+    """Make the devices of a profile.
+
+    Parameters
+    ----------
+    profile : str
+        Name of a built-in profile, or path of a TOML file.
+    clients : int
+        Number of devices.
+    seed : int
+        Decides which devices are the slow ones, and draws from ranges.
+
+    Raises
+    ------
+    UserError
+        Unknown name, unreadable file, unknown key, impossible value.
+    """
+    if profile in PROFILES:
+        text = PROFILES[profile]
+    elif profile.endswith(".toml"):
+        try:
+            text = Path(profile).expanduser().read_text(encoding="utf-8")
+        except OSError as error:
+            reason = error.strerror or error
+            raise UserError(f"Cannot read the device profile {profile}: {reason}.") from None
+        except UnicodeDecodeError as error:
+            raise UserError(f"Device profile {profile} is not a text file: {error}.") from None
+    else:
+        raise unknown_name("device profile", profile, PROFILES)
+    try:
+        tree = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"Device profile {profile} is not valid TOML: {error}.") from None
+    return _build(profile, tree, clients, np.random.default_rng([seed, 0xDE71CE]))
+
+
+def _build(
+    profile: str, tree: Mapping[str, Any], clients: int, rng: np.random.Generator
+) -> list[Device]:
+    """Turn a parsed profile into devices."""
+    for name in tree:
+        if name not in ("description", "device", "group"):
+            raise unknown_name(f"key in device profile {profile}:", name, ["device", "group"])
+    common = dict(_section(profile, tree.get("device", {})))
+    settings = [dict(common) for _ in range(clients)]
+    free = [int(client) for client in rng.permutation(clients)]
+    taken = 0.0
+    for group in _groups(profile, tree.get("group", [])):
+        share, named = group.get("share"), group.get("clients")
+        if (share is None) == (named is None):
+            raise UserError(f"Device profile {profile}: a [[group]] takes either share or clients.")
+        if named is None:
+            part = _share(profile, share)
+            taken += part
+            # The tolerance is for sums such as 0.1 + 0.2 + 0.7.
+            if taken > 1 + 1e-9:
+                raise UserError(
+                    f"Device profile {profile}: the shares of the groups must not exceed 1 "
+                    f"together, got {taken:g}."
+                )
+            count = round(part * clients)
+            chosen, free = free[:count], free[count:]
+        else:
+            # A profile may name more clients than a run has.
+            chosen = [client for client in _clients(profile, named) if client < clients]
+        special = dict(
+            _section(profile, {k: v for k, v in group.items() if k not in ("share", "clients")})
+        )
+        # A mistake is reported even where the group is too small to have a client in this run.
+        Device(**_draw(profile, {**common, **special}, np.random.default_rng(0)))
+        for client in chosen:
+            settings[client].update(special)
+    return [Device(**_draw(profile, values, rng)) for values in settings]
+
+
+def _groups(profile: str, groups: Any) -> list[Mapping[str, Any]]:
+    if not isinstance(groups, list) or any(not isinstance(group, dict) for group in groups):
+        raise UserError(f"Device profile {profile}: groups are written as [[group]] tables.")
+    return groups
+
+
+def _share(profile: str, value: Any) -> float:
+    share = _number(profile, "share", value)
+    if not 0 <= share <= 1:
+        raise UserError(f"Device profile {profile}: share must be between 0 and 1, got {share:g}.")
+    return share
+
+
+def _clients(profile: str, value: Any) -> list[int]:
+    if not isinstance(value, list) or any(
+        isinstance(client, bool) or not isinstance(client, int) or client < 0 for client in value
+    ):
+        raise UserError(
+            f"Device profile {profile}: clients takes a list of numbers from 0 on, got {value!r}."
+        )
+    return value
+
+
+def _section(profile: str, section: Any) -> Iterator[tuple[str, Any]]:
+    """Check the keys of a table of a profile."""
+    if not isinstance(section, Mapping):
+        raise UserError(f"Device profile {profile}: device must be a table, got {section!r}.")
+    known = {_kebab(item.name): item.name for item in fields(Device)}
+    for name, value in section.items():
+        if name not in known:
+            raise unknown_name(f"key in device profile {profile}:", name, known)
+        yield known[name], value
+
+
+def _draw(profile: str, values: Mapping[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+    """Replace ranges by a number drawn from them."""
+    drawn: dict[str, Any] = {}
+    for name, value in values.items():
+        if name == "online":
+            drawn[name] = _periods(profile, value)
+        elif isinstance(value, list):
+            if len(value) != 2:
+                raise UserError(f"Device profile {profile}: {_kebab(name)} takes [low, high].")
+            low, high = (_number(profile, name, bound) for bound in value)
+            if not low <= high < math.inf:
+                raise UserError(
+                    f"Device profile {profile}: {_kebab(name)} takes [low, high], got {value}."
+                )
+            drawn[name] = float(rng.uniform(low, high))
+        else:
+            drawn[name] = _number(profile, name, value)
+    return drawn
+
+
+def _periods(profile: str, value: Any) -> tuple[tuple[float, float], ...]:
+    if not isinstance(value, list) or any(
+        not isinstance(period, list) or len(period) != 2 for period in value
+    ):
+        raise UserError(f"Device profile {profile}: online takes [[from, to], …] in seconds.")
+    return tuple(
+        (_number(profile, "online", start), _number(profile, "online", end)) for start, end in value
+    )
+
+
+def _number(profile: str, name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise UserError(
+            f"Device profile {profile}: {_kebab(name)} must be a number, got {value!r}."
+        )
+    return float(value)
+
+
+def _kebab(name: str) -> str:
+    return name.replace("_", "-")

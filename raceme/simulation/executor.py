@@ -1,0 +1,81 @@
+"""Where simulated clients' work is done.
+
+A message's result depends only on its content and on its client's state when it was sent, so an
+executor may work early, in any order, and side by side; the outcome of a run does not change.
+"""
+
+from __future__ import annotations
+
+import traceback
+from typing import Protocol
+
+from flwr.app import Context, Message
+from flwr.clientapp import ClientApp
+
+from raceme import compat
+
+
+class Executor(Protocol):
+    """Does the work that messages ask for, some time between `submit` and `result`."""
+
+    def submit(self, message: Message, context: Context) -> None:
+        """Take on the work of a message; it is known by its message id from here on."""
+        ...
+
+    def result(self, message_id: str) -> Message:
+        """Return the reply to a submitted message, once; wait for it if need be."""
+        ...
+
+    def cancel(self, message_id: str) -> None:
+        """Forget a submitted message: its device is gone."""
+        ...
+
+    def close(self) -> None:
+        """Release what the executor holds."""
+        ...
+
+
+class InProcess:
+    """Runs the ClientApp in this process at the moment when the reply is needed.
+
+    Parameters
+    ----------
+    client_app : ClientApp
+        The app that answers messages. An exception in it becomes Flower's error reply.
+    """
+
+    def __init__(self, client_app: ClientApp) -> None:
+        self._client_app = client_app
+        self._waiting: dict[str, tuple[Message, Context]] = {}
+
+    def submit(self, message: Message, context: Context) -> None:
+        """Keep the message until its reply is asked for."""
+        self._waiting[message.metadata.message_id] = (message, context)
+
+    def result(self, message_id: str) -> Message:
+        """Run the ClientApp and return its reply."""
+        message, context = self._waiting.pop(message_id)
+        return answer(self._client_app, message, context)
+
+    def cancel(self, message_id: str) -> None:
+        """Drop the message without running anything."""
+        self._waiting.pop(message_id, None)
+
+    def close(self) -> None:
+        """Drop all that is left."""
+        self._waiting.clear()
+
+
+def answer(client_app: ClientApp, message: Message, context: Context) -> Message:
+    """Let a ClientApp answer a message, as a SuperNode would: its exceptions are error replies."""
+    compat.start_now(message)
+    try:
+        reply = client_app(message, context)
+        if not isinstance(reply, Message):
+            raise TypeError(f"the ClientApp returned no Message but {reply!r}")
+        if reply.metadata.reply_to_message_id != message.metadata.message_id:
+            raise ValueError("the ClientApp returned a Message that is no reply to its own")
+        return reply
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
+        return compat.error_reply(message, compat.CLIENT_APP_RAISED_EXCEPTION, reason)

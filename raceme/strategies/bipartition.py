@@ -1,0 +1,97 @@
+"""Dividing clients by the directions of their updates: CFL's criterion, complete linkage.
+
+Sattler et al., "Clustered Federated Learning: Model-Agnostic Distributed Multitask Optimization
+under Privacy Constraints", 2020, sections III and IV.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from sklearn.cluster import AgglomerativeClustering
+
+from raceme.strategies.spectral import numbered
+
+Matrix = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Norms:
+    """How large the updates Δ_i of a cluster are.
+
+    Attributes
+    ----------
+    mean : float
+        ‖Σ n_i Δ_i / Σ n_i‖: small when the cluster as a whole has come to rest.
+    largest : float
+        max ‖Δ_i‖: large while some client still wants to go elsewhere.
+    """
+
+    mean: float
+    largest: float
+
+
+def norms_of(deltas: NDArray[np.float32], examples: NDArray[np.integer]) -> Norms:
+    """Measure the updates of a cluster.
+
+    Parameters
+    ----------
+    deltas : NDArray[np.float32]
+        Δ_i, one row per client. Shape (m, d).
+    examples : NDArray[np.integer]
+        n_i. Shape (m,).
+    """
+    shares = examples / examples.sum()
+    mean = float(np.linalg.norm(shares @ deltas))
+    return Norms(mean, float(np.linalg.norm(deltas, axis=1).max()))
+
+
+def should_bipartition(norms: Norms, eps1: float, eps2: float) -> bool:
+    """Return whether ‖mean Δ‖ < ε1 and max ‖Δ_i‖ > ε2: at rest as a whole, but not its clients."""
+    return norms.mean < eps1 and norms.largest > eps2
+
+
+def cosines(first: NDArray[np.floating], second: NDArray[np.floating]) -> Matrix:
+    """Return the cosines between the rows of two matrices; 0 where a row is zero.
+
+    Parameters
+    ----------
+    first, second : NDArray[np.floating]
+        Shapes (a, d) and (b, d).
+
+    Returns
+    -------
+    Matrix
+        Shape (a, b), within [-1, 1].
+    """
+    products = _unit_rows(first) @ _unit_rows(second).T
+    return np.clip(np.asarray(products, np.float64), -1.0, 1.0)
+
+
+def complete_linkage(distances: NDArray[np.floating], parts: int) -> NDArray[np.int64]:
+    """Divide clients by agglomerative clustering with complete linkage.
+
+    With the distances 1 − cos and two parts this is CFL's bi-partition: it makes the largest
+    similarity across the parts small.
+
+    Parameters
+    ----------
+    distances : NDArray[np.floating]
+        Symmetric. Shape (m, m).
+    parts : int
+        Number of parts, at most m.
+
+    Returns
+    -------
+    NDArray[np.int64]
+        A label in 0 … parts − 1 per client, numbered in order of first appearance. Shape (m,).
+    """
+    method = AgglomerativeClustering(n_clusters=parts, metric="precomputed", linkage="complete")
+    return numbered(method.fit_predict(distances))
+
+
+def _unit_rows(rows: NDArray[np.floating]) -> NDArray[np.floating]:
+    lengths = np.linalg.norm(rows, axis=1, keepdims=True)
+    return np.asarray(rows / np.where(lengths > 0, lengths, 1.0))

@@ -1,0 +1,67 @@
+"""FedAsync: one global model, each update weighted by its staleness.
+
+Xie et al., "Asynchronous Federated Optimization", 2019: w ← (1 − α_τ) w + α_τ w_i with
+α_τ = α · s(τ), Algorithm 1 and section 5.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import cast
+
+from raceme.config import key
+from raceme.messages import Vector
+from raceme.strategies.base import AsyncStrategy
+from raceme.strategies.decay import StalenessFunction, staleness_factor
+from raceme.strategies.mixing import mix
+from raceme.strategies.model import Applied, Model
+from raceme.strategies.replies import Update
+
+
+@dataclass(frozen=True)
+class FedAsyncParameters:
+    """Hyper-parameters; the defaults are those with which CASA's paper runs FedAsync."""
+
+    alpha: float = key(0.3, "share α of a fresh update", above=0)
+    decay: str = key("hinge", "staleness function s", among=("constant", "hinge", "polynomial"))
+    a: float = key(1.0, "slope of the hinge, exponent of the polynomial", low=0)
+    b: float = key(4.0, "staleness up to which the hinge does nothing", low=0)
+
+
+@dataclass
+class FedAsyncState:
+    """The global model."""
+
+    model: Model
+
+
+class FedAsync(AsyncStrategy):
+    """One model, every update mixed in at once with a weight that falls with staleness."""
+
+    parameters_type = FedAsyncParameters
+    state_type = FedAsyncState
+    state: FedAsyncState
+    parameters: FedAsyncParameters
+
+    def initialize(self, vector: Vector) -> None:
+        """Start from the initial model."""
+        self.state = FedAsyncState(Model(vector))
+
+    def on_update(self, update: Update) -> Applied:
+        """Mix the update in: w ← (1 − α_τ) w + α_τ w_i."""
+        model, options = self.state.model, self.parameters
+        staleness = model.version - update.task.version
+        function = cast(StalenessFunction, options.decay)
+        alpha = options.alpha * staleness_factor(function, staleness, options.a, options.b)
+        mix(model, update.vector, alpha)
+        return Applied(cluster=0, staleness=staleness, weight=alpha)
+
+    def cluster_of(self, client: str) -> int:
+        """Everybody gets the global model."""
+        return 0
+
+    @property
+    def models(self) -> Mapping[int, Model]:
+        """The global model."""
+        return {0: self.state.model}

@@ -1,0 +1,100 @@
+"""The next replies, or a deadline, whichever is first: the one thing Flower's Grid lacks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+from typing import Protocol, runtime_checkable
+
+from flwr.app import Message
+from flwr.serverapp import Grid
+
+
+@runtime_checkable
+class Timeline(Protocol):
+    """A clock together with the wait for replies.
+
+    Attributes
+    ----------
+    free_evaluation : bool
+        True where an evaluation message costs no time on this clock, so that a sweep over all
+        clients disturbs nothing.
+    """
+
+    free_evaluation: bool
+
+    def now(self) -> float:
+        """Return the time in seconds."""
+        ...
+
+    def wait(self, message_ids: Collection[str], until: float | None = None) -> list[Message]:
+        """Wait for the next replies.
+
+        Parameters
+        ----------
+        message_ids : Collection[str]
+            Ids of the messages whose replies are wanted.
+        until : float, optional
+            Time at which to give up.
+
+        Returns
+        -------
+        list[Message]
+            At least one reply in order of arrival, or none: the deadline has come, or clients
+            came online or went offline.
+        """
+        ...
+
+
+class WallTimeline:
+    """The wall clock, and polling with back-off, for any Grid of Flower's.
+
+    Parameters
+    ----------
+    grid : Grid
+        Where replies come from.
+    shortest, longest : float
+        Bounds in seconds of the pause between two polls; it starts at the shortest after every
+        reply and grows by half each time nothing has come.
+    clock, sleep : Callable
+        Replaceable for tests.
+    """
+
+    free_evaluation = False
+
+    def __init__(
+        self,
+        grid: Grid,
+        shortest: float = 0.02,
+        longest: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._grid = grid
+        self._shortest = shortest
+        self._longest = longest
+        self._clock = clock
+        self._sleep = sleep
+        self._start = clock()
+
+    def now(self) -> float:
+        """Return the seconds since this object was made."""
+        return self._clock() - self._start
+
+    def wait(self, message_ids: Collection[str], until: float | None = None) -> list[Message]:
+        """Poll until a reply has come or the deadline has passed."""
+        pause = self._shortest
+        while True:
+            replies = list(self._grid.pull_messages(list(message_ids))) if message_ids else []
+            if replies:
+                return replies
+            left = float("inf") if until is None else until - self.now()
+            if left <= 0:
+                return []
+            self._sleep(min(pause, left))
+            pause = min(pause * 1.5, self._longest)
+
+
+def timeline_of(grid: Grid) -> Timeline:
+    """Return the grid itself if it keeps a clock of its own, else the wall clock on it."""
+    return grid if isinstance(grid, Timeline) else WallTimeline(grid)

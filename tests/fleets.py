@@ -1,0 +1,101 @@
+"""Small real ClientApps and fleets for tests that need no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+
+from raceme.simulation import Device, Node, VirtualGrid
+
+MODEL = ArrayRecord({"w": Array(np.zeros(4, np.float32)), "b": Array(np.zeros((2, 2), np.float32))})
+"""An initial model of eight zeros in two arrays."""
+
+
+Change = Callable[[Message, int], Message]
+"""What a test does to a client's reply to a training message; the number is its partition."""
+
+
+def pulled_app(
+    targets: Sequence[np.ndarray] | None = None, step: float = 0.5, change: Change | None = None
+) -> ClientApp:
+    """An app whose clients move the model a step towards a target of their own.
+
+    Its accuracy is 1 at the target and falls with the distance; without targets a client returns
+    what it was sent. `change` may spoil the replies to training messages.
+    """
+    app = ClientApp()
+
+    def target(context: Context) -> np.ndarray | None:
+        return None if targets is None else targets[int(context.node_config["partition-id"])]
+
+    @app.query()
+    def query(message: Message, context: Context) -> Message:
+        partition = int(context.node_config["partition-id"])
+        group = int(context.node_config.get("group", -1))
+        metrics = MetricRecord({"num-examples": 10 + partition, "group": group})
+        identity = ConfigRecord({"client-id": f"c{partition}"})
+        return Message(RecordDict({"metrics": metrics, "config": identity}), reply_to=message)
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        flat = read(message.content["arrays"])
+        wanted = target(context)
+        if wanted is not None:
+            flat = flat + np.float32(step) * (wanted.astype(np.float32) - flat)
+        config = message.content["config"]
+        echo = ConfigRecord({key: config[key] for key in ("task", "version") if key in config})
+        metrics = MetricRecord(
+            {"num-examples": 10 + int(context.node_config["partition-id"]), "train-loss": 0.5}
+        )
+        records = {"arrays": write(flat), "metrics": metrics, "config": echo}
+        reply = Message(RecordDict(records), reply_to=message)
+        return change(reply, int(context.node_config["partition-id"])) if change else reply
+
+    @app.evaluate()
+    def evaluate(message: Message, context: Context) -> Message:
+        flat, wanted = read(message.content["arrays"]), target(context)
+        distance = 0.0 if wanted is None else float(np.linalg.norm(flat - wanted))
+        metrics = MetricRecord(
+            {"accuracy": 1 / (1 + distance), "loss": distance, "num-examples": 5}
+        )
+        return Message(RecordDict({"metrics": metrics}), reply_to=message)
+
+    return app
+
+
+def read(record: ArrayRecord) -> np.ndarray:
+    """Return all arrays of a record as one vector."""
+    return np.concatenate([array.numpy().ravel() for array in record.values()])
+
+
+def write(flat: np.ndarray) -> ArrayRecord:
+    """Return eight numbers in the shape of MODEL."""
+    flat = flat.astype(np.float32)
+    return ArrayRecord({"w": Array(flat[:4]), "b": Array(flat[4:].reshape(2, 2))})
+
+
+def grid_of(
+    app: ClientApp,
+    devices: Sequence[Device],
+    groups: Sequence[int] | None = None,
+    seed: int = 0,
+    partitions: Sequence[int] | None = None,
+) -> VirtualGrid:
+    """A virtual grid with one node per device; partition and client are its number, or as said."""
+    nodes = [
+        Node(
+            node_id=100 + index,
+            device=device,
+            config={
+                "partition-id": partitions[index] if partitions else index,
+                "num-partitions": len(devices),
+            }
+            | ({"group": groups[index]} if groups else {}),
+            examples=10 + index,
+        )
+        for index, device in enumerate(devices)
+    ]
+    return VirtualGrid(app, nodes, seed=seed)

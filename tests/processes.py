@@ -1,0 +1,184 @@
+"""Real processes on loopback for tests: a SuperLink, devices, `flwr run`; all stopped at the end."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+Found = TypeVar("Found")
+
+ROOT = Path(__file__).resolve().parent.parent
+_RACEME = [sys.executable, "-c", "from raceme.cli import main; main()"]
+
+
+@dataclass
+class Process:
+    """A child process and what it has written so far."""
+
+    name: str
+    handle: subprocess.Popen[bytes]
+    log: Path
+
+    def text(self) -> str:
+        return re.sub(r"\x1b\[[0-9;]*m", "", self.log.read_text(errors="replace"))
+
+    def wait_for(self, pattern: str, seconds: float = 40.0) -> re.Match[str]:
+        """Wait until a pattern occurs in the output."""
+        found = wait_until(
+            lambda: re.search(pattern, self.text()) or self._ended(pattern), seconds, self.describe
+        )
+        assert isinstance(found, re.Match)
+        return found
+
+    def _ended(self, pattern: str) -> re.Match[str] | None:
+        if self.handle.poll() is None:
+            return None
+        found = re.search(pattern, self.text())
+        assert found, f"{self.name} ended with {self.handle.returncode}:\n{self.text()}"
+        return found
+
+    def describe(self) -> str:
+        return f"{self.name} wrote:\n{self.text()[-4000:]}"
+
+    def wait(self, seconds: float = 60.0) -> int:
+        try:
+            return self.handle.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still running: {self.describe()}") from None
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        self.handle.send_signal(number)
+        return self.wait(20)
+
+    def end(self) -> None:
+        """Stop the process and everything that it started."""
+        if self.handle.poll() is None:
+            self.handle.terminate()
+            try:
+                self.handle.wait(10)
+            except subprocess.TimeoutExpired:
+                self.handle.kill()
+                self.handle.wait()
+        try:
+            # The group of a process that was started in a session of its own.
+            os.killpg(self.handle.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+
+
+@dataclass
+class Loopback:
+    """Processes with one home, stopped together."""
+
+    home: Path
+    stack: ExitStack
+    processes: list[Process] = field(default_factory=list)
+    http_port: int = 0
+    fleet_port: int = 0
+
+    @property
+    def fleet_address(self) -> str:
+        return f"127.0.0.1:{self.fleet_port}"
+
+    def start(self, name: str, command: Sequence[str]) -> Process:
+        log = self.home / f"{name}-{len(self.processes)}.log"
+        with log.open("wb") as output:
+            handle = subprocess.Popen(
+                command,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                cwd=self.home,
+                env=self.environment(),
+                start_new_session=True,
+            )
+        process = Process(name, handle, log)
+        self.processes.append(process)
+        self.stack.callback(process.end)
+        return process
+
+    def environment(self) -> dict[str, str]:
+        return {
+            **os.environ,
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
+            "PYTHONPATH": str(ROOT),
+            "PYTHONUNBUFFERED": "1",
+            "FLWR_HOME": str(self.home / "flwr"),
+            "FLWR_TELEMETRY_ENABLED": "0",
+            "FLWR_DISABLE_UPDATE_CHECK": "1",
+            "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+            "OMP_NUM_THREADS": "1",
+        }
+
+    def superlink(self, *options: str, secure: bool = False) -> Process:
+        """Start a SuperLink; again on the same ports if there was one."""
+        self.http_port = self.http_port or free_port()
+        self.fleet_port = self.fleet_port or free_port()
+        self._write_connection(secure)
+        command = ["flower-superlink", "--fleet-api-type", "grpc-rere"]
+        command += ["--fleet-api-address", self.fleet_address, "--port", str(self.http_port)]
+        process = self.start("superlink", [*command, *(options or ("--insecure",))])
+        wait_until(lambda: _listens(self.fleet_port), 40, process.describe)
+        wait_until(lambda: _listens(self.http_port), 40, process.describe)
+        return process
+
+    def _write_connection(self, secure: bool) -> None:
+        trust = f'root-certificates = "{self.home}/certs/ca.crt"' if secure else "insecure = true"
+        config = self.home / "flwr" / "config.toml"
+        config.parent.mkdir(exist_ok=True)
+        config.write_text(
+            f'[superlink]\ndefault = "here"\n\n[superlink.here]\n'
+            f'address = "127.0.0.1:{self.http_port}"\n{trust}\n'
+        )
+
+    def device(self, *options: str) -> Process:
+        return self.start("device", raceme("device", "--superlink", self.fleet_address, *options))
+
+    def flwr(self, *arguments: str) -> Process:
+        return self.start("flwr", ["flwr", *arguments])
+
+
+@contextmanager
+def loopback(home: Path) -> Iterator[Loopback]:
+    """Offer a place to start processes, which all end with the block, whatever happens."""
+    with ExitStack() as stack:
+        yield Loopback(home, stack)
+
+
+def raceme(*arguments: str) -> list[str]:
+    return [*_RACEME, *arguments]
+
+
+def wait_until(
+    condition: Callable[[], Found | None], seconds: float, describe: Callable[[], str] = str
+) -> Found:
+    """Poll a condition; other processes' progress cannot be waited for in another way."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        value = condition()
+        if value:
+            return value
+        time.sleep(0.05)
+    raise AssertionError(f"not within {seconds} s; {describe()}")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.settimeout(1)
+        return probe.connect_ex(("127.0.0.1", port)) == 0
