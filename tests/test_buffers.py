@@ -6,10 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raceme.strategies.buffers import ModelBuffers
+from raceme.strategies.encoding import Code, WholeModels
 
 
-def vector(*values: float) -> np.ndarray:
-    return np.array(values, np.float32)
+def code(*values: float) -> Code:
+    return WholeModels().encode(np.array(values, np.float32))
 
 
 def ids(*values: int) -> np.ndarray:
@@ -24,9 +25,9 @@ def buffers_for(clients: int) -> ModelBuffers:
 
 def test_cosines_by_hand() -> None:
     buffers = buffers_for(3)
-    buffers.insert(1, vector(3, 4), ids(0))
-    buffers.insert(2, vector(-2, 0), ids(0))
-    owners, cosines = buffers.cosines(0, vector(1, 0))
+    buffers.insert(1, code(3, 4), ids(0))
+    buffers.insert(2, code(-2, 0), ids(0))
+    owners, cosines = buffers.cosines(0, code(1, 0).query)
     # cos((1, 0), (3, 4)) = 3/5; cos((1, 0), (−2, 0)) = −1.
     assert owners.tolist() == [1, 2]
     assert cosines.tolist() == pytest.approx([0.6, -1.0])
@@ -34,7 +35,7 @@ def test_cosines_by_hand() -> None:
 
 def test_a_shared_model_is_stored_once_and_freed_with_its_last_reference() -> None:
     buffers = buffers_for(4)
-    buffers.insert(0, vector(1, 2), ids(1, 2, 3))
+    buffers.insert(0, code(1, 2), ids(1, 2, 3))
     assert buffers.total == 3
     assert np.count_nonzero(buffers.references) == 1
     for client in (1, 2, 3):
@@ -45,8 +46,8 @@ def test_a_shared_model_is_stored_once_and_freed_with_its_last_reference() -> No
 
 def test_representative_is_the_data_weighted_mean() -> None:
     buffers = buffers_for(3)
-    buffers.insert(1, vector(3, 4), ids(0))
-    buffers.insert(2, vector(1, 0), ids(0))
+    buffers.insert(1, code(3, 4), ids(0))
+    buffers.insert(2, code(1, 0), ids(0))
     # (30 · (3, 4) + 10 · (1, 0)) / 40 = (2.5, 3).
     mean = buffers.mean_of(0, ids(1, 2), np.array([30.0, 10.0]))
     assert mean.tolist() == pytest.approx([2.5, 3.0])
@@ -54,8 +55,8 @@ def test_representative_is_the_data_weighted_mean() -> None:
 
 def test_budget_drops_computed_pairs_first_then_buffers_of_large_alpha() -> None:
     buffers = buffers_for(4)
-    buffers.insert(3, vector(1, 0), ids(0, 1, 2))
-    buffers.insert(2, vector(0, 1), ids(0, 1))
+    buffers.insert(3, code(1, 0), ids(0, 1, 2))
+    buffers.insert(2, code(0, 1), ids(0, 1))
     computed = np.eye(4, dtype=bool)
     computed[0, 3] = computed[3, 0] = True
     alphas = np.array([0.1, 0.3, 0.2, 0.3])
@@ -85,7 +86,7 @@ def test_references_and_total_always_agree(
         if clear:
             buffers.clear(owner)
         free = [j for j in sorted(targets - {owner}) if not buffers.holds(owner)[j]]
-        buffers.insert(owner, rng.normal(size=3).astype(np.float32), np.array(free, np.intp))
+        buffers.insert(owner, code(*rng.normal(size=3)), np.array(free, np.intp))
         buffers.enforce(budget, np.eye(6, dtype=bool), rng.uniform(size=6))
         held = buffers.slots[buffers.slots >= 0]
         assert buffers.total == len(held) <= budget

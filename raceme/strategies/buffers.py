@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raceme.messages import Vector
+from raceme.strategies.encoding import Code
 
 _EMPTY = -1
 
@@ -16,7 +17,7 @@ def _no_slots() -> NDArray[np.int32]:
     return np.empty((0, 0), np.int32)
 
 
-def _no_vectors() -> NDArray[np.float32]:
+def _no_codes() -> NDArray[np.float32]:
     return np.empty((0, 0), np.float32)
 
 
@@ -35,8 +36,8 @@ class ModelBuffers:
     slots : NDArray[np.int32]
         ``slots[j, i]`` is where the model of client i in the buffer of client j is stored, or −1.
         Shape (capacity, capacity), of which the first n rows and columns are in use.
-    vectors : NDArray[np.float32]
-        Stored models, scaled to unit length. Shape (capacity, d).
+    codes : NDArray[np.float32]
+        Stored models, each divided by its length; see `Code`. Shape (capacity, c).
     norms : NDArray[np.float32]
         Their lengths. Shape (capacity,).
     references : NDArray[np.int64]
@@ -46,7 +47,7 @@ class ModelBuffers:
     """
 
     slots: NDArray[np.int32] = field(default_factory=_no_slots)
-    vectors: NDArray[np.float32] = field(default_factory=_no_vectors)
+    codes: NDArray[np.float32] = field(default_factory=_no_codes)
     norms: NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
     references: NDArray[np.int64] = field(default_factory=_no_counts)
     total: int = 0
@@ -66,8 +67,15 @@ class ModelBuffers:
         """Return for every client whether its buffer holds a model of the owner ("recurring")."""
         return np.asarray(self.slots[:, owner] != _EMPTY)
 
-    def cosines(self, buffer: int, vector: Vector) -> tuple[NDArray[np.intp], NDArray[np.float32]]:
+    def cosines(self, buffer: int, query: Vector) -> tuple[NDArray[np.intp], NDArray[np.float32]]:
         """Compare a model with all models in a client's buffer, eq (10).
+
+        Parameters
+        ----------
+        buffer : int
+            Whose buffer.
+        query : Vector
+            The model's side of the comparison; see `Code`. Shape (c,).
 
         Returns
         -------
@@ -78,18 +86,13 @@ class ModelBuffers:
         if not len(owners):
             return owners, np.empty(0, np.float32)
         slots = self.slots[buffer, owners]
-        length = np.float32(np.linalg.norm(vector)) or np.float32(1.0)
         # Gathering rows copies them; when most are wanted, comparing with all is cheaper.
-        if 2 * len(slots) > len(self.vectors):
-            products = (self.vectors @ vector)[slots]
-        else:
-            products = self.vectors[slots] @ vector
-        return owners, products / length
+        if 2 * len(slots) > len(self.codes):
+            return owners, (self.codes @ query)[slots]
+        return owners, self.codes[slots] @ query
 
-    def mean_of(
-        self, buffer: int, owners: NDArray[np.intp], weights: NDArray[np.float64]
-    ) -> Vector:
-        """Return the weighted mean of buffered models, eq (15).
+    def mean_of(self, buffer: int, owners: NDArray[np.intp], weights: NDArray[np.float64]) -> Vector:
+        """Return the weighted mean of buffered models, eq (15), as they are stored.
 
         Parameters
         ----------
@@ -102,16 +105,15 @@ class ModelBuffers:
         """
         slots = self.slots[buffer, owners]
         shares = weights / weights.sum() * self.norms[slots]
-        return np.asarray(shares.astype(np.float32) @ self.vectors[slots])
+        return np.asarray(shares.astype(np.float32) @ self.codes[slots])
 
-    def insert(self, owner: int, vector: Vector, buffers: NDArray[np.intp]) -> None:
+    def insert(self, owner: int, code: Code, buffers: NDArray[np.intp]) -> None:
         """Put a client's model into the buffers of others that have none of it."""
         if not len(buffers):
             return
-        slot = self._free_slot(len(vector))
-        length = np.float32(np.linalg.norm(vector)) or np.float32(1.0)
-        np.divide(vector, length, out=self.vectors[slot])
-        self.norms[slot] = length
+        slot = self._free_slot(len(code.stored))
+        self.codes[slot] = code.stored
+        self.norms[slot] = code.norm
         self.references[slot] = len(buffers)
         self.slots[buffers, owner] = slot
         self.total += len(buffers)
@@ -158,10 +160,10 @@ class ModelBuffers:
             return int(free[0])
         used = len(self.references)
         capacity = max(16, 2 * used)
-        vectors = np.zeros((capacity, size), np.float32)
+        codes = np.zeros((capacity, size), np.float32)
         if used:
-            vectors[:used] = self.vectors
-        self.vectors = vectors
+            codes[:used] = self.codes
+        self.codes = codes
         self.norms = np.concatenate([self.norms, np.ones(capacity - used, np.float32)])
         self.references = np.concatenate([self.references, np.zeros(capacity - used, np.int64)])
         return used

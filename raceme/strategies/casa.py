@@ -22,10 +22,12 @@ from raceme.strategies import spectral
 from raceme.strategies.base import AsyncStrategy
 from raceme.strategies.buffers import ModelBuffers
 from raceme.strategies.decay import client_decay, cluster_decay, omega, staleness_bound
+from raceme.strategies.encoding import Code, Encoder, Sketches, WholeModels
 from raceme.strategies.fleet import Client
-from raceme.strategies.mixing import cosine, mix
+from raceme.strategies.mixing import mix
 from raceme.strategies.model import Applied, Model
 from raceme.strategies.replies import Task, Update
+from raceme.strategies.split_watch import SplitWatch
 
 _UNASSIGNED = -1
 
@@ -37,6 +39,7 @@ class CASAParameters:
     alpha0: float = key(2.0, "initial decay α0, eq 6", above=0)
     kappa: float = key(0.001, "speed κ of the slow decay Ω(t)", low=0)
     gamma: float = key(0.15, "exponent γ of the eigengap, eq 14", above=0)
+    sketch: int = key(0, "compare models by sketches of this size (0: whole models)", low=0)
     budget: int = key(0, "buffer budget M in items (0: no limit)", low=0)
     gap_range: float = key(0.0, "start gap r_a that is too large (0: r_c)", low=0)
     staleness_unit: str = key("cluster", "τ counts: cluster or global", among=("cluster", "global"))
@@ -53,6 +56,8 @@ class CASAState:
     ----------
     models : dict[int, Model]
         w_{g,k} and its version, by cluster k.
+    reference : Vector
+        The initial model, against which sketches are taken. Shape (d,).
     next_cluster : int
         Id of the next new cluster.
     round : int
@@ -78,6 +83,7 @@ class CASAState:
     """
 
     models: dict[int, Model]
+    reference: Vector
     next_cluster: int = 1
     round: int = 0
     clients: list[str] = field(default_factory=list)
@@ -120,8 +126,16 @@ class CASA(AsyncStrategy):
 
     def initialize(self, vector: Vector) -> None:
         """All clients start in one cluster."""
-        self.state = CASAState(models={0: Model(vector)})
-        self._index: dict[str, int] = {}
+        self.state = self.state_type(models={0: Model(vector)}, reference=vector.copy())
+        self._restore()
+
+    def _restore(self) -> None:
+        """Derive from the state what makes it quick to work with."""
+        self._index = {client: index for index, client in enumerate(self.state.clients)}
+        self._watches: dict[int, SplitWatch] = {}
+        self._encoder: Encoder = WholeModels()
+        if self.parameters.sketch:
+            self._encoder = Sketches(self.state.reference, self.parameters.sketch, seed=0)
 
     @property
     def models(self) -> Mapping[int, Model]:
@@ -142,11 +156,13 @@ class CASA(AsyncStrategy):
             only = next(iter(state.models)) if len(state.models) == 1 else _UNASSIGNED
             state.cluster[index] = only
         state.present[index] = True
+        self._watches.clear()
         state.examples[index] = client.num_examples
 
     def remove_client(self, client: str) -> None:
         """Leave a client that went offline out of sizes and splits; it keeps its cluster."""
         self.state.present[self._index[client]] = False
+        self._watches.clear()
 
     def on_dispatch(self, task: Task) -> None:
         """Note the version from which a client starts."""
@@ -157,17 +173,19 @@ class CASA(AsyncStrategy):
         state, w_i = self.state, update.vector
         i = self._index[update.task.client]
         state.round += 1
+        code = self._encoder.encode(w_i)
         newcomer = state.cluster[i] == _UNASSIGNED
         if newcomer:
-            state.cluster[i] = self._nearest_cluster(i, w_i)
+            state.cluster[i] = self._nearest_cluster(i, code)
+            self._watches.clear()
             self._observe(
                 events.ClientAssigned(self.now(), update.task.client, int(state.cluster[i]))
             )
-        self._compare(i, w_i)
+        self._compare(i, code)
         if self.parameters.clustering:
             self._split_if_due(int(state.cluster[i]))
         k = int(state.cluster[i])
-        self._buffer(i, w_i, update.task.version)
+        self._buffer(i, code, update.task.version)
 
         model = state.models[k]
         # A newcomer's version is another cluster's: its age is what passed since it was asked.
@@ -177,10 +195,14 @@ class CASA(AsyncStrategy):
             staleness = model.version - update.task.version
         alpha = self._alpha(k, staleness)
         state.alpha[i] = alpha
-        mix(model, w_i, alpha)
+        self._aggregate(k, update, alpha)
         return Applied(cluster=k, staleness=staleness, weight=alpha)
 
     # A-phase.
+
+    def _aggregate(self, k: int, update: Update, alpha: float) -> None:
+        """Mix w_i into the model of cluster k, eq (9)."""
+        mix(self.state.models[k], update.vector, alpha)
 
     def _alpha_c(self, k: int) -> float:
         """Return α_c,k, eq (6)."""
@@ -203,15 +225,17 @@ class CASA(AsyncStrategy):
 
     # C-phase.
 
-    def _compare(self, i: int, w_i: Vector) -> None:
+    def _compare(self, i: int, code: Code) -> None:
         """Update the similarities of client i from its buffer, and clear it, eq (10)."""
         state = self.state
-        owners, cosines = state.buffers.cosines(i, w_i)
+        owners, cosines = state.buffers.cosines(i, code.query)
+        watch = self._watch(int(state.cluster[i]))
+        watch.change(i, owners, cosines, state.similarity, state.computed)
         state.similarity[i, owners] = state.similarity[owners, i] = cosines
         state.computed[i, owners] = state.computed[owners, i] = True
         state.buffers.clear(i)
 
-    def _buffer(self, i: int, w_i: Vector, start: int) -> None:
+    def _buffer(self, i: int, code: Code, start: int) -> None:
         """Put w_i into the buffers of its cluster where it is not redundant, Algorithm 2.
 
         Newcomers are given it too: eq (15) compares them with the clients of every cluster.
@@ -223,31 +247,33 @@ class CASA(AsyncStrategy):
         wanted = (state.cluster[:n] == k) & near | (state.cluster[:n] == _UNASSIGNED)
         wanted &= state.present[:n] & ~state.buffers.holds(i)[:n]
         wanted[i] = False
-        state.buffers.insert(i, w_i, np.flatnonzero(wanted))
+        state.buffers.insert(i, code, np.flatnonzero(wanted))
         if self.parameters.budget:
             state.buffers.enforce(self.parameters.budget, state.computed, state.alpha)
 
     def _split_if_due(self, k: int) -> None:
         """Split cluster k in R if its largest eigengap says so, Algorithm 3, lines 3 to 8."""
-        state, members = self.state, self._members(k)
-        if not state.computed[np.ix_(members, members)].all():
+        watch, alpha_c, gamma = self._watch(k), self._alpha_c(k), self.parameters.gamma
+        if watch.missing or not spectral.should_split(alpha_c, watch.bound(), gamma):
             return
-        weights = spectral.affinity(state.similarity[np.ix_(members, members)])
+        members = watch.members
+        weights = spectral.affinity(self.state.similarity[np.ix_(members, members)])
         gap = spectral.largest_gap(weights)
-        alpha_c = self._alpha_c(k)
-        if gap is None or not spectral.should_split(alpha_c, gap.size, self.parameters.gamma):
+        watch.look(weights, gap.size if gap else 0.0)
+        if gap is None or not spectral.should_split(alpha_c, gap.size, gamma):
             return
         labels = spectral.partition(weights, gap.parts, seed=int(self.rng.integers(2**31)))
         if labels.max() == 0:
             return
         self._replace(k, members, labels)
+        del self._watches[k]
         self._observe(
             events.ClusterSplit(
                 time=self.now(),
-                updates=state.round,
+                updates=self.state.round,
                 parent=k,
                 children=self._names_by_cluster(members),
-                gap=gap.size**self.parameters.gamma,
+                gap=gap.size**gamma,
                 threshold=alpha_c,
             )
         )
@@ -277,7 +303,7 @@ class CASA(AsyncStrategy):
 
     # Newcomers.
 
-    def _nearest_cluster(self, i: int, w_i: Vector) -> int:
+    def _nearest_cluster(self, i: int, code: Code) -> int:
         """Return argmax_k cos(rep_k, w_i), eq (15).
 
         rep_k is the mean of the models in buf_i whose owners are in C_k, weighted by their data;
@@ -292,9 +318,17 @@ class CASA(AsyncStrategy):
                 weights = state.examples[inside].astype(np.float64)
                 representative = state.buffers.mean_of(i, inside, weights)
             else:
-                representative = model.vector
-            similarity[k] = cosine(representative, w_i)
+                whole = self._encoder.encode(model.vector)
+                representative = whole.stored * np.float32(whole.norm)
+            similarity[k] = self._encoder.cosine(code, representative)
         return max(similarity, key=lambda k: similarity[k])
+
+    def _watch(self, k: int) -> SplitWatch:
+        """Return what is known of cluster k without looking at its eigenvalues."""
+        if k not in self._watches:
+            n = len(self.state.clients)
+            self._watches[k] = SplitWatch.over(self._members(k), self.state.computed, n)
+        return self._watches[k]
 
     def _members(self, k: int) -> NDArray[np.intp]:
         """Return the clients of C_k that are online, by index."""
@@ -321,4 +355,4 @@ class CASA(AsyncStrategy):
     def load_state_dict(self, tree: Mapping[str, object]) -> None:
         """Continue from a state; see the base class."""
         super().load_state_dict(tree)
-        self._index = {client: index for index, client in enumerate(self.state.clients)}
+        self._restore()

@@ -7,10 +7,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 from scipy.linalg import eigh
+from scipy.sparse.linalg import eigsh
 from sklearn.cluster import SpectralClustering
 
 Matrix = NDArray[np.float64]
 
+_LARGE = 300
+"""From this size on only the first eigenvalues are computed: that is when it is faster."""
 _EIGENVALUES = 10
 """Number of smallest eigenvalues that are looked at."""
 
@@ -65,7 +68,16 @@ def largest_gap(weights: Matrix) -> Gap | None:
     count = min(_EIGENVALUES, len(weights))
     if count < 3:
         return None
-    values = eigh(laplacian(weights), eigvals_only=True, subset_by_index=(0, count - 1))
+    matrix = laplacian(weights)
+    if len(matrix) < _LARGE:
+        values = eigh(matrix, eigvals_only=True, driver="ev")[:count]
+    else:
+        # The smallest of L are the largest of I − L, which Lanczos finds without a factorisation;
+        # a fixed start makes it repeatable.
+        shifted = np.eye(len(matrix)) - matrix
+        start = np.random.default_rng(0).normal(size=len(matrix))
+        found = eigsh(shifted, k=count, which="LA", v0=start, return_eigenvectors=False)
+        values = np.sort(1.0 - found)
     gaps = np.diff(values)[1:]
     best = int(np.argmax(gaps))
     return Gap(parts=best + 2, size=float(gaps[best]))
