@@ -16,6 +16,7 @@ A node says who it is in its node config:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -33,6 +34,7 @@ from raceme.messages import (
     ACCURACY,
     ARRAYS,
     BATCH_SIZE,
+    CHOSEN,
     CLIENT_ID,
     CONFIG,
     EVALUATE_FIRST,
@@ -49,6 +51,7 @@ from raceme.messages import (
     TASK,
     TRAIN_LOSS,
     VERSION,
+    candidate,
 )
 
 app = ClientApp()
@@ -95,12 +98,15 @@ class TrainingTask:
     rng : np.random.Generator
         Decides whatever the task leaves to chance; made anew for each task, from the seed of the
         run, the client and the task.
+    chosen : int or None
+        Which model to train, of several that were received.
     """
 
     client: Client
     settings: ConfigRecord
     sgd: training.Sgd
     rng: np.random.Generator
+    chosen: int | None = None
 
 
 @app.train()
@@ -108,7 +114,7 @@ def train(message: Message, context: Context) -> Message:
     """Train the received model on the client's own samples."""
     task = training_task(message, context)
     client, network = task.client, task.client.network
-    spec = network.read(model_of(message))
+    spec = network.read(model_of(message, task.chosen))
     mask = message.content.array_records.get(MASK)
     metrics: dict[str, int | float] = {}
     if task.settings.get(EVALUATE_FIRST, False):
@@ -144,9 +150,18 @@ def query(message: Message, context: Context) -> Message:
 
 
 def training_task(message: Message, context: Context) -> TrainingTask:
-    """Read what a training message asks for, but for the model and the mask."""
+    """Read what a training message asks for, but for the model and the mask.
+
+    Of several models it chooses the one with the least loss on the client's training samples.
+    """
     client, settings = client_of(context), _settings(message)
-    return TrainingTask(client, settings, _sgd(settings, client.config), _generator(client, settings))
+    return TrainingTask(
+        client,
+        settings,
+        _sgd(settings, client.config),
+        _generator(client, settings),
+        _choose(message, client),
+    )
 
 
 def training_reply(
@@ -155,6 +170,8 @@ def training_reply(
     """Answer a training message with the trained model."""
     told = {NUM_EXAMPLES: len(task.client.train), **metrics}
     echoed = {name: task.settings[name] for name in (TASK, VERSION) if name in task.settings}
+    if task.chosen is not None:
+        echoed[CHOSEN] = task.chosen
     content = RecordDict(
         {ARRAYS: model, METRICS: MetricRecord(dict(told)), CONFIG: ConfigRecord(echoed)}
     )
@@ -230,15 +247,26 @@ def _network(name: str, input_shape: tuple[int, ...], num_classes: int) -> train
     return training.Network(models.build(name, input_shape, num_classes))
 
 
-def model_of(message: Message) -> ArrayRecord:
-    """Return the received model."""
-    record = message.content.get(ARRAYS)
+def model_of(message: Message, chosen: int | None = None) -> ArrayRecord:
+    """Return the received model, or the chosen one of several."""
+    record = message.content.get(ARRAYS if chosen is None else candidate(chosen))
     if not isinstance(record, ArrayRecord):
         raise ValueError(
             f"The message holds no model: expected an ArrayRecord named '{ARRAYS}', "
             f"got {sorted(message.content)}."
         )
     return record
+
+
+def _choose(message: Message, client: Client) -> int | None:
+    """Return which of several received models fits the training samples best; None without any."""
+    records = message.content.array_records
+    losses: list[float] = []
+    while candidate(len(losses)) in records:
+        client.network.read(records[candidate(len(losses))])
+        loss = training.evaluate(client.network, client.train)[1]
+        losses.append(loss if math.isfinite(loss) else math.inf)
+    return losses.index(min(losses)) if losses else None
 
 
 def _settings(message: Message) -> ConfigRecord:

@@ -8,6 +8,7 @@ with its arrays, and Raceme's ClientApp with Flower's strategies.
 from __future__ import annotations
 
 import io
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
@@ -120,7 +121,7 @@ class ModelSpec:
     def pack(self, vector: Vector) -> ArrayRecord:
         """Turn a flat vector into the ArrayRecord that it came from. Copies once."""
         views = self.views(vector)
-        return ArrayRecord(
+        return record_of(
             {
                 name: to_array(views[name].astype(dtype, copy=False))
                 for name, dtype in zip(self.names, self.dtypes, strict=True)
@@ -163,6 +164,14 @@ class ModelSpec:
         if not np.isfinite(squared_norm) and not np.isfinite(vector).all():
             raise InvalidModelError("not finite: the model holds NaN or infinity")
         return vector
+
+
+def record_of(arrays: Mapping[str, Array]) -> ArrayRecord:
+    """Put arrays into a record as they are; ``ArrayRecord(arrays)`` builds each of them anew."""
+    record = ArrayRecord()
+    for name, array in arrays.items():
+        record[name] = array
+    return record
 
 
 def to_array(values: NDArray[np.generic]) -> Array:

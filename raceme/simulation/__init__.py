@@ -1,7 +1,20 @@
 """Virtual time: a Flower Grid that simulates a fleet of devices, event by event."""
 
+from raceme.simulation.choice import executor_for, training_seconds
 from raceme.simulation.devices import PROFILES, Device, fleet
 from raceme.simulation.executor import Executor, InProcess
+from raceme.simulation.pool import Pool
 from raceme.simulation.virtual_grid import Node, VirtualGrid
 
-__all__ = ["PROFILES", "Device", "Executor", "InProcess", "Node", "VirtualGrid", "fleet"]
+__all__ = [
+    "PROFILES",
+    "Device",
+    "Executor",
+    "InProcess",
+    "Node",
+    "Pool",
+    "VirtualGrid",
+    "executor_for",
+    "fleet",
+    "training_seconds",
+]

@@ -1,7 +1,7 @@
 """Where simulated clients' work is done.
 
-A message's result depends only on its content and on its client's state when it was sent, so an
-executor may work early, in any order, and side by side; the outcome of a run does not change.
+A message's result depends only on its content and on its client's state, so an executor may work
+early, in any order, and side by side; the outcome of a run does not change.
 """
 
 from __future__ import annotations
@@ -18,8 +18,19 @@ from raceme import compat
 class Executor(Protocol):
     """Does the work that messages ask for, some time between `submit` and `result`."""
 
-    def submit(self, message: Message, context: Context) -> None:
-        """Take on the work of a message; it is known by its message id from here on."""
+    def submit(self, message: Message, context: Context, due: float) -> None:
+        """Take on the work of a message.
+
+        Parameters
+        ----------
+        message : Message
+            What is asked; it is known by its message id from here on, and does not change.
+        context : Context
+            Of the client that is asked. The ClientApp finds its state as it is when the result is
+            asked for, or as good as: whatever was done early on another state is done again.
+        due : float
+            When the result will be asked for, on any clock: work that is due first comes first.
+        """
         ...
 
     def result(self, message_id: str) -> Message:
@@ -48,7 +59,7 @@ class InProcess:
         self._client_app = client_app
         self._waiting: dict[str, tuple[Message, Context]] = {}
 
-    def submit(self, message: Message, context: Context) -> None:
+    def submit(self, message: Message, context: Context, due: float) -> None:
         """Keep the message until its reply is asked for."""
         self._waiting[message.metadata.message_id] = (message, context)
 

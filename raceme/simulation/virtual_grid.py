@@ -22,7 +22,7 @@ from flwr.serverapp import Grid
 
 from raceme import compat
 from raceme.compat import Run
-from raceme.messages import COMPUTE_SCALE, CONFIG, LOCAL_EPOCHS
+from raceme.messages import COMPUTE_SCALE, CONFIG, LOCAL_EPOCHS, record_of
 from raceme.simulation.devices import Device
 from raceme.simulation.executor import Executor, InProcess
 
@@ -222,7 +222,7 @@ class VirtualGrid(Grid):
             if message.metadata.message_type.split(".")[0] == MessageType.TRAIN:
                 self._time_training(node_id, pending)
             if pending.lost is None:
-                self._executor.submit(message, self._contexts[node_id])
+                self._executor.submit(message, self._contexts[node_id], pending.due)
         self._schedule(pending.due, _REPLY, message_id)
 
     def _time_training(self, node_id: int, pending: _Pending) -> None:
@@ -326,7 +326,7 @@ def _copy(content: RecordDict) -> RecordDict:
     copied = RecordDict()
     for name, record in content.items():
         if isinstance(record, ArrayRecord):
-            copied[name] = ArrayRecord(dict(record))
+            copied[name] = record_of(record)
         elif isinstance(record, MetricRecord):
             copied[name] = MetricRecord(dict(record))
         else:

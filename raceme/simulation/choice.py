@@ -1,0 +1,122 @@
+"""Which executor a run gets: worker processes, one process, or all clients stacked."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+
+from raceme.config import RunConfig
+from raceme.errors import UserError
+from raceme.simulation.executor import Executor, InProcess
+from raceme.simulation.pool import Pool
+from raceme.simulation.worker import load
+
+AUTO = "auto"
+
+_WORTHWHILE_SECONDS = 10.0
+"""Local training from which on ``auto`` starts worker processes.
+
+They take 3 s to start, measured on 2 cores, and then share the work: with two of them, 7 s of it
+take as long as without.
+"""
+_TIMED_STEPS = 3
+
+
+def executor_for(
+    target: str,
+    workers: str | int = AUTO,
+    device: str = "cpu",
+    vectorised: bool = False,
+    seconds: Callable[[], float] | None = None,
+) -> Executor:
+    """Make the executor of a run.
+
+    Parameters
+    ----------
+    target : str
+        The ClientApp, as ``module:attribute``.
+    workers : str or int
+        Number of worker processes; 0 does all work in this process. ``"auto"`` starts one per
+        core where there are several, if the run has enough work for that to pay.
+    device : str
+        ``"cpu"`` or ``"cuda"``. On the latter all clients train together, in this process.
+    vectorised : bool
+        Train all clients together on a CPU too.
+    seconds : Callable, optional
+        Estimates how long one process would take for all local training; asked for ``"auto"``
+        only. Without it there is enough work.
+
+    Raises
+    ------
+    UserError
+        There is no such device, or `workers` is none of these.
+    """
+    count = _count(workers, seconds)
+    if vectorised or device == "cuda":
+        from raceme.simulation.vectorised import Vectorised
+
+        return Vectorised(device)
+    return Pool(target, count) if count else InProcess(load(target))
+
+
+def training_seconds(config: RunConfig, examples: Sequence[int]) -> float:
+    """Estimate how long one process takes for all local training of a run, by timing a few steps.
+
+    Parameters
+    ----------
+    config : RunConfig
+        A resolved configuration.
+    examples : Sequence[int]
+        Training examples of each client.
+
+    Raises
+    ------
+    UserError
+        There is no such model, or it does not fit the data.
+    """
+    import torch
+
+    from raceme import datasets, models
+    from raceme.training import Network, step
+
+    shape = datasets.data_shape(config)
+    network = Network(models.build(str(config.model), shape.input_shape, shape.num_classes))
+    x = torch.rand(max(2, config.batch_size), *shape.input_shape)
+    y = torch.zeros(len(x), dtype=torch.int64)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    times = []
+    # The first step is slower than all others.
+    for _ in range(1 + _TIMED_STEPS):
+        start = time.perf_counter()
+        step(network, x, y, lr=0.0)
+        times.append(time.perf_counter() - start)
+    torch.set_num_threads(threads)
+    steps = sum(math.ceil(count / config.batch_size) for count in examples) / len(examples)
+    return min(times) * steps * config.local_epochs * config.max_updates
+
+
+def _count(workers: str | int, seconds: Callable[[], float] | None) -> int:
+    """Return how many worker processes to start."""
+    if workers == AUTO:
+        cores = _cores()
+        worthwhile = seconds is None or cores == 1 or seconds() >= _WORTHWHILE_SECONDS
+        return cores if cores > 1 and worthwhile else 0
+    try:
+        count = int(workers)
+    except ValueError:
+        count = -1
+    if count < 0:
+        raise UserError(
+            f"workers must be auto, 0 for none, or a number of worker processes, got '{workers}'."
+        )
+    return count
+
+
+def _cores() -> int:
+    """Return the number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

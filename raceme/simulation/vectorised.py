@@ -1,0 +1,475 @@
+"""Many clients' training as one computation: a tool for GPUs, and correct on CPUs too.
+
+The weights of all clients are stacked, and ``torch.func`` takes the gradients of all of them at
+once. Every client takes exactly its own steps on its own mini-batches, those that it would take
+alone: results differ from :class:`~raceme.simulation.executor.InProcess` by rounding only.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from flwr.app import Context, Message, MessageType
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.func import functional_call, grad_and_value, vmap
+from torch.nn.functional import cross_entropy
+
+from raceme import client_app
+from raceme.client_app import Client, TrainingTask
+from raceme.errors import UserError
+from raceme.messages import ARRAYS, EVALUATE_FIRST, MASK, TRAIN_LOSS, ModelSpec
+from raceme.simulation.executor import answer
+from raceme.training import Network, Samples, epochs, torch_seed
+
+log = logging.getLogger("raceme")
+
+_CPU_BYTES = 2**30
+_GPU_SHARE = 0.5
+"""Memory for what is trained at a time: on a GPU, this share of what is free."""
+_WEIGHT_COPIES = 6
+"""Weights, received weights, gradients, and what is made on the way."""
+_ACTIVATIONS = 64
+"""Memory that a network takes for one sample, in sizes of its input: a generous guess."""
+_TEST_BATCH = 2048
+
+_Gradients = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True, eq=False)
+class _Job:
+    """A message whose work is not done."""
+
+    message: Message
+    context: Context
+    due: float
+
+
+@dataclass(frozen=True, eq=False)
+class _Training:
+    """A training task, ready to be stacked with others.
+
+    Attributes
+    ----------
+    start : Tensor
+        The received weights, shape (d,).
+    mask : Tensor or None
+        Shape (d,), bool: False where weights stay as they are.
+    indices : NDArray
+        Samples of each step, shape (steps, batch), filled up with samples of the same step.
+    shares : NDArray
+        What a sample counts in the mean of its step, shape (steps, batch); 0 for filling.
+    """
+
+    message: Message
+    task: TrainingTask
+    spec: ModelSpec
+    start: Tensor
+    mask: Tensor | None
+    indices: NDArray[np.int64]
+    shares: NDArray[np.float32]
+
+
+class Vectorised:
+    """An executor that trains all clients whose work is pending together, on one device.
+
+    What it cannot stack is answered by Raceme's ClientApp in this process, one by one: networks
+    with batch normalisation, buffers or random numbers, and messages other than training and
+    evaluation.
+
+    Parameters
+    ----------
+    device : str
+        ``"cpu"`` or ``"cuda"``. All clients' samples are kept there.
+    memory : int, optional
+        Bytes that one computation may take, by estimate; by default 1 GiB on a CPU and half of
+        what is free on a GPU.
+
+    Raises
+    ------
+    UserError
+        There is no such device.
+    """
+
+    def __init__(self, device: str = "cpu", memory: int | None = None) -> None:
+        if device == "cuda" and not torch.cuda.is_available():
+            raise UserError(
+                f"--device cuda: torch {torch.__version__} finds no CUDA GPU on this machine. Use "
+                "--device cpu, or install a GPU's driver and a CUDA build of torch."
+            )
+        self._device = torch.device(device)
+        self._memory = memory
+        self._jobs: dict[str, _Job] = {}
+        self._replies: dict[str, Message] = {}
+        self._train_data = _Store(self._device)
+        self._test_data = _Store(self._device)
+        self._gradients: dict[Network, _Gradients | None] = {}
+
+    def submit(self, message: Message, context: Context, due: float) -> None:
+        """Keep the message until a reply is asked for."""
+        self._jobs[message.metadata.message_id] = _Job(message, context, due)
+
+    def result(self, message_id: str) -> Message:
+        """Return a reply; all work of the same kind that is pending is done with it."""
+        if message_id not in self._replies:
+            with self._exactness():
+                self._work(message_id)
+        return self._replies.pop(message_id)
+
+    def cancel(self, message_id: str) -> None:
+        """Forget the message, and its reply if it is there."""
+        self._jobs.pop(message_id, None)
+        self._replies.pop(message_id, None)
+
+    def close(self) -> None:
+        """Drop all that is left, and the samples."""
+        self._jobs, self._replies, self._gradients = {}, {}, {}
+        self._train_data, self._test_data = _Store(self._device), _Store(self._device)
+
+    def _exactness(self) -> AbstractContextManager[None]:
+        """Let a GPU calculate as exactly as a CPU: convolutions would round inputs to 10 bits."""
+        if self._device.type != "cuda":
+            return nullcontext()
+        exact: AbstractContextManager[None] = torch.backends.cudnn.flags(
+            enabled=True, benchmark=False, deterministic=True, allow_tf32=False
+        )
+        return exact
+
+    def _work(self, message_id: str) -> None:
+        """Do the work of a message, and with it whatever can be done at once."""
+        asked = self._jobs[message_id]
+        client = self._client_that_can_be_stacked(asked)
+        if client is None:
+            self._answer(message_id)
+        elif _is_of(asked.message, MessageType.EVALUATE):
+            same = _models_identity(asked.message)
+            pending = [
+                key
+                for key, job in self._jobs.items()
+                if _is_of(job.message, MessageType.EVALUATE)
+                and _models_identity(job.message) == same
+            ]
+            self._evaluate(pending, client.network)
+        else:
+            pending = sorted(
+                (key for key, job in self._jobs.items() if _is_plain_training(job.message)),
+                key=lambda key: (key != message_id, self._jobs[key].due),
+            )
+            self._train(pending, client.network)
+
+    def _answer(self, message_id: str) -> None:
+        job = self._jobs.pop(message_id)
+        self._replies[message_id] = answer(client_app.app, job.message, job.context)
+
+    def _client_that_can_be_stacked(self, job: _Job) -> Client | None:
+        """Return the client of a message that can be worked on together with others."""
+        evaluation = _is_of(job.message, MessageType.EVALUATE)
+        if not evaluation and not _is_plain_training(job.message):
+            return None
+        client = _client(job)
+        if client is None:
+            return None
+        if client.network not in self._gradients:
+            self._gradients[client.network] = self._gradients_of(client)
+        return None if self._gradients[client.network] is None else client
+
+    def _gradients_of(self, client: Client) -> _Gradients | None:
+        """Return the function for the gradients of many clients, None if there cannot be one."""
+        network = client.network
+        gradients = _stacked_gradients(network)
+        try:
+            if network.needs_pairs or any(True for _ in network.module.buffers()):
+                raise ValueError("it has buffers, which are no weights but change in training")
+            weights = network.weights.to(self._device).repeat(2, 1)
+            x = torch.stack([client.train.shaped(client.train.x[:1]).to(self._device)] * 2)
+            y = torch.stack([client.train.y[:1].to(self._device)] * 2)
+            gradients(weights, x, y, torch.ones(2, 1, device=self._device))
+        except Exception as error:
+            reason = str(error).strip().partition("\n")[0]
+            log.warning(
+                "Clients are trained one by one, this network cannot be stacked: %s", reason
+            )
+            return None
+        return gradients
+
+    # Training.
+
+    def _train(self, message_ids: Sequence[str], network: Network) -> None:
+        """Train the clients of messages, as many of the first as memory allows."""
+        chosen: dict[str, _Training] = {}
+        needed = 0
+        budget = self._budget()
+        for message_id in message_ids:
+            job = self._jobs[message_id]
+            try:
+                training = _prepare(job.message, job.context)
+            except Exception:
+                self._answer(message_id)
+                continue
+            if training.task.client.network is not network:
+                continue
+            sample_bytes = training.task.client.train.x[:1].nbytes * _ACTIVATIONS
+            needed += _WEIGHT_COPIES * training.start.nbytes
+            needed += training.indices.shape[1] * sample_bytes
+            if needed > budget and chosen:
+                break
+            chosen[message_id] = training
+        if not chosen:
+            return
+        self._train_data.add((t.task.client.id, t.task.client.train) for t in chosen.values())
+        try:
+            trained = self._descend(list(chosen.values()), network)
+        except torch.cuda.OutOfMemoryError:
+            if len(chosen) == 1:
+                raise
+            self._memory = budget // 2
+            self._train(list(chosen), network)
+            return
+        for (message_id, training), (weights, loss) in zip(chosen.items(), trained, strict=True):
+            network.weights.copy_(weights)
+            self._replies[message_id] = client_app.training_reply(
+                training.message, training.task, network.write(training.spec), {TRAIN_LOSS: loss}
+            )
+            del self._jobs[message_id]
+
+    def _budget(self) -> int:
+        """Return the bytes that one computation may take."""
+        if self._memory is not None:
+            return self._memory
+        if self._device.type == "cuda":
+            return int(_GPU_SHARE * torch.cuda.mem_get_info(self._device)[0])
+        return _CPU_BYTES
+
+    def _descend(
+        self, trainings: Sequence[_Training], network: Network
+    ) -> list[tuple[Tensor, float]]:
+        """Return each client's weights after training, and its mean loss."""
+        # Who takes most steps comes first, so that at any step those still at it are the first
+        # ones, and nothing is calculated for the others.
+        order = sorted(range(len(trainings)), key=lambda i: -len(trainings[i].indices))
+        sorted_ = [trainings[i] for i in order]
+        steps = np.array([len(training.indices) for training in sorted_])
+        network.module.train()
+        gradients = self._gradients[network]
+        assert gradients is not None, "only networks that can be stacked come here"
+        weights = self._stack([training.start for training in sorted_])
+        start = weights.clone()
+        lr = self._column([training.task.sgd.lr for training in sorted_])
+        mu = self._column([training.task.sgd.proximal_mu for training in sorted_])
+        frozen = None
+        if any(training.mask is not None for training in sorted_):
+            everything = torch.ones_like(sorted_[0].start, dtype=torch.bool)
+            masks = [everything if t.mask is None else t.mask for t in sorted_]
+            frozen = ~self._stack(masks)
+        indices, shares = self._schedule(sorted_)
+        losses = torch.zeros(len(sorted_), device=self._device)
+        is_proximal = bool((mu > 0).any())
+        for step in range(int(steps[0])):
+            active = int((steps > step).sum())
+            x, y = self._train_data.select(indices[step, :active])
+            share = shares[step, :active]
+            gradient, loss = gradients(weights[:active], x, y, share)
+            if is_proximal:
+                gradient = gradient + mu[:active] * (weights[:active] - start[:active])
+            if frozen is not None:
+                gradient = gradient.masked_fill(frozen[:active], 0.0)
+            weights[:active] -= lr[:active] * gradient
+            losses[:active] += loss * (share > 0).sum(dim=1)
+        seen = torch.tensor([float((t.shares > 0).sum()) for t in sorted_])
+        means = (losses.cpu() / seen).tolist()
+        result: list[tuple[Tensor, float]] = [(weights[0], 0.0)] * len(order)
+        for row, (position, values) in enumerate(zip(order, weights.cpu(), strict=True)):
+            result[position] = (values, means[row])
+        return result
+
+    def _schedule(self, trainings: Sequence[_Training]) -> tuple[Tensor, Tensor]:
+        """Return samples and their shares, each of shape (steps, clients, batch)."""
+        longest = max(len(training.indices) for training in trainings)
+        widest = max(training.indices.shape[1] for training in trainings)
+        shape = (longest, len(trainings), widest)
+        indices, shares = np.zeros(shape, np.int64), np.zeros(shape, np.float32)
+        for client, training in enumerate(trainings):
+            steps, width = training.indices.shape
+            offset = self._train_data.offset(training.task.client.id)
+            # Filling is a sample of the same step, so that it is finite whenever the step is.
+            indices[:steps, client] = training.indices[:, :1] + offset
+            indices[:steps, client, :width] = training.indices + offset
+            shares[:steps, client, :width] = training.shares
+        return (
+            torch.from_numpy(indices).to(self._device),
+            torch.from_numpy(shares).to(self._device),
+        )
+
+    def _stack(self, rows: Sequence[Tensor]) -> Tensor:
+        return torch.stack(list(rows)).to(self._device)
+
+    def _column(self, values: Sequence[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=self._device)[:, None]
+
+    # Evaluation.
+
+    def _evaluate(self, message_ids: Sequence[str], network: Network) -> None:
+        """Test one model, which the network holds, on the samples of many clients."""
+        clients: dict[str, Client] = {}
+        for message_id in message_ids:
+            client = _client(self._jobs[message_id])
+            if client is not None and client.network is network:
+                clients[message_id] = client
+        self._test_data.add((client.id, client.test) for client in clients.values())
+        rows = [
+            np.arange(len(client.test)) + self._test_data.offset(client.id)
+            for client in clients.values()
+        ]
+        indices = torch.from_numpy(np.concatenate(rows)).to(self._device)
+        parameters = _parameters(network, network.weights.to(self._device))
+        network.module.eval()
+        losses, hits = [], []
+        with torch.inference_mode():
+            for part in torch.split(indices, _TEST_BATCH):
+                x, y = self._test_data.select(part)
+                scores = functional_call(network.module, parameters, (x,))
+                losses.append(cross_entropy(scores, y, reduction="none").cpu())
+                hits.append((scores.argmax(dim=1) == y).cpu())
+        lengths = [len(client.test) for client in clients.values()]
+        results = zip(
+            clients.items(),
+            torch.split(torch.cat(losses), lengths),
+            torch.split(torch.cat(hits), lengths),
+            strict=True,
+        )
+        for (message_id, client), loss, hit in results:
+            job = self._jobs.pop(message_id)
+            self._replies[message_id] = client_app.evaluation_reply(
+                job.message, client, int(hit.sum()) / len(hit), float(loss.sum()) / len(loss)
+            )
+
+
+class _Store:
+    """Samples of many clients on one device, one client's after another's.
+
+    Parameters
+    ----------
+    device : torch.device
+        Where they are kept.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._offsets: dict[str, int] = {}
+        self._shaped: Callable[[Tensor], Tensor] = torch.clone
+        self._x = torch.empty(0)
+        self._y = torch.empty(0)
+
+    def add(self, samples: Iterable[tuple[str, Samples]]) -> None:
+        """Add the samples of clients, by name, unless they are there."""
+        xs, ys = [self._x], [self._y]
+        for client, own in samples:
+            if client not in self._offsets:
+                self._offsets[client] = sum(len(y) for y in ys)
+                xs.append(own.x.to(self._device))
+                ys.append(own.y.to(self._device))
+                self._shaped = own.shaped
+        if len(ys) > 1:
+            first = 0 if len(self._y) else 1
+            self._x, self._y = torch.cat(xs[first:]), torch.cat(ys[first:])
+
+    def offset(self, client: str) -> int:
+        """Return where a client's samples begin."""
+        return self._offsets[client]
+
+    def select(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Return samples, in the shape of their indices, as a network takes them."""
+        flat = indices.reshape(-1)
+        x, y = self._shaped(self._x.index_select(0, flat)), self._y.index_select(0, flat)
+        return x.view(*indices.shape, *x.shape[1:]), y.view(indices.shape)
+
+
+def _client(job: _Job) -> Client | None:
+    """Return the client of a message, its network holding the model; None if that fails.
+
+    What is wrong is for the ClientApp to say, when it is asked to answer.
+    """
+    try:
+        client = client_app.client_of(job.context)
+        client.network.read(client_app.model_of(job.message))
+    except Exception:
+        return None
+    return client
+
+
+def _prepare(message: Message, context: Context) -> _Training:
+    """Read a training message, and draw its mini-batches."""
+    task = client_app.training_task(message, context)
+    network = task.client.network
+    spec = network.read(client_app.model_of(message))
+    mask = message.content.array_records.get(MASK)
+    indices, shares = _mini_batches(task)
+    return _Training(
+        message=message,
+        task=task,
+        spec=spec,
+        start=network.weights.clone(),
+        mask=None if mask is None else network.read_mask(mask),
+        indices=indices,
+        shares=shares,
+    )
+
+
+def _mini_batches(task: TrainingTask) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """Return the samples of each step and their shares, each of shape (steps, batch)."""
+    torch_seed(task.rng)
+    count = len(task.client.train)
+    size = min(task.sgd.batch_size, count)
+    rows, shares = [], []
+    for order in epochs(count, task.sgd, task.client.network.needs_pairs, task.rng):
+        steps = -(-len(order) // size)
+        filled = np.full(steps * size, order[-1])
+        filled[: len(order)] = order
+        real = np.arange(steps * size).reshape(steps, size) < len(order)
+        rows.append(filled.reshape(steps, size))
+        shares.append(real / real.sum(axis=1, keepdims=True))
+    return np.concatenate(rows), np.concatenate(shares).astype(np.float32)
+
+
+def _stacked_gradients(network: Network) -> _Gradients:
+    """Return the gradients and losses of many clients as a function of stacks."""
+
+    def loss(weights: Tensor, x: Tensor, y: Tensor, shares: Tensor) -> Tensor:
+        scores = functional_call(network.module, _parameters(network, weights), (x,))
+        return (cross_entropy(scores, y, reduction="none") * shares).sum()
+
+    stacked: _Gradients = vmap(grad_and_value(loss))
+    return stacked
+
+
+def _parameters(network: Network, weights: Tensor) -> dict[str, Tensor]:
+    """Return a network's parameters as views into a flat vector."""
+    parameters = dict(network.module.named_parameters())
+    return {
+        name: weights[where].view(parameters[name].shape) for name, where in network.slices.items()
+    }
+
+
+def _is_of(message: Message, kind: str) -> bool:
+    """Return whether a message is of a kind, with its default action."""
+    return message.metadata.message_type in (kind, f"{kind}.default")
+
+
+def _is_plain_training(message: Message) -> bool:
+    """Return whether a message asks for training one model and nothing else."""
+    return (
+        _is_of(message, MessageType.TRAIN)
+        and set(message.content.array_records) - {MASK} == {ARRAYS}
+        and not any(c.get(EVALUATE_FIRST, False) for c in message.content.config_records.values())
+    )
+
+
+def _models_identity(message: Message) -> tuple[int, ...]:
+    """Return what only messages with the very same model have in common."""
+    record = message.content.array_records.get(ARRAYS)
+    return () if record is None else tuple(id(array) for array in record.values())
