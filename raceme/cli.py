@@ -1,4 +1,4 @@
-"""The command line: `raceme run`, `raceme list`."""
+"""The command line: `raceme run`, `raceme compare`, `raceme list` and others."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from raceme import __version__
+from raceme.comparison import commands as comparison_commands
 from raceme.config import RunConfig, Value, all_keys, parse_assignment, read_toml
 from raceme.deployment import commands as deployment_commands
 from raceme.errors import UserError
@@ -23,9 +24,10 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+comparison_commands.register(app)
 deployment_commands.register(app)
 
-# Not `all_keys()`: it imports the strategies, and scikit-learn with them, which a device does without.
+# Not `all_keys()`: it imports the strategies, with scikit-learn, which a device does without.
 _DESCRIBED = {
     item.name.replace("_", "-"): item.metadata.get("help", "") for item in fields(RunConfig)
 }
@@ -51,6 +53,8 @@ def run(
     max_time: Annotated[str | None, _option("max-time")] = None,
     target_accuracy: Annotated[str | None, _option("target-accuracy")] = None,
     eval_every: Annotated[str | None, _option("eval-every")] = None,
+    workers: Annotated[str | None, _option("workers")] = None,
+    device: Annotated[str | None, _option("device")] = None,
     seed: Annotated[str | None, _option("seed")] = None,
     config: Annotated[
         Path | None, typer.Option("--config", help="TOML file with keys", show_default=False)
@@ -83,6 +87,8 @@ def run(
         "max-time": max_time,
         "target-accuracy": target_accuracy,
         "eval-every": eval_every,
+        "workers": workers,
+        "device": device,
         "seed": seed,
         "out": out,
     }

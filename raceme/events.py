@@ -125,7 +125,10 @@ class ClusterSplit:
     children : Mapping[int, tuple[str, ...]]
         New cluster id to its clients.
     gap, threshold : float
-        The eigengap to the power γ, and the α_c that it exceeded.
+        What was measured, and the bound that it exceeded. CASA: the eigengap to the power γ, and
+        α_c. CFL: the largest norm of a client's update, and ε2. ICFL: 1 − the smallest pairwise
+        similarity, and 1 − α*(t). NaN for methods that divide once and for all, as FeSEM and
+        FedGroup do.
     """
 
     time: float

@@ -23,10 +23,11 @@ from raceme.messages import ModelSpec
 from raceme.reporting.artefacts import write_all
 from raceme.reporting.store import RunStore
 from raceme.reporting.summary import RunSummary
-from raceme.simulation import Node, VirtualGrid, fleet
+from raceme.simulation import Node, VirtualGrid, executor_for, fleet, training_seconds
 from raceme.strategies import STRATEGIES, AsyncStrategy, Plan, Rounds
 
 _FIRST_NODE_ID = 1000
+_CLIENT_APP = "raceme.client_app:app"
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,14 @@ def build_grid(config: RunConfig) -> VirtualGrid:
         )
         for index, (device, data) in enumerate(zip(devices, clients, strict=True))
     ]
-    return VirtualGrid(app, nodes, config.to_mapping(), seed=config.seed)
+    executor = executor_for(
+        _CLIENT_APP,
+        config.workers,
+        config.device,
+        config.vectorised,
+        seconds=lambda: training_seconds(config, [node.examples for node in nodes]),
+    )
+    return VirtualGrid(app, nodes, config.to_mapping(), seed=config.seed, executor=executor)
 
 
 def simulate(config: RunConfig, *observers: Observer) -> Outcome:

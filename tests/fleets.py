@@ -24,7 +24,8 @@ def pulled_app(
     """An app whose clients move the model a step towards a target of their own.
 
     Its accuracy is 1 at the target and falls with the distance; without targets a client returns
-    what it was sent. `change` may spoil the replies to training messages.
+    what it was sent. Of several models it trains the one nearest to its target, and with a mask
+    only what that lets it. `change` may spoil the replies to training messages.
     """
     app = ClientApp()
 
@@ -41,12 +42,16 @@ def pulled_app(
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
-        flat = read(message.content["arrays"])
         wanted = target(context)
+        flat, chosen = received(message.content, wanted)
         if wanted is not None:
-            flat = flat + np.float32(step) * (wanted.astype(np.float32) - flat)
+            moved = flat + np.float32(step) * (wanted.astype(np.float32) - flat)
+            mask = message.content.array_records.get("mask")
+            flat = moved if mask is None else np.where(read(mask), moved, flat)
         config = message.content["config"]
         echo = ConfigRecord({key: config[key] for key in ("task", "version") if key in config})
+        if chosen is not None:
+            echo["chosen"] = chosen
         metrics = MetricRecord(
             {"num-examples": 10 + int(context.node_config["partition-id"]), "train-loss": 0.5}
         )
@@ -64,6 +69,16 @@ def pulled_app(
         return Message(RecordDict({"metrics": metrics}), reply_to=message)
 
     return app
+
+
+def received(content: RecordDict, wanted: np.ndarray | None) -> tuple[np.ndarray, int | None]:
+    """Return the model to train, and of several which it was."""
+    if "arrays" in content:
+        return read(content["arrays"]), None
+    several = [read(content[f"arrays-{index}"]) for index in range(len(content.array_records))]
+    distances = [0.0 if wanted is None else np.linalg.norm(flat - wanted) for flat in several]
+    chosen = int(np.argmin(distances))
+    return several[chosen], chosen
 
 
 def read(record: ArrayRecord) -> np.ndarray:

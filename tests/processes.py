@@ -1,4 +1,4 @@
-"""Real processes on loopback for tests: a SuperLink, devices, `flwr run`; all stopped at the end."""
+"""Real processes on loopback: a SuperLink, devices, `flwr run`; all stopped at the end."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -69,11 +69,9 @@ class Process:
             except subprocess.TimeoutExpired:
                 self.handle.kill()
                 self.handle.wait()
-        try:
-            # The group of a process that was started in a session of its own.
+        # The group of a process that was started in a session of its own.
+        with suppress(ProcessLookupError):
             os.killpg(self.handle.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
 
 
 @dataclass
@@ -128,7 +126,8 @@ class Loopback:
         command = ["flower-superlink", "--fleet-api-type", "grpc-rere"]
         command += ["--fleet-api-address", self.fleet_address, "--port", str(self.http_port)]
         process = self.start("superlink", [*command, *(options or ("--insecure",))])
-        wait_until(lambda: _listens(self.fleet_port), 40, process.describe)
+        if "--simulation" not in options:
+            wait_until(lambda: _listens(self.fleet_port), 40, process.describe)
         wait_until(lambda: _listens(self.http_port), 40, process.describe)
         return process
 
@@ -143,6 +142,13 @@ class Loopback:
 
     def device(self, *options: str) -> Process:
         return self.start("device", raceme("device", "--superlink", self.fleet_address, *options))
+
+    def supernode(self, partition: int, of: int) -> Process:
+        """Start one of Flower's own SuperNodes with one partition of the data."""
+        command = ["flower-supernode", "--insecure", "--superlink", self.fleet_address]
+        command += ["--port", str(free_port())]
+        command += ["--node-config", f"partition-id={partition} num-partitions={of}"]
+        return self.start("supernode", command)
 
     def flwr(self, *arguments: str) -> Process:
         return self.start("flwr", ["flwr", *arguments])

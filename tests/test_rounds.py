@@ -8,20 +8,11 @@ import pytest
 from fleets import MODEL, Change, grid_of, pulled_app, read, write
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from runs import ONES, devices, of
 
 from raceme import events
 from raceme.simulation import Device
 from raceme.strategies import FedAvg, FedAvgParameters, FedProx, FedProxParameters, Plan
-
-ONES = np.ones(8, np.float32)
-
-
-def devices(*seconds: float) -> list[Device]:
-    return [Device(seconds_per_round=value) for value in seconds]
-
-
-def of(kind: type, seen: list[events.Event]) -> list:
-    return [event for event in seen if isinstance(event, kind)]
 
 
 def spoiled(partition: int, spoil: Change) -> Change:
@@ -63,7 +54,7 @@ def test_a_round_by_hand() -> None:
 def test_the_round_in_which_the_limit_falls_is_completed() -> None:
     strategy = FedAvg()
     strategy.start(grid_of(pulled_app(), devices(1.0, 1.0, 1.0)), MODEL, num_rounds=4)
-    assert strategy.updates == 6
+    assert strategy.progress.updates == 6
 
 
 def test_time_limit_and_target_end_a_run() -> None:
@@ -113,7 +104,7 @@ def test_invalid_replies_are_left_out(spoil: Change, reason: str) -> None:
     (rejected,) = of(events.UpdateRejected, seen)
     assert (rejected.time, rejected.client) == (3.0, "c1")
     assert reason in rejected.reason
-    assert (strategy.updates, strategy.rejected) == (1, 1)
+    assert (strategy.progress.updates, strategy.progress.rejected) == (1, 1)
 
 
 def odd_metrics(reply: Message, index: int) -> Message:
