@@ -127,6 +127,10 @@ class Calls(Protocol):
         """Call `target`, again and again if need be."""
         ...
 
+    def answered(self) -> None:
+        """Note that the SuperLink has answered a heartbeat."""
+        ...
+
 
 @dataclass(frozen=True)
 class Fleet:
@@ -222,8 +226,7 @@ class _Guard:
                 raise _Escape(error) from error
             raise
 
-    @staticmethod
-    def _beat(target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _beat(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Make one heartbeat; whatever goes wrong with it must not end its thread."""
         try:
             response = target(*args, **kwargs)
@@ -231,6 +234,7 @@ class _Guard:
             raise _Unavailable from error
         if not response.success:
             raise _Unavailable
+        self._calls.answered()
         return response
 
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from raceme.config import RunConfig, Value
 from raceme.datasets.partition import Partition
+from raceme.datasets.skew import skew
 from raceme.datasets.source import ClientData, Dataset, DataShape, Indices, Source, generator
 from raceme.errors import UserError
 from raceme.registry import Registry
@@ -23,6 +24,12 @@ DATASETS = Registry(
         "fashion-mnist": "raceme.datasets.mnist:FashionMnist",
         "synthetic": "raceme.datasets.synthetic:Synthetic",
         "npz": "raceme.datasets.npz:Npz",
+        "cifar10": "raceme.datasets.cifar10:Cifar10",
+        "image-folder": "raceme.datasets.image_folder:ImageFolder",
+        "femnist": "raceme.datasets.femnist:Femnist",
+        "har": "raceme.datasets.har:Har",
+        "harbox": "raceme.datasets.har:HarBox",
+        "imu": "raceme.datasets.har:Imu",
     },
 )
 
@@ -33,6 +40,8 @@ PARTITIONERS = Registry(
         "dirichlet": "raceme.datasets.partition:dirichlet",
         "classes": "raceme.datasets.partition:classes",
         "iid": "raceme.datasets.partition:iid",
+        "rotation-groups": "raceme.datasets.skew:rotation_groups",
+        "noise-groups": "raceme.datasets.skew:noise_groups",
     },
 )
 
@@ -57,6 +66,7 @@ _LOADING = (
     "data_root",
     "download",
     "data_file",
+    "image_size",
     "clients",
     "synthetic_alpha",
     "synthetic_beta",
@@ -136,13 +146,14 @@ def client_data(config: RunConfig, client: int) -> ClientData:
     config, position = source_of(config).for_client(config, client)
     dataset, partition = load(config), _deal(_key(config, _DEALING))
     train, test = _train_and_test(config, dataset, partition, position)
-    return ClientData(
-        x_train=dataset.inputs(train),
-        y_train=dataset.y[train],
-        x_test=dataset.inputs(test),
-        y_test=dataset.y[test],
-        group=partition.groups[position],
+    group = partition.groups[position]
+    # Clients that the data come with have their own features; a partition's skew is not theirs.
+    skewed = dataset.users is None
+    x_train, x_test = (
+        skew(dataset.inputs(own), config, group, client, part) if skewed else dataset.inputs(own)
+        for part, own in (("train", train), ("test", test))
     )
+    return ClientData(x_train, dataset.y[train], x_test, dataset.y[test], group)
 
 
 def all_clients(config: RunConfig) -> list[ClientData]:
@@ -194,7 +205,7 @@ def _deal(key: _Key) -> Partition:
     partitioner = PARTITIONERS[config.partition]
     dataset = load(config)
     if dataset.users is not None:
-        return Partition(dataset.users, (None,) * len(dataset.users))
+        return Partition(dataset.users, dataset.groups or (None,) * len(dataset.users))
     dealt: Partition = partitioner(dataset.y, config, generator(config.seed, "partition"))
     return dealt
 

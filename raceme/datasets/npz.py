@@ -104,7 +104,7 @@ def read(path: Path) -> _File:
     UserError
         The file or an array in it is missing or not what it should be; names both.
     """
-    with _explained(path):
+    with explained(path):
         # Never allow_pickle: unpickling a file runs whatever code its author put there.
         archive = np.load(path, allow_pickle=False)
         if not isinstance(archive, np.lib.npyio.NpzFile):
@@ -114,14 +114,14 @@ def read(path: Path) -> _File:
     missing = [name for name in _NEEDED if name not in arrays]
     if missing:
         raise UserError(f"{path} lacks {', '.join(missing)}. {_EXPECTED}.")
-    x_train, x_test = (_inputs(path, name, arrays[name]) for name in ("x_train", "x_test"))
+    x_train, x_test = (checked_inputs(path, name, arrays[name]) for name in ("x_train", "x_test"))
     if x_train.shape[1:] != x_test.shape[1:]:
         raise UserError(
             f"{path}: x_train and x_test must hold samples of one shape, "
             f"got {x_train.shape[1:]} and {x_test.shape[1:]}."
         )
-    y_train = _labels(path, "y_train", arrays["y_train"], len(x_train))
-    y_test = _labels(path, "y_test", arrays["y_test"], len(x_test))
+    y_train = checked_labels(path, "y_train", arrays["y_train"], len(x_train))
+    y_test = checked_labels(path, "y_test", arrays["y_test"], len(x_test))
     found = int(max(y_train.max(), y_test.max())) + 1
     num_classes = _num_classes(path, arrays.get("num_classes"), found)
     return _File(x_train, y_train, x_test, y_test, num_classes)
@@ -137,7 +137,7 @@ def _path(config: RunConfig, client: int) -> Path:
 
 
 @contextmanager
-def _explained(path: Path) -> Iterator[None]:
+def explained(path: Path) -> Iterator[None]:
     """Turn what numpy raises for a bad file into a UserError."""
     try:
         yield
@@ -147,7 +147,7 @@ def _explained(path: Path) -> Iterator[None]:
         raise UserError(f"Cannot read {path} as .npz: {error}. {_EXPECTED}.") from None
 
 
-def _inputs(path: Path, name: str, values: NDArray[np.generic]) -> NDArray[np.float32]:
+def checked_inputs(path: Path, name: str, values: NDArray[np.generic]) -> NDArray[np.float32]:
     """Check inputs and make them float32."""
     if values.dtype.kind not in "fiub" or values.ndim < 2 or values.size == 0:
         raise UserError(
@@ -161,7 +161,9 @@ def _inputs(path: Path, name: str, values: NDArray[np.generic]) -> NDArray[np.fl
     return inputs
 
 
-def _labels(path: Path, name: str, values: NDArray[np.generic], samples: int) -> NDArray[np.int64]:
+def checked_labels(
+    path: Path, name: str, values: NDArray[np.generic], samples: int
+) -> NDArray[np.int64]:
     """Check labels and make them int64."""
     if values.dtype.kind not in "iu" or values.shape != (samples,):
         raise UserError(

@@ -43,6 +43,8 @@ class Dataset:
     test_users : tuple[Indices, ...] or None
         Test samples of each of these clients where they are given too; `users` are then for
         training.
+    groups : tuple[int or None, ...] or None
+        True group of each of these clients where the data come with groups too.
     """
 
     x: NDArray[np.generic]
@@ -52,6 +54,7 @@ class Dataset:
     std: float = 1.0
     users: tuple[Indices, ...] | None = None
     test_users: tuple[Indices, ...] | None = None
+    groups: tuple[int | None, ...] | None = None
 
     @property
     def shape(self) -> DataShape:

@@ -29,7 +29,7 @@ class Synthetic(Source):
 
     default_model = "mclr"
     default_lr = 0.01
-    target_accuracy = 0.8
+    target_accuracy = 0.6
 
     def load(self, config: RunConfig) -> Dataset:
         """Generate every client's samples; a client's do not depend on the number of clients."""

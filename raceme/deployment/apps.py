@@ -105,6 +105,10 @@ class Apps:
             self._runs[run_id] = LoadedRun(app, fleet.run_config(bundle, run), run.series_id)
         return self._runs[run_id]
 
+    def close(self) -> None:
+        """Remove what was unpacked."""
+        self._forget_foreign()
+
     def _load(
         self, name: str, version: str, reference: str, bundle: bytes, digest: str
     ) -> ClientApp:

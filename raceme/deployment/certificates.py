@@ -30,6 +30,8 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from raceme.errors import UserError
 
 _AUTHORITY_DAYS = 3650
+_LOCAL = ("localhost", "127.0.0.1")
+"""Names under which a SuperLink's own processes, and `flwr` on the same host, reach it."""
 _DEVICE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -209,7 +211,8 @@ def _server_certificate(
     authority: x509.Certificate,
     authority_key: ec.EllipticCurvePrivateKey,
 ) -> x509.Certificate:
-    names = x509.SubjectAlternativeName([_subject_name(host) for host in hosts])
+    every = dict.fromkeys((*hosts, *_LOCAL))
+    names = x509.SubjectAlternativeName([_subject_name(host) for host in every])
     issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key())
     return (
         _builder(_name(hosts[0][:64]), authority.subject, key.public_key(), days)

@@ -69,6 +69,10 @@ def device(
     grace: Annotated[
         float, typer.Option("--grace", help="seconds that a task may go on after SIGTERM", min=0)
     ] = 5.0,
+    health_file: Annotated[
+        Path | None,
+        typer.Option("--health-file", help="file to touch while the SuperLink answers"),
+    ] = None,
     verbose: Annotated[
         bool, typer.Option("--verbose", help="log tracebacks of the ClientApp too")
     ] = False,
@@ -92,6 +96,7 @@ def device(
             trusted_apps=tuple(trusted_app or ()),
             memory_limit=memory_limit,
             grace=grace,
+            health_file=health_file,
         )
     )
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
-from threading import Event
 from typing import Any
 
 import grpc
@@ -14,6 +13,7 @@ from flwr.app import Message
 from raceme.compat import fleet
 from raceme.compat.fleet import Endpoint, Keys, Run
 from raceme.deployment.polling import Pause
+from raceme.deployment.stopping import StopSignal
 from raceme.errors import UserError
 
 log = logging.getLogger("raceme.device")
@@ -98,14 +98,19 @@ class PatientCalls:
     pull_failed : bool
         True if a request for the next message failed after it may have reached the SuperLink,
         which hands a message out only once.
+    answered : Callable
+        Called after every answer of the SuperLink.
     """
 
-    def __init__(self, stop: Event, endpoint: Endpoint) -> None:
+    def __init__(
+        self, stop: StopSignal, endpoint: Endpoint, answered: Callable[[], None] = lambda: None
+    ) -> None:
         self.max_tries: int | None = None
         self.pull_failed = False
         self._stop = stop
         self._endpoint = endpoint
         self._address = endpoint.address
+        self.answered = answered
 
     def invoke(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call `target` with a deadline; see `raceme.compat.fleet.Calls`."""
@@ -130,6 +135,7 @@ class PatientCalls:
             else:
                 if tries > 1:
                     log.info("%s can be reached again", self._address)
+                self.answered()
                 return result
 
     def _judge(self, error: grpc.RpcError, tries: int) -> None:
@@ -185,7 +191,14 @@ class PatientCalls:
 
 
 @contextlib.contextmanager
-def join(endpoint: Endpoint, keys: Keys, stop: Event, *, register: bool) -> Iterator[Link]:
+def join(
+    endpoint: Endpoint,
+    keys: Keys,
+    stop: StopSignal,
+    *,
+    register: bool,
+    answered: Callable[[], None] = lambda: None,
+) -> Iterator[Link]:
     """Go online as one node of a SuperLink, and offline on the way out.
 
     Parameters
@@ -194,12 +207,14 @@ def join(endpoint: Endpoint, keys: Keys, stop: Event, *, register: bool) -> Iter
         The SuperLink.
     keys : Keys
         The node's own.
-    stop : Event
+    stop : StopSignal
         Ends every wait for the network.
     register : bool
         Make the node known to the SuperLink first, and forget it on the way out.
+    answered : Callable
+        Called after every answer of the SuperLink, from several threads.
     """
-    calls = PatientCalls(stop, endpoint)
+    calls = PatientCalls(stop, endpoint, answered)
     with fleet.connect(endpoint, keys, calls, register=register) as connection:
         yield Link(connection, calls)
 

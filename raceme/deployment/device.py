@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import logging
 import signal
+import time
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
-from threading import Event
+from pathlib import Path
 from types import FrameType
 
 from raceme.compat import fleet
@@ -25,8 +27,10 @@ from raceme.deployment.connection import (
     StoppedError,
     join,
 )
+from raceme.deployment.health import HealthFile
 from raceme.deployment.memory import limit_memory
 from raceme.deployment.polling import Pause
+from raceme.deployment.stopping import StopSignal
 from raceme.deployment.tasks import Interrupter, Tasks
 
 log = logging.getLogger("raceme.device")
@@ -36,6 +40,9 @@ _LONGEST_PAUSE = 2.0
 """Bounds in seconds of the pause between two requests for work."""
 _ABSENCE_SECONDS = 12.0
 """Time offline after which every strategy has noticed that a node left: it looks every 5 s."""
+_LINGER_SECONDS = 3.5
+"""Time online after a reply. A SuperLink throws the replies of a node away as soon as it is
+offline, and Flower's own strategies look for them every 3 s."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +63,8 @@ class DeviceOptions:
         MiB of data that the process may hold.
     grace : float
         Seconds that a task has left once the device is told to stop.
+    health_file : Path or None
+        Touched while the SuperLink answers.
     """
 
     endpoint: Endpoint
@@ -64,12 +73,14 @@ class DeviceOptions:
     trusted_apps: tuple[str, ...] = ()
     memory_limit: int | None = None
     grace: float = 5.0
+    health_file: Path | None = None
 
 
 def run_device(options: DeviceOptions) -> None:
     """Answer messages until SIGTERM or SIGINT.
 
-    The task in work is then finished, or returned with an error reply, and the node goes offline.
+    The task in work is then finished, or returned with an error reply, and the node goes offline;
+    a second signal hurries both.
 
     Raises
     ------
@@ -82,37 +93,44 @@ def run_device(options: DeviceOptions) -> None:
         import raceme.client_app  # noqa: F401
 
         limit_memory(options.memory_limit)
-    stop = Event()
+    stop, hurry = StopSignal(), StopSignal()
     interrupter = Interrupter(options.grace)
 
     def on_signal(number: int, _frame: FrameType | None) -> None:
-        if not stop.is_set():
-            log.info("%s: stopping", signal.Signals(number).name)
+        if stop.is_set():
+            hurry.set()
         stop.set()
         interrupter.stop()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
-    _stay_online(options, Tasks(apps, options.node_config, interrupter), stop)
+    with closing(apps):
+        tasks = Tasks(apps, options.node_config, interrupter)
+        _stay_online(options, tasks, stop, hurry)
     log.info("offline")
 
 
-def _stay_online(options: DeviceOptions, tasks: Tasks, stop: Event) -> None:
+def _stay_online(options: DeviceOptions, tasks: Tasks, stop: StopSignal, hurry: StopSignal) -> None:
     """Join, answer, and join again, until told to stop."""
     pause = Pause(1.0, 30.0, growth=1.7)
+    health = None if options.health_file is None else HealthFile(options.health_file)
+    answered = (lambda: None) if health is None else health.answered
+    register = options.keys is None
     absent = False
     while not stop.is_set():
         # A key stands for one node: who joins again without a registered one is a new node,
         # and the strategy sees at once that the old one's work is lost.
         keys = options.keys or fleet.generate_keys()
         try:
-            with join(options.endpoint, keys, stop, register=options.keys is None) as link:
+            with join(options.endpoint, keys, stop, register=register, answered=answered) as link:
                 pause.reset()
                 if absent:
                     absent = False
                     raise RejoinError("an earlier process of this device was online until now")
                 log.info("online at %s as node %d", options.endpoint.address, link.node_id)
                 _serve(link, tasks, stop)
+                log.info("stopping")
+                hurry.wait(tasks.answered_at + _LINGER_SECONDS - time.monotonic())
         except NotAcceptedError:
             absent = True
             seconds = pause.next()
@@ -125,12 +143,12 @@ def _stay_online(options: DeviceOptions, tasks: Tasks, stop: Event) -> None:
         except RejoinError as error:
             log.warning("joining again: %s", error)
             # With a registered key the node keeps its id, and has to be missed first.
-            stop.wait(pause.next() if options.keys is None else _ABSENCE_SECONDS)
+            stop.wait(pause.next() if register else _ABSENCE_SECONDS)
         except StoppedError:
             return
 
 
-def _serve(link: Link, tasks: Tasks, stop: Event) -> None:
+def _serve(link: Link, tasks: Tasks, stop: StopSignal) -> None:
     """Ask for work, often after a reply and less and less often while there is none."""
     pause = Pause(_SHORTEST_PAUSE, _LONGEST_PAUSE)
     while not stop.is_set():

@@ -82,6 +82,11 @@ class Tasks:
         What the device says about itself.
     interrupter : Interrupter
         May end a task.
+
+    Attributes
+    ----------
+    answered_at : float
+        When the last reply was sent, on the monotonic clock.
     """
 
     def __init__(
@@ -90,6 +95,7 @@ class Tasks:
         self._apps = apps
         self._node_config = dict(node_config)
         self._interrupter = interrupter
+        self.answered_at = float("-inf")
         self._states: dict[int, RecordDict] = {}
         self._count = 0
 
@@ -127,11 +133,12 @@ class Tasks:
         except fleet.ObjectPushError as error:
             log.warning("run %d: %s: the reply could not be delivered: %s", run_id, label, error)
             return
+        self.answered_at = time.monotonic()
         if reply.has_error():
             log.error("run %d: %s: answered with an error: %s", run_id, label, reply.error.reason)
         else:
             seconds = computed - started
-            sent = time.monotonic() - computed
+            sent = self.answered_at - computed
             log.info("run %d: %s: done in %.2f s, sent in %.2f s", run_id, label, seconds, sent)
 
     def _call(self, link: Link, message: Message) -> Message:

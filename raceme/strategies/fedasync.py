@@ -21,12 +21,17 @@ from raceme.strategies.replies import Update
 
 @dataclass(frozen=True)
 class FedAsyncParameters:
-    """Hyper-parameters; the defaults are those with which CASA's paper runs FedAsync."""
+    """How an update is weighted; the defaults are those of the baselines in CASA's paper."""
 
     alpha: float = key(0.3, "share α of a fresh update", above=0)
     decay: str = key("hinge", "staleness function s", among=("constant", "hinge", "polynomial"))
     a: float = key(1.0, "slope of the hinge, exponent of the polynomial", low=0)
     b: float = key(4.0, "staleness up to which the hinge does nothing", low=0)
+
+    def alpha_of(self, staleness: int) -> float:
+        """Return α_τ = α · s(τ)."""
+        function = cast(StalenessFunction, self.decay)
+        return self.alpha * staleness_factor(function, staleness, self.a, self.b)
 
 
 @dataclass
@@ -50,12 +55,8 @@ class FedAsync(AsyncStrategy):
 
     def on_update(self, update: Update) -> Applied:
         """Mix the update in: w ← (1 − α_τ) w + α_τ w_i."""
-        model, options = self.state.model, self.parameters
-        staleness = model.version - update.task.version
-        function = cast(StalenessFunction, options.decay)
-        alpha = options.alpha * staleness_factor(function, staleness, options.a, options.b)
-        mix(model, update.vector, alpha)
-        return Applied(cluster=0, staleness=staleness, weight=alpha)
+        staleness = self.state.model.version - update.task.version
+        return mix_by_staleness(self.state.model, update, 0, staleness, self.parameters)
 
     def cluster_of(self, client: str) -> int:
         """Everybody gets the global model."""
@@ -65,3 +66,12 @@ class FedAsync(AsyncStrategy):
     def models(self) -> Mapping[int, Model]:
         """The global model."""
         return {0: self.state.model}
+
+
+def mix_by_staleness(
+    model: Model, update: Update, cluster: int, staleness: int, options: FedAsyncParameters
+) -> Applied:
+    """Mix an update into the model of a cluster: w ← (1 − α_τ) w + α_τ w_i."""
+    alpha = options.alpha_of(staleness)
+    mix(model, update.vector, alpha)
+    return Applied(cluster=cluster, staleness=staleness, weight=alpha)

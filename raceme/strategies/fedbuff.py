@@ -16,6 +16,7 @@ import numpy as np
 from raceme.config import key
 from raceme.messages import Vector
 from raceme.strategies.base import AsyncStrategy
+from raceme.strategies.bases import Bases
 from raceme.strategies.model import Applied, Model
 from raceme.strategies.replies import Task, Update
 
@@ -40,18 +41,14 @@ class FedBuffState:
         Sum of the scaled deltas collected so far. Shape (d,).
     count : int
         How many they are.
-    bases : dict[int, Vector]
-        Past versions of the model that clients are still training from; a delta is taken
-        against the version that the client started from.
-    users : dict[int, int]
-        Number of open tasks by version.
+    bases : Bases
+        The versions that clients started from: a delta is taken against them.
     """
 
     model: Model
     total: Vector
     count: int = 0
-    bases: dict[int, Vector] = field(default_factory=dict)
-    users: dict[int, int] = field(default_factory=dict)
+    bases: Bases = field(default_factory=Bases)
 
 
 class FedBuff(AsyncStrategy):
@@ -68,24 +65,18 @@ class FedBuff(AsyncStrategy):
 
     def on_dispatch(self, task: Task) -> None:
         """Keep the version that the client starts from until its update has come."""
-        state = self.state
-        if task.version not in state.bases:
-            state.bases[task.version] = state.model.vector.copy()
-        state.users[task.version] = state.users.get(task.version, 0) + 1
+        self.state.bases.hold(task, self.state.model)
 
     def on_close(self, task: Task) -> None:
         """Forget a past version once nobody trains from it."""
-        state = self.state
-        state.users[task.version] -= 1
-        if not state.users[task.version]:
-            del state.users[task.version], state.bases[task.version]
+        self.state.bases.release(task)
 
     def on_update(self, update: Update) -> Applied:
         """Collect the scaled delta; with K of them, take the server step."""
         state, options = self.state, self.parameters
         staleness = state.model.version - update.task.version
         scale = 1.0 / math.sqrt(1.0 + staleness)
-        state.total += np.float32(scale) * (update.vector - state.bases[update.task.version])
+        state.total += np.float32(scale) * state.bases.delta(update)
         state.count += 1
         if state.count == options.k:
             state.model.vector += np.float32(options.server_lr / options.k) * state.total

@@ -162,9 +162,13 @@ def _check_base(stated: Mapping[str, object], task: Task) -> None:
     task anyway.
     """
     if VERSION in stated and stated[VERSION] != task.version:
-        raise InvalidReplyError(f"unknown base version {stated[VERSION]}: it was sent {task.version}")
+        raise InvalidReplyError(
+            f"unknown base version {stated[VERSION]}: it was sent {task.version}"
+        )
     if TASK in stated and stated[TASK] != task.number:
-        raise InvalidReplyError(f"repeated or foreign task {stated[TASK]}: it was sent {task.number}")
+        raise InvalidReplyError(
+            f"repeated or foreign task {stated[TASK]}: it was sent {task.number}"
+        )
 
 
 def _chosen(stated: Mapping[str, object], task: Task) -> Task:

@@ -1,0 +1,1 @@
+"""Several methods on the same clients, devices, seeds and clock: suites, runs, tables, plots."""

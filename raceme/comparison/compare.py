@@ -1,0 +1,175 @@
+"""A suite from start to end: checks, runs, tables and plots."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from matplotlib.figure import Figure
+from rich.console import Console
+
+from raceme.comparison import figures, table
+from raceme.comparison.jobs import Job, check, make_jobs, survey
+from raceme.comparison.progress import SuiteProgress
+from raceme.comparison.results import Comparison, Result, best_of, gather
+from raceme.comparison.runner import run_jobs
+from raceme.comparison.suites import Method, Suite
+from raceme.errors import UserError
+from raceme.reporting.files import written_whole
+from raceme.reporting.plots import comparison_figure
+from raceme.reporting.record import read_run
+from raceme.reporting.style import save_figure
+
+log = logging.getLogger("raceme")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A suite that was found to be possible.
+
+    Attributes
+    ----------
+    suite : Suite
+        What to run.
+    out : Path
+        The folder; a run lies in ``<method>/seed-<seed>`` below it.
+    first : tuple[Job, ...]
+        Runs that are certain: every method with every seed, and every point of a sweep with the
+        first seed.
+    further : tuple[Job, ...]
+        The points of the sweeps with the other seeds, of which only the best will be run.
+    """
+
+    suite: Suite
+    out: Path
+    first: tuple[Job, ...]
+    further: tuple[Job, ...]
+
+
+def prepare(suite: Suite, out: Path) -> Plan:
+    """Find out whether a suite can run in a folder. Nothing is written or removed.
+
+    Raises
+    ------
+    UserError
+        Something cannot run, or the folder holds other results.
+    """
+    out = out.expanduser().resolve()
+    plain = [method for method in suite.methods if not method.sweep]
+    points = [point for method in suite.methods if method.sweep for point in method.variants()]
+    listed = [variant for method in suite.methods for variant in method.variants()]
+    first = [
+        *make_jobs(suite, listed, suite.seeds[:1], out),
+        *make_jobs(suite, plain, suite.seeds[1:], out),
+    ]
+    further = make_jobs(suite, points, suite.seeds[1:], out)
+    check([*first, *further])
+    survey([*first, *further])
+    return Plan(suite, out, tuple(first), tuple(further))
+
+
+def compare(plan: Plan, processes: int, console: Console) -> Comparison:
+    """Run a suite, or the rest of it, and leave its tables and plots.
+
+    Swept methods are tried on the first seed; the most accurate point is then run on the others.
+    Finished runs are kept, and what a killed run left is removed.
+
+    Parameters
+    ----------
+    plan : Plan
+        What to run, and where.
+    processes : int
+        Runs at a time.
+    console : Console
+        Where progress is shown.
+
+    Raises
+    ------
+    UserError
+        The folder cannot be written.
+    """
+    finished, half = survey([*plan.first, *plan.further])
+    done = set(finished)
+    _make_folder(plan.out)
+    with SuiteProgress(len(plan.first), len(done & set(plan.first)), console) as progress:
+        _say_resumed(progress, finished, half)
+        for job in half:
+            shutil.rmtree(job.folder)
+
+        def run(jobs: Sequence[Job]) -> Mapping[Job, str]:
+            return run_jobs([job for job in jobs if job not in done], processes, progress.report)
+
+        errors = dict(run(plan.first))
+        tried = {
+            method.label: [_gather(point, method, plan.first, errors) for point in points]
+            for method in plan.suite.methods
+            if len(points := method.variants()) > 1
+        }
+        chosen = {label: best_of(results).method for label, results in tried.items()}
+        further = [job for job in plan.further if job.method in chosen.values()]
+        progress.add(len(further), len(done & set(further)))
+        errors |= run(further)
+    jobs = [*plan.first, *further]
+    results = [
+        _gather(chosen.get(method.label, method.variants()[0]), method, jobs, errors)
+        for method in plan.suite.methods
+    ]
+    sweeps = {label: tuple(points) for label, points in tried.items()}
+    comparison = Comparison(plan.suite, tuple(results), sweeps)
+    write(comparison, plan.out)
+    return comparison
+
+
+def write(comparison: Comparison, out: Path) -> None:
+    """Write the tables and plots of a comparison; a plot that fails holds nothing else up."""
+    texts = [table.main_table(comparison), table.sweep_table(comparison)]
+    files = {
+        "compare.json": table.to_json(comparison),
+        "compare.csv": table.to_csv(comparison),
+        "compare.md": "\n".join(text.markdown() for text in texts if text is not None),
+    }
+    for name, content in files.items():
+        with written_whole(out / name) as file:
+            file.write_text(content, encoding="utf-8")
+    # Of each method the run with its first seed: one line each is as much as a plot can show.
+    records = {
+        result.label: read_run(out / result.runs[0].folder)
+        for result in comparison.results
+        if result.runs
+    }
+    title = f"{comparison.suite.title}, seed {comparison.suite.seeds[0]}"
+    plots: dict[str, Callable[[], Figure]] = {
+        "accuracy.png": lambda: comparison_figure(records, target=comparison.target, title=title),
+        "time-to-target.png": lambda: figures.times_figure(comparison),
+        "staleness.png": lambda: figures.staleness_figure(records),
+        "purity.png": lambda: figures.purity_figure(comparison),
+    }
+    for name, draw in plots.items():
+        try:
+            save_figure(draw(), out / name)
+        except Exception:
+            log.exception("%s could not be drawn", name)
+
+
+def _gather(
+    variant: Method, method: Method, jobs: Sequence[Job], errors: Mapping[Job, str]
+) -> Result:
+    own = [job for job in jobs if job.method == variant]
+    return gather(variant, method.label, own, errors)
+
+
+def _make_folder(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"Cannot write to {out}: {error.strerror}.") from None
+
+
+def _say_resumed(progress: SuiteProgress, finished: Sequence[Job], half: Sequence[Job]) -> None:
+    for job in finished:
+        progress.say(f"{job.name}: finished before, kept")
+    for job in half:
+        progress.say(f"{job.name}: half-written, removed and done again")

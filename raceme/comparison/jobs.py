@@ -1,0 +1,159 @@
+"""The runs of a comparison on disk: which are finished, which are to be done, are they possible.
+
+A finished run has its ``summary.json``, which is written when all else of it is known; nothing but
+a person removes one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from raceme.comparison.suites import Method, Suite, slug
+from raceme.config import RunConfig, read_toml
+from raceme.errors import UserError
+
+CONFIG = "config.toml"
+SUMMARY = "summary.json"
+ERROR = "error.txt"
+"""Why a run failed, in its folder."""
+
+_CONDITIONS = ("workers",)
+"""Keys that may differ between a finished run and the wanted one: they change no numbers."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One method with one seed.
+
+    Attributes
+    ----------
+    method : Method
+        A method without a sweep.
+    seed : int
+        The seed.
+    config : RunConfig
+        Resolved, with the folder that it is to be written to.
+    """
+
+    method: Method
+    seed: int
+    config: RunConfig = field(compare=False)
+
+    @property
+    def name(self) -> str:
+        """What the run is called in messages."""
+        return f"{self.method.label}, seed {self.seed}"
+
+    @cached_property
+    def folder(self) -> Path:
+        """Where its artefacts are."""
+        return Path(self.config.out)
+
+    def summary(self) -> dict[str, Any] | None:
+        """Return the content of its summary; None if it is not finished."""
+        try:
+            content = json.loads((self.folder / SUMMARY).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        finished = isinstance(content, dict) and not str(content.get("reason", "")).startswith(
+            "interrupted"
+        )
+        return content if finished else None
+
+
+def make_jobs(
+    suite: Suite, methods: Sequence[Method], seeds: Sequence[int], out: Path
+) -> list[Job]:
+    """Return the runs of some methods with some seeds, all methods of a seed together.
+
+    Raises
+    ------
+    UserError
+        A key or a value that does not exist.
+    """
+    from raceme.experiment import resolve
+
+    jobs = []
+    for seed in seeds:
+        for method in methods:
+            config = resolve(suite.config(method, seed))
+            folder = out / slug(method.label) / f"seed-{seed}"
+            jobs.append(Job(method, seed, config.with_values(out=str(folder))))
+    return jobs
+
+
+def check(jobs: Iterable[Job]) -> None:
+    """Find out, before anything starts, whether all runs are possible.
+
+    Raises
+    ------
+    UserError
+        One is not: its data, its model, its devices or its hyper-parameters.
+    """
+    from raceme import datasets, models
+    from raceme.experiment import build_strategy
+    from raceme.simulation import fleet
+
+    dealt: set[tuple[int, str]] = set()
+    for job in jobs:
+        config = job.config
+        try:
+            build_strategy(config)
+            # All that a run is made of, but for its strategy.
+            shared = str(config.with_values(strategy="", options={}, max_updates=1, out=""))
+            if (job.seed, shared) not in dealt:
+                dealt.add((job.seed, shared))
+                fleet(config.devices, config.clients, config.seed)
+                datasets.true_groups(config)
+                datasets.client_data(config, config.clients - 1)
+                models.initial_arrays(config)
+        except UserError as error:
+            raise UserError(f"{job.method.label} cannot run: {error}") from None
+
+
+def survey(jobs: Iterable[Job]) -> tuple[list[Job], list[Job]]:
+    """Find out which runs are finished, and of which there are half-written results.
+
+    Raises
+    ------
+    UserError
+        A folder holds a finished run of another configuration, or something that is no run.
+    """
+    finished, half = [], []
+    for job in jobs:
+        if job.summary() is not None:
+            _check_same(job)
+            finished.append(job)
+        elif job.folder.exists():
+            _check_is_run(job)
+            half.append(job)
+    return finished, half
+
+
+def _check_same(job: Job) -> None:
+    """Raise UserError if the finished run in a job's folder is not the one that is wanted."""
+    wanted = job.config.with_values(out="").to_mapping()
+    try:
+        found = RunConfig.from_mapping(read_toml(job.folder / CONFIG)).to_mapping()
+    except UserError as error:
+        raise UserError(f"{job.folder} holds a finished run that cannot be read: {error}") from None
+    names = [*wanted, *(name for name in found if name not in wanted)]
+    for name in names:
+        if found.get(name) != wanted.get(name) and name not in _CONDITIONS:
+            raise UserError(
+                f"{job.folder} holds a finished run with {name} = {found.get(name)!r}, wanted is "
+                f"{wanted.get(name)!r}: choose another folder with --out."
+            )
+
+
+def _check_is_run(job: Job) -> None:
+    """Raise UserError if a folder that is in the way is not what a killed run left."""
+    known = ("run.sqlite", CONFIG, SUMMARY, "run.log", ERROR)
+    inside = list(job.folder.iterdir()) if job.folder.is_dir() else [job.folder]
+    if inside and not any((job.folder / name).exists() for name in known):
+        raise UserError(f"{job.folder} is in the way and is no run: choose another --out.")

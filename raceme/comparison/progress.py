@@ -1,0 +1,96 @@
+"""What a person sees while a comparison runs."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bars
+
+from raceme.comparison.jobs import Job
+from raceme.comparison.worker import Finished, Progress
+
+
+class SuiteProgress:
+    """Shows a suite as it goes on; a context manager.
+
+    On a terminal it is one line for the suite and one for each run that goes on. Every run that
+    ends leaves a plain line, on a terminal and elsewhere.
+
+    Parameters
+    ----------
+    total : int
+        Runs of the suite.
+    done : int
+        Of them, those that are finished already.
+    console : Console
+        Where to print.
+    """
+
+    def __init__(self, total: int, done: int, console: Console) -> None:
+        self._console = console
+        self._total, self._done = total, done
+        self._lines: dict[Job, TaskID] = {}
+        self._bars = Bars(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[state]}", markup=False),
+            TimeElapsedColumn(),
+            console=console,
+            disable=not console.is_terminal,
+            transient=True,
+        )
+        self._suite = self._bars.add_task("runs", total=total, completed=done, state="")
+
+    def __enter__(self) -> SuiteProgress:
+        self._bars.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._bars.stop()
+
+    def add(self, total: int, done: int) -> None:
+        """Add runs that were not known at the start, e.g. the further seeds of a sweep's best."""
+        self._total += total
+        self._done += done
+        self._bars.update(self._suite, total=self._total, completed=self._done)
+
+    def report(self, job: Job, news: Progress | Finished | None) -> None:
+        """Show that a run started, how far it is, or how it ended."""
+        if news is None:
+            self._lines[job] = self._bars.add_task(
+                job.name, total=job.config.max_updates, state="starting"
+            )
+        elif isinstance(news, Progress):
+            accuracy = "" if news.accuracy is None else f", accuracy {news.accuracy:.3f}"
+            state = f"t = {news.time:.0f} s{accuracy}"
+            self._bars.update(self._lines[job], completed=news.updates, state=state)
+        else:
+            self._bars.remove_task(self._lines.pop(job))
+            self._done += 1
+            self._bars.update(self._suite, completed=self._done)
+            self.say(f"[{self._done}/{self._total}] {job.name}: {_ending(job, news)}")
+
+    def say(self, line: str) -> None:
+        """Print a line above what is live."""
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _ending(job: Job, news: Finished) -> str:
+    summary = job.summary()
+    if news.error is not None or summary is None:
+        return f"FAILED: {news.error or 'it left no summary'}"
+    accuracy, reached = summary["accuracy"], summary["time_to_target"]
+    text = "no evaluation" if accuracy is None else f"accuracy {accuracy:.3f}"
+    if reached is not None:
+        text += f", target after {reached['virtual_time']:.1f} s"
+    elif summary["target"] is not None:
+        text += ", target not reached"
+    return f"{text} ({summary['updates']} updates, {summary['wall_time']:.0f} s)"

@@ -1,0 +1,220 @@
+"""The numbers of a comparison: over seeds, against the best, and beside the published ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from scipy.stats import kendalltau
+
+from raceme.comparison.jobs import Job
+from raceme.comparison.suites import Method, Suite
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A number over the seeds.
+
+    Attributes
+    ----------
+    mean, std : float or None
+        Of the runs that have it: None if none has; the sample's deviation, 0 for a single run.
+    count : int
+        Runs that have it.
+    of : int
+        Runs that are finished.
+    """
+
+    mean: float | None
+    std: float | None
+    count: int
+    of: int
+
+    @classmethod
+    def over(cls, values: Sequence[float | None]) -> Spread:
+        """Summarise the values of the runs, None where a run has none."""
+        present = [value for value in values if value is not None]
+        if not present:
+            return cls(None, None, 0, len(values))
+        deviation = float(np.std(present, ddof=1)) if len(present) > 1 else 0.0
+        return cls(float(np.mean(present)), deviation, len(present), len(values))
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run: its folder below the comparison's, and its summary."""
+
+    seed: int
+    folder: str
+    summary: Mapping[str, Any]
+
+    @property
+    def time(self) -> float | None:
+        """Virtual time to the target; None if it was not reached."""
+        reached = self.summary.get("time_to_target")
+        return None if reached is None else float(reached["virtual_time"])
+
+
+@dataclass(frozen=True)
+class Result:
+    """A method's runs.
+
+    Attributes
+    ----------
+    method : Method
+        With the hyper-parameters that were run; of a swept method, those chosen.
+    label : str
+        The method's label in the suite.
+    runs : tuple[Run, ...]
+        The finished ones, by seed.
+    errors : Mapping[int, str]
+        Why the others failed, by seed.
+    """
+
+    method: Method
+    label: str
+    runs: tuple[Run, ...]
+    errors: Mapping[int, str] = field(default_factory=dict)
+
+    @property
+    def accuracy(self) -> Spread:
+        """Mean client accuracy at the end of the runs."""
+        return Spread.over([run.summary["accuracy"] for run in self.runs])
+
+    @property
+    def time(self) -> Spread:
+        """Virtual time to the target, of the runs that reached it."""
+        return Spread.over([run.time for run in self.runs])
+
+    @property
+    def purity(self) -> Spread:
+        """Purity of the clusters at the end."""
+        return Spread.over([run.summary["purity"] for run in self.runs])
+
+    @property
+    def rank_time(self) -> float | None:
+        """Mean time to the target; infinite if a seed missed it, None if there are no runs."""
+        if not self.runs:
+            return None
+        spread = self.time
+        return spread.mean if spread.count == spread.of else math.inf
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The outcome of a suite.
+
+    Attributes
+    ----------
+    suite : Suite
+        What was run.
+    results : tuple[Result, ...]
+        One for each method, in the suite's order.
+    sweeps : Mapping[str, tuple[Result, ...]]
+        What was tried of each swept method, on the first seed.
+    """
+
+    suite: Suite
+    results: tuple[Result, ...]
+    sweeps: Mapping[str, tuple[Result, ...]] = field(default_factory=dict)
+
+    @property
+    def target(self) -> float | None:
+        """The target accuracy of the runs."""
+        targets = [run.summary.get("target") for result in self.results for run in result.runs]
+        return targets[0] if targets else None
+
+    def ratio(self, result: Result) -> float | None:
+        """Return how many times longer than the best a method takes; None if it never arrives."""
+        best = min((_finite(other.rank_time) for other in self.results), default=math.inf)
+        return _quotient(result.rank_time, best)
+
+    def speed_up(self, result: Result) -> float | None:
+        """Return how many times sooner than this method the reference arrives."""
+        reference = self._reference()
+        return None if reference is None else _quotient(result.rank_time, reference.rank_time)
+
+    def published_speed_up(self, result: Result) -> float | None:
+        """Return the same of the published times."""
+        reference = self._reference()
+        if reference is None:
+            return None
+        return _quotient(_published(result, "time"), _published(reference, "time"))
+
+    def tau(self, quantity: str) -> float | None:
+        """Return Kendall's τ between our order of the methods and the published one.
+
+        Parameters
+        ----------
+        quantity : str
+            ``"accuracy"`` or ``"time"``. Times that are never reached tie behind all others.
+
+        Returns
+        -------
+        float or None
+            τ-b; None for fewer than two methods with both numbers, or if all are tied.
+        """
+        pairs = [
+            (_published(result, quantity), _measured(result, quantity)) for result in self.results
+        ]
+        known = [
+            (theirs, ours) for theirs, ours in pairs if theirs is not None and ours is not None
+        ]
+        if len(known) < 2:
+            return None
+        theirs, ours = (np.minimum(values, 1e300) for values in zip(*known, strict=True))
+        if len(set(theirs)) < 2 or len(set(ours)) < 2:
+            return None
+        return float(kendalltau(theirs, ours).statistic)
+
+    @property
+    def has_published(self) -> bool:
+        """Whether there is anything to be compared with."""
+        return any(result.method.published is not None for result in self.results)
+
+    def _reference(self) -> Result | None:
+        return next((r for r in self.results if r.label == self.suite.reference), None)
+
+
+def gather(method: Method, label: str, jobs: Sequence[Job], errors: Mapping[Job, str]) -> Result:
+    """Read what the runs of a method have left."""
+    runs, failed = [], {}
+    for job in jobs:
+        summary = job.summary()
+        if summary is None:
+            failed[job.seed] = errors.get(job, "not run")
+        else:
+            folder = "/".join(job.folder.parts[-2:])
+            runs.append(Run(job.seed, folder, summary))
+    return Result(method, label, tuple(runs), failed)
+
+
+def best_of(tried: Sequence[Result]) -> Result:
+    """Return the most accurate point of a sweep; of equal ones the first."""
+    return max(tried, key=lambda result: _finite_low(result.accuracy.mean))
+
+
+def _published(result: Result, quantity: str) -> float | None:
+    published = result.method.published
+    return None if published is None else getattr(published, quantity)
+
+
+def _measured(result: Result, quantity: str) -> float | None:
+    return result.accuracy.mean if quantity == "accuracy" else result.rank_time
+
+
+def _finite(value: float | None) -> float:
+    return math.inf if value is None else value
+
+
+def _finite_low(value: float | None) -> float:
+    return -math.inf if value is None else value
+
+
+def _quotient(value: float | None, base: float | None) -> float | None:
+    if value is None or base is None or not base or math.isinf(value) or math.isinf(base):
+        return None
+    return value / base

@@ -1,0 +1,286 @@
+"""A comparison as tables: for the terminal, as Markdown, as CSV and as JSON."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+import raceme
+from raceme.comparison.results import Comparison, Result, Spread
+from raceme.comparison.suites import NEVER, described
+
+UNKNOWN = "-"
+
+_CSV = (
+    "accuracy",
+    "best_accuracy",
+    "purity",
+    "clusters",
+    "updates",
+    "virtual_time",
+    "wall_time",
+    "bytes_up",
+    "bytes_down",
+    "rejected_updates",
+)
+
+
+@dataclass(frozen=True)
+class Text:
+    """A table as text.
+
+    Attributes
+    ----------
+    title : str
+        What it shows.
+    columns : tuple[str, ...]
+        Their heads.
+    rows : tuple[tuple[str, ...], ...]
+        Their cells.
+    lines : tuple[str, ...]
+        What is said below.
+    """
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    lines: tuple[str, ...] = ()
+
+    def rich(self) -> Table:
+        """Return it for the terminal."""
+        table = Table(
+            title=escape(self.title),
+            title_justify="left",
+            title_style="bold",
+            box=None,
+            padding=(0, 1),
+        )
+        for index, column in enumerate(self.columns):
+            table.add_column(
+                column,
+                justify="right" if index else "left",
+                no_wrap=index > 0,
+                style=None if index else "cyan",
+            )
+        for row in self.rows:
+            table.add_row(*(escape(cell) for cell in row))
+        return table
+
+    def markdown(self) -> str:
+        """Return it as a Markdown table with its title and the lines below it."""
+        heads = [column.replace("\n", " ") for column in self.columns]
+        ruler = ["---", *("---:" for _ in heads[1:])]
+        rows = [" | ".join(cells) for cells in (heads, ruler, *self.rows)]
+        table = "\n".join(f"| {row} |" for row in rows)
+        below = "".join(f"\n- {line}" for line in self.lines)
+        return f"### {self.title}\n\n{table}\n" + (f"{below}\n" if below else "")
+
+
+def main_table(comparison: Comparison) -> Text:
+    """Return the table of the methods; published numbers stand beside ours where there are any."""
+    make = _reproduction_row if comparison.has_published else _row
+    columns = _REPRODUCTION if comparison.has_published else _COLUMNS
+    rows = tuple(make(comparison, result) for result in comparison.results)
+    suite, target = comparison.suite, comparison.target
+    of = f", target {target:.1%}" if target is not None else ""
+    seeds = f"{len(suite.seeds)} seeds" if len(suite.seeds) > 1 else f"seed {suite.seeds[0]}"
+    return Text(f"{suite.title} ({seeds}{of})", columns, rows, _lines(comparison))
+
+
+def sweep_table(comparison: Comparison) -> Text | None:
+    """Return what was tried of the swept methods; None if nothing was swept."""
+    chosen = {result.method.label for result in comparison.results}
+    rows = tuple(
+        (
+            result.method.label,
+            _percent(result.accuracy),
+            _time(result),
+            "chosen" if result.method.label in chosen else "",
+        )
+        for tried in comparison.sweeps.values()
+        for result in tried
+    )
+    if not rows:
+        return None
+    seed = comparison.suite.seeds[0]
+    return Text(f"Swept hyper-parameters (seed {seed})", ("method", "acc %", "time", ""), rows)
+
+
+def to_csv(comparison: Comparison) -> str:
+    """Return one line for each run, those that were only tried included."""
+    buffer = io.StringIO()
+    writer = csv.writer(buffer, lineterminator="\n")
+    writer.writerow(["method", "strategy", "options", "seed", "target", "time_to_target", *_CSV])
+    done: set[str] = set()
+    tried = [result for results in comparison.sweeps.values() for result in results]
+    for result in (*comparison.results, *tried):
+        for run in result.runs:
+            if run.folder not in done:
+                done.add(run.folder)
+                method = result.method
+                head = [method.label, method.strategy, described(method.options), run.seed]
+                numbers = [run.summary.get(name) for name in _CSV]
+                writer.writerow([*head, run.summary.get("target"), run.time, *numbers])
+    return buffer.getvalue()
+
+
+def to_json(comparison: Comparison) -> str:
+    """Return everything, runs included; infinite times are written as "/"."""
+    suite = comparison.suite
+    content = {
+        "title": suite.title,
+        "dataset": suite.dataset,
+        "settings": dict(suite.settings),
+        "seeds": list(suite.seeds),
+        "scale": suite.scale,
+        "target": comparison.target,
+        "reference": suite.reference,
+        "methods": [_entry(comparison, result) for result in comparison.results],
+        "sweeps": {
+            label: [_entry(comparison, result) for result in tried]
+            for label, tried in comparison.sweeps.items()
+        },
+        "kendall_tau": {name: comparison.tau(name) for name in ("accuracy", "time")}
+        if comparison.has_published
+        else None,
+        "notes": list(suite.notes),
+        "versions": {"raceme": raceme.__version__},
+    }
+    return json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+_COLUMNS = ("method", "acc %", "time to target", "ratio to best", "purity", "updates")
+_REPRODUCTION = (
+    "method",
+    "acc %\npaper",
+    "acc %\nours",
+    "time\npaper",
+    "time\nours",
+    "× reference\npaper",
+    "× reference\nours",
+    "purity",
+)
+
+
+def _row(comparison: Comparison, result: Result) -> tuple[str, ...]:
+    ratio = comparison.ratio(result)
+    return (
+        _name(result),
+        _percent(result.accuracy),
+        _time(result),
+        UNKNOWN if ratio is None else f"{ratio:.2f}",
+        _spread(result.purity, 1, 2),
+        _updates(result),
+    )
+
+
+def _reproduction_row(comparison: Comparison, result: Result) -> tuple[str, ...]:
+    published = result.method.published
+    accuracy = None if published is None else published.accuracy
+    time = None if published is None else published.time
+    return (
+        _name(result),
+        UNKNOWN if accuracy is None else f"{accuracy:.2f}",
+        _percent(result.accuracy),
+        UNKNOWN if time is None else NEVER if math.isinf(time) else f"{time:g}",
+        _time(result),
+        _factor(comparison.published_speed_up(result)),
+        _factor(comparison.speed_up(result)),
+        _spread(result.purity, 1, 2),
+    )
+
+
+def _lines(comparison: Comparison) -> tuple[str, ...]:
+    """Return what a reader of the main table has to know."""
+    suite, lines = comparison.suite, []
+    if suite.scale != 1.0:
+        lines.append(
+            f"SHORTENED: --scale {suite.scale:g}, so each run has {suite.scale:.3g} of the suite's "
+            "updates; accuracies and times are not those of the full suite."
+        )
+    if comparison.has_published:
+        taus = [(name, comparison.tau(name)) for name in ("accuracy", "time")]
+        shown = ", ".join(
+            f"{name} {UNKNOWN if tau is None else f'{tau:.2f}'}" for name, tau in taus
+        )
+        lines.append(f"Kendall's τ between the paper's order of the methods and ours: {shown}.")
+        lines.append("The paper's times are in a unit of its own: compare their ratios.")
+        if suite.reference is not None:
+            lines.append(f"× reference: time to target over that of {suite.reference}.")
+    lines += [
+        f"{result.label}, seed {seed} FAILED: {error}"
+        for result in comparison.results
+        for seed, error in result.errors.items()
+    ]
+    return (*lines, *suite.notes)
+
+
+def _entry(comparison: Comparison, result: Result) -> dict[str, Any]:
+    method, published = result.method, result.method.published
+    return {
+        "label": result.label,
+        "strategy": method.strategy,
+        "asynchronous": method.asynchronous,
+        "options": dict(method.options),
+        "accuracy": _plain(result.accuracy),
+        "time_to_target": _plain(result.time),
+        "purity": _plain(result.purity),
+        "ratio_to_best": comparison.ratio(result),
+        "speed_up_of_reference": comparison.speed_up(result),
+        "published_speed_up_of_reference": comparison.published_speed_up(result),
+        "published": None
+        if published is None
+        else {
+            "accuracy": published.accuracy,
+            "time": NEVER if published.time == math.inf else published.time,
+        },
+        "runs": [{"seed": run.seed, "folder": run.folder, **run.summary} for run in result.runs],
+        "errors": {str(seed): error for seed, error in result.errors.items()},
+    }
+
+
+def _plain(spread: Spread) -> dict[str, float | int | None]:
+    return {"mean": spread.mean, "std": spread.std, "count": spread.count, "of": spread.of}
+
+
+def _name(result: Result) -> str:
+    """Return the label, with the hyper-parameters that a sweep has chosen."""
+    return result.label if result.method.label == result.label else result.method.label
+
+
+def _percent(spread: Spread) -> str:
+    return _spread(spread, 100, 2)
+
+
+def _time(result: Result) -> str:
+    spread = result.time
+    if spread.of == 0:
+        return UNKNOWN
+    if spread.mean is None:
+        return NEVER
+    text = _spread(spread, 1, 1)
+    return text if spread.count == spread.of else f"{text} ({spread.count} of {spread.of})"
+
+
+def _updates(result: Result) -> str:
+    counts: Sequence[int] = [int(run.summary["updates"]) for run in result.runs]
+    return f"{round(sum(counts) / len(counts)):,}" if counts else UNKNOWN
+
+
+def _spread(spread: Spread, factor: float, digits: int) -> str:
+    if spread.mean is None or spread.std is None:
+        return UNKNOWN
+    mean = f"{factor * spread.mean:.{digits}f}"
+    return mean if spread.count < 2 else f"{mean} ± {factor * spread.std:.{digits}f}"
+
+
+def _factor(value: float | None) -> str:
+    return UNKNOWN if value is None else f"{value:.2f}×"

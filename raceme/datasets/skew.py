@@ -1,0 +1,107 @@
+"""Feature skew for data without users of their own: groups of clients that see things differently.
+
+The samples are dealt out at random, so that all clients have the same labels. The clients are
+divided into K groups by the shares in ``groups``, and what a client has, training and test samples
+alike, is changed in the way of its group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.ndimage import rotate
+
+from raceme.config import RunConfig
+from raceme.datasets.partition import Partition, iid, largest_remainder, parse_groups
+from raceme.datasets.source import Indices, generator
+from raceme.errors import UserError
+
+Inputs = NDArray[np.float32]
+
+
+def rotation_groups(labels: Indices, config: RunConfig, rng: np.random.Generator) -> Partition:
+    """Groups of clients whose images are turned by i·360/K degrees (K shares in groups)."""
+    return _in_groups(labels, config, rng)
+
+
+def noise_groups(labels: Indices, config: RunConfig, rng: np.random.Generator) -> Partition:
+    """Groups of clients with ever more noise, from none in the first to noise-std in the last."""
+    return _in_groups(labels, config, rng)
+
+
+def skew(inputs: Inputs, config: RunConfig, group: int | None, client: int, part: str) -> Inputs:
+    """Change a client's inputs in the way of its group, if the partition has such ways.
+
+    Parameters
+    ----------
+    inputs : Inputs
+        Normalised, shape (n, ...).
+    config : RunConfig
+        Names the partition.
+    group : int or None
+        The client's true group.
+    client : int
+        Its position, for its own noise.
+    part : str
+        ``"train"`` or ``"test"``: their noise must differ.
+
+    Raises
+    ------
+    UserError
+        The inputs are not images and are to be turned.
+    """
+    change = _SKEWS.get(config.partition)
+    if change is None or group is None:
+        return inputs
+    share = group / len(parse_groups(config.groups))
+    return change(inputs, config, share, generator(config.seed, f"noise {part}", client))
+
+
+def rotated(inputs: Inputs, degrees: float) -> Inputs:
+    """Turn images, shape (n, channels, height, width), anticlockwise.
+
+    Right angles are exact for square images; others are interpolated, and the corners that come
+    into view repeat the nearest pixel.
+    """
+    quarters, rest = divmod(degrees, 90)
+    if rest == 0 and (inputs.shape[2] == inputs.shape[3] or quarters % 2 == 0):
+        return np.ascontiguousarray(np.rot90(inputs, int(quarters), axes=(2, 3)))
+    turned: Inputs = rotate(inputs, degrees, axes=(2, 3), reshape=False, order=1, mode="nearest")
+    return turned
+
+
+def _in_groups(labels: Indices, config: RunConfig, rng: np.random.Generator) -> Partition:
+    shares = parse_groups(config.groups)
+    counts = largest_remainder(config.clients, shares)
+    if counts.min() == 0:
+        raise UserError(
+            f"groups '{config.groups}': a share of {shares[int(np.argmin(counts))]:g} of "
+            f"{config.clients} clients is not even one. Give larger shares or fewer groups."
+        )
+    groups = np.repeat(np.arange(len(shares)), counts)
+    return Partition(iid(labels, config, rng).indices, tuple(groups.tolist()))
+
+
+def _turn(inputs: Inputs, config: RunConfig, share: float, rng: np.random.Generator) -> Inputs:
+    if inputs.ndim != 4:
+        raise UserError(
+            f"partition rotation-groups turns images, and {config.dataset} has inputs of shape "
+            f"{inputs.shape[1:]}. Take noise-groups, or a dataset of images."
+        )
+    return rotated(inputs, 360.0 * share)
+
+
+def _add_noise(inputs: Inputs, config: RunConfig, share: float, rng: np.random.Generator) -> Inputs:
+    groups = len(parse_groups(config.groups))
+    # The last of K groups has share (K − 1)/K and gets all of noise-std; a lone group gets none.
+    level = config.noise_std * share * groups / max(1, groups - 1)
+    noise = rng.standard_normal(inputs.shape, np.float32)
+    return inputs + np.float32(level) * noise
+
+
+_SKEWS: dict[str, Callable[[Inputs, RunConfig, float, np.random.Generator], Inputs]] = {
+    "rotation-groups": _turn,
+    "noise-groups": _add_noise,
+}

@@ -1,0 +1,34 @@
+"""CASA without one of its parts: the ablations of CASA's paper, section 5.3."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from raceme.config import key
+from raceme.strategies.casa import CASA, CASAParameters
+
+
+@dataclass(frozen=True)
+class CASACParameters(CASAParameters):
+    """Hyper-parameters of CASA-C."""
+
+    clustering: bool = key(False, "split clusters (true: CASA)")
+
+
+@dataclass(frozen=True)
+class CASADParameters(CASAParameters):
+    """Hyper-parameters of CASA-D."""
+
+    bi_level: bool = key(False, "bi-level decay (true: CASA)")
+
+
+class CASAC(CASA):
+    """CASA without clustering: the ablation CASA-C."""
+
+    parameters_type = CASACParameters
+
+
+class CASAD(CASA):
+    """CASA with a constant decay: the ablation CASA-D."""
+
+    parameters_type = CASADParameters
