@@ -17,6 +17,7 @@ A node says who it is in its node config:
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -38,6 +39,7 @@ from raceme.messages import (
     CLIENT_ID,
     CONFIG,
     EVALUATE_FIRST,
+    FINISHED_AT,
     GROUP,
     LOCAL_EPOCHS,
     LOSS,
@@ -47,7 +49,9 @@ from raceme.messages import (
     NUM_EXAMPLES,
     NUM_TEST_EXAMPLES,
     PROXIMAL_MU,
+    REPORT_TIMING,
     ROUND,
+    STARTED_AT,
     TASK,
     TRAIN_LOSS,
     VERSION,
@@ -112,6 +116,7 @@ class TrainingTask:
 @app.train()
 def train(message: Message, context: Context) -> Message:
     """Train the received model on the client's own samples."""
+    started_at = time.time()
     task = training_task(message, context)
     client, network = task.client, task.client.network
     spec = network.read(model_of(message, task.chosen))
@@ -122,7 +127,10 @@ def train(message: Message, context: Context) -> Message:
         metrics[NUM_TEST_EXAMPLES] = len(client.test)
     trainable = None if mask is None else network.read_mask(mask)
     metrics[TRAIN_LOSS] = training.train(network, client.train, task.sgd, task.rng, trainable)
-    return training_reply(message, task, network.write(spec), metrics)
+    model = network.write(spec)
+    if task.settings.get(REPORT_TIMING, False):
+        metrics[STARTED_AT], metrics[FINISHED_AT] = started_at, time.time()
+    return training_reply(message, task, model, metrics)
 
 
 @app.evaluate()

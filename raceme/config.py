@@ -95,6 +95,14 @@ class RunConfig:
     device: str = key("cpu", "where clients train: cpu or cuda", among=("cpu", "cuda"))
     vectorised: bool = key(False, "train all clients together, as on cuda, on the cpu too")
     seed: int = key(0, "seed of everything random", low=0)
+    checkpoint_every: int = key(0, "updates between two checkpoints (0: none by updates)", low=0)
+    checkpoint_seconds: float | None = key(
+        None,
+        "wall-clock seconds between two checkpoints (0: none by time; auto: 60 on real devices, "
+        "0 on virtual time)",
+        low=0,
+    )
+    resume: str = key("", "folder of a run to go on with, from its last checkpoint")
     out: str = key("", "folder for the results (empty: runs/<time>-<strategy>-<dataset>)")
     options: Mapping[str, Mapping[str, Value]] = field(default_factory=dict)
     """Hyper-parameters by strategy, e.g. ``{"casa": {"gamma": 0.15}}``."""

@@ -65,6 +65,9 @@ class UpdateApplied:
         When the client was given the work.
     train_loss : float
         Mean loss of the local training.
+    started_at, finished_at : float or None
+        When the client began its work and when it was done with it, by the clock of its own
+        machine; on real devices only.
     """
 
     seq: int
@@ -78,6 +81,8 @@ class UpdateApplied:
     train_loss: float
     bytes_down: int
     bytes_up: int
+    started_at: float | None = None
+    finished_at: float | None = None
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,13 @@ class Timeline(Protocol):
     free_evaluation : bool
         True where an evaluation message costs no time on this clock, so that a sweep over all
         clients disturbs nothing.
+    keeps_messages : bool
+        True for one that was brought back to an earlier state with all its open messages: whoever
+        waited for their replies can go on to wait.
     """
 
     free_evaluation: bool
+    keeps_messages: bool
 
     def now(self) -> float:
         """Return the time in seconds."""
@@ -58,9 +62,12 @@ class WallTimeline:
         reply and grows by half each time nothing has come.
     clock, sleep : Callable
         Replaceable for tests.
+    start : float
+        What time it is now.
     """
 
     free_evaluation = False
+    keeps_messages = False
 
     def __init__(
         self,
@@ -69,16 +76,17 @@ class WallTimeline:
         longest: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
+        start: float = 0.0,
     ) -> None:
         self._grid = grid
         self._shortest = shortest
         self._longest = longest
         self._clock = clock
         self._sleep = sleep
-        self._start = clock()
+        self._start = clock() - start
 
     def now(self) -> float:
-        """Return the seconds since this object was made."""
+        """Return the seconds since this object was made, and those before of a run that goes on."""
         return self._clock() - self._start
 
     def wait(self, message_ids: Collection[str], until: float | None = None) -> list[Message]:
@@ -95,6 +103,14 @@ class WallTimeline:
             pause = min(pause * 1.5, self._longest)
 
 
-def timeline_of(grid: Grid) -> Timeline:
-    """Return the grid itself if it keeps a clock of its own, else the wall clock on it."""
-    return grid if isinstance(grid, Timeline) else WallTimeline(grid)
+def timeline_of(grid: Grid, start: float = 0.0) -> Timeline:
+    """Return the grid itself if it keeps a clock of its own, else the wall clock on it.
+
+    Parameters
+    ----------
+    grid : Grid
+        Any Flower grid.
+    start : float
+        What time it is on the wall clock, of a run that goes on.
+    """
+    return grid if isinstance(grid, Timeline) else WallTimeline(grid, start=start)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from typing import Any
 
@@ -10,7 +11,7 @@ from fleets import MODEL, grid_of, pulled_app
 
 from raceme import events
 from raceme.simulation import Device, VirtualGrid
-from raceme.strategies import Plan
+from raceme.strategies import Plan, Rounds
 from raceme.strategies.conduct import Conduct
 from raceme.strategies.fleet import Client
 from raceme.strategies.replies import Task, Update
@@ -81,3 +82,31 @@ def step(strategy: Any, client: str, *values: float) -> Any:
     strategy.on_close(one.task)
     strategy.progress.updates += 1
     return applied
+
+
+def check_it_can_be_restored(method: type[Any], parameters: Any = None) -> None:
+    """Save a strategy in the midst of a run, and see that the copy is the same and goes on."""
+    strategy = method(parameters)
+    run_on(strategy, three_groups(), 60)
+    saved = copy.deepcopy(strategy.state_dict())
+    restored = method(parameters, seed=99)
+    restored.load_state_dict(saved)
+    assert plain(restored.state_dict()) == plain(strategy.state_dict())
+    seen = run_on(restored, three_groups(), 120)
+    first = next(event for event in seen if isinstance(event, events.UpdateApplied))
+    assert first.seq == strategy.progress.updates + 1
+    assert restored.progress.updates >= 120
+    assert not any(isinstance(event, events.UpdateRejected) for event in seen)
+    if isinstance(strategy, Rounds):  # Between rounds nothing is under way that could get lost.
+        whole = method(parameters)
+        run_on(whole, three_groups(), 120)
+        assert plain(whole.state_dict()["state"]) == plain(restored.state_dict()["state"])
+
+
+def plain(tree: Any) -> Any:
+    """Return a tree with its arrays as text, so that it can be compared."""
+    if isinstance(tree, dict):
+        return {key: plain(value) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [plain(value) for value in tree]
+    return (str(tree.dtype), tree.shape, tree.tobytes()) if isinstance(tree, np.ndarray) else tree

@@ -2,7 +2,17 @@
 
 import numpy as np
 import pytest
-from clustered import found, last_accuracy, round_of, run_on, step, three_groups, with_clients
+from clustered import (
+    check_it_can_be_restored,
+    found,
+    last_accuracy,
+    round_of,
+    run_on,
+    step,
+    three_groups,
+    with_clients,
+)
+from fleets import MODEL
 
 from raceme import events
 from raceme.strategies import CFL, CFLAsync, CFLAsyncParameters, CFLParameters, FedAvg
@@ -125,7 +135,7 @@ def test_async_waits_until_every_member_has_sent_an_update() -> None:
     "strategy",
     [
         CFL(CFLParameters(eps1=0.3, eps2=0.5)),
-        CFLAsync(CFLAsyncParameters(eps1=0.4, eps2=0.5, decay="constant")),
+        CFLAsync(CFLAsyncParameters(eps1=0.2, eps2=0.5, decay="constant")),
     ],
     ids=["rounds", "async"],
 )
@@ -137,8 +147,13 @@ def test_the_groups_are_found_and_reported(strategy: CFL | CFLAsync) -> None:
     assert all(event.gap > event.threshold == 0.5 for event in splits)
     assert last_accuracy(seen) > 0.9
     updates = [event for event in seen if isinstance(event, events.UpdateApplied)]
-    # Eight float32 down and up, and the .npy headers of two arrays.
-    assert {(u.bytes_down, u.bytes_up) for u in updates} == {(2 * 128 + 32, 2 * 128 + 32)}
+    size = MODEL.count_bytes()
+    assert {(u.bytes_down, u.bytes_up) for u in updates} == {(size, size)}
+
+
+@pytest.mark.parametrize("method", [CFL, CFLAsync])
+def test_it_can_be_restored(method: type[CFL | CFLAsync]) -> None:
+    check_it_can_be_restored(method)
 
 
 def test_the_log_of_a_short_run_shows_the_norms(caplog: pytest.LogCaptureFixture) -> None:

@@ -8,6 +8,7 @@ import time
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,8 @@ def serve(connection: Connection[Any, Any]) -> None:
     """Run each configuration that comes, and send :class:`Progress` and then :class:`Finished`."""
     # Ctrl-C reaches all processes of a terminal; the comparison ends its own.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Flower sets its logger up when it is imported, so that comes first.
+    import_module("flwr.serverapp")
     logging.getLogger("flwr").setLevel(logging.ERROR)
     logging.getLogger("raceme").propagate = False
     try:

@@ -17,7 +17,7 @@ class Digits(Source):
     """1,797 handwritten digits of 8x8 pixels, bundled with scikit-learn: no download."""
 
     default_model = "mlp"
-    default_lr = 0.15
+    default_lr = 0.2
     target_accuracy = 0.95
 
     def load(self, config: RunConfig) -> Dataset:

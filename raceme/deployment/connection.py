@@ -110,6 +110,7 @@ class PatientCalls:
         self._stop = stop
         self._endpoint = endpoint
         self._address = endpoint.address
+        self._answered = False
         self.answered = answered
 
     def invoke(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -135,6 +136,7 @@ class PatientCalls:
             else:
                 if tries > 1:
                     log.info("%s can be reached again", self._address)
+                self._answered = True
                 self.answered()
                 return result
 
@@ -183,7 +185,7 @@ class PatientCalls:
     def _wait(self, seconds: float, error: grpc.RpcError, tries: int) -> None:
         if tries == 1:
             reason = _one_line(fleet.error_text(error))
-            if self._endpoint.insecure and "Socket closed" in reason:
+            if self._endpoint.insecure and not self._answered and "Socket closed" in reason:
                 reason += "; perhaps it wants TLS: then leave out --insecure"
             log.warning("%s cannot be reached, trying again: %s", self._address, reason)
         if self._stop.wait(seconds):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import sqlite3
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import fields
 from operator import itemgetter
 from pathlib import Path
@@ -34,7 +34,8 @@ FILE_NAME = "run.sqlite"
 
 _APPLICATION = 0x52616365
 """SQLite's application id of a run store: "Race" in ASCII."""
-_FORMAT = 1
+_FORMAT = 2
+"""In format 1 updates had no times of the device's work; it can still be read."""
 _BATCH = 500
 """Events kept in memory before they are written: what a kill can lose at most."""
 
@@ -50,7 +51,8 @@ CREATE TABLE updates (
     seq INTEGER NOT NULL UNIQUE, time REAL NOT NULL, client TEXT NOT NULL,
     cluster INTEGER NOT NULL, base_version INTEGER NOT NULL, staleness INTEGER NOT NULL,
     weight REAL, dispatched_at REAL NOT NULL, train_loss REAL,
-    bytes_down INTEGER NOT NULL, bytes_up INTEGER NOT NULL, event INTEGER PRIMARY KEY);
+    bytes_down INTEGER NOT NULL, bytes_up INTEGER NOT NULL, started_at REAL, finished_at REAL,
+    event INTEGER PRIMARY KEY);
 CREATE TABLE rejections (
     event INTEGER PRIMARY KEY, time REAL NOT NULL, client TEXT NOT NULL, reason TEXT NOT NULL,
     dispatched_at REAL NOT NULL);
@@ -73,7 +75,7 @@ CREATE TABLE endings (
 
 _TABLES = {
     "client_events": (7, "event"),
-    "updates": (12, "event"),
+    "updates": (14, "event"),
     "rejections": (5, "event"),
     "evaluations": (6, "event"),
     "client_evaluations": (6, "event, client"),
@@ -104,19 +106,24 @@ class RunStore:
         Where the file goes; created if it does not exist.
     replace : bool
         Replace a run that the folder holds already, instead of refusing.
+    after : int, optional
+        Go on with the run that the folder holds, after so many of its events; what it holds of
+        later ones is dropped.
 
     Raises
     ------
     UserError
-        The folder holds a run already, or cannot be written.
+        The folder holds a run already, or not the one that was expected, or cannot be written.
     """
 
-    def __init__(self, folder: Path, *, replace: bool = False) -> None:
+    def __init__(self, folder: Path, *, replace: bool = False, after: int | None = None) -> None:
         self.path = folder / FILE_NAME
-        self._event = 0
+        self._event = after or 0
         self._observed = 0
         self._rows: defaultdict[str, list[tuple[Any, ...]]] = defaultdict(list)
-        self._connection: sqlite3.Connection | None = _create(self.path, replace)
+        self._connection: sqlite3.Connection | None = (
+            _create(self.path, replace) if after is None else _reopen(self.path, after)
+        )
 
     def observe(self, event: Event) -> None:
         """Append an event."""
@@ -126,8 +133,8 @@ class RunStore:
         if self._observed >= _BATCH or isinstance(event, Evaluated | RunEnded):
             self.commit()
 
-    def commit(self) -> None:
-        """Write what was observed since the last time to disk."""
+    def commit(self) -> int:
+        """Write what was observed since the last time to disk; return the number of all events."""
         connection = self._connection
         if connection is None:
             raise ValueError(f"{self.path} is closed.")
@@ -139,6 +146,7 @@ class RunStore:
             raise UserError(f"Cannot write {self.path}: {error}.") from None
         self._rows.clear()
         self._observed = 0
+        return self._event
 
     def close(self) -> None:
         """Write what is left and close the file. Closing twice does no harm."""
@@ -181,23 +189,9 @@ def read_events(path: Path) -> list[Event]:
     file = path / FILE_NAME if path.is_dir() else path
     if not file.is_file():
         raise UserError(f"There is no run store {file}; expected a folder that `raceme run` wrote.")
-    # Opened for writing, so that SQLite can undo what a killed run left half written;
-    # query_only keeps us from changing anything. A write-protected file opens for reading.
-    uri = f"{file.resolve().as_uri()}?mode=rw"
-    with contextlib.closing(sqlite3.connect(uri, uri=True)) as connection:
-        try:
-            connection.execute("PRAGMA query_only = ON")
-            (application,) = connection.execute("PRAGMA application_id").fetchone()
-            (version,) = connection.execute("PRAGMA user_version").fetchone()
-        except sqlite3.DatabaseError as error:
-            raise UserError(f"{file} is not a run store of Raceme: {error}.") from None
-        if application != _APPLICATION:
-            raise UserError(f"{file} is not a run store of Raceme but another SQLite database.")
-        if version != _FORMAT:
-            raise UserError(
-                f"{file} has format {version}; this Raceme reads format {_FORMAT}. "
-                "Use the version of Raceme that wrote it."
-            )
+    with contextlib.closing(_open(file)) as connection:
+        connection.execute("PRAGMA query_only = ON")
+        _check_format(connection, file, (1, _FORMAT))
         try:
             numbered = [pair for read in _READERS for pair in read(connection)]
         except sqlite3.DatabaseError as error:
@@ -226,6 +220,55 @@ def _create(path: Path, replace: bool) -> sqlite3.Connection:
             raise
     except (OSError, sqlite3.OperationalError) as error:
         raise UserError(f"Cannot write {path}: {error}. Give another folder with --out.") from None
+    return connection
+
+
+def _open(path: Path) -> sqlite3.Connection:
+    # For writing, so that SQLite can undo what a killed run left half written. A write-protected
+    # file opens for reading.
+    return sqlite3.connect(f"{path.resolve().as_uri()}?mode=rw", uri=True)
+
+
+def _check_format(
+    connection: sqlite3.Connection, path: Path, formats: Collection[int]
+) -> None:
+    """Raise UserError unless this is a run store in one of the formats."""
+    try:
+        (application,) = connection.execute("PRAGMA application_id").fetchone()
+        (version,) = connection.execute("PRAGMA user_version").fetchone()
+    except sqlite3.DatabaseError as error:
+        raise UserError(f"{path} is not a run store of Raceme: {error}.") from None
+    if application != _APPLICATION:
+        raise UserError(f"{path} is not a run store of Raceme but another SQLite database.")
+    if version not in formats:
+        raise UserError(
+            f"{path} has format {version}; this Raceme reads format {_FORMAT}. "
+            "Use the version of Raceme that wrote it."
+        )
+
+
+def _reopen(path: Path, after: int) -> sqlite3.Connection:
+    """Open a run store and drop what came after an event."""
+    if not path.is_file():
+        raise UserError(f"There is no run store {path} to go on with.")
+    connection = _open(path)
+    try:
+        _check_format(connection, path, (_FORMAT,))
+        with connection:
+            for table in _TABLES:
+                connection.execute(f"DELETE FROM {table} WHERE event > ?", (after,))
+        lasts = [
+            connection.execute(f"SELECT max(event) FROM {table}").fetchone()[0]
+            for table in _TABLES
+        ]
+        if max((last for last in lasts if last is not None), default=0) != after:
+            raise UserError(f"{path} is not of the same run as its checkpoint: events are missing.")
+    except sqlite3.DatabaseError as error:
+        connection.close()
+        raise UserError(f"{path} cannot be gone on with: {error}.") from None
+    except BaseException:
+        connection.close()
+        raise
     return connection
 
 
@@ -270,6 +313,8 @@ def _write_update(rows: _Rows, number: int, event: UpdateApplied) -> None:
             float(event.train_loss),
             int(event.bytes_down),
             int(event.bytes_up),
+            event.started_at,
+            event.finished_at,
             number,
         )
     )
@@ -337,7 +382,8 @@ def _read_client_events(connection: sqlite3.Connection) -> _Numbered:
 
 
 def _read_updates(connection: sqlite3.Connection) -> _Numbered:
-    names = [item.name for item in fields(UpdateApplied)]
+    stored = {name for _, name, *_ in connection.execute("PRAGMA table_info(updates)")}
+    names = [item.name for item in fields(UpdateApplied) if item.name in stored]
     for number, *values in connection.execute(f"SELECT event, {', '.join(names)} FROM updates"):
         update = dict(zip(names, values, strict=True))
         update["weight"] = _number(update["weight"])

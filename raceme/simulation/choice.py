@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import multiprocessing
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -39,7 +40,8 @@ def executor_for(
         The ClientApp, as ``module:attribute``.
     workers : str or int
         Number of worker processes; 0 does all work in this process. ``"auto"`` starts one per
-        core where there are several, if the run has enough work for that to pay.
+        core where there are several, if the run has enough work for that to pay and is not itself
+        one of several that run side by side in processes of their own.
     device : str
         ``"cpu"`` or ``"cuda"``. On the latter all clients train together, in this process.
     vectorised : bool
@@ -102,8 +104,9 @@ def _count(workers: str | int, seconds: Callable[[], float] | None) -> int:
     """Return how many worker processes to start."""
     if workers == AUTO:
         cores = _cores()
-        worthwhile = seconds is None or cores == 1 or seconds() >= _WORTHWHILE_SECONDS
-        return cores if cores > 1 and worthwhile else 0
+        if cores == 1 or multiprocessing.parent_process() is not None:
+            return 0
+        return cores if seconds is None or seconds() >= _WORTHWHILE_SECONDS else 0
     try:
         count = int(workers)
     except ValueError:

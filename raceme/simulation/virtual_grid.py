@@ -6,6 +6,7 @@ import heapq
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from flwr.app import (
@@ -25,6 +26,14 @@ from raceme.compat import Run
 from raceme.messages import COMPUTE_SCALE, CONFIG, LOCAL_EPOCHS, record_of
 from raceme.simulation.devices import Device
 from raceme.simulation.executor import Executor, InProcess
+from raceme.simulation.grid_state import (
+    message_from_tree,
+    message_to_tree,
+    records_from_tree,
+    records_to_tree,
+    reply_from_tree,
+    reply_to_tree,
+)
 
 Value = str | int | float | bool
 
@@ -90,6 +99,7 @@ class VirtualGrid(Grid):
     """
 
     free_evaluation = True
+    keeps_messages = False
 
     def __init__(
         self,
@@ -123,11 +133,13 @@ class VirtualGrid(Grid):
         self._order = 0
         self._task_rng: dict[int, np.random.Generator] = {}
         self._switches: dict[int, Iterator[float]] = {}
+        self._switched: dict[int, int] = {}
         self._online: dict[int, None] = {}
         for node in nodes:
             seeds = np.random.SeedSequence([seed, node.node_id]).spawn(2)
             self._task_rng[node.node_id] = np.random.default_rng(seeds[0])
             self._switches[node.node_id] = node.device.switches(np.random.default_rng(seeds[1]))
+            self._switched[node.node_id] = 0
             if node.device.starts_online():
                 self._online[node.node_id] = None
             self._schedule_switch(node.node_id)
@@ -207,6 +219,62 @@ class VirtualGrid(Grid):
     def close(self) -> None:
         """Release the executor."""
         self._executor.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that decides how the simulation goes on: a tree of plain values and arrays.
+
+        Work in progress is not in it. Its messages are: it is done again, with the same result.
+        """
+        return {
+            "clock": self._clock,
+            "pushed": self._pushed,
+            "order": self._order,
+            "events": list(self._events),
+            "pending": [
+                {
+                    "message": message_to_tree(pending.message),
+                    "expires": pending.expires,
+                    "due": pending.due,
+                    "lost": pending.lost,
+                }
+                for pending in self._pending.values()
+            ],
+            "arrived": [reply_to_tree(reply) for reply in self._arrived.values()],
+            "online": list(self._online),
+            "nodes": {
+                str(node_id): {
+                    "busy-until": self._busy_until.get(node_id),
+                    "rng": self._task_rng[node_id].bit_generator.state,
+                    "switched": self._switched[node_id],
+                    "state": records_to_tree(self._contexts[node_id].state),
+                }
+                for node_id in self._nodes
+            },
+        }
+
+    def load_state_dict(self, tree: Mapping[str, Any]) -> None:
+        """Go back to where a grid of the same fleet and seed was; for a grid that is new."""
+        self._clock, self._pushed, self._order = tree["clock"], tree["pushed"], tree["order"]
+        self._events = [(time, kind, order, key) for time, kind, order, key in tree["events"]]
+        self._online = dict.fromkeys(tree["online"])
+        for name, known in tree["nodes"].items():
+            node_id = int(name)
+            if known["busy-until"] is not None:
+                self._busy_until[node_id] = known["busy-until"]
+            self._task_rng[node_id].bit_generator.state = known["rng"]
+            while self._switched[node_id] < known["switched"]:
+                next(self._switches[node_id], None)
+                self._switched[node_id] += 1
+            self._contexts[node_id].state = records_from_tree(known["state"])
+        self._arrived = {reply["id"]: reply_from_tree(reply) for reply in tree["arrived"]}
+        for saved in tree["pending"]:
+            message = message_from_tree(saved["message"])
+            pending = _Pending(message, saved["expires"], saved["due"], saved["lost"])
+            self._pending[message.metadata.message_id] = pending
+            if pending.lost is None:
+                context = self._contexts[message.metadata.dst_node_id]
+                self._executor.submit(message, context, pending.due)
+        self.keeps_messages = True
 
     def _dispatch(self, message_id: str, message: Message) -> None:
         """Decide when a message will be answered, and hand its work to the executor."""
@@ -309,6 +377,7 @@ class VirtualGrid(Grid):
 
     def _schedule_switch(self, node_id: int) -> None:
         time = next(self._switches[node_id], None)
+        self._switched[node_id] += 1
         if time is not None:
             self._schedule(time, _SWITCH, node_id)
 

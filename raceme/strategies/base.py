@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from logging import INFO, getLogger
 from typing import Any, cast
 
@@ -13,7 +13,7 @@ from flwr.serverapp.strategy import Result, Strategy
 
 from raceme import events
 from raceme import messages as names
-from raceme.strategies.conduct import Conduct, push_one
+from raceme.strategies.conduct import Conduct, Rest, go_on, push_one
 from raceme.strategies.evaluation import score_from
 from raceme.strategies.idle import Idle
 from raceme.strategies.model import Applied
@@ -71,11 +71,13 @@ class AsyncStrategy(Conduct, Strategy):
         *,
         plan: Plan | None = None,
         observe: events.Observer = events.ignore,
+        at_rest: Rest = go_on,
     ) -> Result:
         """Run until a limit is reached, nobody is left, or the user interrupts.
 
         A strategy that has run before, or was given a state, goes on from there: everybody is
-        greeted again, and tasks that were open then are given up.
+        greeted again, and tasks that were open then are given up; unless the grid was brought
+        back to its own state of that moment, which goes on as if nothing had happened.
 
         Parameters
         ----------
@@ -96,6 +98,9 @@ class AsyncStrategy(Conduct, Strategy):
             Further limits, evaluation schedule and concurrency.
         observe : Observer
             Called with everything that happens.
+        at_rest : Rest
+            Called between two steps, when `state_dict` is whole. What it returns, unless it is
+            empty, ends the run.
 
         Returns
         -------
@@ -103,7 +108,9 @@ class AsyncStrategy(Conduct, Strategy):
             `arrays` holds the final model; with several clusters their names are
             ``<cluster>/<array>``. Evaluations are listed by number of updates.
         """
-        self._prepare(grid, initial_arrays, num_rounds, timeout, plan, observe)
+        missed_nothing = self._prepare(
+            grid, initial_arrays, num_rounds, timeout, plan, observe, at_rest
+        )
         self._train_config = train_config or ConfigRecord()
         result = Result()
 
@@ -118,6 +125,9 @@ class AsyncStrategy(Conduct, Strategy):
                 result.evaluate_metrics_serverapp[self.progress.updates] = central
 
         try:
+            if not missed_nothing:
+                self.progress.checked_at = self.progress.somebody_at = self._clock.now()
+                self._refresh(grid)
             ended_at = self._loop(grid, num_rounds, evaluate)
         except KeyboardInterrupt:
             self._reason, ended_at = "interrupted by the user", self._clock.now()
@@ -134,17 +144,18 @@ class AsyncStrategy(Conduct, Strategy):
     def _loop(self, grid: Grid, num_updates: int, evaluate: Callable[[], None]) -> float:
         """Dispatch, wait, apply, evaluate, until something ends it; return when that was."""
         progress, clock = self.progress, self._clock
-        checked_at = somebody_at = clock.now()
-        self._refresh(grid)
         while True:
             if self._is_over(num_updates, evaluate):
+                break
+            self._reason = self._at_rest()
+            if self._reason:
                 break
             messages = self.configure_train(
                 progress.updates, ArrayRecord(), self._train_config, grid
             )
             self._push(grid, messages)
             ready_at = self._idle.next_ready(clock.now())
-            until = min(checked_at + _FLEET_CHECK_SECONDS, self._plan.deadline, ready_at)
+            until = min(progress.checked_at + _FLEET_CHECK_SECONDS, self._plan.deadline, ready_at)
             replies = clock.wait(self._open_ids(), until)
             for reply in replies:
                 # Several may have come at once; a limit holds and evaluations are due all the same.
@@ -152,13 +163,14 @@ class AsyncStrategy(Conduct, Strategy):
                 if self._is_over(num_updates, evaluate):
                     break
             if progress.fleet.by_node:
-                somebody_at = clock.now()
-            if not replies or clock.now() >= checked_at + _FLEET_CHECK_SECONDS:
+                progress.somebody_at = clock.now()
+            if not replies or clock.now() >= progress.checked_at + _FLEET_CHECK_SECONDS:
                 self._refresh(grid)
-                checked_at = clock.now()
-                if not progress.fleet.by_node and checked_at >= somebody_at + self._ttl:
+                progress.checked_at = clock.now()
+                alone_since = progress.somebody_at
+                if not progress.fleet.by_node and clock.now() >= alone_since + self._ttl:
                     self._reason = "all clients are gone"
-                    return somebody_at
+                    return alone_since
         if progress.evaluated_at != progress.updates and progress.fleet.by_node:
             evaluate()
         return clock.now()
@@ -196,6 +208,21 @@ class AsyncStrategy(Conduct, Strategy):
         """Return the ids of all messages without an answer."""
         in_flight, greeted = self.progress.in_flight.keys(), self.progress.fleet.greeted
         return in_flight | set(greeted.values()) if greeted else in_flight
+
+    # State.
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that decides how the run goes on; see the base class."""
+        loop = {"idle": self._idle.names(), "last-refusal": self._last_refusal}
+        return {**super().state_dict(), "loop": loop}
+
+    def load_state_dict(self, tree: Mapping[str, Any]) -> None:
+        """Continue from a state; see the base class."""
+        super().load_state_dict(tree)
+        self._idle.clear()
+        for name in tree["loop"]["idle"]:
+            self._idle.add(self.progress.fleet.clients[name])
+        self._last_refusal = tree["loop"]["last-refusal"]
 
     # Handing work out.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from logging import INFO, getLogger
 from typing import Any, ClassVar
 
@@ -22,6 +22,15 @@ from raceme.strategies.state import from_tree, to_tree
 from raceme.timeline import Timeline, timeline_of
 
 log = getLogger("raceme")
+
+Rest = Callable[[], str]
+"""Called between two steps, when the state is whole and can be saved. What it returns, unless it
+is empty, ends the run: it is the reason."""
+
+
+def go_on() -> str:
+    """Find no reason to end a run."""
+    return ""
 
 
 class Conduct(Method):
@@ -56,6 +65,9 @@ class Conduct(Method):
         self._ttl = 3600.0
         self._packing: Packer | None = None
         self._reason = ""
+        self._at_rest: Rest = go_on
+        self._loaded = False
+        self._time_before = 0.0
 
     def _prepare(
         self,
@@ -65,18 +77,31 @@ class Conduct(Method):
         timeout: float,
         plan: Plan | None,
         observe: events.Observer,
-    ) -> None:
-        """Get ready to run: with a new state, or to go on from the one that there is."""
+        at_rest: Rest,
+    ) -> bool:
+        """Get ready to run: with a new state, or to go on from the one that there is.
+
+        Returns
+        -------
+        bool
+            True if nothing has been missed: the grid was brought back together with this state,
+            and what was open then still is.
+        """
         self._plan, self._observe, self._ttl = plan or Plan(), observe, timeout
-        self._timeline = timeline_of(grid)
+        self._at_rest = at_rest
+        self._timeline = timeline_of(grid, self._time_before)
         self.planned_updates = num_updates
         self.spec = ModelSpec.of(initial_arrays)
         self._packing = Packer(self.spec)
         if self.state is None:
             self.initialize(self.spec.unpack(initial_arrays))
-        self._disconnect()
+        missed_nothing = self._loaded and self._timeline.keeps_messages
+        if not missed_nothing:
+            self._disconnect()
+        self._loaded, self._time_before = False, 0.0
         self._reason = ""
         self.summary()
+        return missed_nothing
 
     def _disconnect(self) -> None:
         """Forget nodes and open tasks: they belong to the grid of an earlier start."""
@@ -150,6 +175,7 @@ class Conduct(Method):
             "state": to_tree(self.state),
             "progress": to_tree(self.progress),
             "rng": to_tree(self.rng.bit_generator.state),
+            "time": self.now(),
         }
 
     def load_state_dict(self, tree: Mapping[str, Any]) -> None:
@@ -165,6 +191,7 @@ class Conduct(Method):
         self.state = from_tree(self.state_type, tree["state"])
         self.progress = from_tree(Progress, tree["progress"])
         self.rng.bit_generator.state = tree["rng"]
+        self._loaded, self._time_before = True, float(tree["time"])
 
     def summary(self) -> None:
         """Log the hyper-parameters."""

@@ -27,6 +27,10 @@ class Idle:
         """Forget everybody."""
         self._clients.clear()
 
+    def names(self) -> list[str]:
+        """Return their ids, in the order in which they got free."""
+        return list(self._clients)
+
     def take(self, now: float, limit: int | None, rng: np.random.Generator) -> list[Client]:
         """Take out the clients that get work now.
 

@@ -57,6 +57,10 @@ class Progress:
         Rounds begun, by a round-based method.
     rejected_in_a_row : int
         Replies refused since the last valid one.
+    useless_rounds : int
+        Rounds in a row without a valid update, of a round-based method.
+    checked_at, somebody_at : float
+        When the list of online nodes was last looked at, and when last anybody was there.
     evaluated_at : int
         Number of updates at the last evaluation; -1 before the first.
     in_flight : dict[str, Task]
@@ -72,6 +76,9 @@ class Progress:
     rejected: int = 0
     rounds: int = 0
     rejected_in_a_row: int = 0
+    useless_rounds: int = 0
+    checked_at: float = 0.0
+    somebody_at: float = 0.0
     evaluated_at: int = -1
     in_flight: dict[str, Task] = field(default_factory=dict)
     scores: dict[str, ClientScore] = field(default_factory=dict)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import time as clock
+
 from raceme.events import ClientJoined, UpdateApplied
+from raceme.messages import FINISHED_AT, STARTED_AT
 from raceme.strategies.fleet import Client
 from raceme.strategies.model import Applied
 from raceme.strategies.replies import Update
@@ -31,4 +35,12 @@ def applied_update(time: float, seq: int, update: Update, applied: Applied) -> U
         train_loss=update.train_loss,
         bytes_down=task.bytes_down,
         bytes_up=update.bytes_up,
+        started_at=_run_time(update, STARTED_AT, time),
+        finished_at=_run_time(update, FINISHED_AT, time),
     )
+
+
+def _run_time(update: Update, name: str, now: float) -> float | None:
+    """Return what a client states on its machine's clock as a time of the run, if it does."""
+    stated = update.metrics.get(name, math.nan)
+    return now - (clock.time() - stated) if math.isfinite(stated) else None

@@ -21,7 +21,7 @@ from flwr.serverapp.strategy import Result, Strategy
 from raceme import events
 from raceme import messages as names
 from raceme.config import key
-from raceme.strategies.conduct import Conduct, push_one
+from raceme.strategies.conduct import Conduct, Rest, go_on, push_one
 from raceme.strategies.fleet import Client
 from raceme.strategies.model import Applied
 from raceme.strategies.plan import Plan
@@ -103,13 +103,15 @@ class Rounds(Conduct, Strategy):
         *,
         plan: Plan | None = None,
         observe: events.Observer = events.ignore,
+        at_rest: Rest = go_on,
     ) -> Result:
         """Run rounds until a limit is reached; as :meth:`AsyncStrategy.start`.
 
         `num_rounds` counts client updates, so that it means the same for every method: with 40
         clients a round is 40 of them. The round in which the limit falls is completed.
         """
-        self._prepare(grid, initial_arrays, num_rounds, timeout, plan, observe)
+        if not self._prepare(grid, initial_arrays, num_rounds, timeout, plan, observe, at_rest):
+            self.progress.useless_rounds = 0
         result = Result()
         config = evaluate_config or ConfigRecord()
 
@@ -139,8 +141,11 @@ class Rounds(Conduct, Strategy):
         self, grid: Grid, config: ConfigRecord, evaluate: Callable[[], None], result: Result
     ) -> float:
         """Greet, evaluate, train and aggregate until a limit is reached; return when that was."""
-        progress, clock, useless_rounds = self.progress, self._clock, 0
+        progress, clock = self.progress, self._clock
         while True:
+            self._reason = self._at_rest()
+            if self._reason:
+                break
             somebody_at = clock.now()
             while not self._greet(grid):
                 clock.wait([], until=min(clock.now() + _FLEET_CHECK_SECONDS, self._plan.deadline))
@@ -154,8 +159,8 @@ class Rounds(Conduct, Strategy):
             if evaluated_at < 0 or progress.updates - evaluated_at >= self._plan.eval_every:
                 evaluate()
             self._reason = self._reason or self._limit()
-            if not self._reason and useless_rounds >= _USELESS_ROUNDS:
-                self._reason = f"the last {useless_rounds} rounds brought no valid update"
+            if not self._reason and progress.useless_rounds >= _USELESS_ROUNDS:
+                self._reason = f"the last {progress.useless_rounds} rounds brought no valid update"
             if self._reason:
                 break
             progress.rounds += 1
@@ -164,7 +169,7 @@ class Rounds(Conduct, Strategy):
                 _, metrics = self.aggregate_train(progress.rounds, replies)
                 if metrics is not None:
                     result.train_metrics_clientapp[progress.rounds] = metrics
-            useless_rounds = 0 if replies else useless_rounds + 1
+            progress.useless_rounds = 0 if replies else progress.useless_rounds + 1
         if progress.evaluated_at != progress.updates:
             evaluate()
         return clock.now()

@@ -1,0 +1,246 @@
+"""When checkpoints of a run are written, what is in them, and how a run goes on from one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from flwr.serverapp import Grid
+
+import raceme
+from raceme.checkpoints.folder import CheckpointFolder
+from raceme.config import RunConfig, Value
+from raceme.reporting.store import RunStore
+from raceme.simulation import VirtualGrid
+
+log = logging.getLogger("raceme.checkpoints")
+
+_FREE = frozenset(
+    {
+        "checkpoint-every",
+        "checkpoint-seconds",
+        "data-file",
+        "data-root",
+        "device",
+        "download",
+        "max-time",
+        "max-updates",
+        "out",
+        "resume",
+        "stop-at-target",
+        "target-accuracy",
+        "vectorised",
+        "workers",
+    }
+)
+"""Keys that may be others when a run goes on: they do not change what has been learned so far."""
+
+
+class Stateful(Protocol):
+    """A strategy, as far as checkpoints are concerned."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as a tree."""
+        ...
+
+    def load_state_dict(self, tree: Mapping[str, Any]) -> None:
+        """Go on from a state."""
+        ...
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """When a checkpoint is due. The first one, of the beginning, always is.
+
+    Attributes
+    ----------
+    every : int
+        Updates from one to the next; 0 stands for never.
+    seconds : float
+        Seconds on the wall clock from one to the next; 0 stands for never.
+    """
+
+    every: int = 0
+    seconds: float = 0.0
+
+    @property
+    def is_off(self) -> bool:
+        """True if there is to be none."""
+        return not self.every and not self.seconds
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What a run that goes on has to know beside its strategy's and its grid's state.
+
+    Attributes
+    ----------
+    events : int
+        Events that were in the run store.
+    wall_time : float
+        Seconds that the run had taken.
+    path : Path
+        The checkpoint.
+    """
+
+    events: int
+    wall_time: float
+    path: Path
+
+
+class Keeper:
+    """Writes checkpoints when they are due. It is asked between two steps of the strategy.
+
+    Parameters
+    ----------
+    folder : CheckpointFolder
+        Where to.
+    schedule : Schedule
+        When.
+    config : RunConfig
+        The resolved configuration, which a run that goes on must share.
+    strategy : Stateful
+        The strategy.
+    grid : Grid
+        A virtual grid is saved with its clock and its open messages.
+    store : RunStore
+        The run store; everything observed so far is written to it first.
+    updates : Callable
+        Returns the number of updates applied.
+    wall_time : Callable
+        Returns the seconds that the run has taken.
+    stop : Callable
+        Returns why the run is to end now; nothing if it is not.
+    going_on : bool
+        The run has just gone on from a checkpoint.
+    """
+
+    def __init__(
+        self,
+        folder: CheckpointFolder,
+        schedule: Schedule,
+        config: RunConfig,
+        strategy: Stateful,
+        grid: Grid,
+        store: RunStore,
+        *,
+        updates: Callable[[], int],
+        wall_time: Callable[[], float],
+        stop: Callable[[], str],
+        going_on: bool,
+    ) -> None:
+        self._folder, self._schedule = folder, schedule
+        self._config, self._strategy, self._grid, self._store = config, strategy, grid, store
+        self._updates, self._wall_time, self._stop = updates, wall_time, stop
+        self._saved_updates = updates() if going_on else -1
+        self._saved_at = wall_time()
+
+    def at_rest(self) -> str:
+        """Write a checkpoint if one is due; return why the run is to end, if it is."""
+        reason = self._stop()
+        if reason or self._is_due():
+            path = self._save()
+            if reason:
+                log.info("The run can go on from %s", path)
+        return reason
+
+    def _is_due(self) -> bool:
+        every, seconds = self._schedule.every, self._schedule.seconds
+        if self._saved_updates < 0:
+            return not self._schedule.is_off
+        if every and self._updates() >= self._saved_updates + every:
+            return True
+        return bool(seconds) and self._wall_time() >= self._saved_at + seconds
+
+    def _save(self) -> Path:
+        events = self._store.commit()
+        tree = {
+            "config": identity(self._config),
+            "strategy": self._strategy.state_dict(),
+            "grid": self._grid.state_dict() if isinstance(self._grid, VirtualGrid) else None,
+            "events": events,
+            "wall-time": self._wall_time(),
+        }
+        note = {
+            "raceme": raceme.__version__,
+            "strategy": self._config.strategy,
+            "config": _hash(tree["config"]),
+            "updates": str(self._updates()),
+        }
+        path = self._folder.save(tree, note)
+        self._saved_updates, self._saved_at = self._updates(), self._wall_time()
+        log.debug("checkpoint %s after %d updates", path.name, self._saved_updates)
+        return path
+
+
+def restore(
+    folder: CheckpointFolder, config: RunConfig, strategy: Stateful, grid: Grid
+) -> Restored:
+    """Bring a strategy, and a virtual grid, back to where the last usable checkpoint was taken.
+
+    Parameters
+    ----------
+    folder : CheckpointFolder
+        Where the checkpoints are.
+    config : RunConfig
+        The resolved configuration.
+    strategy : Stateful
+        New, of the same method.
+    grid : Grid
+        New, of the same fleet.
+
+    Raises
+    ------
+    UserError
+        No checkpoint can be used.
+    """
+    virtual = grid if isinstance(grid, VirtualGrid) else None
+
+    def check(tree: Any, note: Mapping[str, str]) -> str:
+        reason = _other_config(tree["config"], identity(config))
+        if not reason and (tree["grid"] is None) != (virtual is None):
+            reason = (
+                "it is of a run on real time: go on with `flwr run`"
+                if tree["grid"] is None
+                else "it is of a run on virtual time: go on with `raceme run --resume`"
+            )
+        if reason:
+            return reason
+        try:
+            strategy.load_state_dict(tree["strategy"])
+        except (ValueError, KeyError, TypeError) as error:
+            return f"its state does not fit this version of Raceme ({error})"
+        return ""
+
+    tree, path = folder.load(check)
+    if virtual is not None:
+        virtual.load_state_dict(tree["grid"])
+    log.info("Going on from %s", path)
+    return Restored(int(tree["events"]), float(tree["wall-time"]), path)
+
+
+def identity(config: RunConfig) -> dict[str, Value]:
+    """Return the keys that a run and its continuation must share."""
+    return {key: value for key, value in config.to_mapping().items() if key not in _FREE}
+
+
+def _other_config(there: Mapping[str, Value], here: Mapping[str, Value]) -> str:
+    """Say how two configurations differ; nothing if they do not."""
+    differences = [
+        f"{key} is {there.get(key)!r} there and {here.get(key)!r} here"
+        for key in sorted(there.keys() | here.keys())
+        if there.get(key) != here.get(key)
+    ]
+    if not differences:
+        return ""
+    more = f", and {len(differences) - 3} more" if len(differences) > 3 else ""
+    return f"it is of another run: {'; '.join(differences[:3])}{more}"
+
+
+def _hash(config: Mapping[str, Value]) -> str:
+    return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:16]
