@@ -52,11 +52,15 @@ def idle_app() -> ClientApp:
     return app
 
 
+def layers(size: int) -> ArrayRecord:
+    """Make a model of eight layers."""
+    parts = np.array_split(np.ones(size, np.float32), 8)
+    return ArrayRecord({f"layer{i}": Array(part) for i, part in enumerate(parts)})
+
+
 def milliseconds_per_update(size: int, clients: int, updates: int) -> float:
     """Run FedAsync with clients that do nothing, and return what an update took."""
-    layers = np.array_split(np.ones(size, np.float32), 8)
-    arrays = ArrayRecord({f"layer{i}": Array(layer) for i, layer in enumerate(layers)})
-    device = Device(jitter=0.1)
+    arrays, device = layers(size), Device(jitter=0.1)
     grid = VirtualGrid(idle_app(), [Node(1000 + i, device) for i in range(clients)])
     started = time.perf_counter()
     FedAsync().start(grid, arrays, num_rounds=updates, plan=Plan(eval_every=10**9))

@@ -63,16 +63,21 @@ def run(
         list[str] | None,
         typer.Option("--set", help="any key: key=value, e.g. casa.gamma=0.2", show_default=False),
     ] = None,
+    checkpoint_every: Annotated[str | None, _option("checkpoint-every")] = None,
+    resume: Annotated[str | None, _option("resume")] = None,
     out: Annotated[str | None, _option("out")] = None,
 ) -> None:
     """Run a method on virtual time, and leave a table, plots and all numbers.
 
-    Keys come from --config, then the options, then --set; the later one wins.
+    Keys come from --config, then the options, then --set; the later one wins. With --resume they
+    are those of the earlier run.
     """
+    from raceme.checkpoints import StopRequest
     from raceme.experiment import simulate
     from raceme.reporting.console import RunProgress, print_summary
 
-    keys: dict[str, Value] = read_toml(config) if config else {}
+    keys: dict[str, Value] = read_toml(Path(resume) / "config.toml") if resume else {}
+    keys.update(read_toml(config) if config else {})
     options = {
         "strategy": strategy,
         "dataset": dataset,
@@ -90,6 +95,8 @@ def run(
         "workers": workers,
         "device": device,
         "seed": seed,
+        "checkpoint-every": checkpoint_every,
+        "resume": resume,
         "out": out,
     }
     keys.update({name: value for name, value in options.items() if value is not None})
@@ -97,8 +104,8 @@ def run(
     settings = RunConfig.from_mapping(keys)
 
     _quiet_flower()
-    with RunProgress(max_updates=settings.max_updates) as progress:
-        outcome = simulate(settings, progress.observe)
+    with StopRequest() as stop, RunProgress(max_updates=settings.max_updates) as progress:
+        outcome = simulate(settings, progress.observe, stop=stop)
     print_summary(outcome.summary, outcome.out)
     if outcome.interrupted:
         raise typer.Exit(130)
@@ -164,6 +171,10 @@ def _quiet_flower() -> None:
     logging.getLogger("flwr").setLevel(logging.ERROR)
     logging.getLogger("raceme").propagate = False
     logging.getLogger("raceme").addHandler(logging.NullHandler())
+    # What becomes of checkpoints is the person's business, and rare.
+    checkpoints = logging.getLogger("raceme.checkpoints")
+    checkpoints.setLevel(logging.INFO)
+    checkpoints.handlers = [logging.StreamHandler(sys.stderr)]
 
 
 def main() -> None:

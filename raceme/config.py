@@ -81,7 +81,9 @@ class RunConfig:
     lr: float | None = key(None, "learning rate of the local SGD", above=0)
     batch_size: int = key(10, "mini-batch size of the local SGD", low=1)
     local_epochs: int = key(1, "passes over the local data per update", low=1)
-    devices: str = key("slow30x5", "device profile, or a TOML file with one; see `raceme list`")
+    devices: str = key(
+        "slow30x5", "device profile, TOML file with one, or trace:FOLDER of a run; see `raceme list`"
+    )
     max_updates: int = key(500, "stop after so many client updates", low=1)
     max_time: float = key(0.0, "stop at this time in seconds (0: no limit)", low=0)
     target_accuracy: float | None = key(None, "stop at this mean client accuracy", above=0, high=1)

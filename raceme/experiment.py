@@ -16,18 +16,23 @@ from threadpoolctl import threadpool_limits
 
 from raceme import datasets, models
 from raceme import messages as names
+from raceme.checkpoints import CheckpointFolder, Keeper, Schedule, restore
 from raceme.config import RunConfig, parameters_from, write_toml
 from raceme.errors import UserError
 from raceme.events import Event, Observer
 from raceme.messages import ModelSpec
 from raceme.reporting.artefacts import write_all
-from raceme.reporting.store import RunStore
+from raceme.reporting.store import RunStore, read_events
 from raceme.reporting.summary import RunSummary
 from raceme.simulation import Node, VirtualGrid, executor_for, fleet, training_seconds
+from raceme.simulation.trace import PREFIX, traced_fleet
 from raceme.strategies import STRATEGIES, AsyncStrategy, Plan, Rounds
+from raceme.strategies.conduct import Rest, go_on
 
 _FIRST_NODE_ID = 1000
 _CLIENT_APP = "raceme.client_app:app"
+_CHECKPOINT_SECONDS = 60.0
+"""From one checkpoint to the next on real devices, if nothing else is asked for."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +73,8 @@ def resolve(config: RunConfig) -> RunConfig:
         eval_every=config.clients if config.eval_every is None else config.eval_every,
         data_root=_absolute(config.data_root),
         data_file=_absolute(config.data_file),
-        devices=_absolute(config.devices) if config.devices.endswith(".toml") else config.devices,
+        resume=_absolute(config.resume),
+        devices=_resolved_devices(config.devices),
     )
 
 
@@ -92,17 +98,25 @@ def build_grid(config: RunConfig) -> VirtualGrid:
     Raises
     ------
     UserError
-        Unknown profile, missing data, an impossible partition.
+        Unknown profile, unusable trace, missing data, an impossible partition.
     """
     from raceme.client_app import app
 
-    devices = fleet(config.devices, config.clients, config.seed)
+    names: list[str] = []
+    if config.devices.startswith(PREFIX):
+        devices, names = traced_fleet(config.devices.removeprefix(PREFIX), config.clients)
+    else:
+        devices = fleet(config.devices, config.clients, config.seed)
     clients = datasets.all_clients(config)
     nodes = [
         Node(
             node_id=_FIRST_NODE_ID + index,
             device=device,
-            config={"partition-id": index, "num-partitions": config.clients},
+            config={
+                "partition-id": index,
+                "num-partitions": config.clients,
+                **({"device-id": names[index]} if names else {}),
+            },
             examples=len(data.y_train),
         )
         for index, (device, data) in enumerate(zip(devices, clients, strict=True))
@@ -117,7 +131,7 @@ def build_grid(config: RunConfig) -> VirtualGrid:
     return VirtualGrid(app, nodes, config.to_mapping(), seed=config.seed, executor=executor)
 
 
-def simulate(config: RunConfig, *observers: Observer) -> Outcome:
+def simulate(config: RunConfig, *observers: Observer, stop: Rest = go_on) -> Outcome:
     """Run a configuration on virtual time.
 
     Parameters
@@ -126,6 +140,8 @@ def simulate(config: RunConfig, *observers: Observer) -> Outcome:
         What to run; resolved here.
     observers : Observer
         Called with everything that happens, e.g. a progress line.
+    stop : Callable
+        Asked between two steps: returns why the run is to end, or nothing.
 
     Raises
     ------
@@ -136,15 +152,21 @@ def simulate(config: RunConfig, *observers: Observer) -> Outcome:
     strategy = build_strategy(config)
     grid = build_grid(config)
     try:
-        return conduct(config, strategy, grid, *observers)
+        return conduct(config, strategy, grid, *observers, stop=stop)
     finally:
         grid.close()
 
 
 def conduct(
-    config: RunConfig, strategy: AsyncStrategy | Rounds, grid: Grid, *observers: Observer
+    config: RunConfig,
+    strategy: AsyncStrategy | Rounds,
+    grid: Grid,
+    *observers: Observer,
+    stop: Rest = go_on,
 ) -> Outcome:
     """Run a strategy on any grid, and leave the artefacts, however the run ends.
+
+    With the key ``resume`` it goes on with an earlier run, in its folder, from its last checkpoint.
 
     Parameters
     ----------
@@ -156,18 +178,35 @@ def conduct(
         A virtual grid, or one of Flower's.
     observers : Observer
         Called with everything that happens.
+    stop : Callable
+        Asked between two steps: returns why the run is to end, or nothing. A checkpoint is
+        written then.
 
     Raises
     ------
     UserError
-        The model does not exist or does not fit the data; the folder cannot be used.
+        The model does not exist or does not fit the data; the folder cannot be used; there is no
+        checkpoint to go on from.
     """
     initial = models.initial_arrays(config)
-    out = prepare_folder(config)
-    started, summary = time.perf_counter(), RunSummary()
+    virtual = isinstance(grid, VirtualGrid)
+    out = continued_folder(config) if config.resume else prepare_folder(config)
+    checkpoints, restored = CheckpointFolder(out), None
+    if config.resume:
+        restored = restore(checkpoints, config, strategy, grid)
+        forget_end(config, out)
+    started = time.perf_counter() - (restored.wall_time if restored else 0.0)
+    summary = RunSummary()
     # The server's matrices are small: threads of the linear algebra library would only compete
     # with the clients' training for the cores.
-    with RunStore(out) as store, _log_file(out / "run.log"), threadpool_limits(1):
+    with (
+        RunStore(out, after=restored.events if restored else None) as store,
+        _log_file(out / "run.log"),
+        threadpool_limits(1),
+    ):
+        if restored:
+            for event in read_events(out):
+                summary.observe(event)
 
         def observe(event: Event) -> None:
             store.observe(event)
@@ -175,14 +214,27 @@ def conduct(
             for observer in observers:
                 observer(event)
 
+        keeper = Keeper(
+            checkpoints,
+            schedule(config, virtual),
+            config,
+            strategy,
+            grid,
+            store,
+            updates=lambda: strategy.progress.updates,
+            wall_time=lambda: time.perf_counter() - started,
+            stop=stop,
+            going_on=restored is not None,
+        )
         strategy.start(
             grid,
             initial,
             num_rounds=config.max_updates,
             timeout=config.task_timeout,
-            train_config=training_settings(config),
+            train_config=training_settings(config, report_timing=not virtual),
             plan=plan(config),
             observe=observe,
+            at_rest=keeper.at_rest,
         )
     result = summary.result(
         strategy=config.strategy,
@@ -199,7 +251,7 @@ def conduct(
         models={k: spec.views(model.vector) for k, model in strategy.models.items()},
         similarity=strategy.similarity(),
         target=config.target_accuracy,
-        clock="virtual time" if isinstance(grid, VirtualGrid) else "time",
+        clock="virtual time" if virtual else "time",
     )
     reason = str(result["reason"])
     return Outcome(
@@ -221,16 +273,31 @@ def plan(config: RunConfig) -> Plan:
     )
 
 
-def training_settings(config: RunConfig) -> ConfigRecord:
-    """Return what every training message tells a client."""
+def schedule(config: RunConfig, virtual: bool) -> Schedule:
+    """Return when checkpoints are due: by default only on real devices, by time."""
+    seconds = config.checkpoint_seconds
+    if seconds is None:
+        seconds = 0.0 if virtual else _CHECKPOINT_SECONDS
+    return Schedule(config.checkpoint_every, seconds)
+
+
+def training_settings(config: RunConfig, report_timing: bool = False) -> ConfigRecord:
+    """Return what every training message tells a client.
+
+    Parameters
+    ----------
+    config : RunConfig
+        A resolved configuration.
+    report_timing : bool
+        Ask for times of the machine's clock, which differ from run to run.
+    """
     assert config.lr is not None, "resolve() sets the learning rate"
-    return ConfigRecord(
-        {
-            names.LR: config.lr,
-            names.BATCH_SIZE: config.batch_size,
-            names.LOCAL_EPOCHS: config.local_epochs,
-        }
-    )
+    settings: dict[str, Any] = {
+        names.LR: config.lr,
+        names.BATCH_SIZE: config.batch_size,
+        names.LOCAL_EPOCHS: config.local_epochs,
+    }
+    return ConfigRecord(settings | ({names.REPORT_TIMING: True} if report_timing else {}))
 
 
 def prepare_folder(config: RunConfig) -> Path:
@@ -253,10 +320,36 @@ def prepare_folder(config: RunConfig) -> Path:
         raise UserError(f"{out} holds a run already; choose another folder with --out.")
     try:
         out.mkdir(parents=True, exist_ok=True)
-        write_toml(config.with_values(out=""), out / "config.toml")
+        write_toml(config.with_values(out="", resume=""), out / "config.toml")
     except OSError as error:
         raise UserError(f"Cannot write to {out}: {error.strerror}.") from None
     return out
+
+
+def continued_folder(config: RunConfig) -> Path:
+    """Return the folder of the run to go on with.
+
+    Raises
+    ------
+    UserError
+        There is no run in it, or the results are to go elsewhere.
+    """
+    out = Path(config.resume)
+    if not (out / "run.sqlite").is_file():
+        raise UserError(f"There is no run in {out} to go on with; expected a folder of results.")
+    if config.out and Path(_absolute(config.out)) != out:
+        raise UserError(f"A run goes on in its own folder, {out}: leave out --out.")
+    return out
+
+
+def forget_end(config: RunConfig, out: Path) -> None:
+    """Take back what an earlier end of a run has left that would not be overwritten.
+
+    Limits may be others than they were, so the configuration is written anew.
+    """
+    for path in (out / "clusters").glob("*.safetensors"):
+        path.unlink()
+    write_toml(config.with_values(out="", resume=""), out / "config.toml")
 
 
 def _unused(path: Path) -> Path:
@@ -266,6 +359,13 @@ def _unused(path: Path) -> Path:
         candidate = path.with_name(f"{path.name}-{number}")
         number += 1
     return candidate
+
+
+def _resolved_devices(devices: str) -> str:
+    """Make the path in a choice of devices absolute, if there is one."""
+    if devices.startswith(PREFIX):
+        return PREFIX + _absolute(devices.removeprefix(PREFIX))
+    return _absolute(devices) if devices.endswith(".toml") else devices
 
 
 def _absolute(path: str) -> str:

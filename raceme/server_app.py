@@ -8,6 +8,7 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from raceme import experiment
+from raceme.checkpoints import StopRequest
 from raceme.compat.grid import hasten_replies
 from raceme.config import RunConfig
 from raceme.reporting.console import RunProgress
@@ -25,8 +26,11 @@ def main(grid: Grid, context: Context) -> None:
     hasten_replies()
     config = experiment.resolve(RunConfig.from_mapping(context.run_config))
     strategy = experiment.build_strategy(config)
-    with RunProgress(max_updates=config.max_updates, each_update=True) as progress:
-        outcome = experiment.conduct(config, strategy, grid, progress.observe)
+    with (
+        StopRequest() as stop,
+        RunProgress(max_updates=config.max_updates, each_update=True) as progress,
+    ):
+        outcome = experiment.conduct(config, strategy, grid, progress.observe, stop=stop)
     logging.getLogger("raceme").info("Results are in %s", outcome.out)
 
 

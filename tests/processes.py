@@ -32,7 +32,7 @@ class Process:
     def text(self) -> str:
         return re.sub(r"\x1b\[[0-9;]*m", "", self.log.read_text(errors="replace"))
 
-    def wait_for(self, pattern: str, seconds: float = 40.0) -> re.Match[str]:
+    def wait_for(self, pattern: str, seconds: float = 90.0) -> re.Match[str]:
         """Wait until a pattern occurs in the output."""
         found = wait_until(
             lambda: re.search(pattern, self.text()) or self._ended(pattern), seconds, self.describe
@@ -127,8 +127,8 @@ class Loopback:
         command += ["--fleet-api-address", self.fleet_address, "--port", str(self.http_port)]
         process = self.start("superlink", [*command, *(options or ("--insecure",))])
         if "--simulation" not in options:
-            wait_until(lambda: _listens(self.fleet_port), 40, process.describe)
-        wait_until(lambda: _listens(self.http_port), 40, process.describe)
+            wait_until(lambda: _listens(self.fleet_port), 90, process.describe)
+        wait_until(lambda: _listens(self.http_port), 90, process.describe)
         return process
 
     def _write_connection(self, secure: bool) -> None:

@@ -1,331 +1,16 @@
-"""`raceme device`: its parts, and real processes against a stock SuperLink on loopback."""
+"""`raceme device` as real processes, against a stock SuperLink on loopback."""
 
 from __future__ import annotations
 
-import signal
 import sqlite3
-import subprocess
-import sys
 from contextlib import closing
 from pathlib import Path
 
-import grpc
 import pytest
-from bundles import IDLE_CLIENT, announced, bundle, project, write_app
-from flwr.app import ConfigRecord, Context, Message, RecordDict
-from processes import ROOT, Loopback, Process, loopback, raceme
+from bundles import IDLE_CLIENT, write_app
+from processes import ROOT, Loopback, Process, free_port, loopback, raceme, wait_until
 
-import raceme as package
-from raceme import compat
-from raceme.compat import INVALID_APP, LOAD_APP_EXCEPTION, fleet
-from raceme.deployment import hardware
-from raceme.deployment.apps import Apps, RefusedAppError
-from raceme.deployment.connection import (
-    NotAcceptedError,
-    PatientCalls,
-    RejoinError,
-    RunOverError,
-    StoppedError,
-)
-from raceme.deployment.memory import data_memory, limit_memory
-from raceme.deployment.polling import Pause
-from raceme.deployment.stopping import StopSignal
-from raceme.deployment.tasks import InterruptedTaskError, Interrupter
-from raceme.errors import UserError
-from raceme.messages import CLIENT_ID, CONFIG
-
-# Which app runs.
-
-
-def load(data: bytes, run: fleet.Run, trusted: tuple[str, ...] = ()) -> Message:
-    """Load the app of a run and return its answer to a training message."""
-    with closing(Apps(trusted)) as apps:
-        loaded = apps.of_run(run.run_id, lambda _: run, lambda _: data)
-        compat.identify_process()
-        message = Message(RecordDict(), 1, "train")
-        return loaded.app(message, Context(7, 1, {}, RecordDict(), loaded.config))
-
-
-def trap(path: Path) -> str:
-    """Return a client that leaves a trace as soon as any of its code is executed."""
-    return f"open({str(path)!r}, 'w').close()\n{IDLE_CLIENT}"
-
-
-def test_an_app_that_is_what_it_was_announced_as_runs() -> None:
-    data = bundle()
-    assert load(data, announced(data), trusted=("tests/small",)).has_content()
-
-
-def test_nothing_of_an_app_is_executed_if_its_hash_is_another(tmp_path: Path) -> None:
-    data = bundle(trap(tmp_path / "trace"))
-    with pytest.raises(RefusedAppError, match="hash") as refused:
-        load(data, announced(bundle()))
-    assert refused.value.code == INVALID_APP
-    assert not (tmp_path / "trace").exists()
-
-
-def test_nothing_of_an_app_is_executed_that_is_not_trusted(tmp_path: Path) -> None:
-    data = bundle(trap(tmp_path / "trace"))
-    with pytest.raises(RefusedAppError, match="tests/small is not trusted"):
-        load(data, announced(data), trusted=("raceme/raceme",))
-    assert not (tmp_path / "trace").exists()
-
-
-def test_an_app_cannot_pass_for_another(tmp_path: Path) -> None:
-    data = bundle(trap(tmp_path / "trace"))
-    with pytest.raises(RefusedAppError, match=r"announced raceme/raceme 0\.1\.0"):
-        load(data, announced(data, "raceme/raceme", "0.1.0"), trusted=("raceme/raceme",))
-    assert not (tmp_path / "trace").exists()
-
-
-def test_racemes_own_code_is_the_installed_one(tmp_path: Path) -> None:
-    text = project("raceme", "raceme", package.__version__)
-    data = bundle(trap(tmp_path / "trace"), text)
-    run = announced(data, "raceme/raceme", package.__version__)
-    from raceme.client_app import app
-
-    assert Apps().of_run(7, lambda _: run, lambda _: data).app is app
-    assert not (tmp_path / "trace").exists()
-
-
-def test_another_version_of_raceme_is_refused() -> None:
-    data = bundle(pyproject=project("raceme", "raceme", "99.0.0"))
-    with pytest.raises(RefusedAppError, match=r"run is of raceme 99\.0\.0") as refused:
-        load(data, announced(data, "raceme/raceme", "99.0.0"))
-    assert refused.value.code == LOAD_APP_EXCEPTION
-
-
-def test_two_apps_with_the_same_module_names_do_not_mix() -> None:
-    bundles = {number: bundle(f"{IDLE_CLIENT}\napp.number = {number}\n") for number in (1, 2)}
-    with closing(Apps()) as apps:
-        seen = [
-            apps.of_run(number, lambda key: announced(bundles[key]), lambda _, data=data: data)
-            for number, data in bundles.items()
-        ]
-    assert [vars(loaded.app)["number"] for loaded in seen] == [1, 2]
-
-
-def test_an_app_that_cannot_be_imported_is_an_error_reply_not_a_crash() -> None:
-    data = bundle("raise SystemExit(3)")
-    with pytest.raises(RefusedAppError, match="cannot be loaded: SystemExit"):
-        load(data, announced(data))
-
-
-def test_a_trusted_app_needs_publisher_and_name() -> None:
-    with pytest.raises(UserError, match="PUBLISHER/NAME"):
-        Apps(["raceme"])
-
-
-# Waiting, retrying, stopping.
-
-
-def test_pauses_grow_to_the_longest_and_start_again() -> None:
-    pause = Pause(1.0, 4.0, growth=2.0, uniform=lambda low, high: (low + high) / 2)
-    assert [pause.next() for _ in range(4)] == [1.0, 2.0, 4.0, 4.0]
-    pause.reset()
-    assert pause.next() == 1.0
-
-
-def test_pauses_of_two_devices_differ() -> None:
-    one, other = Pause(1.0, 1.0), Pause(1.0, 1.0)
-    assert [one.next() for _ in range(4)] != [other.next() for _ in range(4)]
-    assert 0.8 <= one.next() <= 1.2
-
-
-class Failure(grpc.RpcError):  # type: ignore[misc]
-    def __init__(self, code: grpc.StatusCode, details: str = "") -> None:
-        self._code, self._details = code, details
-
-    def code(self) -> grpc.StatusCode:
-        return self._code
-
-    def details(self) -> str:
-        return self._details
-
-
-class Immediate(StopSignal):
-    """Waits for nothing."""
-
-    def wait(self, seconds: float) -> bool:
-        return self.is_set()
-
-
-class Server:
-    """Fails as it is told, then answers."""
-
-    def __init__(self, *failures: Failure) -> None:
-        self.failures = list(failures)
-        self.timeouts: list[float] = []
-
-    def __call__(self, request: object, timeout: float) -> str:
-        self.timeouts.append(timeout)
-        if self.failures:
-            raise self.failures.pop(0)
-        return "answer"
-
-
-CODE = grpc.StatusCode
-LOST = Failure(CODE.UNAVAILABLE, "recvmsg: Connection reset by peer")
-DOWN = Failure(CODE.UNAVAILABLE, "failed to connect to all addresses")
-
-
-def calls(stop: StopSignal | None = None) -> PatientCalls:
-    return PatientCalls(stop or Immediate(), fleet.Endpoint("host:1", insecure=True))
-
-
-def test_calls_are_repeated_until_the_network_is_back() -> None:
-    server = Server(*[DOWN] * 30, LOST, Failure(CODE.DEADLINE_EXCEEDED))
-    assert calls().invoke(server, object()) == "answer"
-    assert len(server.timeouts) == 33
-
-
-def test_a_request_for_work_that_may_have_been_served_in_vain_is_remembered() -> None:
-    request = fleet.PullMessagesRequest()
-    after_down, after_loss = calls(), calls()
-    after_down.invoke(Server(DOWN), request)
-    after_loss.invoke(Server(LOST), request)
-    assert (after_down.pull_failed, after_loss.pull_failed) == (False, True)
-
-
-@pytest.mark.parametrize(
-    ("failure", "meaning", "match"),
-    [
-        (Failure(CODE.PERMISSION_DENIED, "the run"), RunOverError, "the run"),
-        (Failure(CODE.UNAUTHENTICATED, "Invalid node ID"), RejoinError, "does not know"),
-        (Failure(CODE.FAILED_PRECONDITION, "Failed to activate"), NotAcceptedError, "activate"),
-        (Failure(CODE.FAILED_PRECONDITION, "must be registered"), UserError, "--key FILE"),
-        (Failure(CODE.UNIMPLEMENTED), UserError, "grpc-rere"),
-        (Failure(CODE.UNAVAILABLE, "Tls handshake failed"), UserError, "certificate"),
-        (Failure(CODE.INVALID_ARGUMENT, "why"), RejoinError, "INVALID_ARGUMENT: why"),
-    ],
-)
-def test_a_failure_that_will_not_pass_says_what_it_means(
-    failure: Failure, meaning: type[Exception], match: str
-) -> None:
-    with pytest.raises(meaning, match=match):
-        calls().invoke(Server(failure), object())
-
-
-def test_a_stopped_device_waits_no_longer() -> None:
-    stop = Immediate()
-    stop.set()
-    with pytest.raises(StoppedError):
-        calls(stop).invoke(Server(DOWN), object())
-
-
-def test_leaving_is_tried_once_and_briefly() -> None:
-    leaving, server = calls(), Server(DOWN)
-    leaving.max_tries = 1
-    with pytest.raises(grpc.RpcError):
-        leaving.invoke(server, object())
-    assert server.timeouts == [3.0]
-
-
-def test_a_task_is_ended_after_its_grace() -> None:
-    interrupter = Interrupter(grace=0.01)
-
-    def work() -> None:
-        with interrupter.working():
-            interrupter.stop()
-            signal.pause()
-
-    with pytest.raises(InterruptedTaskError):
-        work()
-
-
-def test_a_second_signal_ends_a_task_at_once_and_none_begins_later() -> None:
-    interrupter = Interrupter(grace=1000.0)
-    begun = []
-
-    def work() -> None:
-        with interrupter.working():
-            begun.append("task")
-            interrupter.stop()
-            interrupter.stop()
-
-    for _ in range(2):
-        with pytest.raises(InterruptedTaskError):
-            work()
-    assert begun == ["task"]
-
-
-def test_a_task_that_finishes_in_time_is_left_alone() -> None:
-    interrupter = Interrupter(grace=1000.0)
-    with interrupter.working():
-        interrupter.stop()
-    assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
-
-
-# What it says about itself, and what it is told.
-
-
-def test_a_device_states_its_machine_when_greeted() -> None:
-    from raceme.client_app import app
-
-    compat.identify_process()
-    greeting = Message(RecordDict(), 1, "query")
-    node = {"partition-id": 0, "num-partitions": 4, "device-id": "kitchen"}
-    reply = app(greeting, Context(1, 1, node, RecordDict(), {"groups": "0.5,0.5"}))
-    stated = reply.content[CONFIG]
-    assert isinstance(stated, ConfigRecord)
-    assert stated[CLIENT_ID] == "kitchen"
-    assert {**stated}.items() >= hardware.describe().items()
-    cpus, memory = stated["cpu-count"], stated["memory-mib"]
-    assert isinstance(cpus, int)
-    assert cpus >= 1
-    assert isinstance(memory, int)
-    assert memory > 100
-
-
-def test_a_memory_limit_below_what_is_in_use_is_refused() -> None:
-    with pytest.raises(UserError, match="too low"):
-        limit_memory(1)
-    assert data_memory() > 1024 * 1024
-
-
-def test_a_memory_limit_makes_large_tasks_fail_and_no_more(tmp_path: Path) -> None:
-    script = (
-        "import torch\n"
-        "from raceme.deployment.memory import data_memory, limit_memory\n"
-        "limit_memory(data_memory() // 2**20 + 200)\n"
-        "torch.ones(10 * 2**20 // 4)\n"
-        "try:\n    torch.ones(2**30 // 4)\n"
-        "except RuntimeError:\n    torch.ones(10 * 2**20 // 4)\n    print('survived')\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT
-    )
-    assert done.stdout.strip() == "survived"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "match"),
-    [
-        (["--superlink", "server"], "HOST:PORT"),
-        (["--superlink", "server:99999"], "HOST:PORT"),
-        (["--superlink", "server:1", "--insecure", "--key", "x"], "plain text"),
-        (["--superlink", "server:1", "--key", "/nowhere"], "cannot be read"),
-        (["--superlink", "server:1", "--key", __file__], "OpenSSH"),
-        (["--superlink", "server:1", "--root-certificates", __file__], "PEM"),
-        (["--superlink", "server:1", "--node-config", "rubbish"], "key=value"),
-        (["--superlink", "server:1", "--trusted-app", "raceme"], "PUBLISHER/NAME"),
-    ],
-)
-def test_bad_input_is_one_line(
-    arguments: list[str], match: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    from raceme.cli import main
-
-    monkeypatch.setattr(sys, "argv", ["raceme", "device", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2
-    (line,) = [text for text in capsys.readouterr().err.splitlines() if text.startswith("raceme:")]
-    assert match in line
-
-
-# Real processes.
-
+WORK = "train task"
 DIGITS = "strategy='fedasync' groups='0.5,0.5' eval-every=10 "
 
 
@@ -342,36 +27,32 @@ def client_events(out: Path) -> list[tuple[str, str]]:
         return [(str(client), str(kind)) for client, kind in rows]
 
 
-def test_a_run_ends_though_a_device_is_restarted_and_another_claims_its_id(tmp_path: Path) -> None:
+def test_one_of_two_devices_with_one_id_is_refused_until_the_other_leaves(tmp_path: Path) -> None:
     with loopback(tmp_path) as bed:
         bed.superlink()
-        first, second = (start_digits_device(bed, number) for number in range(2))
-        settings = DIGITS + f"max-updates=24 local-epochs=5 out='{tmp_path}/out'"
+        both = [start_digits_device(bed, 0) for _ in range(2)]
+        for device in both:
+            device.wait_for("online at")
+        settings = DIGITS + f"max-updates=30 local-epochs=5 out='{tmp_path}/out'"
         run = bed.flwr("run", str(ROOT), "here", "--stream", "--run-config", settings)
-        first.wait_for(r"train task \d+: done")
-        second.wait_for("online at")
-        impostor = start_digits_device(bed, 1)
-        assert first.stop() == 0
-        back = start_digits_device(bed, 0)
-        back.wait_for(r"train task \d+: done")
+        run.wait_for("'board-0' is already online")
+        wait_until(lambda: any(WORK in device.text() for device in both), 90)
+        # The other one was asked who it is, and given nothing to do.
+        ((_, worker), (worked, other)) = sorted(
+            ((WORK in device.text(), device) for device in both), key=lambda pair: not pair[0]
+        )
+        assert not worked
+        assert worker.stop() == 0
+        other.wait_for(WORK)
         run.wait_for("Results are in", 120)
         assert run.wait() == 0
-        assert back.stop() == 0
-    events = client_events(tmp_path / "out")
-    assert events.count(("board-0", "joined")) == 1
-    assert ("board-0", "returned") in events
-    assert "'board-1' is already online" in run.text()
-    assert joined(events) == {"board-0", "board-1"}
-    # Whichever of the two came second was asked who it is, and given nothing to do.
-    assert sum("train task" in each.text() for each in (second, impostor)) == 1
-
-
-def joined(events: list[tuple[str, str]]) -> set[str]:
-    return {client for client, kind in events if kind == "joined"}
+        assert other.stop() == 0
+    kinds = ["joined", "left", "returned"]
+    assert client_events(tmp_path / "out") == [("board-0", kind) for kind in kinds]
 
 
 def start_secure_superlink(bed: Loopback, *devices: str) -> Path:
-    """Start a SuperLink with TLS that knows the key of the first device; return the keys' folder."""
+    """Start a SuperLink with TLS that knows the key of the first device; return its folder."""
     folder = bed.home / "certs"
     named = [option for device in devices for option in ("--device", device)]
     make = raceme("certs", "--host", "127.0.0.1", "--out", str(folder), *named)
@@ -492,8 +173,6 @@ def test_a_device_that_was_killed_comes_back_without_a_key(tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_stock_supernodes_and_devices_work_side_by_side(tmp_path: Path) -> None:
-    from processes import free_port
-
     app = write_app(tmp_path / "app", server=TWO_NODES)
     with loopback(tmp_path) as bed:
         bed.superlink()

@@ -317,8 +317,8 @@ def assert_close(one: RecordDict, other: RecordDict) -> None:
         )
 
 
-def ragged(model: str = "mlp", **values: object) -> RunConfig:
-    return experiment.resolve(RunConfig(clients=7, sizes="power-law", model=model, **values))
+def ragged(model: str = "mlp") -> RunConfig:
+    return experiment.resolve(RunConfig(clients=7, sizes="power-law", model=model, lr=0.1))
 
 
 @pytest.mark.parametrize("model", ["mlp", "cnn", "mclr"])

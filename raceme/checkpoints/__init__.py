@@ -3,6 +3,7 @@
 from raceme.checkpoints.files import DamagedError, read_tree, write_tree
 from raceme.checkpoints.folder import CheckpointFolder
 from raceme.checkpoints.keeper import Keeper, Restored, Schedule, restore
+from raceme.checkpoints.stop import StopRequest
 
 __all__ = [
     "CheckpointFolder",
@@ -10,6 +11,7 @@ __all__ = [
     "Keeper",
     "Restored",
     "Schedule",
+    "StopRequest",
     "read_tree",
     "restore",
     "write_tree",

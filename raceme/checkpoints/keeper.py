@@ -233,7 +233,7 @@ def _other_config(there: Mapping[str, Value], here: Mapping[str, Value]) -> str:
     """Say how two configurations differ; nothing if they do not."""
     differences = [
         f"{key} is {there.get(key)!r} there and {here.get(key)!r} here"
-        for key in sorted(there.keys() | here.keys())
+        for key in sorted(there.keys() | here.keys(), key=lambda key: ("." in key, key))
         if there.get(key) != here.get(key)
     ]
     if not differences:

@@ -86,9 +86,7 @@ def staleness_figure(records: Mapping[str, RunRecord]) -> Figure:
         rows[0].set_title("Staleness of the updates")
         last = rows[-1]
         ticks = np.arange(len(edges) - 1)
-        last.set_xticks(
-            ticks, [_span(low, high) for low, high in pairwise(edges)]
-        )
+        last.set_xticks(ticks, [_span(low, high) for low, high in pairwise(edges)])
         last.set_xlabel("newer versions of the model when the update came")
         return figure
 
@@ -158,4 +156,3 @@ def _bars(
             if len(own) > 1:
                 axes.plot(own, [place] * len(own), "o", ms=3, color=INK, zorder=3, clip_on=False)
         return figure
-

@@ -7,6 +7,7 @@ import signal
 import time
 import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from multiprocessing.connection import Connection
@@ -77,8 +78,10 @@ def _run(keys: Mapping[str, Value], connection: Connection[Any, Any]) -> Finishe
         simulate(config, observe)
     except Exception as error:
         folder = Path(config.out)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / ERROR).write_text(traceback.format_exc(), encoding="utf-8")
+        # The run may have failed because nothing can be written there.
+        with suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / ERROR).write_text(traceback.format_exc(), encoding="utf-8")
         kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
         return Finished(kind + (" ".join(str(error).split()) or "no reason given"))
     return Finished(None)

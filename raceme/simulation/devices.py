@@ -64,7 +64,7 @@ class Device:
     mean_offline: float = 0.0
 
     def __post_init__(self) -> None:
-        for item in fields(self):
+        for item in fields(Device):
             value = getattr(self, item.name)
             if item.name != "online" and not 0 <= value < math.inf:
                 raise UserError(
@@ -88,6 +88,7 @@ class Device:
         bytes_up: int,
         scale: float,
         rng: np.random.Generator,
+        task: int = 0,
     ) -> float:
         """Return the seconds from sending a training task to having its reply.
 
@@ -101,12 +102,18 @@ class Device:
             Factor on the compute time, e.g. the share of a model that is trained.
         rng : numpy.random.Generator
             The device's own; one number is drawn, so that jitter does not change later draws.
+        task : int
+            Number of the task among those that the device was given, from 0.
         """
         compute = self.seconds_per_round + self.seconds_per_sample * examples * epochs
         compute *= scale * (1.0 + self.jitter * rng.uniform(-1.0, 1.0))
         down = bytes_down / self.bandwidth_down if self.bandwidth_down else 0.0
         up = bytes_up / self.bandwidth_up if self.bandwidth_up else 0.0
         return down + compute + up
+
+    def fails(self, task: int) -> bool:
+        """Return whether the reply to a task of this number is an error."""
+        return False
 
     def starts_online(self) -> bool:
         """Return whether the device is there at time 0."""

@@ -226,6 +226,13 @@ class Pool:
 
     def _send(self, worker: _Worker, task: _Task) -> bool:
         """Give a task to a worker; return False if it cannot take it now."""
+        try:
+            return self._try_to_send(worker, task)
+        except OSError:
+            # It has died; the next look at the workers finds out.
+            return False
+
+    def _try_to_send(self, worker: _Worker, task: _Task) -> bool:
         content = pack(task.message.content)
         if content.data and self._slot_bytes is None:
             self._slot_bytes = math.ceil(_ROOM * sum(sizes(content.records)))
@@ -252,11 +259,7 @@ class Pool:
         data = pickle.dumps(request, pickle.HIGHEST_PROTOCOL)
         if len(data) > _PIPE_BYTES and worker.tasks:
             return False
-        try:
-            worker.connection.send_bytes(data)
-        except OSError:
-            # It has died; the next look at the workers finds out.
-            return False
+        worker.connection.send_bytes(data)
         worker.nodes[context.node_id] = node
         worker.tasks[metadata.message_id] = task
         worker.slots[metadata.message_id] = slot

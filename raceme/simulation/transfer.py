@@ -11,6 +11,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -152,22 +153,16 @@ class SharedMemory:
             There is not so much.
         """
         size = slots * slot_bytes
-        folder = next((folder for folder in _FOLDERS if _free(folder) >= size), None)
-        if folder is None:
-            free = ", ".join(f"{name} {_free(name) / _MEGABYTE:,.0f} MB" for name in _FOLDERS)
-            raise UserError(
-                f"Each worker process needs {size / _MEGABYTE:,.0f} MB of shared memory to "
-                f"exchange models, and there is less (free: {free}). Make room, or run with "
-                "--workers 0, which needs none."
-            )
-        # A file without a name: it is gone when the last process that has it open ends.
-        with tempfile.TemporaryFile(prefix="raceme-", dir=folder) as file:
-            os.ftruncate(file.fileno(), size)
-            if hasattr(os, "posix_fallocate"):
-                # Memory that another process has taken meanwhile would be missed when it is
-                # written to, and this process killed.
-                os.posix_fallocate(file.fileno(), 0, size)
-            return cls(os.dup(file.fileno()), slots, slot_bytes)
+        for folder in _FOLDERS:
+            if _free(folder) >= size:
+                with suppress(OSError):
+                    return cls(_reserve(folder, size), slots, slot_bytes)
+        free = ", ".join(f"{folder} {_free(folder) / _MEGABYTE:,.0f} MB" for folder in _FOLDERS)
+        raise UserError(
+            f"Each worker process needs {size / _MEGABYTE:,.0f} MB of shared memory to exchange "
+            f"models, and there is less (free: {free}). Make room, or run with --workers 0, which "
+            "needs none."
+        )
 
     def write(self, slot: int, data: Sequence[bytes]) -> bool:
         """Write into a slot; return False, with nothing written, if it does not fit."""
@@ -191,6 +186,16 @@ class SharedMemory:
         """Let go of the memory."""
         self._memory.close()
         os.close(self.handle)
+
+
+def _reserve(folder: str, size: int) -> int:
+    """Return the descriptor of a new file without a name: it is gone when nobody has it open."""
+    with tempfile.TemporaryFile(prefix="raceme-", dir=folder) as file:
+        os.ftruncate(file.fileno(), size)
+        if hasattr(os, "posix_fallocate"):
+            # Without it, room that is missing is found out when it is written to, and that kills.
+            os.posix_fallocate(file.fileno(), 0, size)
+        return os.dup(file.fileno())
 
 
 def _free(folder: str) -> int:

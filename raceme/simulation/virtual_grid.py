@@ -132,6 +132,7 @@ class VirtualGrid(Grid):
         self._events: list[tuple[float, int, int, str | int]] = []
         self._order = 0
         self._task_rng: dict[int, np.random.Generator] = {}
+        self._given = {node.node_id: 0 for node in nodes}
         self._switches: dict[int, Iterator[float]] = {}
         self._switched: dict[int, int] = {}
         self._online: dict[int, None] = {}
@@ -245,6 +246,7 @@ class VirtualGrid(Grid):
                 str(node_id): {
                     "busy-until": self._busy_until.get(node_id),
                     "rng": self._task_rng[node_id].bit_generator.state,
+                    "given": self._given[node_id],
                     "switched": self._switched[node_id],
                     "state": records_to_tree(self._contexts[node_id].state),
                 }
@@ -262,6 +264,7 @@ class VirtualGrid(Grid):
             if known["busy-until"] is not None:
                 self._busy_until[node_id] = known["busy-until"]
             self._task_rng[node_id].bit_generator.state = known["rng"]
+            self._given[node_id] = known["given"]
             while self._switched[node_id] < known["switched"]:
                 next(self._switches[node_id], None)
                 self._switched[node_id] += 1
@@ -296,6 +299,8 @@ class VirtualGrid(Grid):
     def _time_training(self, node_id: int, pending: _Pending) -> None:
         """Set when a training task is done, or that it gets lost."""
         node, rng, content = self._nodes[node_id], self._task_rng[node_id], pending.message.content
+        number = self._given[node_id]
+        self._given[node_id] += 1
         config = content.config_records.get(CONFIG, ConfigRecord())
         model_bytes = [record.count_bytes() for record in content.array_records.values()]
         duration = node.device.duration(
@@ -305,6 +310,7 @@ class VirtualGrid(Grid):
             bytes_up=model_bytes[0] if model_bytes else 0,
             scale=float(config.get(COMPUTE_SCALE, 1.0)),  # type: ignore[arg-type]
             rng=rng,
+            task=number,
         )
         dropped = rng.uniform() < node.device.drop
         start = max(self._clock, self._busy_until.get(node_id, 0.0))
@@ -316,6 +322,8 @@ class VirtualGrid(Grid):
                 "the task took longer than its time to live",
                 pending.expires,
             )
+        elif node.device.fails(number):
+            pending.lost = "the task was of no use in the recorded run either"
 
     def _advance(
         self, message_ids: Collection[str], until: float | None, stop_on_switch: bool

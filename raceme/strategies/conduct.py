@@ -198,8 +198,8 @@ class Conduct(Method):
         log.log(INFO, "%s with %s", type(self).__name__, self.parameters)
 
     def now(self) -> float:
-        """Return the time on the grid's clock in seconds; 0 before the start."""
-        return 0.0 if self._timeline is None else self._timeline.now()
+        """Return the time on the grid's clock in seconds; before the start that of the state."""
+        return self._time_before if self._timeline is None else self._timeline.now()
 
     @property
     def _clock(self) -> Timeline:

@@ -1,0 +1,96 @@
+"""`raceme` commands in forked copies of one process that has imported everything, once.
+
+A line of JSON on standard input, the arguments, starts one. Its process id is printed at once, and
+its exit code when it has ended.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class Commands:
+    """The parent's side.
+
+    Parameters
+    ----------
+    process : subprocess.Popen
+        Runs this file.
+    """
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+
+    def start(self, *arguments: str, output: Path) -> int:
+        """Start a command, and return its process id."""
+        assert self._process.stdin
+        output.touch()
+        self._process.stdin.write(json.dumps([str(output), *arguments]) + "\n")
+        self._process.stdin.flush()
+        return int(self._answer())
+
+    def exit_code(self) -> int:
+        """Wait for the end of the command; a signal is a negative number."""
+        return int(self._answer())
+
+    def run(self, *arguments: str, output: Path) -> int:
+        """Start a command and wait for its end."""
+        self.start(*arguments, output=output)
+        return self.exit_code()
+
+    def _answer(self) -> str:
+        assert self._process.stdout
+        return self._process.stdout.readline()
+
+
+@contextmanager
+def commands() -> Iterator[Commands]:
+    """Offer the command line, without the time that it takes to start."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [sys.executable, __file__],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+    try:
+        yield Commands(process)
+    finally:
+        process.communicate()
+
+
+def _serve() -> None:
+    # What a run needs; nothing is calculated before the fork, so that there are no threads yet.
+    import raceme.client_app
+    import raceme.experiment  # noqa: F401
+    from raceme.cli import main
+
+    for line in sys.stdin:
+        output, *arguments = json.loads(line)
+        child = os.fork()
+        if not child:
+            log = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            sys.argv = ["raceme", *arguments]
+            try:
+                main()
+            except SystemExit as end:
+                sys.stdout.flush()
+                os._exit(int(end.code or 0))
+            os._exit(1)
+        print(child, flush=True)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+
+
+if __name__ == "__main__":
+    _serve()

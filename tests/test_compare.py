@@ -1,0 +1,238 @@
+"""Comparisons: the same conditions for all, nothing finished lost or redone, the numbers right."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import shutil
+import sqlite3
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from raceme.cli import app
+from raceme.comparison.compare import compare, prepare
+from raceme.comparison.jobs import make_jobs
+from raceme.comparison.results import Comparison, Result, Run, Spread, best_of
+from raceme.comparison.suites import Method, Published, Suite, load_suite, of_names
+from raceme.comparison.table import main_table
+from raceme.config import read_toml
+from raceme.errors import UserError
+from raceme.experiment import simulate
+
+SETTINGS = {"dataset": "digits", "clients": 8, "max-updates": 24, "lr": 0.1}
+METHODS = ("casa", "fedasync", "fedavg")
+
+
+def small_suite(*methods: str, seeds: tuple[int, ...] = (0, 1)) -> Suite:
+    suite = of_names(methods or METHODS, SETTINGS)
+    return Suite(suite.title, suite.methods, suite.settings, seeds)
+
+
+def run(suite: Suite, out: Path) -> tuple[Comparison, str]:
+    said = io.StringIO()
+    comparison = compare(prepare(suite, out), 2, Console(file=said, width=200))
+    return comparison, said.getvalue()
+
+
+def dump(folder: Path) -> list[str]:
+    with sqlite3.connect(folder / "run.sqlite") as connection:
+        return list(connection.iterdump())
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("comparison")
+    run(small_suite(), out)
+    return out
+
+
+def test_a_comparison_leaves_tables_plots_and_all_runs(finished: Path) -> None:
+    for name in ("accuracy.png", "time-to-target.png", "staleness.png", "purity.png"):
+        assert (finished / name).stat().st_size > 1000
+    content = json.loads((finished / "compare.json").read_text())
+    assert [entry["label"] for entry in content["methods"]] == list(METHODS)
+    for entry in content["methods"]:
+        assert [run["seed"] for run in entry["runs"]] == [0, 1]
+        accuracies = [run["accuracy"] for run in entry["runs"]]
+        assert entry["accuracy"]["mean"] == pytest.approx(sum(accuracies) / 2)
+        assert all((finished / run["folder"] / "run.sqlite").is_file() for run in entry["runs"])
+    rows = list(csv.DictReader((finished / "compare.csv").open()))
+    assert [(row["method"], row["seed"]) for row in rows] == [
+        (method, seed) for method in METHODS for seed in ("0", "1")
+    ]
+
+
+def test_methods_of_a_seed_differ_in_nothing_but_the_method(finished: Path) -> None:
+    for seed in (0, 1):
+        shared = []
+        for method in METHODS:
+            keys = read_toml(finished / method / f"seed-{seed}" / "config.toml")
+            assert keys.pop("strategy") == method
+            assert keys["stop-at-target"] is False
+            shared.append({name: value for name, value in keys.items() if "." not in name})
+        assert shared[0] == shared[1] == shared[2]
+        assert shared[0]["seed"] == seed
+
+
+def test_a_run_is_the_same_alone_and_in_a_comparison(finished: Path, tmp_path: Path) -> None:
+    (job,) = make_jobs(small_suite("casa"), small_suite("casa").methods, (1,), tmp_path)
+    simulate(job.config)
+    assert dump(job.folder) == dump(finished / "casa" / "seed-1")
+
+
+def test_only_what_is_unfinished_is_done_again(finished: Path, tmp_path: Path) -> None:
+    out = tmp_path / "copy"
+    shutil.copytree(finished, out)
+    (out / "fedasync" / "seed-1" / "summary.json").unlink()
+    before = {path: path.stat().st_mtime_ns for path in out.glob("*/*/summary.json")}
+    _, said = run(small_suite(), out)
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    assert "fedasync, seed 1: half-written, removed and done again" in said
+    assert "casa, seed 0: finished before, kept" in said
+    assert "[6/6] fedasync, seed 1: accuracy" in said
+    assert dump(out / "fedasync" / "seed-1") == dump(finished / "fedasync" / "seed-1")
+
+
+def test_a_finished_run_of_another_configuration_is_not_touched(finished: Path) -> None:
+    other = small_suite().with_settings({"batch-size": 5})
+    with pytest.raises(UserError, match=r"finished run with batch-size = 10, wanted is 5"):
+        prepare(other, finished)
+    assert (finished / "casa" / "seed-0" / "summary.json").is_file()
+
+
+def test_a_folder_that_is_no_run_is_not_removed(tmp_path: Path) -> None:
+    precious = tmp_path / "casa" / "seed-0" / "thesis.tex"
+    precious.parent.mkdir(parents=True)
+    precious.write_text("words")
+    with pytest.raises(UserError, match="is no run"):
+        prepare(small_suite("casa"), tmp_path)
+    assert precious.is_file()
+
+
+def test_a_run_that_fails_does_not_take_the_others_with_it(tmp_path: Path) -> None:
+    # Nothing can be written into the folder of fedavg: it is a file.
+    (tmp_path / "fedavg").write_text("")
+    comparison, said = run(small_suite("fedavg", "fedasync", seeds=(0,)), tmp_path)
+    failed, fine = comparison.results
+    assert failed.errors[0].startswith("Cannot write to")
+    assert "fedavg, seed 0: FAILED: Cannot write to" in said
+    assert fine.accuracy.count == 1
+    assert any("FAILED" in line for line in main_table(comparison).lines)
+
+
+def test_a_sweep_is_tried_on_the_first_seed_and_its_best_runs_on_all(tmp_path: Path) -> None:
+    swept = Method("fedasync", "fedasync", sweep={"alpha": (0.001, 0.5)})
+    comparison, _ = run(Suite("Sweep", (swept,), SETTINGS, (0, 1)), tmp_path)
+    (result,) = comparison.results
+    tried = comparison.sweeps["fedasync"]
+    assert [point.method.options["alpha"] for point in tried] == [0.001, 0.5]
+    assert [len(point.runs) for point in tried] == [1, 1]
+    assert result.method == best_of(tried).method
+    assert [run.seed for run in result.runs] == [0, 1]
+    assert len(list(tmp_path.glob("*/seed-*/summary.json"))) == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "sedes = [1]\n[methods.casa]",
+            "Unknown key of the suite .* 'sedes'. Did you mean 'seeds'",
+        ),
+        ("[methods.casa]\noption = {}", "'option'. Did you mean 'options'"),
+        ("[methods.cassa]", "Unknown strategy 'cassa'. Did you mean 'casa'"),
+        ("[settings]\ndatset = 'digits'\n[methods.casa]", "Did you mean 'dataset'"),
+        ("[methods.casa.options]\ngama = 1", "Unknown key 'casa.gama'. Did you mean 'casa.gamma'"),
+        ("[methods.casa]\n[settings]\nseed = 1", r"'seed' does not belong in settings"),
+        ("[methods.casa]\n[settings]\nstop-at-target = true", "the target is recorded"),
+        ("[methods.casa]\npublished = {accuracy = 'high'}", "must be a number"),
+        ("[methods.casa.sweep]\ngamma = 0.1", "must list values"),
+        ("seeds = 3\n[methods.casa]", "must be whole numbers"),
+        ("title = 'x'", "nothing to compare"),
+        ("not toml", "not valid TOML"),
+        ("[methods.casa]\n[settings]\ndataset = 'synthetic'\nmodel = 'cnn'", "casa cannot run"),
+    ],
+)
+def test_what_is_wrong_with_a_suite_is_said_before_anything_starts(
+    tmp_path: Path, text: str, message: str
+) -> None:
+    path, out = tmp_path / "suite.toml", tmp_path / "out"
+    path.write_text(text)
+    with pytest.raises(UserError, match=message):
+        prepare(load_suite(path), out)
+    assert not out.exists()
+
+
+def test_compare_as_a_person_types_it(tmp_path: Path) -> None:
+    arguments = ["compare", "fedasync", "--out", str(tmp_path / "out"), "--processes", "1"]
+    arguments += ["--clients", "8", "--max-updates", "8", "--set", "fedasync.alpha=0.4"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert "[1/1] fedasync, seed 0: accuracy" in result.output
+    keys = read_toml(tmp_path / "out" / "fedasync" / "seed-0" / "config.toml")
+    assert (keys["clients"], keys["max-updates"], keys["fedasync.alpha"]) == (8, 8, 0.4)
+    for wrong, words in (
+        (["compare"], "nothing to compare"),
+        (["compare", "casa", "--seeds", "0,x"], "--seeds takes numbers"),
+        (["compare", "--all", "--suite", "x.toml"], "not both"),
+        (["compare", "casa", "casa"], "more than once"),
+    ):
+        failed = CliRunner().invoke(app, wrong)
+        assert isinstance(failed.exception, UserError)
+        assert words in str(failed.exception)
+
+
+def result_of(label: str, times: list[float | None], published: Published | None = None) -> Result:
+    runs = [
+        Run(seed, f"{label}/seed-{seed}", summary(0.9 + 0.01 * seed, time))
+        for seed, time in enumerate(times)
+    ]
+    return Result(Method(label, "casa", published=published), label, tuple(runs))
+
+
+def summary(accuracy: float, time: float | None) -> dict[str, object]:
+    reached = None if time is None else {"virtual_time": time}
+    numbers = {"accuracy": accuracy, "purity": None, "target": 0.9, "updates": 100}
+    return {**numbers, "time_to_target": reached}
+
+
+def test_spread_by_hand() -> None:
+    # Mean 4, sample variance (4 + 0 + 4) / 2 = 4.
+    assert Spread.over([2.0, 4.0, 6.0]) == Spread(4.0, 2.0, 3, 3)
+    assert Spread.over([2.0, None]) == Spread(2.0, 0.0, 1, 2)
+    assert Spread.over([None]) == Spread(None, None, 0, 1)
+
+
+def test_ratios_and_ranks_by_hand() -> None:
+    quick = result_of("quick", [2.0, 4.0], Published(99.0, 2.0))
+    slow = result_of("slow", [9.0, 9.0], Published(98.0, 20.0))
+    partly = result_of("partly", [1.0, None], Published(97.0, math.inf))
+    methods = tuple(result.method for result in (quick, slow, partly))
+    comparison = Comparison(Suite("t", methods, reference="quick"), (quick, slow, partly))
+    assert comparison.ratio(slow) == 3.0  # 9 / mean(2, 4)
+    assert comparison.ratio(partly) is None  # one seed missed the target
+    assert comparison.speed_up(slow) == 3.0
+    assert comparison.published_speed_up(slow) == 10.0
+    assert comparison.published_speed_up(partly) is None
+    # Both orders are quick, slow, never.
+    assert comparison.tau("time") == pytest.approx(1.0)
+    # All our accuracies are 0.905: there is no order.
+    assert comparison.tau("accuracy") is None
+    row = main_table(comparison).rows[2]
+    assert row[3:5] == ("/", "1.0 (1 of 2)")
+
+
+def test_a_shortened_suite_says_so() -> None:
+    suite = Suite("t", (Method("casa", "casa"),), {"clients": 100}, async_updates=50000).scaled(0.1)
+    assert suite.config(suite.methods[0], 0).max_updates == 5000
+    # Never less than one round of every client.
+    assert suite.scaled(0.001).config(suite.methods[0], 0).max_updates == 100
+    table = main_table(Comparison(suite, (result_of("casa", [1.0]),)))
+    assert table.lines[0].startswith("SHORTENED: --scale 0.1")
+    with pytest.raises(UserError, match="--scale must be above 0 and at most 1"):
+        suite.scaled(2)
