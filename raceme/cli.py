@@ -184,5 +184,3 @@ def main() -> None:
     except UserError as error:
         print(f"raceme: {error}", file=sys.stderr)
         raise SystemExit(2) from None
-
-

@@ -82,7 +82,8 @@ class RunConfig:
     batch_size: int = key(10, "mini-batch size of the local SGD", low=1)
     local_epochs: int = key(1, "passes over the local data per update", low=1)
     devices: str = key(
-        "slow30x5", "device profile, TOML file with one, or trace:FOLDER of a run; see `raceme list`"
+        "slow30x5",
+        "device profile, TOML file with one, or trace:FOLDER of a run; see `raceme list`",
     )
     max_updates: int = key(500, "stop after so many client updates", low=1)
     max_time: float = key(0.0, "stop at this time in seconds (0: no limit)", low=0)

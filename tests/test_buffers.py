@@ -72,9 +72,7 @@ def test_budget_drops_computed_pairs_first_then_buffers_of_large_alpha() -> None
 
 
 @given(
-    st.lists(
-        st.tuples(st.integers(0, 5), st.sets(st.integers(0, 5)), st.booleans()), max_size=40
-    ),
+    st.lists(st.tuples(st.integers(0, 5), st.sets(st.integers(0, 5)), st.booleans()), max_size=40),
     st.integers(0, 12),
 )
 def test_references_and_total_always_agree(

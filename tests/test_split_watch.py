@@ -96,6 +96,8 @@ def test_every_decision_is_that_of_always_looking(
             noise = 2.0 * 0.99**step
             vector = centres[int(client[1:]) % 3] + noise * rng.normal(size=30)
             strategy.on_update(Update(task, vector.astype(np.float32), 10, 0.0))
-        outcomes.append([(e.updates, e.children) for e in seen if isinstance(e, events.ClusterSplit)])
+        outcomes.append(
+            [(e.updates, e.children) for e in seen if isinstance(e, events.ClusterSplit)]
+        )
     assert outcomes[0] == outcomes[1]
     assert looks[CASA] < looks[Eager]

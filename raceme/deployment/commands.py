@@ -1,4 +1,4 @@
-"""The commands for real devices: `raceme device`, `raceme certs`."""
+"""The commands for real devices: `raceme device`, `raceme certs`, `raceme up`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from raceme.config import Value
+from raceme.config import Value, parse_assignment, read_toml
 from raceme.errors import UserError
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ def register(app: typer.Typer) -> None:
     """Add the commands to the command line."""
     app.command()(device)
     app.command()(certs)
+    app.command()(up)
 
 
 def device(
@@ -121,6 +122,81 @@ def certs(
 
     for path in make_certificates(out, host, device or [], days):
         print(path)
+
+
+def up(
+    devices_count: Annotated[
+        int, typer.Option("--devices-count", metavar="N", help="devices to start", min=1)
+    ] = 4,
+    shape: Annotated[
+        str | None,
+        typer.Option(
+            "--shape",
+            metavar="PROFILE",
+            help="give each device the CPU share and bandwidth of a device profile; needs root",
+            show_default=False,
+        ),
+    ] = None,
+    delay: Annotated[
+        float, typer.Option("--delay", help="with --shape: milliseconds per direction", min=0)
+    ] = 0.0,
+    loss: Annotated[
+        float, typer.Option("--loss", help="with --shape: % of packets lost", min=0, max=99)
+    ] = 0.0,
+    strategy: Annotated[
+        str | None, typer.Option("--strategy", help="method; see `raceme list`")
+    ] = None,
+    dataset: Annotated[
+        str | None, typer.Option("--dataset", help="dataset; see `raceme list`")
+    ] = None,
+    max_updates: Annotated[
+        int | None, typer.Option("--max-updates", help="stop after so many client updates")
+    ] = None,
+    seed: Annotated[int | None, typer.Option("--seed", help="seed of everything random")] = None,
+    config: Annotated[
+        Path | None, typer.Option("--config", help="TOML file with keys", show_default=False)
+    ] = None,
+    assignments: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="any key: key=value, e.g. casa.gamma=0.2", show_default=False),
+    ] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option("--resume", help="folder of a run to go on with", show_default=False),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", help="folder for the results [default: runs/<time>-up-…]"),
+    ] = None,
+) -> None:
+    """Try a run on this machine: a SuperLink, devices with their own data, one log.
+
+    Ctrl-C stops everything.
+    """
+    from raceme.deployment.testbed import prepare, run_testbed, shapes_from
+
+    options: dict[str, Value | None] = {
+        "strategy": strategy,
+        "dataset": dataset,
+        "max-updates": max_updates,
+        "seed": seed,
+        "resume": None if resume is None else str(resume),
+        "out": None if out is None else str(out),
+    }
+    keys = {} if resume is None else read_toml(resume / "config.toml")
+    keys.update(read_toml(config) if config else {})
+    keys.update({name: value for name, value in options.items() if value is not None})
+    keys.update(parse_assignment(text) for text in assignments or [])
+    settings = prepare({**keys, "clients": devices_count})
+    if shape is None and (delay or loss):
+        raise UserError("--delay and --loss belong to --shape PROFILE, e.g. --shape uniform.")
+    shapes = None if shape is None else shapes_from(settings, shape, delay, loss)
+    width = len(f"device {devices_count - 1}")
+
+    def show(name: str, line: str) -> None:
+        print(f"{name:{max(width, 9)}} | {line}", flush=True)
+
+    print(f"Results, plots and models: {run_testbed(settings, show, shapes)}")
 
 
 def _endpoint(

@@ -26,7 +26,7 @@ from raceme.reporting.style import (
 )
 
 _MOST_BARS = 3000
-"""A timeline with more bars than this shows only its first part, at which they can be told apart."""
+"""A timeline with more bars than this shows only its first part: bars are to be told apart."""
 _MOST_ROWS = 120
 """A timeline shows at most so many devices, spread from the fastest to the slowest."""
 _LABELLED = 12
@@ -296,7 +296,7 @@ def _draw_groups(axes: Axes, record: RunRecord, heights: dict[str, float]) -> No
 
 def _rows(updates: Updates, clients: list[str]) -> dict[str, int]:
     """Return the row of each device that is shown, from the fastest to the slowest."""
-    typical = {client: np.inf for client in clients}
+    typical = dict.fromkeys(clients, np.inf)
     durations = updates.time - updates.dispatched_at
     for client in np.unique(updates.client):
         typical[str(client)] = float(np.median(durations[updates.client == client]))

@@ -229,9 +229,7 @@ def _open(path: Path) -> sqlite3.Connection:
     return sqlite3.connect(f"{path.resolve().as_uri()}?mode=rw", uri=True)
 
 
-def _check_format(
-    connection: sqlite3.Connection, path: Path, formats: Collection[int]
-) -> None:
+def _check_format(connection: sqlite3.Connection, path: Path, formats: Collection[int]) -> None:
     """Raise UserError unless this is a run store in one of the formats."""
     try:
         (application,) = connection.execute("PRAGMA application_id").fetchone()
@@ -258,8 +256,7 @@ def _reopen(path: Path, after: int) -> sqlite3.Connection:
             for table in _TABLES:
                 connection.execute(f"DELETE FROM {table} WHERE event > ?", (after,))
         lasts = [
-            connection.execute(f"SELECT max(event) FROM {table}").fetchone()[0]
-            for table in _TABLES
+            connection.execute(f"SELECT max(event) FROM {table}").fetchone()[0] for table in _TABLES
         ]
         if max((last for last in lasts if last is not None), default=0) != after:
             raise UserError(f"{path} is not of the same run as its checkpoint: events are missing.")

@@ -376,14 +376,13 @@ def _result(
     state = None if response.state is None else unpack(response.state)
     compat.start_now(message)
     if response.error is not None:
-        reply = Message(Error(*response.error), reply_to=message, ttl=response.ttl)
-        return _Result(reply, state)
+        return _Result(Message(Error(*response.error), reply_to=message), state)
     data = response.data
     if data is None:
         assert memory is not None, "the worker has written to it"
         data = memory.read(slot, sizes(response.content))
     content = unpack(Packed(response.content, data))
-    return _Result(Message(content, reply_to=message, ttl=response.ttl), state)
+    return _Result(Message(content, reply_to=message), state)
 
 
 def _bury(worker: _Worker) -> str:

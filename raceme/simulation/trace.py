@@ -98,11 +98,6 @@ def traced_fleet(folder: str, clients: int) -> tuple[list[Device], list[str]]:
     record = read_run(Path(folder).expanduser())
     names = _clients(folder, record, clients)
     legs = {name: _legs(record, name) for name in names}
-    for name in names:
-        if not any(not leg.lost for leg in legs[name]):
-            raise UserError(
-                f"The run in {folder} has no update of '{name}': there is no time to replay."
-            )
     periods = {client.client: client.online for client in record.clients}
     devices: list[Device] = [
         TracedDevice(online=_online(periods.get(name, ())), legs=legs[name]) for name in names

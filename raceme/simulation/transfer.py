@@ -87,7 +87,6 @@ class Response(NamedTuple):
     """
 
     message_id: str
-    ttl: float
     error: tuple[int, str | None] | None
     content: Records
     data: list[bytes] | None

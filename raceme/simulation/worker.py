@@ -107,7 +107,6 @@ class _Desk:
         fits = self.memory is not None and self.memory.write(request.slot, packed.data)
         return Response(
             message_id=request.message_id,
-            ttl=reply.metadata.ttl,
             error=(reply.error.code, reply.error.reason) if reply.has_error() else None,
             content=packed.records,
             data=None if fits else packed.data,

@@ -91,7 +91,9 @@ class ModelBuffers:
             return owners, (self.codes @ query)[slots]
         return owners, self.codes[slots] @ query
 
-    def mean_of(self, buffer: int, owners: NDArray[np.intp], weights: NDArray[np.float64]) -> Vector:
+    def mean_of(
+        self, buffer: int, owners: NDArray[np.intp], weights: NDArray[np.float64]
+    ) -> Vector:
         """Return the weighted mean of buffered models, eq (15), as they are stored.
 
         Parameters

@@ -9,7 +9,6 @@ import numpy as np
 from raceme.messages import Vector
 from raceme.strategies.model import Model
 
-
 _BLOCK = 1 << 16
 """Elements that are mixed at a time: as much as stays in a core's cache between the operations."""
 

@@ -117,9 +117,7 @@ class SplitWatch:
             return np.inf
         return self.gap + 2.0 * self.drift + _ROUNDING
 
-    def _movement(
-        self, i: int, row: NDArray[np.float64], change: NDArray[np.float64]
-    ) -> float:
+    def _movement(self, i: int, row: NDArray[np.float64], change: NDArray[np.float64]) -> float:
         """Bound the spectral norm of the Laplacian's change when row and column i change.
 
         With N = D^(−1/2) S D^(−1/2) and R = D'^(−1/2) D^(1/2) = I + F:
