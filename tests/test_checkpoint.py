@@ -42,7 +42,13 @@ ARRAYS = st.builds(
 )
 TEXTS = st.text(max_size=5) | st.sampled_from(["$array", "$$", "$bytes", "tree"])
 TREES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | TEXTS | st.binary(max_size=9) | ARRAYS,
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | TEXTS
+    | st.binary(max_size=9)
+    | ARRAYS,
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXTS, inner, max_size=4),
     max_leaves=20,
 )
@@ -93,9 +99,7 @@ def test_every_damage_is_noticed(tmp_path: Path) -> None:
     write_tree(path, {"x": np.arange(5), "n": [1, 2.5, "ü"]}, {"strategy": "casa"})
     whole = path.read_bytes()
     for position in range(len(whole)):
-        path.write_bytes(
-            whole[:position] + bytes([whole[position] ^ 1]) + whole[position + 1 :]
-        )
+        path.write_bytes(whole[:position] + bytes([whole[position] ^ 1]) + whole[position + 1 :])
         with pytest.raises(DamagedError):
             read_tree(path)
     for length in range(0, len(whole), 7):
@@ -363,13 +367,13 @@ def test_without_any_usable_checkpoint_the_run_is_left_alone(out: Path, finished
     with pytest.raises(UserError, match=r"it is damaged .* There is no other to go on from"):
         go_on(out)
     shutil.rmtree(out / "checkpoint")
-    with pytest.raises(UserError, match="There is no checkpoint in .* checkpoint-every"):
+    with pytest.raises(UserError, match=r"There is no checkpoint in .* checkpoint-every"):
         go_on(out)
     assert result_of(out) == result_of(finished)
 
 
 def test_the_folder_has_to_be_that_of_the_run(out: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="There is no run in .*elsewhere to go on with"):
+    with pytest.raises(UserError, match=r"There is no run in .*elsewhere to go on with"):
         go_on(tmp_path / "elsewhere")
     with pytest.raises(UserError, match="A run goes on in its own folder"):
         go_on(out, {"out": str(tmp_path / "new")})

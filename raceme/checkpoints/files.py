@@ -150,9 +150,7 @@ def _unpack(value: Any, tensors: Mapping[str, _Array], known: dict[int, bytes]) 
         if number not in known:
             known[number] = tensors[str(number)].tobytes()
         return known[number]
-    return {
-        key.removeprefix(_MARK): _unpack(inner, tensors, known) for key, inner in value.items()
-    }
+    return {key.removeprefix(_MARK): _unpack(inner, tensors, known) for key, inner in value.items()}
 
 
 def _digest(metadata: Mapping[str, str], tensors: Mapping[str, _Array]) -> str:
@@ -167,7 +165,7 @@ def _parts(metadata: Mapping[str, str], tensors: Mapping[str, _Array]) -> Iterat
     for name in sorted(tensors):
         array = tensors[name]
         yield json.dumps([name, array.dtype.str, list(array.shape)]).encode("ascii")
-        yield memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+        yield np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 def _flush(path: Path) -> None:

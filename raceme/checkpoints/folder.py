@@ -58,7 +58,7 @@ class CheckpointFolder:
         UserError
             None can be used.
         """
-        refused = []
+        refused: list[str] = []
         for number in reversed(self._numbers()):
             path = self._file(number)
             try:

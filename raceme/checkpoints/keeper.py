@@ -169,7 +169,7 @@ class Keeper:
         note = {
             "raceme": raceme.__version__,
             "strategy": self._config.strategy,
-            "config": _hash(tree["config"]),
+            "config": _hash(identity(self._config)),
             "updates": str(self._updates()),
         }
         path = self._folder.save(tree, note)

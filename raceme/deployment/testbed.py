@@ -6,6 +6,7 @@ data, the run started as `flwr run` starts it. Nothing outlives it.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
@@ -31,6 +32,8 @@ from raceme.errors import UserError
 _START_SECONDS = 60.0
 _GRACE_SECONDS = 15.0
 _HURRY_SECONDS = 0.3
+_MISSING_SECONDS = 10.0
+"""After the end of the server app the run ends within so many seconds, or not at all."""
 _NOISE = "[uvicorn.access]"
 """Marks the lines that the SuperLink prints for each of its requests, a dozen per update."""
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -114,16 +117,25 @@ class Testbed:
             time.sleep(0.05)
         raise UserError(f"The {name} did not start; what it printed is above.")
 
-    def wait(self, name: str) -> int:
-        """Wait for the end of a process, unless another ends that is needed, and return its code.
+    def wait_for_run(self) -> None:
+        """Wait for the end of the run.
 
         Raises
         ------
         UserError
-            Another process has ended.
+            Something has ended without which there will be none.
         """
-        waited = self._processes[name]
+        waited = self._processes["run"]
+        seen_at, looked_at = math.inf, 0.0
         while waited.handle.poll() is None:
+            now = time.monotonic()
+            if now > looked_at + 1.0:
+                looked_at = now
+                # The SuperLink takes minutes to miss a server app that was killed.
+                if self._server_app() is not None:
+                    seen_at = now
+                elif now > seen_at + _MISSING_SECONDS:
+                    raise UserError("The server app ended in the middle of the run.")
             for other in self._processes.values():
                 if other is not waited and other.handle.poll() is not None:
                     raise UserError(
@@ -132,13 +144,20 @@ class Testbed:
                     )
             time.sleep(0.1)
         waited.reader.join(1.0)
-        return waited.handle.returncode
+
+    def _server_app(self) -> int | None:
+        """Return the process id of the server app, if it runs."""
+        for child in descendants(self._processes["superlink"].handle.pid):
+            if "flwr-serverapp" in _command_line(child):
+                return child
+        return None
 
     def interrupt_run(self) -> None:
         """Let the server app write a checkpoint and end, and wait for that a while."""
-        for child in descendants(self._processes["superlink"].handle.pid):
-            if "flwr-serverapp" in _command_line(child):
-                _send(child, signal.SIGTERM)
+        server_app = self._server_app()
+        if server_app is None:
+            return
+        _send(server_app, signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
             self._processes["run"].handle.wait(_GRACE_SECONDS)
 
@@ -197,9 +216,7 @@ def shapes_from(config: RunConfig, profile: str, delay: float, loss: float) -> l
     return shapes_of(fleet(profile, config.clients, config.seed), delay, loss)
 
 
-def run_testbed(
-    config: RunConfig, show: Show, shapes: Sequence[Shape] | None = None
-) -> Path:
+def run_testbed(config: RunConfig, show: Show, shapes: Sequence[Shape] | None = None) -> Path:
     """Run a configuration on processes of this machine, one device per client.
 
     Parameters
@@ -245,21 +262,22 @@ def run_testbed(
         bed.wait_for_port(http_port, "superlink")
         for index, room in enumerate(rooms):
             command = _device(index, config.clients, room.host if room else address, fleet_port)
-            process_id = bed.start(
-                f"device {index}", room.command(command) if room else command
-            )
+            process_id = bed.start(f"device {index}", room.command(command) if room else command)
             if shapes is not None:
                 stack.callback(CpuShare(process_id, shapes[index].cpu).close)
         bed.start("run", [_program("flwr"), "run", str(app), "--stream"])
         try:
-            bed.wait("run")
+            bed.wait_for_run()
         except KeyboardInterrupt:
             show("up", "stopping: results and a checkpoint are written")
             bed.interrupt_run()
         finally:
             bed.stop_devices()
     if not (out / "summary.json").is_file():
-        raise UserError(f"The run ended without results in {out}; what it printed is above.")
+        raise UserError(
+            f"The run ended without results in {out}; what it printed is above. "
+            "If there is a checkpoint, --resume goes on with it."
+        )
     return out
 
 

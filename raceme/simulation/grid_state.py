@@ -66,9 +66,7 @@ def reply_from_tree(tree: Tree) -> Message:
 
 
 def _message(tree: Tree, content: RecordDict) -> Message:
-    message = Message(
-        content, tree["node"], tree["type"], ttl=tree["ttl"], group_id=tree["group"]
-    )
+    message = Message(content, tree["node"], tree["type"], ttl=tree["ttl"], group_id=tree["group"])
     compat.set_message_id(message, tree["id"])
     return message
 

@@ -126,9 +126,7 @@ def _legs(record: RunRecord, name: str) -> tuple[Leg, ...]:
     tasks = [
         (float(sent), Leg(float(returned) - float(sent), lost))
         for rows, lost in ((record.updates, False), (record.rejections, True))
-        for sent, returned, client in zip(
-            rows.dispatched_at, rows.time, rows.client, strict=True
-        )
+        for sent, returned, client in zip(rows.dispatched_at, rows.time, rows.client, strict=True)
         if client == name
     ]
     legs = [leg for _, leg in sorted(tasks)]
