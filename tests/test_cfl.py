@@ -105,6 +105,13 @@ def test_without_splits_it_is_federated_averaging() -> None:
     assert cfl.models[0].vector == pytest.approx(mean.models[0].vector, abs=1e-6)
 
 
+def test_a_share_of_the_clients_takes_part_in_a_round() -> None:
+    seen = run_on(CFL(CFLParameters(fraction=0.25)), three_groups(), 9)
+    clients = [event.client for event in seen if isinstance(event, events.UpdateApplied)]
+    assert [len(set(clients[start : start + 3])) for start in (0, 3, 6)] == [3, 3, 3]
+    assert len(set(clients)) > 3
+
+
 def test_async_by_hand() -> None:
     parameters = CFLAsyncParameters(alpha=0.5, decay="constant", eps1=0.4, eps2=1.0)
     strategy = with_clients(CFLAsync(parameters), 2)

@@ -11,9 +11,11 @@ from processes import Loopback, Process, loopback, raceme, wait_until
 from typer.testing import CliRunner
 
 from raceme.cli import app
+from raceme.config import RunConfig
 from raceme.deployment.shaping import Shape, netem, shapes_of
 from raceme.deployment.testbed import descendants
 from raceme.errors import UserError
+from raceme.experiment import simulate
 from raceme.reporting.record import read_run
 from raceme.reporting.store import read_events
 from raceme.simulation import Device
@@ -71,6 +73,13 @@ def test_a_run_from_start_to_end_with_the_times_of_each_task(
         slack = 0.1
         assert update.dispatched_at - slack < update.started_at < update.finished_at
         assert update.finished_at < update.time + slack
+
+    keys = {"clients": 2, "groups": "0.5,0.5", "devices": f"trace:{tmp_path / 'out'}"}
+    limits = {"max-updates": 12, "workers": "0", "out": str(tmp_path / "replayed")}
+    simulate(RunConfig.from_mapping({**keys, **limits, "strategy": "fedasync"}))
+    then, now = read_run(tmp_path / "out").updates, read_run(tmp_path / "replayed").updates
+    assert list(now.client) == list(then.client)
+    assert list(now.time) == pytest.approx(list(then.time), abs=1e-6)
 
 
 def test_a_server_app_that_is_killed_is_gone_on_with_and_applies_no_update_twice(

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from raceme.config import RunConfig
+from raceme.datasets.cache import cached
 from raceme.datasets.source import Dataset, DataShape, Source
 from raceme.datasets.torchvision_guard import import_datasets
 from raceme.errors import UserError
@@ -36,6 +39,16 @@ class Mnist(Source):
     def load(self, config: RunConfig) -> Dataset:
         """Return train and test images pooled, shape (70000, 1, 28, 28)."""
         self._check_files(config)
+        files = [Path(config.data_root) / self.folder / "raw" / name for name in FILES]
+        if all(file.is_file() for file in files):
+            # torchvision takes seconds to import, in every process: what it reads is kept.
+            arrays = cached(self.name, files, (), lambda: self._read(config))
+        else:
+            arrays = self._read(config)
+        return Dataset(arrays["x"], arrays["y"], num_classes=10, mean=self.mean, std=self.std)
+
+    def _read(self, config: RunConfig) -> dict[str, NDArray[Any]]:
+        """Let torchvision read the files, and fetch them first if that is asked for."""
         try:
             torchvision_class = getattr(import_datasets(), self.folder)
             parts = [
@@ -49,7 +62,7 @@ class Mnist(Source):
         y = np.concatenate([part.targets.numpy() for part in parts]).astype(np.int64)
         if x.shape[1:] != (1, 28, 28) or len(x) != len(y) or not np.all(y < 10):
             raise UserError(self._unusable(config, f"{x.shape} images and {y.shape} labels"))
-        return Dataset(x, y, num_classes=10, mean=self.mean, std=self.std)
+        return {"x": x, "y": y}
 
     def shape(self, config: RunConfig) -> DataShape:
         """Return the shape without loading: a server has no need of the files."""

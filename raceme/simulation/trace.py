@@ -24,6 +24,8 @@ PREFIX = "trace:"
 """Begins the name of a device profile that is the folder of a run."""
 
 
+_SERVER_SECONDS = 1.0
+"""A longer time between a reply and the next task is not the server's work."""
 _MOMENT = 1e-3
 
 
@@ -123,16 +125,25 @@ def _clients(folder: str, record: RunRecord, clients: int) -> list[str]:
 
 def _legs(record: RunRecord, name: str) -> tuple[Leg, ...]:
     """Return a client's tasks in the order in which it was given them."""
-    tasks = [
-        (float(sent), Leg(float(returned) - float(sent), lost))
+    tasks = sorted(
+        (float(sent), float(returned), lost)
         for rows, lost in ((record.updates, False), (record.rejections, True))
         for sent, returned, client in zip(rows.dispatched_at, rows.time, rows.client, strict=True)
         if client == name
-    ]
-    legs = [leg for _, leg in sorted(tasks)]
+    )
+    # In rounds a client waits for the others, which is not its own time.
+    asynchronous = bool(record.updates.staleness.any())
+    legs, before = [], -math.inf
+    for sent, returned, lost in tasks:
+        # What the server took to hand out the next task belongs to the recorded rhythm.
+        gap = sent - before
+        seconds = returned - sent + (gap if asynchronous and 0 < gap < _SERVER_SECONDS else 0.0)
+        legs.append(Leg(seconds, lost))
+        # After a reply of no use a method lets the client rest: a replay does so by itself.
+        before = -math.inf if lost else returned
     # What it was at when the run ended took longer than until then: a replay in which it would
     # come back earlier could not be the recorded run.
-    open_for = record.end - max(sent + leg.seconds for sent, leg in tasks)
+    open_for = record.end - max(returned for _, returned, _ in tasks)
     if legs[0].seconds <= open_for:
         legs.append(Leg(open_for + _MOMENT, lost=False))
     return tuple(legs)
