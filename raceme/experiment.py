@@ -194,7 +194,6 @@ def conduct(
     checkpoints, restored = CheckpointFolder(out), None
     if config.resume:
         restored = restore(checkpoints, config, strategy, grid)
-        forget_end(config, out)
     started = time.perf_counter() - (restored.wall_time if restored else 0.0)
     summary = RunSummary()
     # The server's matrices are small: threads of the linear algebra library would only compete
@@ -205,6 +204,7 @@ def conduct(
         threadpool_limits(1),
     ):
         if restored:
+            forget_end(config, out)
             for event in read_events(out):
                 summary.observe(event)
 

@@ -28,7 +28,7 @@ from raceme.errors import UserError
 from raceme.experiment import simulate
 from raceme.reporting.store import RunStore, read_events
 from raceme.simulation import Device, VirtualGrid
-from raceme.strategies import STRATEGIES, Plan
+from raceme.strategies import STRATEGIES, Plan, Rounds
 
 SLOW = pytest.mark.slow
 
@@ -160,6 +160,10 @@ def test_a_run_that_goes_on_is_the_one_that_was_never_interrupted(
 ) -> None:
     seen, models, states = play(name, save_at=frozenset(range(0, 90)))
     assert len(states) > 8
+    happened = {type(event) for event in seen}
+    assert events.UpdateRejected in happened
+    # Between two rounds a client may come and go unseen.
+    assert events.ClientLeft in happened or issubclass(STRATEGIES[name], Rounds)
     rng = np.random.default_rng(1)
     for updates in [0, *rng.choice(sorted(states), 4)]:
         state, observed = states[updates]
@@ -380,11 +384,14 @@ def test_the_folder_has_to_be_that_of_the_run(out: Path, tmp_path: Path) -> None
 
 
 def test_a_run_store_of_another_run_is_refused(out: Path, tmp_path: Path) -> None:
+    models = sorted((out / "clusters").iterdir())
     (out / "run.sqlite").unlink()
     with RunStore(out) as store:
         store.observe(events.ClientLeft(1.0, "c0"))
     with pytest.raises(UserError, match="is not of the same run as its checkpoint"):
         go_on(out)
+    assert read_events(out) == [events.ClientLeft(1.0, "c0")]
+    assert sorted((out / "clusters").iterdir()) == models
 
 
 def test_a_run_store_goes_on_after_an_event_and_forgets_what_came_later(tmp_path: Path) -> None:

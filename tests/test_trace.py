@@ -10,7 +10,7 @@ from raceme.config import RunConfig
 from raceme.errors import UserError
 from raceme.experiment import simulate
 from raceme.reporting.record import RunRecord, read_run
-from raceme.reporting.store import RunStore
+from raceme.reporting.store import RunStore, read_events
 from raceme.simulation.trace import traced_fleet
 
 CHURN = """
@@ -144,3 +144,9 @@ def test_a_trace_needs_a_run(tmp_path: Path) -> None:
         traced_fleet("", 2)
     with pytest.raises(UserError, match="There is no run store"):
         play(tmp_path / "out", f"trace:{tmp_path}")
+
+
+def test_on_virtual_time_no_clock_of_a_machine_is_asked(recorded: Path) -> None:
+    updates = [event for event in read_events(recorded) if isinstance(event, events.UpdateApplied)]
+    assert len(updates) == 60
+    assert all(update.started_at is None and update.finished_at is None for update in updates)

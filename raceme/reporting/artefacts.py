@@ -59,8 +59,8 @@ def write_all(
     failed = _attempt("summary.json", lambda: write_summary(out / "summary.json", summary))
     for cluster, arrays in models.items():
         name = f"clusters/{cluster}.safetensors"
-        note = {"cluster": str(cluster), "strategy": str(summary["strategy"])}
-        failed += _attempt(name, lambda n=name, a=arrays, m=note: save_model(out / n, a, m))  # type: ignore[misc]
+        note = f"cluster {cluster} of {summary['strategy']} on {summary['dataset']}"
+        failed += _attempt(name, lambda n=name, a=arrays, t=note: save_model(out / n, a, t))  # type: ignore[misc]
     record = read_run(out)
     title = f"{summary['strategy']} on {summary['dataset']}, seed {summary['seed']}"
     figures: dict[str, Callable[[], Figure]] = {
@@ -74,12 +74,16 @@ def write_all(
     return failed
 
 
-def save_model(path: Path, arrays: Arrays, metadata: Mapping[str, str]) -> None:
-    """Write a model as safetensors, whole or not at all."""
+def save_model(path: Path, arrays: Arrays, description: str) -> None:
+    """Write a model as safetensors, whole or not at all, with a description in its header.
+
+    The same model gives the same bytes: safetensors writes several header entries in any order,
+    so there is one.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     plain = {name: np.ascontiguousarray(values) for name, values in arrays.items()}
     with written_whole(path) as file:
-        save_file(plain, file, metadata=dict(metadata))
+        save_file(plain, file, metadata={"description": description})
 
 
 def _matrix(

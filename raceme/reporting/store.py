@@ -252,14 +252,15 @@ def _reopen(path: Path, after: int) -> sqlite3.Connection:
     connection = _open(path)
     try:
         _check_format(connection, path, (_FORMAT,))
+        held = any(
+            connection.execute(f"SELECT 1 FROM {table} WHERE event = ?", (after,)).fetchone()
+            for table in _TABLES
+        )
+        if after and not held:
+            raise UserError(f"{path} is not of the same run as its checkpoint: events are missing.")
         with connection:
             for table in _TABLES:
                 connection.execute(f"DELETE FROM {table} WHERE event > ?", (after,))
-        lasts = [
-            connection.execute(f"SELECT max(event) FROM {table}").fetchone()[0] for table in _TABLES
-        ]
-        if max((last for last in lasts if last is not None), default=0) != after:
-            raise UserError(f"{path} is not of the same run as its checkpoint: events are missing.")
     except sqlite3.DatabaseError as error:
         connection.close()
         raise UserError(f"{path} cannot be gone on with: {error}.") from None

@@ -133,7 +133,8 @@ def _legs(record: RunRecord, name: str) -> tuple[Leg, ...]:
     )
     # In rounds a client waits for the others, which is not its own time.
     asynchronous = bool(record.updates.staleness.any())
-    legs, before = [], -math.inf
+    joined = {client.client: client.joined_at for client in record.clients}
+    legs, before = [], joined.get(name, -math.inf)
     for sent, returned, lost in tasks:
         # What the server took to hand out the next task belongs to the recorded rhythm.
         gap = sent - before

@@ -109,6 +109,6 @@ def mean_scores(scores: Collection[ClientScore]) -> tuple[float, float]:
     The paper's accuracy: every client counts the same, however little data it has. Losses that
     are not finite are left out of the mean loss.
     """
-    accuracy = sum(score.accuracy for score in scores) / len(scores)
+    accuracy = math.fsum(score.accuracy for score in scores) / len(scores)
     losses = [score.loss for score in scores if math.isfinite(score.loss)]
-    return accuracy, sum(losses) / len(losses) if losses else math.nan
+    return accuracy, math.fsum(losses) / len(losses) if losses else math.nan
