@@ -115,7 +115,7 @@ class RunRecord:
     moves : tuple of Move
         Every change of a client's cluster, its first included, in the order of events.
     end : float
-        Time of the last event in seconds.
+        When the run ended in seconds; the time of the last event if it was killed.
     reason : str or None
         Why the run ended; None if it was killed.
     """
@@ -135,7 +135,9 @@ class RunRecord:
         """Put events, in their order, into columns."""
         listed = list(events)
         evaluated = [event for event in listed if isinstance(event, Evaluated)]
-        endings = [event.reason for event in listed if isinstance(event, RunEnded)]
+        endings = [event for event in listed if isinstance(event, RunEnded)]
+        # Tasks that nobody was left to answer may have been given up after the end.
+        last = max((float(event.time) for event in endings or listed), default=0.0)
         membership = Membership()
         return cls(
             clients=_clients(listed),
@@ -145,8 +147,8 @@ class RunRecord:
             client_evaluations=_client_evaluations(evaluated),
             splits=tuple(event for event in listed if isinstance(event, ClusterSplit)),
             moves=tuple(move for event in listed for move in membership.observe(event)),
-            end=max((float(event.time) for event in listed), default=0.0),
-            reason=endings[-1] if endings else None,
+            end=last,
+            reason=endings[-1].reason if endings else None,
         )
 
     @property

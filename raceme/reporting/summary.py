@@ -126,7 +126,8 @@ class RunSummary:
         elif isinstance(event, ClusterSplit):
             self.clusters = max(self.clusters, 1) + len(event.children) - 1
         elif isinstance(event, RunEnded):
-            self.reason = event.reason
+            # Tasks that nobody was left to answer may have been given up later than this.
+            self.reason, self.time = event.reason, float(event.time)
         if self.membership.observe(event) or isinstance(event, ClientJoined):
             self._observe_moves()
 
