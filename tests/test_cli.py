@@ -118,7 +118,9 @@ def test_interrupted_runs_keep_what_was_done(tmp_path: Path) -> None:
     assert summary["reason"] == "interrupted by the user"
     assert summary["updates"] > 0
     with sqlite3.connect(out / "run.sqlite") as connection:
-        assert connection.execute("select count(*) from updates").fetchone()[0] == summary["updates"]
+        assert (
+            connection.execute("select count(*) from updates").fetchone()[0] == summary["updates"]
+        )
 
 
 def test_a_fleet_that_is_gone_ends_the_run(tmp_path: Path) -> None:

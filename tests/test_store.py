@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -120,19 +121,12 @@ def test_nan_comes_back_as_nan(tmp_path: Path) -> None:
 
 
 def test_numpy_scalars_are_stored_as_numbers(tmp_path: Path) -> None:
-    given_update = replace(
-        UPDATE,
-        seq=np.int64(1),
-        time=np.float32(2.5),
-        cluster=np.int32(0),
-        weight=np.float32(0.25),
-        train_loss=np.float32(1.75),
-    )
-    evaluated = Evaluated(
-        np.float64(3.0), np.int64(1), np.float32(0.5), np.float32(1.0), np.int64(1)
-    )
+    one: Any = np.int64(1)
+    half: Any = np.float32(0.5)
+    given_update = replace(UPDATE, seq=one, weight=half / 2, dispatched_at=half)
+    evaluated = Evaluated(3.0, one, half, 2 * half, one, {"a": (one, half, half)})
     path = write(tmp_path, [given_update, evaluated])
-    assert read_events(path) == [UPDATE, Evaluated(3.0, 1, 0.5, 1.0, 1)]
+    assert read_events(path) == [UPDATE, Evaluated(3.0, 1, 0.5, 1.0, 1, {"a": (1, 0.5, 0.5)})]
 
 
 _TIMES = st.floats(0, 1e9)
@@ -307,7 +301,7 @@ def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
     path.write_bytes(b"time,accuracy\n" * 100)
     with pytest.raises(UserError, match="not a run store"):
         read_events(path)
-    with pytest.raises(UserError, match="not a run store|cannot be gone on with"):
+    with pytest.raises(UserError, match="not a run store"):
         RunStore(tmp_path, after=1)
     assert path.read_bytes() == b"time,accuracy\n" * 100
 

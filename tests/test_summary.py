@@ -199,7 +199,7 @@ def test_the_numbers_are_right_at_every_moment() -> None:
 
 def test_a_result_may_be_asked_for_while_the_run_goes_on() -> None:
     run = observed(RUN[:5])
-    given = {"strategy": "casa", "dataset": "digits", "seed": 3, "wall_time": 2.0}
+    given: dict[str, Any] = {"strategy": "casa", "dataset": "digits", "seed": 3, "wall_time": 2.0}
     first = run.result(**given)
     assert run.result(**given) == first
     for event in RUN[5:]:

@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
+from rich.text import Text
 
 from raceme.events import ClusterSplit, Evaluated, Event, UpdateApplied, UpdateRejected
 from raceme.reporting.summary import RunSummary
@@ -96,7 +97,8 @@ class RunProgress:
         summary = self._summary
         parts = [f"t = {summary.time:.1f} s"]
         if summary.accuracy is not None:
-            parts.append(f"accuracy {summary.accuracy:.3f} (best {summary.best_accuracy:.3f})")
+            best = _number(summary.best_accuracy)
+            parts.append(f"accuracy {_number(summary.accuracy)} (best {best})")
         parts.append(f"{summary.clusters} cluster{'' if summary.clusters == 1 else 's'}")
         elapsed = time.perf_counter() - self._started
         if summary.updates and elapsed > 0:
@@ -124,10 +126,13 @@ def update_line(event: UpdateApplied) -> str:
 def print_summary(summary: Mapping[str, Any], out: Path, console: Console | None = None) -> None:
     """Print the result of a run, and where its artefacts are."""
     console = console or Console(highlight=False)
+    title = f"{summary['strategy']} on {summary['dataset']}"
+    if summary["reason"] is not None:
+        title += f": {summary['reason']}"
     table = Table(
-        title=f"{summary['strategy']} on {summary['dataset']}: {summary['reason']}",
+        # What a name or a reason has in brackets is no markup.
+        title=Text(title, style="bold"),
         title_justify="left",
-        title_style="bold",
         show_header=False,
         box=None,
         padding=(0, 2),

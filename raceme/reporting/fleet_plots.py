@@ -23,6 +23,7 @@ from raceme.reporting.style import (
     say_empty,
     style,
     time_axis,
+    time_unit,
 )
 
 _MOST_BARS = 3000
@@ -153,7 +154,8 @@ def devices_figure(record: RunRecord, *, clock: str = CLOCK) -> Figure:
         rows = _rows(updates, [client.client for client in record.clients])
         end = _window(updates, record.end)
         seconds = time_axis(axes, 0.0, end, clock)
-        shown = "" if end >= record.end else f" (the first {end / seconds:.3g} of the run)"
+        length = f"{float(f'{end / seconds:.3g}'):,g} {time_unit(end)[1]}"
+        shown = "" if end >= record.end else f" (the first {length} of the run)"
         axes.set_title(f"Devices at work{shown}")
         if not rows:
             say_empty(axes, "no devices")
