@@ -107,6 +107,9 @@ def run(
     with StopRequest() as stop, RunProgress(max_updates=settings.max_updates) as progress:
         outcome = simulate(settings, progress.observe, stop=stop)
     print_summary(outcome.summary, outcome.out)
+    if outcome.unwritten:
+        failed = ", ".join(outcome.unwritten)
+        print(f"raceme: {failed} could not be written; see run.log there.", file=sys.stderr)
     if outcome.interrupted:
         raise typer.Exit(130)
     if not outcome.complete:

@@ -49,12 +49,15 @@ class Outcome:
         False if the run ended for another reason than its limits.
     interrupted : bool
         True if the user ended it.
+    unwritten : list[str]
+        Names of artefacts that could not be written; the log in the folder says why.
     """
 
     out: Path
     summary: dict[str, Any]
     complete: bool
     interrupted: bool
+    unwritten: list[str]
 
 
 def resolve(config: RunConfig) -> RunConfig:
@@ -245,20 +248,22 @@ def conduct(
         target=config.target_accuracy,
     )
     spec = ModelSpec.of(initial)
-    write_all(
-        out,
-        summary=result,
-        models={k: spec.views(model.vector) for k, model in strategy.models.items()},
-        similarity=strategy.similarity(),
-        target=config.target_accuracy,
-        clock="virtual time" if virtual else "time",
-    )
+    with _log_file(out / "run.log"):
+        unwritten = write_all(
+            out,
+            summary=result,
+            models={k: spec.views(model.vector) for k, model in strategy.models.items()},
+            similarity=strategy.similarity(),
+            target=config.target_accuracy,
+            clock="virtual time" if virtual else "time",
+        )
     reason = str(result["reason"])
     return Outcome(
         out=out,
         summary=result,
         complete=not reason.startswith(("all clients", "the last", "interrupted")),
         interrupted=reason.startswith("interrupted"),
+        unwritten=unwritten,
     )
 
 
