@@ -70,7 +70,7 @@ def shown(
 
 def without_rate(text: str) -> list[str]:
     """Return the lines without the rate, which is the one thing that differs from run to run."""
-    return re.sub(r" · \d+ updates/s", "", text).splitlines()
+    return re.sub(r" · \d+/s", "", text).splitlines()
 
 
 def controls(text: str) -> set[str]:
@@ -119,8 +119,7 @@ def test_a_terminal_has_a_live_line() -> None:
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
     assert "cluster 2 → clusters 3 (2), 4 (1) at update 7" in plain
     last = plain.strip().splitlines()[-1]
-    assert last.startswith("raceme")
-    assert "7/500 updates" in last
+    assert "7/500 t = 6.0 s" in last
     assert "t = 6.0 s · accuracy 0.500 (best 0.625) · 2 clusters" in last
     assert "evaluated at" not in plain
 

@@ -44,9 +44,9 @@ class RunProgress:
         self._bar: Progress | None = None
         if self._console.is_terminal and not each_update:
             self._bar = Progress(
-                TextColumn("[bold]raceme"),
-                BarColumn(bar_width=24),
-                TextColumn("{task.completed:>5.0f}/{task.total:.0f} updates"),
+                # Eighty columns hold all of it: a narrow bar, and no words that go without saying.
+                BarColumn(bar_width=10),
+                TextColumn("{task.completed:.0f}/{task.total:.0f}"),
                 TextColumn("{task.fields[line]}"),
                 console=self._console,
                 auto_refresh=False,
@@ -102,7 +102,7 @@ class RunProgress:
         parts.append(f"{summary.clusters} cluster{'' if summary.clusters == 1 else 's'}")
         elapsed = time.perf_counter() - self._started
         if summary.updates and elapsed > 0:
-            parts.append(f"{summary.updates / elapsed:.0f} updates/s")
+            parts.append(f"{summary.updates / elapsed:.0f}/s")
         if summary.rejected:
             parts.append(f"{summary.rejected} rejected")
         return " · ".join(parts)
