@@ -20,6 +20,7 @@ from raceme.reporting.record import read_run
 from raceme.reporting.store import read_events
 from raceme.simulation import Device
 
+SLOW = pytest.mark.slow
 KEYS = ["--devices-count", "2", "--set", "groups=0.5,0.5", "--set", "eval-every=10"]
 
 
@@ -111,12 +112,15 @@ def test_a_server_app_that_is_killed_is_gone_on_with_and_applies_no_update_twice
     assert len(tasks) == 30
 
 
-def test_ctrl_c_stops_everything_and_leaves_a_checkpoint(place: Loopback, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=SLOW)])
+def test_a_signal_stops_everything_and_leaves_a_checkpoint(
+    number: signal.Signals, place: Loopback, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     bed = up(place, *KEYS, "--max-updates", "5000", "--out", str(out))
     bed.wait_for(r"run +\| update +4 ", 60)
     processes = family(bed)
-    bed.handle.send_signal(signal.SIGINT)
+    bed.handle.send_signal(number)
     assert bed.wait(60) == 0, bed.describe()
     assert all_gone(processes)
     summary = json.loads((out / "summary.json").read_text())
@@ -172,7 +176,7 @@ def can_shape(*terms: str) -> bool:
         return False
 
 
-@pytest.mark.slow
+@SLOW
 def test_devices_in_namespaces_with_a_share_of_the_cpu(place: Loopback, tmp_path: Path) -> None:
     if not can_shape():
         pytest.skip("needs root and iproute2")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import platform
+import signal
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -196,6 +197,8 @@ def up(
     def show(name: str, line: str) -> None:
         print(f"{name:{max(width, 9)}} | {line}", flush=True)
 
+    # However it is told to stop, it takes its processes and namespaces down.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     print(f"Results, plots and models: {run_testbed(settings, show, shapes)}")
 
 
