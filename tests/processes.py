@@ -99,6 +99,7 @@ class Loopback:
                 cwd=self.home,
                 env=self.environment(),
                 start_new_session=True,
+                preexec_fn=as_in_a_terminal,
             )
         process = Process(name, handle, log)
         self.processes.append(process)
@@ -159,6 +160,11 @@ def loopback(home: Path) -> Iterator[Loopback]:
     """Offer a place to start processes, which all end with the block, whatever happens."""
     with ExitStack() as stack:
         yield Loopback(home, stack)
+
+
+def as_in_a_terminal() -> None:
+    """Let Ctrl-C be heard: what is started in the background of a script is made deaf to it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def raceme(*arguments: str) -> list[str]:

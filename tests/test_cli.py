@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes import as_in_a_terminal
 
 RACEME = [sys.executable, "-c", "from raceme.cli import main; main()"]
 SMALL = ["--clients", "8", "--max-updates", "24", "--workers", "0"]
@@ -105,7 +106,12 @@ def test_bad_input_is_one_line_before_any_work(
 def test_interrupted_runs_keep_what_was_done(tmp_path: Path) -> None:
     command = [*RACEME, "run", "--max-updates", "1000000", "--workers", "0", "--out", "out"]
     with subprocess.Popen(
-        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        preexec_fn=as_in_a_terminal,
     ) as process:
         assert process.stdout is not None
         seen = [line for line, _ in zip(process.stdout, range(3), strict=False)]

@@ -83,6 +83,7 @@ def test_a_run_from_start_to_end_with_the_times_of_each_task(
     assert list(now.time) == pytest.approx(list(then.time), abs=0.01)
 
 
+@SLOW
 def test_a_server_app_that_is_killed_is_gone_on_with_and_applies_no_update_twice(
     place: Loopback, tmp_path: Path
 ) -> None:
