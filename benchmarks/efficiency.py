@@ -5,7 +5,7 @@
 Three things are measured in turns, in one process, so that a noisy machine is noisy for all:
 
 - pure training: each client's local epoch alone, on one thread, model and data in memory;
-- the run: CASA on the virtual grid with worker processes, evaluations and all;
+- the run: CASA on the virtual grid with worker processes: their start, the data, evaluations;
 - a plain sequential loop as a researcher would write it: DataLoader, optim.SGD, deepcopy, the model
   averaged into the global one after each update. It evaluates nothing.
 
@@ -82,6 +82,7 @@ def plain_loop_seconds(config: RunConfig, clients: list[int]) -> float:
 
 def run(config: RunConfig) -> tuple[float, Counter[str]]:
     """Run CASA; return the wall time and each client's updates."""
+    started = time.perf_counter()
     grid, strategy = experiment.build_grid(config), experiment.build_strategy(config)
     updates: Counter[str] = Counter()
 
@@ -90,7 +91,6 @@ def run(config: RunConfig) -> tuple[float, Counter[str]]:
             updates[event.client] += 1
 
     arrays = models.initial_arrays(config)
-    started = time.perf_counter()
     with threadpool_limits(1):
         strategy.start(
             grid,
@@ -112,6 +112,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=100)
     parser.add_argument("--updates", type=int, default=1500)
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--eval-every", type=int, help="updates; as many as clients by default")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -123,6 +124,7 @@ def main() -> None:
             clients=options.clients,
             max_updates=options.updates,
             workers=str(options.workers),
+            eval_every=options.eval_every,
         )
     )
     everybody = list(range(options.clients))

@@ -202,7 +202,7 @@ def client_of(context: Context) -> Client:
     return _client(tuple(context.run_config.items()), tuple(context.node_config.items()))
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=16384)
 def _client(run_items: _Items, node_items: _Items) -> Client:
     node = dict(node_items)
     config = _node_view(_run_config(run_items), node)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,14 @@ from raceme.messages import ModelSpec
 from raceme.reporting.artefacts import write_all
 from raceme.reporting.store import RunStore, read_events
 from raceme.reporting.summary import RunSummary
-from raceme.simulation import Node, VirtualGrid, executor_for, fleet, training_seconds
+from raceme.simulation import (
+    Node,
+    VirtualGrid,
+    executor_for,
+    fleet,
+    prepare,
+    training_seconds,
+)
 from raceme.simulation.trace import PREFIX, traced_fleet
 from raceme.strategies import STRATEGIES, AsyncStrategy, Plan, Rounds
 from raceme.strategies.conduct import Rest, go_on
@@ -103,15 +110,32 @@ def build_grid(config: RunConfig) -> VirtualGrid:
     UserError
         Unknown profile, unusable trace, missing data, an impossible partition.
     """
+    # Worker processes start while this one reads the data.
+    prepare(config.workers)
     from raceme.client_app import app
 
+    examples = [
+        len(datasets.client_data(config, client).y_train) for client in range(config.clients)
+    ]
+    nodes = _fleet(config, examples)
+    executor = executor_for(
+        _CLIENT_APP,
+        config.workers,
+        config.device,
+        config.vectorised,
+        seconds=lambda: training_seconds(config, examples),
+    )
+    return VirtualGrid(app, nodes, config.to_mapping(), seed=config.seed, executor=executor)
+
+
+def _fleet(config: RunConfig, examples: Sequence[int]) -> list[Node]:
+    """Return one node per client, with its device."""
     names: list[str] = []
     if config.devices.startswith(PREFIX):
         devices, names = traced_fleet(config.devices.removeprefix(PREFIX), config.clients)
     else:
         devices = fleet(config.devices, config.clients, config.seed)
-    clients = datasets.all_clients(config)
-    nodes = [
+    return [
         Node(
             node_id=_FIRST_NODE_ID + index,
             device=device,
@@ -120,18 +144,10 @@ def build_grid(config: RunConfig) -> VirtualGrid:
                 "num-partitions": config.clients,
                 **({"device-id": names[index]} if names else {}),
             },
-            examples=len(data.y_train),
+            examples=count,
         )
-        for index, (device, data) in enumerate(zip(devices, clients, strict=True))
+        for index, (device, count) in enumerate(zip(devices, examples, strict=True))
     ]
-    executor = executor_for(
-        _CLIENT_APP,
-        config.workers,
-        config.device,
-        config.vectorised,
-        seconds=lambda: training_seconds(config, [node.examples for node in nodes]),
-    )
-    return VirtualGrid(app, nodes, config.to_mapping(), seed=config.seed, executor=executor)
 
 
 def simulate(config: RunConfig, *observers: Observer, stop: Rest = go_on) -> Outcome:

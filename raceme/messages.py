@@ -8,7 +8,6 @@ with its arrays, and Raceme's ClientApp with Flower's strategies.
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
@@ -17,6 +16,8 @@ from typing import TypeVar
 import numpy as np
 from flwr.app import Array, ArrayRecord
 from numpy.typing import NDArray
+
+from raceme.compat import array, array_record
 
 Vector = NDArray[np.float32]
 """A whole model, flat: shape (d,), float32."""
@@ -126,7 +127,7 @@ class ModelSpec:
     def pack(self, vector: Vector) -> ArrayRecord:
         """Turn a flat vector into the ArrayRecord that it came from. Copies once."""
         views = self.views(vector)
-        return record_of(
+        return array_record(
             {
                 name: to_array(views[name].astype(dtype, copy=False))
                 for name, dtype in zip(self.names, self.dtypes, strict=True)
@@ -136,7 +137,7 @@ class ModelSpec:
     def pack_mask(self, mask: NDArray[np.bool_]) -> ArrayRecord:
         """Turn a flat mask into the record that travels with a model: bytes of 0 and 1."""
         views = self.views(mask)
-        return ArrayRecord({name: to_array(views[name].astype(np.uint8)) for name in self.names})
+        return array_record({name: to_array(views[name].astype(np.uint8)) for name in self.names})
 
     def unpack(self, record: ArrayRecord) -> Vector:
         """Turn an ArrayRecord into a flat vector. Copies once.
@@ -171,20 +172,12 @@ class ModelSpec:
         return vector
 
 
-def record_of(arrays: Mapping[str, Array]) -> ArrayRecord:
-    """Put arrays into a record as they are; ``ArrayRecord(arrays)`` builds each of them anew."""
-    record = ArrayRecord()
-    for name, array in arrays.items():
-        record[name] = array
-    return record
-
-
 def to_array(values: NDArray[np.generic]) -> Array:
     """Serialise an array as Flower does (the .npy format), copying its data once."""
     if not values.flags.c_contiguous:
         values = np.ascontiguousarray(values)
     data = b"".join((_header(values.dtype.str, values.shape), values.data))
-    return Array(dtype=str(values.dtype), shape=tuple(values.shape), stype=_STYPE, data=data)
+    return array(str(values.dtype), tuple(values.shape), _STYPE, data)
 
 
 def from_array(array: Array) -> NDArray[np.generic]:

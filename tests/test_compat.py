@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
-from flwr.app import Error, Message, RecordDict
+from flwr.app import Array, ArrayRecord, Error, Message, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
 
 import raceme
@@ -117,3 +117,21 @@ def test_error_codes_are_four_different_numbers() -> None:
 
 def test_the_run_of_a_simulation_has_the_number_asked_for() -> None:
     assert compat.empty_run(3).run_id == 3
+
+
+def test_records_made_without_checks_are_those_of_flower() -> None:
+    parts = ("float32", (2, 3), "numpy.ndarray", b"24 bytes, or any of them")
+    array = compat.array(*parts)
+    assert array == Array(*parts)
+    record = compat.array_record({"weight": array})
+    theirs = ArrayRecord({"weight": Array(*parts)})
+    assert record == theirs
+    assert record["weight"] is array
+    # What goes over the network, and how it is called there.
+    assert record.deflate() == theirs.deflate()
+    assert record.object_id == theirs.object_id
+    assert record.count_bytes() == theirs.count_bytes()
+    record["bias"] = array
+    assert list(record) == ["weight", "bias"]
+    array.data = b"other"
+    assert array.object_id == Array(*parts[:3], b"other").object_id

@@ -270,6 +270,19 @@ def test_workers_end_with_the_process_that_started_them() -> None:
     )
 
 
+def test_a_script_that_does_not_guard_its_run_can_have_workers(tmp_path: Path) -> None:
+    script = tmp_path / "study.py"
+    script.write_text(
+        "from raceme.config import RunConfig\nfrom raceme.experiment import simulate\n"
+        f"config = RunConfig(clients=4, max_updates=4, workers='1', out={str(tmp_path / 'run')!r})\n"
+        "print('updates', simulate(config).summary['updates'])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.stdout == "updates 4\n", done.stderr
+
+
 # All clients stacked.
 
 

@@ -23,6 +23,7 @@ from raceme.compat.message import (
     set_message_id,
     start_now,
 )
+from raceme.compat.records import array, array_record
 
 __all__ = [
     "CLIENT_APP_RAISED_EXCEPTION",
@@ -33,6 +34,8 @@ __all__ = [
     "REPLY_MESSAGE_UNAVAILABLE",
     "SERVER_NODE_ID",
     "Run",
+    "array",
+    "array_record",
     "empty_run",
     "error_reply",
     "identify_process",

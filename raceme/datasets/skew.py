@@ -11,7 +11,6 @@ from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.ndimage import rotate
 
 from raceme.config import RunConfig
 from raceme.datasets.partition import Partition, iid, largest_remainder, parse_groups
@@ -68,6 +67,9 @@ def rotated(inputs: Inputs, degrees: float) -> Inputs:
     quarters, rest = divmod(degrees, 90)
     if rest == 0 and (inputs.shape[2] == inputs.shape[3] or quarters % 2 == 0):
         return np.ascontiguousarray(np.rot90(inputs, int(quarters), axes=(2, 3)))
+    # Imported here because every process that trains would wait for it, and few need it.
+    from scipy.ndimage import rotate
+
     turned: Inputs = rotate(inputs, degrees, axes=(2, 3), reshape=False, order=1, mode="nearest")
     return turned
 

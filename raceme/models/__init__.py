@@ -11,6 +11,7 @@ import torch
 from flwr.app import ArrayRecord
 from torch import nn
 
+from raceme.compat import array_record
 from raceme.config import RunConfig
 from raceme.datasets import DataShape, data_shape, with_defaults
 from raceme.errors import UserError
@@ -87,7 +88,7 @@ def initial_arrays(config: RunConfig, shape: DataShape | None = None) -> ArrayRe
     name = with_defaults(config).model
     module = build(str(name), shape.input_shape, shape.num_classes, config.seed)
     state = module.state_dict()
-    return ArrayRecord({name: to_array(values.numpy()) for name, values in state.items()})
+    return array_record({name: to_array(values.numpy()) for name, values in state.items()})
 
 
 def _own_builder(name: str) -> _Builder:

@@ -1,6 +1,6 @@
 """Virtual time: a Flower Grid that simulates a fleet of devices, event by event."""
 
-from raceme.simulation.choice import executor_for, training_seconds
+from raceme.simulation.choice import executor_for, prepare, training_seconds
 from raceme.simulation.devices import PROFILES, Device, fleet
 from raceme.simulation.executor import Executor, InProcess
 from raceme.simulation.pool import Pool
@@ -16,5 +16,6 @@ __all__ = [
     "VirtualGrid",
     "executor_for",
     "fleet",
+    "prepare",
     "training_seconds",
 ]

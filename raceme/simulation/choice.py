@@ -10,16 +10,16 @@ from collections.abc import Callable, Sequence
 
 from raceme.config import RunConfig
 from raceme.errors import UserError
+from raceme.simulation import pool
 from raceme.simulation.executor import Executor, InProcess
-from raceme.simulation.pool import Pool
 from raceme.simulation.worker import load
 
 AUTO = "auto"
 
-_WORTHWHILE_SECONDS = 10.0
+_WORTHWHILE_SECONDS = 6.0
 """Local training from which on ``auto`` starts worker processes.
 
-They take 3 s to start, measured on 2 cores, and then share the work: with two of them, 7 s of it
+They take 1.5 s to start, measured on 2 cores, and then share the work: with two of them, 4 s of it
 take as long as without.
 """
 _TIMED_STEPS = 3
@@ -60,7 +60,13 @@ def executor_for(
         from raceme.simulation.vectorised import Vectorised
 
         return Vectorised(device)
-    return Pool(target, count) if count else InProcess(load(target))
+    return pool.Pool(target, count) if count else InProcess(load(target))
+
+
+def prepare(workers: str | int) -> None:
+    """Begin to start worker processes if a run is certain to have some."""
+    if workers != AUTO and _count(workers, None):
+        pool.prepare()
 
 
 def training_seconds(config: RunConfig, examples: Sequence[int]) -> float:

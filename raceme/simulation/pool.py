@@ -9,11 +9,14 @@ import multiprocessing
 import pickle
 import selectors
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from multiprocessing import forkserver
 from multiprocessing.reduction import send_handle
+from types import ModuleType
 from typing import Any
 
 from flwr.app import Context, Error, Message, RecordDict
@@ -42,6 +45,9 @@ _PIPE_BYTES = 32_768
 """What certainly goes into a pipe at once. More is sent only to a worker that has nothing to do:
 another might itself be sending something large, and both would wait for ever."""
 _MOST_DEATHS = 3
+_PRELOADED = ["raceme.client_app"]
+"""What a process is forked from has imported already. Nothing that a user names: what raises on
+import would end that process."""
 _GRACE_SECONDS = 2.0
 """Time for a process to end before it is made to."""
 
@@ -320,18 +326,19 @@ class Pool:
 
     def _start(self) -> _Worker:
         """Start a worker process; it is ready when it says so."""
-        context = multiprocessing.get_context("spawn")
+        context = _context()
         own, other = context.Pipe()
         level = logging.getLogger("flwr").level
         process = context.Process(
             target=work, args=(other, self._target, level), name="raceme-worker", daemon=True
         )
         try:
-            with _interrupts_ignored():
+            with _interrupts_ignored(), _script_hidden(self._target):
                 process.start()
-        except OSError as error:
+        except (OSError, EOFError) as error:
+            reason = getattr(error, "strerror", None) or "the process that forks it has ended"
             raise UserError(
-                f"A worker process cannot start: {error.strerror}. Try fewer --workers, or "
+                f"A worker process cannot start: {reason}. Try fewer --workers, or "
                 "--workers 0, which starts none."
             ) from None
         other.close()
@@ -352,8 +359,7 @@ class Pool:
         if self._failed_starts >= _MOST_DEATHS:
             raise UserError(
                 f"Worker processes end before they have loaded the ClientApp {self._target} "
-                f"({exit_code}); what they print says why. A script that starts a run must do so "
-                'under `if __name__ == "__main__":`. With --workers 0 there are none.'
+                f"({exit_code}); what they print says why. With --workers 0 there are none."
             )
         for position, task in enumerate(worker.tasks.values()):
             task.deaths += position == 0
@@ -396,6 +402,48 @@ def _bury(worker: _Worker) -> str:
     if worker.memory is not None:
         worker.memory.close()
     return f"signal {-code}" if code < 0 else f"exit code {code}"
+
+
+def prepare() -> None:
+    """Let what processes are forked from begin to import, which takes a second or two.
+
+    Pools do it themselves; before other work that takes time, it is done meanwhile.
+    """
+    if _context().get_start_method() == "forkserver":
+        with _interrupts_ignored():
+            forkserver.ensure_running()
+
+
+def _context() -> Any:
+    """Return how processes are made: forked from one that has imported torch, where that is safe.
+
+    It saves each worker's import, and workers share what was imported. The process that they are
+    forked from has done nothing but import: forking this one, which may have threads, would not be
+    safe. Apple's libraries are not safe to fork even so.
+    """
+    if sys.platform != "linux":
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    return context
+
+
+@contextmanager
+def _script_hidden(target: str) -> Iterator[None]:
+    """Let a process that is started here not run the user's script again, as Python has it do.
+
+    It is of no use to a worker, costs it the script's imports, and a script that does not guard
+    what it does by ``if __name__ == "__main__"`` would start the run again.
+    """
+    if target.partition(":")[0] == "__main__":
+        yield
+        return
+    script = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = script
 
 
 @contextmanager

@@ -15,8 +15,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
+from raceme import compat
 from raceme.errors import UserError
 
 Value = str | int | float | bool
@@ -209,6 +210,9 @@ def _record(
         return MetricRecord(content)
     if kind == _CONFIG:
         return ConfigRecord(content)
-    return ArrayRecord(
-        {key: Array(dtype, shape, stype, next(data)) for key, dtype, shape, stype, _ in content}
+    return compat.array_record(
+        {
+            key: compat.array(dtype, shape, stype, next(data))
+            for key, dtype, shape, stype, _ in content
+        }
     )

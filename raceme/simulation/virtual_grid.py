@@ -10,12 +10,10 @@ from typing import Any
 
 import numpy as np
 from flwr.app import (
-    ArrayRecord,
     ConfigRecord,
     Context,
     Message,
     MessageType,
-    MetricRecord,
     RecordDict,
 )
 from flwr.clientapp import ClientApp
@@ -23,7 +21,7 @@ from flwr.serverapp import Grid
 
 from raceme import compat
 from raceme.compat import Run
-from raceme.messages import COMPUTE_SCALE, CONFIG, LOCAL_EPOCHS, record_of
+from raceme.messages import COMPUTE_SCALE, CONFIG, LOCAL_EPOCHS
 from raceme.simulation.devices import Device
 from raceme.simulation.executor import Executor, InProcess
 from raceme.simulation.grid_state import (
@@ -402,10 +400,5 @@ def _copy(content: RecordDict) -> RecordDict:
     """
     copied = RecordDict()
     for name, record in content.items():
-        if isinstance(record, ArrayRecord):
-            copied[name] = record_of(record)
-        elif isinstance(record, MetricRecord):
-            copied[name] = MetricRecord(dict(record))
-        else:
-            copied[name] = ConfigRecord(dict(record))
+        copied[name] = record.copy()
     return copied

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
 
+from raceme.compat import array_record
 from raceme.messages import ARRAYS, CONFIG, TASK, VERSION, ModelSpec, candidate
 from raceme.strategies.model import Model
 from raceme.strategies.replies import Task
@@ -52,7 +53,7 @@ class Packer:
         packed = {cluster: self.pack(cluster, model)[0] for cluster, model in models.items()}
         if len(packed) == 1:
             return next(iter(packed.values()))
-        return ArrayRecord(
+        return array_record(
             {
                 f"{cluster}/{name}": array
                 for cluster, record in packed.items()

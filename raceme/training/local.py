@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from raceme.messages import InvalidModelError, ModelSpec, from_array, record_of, to_array
+from raceme.compat import array_record
+from raceme.messages import InvalidModelError, ModelSpec, from_array, to_array
 
 _TEST_BATCH = 256
 _GATHERED = 64
@@ -132,7 +133,7 @@ class Network:
 
     def write(self, spec: ModelSpec) -> ArrayRecord:
         """Return the model as it is now, in the order and types of the one that was read."""
-        return record_of(
+        return array_record(
             {
                 name: to_array(self._state[name].astype(dtype, copy=False))
                 for name, dtype in zip(spec.names, spec.dtypes, strict=True)
