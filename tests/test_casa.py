@@ -1,6 +1,7 @@
 """CASA step by step: a short sequence of updates traced by hand, splits, newcomers."""
 
 from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -13,10 +14,10 @@ from raceme.strategies.fleet import Client
 from raceme.strategies.replies import Task, Update
 
 
-def casa_with(clients: int, **parameters: float | str | bool) -> CASA:
-    """CASA with a two-dimensional model of zeros, and clients that have all been sent it."""
+def casa_with(clients: int, size: int = 2, **parameters: float | str | bool) -> CASA:
+    """CASA with a model of zeros, of two by default, and clients that have all been sent it."""
     strategy = CASA(CASAParameters(**parameters))  # type: ignore[arg-type]
-    strategy.initialize(np.zeros(2, np.float32))
+    strategy.initialize(np.zeros(size, np.float32))
     for index in range(clients):
         strategy.add_client(Client(f"c{index}", num_examples=10 * (index + 1)))
         strategy.on_dispatch(task(f"c{index}"))
@@ -27,7 +28,7 @@ def task(client: str, version: int = 0, cluster: int = 0, updates: int = 0) -> T
     return Task(0, client, cluster, version, updates, sent_at=0.0, bytes_down=0)
 
 
-def update(client: str, values: tuple[float, float], version: int = 0) -> Update:
+def update(client: str, values: Sequence[float], version: int = 0) -> Update:
     return Update(task(client, version), np.array(values, np.float32), 10, 0.0)
 
 
@@ -132,6 +133,27 @@ def test_no_split_before_every_pair_is_known_nor_without_clustering() -> None:
     ablation = casa_with(6, gap_range=1000.0, clustering=False)
     feed_two_groups(ablation)
     assert len(ablation.models) == 1
+
+
+def feed_one_group(strategy: CASA, rounds: int) -> None:
+    """Let ten clients update whose models differ by noise alone."""
+    rng = np.random.default_rng(0)
+    for _ in range(rounds):
+        for client in range(10):
+            strategy.on_update(update(f"c{client}", (1.0, *rng.normal(0, 0.01, 50))))
+
+
+def test_a_guard_against_noise_keeps_one_group_together_and_divides_two() -> None:
+    # So small an α that any gap is large enough.
+    unguarded = casa_with(10, size=51, gap_range=1000.0, alpha0=0.01)
+    feed_one_group(unguarded, rounds=4)
+    assert len(unguarded.models) > 1
+    guarded = casa_with(10, size=51, gap_range=1000.0, alpha0=0.01, noise_guard=2.0)
+    feed_one_group(guarded, rounds=20)
+    assert len(guarded.models) == 1
+    two = casa_with(6, gap_range=1000.0, noise_guard=2.0)
+    feed_two_groups(two)
+    assert len(two.models) == 2
 
 
 def test_a_client_that_left_does_not_hold_up_a_split_and_keeps_its_company() -> None:

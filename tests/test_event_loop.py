@@ -10,6 +10,7 @@ import pytest
 from fleets import MODEL, grid_of, pulled_app, read, write
 from flwr.app import (
     ArrayRecord,
+    ConfigRecord,
     Context,
     Message,
     MetricRecord,
@@ -261,6 +262,28 @@ def test_a_client_without_a_number_of_examples_is_refused(examples: float) -> No
         "'node-100' has no examples to train on",
     )
     assert seen[-1].reason == "all clients are gone"
+
+
+@pytest.mark.parametrize("client_id", ["", "a\x1b[2Jb", "two\nlines", "x" * 129])
+def test_an_id_that_could_steer_a_terminal_is_refused(client_id: str) -> None:
+    app = pulled_app()
+    greeted = ClientApp()
+
+    @greeted.query()
+    def query(message: Message, context: Context) -> Message:
+        records = {
+            "config": ConfigRecord({"client-id": client_id}),
+            "metrics": MetricRecord({"num-examples": 1}),
+        }
+        return Message(RecordDict(records), reply_to=message)
+
+    @greeted.train()
+    def train(message: Message, context: Context) -> Message:
+        return app(message, context)
+
+    seen = run(half(), grid_of(greeted, devices(1.0)), timeout=20.0)
+    (rejected,) = of(events.UpdateRejected, seen)
+    assert rejected.reason == "node 100 states an id that is not 1 to 128 printable characters"
 
 
 @pytest.mark.parametrize("group", [-1, math.nan, math.inf, 10**400])

@@ -7,6 +7,7 @@ from raceme.strategies.spectral import (
     affinity,
     laplacian,
     largest_gap,
+    noise_gap,
     partition,
     should_split,
 )
@@ -79,3 +80,30 @@ def test_partition_finds_the_blocks_and_numbers_them_in_order() -> None:
 
 def test_negative_similarity_is_no_edge() -> None:
     assert affinity(np.array([[1.0, -0.5], [-0.5, 1.0]])).tolist() == [[1.0, 0.0], [0.0, 1.0]]
+
+
+def noisy(sizes: list[int], across: float, seed: int) -> np.ndarray:
+    """Blocks of similarity 0.99 and noise of 0.001 on every pair."""
+    noise = np.random.default_rng(seed).normal(0, 0.001, (sum(sizes), sum(sizes)))
+    matrix = blocks(sizes, inside=0.99, across=across) + (noise + noise.T) / np.sqrt(2)
+    np.fill_diagonal(matrix, 1.0)
+    return matrix
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_groups_show_in_a_larger_gap_than_their_similarities_have_by_chance(seed: int) -> None:
+    matrix = noisy([8, 12], across=0.97, seed=seed)
+    gap = largest_gap(matrix)
+    assert gap is not None
+    assert gap.size > 2 * noise_gap(matrix, np.random.default_rng(seed))
+
+
+def test_one_group_rarely_has_a_larger_gap_than_its_similarities_have_by_chance() -> None:
+    # Of 11 gaps that are alike, one of them is the largest in 1 of 11 cases.
+    beaten = 0
+    for seed in range(60):
+        matrix = noisy([20], across=0.0, seed=seed)
+        gap = largest_gap(matrix)
+        assert gap is not None
+        beaten += gap.size > noise_gap(matrix, np.random.default_rng(seed))
+    assert beaten <= 15

@@ -43,6 +43,7 @@ class CASAParameters:
     budget: int = key(0, "buffer budget M in items (0: no limit)", low=0)
     gap_range: float = key(0.0, "start gap r_a that is too large (0: r_c)", low=0)
     staleness_unit: str = key("cluster", "τ counts: cluster or global", among=("cluster", "global"))
+    noise_guard: float = key(0.0, "least gap, in gaps of shuffled similarities (0: any)", low=0)
     clustering: bool = key(True, "split clusters (false: the ablation CASA-C)")
     bi_level: bool = key(True, "bi-level decay (false: the ablation CASA-D)")
     constant_alpha: float = key(0.3, "α where bi-level is false", above=0)
@@ -261,6 +262,9 @@ class CASA(AsyncStrategy):
         gap = spectral.largest_gap(weights)
         watch.look(weights, gap.size if gap else 0.0)
         if gap is None or not spectral.should_split(alpha_c, gap.size, gamma):
+            return
+        guard = self.parameters.noise_guard
+        if guard and gap.size <= guard * spectral.noise_gap(weights, self.rng):
             return
         labels = spectral.partition(weights, gap.parts, seed=int(self.rng.integers(2**31)))
         if labels.max() == 0:

@@ -15,6 +15,7 @@ _NO_QUERY = "No query function registered"
 """What Flower's ClientApp says when it has no handler for queries."""
 _FINAL = frozenset({CLIENT_APP_RAISED_EXCEPTION, INVALID_APP, LOAD_APP_EXCEPTION})
 """Errors that a second greeting would meet again."""
+_LONGEST_ID = 128
 _LIMIT = 2**53
 """Counts from here on are not exact as float numbers, and no client's."""
 
@@ -129,6 +130,10 @@ class Fleet:
                 self.refused[node_id] = ""
             return f"node {node_id} did not answer its greeting: {error_line(reply)}"
         client_id = str(stated.get(CLIENT_ID, f"node-{node_id}"))
+        if not client_id.isprintable() or not 1 <= len(client_id) <= _LONGEST_ID:
+            # It goes into terminals, logs and reports, which what a device sends must not steer.
+            self.refused[node_id] = ""
+            return f"node {node_id} states an id that is not 1 to {_LONGEST_ID} printable characters"
         examples = measured.get(NUM_EXAMPLES, 0)
         if not isinstance(examples, int | float) or not 1 <= examples < _LIMIT:
             self.refused[node_id] = client_id

@@ -20,6 +20,9 @@ from raceme.messages import (
     Vector,
 )
 
+_LONGEST_LINE = 300
+"""Letters of a client's own words that are reported."""
+
 
 @dataclass(frozen=True)
 class Task:
@@ -150,9 +153,10 @@ def read_update(reply: Message, task: Task, spec: ModelSpec) -> Update:
 
 
 def error_line(reply: Message) -> str:
-    """Return the first line of why a client could not do its work."""
+    """Return the first line of why a client could not do its work, of printable characters."""
     lines = (reply.error.reason or "").strip().splitlines()
-    return lines[0] if lines else "no reason given"
+    line = "".join(letter if letter.isprintable() else " " for letter in lines[0]) if lines else ""
+    return line.strip()[:_LONGEST_LINE] or "no reason given"
 
 
 def _check_base(stated: Mapping[str, object], task: Task) -> None:

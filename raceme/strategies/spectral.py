@@ -7,13 +7,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 from scipy.linalg import eigh
-from scipy.sparse.linalg import eigsh
+from scipy.sparse.linalg import LinearOperator, eigsh
 from sklearn.cluster import SpectralClustering
 
 Matrix = NDArray[np.float64]
 
 _LARGE = 300
 """From this size on only the first eigenvalues are computed: that is when it is faster."""
+_SHUFFLES = 10
 _EIGENVALUES = 10
 """Number of smallest eigenvalues that are looked at."""
 
@@ -40,7 +41,8 @@ def affinity(similarity: NDArray[np.floating]) -> Matrix:
     Cosines of whole weight vectors are positive in practice; a graph has no negative edges, so
     opposed models count as not connected (our reading, the paper does not say).
     """
-    return np.asarray(np.maximum(similarity, 0.0), np.float64)
+    weights: Matrix = np.maximum(similarity, 0.0, dtype=np.float64)
+    return weights
 
 
 def laplacian(weights: Matrix) -> Matrix:
@@ -51,7 +53,7 @@ def laplacian(weights: Matrix) -> Matrix:
     weights : Matrix
         S: similarities inside a cluster, symmetric, not negative, diagonal 1. Shape (m, m).
     """
-    scale = 1.0 / np.sqrt(weights.sum(axis=1))
+    scale = _scale(weights)
     return np.asarray(np.eye(len(weights)) - weights * scale[:, None] * scale[None, :])
 
 
@@ -68,19 +70,42 @@ def largest_gap(weights: Matrix) -> Gap | None:
     count = min(_EIGENVALUES, len(weights))
     if count < 3:
         return None
-    matrix = laplacian(weights)
-    if len(matrix) < _LARGE:
-        values = eigh(matrix, eigvals_only=True, driver="ev")[:count]
+    if len(weights) < _LARGE:
+        values = eigh(laplacian(weights), eigvals_only=True, driver="ev")[:count]
     else:
-        # The smallest of L are the largest of I − L, which Lanczos finds without a factorisation;
-        # a fixed start makes it repeatable.
-        shifted = np.eye(len(matrix)) - matrix
-        start = np.random.default_rng(0).normal(size=len(matrix))
+        # The smallest of L are the largest of I − L, which Lanczos finds without a factorisation
+        # and without a second matrix of this size; a fixed start makes it repeatable.
+        scale = _scale(weights)
+        shifted = LinearOperator(
+            weights.shape, matvec=lambda x: scale * (weights @ (scale * x)), dtype=np.float64
+        )
+        start = np.random.default_rng(0).normal(size=len(weights))
         found = eigsh(shifted, k=count, which="LA", v0=start, return_eigenvectors=False)
         values = np.sort(1.0 - found)
     gaps = np.diff(values)[1:]
     best = int(np.argmax(gaps))
     return Gap(parts=best + 2, size=float(gaps[best]))
+
+
+def noise_gap(weights: Matrix, rng: np.random.Generator) -> float:
+    """Return the largest eigengap that the same similarities have without any structure.
+
+    They are dealt out to the pairs anew, at random, a few times, and the largest gap counts: Horn's
+    parallel analysis (Psychometrika 1965), which tells components from noise.
+    """
+    pairs = np.triu_indices(len(weights), k=1)
+    largest = 0.0
+    for _ in range(_SHUFFLES):
+        shuffled = np.eye(len(weights))
+        shuffled[pairs] = rng.permutation(weights[pairs])
+        gap = largest_gap(np.maximum(shuffled, shuffled.T))
+        largest = max(largest, gap.size if gap else 0.0)
+    return largest
+
+
+def _scale(weights: Matrix) -> NDArray[np.float64]:
+    """Return the diagonal of D^(−1/2)."""
+    return np.asarray(1.0 / np.sqrt(weights.sum(axis=1)))
 
 
 def should_split(alpha_c: float, gap: float, gamma: float) -> bool:
