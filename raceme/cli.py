@@ -17,6 +17,7 @@ from raceme.comparison import commands as comparison_commands
 from raceme.config import RunConfig, Value, all_keys, parse_assignment, read_toml
 from raceme.deployment import commands as deployment_commands
 from raceme.errors import UserError
+from raceme.reporting import commands as reporting_commands
 
 app = typer.Typer(
     help="Asynchronous, clustered federated learning on Flower.",
@@ -25,6 +26,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 comparison_commands.register(app)
+reporting_commands.register(app)
 deployment_commands.register(app)
 
 # Not `all_keys()`: it imports the strategies, with scikit-learn, which a device does without.

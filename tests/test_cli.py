@@ -22,6 +22,7 @@ FILES = {
     "devices.png",
     "run.log",
     "run.sqlite",
+    "similarity.npz",
     "similarity.png",
     "summary.json",
 }

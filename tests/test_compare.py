@@ -125,16 +125,27 @@ def test_a_run_that_fails_does_not_take_the_others_with_it(tmp_path: Path) -> No
     assert any("FAILED" in line for line in main_table(comparison).lines)
 
 
-def test_a_sweep_is_tried_on_the_first_seed_and_its_best_runs_on_all(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sweep_scale", [1.0, 0.5])
+def test_a_sweep_is_tried_on_the_first_seed_and_its_best_runs_on_all(
+    tmp_path: Path, sweep_scale: float
+) -> None:
     swept = Method("fedasync", "fedasync", sweep={"alpha": (0.001, 0.5)})
-    comparison, _ = run(Suite("Sweep", (swept,), SETTINGS, (0, 1)), tmp_path)
+    suite = Suite("Sweep", (swept,), SETTINGS, (0, 1), sweep_scale=sweep_scale)
+    comparison, _ = run(suite, tmp_path)
     (result,) = comparison.results
     tried = comparison.sweeps["fedasync"]
     assert [point.method.options["alpha"] for point in tried] == [0.001, 0.5]
     assert [len(point.runs) for point in tried] == [1, 1]
     assert result.method == best_of(tried).method
     assert [run.seed for run in result.runs] == [0, 1]
-    assert len(list(tmp_path.glob("*/seed-*/summary.json"))) == 3
+    length = result.runs[0].summary["updates"]
+    assert {run.summary["updates"] for run in result.runs} == {length}
+    assert {point.runs[0].summary["updates"] for point in tried} == {length * sweep_scale}
+    trials = 0 if sweep_scale == 1.0 else 2
+    assert len(list(tmp_path.glob("*/trial-*/summary.json"))) == trials
+    assert len(list(tmp_path.glob("*/seed-*/summary.json"))) == (3 if trials == 0 else 2)
+    _, said = run(suite, tmp_path)
+    assert said.count("finished before, kept") == (3 if trials == 0 else 4)
 
 
 @pytest.mark.parametrize(
@@ -153,6 +164,8 @@ def test_a_sweep_is_tried_on_the_first_seed_and_its_best_runs_on_all(tmp_path: P
         ("[methods.casa]\npublished = {accuracy = 'high'}", "must be a number"),
         ("[methods.casa.sweep]\ngamma = 0.1", "must list values"),
         ("seeds = 3\n[methods.casa]", "must be whole numbers"),
+        ("sweep-scale = 0\n[methods.casa]", "sweep-scale must be above 0 and at most 1, got 0"),
+        ("sweep-scale = 'short'\n[methods.casa]", "must be a number"),
         ("title = 'x'", "nothing to compare"),
         ("not toml", "not valid TOML"),
         ("[methods.casa]\n[settings]\ndataset = 'synthetic'\nmodel = 'cnn'", "casa cannot run"),

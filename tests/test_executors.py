@@ -274,7 +274,8 @@ def test_a_script_that_does_not_guard_its_run_can_have_workers(tmp_path: Path) -
     script = tmp_path / "study.py"
     script.write_text(
         "from raceme.config import RunConfig\nfrom raceme.experiment import simulate\n"
-        f"config = RunConfig(clients=4, max_updates=4, workers='1', out={str(tmp_path / 'run')!r})\n"
+        f"out = {str(tmp_path / 'run')!r}\n"
+        "config = RunConfig(clients=4, max_updates=4, workers='1', out=out)\n"
         "print('updates', simulate(config).summary['updates'])\n"
     )
     done = subprocess.run(

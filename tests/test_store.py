@@ -99,6 +99,15 @@ def test_node_ids_are_not_kept(tmp_path: Path) -> None:
     assert read_events(path) == [ClientJoined(0.0, "a", 0, 7, 0)]
 
 
+def test_a_new_cluster_without_clients_comes_back(tmp_path: Path) -> None:
+    events: list[Event] = [
+        ClusterSplit(1.0, 1, 0, {1: ("a",), 2: ()}, 0.5, 0.25),
+        ClusterSplit(2.0, 2, 1, {3: (), 4: ()}, 0.5, 0.25),
+        ClusterSplit(3.0, 3, 2, {}, 0.5, 0.25),
+    ]
+    assert read_events(write(tmp_path, events)) == events
+
+
 def test_nan_comes_back_as_nan(tmp_path: Path) -> None:
     nan = float("nan")
     path = write(

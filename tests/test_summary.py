@@ -142,7 +142,7 @@ def test_the_summary_by_hand() -> None:
     assert set(result) >= KEYS
     versions = result.pop("versions")
     assert versions["raceme"] == raceme.__version__
-    assert set(versions) == {"raceme", "flwr", "torch"}
+    assert set(versions) == {"raceme", "flwr", "torch", "numpy", "python"}
     assert result == {
         "strategy": "casa",
         "dataset": "digits",

@@ -21,6 +21,7 @@ from raceme.errors import UserError
 from raceme.reporting.files import written_whole
 from raceme.reporting.plots import comparison_figure
 from raceme.reporting.record import read_run
+from raceme.reporting.staleness import staleness_figure
 from raceme.reporting.style import save_figure
 
 log = logging.getLogger("raceme")
@@ -36,17 +37,25 @@ class Plan:
         What to run.
     out : Path
         The folder; a run lies in ``<method>/seed-<seed>`` below it.
-    first : tuple[Job, ...]
-        Runs that are certain: every method with every seed, and every point of a sweep with the
-        first seed.
+    plain : tuple[Job, ...]
+        Runs that are certain: every method without a sweep, with every seed.
+    trials : tuple[Job, ...]
+        Every point of every sweep, with the first seed.
     further : tuple[Job, ...]
-        The points of the sweeps with the other seeds, of which only the best will be run.
+        Runs of these points with the other seeds, or with all if those of the trials are short;
+        only the best point of each method will be done.
     """
 
     suite: Suite
     out: Path
-    first: tuple[Job, ...]
+    plain: tuple[Job, ...]
+    trials: tuple[Job, ...]
     further: tuple[Job, ...]
+
+    @property
+    def every(self) -> tuple[Job, ...]:
+        """All runs that there may be."""
+        return (*self.plain, *self.trials, *self.further)
 
 
 def prepare(suite: Suite, out: Path) -> Plan:
@@ -60,21 +69,24 @@ def prepare(suite: Suite, out: Path) -> Plan:
     out = out.expanduser().resolve()
     plain = [method for method in suite.methods if not method.sweep]
     points = [point for method in suite.methods if method.sweep for point in method.variants()]
-    listed = [variant for method in suite.methods for variant in method.variants()]
-    first = [
-        *make_jobs(suite, listed, suite.seeds[:1], out),
-        *make_jobs(suite, plain, suite.seeds[1:], out),
-    ]
-    further = make_jobs(suite, points, suite.seeds[1:], out)
-    check([*first, *further])
-    survey([*first, *further])
-    return Plan(suite, out, tuple(first), tuple(further))
+    if suite.sweep_scale == 1.0:
+        trials = make_jobs(suite, points, suite.seeds[:1], out)
+        further = make_jobs(suite, points, suite.seeds[1:], out)
+    else:
+        short = suite.scaled(suite.sweep_scale)
+        trials = make_jobs(short, points, suite.seeds[:1], out, trial=True)
+        further = make_jobs(suite, points, suite.seeds, out)
+    every = make_jobs(suite, plain, suite.seeds, out)
+    plan = Plan(suite, out, tuple(every), tuple(trials), tuple(further))
+    check(plan.every)
+    survey(plan.every)
+    return plan
 
 
 def compare(plan: Plan, processes: int, console: Console) -> Comparison:
     """Run a suite, or the rest of it, and leave its tables and plots.
 
-    Swept methods are tried on the first seed; the most accurate point is then run on the others.
+    Points of a sweep are tried on the first seed; the most accurate one is then run on all.
     Finished runs are kept, and what a killed run left is removed.
 
     Parameters
@@ -91,10 +103,11 @@ def compare(plan: Plan, processes: int, console: Console) -> Comparison:
     UserError
         The folder cannot be written.
     """
-    finished, half = survey([*plan.first, *plan.further])
+    finished, half = survey(plan.every)
     done = set(finished)
     _make_folder(plan.out)
-    with SuiteProgress(len(plan.first), len(done & set(plan.first)), console) as progress:
+    certain = [*plan.plain, *plan.trials]
+    with SuiteProgress(len(certain), len(done & set(certain)), console) as progress:
         _say_resumed(progress, finished, half)
         for job in half:
             shutil.rmtree(job.folder)
@@ -102,9 +115,10 @@ def compare(plan: Plan, processes: int, console: Console) -> Comparison:
         def run(jobs: Sequence[Job]) -> Mapping[Job, str]:
             return run_jobs([job for job in jobs if job not in done], processes, progress.report)
 
-        errors = dict(run(plan.first))
+        errors = dict(run(certain))
+        done |= set(certain)
         tried = {
-            method.label: [_gather(point, method, plan.first, errors) for point in points]
+            method.label: [_gather(point, method, plan.trials, errors) for point in points]
             for method in plan.suite.methods
             if len(points := method.variants()) > 1
         }
@@ -112,7 +126,8 @@ def compare(plan: Plan, processes: int, console: Console) -> Comparison:
         further = [job for job in plan.further if job.method in chosen.values()]
         progress.add(len(further), len(done & set(further)))
         errors |= run(further)
-    jobs = [*plan.first, *further]
+    whole = [job for job in plan.trials if not job.trial]
+    jobs = [*plan.plain, *whole, *further]
     results = [
         _gather(chosen.get(method.label, method.variants()[0]), method, jobs, errors)
         for method in plan.suite.methods
@@ -144,7 +159,7 @@ def write(comparison: Comparison, out: Path) -> None:
     plots: dict[str, Callable[[], Figure]] = {
         "accuracy.png": lambda: comparison_figure(records, target=comparison.target, title=title),
         "time-to-target.png": lambda: figures.times_figure(comparison),
-        "staleness.png": lambda: figures.staleness_figure(records),
+        "staleness.png": lambda: staleness_figure(records),
         "purity.png": lambda: figures.purity_figure(comparison),
     }
     for name, draw in plots.items():

@@ -38,16 +38,19 @@ class Job:
         The seed.
     config : RunConfig
         Resolved, with the folder that it is to be written to.
+    trial : bool
+        It is shorter than the other runs, to find the best point of a sweep.
     """
 
     method: Method
     seed: int
     config: RunConfig = field(compare=False)
+    trial: bool = False
 
     @property
     def name(self) -> str:
         """What the run is called in messages."""
-        return f"{self.method.label}, seed {self.seed}"
+        return f"{self.method.label}, {self.folder.name.replace('-', ' ')}"
 
     @cached_property
     def folder(self) -> Path:
@@ -67,9 +70,21 @@ class Job:
 
 
 def make_jobs(
-    suite: Suite, methods: Sequence[Method], seeds: Sequence[int], out: Path
+    suite: Suite, methods: Sequence[Method], seeds: Sequence[int], out: Path, trial: bool = False
 ) -> list[Job]:
     """Return the runs of some methods with some seeds, all methods of a seed together.
+
+    Parameters
+    ----------
+    suite : Suite
+        Has the settings and the length of the runs.
+    methods, seeds : Sequence
+        What to run.
+    out : Path
+        The comparison's folder; a run's is ``<method>/seed-<seed>`` below it, or
+        ``<method>/trial-<seed>``.
+    trial : bool
+        They try points of sweeps, in runs of another length.
 
     Raises
     ------
@@ -82,8 +97,8 @@ def make_jobs(
     for seed in seeds:
         for method in methods:
             config = resolve(suite.config(method, seed))
-            folder = out / slug(method.label) / f"seed-{seed}"
-            jobs.append(Job(method, seed, config.with_values(out=str(folder))))
+            folder = out / slug(method.label) / f"{'trial' if trial else 'seed'}-{seed}"
+            jobs.append(Job(method, seed, config.with_values(out=str(folder)), trial))
     return jobs
 
 

@@ -32,6 +32,7 @@ _SUITE_KEYS = (
     "seeds",
     "async-updates",
     "sync-updates",
+    "sweep-scale",
     "reference",
     "notes",
     "settings",
@@ -75,8 +76,8 @@ class Method:
     options : Mapping[str, Value]
         Hyper-parameters that differ from the suite's settings, by name.
     sweep : Mapping[str, tuple[Value, ...]]
-        Hyper-parameters of which every combination is tried on the first seed; the most accurate
-        one is run on all seeds.
+        Hyper-parameters of which every combination is tried on the first seed, in runs of the
+        suite's ``sweep-scale``; the most accurate one is run on all seeds.
     published : Published or None
         What the paper reports.
     """
@@ -123,6 +124,8 @@ class Suite:
         Every method runs once with each.
     async_updates, sync_updates : int or None
         Client updates of an asynchronous and of a round-based method; None: ``max-updates``.
+    sweep_scale : float
+        By how much the runs are shortened that try the points of a sweep.
     reference : str or None
         Label of the method whose speed-up over the others is shown.
     notes : tuple[str, ...]
@@ -137,6 +140,7 @@ class Suite:
     seeds: tuple[int, ...] = (0,)
     async_updates: int | None = None
     sync_updates: int | None = None
+    sweep_scale: float = 1.0
     reference: str | None = None
     notes: tuple[str, ...] = ()
     scale: float = 1.0
@@ -146,6 +150,8 @@ class Suite:
             raise UserError("There is nothing to compare: name methods, or give --all.")
         if not self.seeds or len(set(self.seeds)) < len(self.seeds) or min(self.seeds) < 0:
             raise UserError(f"seeds must be different numbers from 0, got {list(self.seeds)}.")
+        if not 0 < self.sweep_scale <= 1:
+            raise UserError(f"sweep-scale must be above 0 and at most 1, got {self.sweep_scale:g}.")
         labels = [method.label for method in self.methods]
         every = [variant.label for method in self.methods for variant in method.variants()]
         for names in (labels, [slug(label) for label in every]):
@@ -265,6 +271,7 @@ def load_suite(path: Path) -> Suite:
         seeds=_seeds(path, tree.get("seeds", [0])),
         async_updates=_count(path, "async-updates", tree.get("async-updates")),
         sync_updates=_count(path, "sync-updates", tree.get("sync-updates")),
+        sweep_scale=_share(path, "sweep-scale", tree.get("sweep-scale", 1.0)),
         reference=tree.get("reference"),
         notes=tuple(str(note) for note in tree.get("notes", [])),
     )
@@ -408,3 +415,9 @@ def _count(path: Path, name: str, value: Any) -> int | None:
     if value is not None and (type(value) is not int or value < 1):
         raise UserError(f"{name} in the suite {path} must be a whole number from 1: {value!r}.")
     return value
+
+
+def _share(path: Path, name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise UserError(f"{name} in the suite {path} must be a number, got {value!r}.")
+    return float(value)

@@ -110,8 +110,10 @@ def sweep_table(comparison: Comparison) -> Text | None:
     )
     if not rows:
         return None
-    seed = comparison.suite.seeds[0]
-    return Text(f"Swept hyper-parameters (seed {seed})", ("method", "acc %", "time", ""), rows)
+    suite = comparison.suite
+    length = "" if suite.sweep_scale == 1.0 else f", {suite.sweep_scale:g} of the runs' length"
+    title = f"Swept hyper-parameters (seed {suite.seeds[0]}{length})"
+    return Text(title, ("method", "acc %", "time", ""), rows)
 
 
 def to_csv(comparison: Comparison) -> str:
@@ -141,6 +143,7 @@ def to_json(comparison: Comparison) -> str:
         "settings": dict(suite.settings),
         "seeds": list(suite.seeds),
         "scale": suite.scale,
+        "sweep-scale": suite.sweep_scale,
         "target": comparison.target,
         "reference": suite.reference,
         "methods": [_entry(comparison, result) for result in comparison.results],
@@ -227,6 +230,7 @@ def _entry(comparison: Comparison, result: Result) -> dict[str, Any]:
     method, published = result.method, result.method.published
     return {
         "label": result.label,
+        "variant": method.label,
         "strategy": method.strategy,
         "asynchronous": method.asynchronous,
         "options": dict(method.options),

@@ -1,4 +1,4 @@
-"""What a run leaves besides its database: summary, models and plots."""
+"""What a run leaves besides its database: summary, models, similarities and plots."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from raceme.reporting.files import written_whole
 from raceme.reporting.fleet_plots import clusters_figure, devices_figure, similarity_figure
 from raceme.reporting.plots import accuracy_figure
 from raceme.reporting.record import RunRecord, read_run
+from raceme.reporting.similarity import Similarity
 from raceme.reporting.style import CLOCK, save_figure
 from raceme.reporting.summary import write_summary
 
 log = logging.getLogger("raceme")
 
 Arrays = Mapping[str, NDArray[np.generic]]
-Similarity = tuple[list[str], NDArray[np.floating]]
+Similarities = tuple[list[str], NDArray[np.floating]]
 
 
 def write_all(
@@ -30,7 +31,7 @@ def write_all(
     *,
     summary: Mapping[str, Any],
     models: Mapping[int, Arrays],
-    similarity: Similarity | None = None,
+    similarity: Similarities | None = None,
     target: float | None = None,
     clock: str = CLOCK,
 ) -> list[str]:
@@ -45,7 +46,7 @@ def write_all(
     models : Mapping[int, Arrays]
         Cluster to its model's arrays by name.
     similarity : tuple, optional
-        Client ids and the matrix of their similarities.
+        Client ids and the matrix of their similarities. Of large fleets a part is kept and drawn.
     target : float, optional
         Target accuracy, for the plot.
     clock : str
@@ -61,13 +62,16 @@ def write_all(
         name = f"clusters/{cluster}.safetensors"
         note = f"cluster {cluster} of {summary['strategy']} on {summary['dataset']}"
         failed += _attempt(name, lambda n=name, a=arrays, t=note: save_model(out / n, a, t))  # type: ignore[misc]
+    kept = None if similarity is None else Similarity.thinned(*similarity)
+    if kept is not None:
+        failed += _attempt("similarity.npz", lambda: kept.save(out))
     record = read_run(out)
     title = f"{summary['strategy']} on {summary['dataset']}, seed {summary['seed']}"
     figures: dict[str, Callable[[], Figure]] = {
         "accuracy.png": lambda: accuracy_figure(record, target=target, title=title, clock=clock),
         "clusters.png": lambda: clusters_figure(record, clock=clock),
         "devices.png": lambda: devices_figure(record, clock=clock),
-        "similarity.png": lambda: similarity_figure(*_matrix(record, similarity)),
+        "similarity.png": lambda: draw_similarity(record, kept),
     }
     for name, draw in figures.items():
         failed += _attempt(name, lambda n=name, d=draw: save_figure(d(), out / n))  # type: ignore[misc]
@@ -86,15 +90,13 @@ def save_model(path: Path, arrays: Arrays, description: str) -> None:
         save_file(plain, file, metadata={"description": description})
 
 
-def _matrix(
-    record: RunRecord, similarity: Similarity | None
-) -> tuple[list[str], NDArray[np.floating], dict[str, int]]:
-    """Return what the similarity plot needs; without similarities, a matrix that knows nothing."""
-    assignment = record.assignment()
-    if similarity is not None:
-        return similarity[0], similarity[1], assignment
-    clients = [client.client for client in record.clients]
-    return clients, np.full((len(clients), len(clients)), np.nan), assignment
+def draw_similarity(record: RunRecord, similarity: Similarity | None) -> Figure:
+    """Draw what a run knows of its clients' similarities, which may be nothing."""
+    if similarity is None:
+        similarity = Similarity((), np.empty((0, 0), np.float32), 0)
+    return similarity_figure(
+        similarity.clients, similarity.matrix, record.assignment(), of=similarity.of
+    )
 
 
 def _attempt(name: str, write: Callable[[], None]) -> list[str]:

@@ -139,14 +139,15 @@ def print_summary(summary: Mapping[str, Any], out: Path, console: Console | None
     )
     table.add_column(style="cyan", no_wrap=True)
     table.add_column()
-    for name, value in _rows(summary):
+    for name, value in summary_rows(summary):
         table.add_row(name, value)
     console.print()
     console.print(table)
     console.print(f"\nResults, plots and models: {_shown(out)}", soft_wrap=True, markup=False)
 
 
-def _rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the numbers of a run as names and values."""
     reached, target = summary["time_to_target"], summary.get("target")
     if reached is not None:
         to_target = f"{reached['virtual_time']:.1f} s, {reached['updates']} updates"

@@ -76,7 +76,10 @@ def clusters_figure(record: RunRecord, *, clock: str = CLOCK) -> Figure:
 
 
 def similarity_figure(
-    clients: Sequence[str], matrix: NDArray[np.floating], clusters: dict[str, int]
+    clients: Sequence[str],
+    matrix: NDArray[np.floating],
+    clusters: dict[str, int],
+    of: int = 0,
 ) -> Figure:
     """Draw how alike the clients' models are, clients of one cluster side by side.
 
@@ -88,6 +91,8 @@ def similarity_figure(
         Similarities, NaN where not known. Shape (n, n).
     clusters : dict[str, int]
         Client id to cluster.
+    of : int
+        Number of all clients, if these are a part of them.
     """
     with style():
         figure = new_figure(5.6, 4.8)
@@ -133,7 +138,8 @@ def similarity_figure(
             ticks.append(start + size / 2 - 0.5)
             labels.append(f"cluster {cluster}")
             start = position
-        axes.set_xlabel("clients, by cluster")
+        shown = f"{len(clients):,} of {of:,} clients" if of > len(clients) else "clients"
+        axes.set_xlabel(f"{shown}, by cluster")
         axes.set_xticks([])
         if len(ticks) <= _LABELLED:
             axes.set_yticks(ticks, labels, rotation=90, va="center")

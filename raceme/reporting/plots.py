@@ -20,6 +20,7 @@ from raceme.reporting.style import (
     save_figure,
     say_empty,
     series_colour,
+    series_line,
     style,
     time_axis,
     updates_axis,
@@ -29,6 +30,8 @@ _MOST_CLUSTERS = 8
 """More clusters than this are not drawn one by one."""
 _MOST_LABELS = 4
 """More splits than this are marked without words."""
+_MOST_BANDS = 5
+"""More runs than this are drawn without bands, and named beside the plot."""
 
 
 def accuracy_figure(
@@ -77,10 +80,12 @@ def comparison_figure(
     Parameters
     ----------
     runs : Mapping[str, RunRecord]
-        Label to run; their order is that of the legend and the colours.
+        Label to run; their order is that of the legend and the colours. The bands of more than a
+        few runs would hide each other, and are left out.
     target, title, clock
         As in :func:`accuracy_figure`.
     """
+    banded = len(runs) <= _MOST_BANDS
     with style():
         figure = new_figure(7.2, 4.2)
         axes = figure.add_subplot()
@@ -91,17 +96,28 @@ def comparison_figure(
         for index, (label, record) in enumerate(runs.items()):
             colour = series_colour(index)
             times = record.evaluations.time / seconds
-            low, high = client_band(record.client_evaluations, len(times))
-            axes.fill_between(times, low, high, color=colour, alpha=0.12, lw=0)
-            axes.plot(times, record.evaluations.accuracy, color=colour, label=label, zorder=3)
+            if banded:
+                low, high = client_band(record.client_evaluations, len(times))
+                axes.fill_between(times, low, high, color=colour, alpha=0.12, lw=0)
+            axes.plot(
+                times,
+                record.evaluations.accuracy,
+                color=colour,
+                ls=series_line(index),
+                label=label,
+                zorder=3,
+            )
             if target is not None:
                 _mark_reached(axes, record, target, seconds, colour)
         if target is not None:
             _target_line(axes, target)
-        if runs:
+        if not runs:
+            say_empty(axes, "no runs")
+        elif banded:
             axes.legend(loc="lower right", title="mean over clients; shaded: 10-90 % of clients")
         else:
-            say_empty(axes, "no runs")
+            # Beside the plot: among so many lines there is no room for it.
+            axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), title="mean over clients")
         return figure
 
 

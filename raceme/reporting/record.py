@@ -30,7 +30,10 @@ Texts = NDArray[np.str_]
 
 @dataclass(frozen=True)
 class Updates:
-    """The accepted updates, one element each; see :class:`raceme.events.UpdateApplied`."""
+    """The accepted updates, one element each; see :class:`raceme.events.UpdateApplied`.
+
+    ``started_at`` is NaN where it is not known, as on virtual time.
+    """
 
     seq: Integers
     time: Floats
@@ -43,6 +46,7 @@ class Updates:
     train_loss: Floats
     bytes_down: Integers
     bytes_up: Integers
+    started_at: Floats
 
 
 @dataclass(frozen=True)
@@ -155,6 +159,11 @@ class RunRecord:
     def groups(self) -> dict[str, int | None]:
         """Client id to true group."""
         return {client.client: client.group for client in self.clients}
+
+    @property
+    def on_devices(self) -> bool:
+        """Whether real machines did the work: only they tell when by their own clocks."""
+        return bool(np.isfinite(self.updates.started_at).any())
 
     def assignment(self, time: float = float("inf")) -> dict[str, int]:
         """Return each client's cluster at a time: the last one, if not stated."""

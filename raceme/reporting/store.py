@@ -67,7 +67,7 @@ CREATE TABLE splits (
     event INTEGER PRIMARY KEY, updates INTEGER NOT NULL, time REAL NOT NULL,
     parent INTEGER NOT NULL, gap REAL, threshold REAL);
 CREATE TABLE split_members (
-    event INTEGER NOT NULL REFERENCES splits, child INTEGER NOT NULL, client TEXT NOT NULL,
+    event INTEGER NOT NULL REFERENCES splits, child INTEGER NOT NULL, client TEXT,
     UNIQUE (event, child, client));
 CREATE TABLE endings (
     event INTEGER PRIMARY KEY, time REAL NOT NULL, updates INTEGER NOT NULL, reason TEXT NOT NULL);
@@ -341,7 +341,7 @@ def _write_split(rows: _Rows, number: int, event: ClusterSplit) -> None:
     rows["split_members"].extend(
         (number, int(child), client)
         for child, clients in event.children.items()
-        for client in clients
+        for client in clients or (None,)
     )
 
 
@@ -410,7 +410,8 @@ def _read_splits(connection: sqlite3.Connection) -> _Numbered:
     members: defaultdict[int, dict[int, tuple[str, ...]]] = defaultdict(dict)
     query = "SELECT event, child, client FROM split_members ORDER BY rowid"
     for number, child, client in connection.execute(query):
-        members[number][child] = (*members[number].get(child, ()), client)
+        others = members[number].get(child, ())
+        members[number][child] = others if client is None else (*others, client)
     query = "SELECT event, time, updates, parent, gap, threshold FROM splits"
     for number, time, updates, parent, gap, threshold in connection.execute(query):
         numbers = _number(gap), _number(threshold)

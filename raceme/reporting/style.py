@@ -36,6 +36,9 @@ _PALETTE = (
     "#5e3c99",
 )
 
+# Solid, dashed, dotted, dash-dotted.
+_LINES = ("-", (0, (4.5, 1.6)), (0, (1.1, 1.3)), (0, (5, 1.4, 1.1, 1.4)))
+
 # Shades for true groups: apart from the clusters' colours, and from each other also in grey.
 _GROUP_SHADES = ("#1b1f24", "#8d99a6", "#4e5a66", "#c9d0d6", "#333b44", "#aab4bd", "#6d7985")
 
@@ -57,6 +60,8 @@ _SETTINGS: Any = {
     "grid.color": FAINT,
     "grid.linewidth": 0.8,
     "text.color": INK,
+    # A label is what a person typed, and no formula.
+    "text.parse_math": False,
     "xtick.color": MUTED,
     "ytick.color": MUTED,
     "xtick.labelcolor": INK,
@@ -111,6 +116,11 @@ def cluster_colour(cluster: int) -> str:
 def series_colour(index: int) -> str:
     """Return the colour of one of several runs in a figure."""
     return _PALETTE[index % len(_PALETTE)]
+
+
+def series_line(index: int) -> Any:
+    """Return the line style of one of several runs: another one when the colours begin again."""
+    return _LINES[index // len(_PALETTE) % len(_LINES)]
 
 
 def group_colour(group: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import platform
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -185,6 +186,8 @@ class RunSummary:
                 "raceme": raceme.__version__,
                 "flwr": _version("flwr"),
                 "torch": _version("torch"),
+                "numpy": _version("numpy"),
+                "python": platform.python_version(),
             },
         }
 

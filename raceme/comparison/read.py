@@ -1,0 +1,80 @@
+"""A comparison as its ``compare.json`` has it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from raceme.comparison.results import Comparison, Result, Run
+from raceme.comparison.suites import NEVER, Method, Published, Suite
+from raceme.errors import UserError
+
+FILE_NAME = "compare.json"
+
+
+def read_comparison(folder: Path) -> Comparison:
+    """Read what `raceme compare` left in a folder.
+
+    The suite has what its tables show; how long its runs were to be is not in it.
+
+    Raises
+    ------
+    UserError
+        The file is missing or damaged.
+    """
+    path = folder / FILE_NAME
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+        results = tuple(_result(entry) for entry in tree["methods"])
+        suite = Suite(
+            title=str(tree["title"]),
+            methods=tuple(
+                Method(result.label, result.method.strategy, published=result.method.published)
+                for result in results
+            ),
+            settings=dict(tree["settings"]),
+            seeds=tuple(int(seed) for seed in tree["seeds"]),
+            sweep_scale=float(tree.get("sweep-scale", 1.0)),
+            reference=tree["reference"],
+            notes=tuple(str(note) for note in tree.get("notes", [])),
+            scale=float(tree["scale"]),
+        )
+        sweeps = {
+            str(label): tuple(_result(entry) for entry in entries)
+            for label, entries in tree.get("sweeps", {}).items()
+        }
+    except OSError as error:
+        raise UserError(f"Cannot read {path}: {error.strerror}.") from None
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise UserError(
+            f"{path} is not what `raceme compare` writes: {type(error).__name__} {error}."
+        ) from None
+    return Comparison(suite, results, sweeps)
+
+
+def _result(entry: Mapping[str, Any]) -> Result:
+    method = Method(
+        label=str(entry.get("variant", entry["label"])),
+        strategy=str(entry["strategy"]),
+        options=dict(entry["options"]),
+        published=_published(entry["published"]),
+    )
+    runs = []
+    for summary in entry["runs"]:
+        # Numbers that tables calculate with.
+        for name in ("accuracy", "purity", "updates"):
+            if not isinstance(summary[name], int | float | None):
+                raise ValueError(f"{name} is {summary[name]!r}")
+        runs.append(Run(int(summary["seed"]), str(summary["folder"]), summary))
+    errors = {int(seed): str(error) for seed, error in entry["errors"].items()}
+    return Result(method, str(entry["label"]), tuple(runs), errors)
+
+
+def _published(entry: Mapping[str, Any] | None) -> Published | None:
+    if entry is None:
+        return None
+    time = entry["time"]
+    return Published(entry["accuracy"], math.inf if time == NEVER else time)

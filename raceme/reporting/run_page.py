@@ -1,0 +1,235 @@
+"""The page of a run: everything that its folder knows, on one page that needs nothing else."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from raceme.config import Value, read_toml
+from raceme.errors import UserError
+from raceme.reporting.artefacts import draw_similarity
+from raceme.reporting.console import summary_rows
+from raceme.reporting.fleet_plots import clusters_figure, devices_figure
+from raceme.reporting.fleet_tables import (
+    clients_table,
+    clusters_table,
+    compares,
+    membership,
+    splits_table,
+)
+from raceme.reporting.page import (
+    PageTable,
+    Plot,
+    Tile,
+    number,
+    plot,
+    render,
+    spread_over,
+    versions_table,
+)
+from raceme.reporting.plots import accuracy_figure
+from raceme.reporting.record import RunRecord, read_run
+from raceme.reporting.repeat import repeat_command
+from raceme.reporting.similarity import read_similarity
+from raceme.reporting.staleness import staleness_figure
+from raceme.reporting.style import CLOCK
+
+_MOST_EVALUATIONS = 60
+_MOST_REASONS = 20
+_FILES = ("summary.json", "config.toml", "run.sqlite", "run.log", "clusters", "similarity.npz")
+
+
+def run_page(folder: Path, links: str) -> str:
+    """Return the page of a finished run.
+
+    Parameters
+    ----------
+    folder : Path
+        What `raceme run` left.
+    links : str
+        What stands before the name of a file in a link to it.
+
+    Raises
+    ------
+    UserError
+        The run has not ended, or its folder is damaged.
+    """
+    summary, config = _read_summary(folder), read_toml(folder / "config.toml")
+    record = read_run(folder)
+    clock = "time" if record.on_devices else CLOCK
+    try:
+        results, tiles = _results(summary), _tiles(summary)
+        versions = versions_table({k: [str(v)] for k, v in summary["versions"].items()})
+        target = summary["target"]
+        title = f"{summary['strategy']} on {summary['dataset']}"
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise UserError(
+            f"{folder / 'summary.json'} is not what `raceme run` writes: "
+            f"{type(error).__name__} {error}."
+        ) from None
+    similarity, without = _similarity(folder, record, str(summary["strategy"]))
+    members = membership(record)
+    keys = _described_keys()
+    return render(
+        "run.html",
+        title=title,
+        summary=summary,
+        tiles=tiles,
+        results=results,
+        accuracy=plot(accuracy_figure(record, target=target, clock=clock), "accuracy"),
+        evaluations=_evaluations(record),
+        clusters=plot(clusters_figure(record, clock=clock), "clusters") if members else None,
+        cluster_table=clusters_table(record),
+        splits=splits_table(record),
+        members=members,
+        similarity=similarity,
+        without_similarity=without,
+        devices=plot(devices_figure(record, clock=clock), "devices"),
+        clients=clients_table(record),
+        staleness=_staleness(record),
+        rejections=_rejections(record),
+        settings=_settings(config, keys),
+        versions=versions,
+        command=repeat_command(config, {name: default for name, (default, _) in keys.items()}),
+        on_devices=record.on_devices,
+        links=links,
+        files=[name for name in _FILES if (folder / name).exists()],
+    )
+
+
+def _read_summary(folder: Path) -> dict[str, Any]:
+    path = folder / "summary.json"
+    if not path.is_file():
+        further = ""
+        if (folder / "checkpoint").is_dir():
+            further = f"; to go on with it: raceme run --resume {folder}"
+        raise UserError(
+            f"{folder} has no summary.json: the run is still going on or was killed{further}."
+        )
+    try:
+        summary = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} is damaged: {error}.") from None
+    if not isinstance(summary, dict):
+        raise UserError(f"{path} is damaged: expected an object.")
+    return summary
+
+
+def _results(summary: Mapping[str, Any]) -> PageTable:
+    rows = [
+        *summary_rows(summary),
+        ("purity is 1 since update", number(summary["purity_reached_at_update"])),
+        ("model", str(summary["model"] or "–")),
+        ("ended because", str(summary["reason"] or "it was killed")),
+    ]
+    return PageTable("Result", (), tuple(rows), words=(0, 1), kind="pairs")
+
+
+def _tiles(summary: Mapping[str, Any]) -> list[Tile]:
+    target, reached = summary["target"], summary["time_to_target"]
+    rate = summary["updates_per_second"]
+    tiles = [
+        Tile("accuracy", number(summary["accuracy"]), f"best {number(summary['best_accuracy'])}"),
+        Tile(
+            f"time to {target:g}" if target else "time to target",
+            f"{number(reached['virtual_time'], 1)} s" if reached else "not reached",
+            f"{number(reached['updates'])} updates" if reached else "",
+        ),
+        Tile("clusters", number(summary["clusters"]), f"purity {number(summary['purity'])}"),
+        Tile("updates", number(summary["updates"]), f"{summary['rejected_updates']} rejected"),
+        Tile(
+            "wall time",
+            f"{number(summary['wall_time'], 1)} s",
+            f"{number(float(rate), 0)} updates/s" if rate else "",
+        ),
+    ]
+    return tiles
+
+
+def _evaluations(record: RunRecord) -> PageTable:
+    found = record.evaluations
+    chosen = spread_over(len(found.time), _MOST_EVALUATIONS)
+    rows = tuple(
+        (
+            number(float(found.time[index]), 2),
+            number(int(found.updates[index])),
+            number(float(found.accuracy[index])),
+            number(float(found.loss[index])),
+            number(int(found.clusters[index])),
+        )
+        for index in chosen
+    )
+    shown = f"{len(rows)} of {len(found.time)}" if len(rows) < len(found.time) else f"{len(rows)}"
+    title = f"The numbers: {shown} evaluation{'' if len(rows) == 1 else 's'}"
+    return PageTable(title, ("time (s)", "updates", "accuracy", "loss", "clusters"), rows, words=())
+
+
+def _similarity(folder: Path, record: RunRecord, strategy: str) -> tuple[Plot | None, str]:
+    """Return the plot of the similarities, or why there is none."""
+    try:
+        similarity = read_similarity(folder)
+    except UserError as error:
+        return None, str(error)
+    if similarity is not None:
+        return plot(draw_similarity(record, similarity), "similarity"), ""
+    if compares(strategy):
+        return None, "The folder has no similarity.npz: the run is of an earlier version of Raceme."
+    return None, f"{strategy} does not compare clients."
+
+
+def _staleness(record: RunRecord) -> Plot | None:
+    if not len(record.updates.seq) or record.updates.staleness.max() == 0:
+        return None
+    return plot(staleness_figure({"": record}, height=1.5), "staleness")
+
+
+def _rejections(record: RunRecord) -> PageTable | None:
+    """Return why replies were not used, the most common reasons first."""
+    counts = Counter(str(reason) for reason in record.rejections.reason)
+    if not counts:
+        return None
+    clients = Counter(str(client) for client in record.rejections.client)
+    rows = tuple((reason, number(n)) for reason, n in counts.most_common(_MOST_REASONS))
+    total, of = sum(counts.values()), len(clients)
+    shown = f", the {_MOST_REASONS} most common reasons" if len(counts) > _MOST_REASONS else ""
+    title = f"{total:,} replies of {of} client{'' if of == 1 else 's'} were not used{shown}"
+    return PageTable(title, ("reason", "replies"), rows)
+
+
+def _described_keys() -> dict[str, tuple[Value, str]]:
+    from raceme.config import all_keys
+
+    return all_keys()
+
+
+def _settings(
+    config: Mapping[str, Value], keys: Mapping[str, tuple[Value, str]]
+) -> list[PageTable]:
+    """Return the configuration: the method's own keys, then those of all runs."""
+    own = [name for name in config if "." in name]
+    others = [name for name in config if "." not in name]
+    titles = {f"{config.get('strategy', 'strategy')!s}: hyper-parameters": own, "Run": others}
+    tables = []
+    for title, names in titles.items():
+        rows = tuple((name, _shown(config[name]), keys.get(name, ("", ""))[1]) for name in names)
+        marked = [
+            index
+            for index, name in enumerate(names)
+            if name in keys and config[name] != keys[name][0]
+        ]
+        if rows:
+            heads = ("key", "value", "meaning")
+            tables.append(PageTable(title, heads, rows, (0, 1, 2), "keys", marked))
+    return tables
+
+
+def _shown(value: Value) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float) and math.isfinite(value):
+        return f"{value:g}" if float(f"{value:g}") == value else repr(value)
+    return str(value) if value != "" else "–"
