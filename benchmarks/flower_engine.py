@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 import overhead
-from flwr.app import ArrayRecord, Context
+from flwr.app import ArrayRecord, Context, Message
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 from flwr.simulation import run_simulation
@@ -52,6 +52,21 @@ class Clock:
     def rate(self) -> float:
         """Return updates per second."""
         return (self.updates - self.warm_up) / (self.ended - self.started)
+
+
+def configured(config: RunConfig) -> ClientApp:
+    """Make Raceme's ClientApp with a configuration: Flower's `run_simulation` hands none over."""
+    from raceme.client_app import app
+
+    keys, wrapped = config.to_mapping(), ClientApp()
+
+    def answer(message: Message, context: Context) -> Message:
+        node = dict(context.node_config)
+        return app(message, Context(context.run_id, context.node_id, node, context.state, keys))
+
+    for handler in (wrapped.train(), wrapped.evaluate(), wrapped.query()):
+        handler(answer)
+    return wrapped
 
 
 def on_ray(
@@ -131,12 +146,10 @@ def main() -> None:
     config = experiment.resolve(
         RunConfig(dataset=dataset, data_root=options.data_root, clients=options.nodes, workers="0")
     )
-    from raceme.client_app import app
-
     arrays = models.initial_arrays(config)
     grid = experiment.build_grid(config.with_values(workers=str(os.cpu_count())))
     ours = on_virtual_grid(grid, experiment.build_strategy(config), arrays, *count, config)
-    theirs = on_ray(app, experiment.build_strategy(config), arrays, *count, config)
+    theirs = on_ray(configured(config), experiment.build_strategy(config), arrays, *count, config)
     results[f"CASA, training on {dataset}"] = (ours, theirs)
 
     table = Table(title=f"updates per second, {options.nodes} nodes")

@@ -39,7 +39,15 @@ from raceme.reporting.style import (  # noqa: E402
 from raceme.simulation import fleet  # noqa: E402
 
 DEVICES, PROFILE = 6, "slow30x5"
-KEYS = {"groups": "0.5,0.5", "local-epochs": 10, "lr": 0.01, "eval-every": DEVICES}
+KEYS = {
+    "groups": "0.5,0.5",
+    # Long tasks in which little is learned, so that there is a curve to see.
+    "local-epochs": 3,
+    "batch-size": 1,
+    "lr": 0.005,
+    "casa.alpha0": 1.9,
+    "eval-every": DEVICES,
+}
 REAL, VIRTUAL, REPLAYED = "grpc", "virtual", "replayed"
 LABELS = {
     REAL: "six devices over gRPC",
@@ -95,48 +103,51 @@ def draw(records: Mapping[str, RunRecord], units: Mapping[str, float], path: Pat
         figure = new_figure(10.0, 4.6)
         grid = figure.add_gridspec(2, 2, width_ratios=[1.25, 1.0])
         left = figure.add_subplot(grid[:, 0])
-        end = max(record.end / units[name] for name, record in records.items())
+        starts = {name: float(r.updates.dispatched_at.min()) for name, r in records.items()}
+        end = max((record.end - starts[name]) / units[name] for name, record in records.items())
         for index, (name, record) in enumerate(records.items()):
             left.plot(
-                record.evaluations.time / units[name],
+                (record.evaluations.time - starts[name]) / units[name],
                 record.evaluations.accuracy,
                 color=series_colour((0, 5, 2)[index]),
                 ls=("-", (0, (4.5, 1.6)), (0, (1.1, 1.3)))[index],
                 label=LABELS[name],
             )
             for split in record.splits:
-                left.axvline(split.time / units[name], color=MUTED, lw=0.8, ls=":")
+                at = (split.time - starts[name]) / units[name]
+                left.axvline(at, color=MUTED, lw=0.8, ls=":")
         left.set(xlim=(0, end), ylim=(0, 1.02))
-        left.set_xlabel("time, in tasks of a fast device")
+        left.set_xlabel("time since the first task, in tasks of a fast device")
         left.set_ylabel("accuracy, mean over the devices")
         left.set_title("Accuracy on the devices' own test data")
         left.grid(True)
         left.legend(loc="lower right")
+        unit = units[REAL]
         real = left.secondary_xaxis(
-            "top", functions=(lambda x: x * units[REAL], lambda s: s / units[REAL])
+            "top", functions=(lambda x: np.multiply(x, unit), lambda x: np.divide(x, unit))
         )
-        real.set_xlabel("seconds of the run over gRPC", color=INK)
+        real.set_xlabel("seconds over gRPC since the first task", color=INK)
         for row, name in enumerate((REAL, VIRTUAL)):
             axes = figure.add_subplot(grid[row, 1])
-            _draw_tasks(axes, records[name], units[name])
-            axes.set_title(LABELS[name].capitalize())
+            _draw_tasks(axes, records[name], starts[name], units[name])
+            axes.set_title(LABELS[name][0].upper() + LABELS[name][1:])
             axes.set_xlim(0, end)
             if row:
-                axes.set_xlabel("time, in tasks of a fast device")
+                axes.set_xlabel("time since the first task, in tasks of a fast device")
         numbers = sorted({int(k) for record in records.values() for k in record.updates.cluster})
         handles = [Patch(color=cluster_colour(k), label=f"cluster {k}") for k in numbers]
         figure.legend(handles=handles, loc="outside lower right", ncols=len(handles))
         save_figure(figure, path)
 
 
-def _draw_tasks(axes: Axes, record: RunRecord, unit: float) -> None:
+def _draw_tasks(axes: Axes, record: RunRecord, begin: float, unit: float) -> None:
     names = sorted(record.groups)
     updates = record.updates
     boxes, colours = [], []
     for client, start, stop, cluster in zip(
         updates.client, updates.dispatched_at, updates.time, updates.cluster, strict=True
     ):
-        row, a, b = names.index(str(client)), float(start) / unit, float(stop) / unit
+        row, a, b = names.index(str(client)), (start - begin) / unit, (stop - begin) / unit
         boxes.append([(a, row - 0.4), (b, row - 0.4), (b, row + 0.4), (a, row + 0.4)])
         colours.append(cluster_colour(int(cluster)))
     axes.add_collection(PolyCollection(boxes, facecolors=colours, edgecolors=FAINT, linewidths=0.4))
@@ -149,7 +160,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/grpc-and-virtual"))
     parser.add_argument("--figure", type=Path, help="where to write the figure")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--updates", type=int, default=150)
+    parser.add_argument("--updates", type=int, default=100)
     arguments = parser.parse_args()
     out = arguments.out.resolve()
     records = run_all(out, arguments.seed, arguments.updates)

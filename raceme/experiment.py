@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flwr.app import ConfigRecord
+from flwr.app import ArrayRecord, ConfigRecord
 from flwr.serverapp import Grid
 from threadpoolctl import threadpool_limits
 
 from raceme import datasets, models
 from raceme import messages as names
-from raceme.checkpoints import CheckpointFolder, Keeper, Schedule, restore
+from raceme.checkpoints import CheckpointFolder, Keeper, Schedule, only_writer, restore
 from raceme.config import RunConfig, parameters_from, write_toml
 from raceme.errors import UserError
 from raceme.events import Event, Observer
@@ -40,6 +40,8 @@ _FIRST_NODE_ID = 1000
 _CLIENT_APP = "raceme.client_app:app"
 _CHECKPOINT_SECONDS = 60.0
 """From one checkpoint to the next on real devices, if nothing else is asked for."""
+_WRITER_SECONDS = 30.0
+"""A server app whose SuperLink died has left its folder to the next by then."""
 
 
 @dataclass(frozen=True)
@@ -208,8 +210,22 @@ def conduct(
         checkpoint to go on from.
     """
     initial = models.initial_arrays(config)
-    virtual = isinstance(grid, VirtualGrid)
     out = continued_folder(config) if config.resume else prepare_folder(config)
+    with only_writer(out, 0.0 if isinstance(grid, VirtualGrid) else _WRITER_SECONDS):
+        return _conduct_in(out, initial, config, strategy, grid, observers, stop)
+
+
+def _conduct_in(
+    out: Path,
+    initial: ArrayRecord,
+    config: RunConfig,
+    strategy: AsyncStrategy | Rounds,
+    grid: Grid,
+    observers: Sequence[Observer],
+    stop: Rest,
+) -> Outcome:
+    """Run a strategy in its folder."""
+    virtual = isinstance(grid, VirtualGrid)
     checkpoints, restored = CheckpointFolder(out), None
     if config.resume:
         restored = restore(checkpoints, config, strategy, grid)

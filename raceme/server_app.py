@@ -8,10 +8,13 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from raceme import experiment
-from raceme.checkpoints import StopRequest
-from raceme.compat.grid import hasten_replies
+from raceme.checkpoints import StopRequest, end_with_parent
+from raceme.compat.grid import hasten_replies, told_parent
 from raceme.config import RunConfig
 from raceme.reporting.console import RunProgress
+
+_ORPHAN_SECONDS = 20.0
+"""A SuperLink that died may be back by then; if it is not, the run ends all the same."""
 
 app = ServerApp()
 
@@ -24,6 +27,9 @@ def main(grid: Grid, context: Context) -> None:
     """
     _log_to_standard_output()
     hasten_replies()
+    parent = told_parent()
+    if parent is not None:
+        end_with_parent(parent, _ORPHAN_SECONDS)
     config = experiment.resolve(RunConfig.from_mapping(context.run_config))
     strategy = experiment.build_strategy(config)
     with (

@@ -12,6 +12,7 @@ import grpc
 import pytest
 from bundles import IDLE_CLIENT, announced, bundle, project
 from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.proto.message_pb2 import PushObjectRequest, PushObjectResponse
 from processes import ROOT
 
 import raceme as package
@@ -20,6 +21,7 @@ from raceme.compat import INVALID_APP, LOAD_APP_EXCEPTION, fleet
 from raceme.deployment import hardware
 from raceme.deployment.apps import Apps, RefusedAppError
 from raceme.deployment.connection import (
+    Link,
     NotAcceptedError,
     PatientCalls,
     RejoinError,
@@ -29,7 +31,7 @@ from raceme.deployment.connection import (
 from raceme.deployment.memory import data_memory, limit_memory
 from raceme.deployment.polling import Pause
 from raceme.deployment.stopping import StopSignal
-from raceme.deployment.tasks import InterruptedTaskError, Interrupter
+from raceme.deployment.tasks import InterruptedTaskError, Interrupter, Tasks
 from raceme.errors import UserError
 from raceme.messages import CLIENT_ID, CONFIG
 
@@ -184,6 +186,40 @@ def test_a_request_for_work_that_may_have_been_served_in_vain_is_remembered() ->
     after_down.invoke(Server(DOWN), request)
     after_loss.invoke(Server(LOST), request)
     assert (after_down.pull_failed, after_loss.pull_failed) == (False, True)
+
+
+@pytest.mark.parametrize(("failure", "stored"), [(LOST, True), (DOWN, False)])
+def test_a_part_of_a_reply_that_arrived_the_first_time_has_arrived(
+    failure: Failure, stored: bool
+) -> None:
+    # What a SuperLink says to a part that it has already.
+    failures = [failure]
+
+    def push(request: object, timeout: float) -> PushObjectResponse:
+        if failures:
+            raise failures.pop()
+        return PushObjectResponse(stored=False)
+
+    assert calls().invoke(push, PushObjectRequest()).stored is stored
+
+
+def test_a_device_whose_reply_cannot_be_delivered_joins_again(tmp_path: Path) -> None:
+    class Undeliverable(Link):
+        def __init__(self) -> None:
+            self.node_id = 5
+
+        def send(self, reply: Message, seconds: float) -> None:
+            raise fleet.ObjectPushError("part", 7, "session")
+
+    tasks = Tasks(Apps(["tests/other"]), {}, Interrupter(1.0))
+    compat.identify_process(7, 5)
+    message = Message(RecordDict(), 5, "train")
+
+    def unreachable() -> Message:
+        raise fleet.ObjectPullError("part", "gone")
+
+    with pytest.raises(RejoinError, match="a reply could not be delivered"):
+        tasks.answer(Undeliverable(), message, unreachable)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,9 @@
 from raceme.checkpoints.files import DamagedError, read_tree, write_tree
 from raceme.checkpoints.folder import CheckpointFolder
 from raceme.checkpoints.keeper import Keeper, Restored, Schedule, restore
+from raceme.checkpoints.orphan import end_with_parent
 from raceme.checkpoints.stop import StopRequest
+from raceme.checkpoints.writer import only_writer
 
 __all__ = [
     "CheckpointFolder",
@@ -12,6 +14,8 @@ __all__ = [
     "Restored",
     "Schedule",
     "StopRequest",
+    "end_with_parent",
+    "only_writer",
     "read_tree",
     "restore",
     "write_tree",

@@ -36,7 +36,7 @@ from flwr.proto.fleet_pb2 import (
 )
 from flwr.proto.fleet_pb2_grpc import FleetStub
 from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatRequest
-from flwr.proto.message_pb2 import ObjectTree
+from flwr.proto.message_pb2 import ObjectTree, PushObjectRequest
 from flwr.supercore.error import FlowerError
 from flwr.supercore.fab import Fab
 from flwr.supercore.grpc import GRPC_MAX_MESSAGE_LENGTH
@@ -74,6 +74,7 @@ __all__ = [
     "generate_keys",
     "install_app",
     "is_heartbeat",
+    "is_object_push",
     "is_pull",
     "load_client_app",
     "parse_node_config",
@@ -322,6 +323,11 @@ def is_heartbeat(request: object) -> bool:
 def is_pull(request: object) -> bool:
     """Return whether a request asks for the next message, which is handed out only once."""
     return isinstance(request, PullMessagesRequest)
+
+
+def is_object_push(request: object) -> bool:
+    """Return whether a request hands over a part of a message, which is taken only once."""
+    return isinstance(request, PushObjectRequest)
 
 
 def error_text(error: grpc.RpcError) -> str:

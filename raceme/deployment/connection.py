@@ -117,7 +117,7 @@ class PatientCalls:
         """Call `target` with a deadline; see `raceme.compat.fleet.Calls`."""
         pull = bool(args) and fleet.is_pull(args[0])
         pause = Pause(0.5, 20.0, growth=1.7)
-        tries = 0
+        tries, arrived = 0, False
         while True:
             tries += 1
             leaving = self.max_tries == 1
@@ -131,11 +131,15 @@ class PatientCalls:
                 if leaving:
                     raise
                 self._judge(error, tries)
-                self.pull_failed |= pull and not _never_sent(error)
+                arrived |= not _never_sent(error)
+                self.pull_failed |= pull and arrived
                 self._wait(pause.next(), error, tries)
             else:
                 if tries > 1:
                     log.info("%s can be reached again", self._address)
+                if arrived and fleet.is_object_push(args[0] if args else kwargs.get("request")):
+                    # A part that arrived before its answer got lost is not taken a second time.
+                    result.stored = True
                 self._answered = True
                 self.answered()
                 return result

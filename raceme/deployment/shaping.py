@@ -162,7 +162,7 @@ def _quietly(*command: str) -> None:
 
 
 class CpuShare:
-    """Lets a process run for a share of the time, until closed.
+    """Lets a process run for a share of the time, from its start until closed.
 
     Parameters
     ----------
@@ -177,7 +177,10 @@ class CpuShare:
         self._share = share
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._alternate, daemon=True)
-        if share < 1:
+
+    def start(self) -> None:
+        """Slow the process down from now on."""
+        if self._share < 1:
             self._thread.start()
 
     def close(self) -> None:

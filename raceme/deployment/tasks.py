@@ -20,7 +20,7 @@ from raceme.compat import (
 )
 from raceme.config import Value
 from raceme.deployment.apps import Apps, RefusedAppError
-from raceme.deployment.connection import Link
+from raceme.deployment.connection import Link, RejoinError
 from raceme.messages import CONFIG, TASK
 
 log = logging.getLogger("raceme.device")
@@ -132,7 +132,8 @@ class Tasks:
             link.send(reply, computed - started)
         except fleet.ObjectPushError as error:
             log.warning("run %d: %s: the reply could not be delivered: %s", run_id, label, error)
-            return
+            # Whoever waits for it learns that it will not come only when this node has left.
+            raise RejoinError("a reply could not be delivered") from None
         self.answered_at = time.monotonic()
         if reply.has_error():
             log.error("run %d: %s: answered with an error: %s", run_id, label, reply.error.reason)

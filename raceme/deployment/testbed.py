@@ -36,6 +36,8 @@ _MISSING_SECONDS = 10.0
 """After the end of the server app the run ends within so many seconds, or not at all."""
 _NOISE = "[uvicorn.access]"
 """Marks the lines that the SuperLink prints for each of its requests, a dozen per update."""
+_GREETED = "query: done"
+"""What a device says when it has answered a greeting."""
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 Show = Callable[[str, str], None]
@@ -244,7 +246,16 @@ def run_testbed(config: RunConfig, show: Show, shapes: Sequence[Shape] | None = 
         rooms: list[Place | None] = [None] * config.clients
         if shapes is not None:
             rooms = list(stack.enter_context(places(shapes)))
-        bed = Testbed(home, show)
+        waiting: dict[str, CpuShare] = {}
+
+        def watch(name: str, line: str) -> None:
+            show(name, line)
+            # A profile says how long tasks take. Programs and data have been loaded by the time
+            # that a device has answered its greeting.
+            if name in waiting and _GREETED in line:
+                waiting.pop(name).start()
+
+        bed = Testbed(home, watch)
         stack.enter_context(bed.stack)
         http_port, fleet_port = _free_ports(2)
         write_connection(home, http_port)
@@ -264,7 +275,8 @@ def run_testbed(config: RunConfig, show: Show, shapes: Sequence[Shape] | None = 
             command = _device(index, config.clients, room.host if room else address, fleet_port)
             process_id = bed.start(f"device {index}", room.command(command) if room else command)
             if shapes is not None:
-                stack.callback(CpuShare(process_id, shapes[index].cpu).close)
+                share = waiting[f"device {index}"] = CpuShare(process_id, shapes[index].cpu)
+                stack.callback(share.close)
         bed.start("run", [_program("flwr"), "run", str(app), "--stream"])
         try:
             bed.wait_for_run()

@@ -133,7 +133,9 @@ class Fleet:
         if not client_id.isprintable() or not 1 <= len(client_id) <= _LONGEST_ID:
             # It goes into terminals, logs and reports, which what a device sends must not steer.
             self.refused[node_id] = ""
-            return f"node {node_id} states an id that is not 1 to {_LONGEST_ID} printable characters"
+            return (
+                f"node {node_id} states an id that is not 1 to {_LONGEST_ID} printable characters"
+            )
         examples = measured.get(NUM_EXAMPLES, 0)
         if not isinstance(examples, int | float) or not 1 <= examples < _LIMIT:
             self.refused[node_id] = client_id
