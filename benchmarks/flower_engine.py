@@ -23,6 +23,7 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.simulation import run_simulation
 from rich.console import Console
 from rich.table import Table
+from threadpoolctl import threadpool_limits
 
 from raceme import experiment, models
 from raceme.config import RunConfig
@@ -85,14 +86,16 @@ def on_ray(
     def main(grid: Grid, context: Context) -> None:
         settings = experiment.training_settings(config) if config else None
         plan = Plan(eval_every=NEVER)
-        strategy.start(
-            grid,
-            arrays,
-            updates + nodes,
-            train_config=settings,
-            plan=plan,
-            observe=clock.observe,
-        )
+        # As every run of Raceme does: linear algebra leaves the cores to the clients.
+        with threadpool_limits(1):
+            strategy.start(
+                grid,
+                arrays,
+                updates + nodes,
+                train_config=settings,
+                plan=plan,
+                observe=clock.observe,
+            )
 
     run_simulation(
         server_app=server,
@@ -115,9 +118,10 @@ def on_virtual_grid(
     clock = Clock(warm_up=nodes)
     settings = experiment.training_settings(config) if config else None
     plan = Plan(eval_every=NEVER)
-    strategy.start(
-        grid, arrays, updates + nodes, train_config=settings, plan=plan, observe=clock.observe
-    )
+    with threadpool_limits(1):
+        strategy.start(
+            grid, arrays, updates + nodes, train_config=settings, plan=plan, observe=clock.observe
+        )
     grid.close()
     return clock.rate()
 
