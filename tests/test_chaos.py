@@ -42,6 +42,9 @@ KEYS = {
     "eval-every": 20,
 }
 SAVED_EVERY = 10
+FURTHER = 120
+"""Updates after the last resume: enough for a device to come back that was about to be sent a
+message whose sender died, for the rest of which it waits half a minute."""
 FIRST_UPDATE = r"update +(\d+) "
 
 
@@ -254,7 +257,7 @@ def test_everything_dies_once_and_nothing_is_lost_or_counted_twice(tmp_path: Pat
             os.kill(fleet.server_app(), signal.SIGKILL)
             last = applied(second)
             told.note("the server app killed", second)
-            third = fleet.run(last + 60, resume=out)
+            third = fleet.run(last + FURTHER, resume=out)
             resumed_at = int(third.wait_for(FIRST_UPDATE, 240).group(1))
             told.note(f"gone on with update {resumed_at}", third)
             assert last + 1 - resumed_at <= SAVED_EVERY
@@ -265,7 +268,7 @@ def test_everything_dies_once_and_nothing_is_lost_or_counted_twice(tmp_path: Pat
         assert network.cuts > 0
     record = read_run(out)
     told.end(record, network)
-    assert record.reason == f"{last + 60} updates were applied"
+    assert record.reason == f"{last + FURTHER} updates were applied"
     check_the_store(out)
     check_the_clusters(record)
     assert (f"client-{KILLED}", "returned") in client_events(out)

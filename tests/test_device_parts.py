@@ -13,6 +13,8 @@ import pytest
 from bundles import IDLE_CLIENT, announced, bundle, project
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.proto.message_pb2 import PushObjectRequest, PushObjectResponse
+from flwr.supercore.inflatable.inflatable_object import get_object_tree
+from flwr.supercore.inflatable.inflatable_utils import ObjectUnavailableError
 from processes import ROOT
 
 import raceme as package
@@ -357,3 +359,34 @@ def test_bad_input_is_one_line(
     assert ended.value.code == 2
     (line,) = [text for text in capsys.readouterr().err.splitlines() if text.startswith("raceme:")]
     assert match in line
+
+
+def test_a_message_whose_sender_died_half_way_is_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compat.identify_process()
+    message = Message(RecordDict({CONFIG: ConfigRecord({"n": 1})}), 7, "train")
+    tree = get_object_tree(message)
+
+    def not_there_yet(run_id: int, object_id: str) -> bytes:
+        raise ObjectUnavailableError(object_id)
+
+    def unused(*_: object) -> None:
+        raise AssertionError
+
+    link = fleet.Fleet(
+        7,
+        _receive=lambda: (message, tree),
+        _send=unused,  # type: ignore[arg-type]
+        _get_run=unused,  # type: ignore[arg-type]
+        _get_fab=unused,  # type: ignore[arg-type]
+        _pull_object=not_there_yet,
+        _push_object=unused,
+        _confirm=unused,
+    )
+    monkeypatch.setattr(fleet, "ANNOUNCED_SECONDS", 0.1)
+    received = link.receive()
+    assert received is not None
+    _, fetch = received
+    with pytest.raises(fleet.ObjectPullError):
+        fetch()

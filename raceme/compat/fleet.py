@@ -133,6 +133,11 @@ class Calls(Protocol):
         ...
 
 
+ANNOUNCED_SECONDS = 30.0
+"""Longest wait for the rest of a message. If its sender has died it will never come, and Flower
+would wait for two hours; the device is deaf meanwhile."""
+
+
 @dataclass(frozen=True)
 class Fleet:
     """An open connection on behalf of one node, as Flower's code yields it."""
@@ -163,6 +168,7 @@ class Fleet:
             # The server app may still be sending what the message announces.
             initial_backoff=0.05,
             max_tries_per_object=None,
+            max_time=ANNOUNCED_SECONDS,
         )
         set_message_id(message, tree.object_id)
         return message
