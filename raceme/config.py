@@ -102,7 +102,7 @@ class RunConfig:
     checkpoint_seconds: float | None = key(
         None,
         "wall-clock seconds between two checkpoints (0: none by time; auto: 60 on real devices, "
-        "0 on virtual time)",
+        "and in comparisons, 0 in a run on virtual time)",
         low=0,
     )
     resume: str = key("", "folder of a run to go on with, from its last checkpoint")

@@ -228,7 +228,8 @@ def _conduct_in(
     virtual = isinstance(grid, VirtualGrid)
     checkpoints, restored = CheckpointFolder(out), None
     if config.resume:
-        restored = restore(checkpoints, config, strategy, grid)
+        with _log_file(out / "run.log"):
+            restored = restore(checkpoints, config, strategy, grid)
     started = time.perf_counter() - (restored.wall_time if restored else 0.0)
     summary = RunSummary()
     # The server's matrices are small: threads of the linear algebra library would only compete

@@ -22,6 +22,7 @@ from raceme.comparison.suites import Method, Published, Suite, load_suite, of_na
 from raceme.comparison.table import main_table
 from raceme.config import read_toml
 from raceme.errors import UserError
+from raceme.events import Event, UpdateApplied
 from raceme.experiment import simulate
 
 SETTINGS = {"dataset": "digits", "clients": 8, "max-updates": 24, "lr": 0.1}
@@ -96,6 +97,51 @@ def test_only_what_is_unfinished_is_done_again(finished: Path, tmp_path: Path) -
     assert "casa, seed 0: finished before, kept" in said
     assert "[6/6] fedasync, seed 1: accuracy" in said
     assert dump(out / "fedasync" / "seed-1") == dump(finished / "fedasync" / "seed-1")
+
+
+@pytest.mark.parametrize("method", ["casa", "fedavg"])
+def test_a_killed_run_goes_on_from_its_last_checkpoint(
+    finished: Path, tmp_path: Path, method: str
+) -> None:
+    suite = small_suite(method, seeds=(1,))
+    (job,) = make_jobs(suite, suite.methods, (1,), tmp_path)
+    updates = 0
+
+    def count(event: Event) -> None:
+        nonlocal updates
+        updates += isinstance(event, UpdateApplied)
+
+    # What a kill leaves: a checkpoint, results of later on, and no summary.
+    kept = job.config.with_values(checkpoint_every=8)
+    simulate(kept, count, stop=lambda: "killed" if updates >= 20 else "")
+    newest = max((job.folder / "checkpoint").iterdir())
+    newest.unlink()
+    (job.folder / "summary.json").unlink()
+    log = job.folder / "run.log"
+    log.unlink()
+
+    _, said = run(suite, tmp_path)
+
+    assert f"{method}, seed 1: half-done, goes on from its last checkpoint" in said
+    assert "Going on from" in log.read_text()
+    assert dump(job.folder) == dump(finished / method / "seed-1")
+    assert not (job.folder / "checkpoint").exists()
+    assert not (finished / method / "seed-1" / "checkpoint").exists()
+
+
+def test_a_checkpoint_of_other_settings_is_not_used(tmp_path: Path) -> None:
+    suite = small_suite("fedasync", seeds=(0,))
+    (job,) = make_jobs(suite, suite.methods, (0,), tmp_path)
+    simulate(job.config.with_values(lr=0.2, checkpoint_every=8))
+    (job.folder / "summary.json").unlink()
+    _, said = run(suite, tmp_path)
+    assert "fedasync, seed 0: half-written, removed and done again" in said
+    assert read_toml(job.folder / "config.toml")["lr"] == 0.1
+
+
+def test_checkpoints_that_were_asked_for_are_kept(tmp_path: Path) -> None:
+    run(small_suite("fedasync", seeds=(0,)).with_settings({"checkpoint-every": 8}), tmp_path)
+    assert len(list((tmp_path / "fedasync" / "seed-0" / "checkpoint").iterdir())) == 2
 
 
 def test_a_finished_run_of_another_configuration_is_not_touched(finished: Path) -> None:

@@ -1,19 +1,21 @@
 """Checkpoints: the whole state of a run in files, so that it survives the end of its process."""
 
 from raceme.checkpoints.files import DamagedError, read_tree, write_tree
-from raceme.checkpoints.folder import CheckpointFolder
-from raceme.checkpoints.keeper import Keeper, Restored, Schedule, restore
+from raceme.checkpoints.folder import CHECKPOINTS, CheckpointFolder
+from raceme.checkpoints.keeper import Keeper, Restored, Schedule, can_go_on, restore
 from raceme.checkpoints.orphan import end_with_parent
 from raceme.checkpoints.stop import StopRequest
 from raceme.checkpoints.writer import only_writer
 
 __all__ = [
+    "CHECKPOINTS",
     "CheckpointFolder",
     "DamagedError",
     "Keeper",
     "Restored",
     "Schedule",
     "StopRequest",
+    "can_go_on",
     "end_with_parent",
     "only_writer",
     "read_tree",

@@ -12,7 +12,7 @@ from raceme.errors import UserError
 
 log = logging.getLogger("raceme.checkpoints")
 
-NAME = "checkpoint"
+CHECKPOINTS = "checkpoint"
 """Name of the folder in that of the run."""
 _KEPT = 2
 _SUFFIX = ".safetensors"
@@ -31,7 +31,7 @@ class CheckpointFolder:
     """
 
     def __init__(self, run: Path) -> None:
-        self.path = run / NAME
+        self.path = run / CHECKPOINTS
         self._good: list[int] = []
 
     def save(self, tree: Any, note: Mapping[str, str]) -> Path:

@@ -15,7 +15,8 @@ from flwr.serverapp import Grid
 import raceme
 from raceme.checkpoints.folder import CheckpointFolder
 from raceme.config import RunConfig, Value
-from raceme.reporting.store import RunStore
+from raceme.errors import UserError
+from raceme.reporting.store import FILE_NAME, RunStore
 from raceme.simulation import VirtualGrid
 
 log = logging.getLogger("raceme.checkpoints")
@@ -222,6 +223,31 @@ def restore(
         virtual.load_state_dict(tree["grid"])
     log.info("Going on from %s", path)
     return Restored(int(tree["events"]), float(tree["wall-time"]), path)
+
+
+def can_go_on(run: Path, config: RunConfig) -> bool:
+    """Return whether a run's folder holds a checkpoint of this configuration and this version.
+
+    Parameters
+    ----------
+    run : Path
+        The folder of a run on virtual time.
+    config : RunConfig
+        The resolved configuration that the run is to be of.
+    """
+
+    def check(tree: Any, note: Mapping[str, str]) -> str:
+        if note.get("raceme") != raceme.__version__:
+            return f"it is of version {note.get('raceme')}"
+        return _other_config(tree["config"], identity(config))
+
+    if not (run / FILE_NAME).is_file():
+        return False
+    try:
+        CheckpointFolder(run).load(check)
+    except UserError:
+        return False
+    return True
 
 
 def identity(config: RunConfig) -> dict[str, Value]:

@@ -87,7 +87,8 @@ def compare(plan: Plan, processes: int, console: Console) -> Comparison:
     """Run a suite, or the rest of it, and leave its tables and plots.
 
     Points of a sweep are tried on the first seed; the most accurate one is then run on all.
-    Finished runs are kept, and what a killed run left is removed.
+    Finished runs are kept, and a killed one goes on from its last checkpoint; it starts anew if it
+    has none that can be used.
 
     Parameters
     ----------
@@ -108,8 +109,8 @@ def compare(plan: Plan, processes: int, console: Console) -> Comparison:
     _make_folder(plan.out)
     certain = [*plan.plain, *plan.trials]
     with SuiteProgress(len(certain), len(done & set(certain)), console) as progress:
-        _say_resumed(progress, finished, half)
-        for job in half:
+        lost = _say_resumed(progress, finished, half)
+        for job in lost:
             shutil.rmtree(job.folder)
 
         def run(jobs: Sequence[Job]) -> Mapping[Job, str]:
@@ -183,8 +184,17 @@ def _make_folder(out: Path) -> None:
         raise UserError(f"Cannot write to {out}: {error.strerror}.") from None
 
 
-def _say_resumed(progress: SuiteProgress, finished: Sequence[Job], half: Sequence[Job]) -> None:
+def _say_resumed(
+    progress: SuiteProgress, finished: Sequence[Job], half: Sequence[Job]
+) -> list[Job]:
+    """Say what becomes of earlier runs; return those that have to start anew."""
+    lost = []
     for job in finished:
         progress.say(f"{job.name}: finished before, kept")
     for job in half:
-        progress.say(f"{job.name}: half-written, removed and done again")
+        if job.can_go_on:
+            progress.say(f"{job.name}: half-done, goes on from its last checkpoint")
+        else:
+            lost.append(job)
+            progress.say(f"{job.name}: half-written, removed and done again")
+    return lost

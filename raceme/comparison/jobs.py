@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from raceme.checkpoints import can_go_on
 from raceme.comparison.suites import Method, Suite, slug
 from raceme.config import RunConfig, read_toml
 from raceme.errors import UserError
@@ -22,7 +23,7 @@ SUMMARY = "summary.json"
 ERROR = "error.txt"
 """Why a run failed, in its folder."""
 
-_CONDITIONS = ("workers",)
+_CONDITIONS = ("checkpoint-every", "checkpoint-seconds", "workers")
 """Keys that may differ between a finished run and the wanted one: they change no numbers."""
 
 
@@ -56,6 +57,11 @@ class Job:
     def folder(self) -> Path:
         """Where its artefacts are."""
         return Path(self.config.out)
+
+    @property
+    def can_go_on(self) -> bool:
+        """True if a killed run left a checkpoint in the folder to go on from."""
+        return can_go_on(self.folder, self.config)
 
     def summary(self) -> dict[str, Any] | None:
         """Return the content of its summary; None if it is not finished."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import signal
 import time
 import traceback
@@ -14,12 +15,15 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from raceme.checkpoints import CHECKPOINTS
 from raceme.comparison.jobs import ERROR
 from raceme.config import RunConfig, Value
 from raceme.errors import UserError
 from raceme.events import Evaluated, Event, UpdateApplied
 
 _REPORT_SECONDS = 0.2
+_CHECKPOINT_SECONDS = 60.0
+"""From one checkpoint of a run to the next, if nothing else is asked for."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,10 @@ class Finished:
 
 
 def serve(connection: Connection[Any, Any]) -> None:
-    """Run each configuration that comes, and send :class:`Progress` and then :class:`Finished`."""
+    """Run each configuration that comes, and send :class:`Progress` and then :class:`Finished`.
+
+    If its folder exists, a run of it is half-done there and goes on.
+    """
     # Ctrl-C reaches all processes of a terminal; the comparison ends its own.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Flower sets its logger up when it is imported, so that comes first.
@@ -63,6 +70,14 @@ def _run(keys: Mapping[str, Value], connection: Connection[Any, Any]) -> Finishe
     from raceme.experiment import simulate
 
     config = RunConfig.from_mapping(keys)
+    folder = Path(config.out)
+    # Unless somebody wants checkpoints, they are for the case that this process is killed.
+    passing = not config.checkpoint_every and config.checkpoint_seconds is None
+    if passing:
+        config = config.with_values(checkpoint_seconds=_CHECKPOINT_SECONDS)
+    if folder.exists():
+        config = config.with_values(resume=config.out)
+        (folder / ERROR).unlink(missing_ok=True)
     last = time.monotonic()
     accuracy: float | None = None
 
@@ -75,9 +90,10 @@ def _run(keys: Mapping[str, Value], connection: Connection[Any, Any]) -> Finishe
             connection.send(Progress(event.seq, event.time, accuracy))
 
     try:
-        simulate(config, observe)
+        complete = simulate(config, observe).complete
+        if passing and complete:
+            shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
     except Exception as error:
-        folder = Path(config.out)
         # The run may have failed because nothing can be written there.
         with suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
