@@ -24,6 +24,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
+from bundles import write_app  # noqa: E402
 from processes import Loopback, Process, free_port, loopback  # noqa: E402
 
 from raceme.deployment.hardware import resident_memory  # noqa: E402
@@ -31,36 +32,6 @@ from raceme.deployment.hardware import resident_memory  # noqa: E402
 DEVICES = 2
 MIB = 1024 * 1024
 Start = Callable[[Loopback, str], Process]
-
-PROJECT = """
-[project]
-name = "nothing"
-version = "1.0.0"
-description = "A client that does nothing"
-license = "Apache-2.0"
-
-[tool.flwr.app]
-publisher = "raceme-benchmark"
-
-[tool.flwr.app.components]
-serverapp = "nothing.server:app"
-clientapp = "nothing.client:app"
-
-[tool.flwr.app.config]
-updates = 100
-"""
-
-CLIENT = """
-from flwr.app import Message, RecordDict
-from flwr.clientapp import ClientApp
-
-app = ClientApp()
-
-
-@app.train()
-def train(message, context):
-    return Message(RecordDict(), reply_to=message)
-"""
 
 SERVER = f"""
 import time
@@ -99,16 +70,6 @@ def main(grid, context):
             time.sleep(0.02)
     print(f"SECONDS-PER-UPDATE {{(time.monotonic() - start) / done:.4f}}", flush=True)
 """
-
-
-def write_app(folder: Path) -> Path:
-    """Write the Flower app whose client does nothing."""
-    package = folder / "nothing"
-    package.mkdir(parents=True)
-    (folder / "pyproject.toml").write_text(PROJECT)
-    for name, text in {"__init__": "", "client": CLIENT, "server": SERVER}.items():
-        (package / f"{name}.py").write_text(text)
-    return folder
 
 
 def stock(bed: Loopback, node_config: str) -> Process:
@@ -210,7 +171,7 @@ def main() -> None:
     kinds = {"stock SuperNode": (stock, arguments.stock_updates), "raceme device": (ours, 0)}
     results = {}
     with tempfile.TemporaryDirectory() as folder, loopback(Path(folder)) as bed:
-        app = write_app(Path(folder) / "app")
+        app = write_app(Path(folder) / "app", server=SERVER, config="updates = 100")
         superlink = bed.superlink()
         for name, (start, updates) in kinds.items():
             seconds = time_updates(bed, start, app, updates or arguments.updates)

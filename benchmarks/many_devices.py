@@ -23,6 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
+from bundles import write_app  # noqa: E402
 from flwr.app import ConfigRecord, Message, RecordDict  # noqa: E402
 from processes import Loopback, Process, loopback  # noqa: E402
 
@@ -36,31 +37,6 @@ from raceme.deployment.stopping import StopSignal  # noqa: E402
 MIB = 1024 * 1024
 THREADS = 50
 """Devices per process."""
-
-PROJECT = """
-[project]
-name = "counting"
-version = "1.0.0"
-description = "Clients that answer with the number that they are sent"
-license = "Apache-2.0"
-
-[tool.flwr.app]
-publisher = "raceme-benchmark"
-
-[tool.flwr.app.components]
-serverapp = "counting.server:app"
-clientapp = "counting.client:app"
-
-[tool.flwr.app.config]
-devices = 2
-seconds = 10.0
-"""
-
-CLIENT = """
-from flwr.clientapp import ClientApp
-
-app = ClientApp()
-"""
 
 SERVER = """
 import time
@@ -121,16 +97,6 @@ def main(grid, context):
 """
 
 
-def write_app(folder: Path) -> Path:
-    """Write the Flower app of this benchmark."""
-    package = folder / "counting"
-    package.mkdir(parents=True)
-    (folder / "pyproject.toml").write_text(PROJECT)
-    for name, text in {"__init__": "", "client": CLIENT, "server": SERVER}.items():
-        (package / f"{name}.py").write_text(text)
-    return folder
-
-
 # Light devices.
 
 _making = threading.Lock()
@@ -188,7 +154,8 @@ def start_devices(bed: Loopback, count: int) -> list[Process]:
 
 def measure(devices: int, seconds: float) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder, loopback(Path(folder)) as bed:
-        app = write_app(Path(folder) / "app")
+        config = "devices = 2\nseconds = 10.0"
+        app = write_app(Path(folder) / "app", server=SERVER, config=config)
         superlink = bed.superlink()
         started = start_devices(bed, devices)
         settings = f"devices={devices} seconds={seconds}"

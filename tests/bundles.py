@@ -1,4 +1,4 @@
-"""Small Flower apps, as folders and as the bundles that a SuperLink hands out."""
+"""Small Flower apps for tests and benchmarks, and the bundles that a SuperLink hands out."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ serverapp = "small_app.server:app"
 clientapp = "small_app.client:app"
 
 [tool.flwr.app.config]
-speed = 1
+{config}
 """
 
 IDLE_CLIENT = """
@@ -60,15 +60,22 @@ def main(grid, context):
 """
 
 
-def project(name: str = "small", publisher: str = "tests", version: str = "1.0.0") -> str:
-    return PROJECT.format(name=name, publisher=publisher, version=version)
+def project(
+    name: str = "small", publisher: str = "tests", version: str = "1.0.0", config: str = "speed = 1"
+) -> str:
+    return PROJECT.format(name=name, publisher=publisher, version=version, config=config)
 
 
-def write_app(folder: Path, client: str = IDLE_CLIENT, server: str = ONE_TASK_SERVER) -> Path:
-    """Write an app that `flwr run` takes."""
+def write_app(
+    folder: Path,
+    client: str = IDLE_CLIENT,
+    server: str = ONE_TASK_SERVER,
+    config: str = "speed = 1",
+) -> Path:
+    """Write an app that `flwr run` takes; `config` is the default of its run config, as TOML."""
     package = folder / "small_app"
     package.mkdir(parents=True)
-    (folder / "pyproject.toml").write_text(project())
+    (folder / "pyproject.toml").write_text(project(config=config))
     for name, text in {"__init__": "", "client": client, "server": server}.items():
         (package / f"{name}.py").write_text(text)
     return folder
