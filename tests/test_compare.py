@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from raceme.cli import app
 from raceme.comparison.compare import compare, prepare
+from raceme.comparison.figures import times_figure
 from raceme.comparison.jobs import make_jobs
 from raceme.comparison.results import Comparison, Result, Run, Spread, best_of
 from raceme.comparison.suites import Method, Published, Suite, load_suite, of_names
@@ -151,6 +152,24 @@ def test_a_finished_run_of_another_configuration_is_not_touched(finished: Path) 
     assert (finished / "casa" / "seed-0" / "summary.json").is_file()
 
 
+def test_results_that_moved_without_their_events_are_still_results(
+    finished: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    out = tmp_path / "copy"
+    for path in finished.glob("*/*/*"):
+        if path.name in ("config.toml", "summary.json"):
+            (out / path.relative_to(finished)).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, out / path.relative_to(finished))
+    elsewhere = small_suite().with_settings({"data-root": str(tmp_path)})
+    comparison, said = run(elsewhere, out)
+    assert said.count("finished before, kept") == 6
+    assert "casa is not in the plots over time: its events cannot be read" in caplog.text
+    assert not (out / "accuracy.png").exists()
+    assert (out / "time-to-target.png").is_file()
+    again, _ = run(small_suite(), finished)
+    assert main_table(comparison) == main_table(again)
+
+
 def test_a_folder_that_is_no_run_is_not_removed(tmp_path: Path) -> None:
     precious = tmp_path / "casa" / "seed-0" / "thesis.tex"
     precious.parent.mkdir(parents=True)
@@ -256,7 +275,10 @@ def result_of(label: str, times: list[float | None], published: Published | None
 
 def summary(accuracy: float, time: float | None) -> dict[str, object]:
     reached = None if time is None else {"virtual_time": time}
-    numbers = {"accuracy": accuracy, "purity": None, "target": 0.9, "updates": 100}
+    numbers = {
+        **{"accuracy": accuracy, "purity": None, "target": 0.9},
+        **{"updates": 100, "virtual_time": 40.0 + 100 * accuracy},
+    }
     return {**numbers, "time_to_target": reached}
 
 
@@ -284,6 +306,23 @@ def test_ratios_and_ranks_by_hand() -> None:
     assert comparison.tau("accuracy") is None
     row = main_table(comparison).rows[2]
     assert row[3:5] == ("/", "1.0 (1 of 2)")
+
+
+def test_a_target_that_was_missed_is_bounded_by_the_runs_length() -> None:
+    quick = result_of("quick", [2.0, 4.0], Published(99.0, 2.0))
+    never = result_of("never", [None, None], Published(97.0, math.inf))
+    methods = (quick.method, never.method)
+    comparison = Comparison(Suite("t", methods, reference="quick"), (quick, never))
+    # The runs ended after 130 and 131 s; 130.5 / mean(2, 4) = 43.5.
+    assert (quick.missed, never.missed) == (None, 130.5)
+    assert comparison.speed_up(never) is None
+    assert comparison.speed_up_above(never) == 43.5
+    assert comparison.speed_up_above(quick) is None
+    table = main_table(comparison)
+    assert table.rows[1][3:7] == ("/", "> 130.5", "-", "> 43.50×")
+    assert "> : the target was not reached in a run of that length." in table.lines
+    bars = times_figure(comparison)
+    assert [text.get_text() for text in bars.axes[0].texts] == ["not within 130 s"]
 
 
 def test_a_shortened_suite_says_so() -> None:

@@ -14,13 +14,13 @@ from rich.console import Console
 from raceme.comparison import figures, table
 from raceme.comparison.jobs import Job, check, make_jobs, survey
 from raceme.comparison.progress import SuiteProgress
+from raceme.comparison.read import read_first_runs
 from raceme.comparison.results import Comparison, Result, best_of, gather
 from raceme.comparison.runner import run_jobs
 from raceme.comparison.suites import Method, Suite
 from raceme.errors import UserError
 from raceme.reporting.files import written_whole
 from raceme.reporting.plots import comparison_figure
-from raceme.reporting.record import read_run
 from raceme.reporting.staleness import staleness_figure
 from raceme.reporting.style import save_figure
 
@@ -150,19 +150,19 @@ def write(comparison: Comparison, out: Path) -> None:
     for name, content in files.items():
         with written_whole(out / name) as file:
             file.write_text(content, encoding="utf-8")
-    # Of each method the run with its first seed: one line each is as much as a plot can show.
-    records = {
-        result.label: read_run(out / result.runs[0].folder)
-        for result in comparison.results
-        if result.runs
-    }
+    records, missing = read_first_runs(out, comparison)
+    for label in missing:
+        log.warning("%s is not in the plots over time: its events cannot be read", label)
     title = f"{comparison.suite.title}, seed {comparison.suite.seeds[0]}"
     plots: dict[str, Callable[[], Figure]] = {
-        "accuracy.png": lambda: comparison_figure(records, target=comparison.target, title=title),
         "time-to-target.png": lambda: figures.times_figure(comparison),
-        "staleness.png": lambda: staleness_figure(records),
         "purity.png": lambda: figures.purity_figure(comparison),
     }
+    if records:
+        plots["accuracy.png"] = lambda: comparison_figure(
+            records, target=comparison.target, title=title
+        )
+        plots["staleness.png"] = lambda: staleness_figure(records)
     for name, draw in plots.items():
         try:
             save_figure(draw(), out / name)

@@ -33,7 +33,16 @@ def times_figure(comparison: Comparison) -> Figure:
     scaled = {label: [time / seconds for time in times] for label, times in values.items()}
     target = comparison.target
     goal = "the target" if target is None else f"{target:.1%}"
-    return _bars(comparison.results, scaled, f"Virtual time to {goal}", unit, "never")
+    none = {result.label: _not_within(result) for result in comparison.results}
+    axis = f"virtual time ({unit})"
+    return _bars(comparison.results, scaled, f"Virtual time to {goal}", axis, none)
+
+
+def _not_within(result: Result) -> str:
+    if result.missed is None:
+        return "no runs"
+    seconds, unit = time_unit(result.missed)
+    return f"not within {float(f'{result.missed / seconds:.3g}'):,g} {unit}"
 
 
 def purity_figure(comparison: Comparison) -> Figure:
@@ -49,7 +58,7 @@ def purity_figure(comparison: Comparison) -> Figure:
         values,
         "Purity of the clusters at the end",
         "share of clients whose cluster's most common group is theirs",
-        "no groups known",
+        {result.label: "no groups known" for result in comparison.results},
         limit=1.0,
     )
 
@@ -59,10 +68,13 @@ def _bars(
     values: Mapping[str, Sequence[float]],
     title: str,
     axis: str,
-    none: str,
+    none: Mapping[str, str],
     limit: float | None = None,
 ) -> Figure:
-    """Draw a horizontal bar to the mean of each method's values, and the values as dots."""
+    """Draw a horizontal bar to the mean of each method's values, and the values as dots.
+
+    `none` has what stands in place of the bar of a method without values.
+    """
     labels = [result.label for result in results]
     with style():
         figure = new_figure(7.2, 1.1 + _ROW_HEIGHT * len(labels))
@@ -78,7 +90,7 @@ def _bars(
         for place, label in enumerate(labels):
             own = values[label]
             if not own:
-                axes.text(0.005 * top, place, none, va="center", color=MUTED, fontsize=8)
+                axes.text(0.005 * top, place, none[label], va="center", color=MUTED, fontsize=8)
                 continue
             axes.barh(place, np.mean(own), height=_BAR, color=series_colour(place), alpha=0.85)
             if len(own) > 1:

@@ -23,8 +23,14 @@ SUMMARY = "summary.json"
 ERROR = "error.txt"
 """Why a run failed, in its folder."""
 
-_CONDITIONS = ("checkpoint-every", "checkpoint-seconds", "workers")
-"""Keys that may differ between a finished run and the wanted one: they change no numbers."""
+_CONDITIONS = (
+    *("checkpoint-every", "checkpoint-seconds", "workers"),
+    *("data-file", "data-root", "download"),
+)
+"""Keys that may differ between a finished run and the wanted one: they change no numbers.
+
+Where data lie is not what they are: results can move to a machine that has them elsewhere.
+"""
 
 
 @dataclass(frozen=True)

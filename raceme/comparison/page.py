@@ -6,13 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from raceme.comparison import figures, table
-from raceme.comparison.read import read_comparison
+from raceme.comparison.read import read_comparison, read_first_runs
 from raceme.comparison.results import Comparison, Result
 from raceme.comparison.suites import described
-from raceme.errors import UserError
 from raceme.reporting.page import PageTable, Plot, Tile, number, plot, render, versions_table
 from raceme.reporting.plots import comparison_figure
-from raceme.reporting.record import RunRecord, read_run
+from raceme.reporting.record import RunRecord
 from raceme.reporting.staleness import staleness_figure
 
 _FILES = ("compare.json", "compare.csv", "compare.md")
@@ -34,7 +33,7 @@ def comparison_page(folder: Path, links: str) -> str:
         Its ``compare.json`` is damaged.
     """
     comparison = read_comparison(folder)
-    records, missing = _records(folder, comparison)
+    records, missing = read_first_runs(folder, comparison)
     main, sweeps = table.main_table(comparison), table.sweep_table(comparison)
     return render(
         "comparison.html",
@@ -63,19 +62,6 @@ def comparison_page(folder: Path, links: str) -> str:
 
 def _page_table(text: table.Text, words: tuple[int, ...] = (0,)) -> PageTable:
     return PageTable(text.title, text.columns, text.rows, words=words)
-
-
-def _records(folder: Path, comparison: Comparison) -> tuple[dict[str, RunRecord], list[str]]:
-    """Return each method's run with its first seed, and of which it cannot be read."""
-    records, missing = {}, []
-    for result in comparison.results:
-        if not result.runs:
-            continue
-        try:
-            records[result.label] = read_run(folder / result.runs[0].folder)
-        except UserError:
-            missing.append(result.label)
-    return records, missing
 
 
 def _plots(comparison: Comparison, records: Mapping[str, RunRecord]) -> list[Plot]:

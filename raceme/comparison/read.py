@@ -11,6 +11,7 @@ from typing import Any
 from raceme.comparison.results import Comparison, Result, Run
 from raceme.comparison.suites import NEVER, Method, Published, Suite
 from raceme.errors import UserError
+from raceme.reporting.record import RunRecord, read_run
 
 FILE_NAME = "compare.json"
 
@@ -55,6 +56,25 @@ def read_comparison(folder: Path) -> Comparison:
     return Comparison(suite, results, sweeps)
 
 
+def read_first_runs(folder: Path, comparison: Comparison) -> tuple[dict[str, RunRecord], list[str]]:
+    """Read each method's run with its first seed: one line each is as much as a plot can show.
+
+    Returns
+    -------
+    tuple[dict[str, RunRecord], list[str]]
+        The runs by their methods' labels, and the labels of those whose events cannot be read.
+    """
+    records, missing = {}, []
+    for result in comparison.results:
+        if not result.runs:
+            continue
+        try:
+            records[result.label] = read_run(folder / result.runs[0].folder)
+        except UserError:
+            missing.append(result.label)
+    return records, missing
+
+
 def _result(entry: Mapping[str, Any]) -> Result:
     method = Method(
         label=str(entry.get("variant", entry["label"])),
@@ -65,7 +85,7 @@ def _result(entry: Mapping[str, Any]) -> Result:
     runs = []
     for summary in entry["runs"]:
         # Numbers that tables calculate with.
-        for name in ("accuracy", "purity", "updates"):
+        for name in ("accuracy", "purity", "updates", "virtual_time"):
             if not isinstance(summary[name], int | float | None):
                 raise ValueError(f"{name} is {summary[name]!r}")
         runs.append(Run(int(summary["seed"]), str(summary["folder"]), summary))

@@ -90,6 +90,16 @@ class Result:
         return Spread.over([run.time for run in self.runs])
 
     @property
+    def missed(self) -> float | None:
+        """Mean virtual length of the runs if none reached the target, else None.
+
+        The mean time to the target is more than that, if it is ever reached.
+        """
+        if not self.runs or self.time.count:
+            return None
+        return float(np.mean([run.summary["virtual_time"] for run in self.runs]))
+
+    @property
     def purity(self) -> Spread:
         """Purity of the clusters at the end."""
         return Spread.over([run.summary["purity"] for run in self.runs])
@@ -136,6 +146,11 @@ class Comparison:
         """Return how many times sooner than this method the reference arrives."""
         reference = self._reference()
         return None if reference is None else _quotient(result.rank_time, reference.rank_time)
+
+    def speed_up_above(self, result: Result) -> float | None:
+        """Return what :meth:`speed_up` is above, of a method that never arrives; else None."""
+        reference = self._reference()
+        return None if reference is None else _quotient(result.missed, reference.rank_time)
 
     def published_speed_up(self, result: Result) -> float | None:
         """Return the same of the published times."""

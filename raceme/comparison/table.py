@@ -196,7 +196,7 @@ def _reproduction_row(comparison: Comparison, result: Result) -> tuple[str, ...]
         UNKNOWN if time is None else NEVER if math.isinf(time) else f"{time:g}",
         _time(result),
         _factor(comparison.published_speed_up(result)),
-        _factor(comparison.speed_up(result)),
+        _own_factor(comparison, result),
         _spread(result.purity, 1, 2),
     )
 
@@ -218,6 +218,8 @@ def _lines(comparison: Comparison) -> tuple[str, ...]:
         lines.append("The paper's times are in a unit of its own: compare their ratios.")
         if suite.reference is not None:
             lines.append(f"× reference: time to target over that of {suite.reference}.")
+    if any(result.missed is not None for result in comparison.results):
+        lines.append("> : the target was not reached in a run of that length.")
     lines += [
         f"{result.label}, seed {seed} FAILED: {error}"
         for result in comparison.results
@@ -238,7 +240,9 @@ def _entry(comparison: Comparison, result: Result) -> dict[str, Any]:
         "time_to_target": _plain(result.time),
         "purity": _plain(result.purity),
         "ratio_to_best": comparison.ratio(result),
+        "missed_for": result.missed,
         "speed_up_of_reference": comparison.speed_up(result),
+        "speed_up_of_reference_above": comparison.speed_up_above(result),
         "published_speed_up_of_reference": comparison.published_speed_up(result),
         "published": None
         if published is None
@@ -268,8 +272,8 @@ def _time(result: Result) -> str:
     spread = result.time
     if spread.of == 0:
         return UNKNOWN
-    if spread.mean is None:
-        return NEVER
+    if result.missed is not None:
+        return f"> {result.missed:.1f}"
     text = _spread(spread, 1, 1)
     return text if spread.count == spread.of else f"{text} ({spread.count} of {spread.of})"
 
@@ -284,6 +288,11 @@ def _spread(spread: Spread, factor: float, digits: int) -> str:
         return UNKNOWN
     mean = f"{factor * spread.mean:.{digits}f}"
     return mean if spread.count < 2 else f"{mean} ± {factor * spread.std:.{digits}f}"
+
+
+def _own_factor(comparison: Comparison, result: Result) -> str:
+    above = comparison.speed_up_above(result)
+    return _factor(comparison.speed_up(result)) if above is None else f"> {above:.2f}×"
 
 
 def _factor(value: float | None) -> str:
