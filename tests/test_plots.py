@@ -188,6 +188,23 @@ def test_runs_are_compared_from_their_folders(tmp_path: Path) -> None:
     assert (tmp_path / "c.png").stat().st_size > 0
 
 
+def test_time_is_logarithmic_if_the_target_is_reached_early() -> None:
+    def run(reached: float) -> RunRecord:
+        curve = [(0.0, 0.1), (2.0, 0.5), (reached, 0.9), (200.0, 0.95)]
+        events = [evaluated(time, {"a": (0, accuracy)}) for time, accuracy in curve]
+        return RunRecord.of([*joined({"a": 0}), *events, RunEnded(200.0, 200, "max-updates")])
+
+    def scale(runs: dict[str, RunRecord], target: float) -> tuple[str, float, float]:
+        axes = comparison_figure(runs, target=target).axes[0]
+        return axes.get_xscale(), *axes.get_xlim()
+
+    early, late = run(19.0), run(21.0)
+    assert scale({"late": late, "early": early}, 0.9) == ("log", 2.0, 200.0)
+    assert scale({"late": late}, 0.9) == ("linear", 0.0, 200.0)
+    # A target that is reached before anything happened says nothing.
+    assert scale({"early": early}, 0.1) == ("linear", 0.0, 200.0)
+
+
 def test_a_comparison_of_nothing_says_so(tmp_path: Path) -> None:
     figure = comparison_figure({}, target=0.5)
     assert "no runs" in texts(figure)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +16,7 @@ from raceme.reporting.style import (
     INK,
     MUTED,
     cluster_colour,
+    log_time_axis,
     new_figure,
     save_figure,
     say_empty,
@@ -32,6 +33,8 @@ _MOST_LABELS = 4
 """More splits than this are marked without words."""
 _MOST_BANDS = 5
 """More runs than this are drawn without bands, and named beside the plot."""
+_EARLY = 0.1
+"""If a run is at the target within this share of the longest one, time is drawn logarithmically."""
 
 
 def accuracy_figure(
@@ -81,7 +84,8 @@ def comparison_figure(
     ----------
     runs : Mapping[str, RunRecord]
         Label to run; their order is that of the legend and the colours. The bands of more than a
-        few runs would hide each other, and are left out.
+        few runs would hide each other, and are left out. Time is logarithmic if a run is at the
+        target so early that on a linear axis nothing could be seen of its way there.
     target, title, clock
         As in :func:`accuracy_figure`.
     """
@@ -91,6 +95,9 @@ def comparison_figure(
         axes = figure.add_subplot()
         end = max((record.end for record in runs.values()), default=0.0)
         seconds = time_axis(axes, 0.0, end, clock)
+        if target is not None and _is_early(runs.values(), target, end):
+            starts = [time for record in runs.values() for time in record.evaluations.time if time]
+            log_time_axis(axes, min(starts) / seconds, end / seconds)
         _accuracy_axis(axes)
         axes.set_title(title or "Accuracy on the clients' own test data")
         for index, (label, record) in enumerate(runs.items()):
@@ -248,17 +255,31 @@ def _target_line(axes: Axes, target: float) -> None:
     )
 
 
+def _is_early(runs: Iterable[RunRecord], target: float, end: float) -> bool:
+    """Return whether a run is at the target so early that time is to be drawn logarithmically."""
+    arrivals = [arrival[0] for record in runs if (arrival := _arrival(record, target))]
+    return 0.0 < min(arrivals, default=end) < _EARLY * end
+
+
+def _arrival(record: RunRecord, target: float) -> tuple[float, float] | None:
+    """Return when a run first reached the target, and its accuracy then; None if it never did."""
+    evaluations = record.evaluations
+    reached = np.flatnonzero(evaluations.accuracy >= target)
+    if not len(reached):
+        return None
+    return float(evaluations.time[reached[0]]), float(evaluations.accuracy[reached[0]])
+
+
 def _mark_reached(
     axes: Axes, record: RunRecord, target: float, seconds: float, colour: str
 ) -> None:
     """Draw a point where a run first reached the target."""
-    evaluations = record.evaluations
-    reached = np.flatnonzero(evaluations.accuracy >= target)
-    if len(reached):
-        first = reached[0]
+    arrival = _arrival(record, target)
+    if arrival is not None:
+        time, accuracy = arrival
         axes.plot(
-            evaluations.time[first] / seconds,
-            evaluations.accuracy[first],
+            time / seconds,
+            accuracy,
             marker="o",
             ms=6,
             color=colour,

@@ -12,7 +12,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from raceme.reporting.files import written_whole
 from raceme.reporting.record import Floats
@@ -146,6 +146,16 @@ def time_axis(axes: Axes, start: float, end: float, label: str) -> float:
     # An empty run has no length, which matplotlib warns about.
     axes.set_xlim(start / seconds, end / seconds if end > start else start / seconds + 1)
     return seconds
+
+
+def log_time_axis(axes: Axes, start: float, end: float) -> None:
+    """Make an axis of time logarithmic; `start` and `end` are in its unit and above 0."""
+    axes.set_xscale("log")
+    axes.set_xlim(start, end)
+    axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xlabel(f"{axes.get_xlabel()}, logarithmic")
 
 
 def updates_axis(axes: Axes, times: Floats, seconds: float) -> None:
