@@ -10,6 +10,7 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 import pytest
+from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from PIL import Image
 
@@ -242,6 +243,39 @@ def test_the_band_holds_the_middle_of_the_clients() -> None:
     assert high == pytest.approx([0.74, 0.97])
     low, high = client_band(RunRecord.of(RUNS["nothing"]).client_evaluations, 1)
     assert np.isnan([low, high]).all()
+
+
+def test_the_lines_of_clients_follow_their_clusters() -> None:
+    events = [
+        *joined({"a": 0, "b": 0}),
+        *updates("ab", 0, 1),
+        ClusterSplit(5.0, 2, 0, {1: ("a",), 2: ("b",)}, 0.5, 0.25),
+        RunEnded(10.0, 2, "max-updates"),
+    ]
+    (lines,) = clusters_figure(RunRecord.of(events)).axes[0].collections
+    assert isinstance(lines, PolyCollection)
+    # One piece each until the split, one after; of both the first corner and the last below.
+    found = [(*path.vertices[0], *path.vertices[12]) for path in lines.get_paths()]
+    # A gap of one client's height parts the two from then on: half of it to either side.
+    assert found == [
+        (0.0, 0.0, 5.0, 0.0),
+        (5.0, 0.0, 10.0, -0.5),
+        (0.0, 1.0, 5.0, 1.0),
+        (5.0, 1.0, 10.0, 1.5),
+    ]
+
+
+def test_clients_that_move_all_the_time_are_followed_at_some_times_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    events = joined({"a": 0, "b": 1})
+    for time in range(1, 1001):
+        events.append(ClientAssigned(float(time), "a" if time % 2 else "b", time % 3))
+    record = RunRecord.of([*events, RunEnded(1000.0, 1000, "max-updates")])
+    monkeypatch.setattr("raceme.reporting.fleet_plots._MOST_PIECES", 100)
+    (lines,) = clusters_figure(record).axes[0].collections
+    # The beginning and one time of each fiftieth of the run; the last change is on its end.
+    assert 50 < len(lines.get_paths()) <= 2 * 52
 
 
 def test_the_clusters_figure_names_each_final_cluster() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from operator import itemgetter
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -11,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 from numpy.typing import NDArray
 
-from raceme.reporting.record import RunRecord, Updates
+from raceme.reporting.record import Floats, RunRecord, Updates
 from raceme.reporting.style import (
     CLOCK,
     FAINT,
@@ -30,6 +33,8 @@ _MOST_BARS = 3000
 """A timeline with more bars than this shows only its first part: bars are to be told apart."""
 _MOST_ROWS = 120
 """A timeline shows at most so many devices, spread from the fastest to the slowest."""
+_MOST_PIECES = 40_000
+"""Clusters are followed at so many points of time that their lines have about so many pieces."""
 _LABELLED = 12
 """More clusters than this are drawn without words."""
 
@@ -59,10 +64,23 @@ def clusters_figure(record: RunRecord, *, clock: str = CLOCK) -> Figure:
         rank = {client: index for index, client in enumerate(order)}
         span = max(record.end, 1e-9)
         width, gap = 0.025 * span, max(1.0, 0.03 * len(order))
-        lanes = [(0.0, _lanes(paths, rank, 0.0, gap))]
-        lanes += [(time, _lanes(paths, rank, time, gap)) for time in changes]
-        for client in order:
-            _draw_client(axes, paths[client], client, lanes, width, span, seconds)
+        times = [0.0, *_thinned(changes, span, max(20, _MOST_PIECES // len(order)))]
+        lanes = [(time, _lanes(paths, rank, time, gap)) for time in times]
+        pieces = [
+            piece
+            for client in order
+            for piece in _pieces(paths[client], client, lanes, width, span, seconds)
+        ]
+        # All at once: matplotlib takes a thousand times as long for one after another.
+        axes.add_collection(
+            PolyCollection(
+                [corners for corners, _ in pieces],
+                facecolors=[colour for _, colour in pieces],
+                edgecolors=[colour for _, colour in pieces],
+                linewidths=0.35,
+            ),
+            autolim=False,
+        )
         low = min(min(heights.values()) for _, heights in lanes)
         high = max(max(heights.values()) for _, heights in lanes) + 1
         axes.set_ylim(high + gap / 2, low - gap / 2)
@@ -206,7 +224,14 @@ def _paths(record: RunRecord) -> dict[str, list[tuple[float, int]]]:
 
 
 def _cluster_at(path: list[tuple[float, int]], time: float) -> int:
-    return [cluster for start, cluster in path if start <= time][-1]
+    return path[bisect_right(path, time, key=itemgetter(0)) - 1][1]
+
+
+def _thinned(times: Sequence[float], span: float, most: int) -> list[float]:
+    """Return the last time of each of `most` equal parts of a span; all if they are no more."""
+    if len(times) <= most:
+        return list(times)
+    return list({int(most * time / span): time for time in times}.values())
 
 
 def _lanes(
@@ -226,26 +251,31 @@ def _lanes(
     }
 
 
-def _draw_client(
-    axes: Axes,
+def _pieces(
     path: list[tuple[float, int]],
     client: str,
     lanes: list[tuple[float, dict[str, float]]],
     width: float,
     end: float,
     seconds: float,
-) -> None:
-    """Draw one client's line: level between changes, bending where clusters part."""
+) -> Iterator[tuple[Floats, str]]:
+    """Yield one client's line in pieces, their corners and colours: level, or a bend and level.
+
+    A piece goes on for as long as nothing changes for this client.
+    """
     ease = np.linspace(0.0, 1.0, 12)
     bend = ease * ease * (3 - 2 * ease)
-    for index, (start, heights) in enumerate(lanes):
-        stop = lanes[index + 1][0] if index + 1 < len(lanes) else end
-        colour = cluster_colour(_cluster_at(path, start))
-        before = lanes[index - 1][1][client] if index else heights[client]
-        turn = min(width, stop - start) if index else 0.0
+    states = [(start, heights[client], _cluster_at(path, start)) for start, heights in lanes]
+    changes = [states[0], *(new for old, new in pairwise(states) if new[1:] != old[1:])]
+    stops = [*(start for start, _, _ in changes[1:]), end]
+    before = changes[0][1]
+    for (start, height, cluster), stop in zip(changes, stops, strict=True):
+        turn = min(width, stop - start) if start else 0.0
         x = np.concatenate([start + turn * ease, [max(stop, start + turn)]]) / seconds
-        y = np.concatenate([before + (heights[client] - before) * bend, [heights[client]]])
-        axes.fill_between(x, y, y + 1.0, color=colour, lw=0.35, ec=colour)
+        y = np.concatenate([before + (height - before) * bend, [height]])
+        sides = np.column_stack([x, y]), np.column_stack([x, y + 1.0])[::-1]
+        yield np.concatenate(sides), cluster_colour(cluster)
+        before = height
 
 
 def _label_clusters(
