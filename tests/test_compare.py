@@ -320,7 +320,7 @@ def test_a_target_that_was_missed_is_bounded_by_the_runs_length() -> None:
     assert comparison.speed_up_above(quick) is None
     table = main_table(comparison)
     assert table.rows[1][3:7] == ("/", "> 130.5", "-", "> 43.50×")
-    assert "> : the target was not reached in a run of that length." in table.lines
+    assert "'>' stands before how long a run was that did not reach the target." in table.lines
     bars = times_figure(comparison)
     assert [text.get_text() for text in bars.axes[0].texts] == ["not within 130 s"]
 

@@ -90,7 +90,14 @@ def _bars(
         for place, label in enumerate(labels):
             own = values[label]
             if not own:
-                axes.text(0.005 * top, place, none[label], va="center", color=MUTED, fontsize=8)
+                axes.text(
+                    *(0.005 * top, place, none[label]),
+                    va="center",
+                    color=MUTED,
+                    fontsize=8,
+                    # The grid does not cross the words.
+                    bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.0},
+                )
                 continue
             axes.barh(place, np.mean(own), height=_BAR, color=series_colour(place), alpha=0.85)
             if len(own) > 1:

@@ -219,7 +219,7 @@ def _lines(comparison: Comparison) -> tuple[str, ...]:
         if suite.reference is not None:
             lines.append(f"× reference: time to target over that of {suite.reference}.")
     if any(result.missed is not None for result in comparison.results):
-        lines.append("> : the target was not reached in a run of that length.")
+        lines.append("'>' stands before how long a run was that did not reach the target.")
     lines += [
         f"{result.label}, seed {seed} FAILED: {error}"
         for result in comparison.results
