@@ -202,6 +202,7 @@ def test_a_sweep_is_tried_on_the_first_seed_and_its_best_runs_on_all(
     assert [point.method.options["alpha"] for point in tried] == [0.001, 0.5]
     assert [len(point.runs) for point in tried] == [1, 1]
     assert result.method == best_of(tried).method
+    assert any(line.endswith("point: fedasync.") for line in main_table(comparison).lines)
     assert [run.seed for run in result.runs] == [0, 1]
     length = result.runs[0].summary["updates"]
     assert {run.summary["updates"] for run in result.runs} == {length}

@@ -218,6 +218,9 @@ def _lines(comparison: Comparison) -> tuple[str, ...]:
         lines.append("The paper's times are in a unit of its own: compare their ratios.")
         if suite.reference is not None:
             lines.append(f"× reference: time to target over that of {suite.reference}.")
+    if comparison.sweeps:
+        swept = ", ".join(comparison.sweeps)
+        lines.append(f"Swept on the first seed and shown at the most accurate point: {swept}.")
     if any(result.missed is not None for result in comparison.results):
         lines.append("'>' stands before how long a run was that did not reach the target.")
     lines += [
