@@ -194,7 +194,8 @@ def test_a_run_that_fails_does_not_take_the_others_with_it(tmp_path: Path) -> No
 def test_a_sweep_is_tried_on_the_first_seed_and_its_best_runs_on_all(
     tmp_path: Path, sweep_scale: float
 ) -> None:
-    swept = Method("fedasync", "fedasync", sweep={"alpha": (0.001, 0.5)})
+    published = Published(accuracy=97.46, time=109.53)
+    swept = Method("fedasync", "fedasync", sweep={"alpha": (0.001, 0.5)}, published=published)
     suite = Suite("Sweep", (swept,), SETTINGS, (0, 1), sweep_scale=sweep_scale)
     comparison, _ = run(suite, tmp_path)
     (result,) = comparison.results
@@ -202,7 +203,9 @@ def test_a_sweep_is_tried_on_the_first_seed_and_its_best_runs_on_all(
     assert [point.method.options["alpha"] for point in tried] == [0.001, 0.5]
     assert [len(point.runs) for point in tried] == [1, 1]
     assert result.method == best_of(tried).method
-    assert any(line.endswith("point: fedasync.") for line in main_table(comparison).lines)
+    main = main_table(comparison)
+    assert (main.rows[0][1], main.rows[0][3]) == ("97.46", "109.53")
+    assert any(line.endswith("point: fedasync.") for line in main.lines)
     assert [run.seed for run in result.runs] == [0, 1]
     length = result.runs[0].summary["updates"]
     assert {run.summary["updates"] for run in result.runs} == {length}

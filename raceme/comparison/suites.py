@@ -79,7 +79,7 @@ class Method:
         Hyper-parameters of which every combination is tried on the first seed, in runs of the
         suite's ``sweep-scale``; the most accurate one is run on all seeds.
     published : Published or None
-        What the paper reports.
+        What the paper reports; of a swept method, at the paper's best point.
     """
 
     label: str
@@ -96,7 +96,12 @@ class Method:
             dict(zip(self.sweep, values, strict=True)) for values in product(*self.sweep.values())
         ]
         return [
-            Method(f"{self.label} {described(point)}", self.strategy, {**self.options, **point})
+            replace(
+                self,
+                label=f"{self.label} {described(point)}",
+                options={**self.options, **point},
+                sweep={},
+            )
             for point in points
         ]
 
