@@ -286,6 +286,20 @@ def summary(accuracy: float, time: float | None) -> dict[str, object]:
     return {**numbers, "time_to_target": reached}
 
 
+def test_methods_keep_their_names_in_a_terminal_of_80_columns() -> None:
+    published = Published(accuracy=99.5, time=109.53)
+    slow = result_of("icfl-async", [196.6, 184.2, 201.9], published)
+    fast = result_of("casa", [8.8, 8.6, None], published)
+    suite = Suite("Three seeds", (slow.method, fast.method), SETTINGS, (0, 1, 2), reference="casa")
+    out = io.StringIO()
+    Console(file=out, width=80).print(main_table(Comparison(suite, (slow, fast))).rich())
+    lines = out.getvalue().splitlines()
+    assert all(head in lines[1] for head in ("× casa", "acc %", "time"))
+    assert lines[-2].startswith("icfl-async ")
+    assert "194.2 ± 9.1" in lines[-2]
+    assert "8.7 ± 0.1 (2 of 3)" in lines[-1]
+
+
 def test_spread_by_hand() -> None:
     # Mean 4, sample variance (4 + 0 + 4) / 2 = 4.
     assert Spread.over([2.0, 4.0, 6.0]) == Spread(4.0, 2.0, 3, 3)

@@ -62,12 +62,17 @@ class Text:
             title_style="bold",
             box=None,
             padding=(0, 1),
+            collapse_padding=True,
+            pad_edge=False,
         )
+        # Names may wrap between words; a terminal that is too narrow must not lose them.
+        words = [word for row in self.rows for word in row[0].split()]
         for index, column in enumerate(self.columns):
             table.add_column(
                 column,
                 justify="right" if index else "left",
                 no_wrap=index > 0,
+                min_width=max(map(len, words), default=0) if index == 0 else None,
                 style=None if index else "cyan",
             )
         for row in self.rows:
@@ -87,7 +92,10 @@ class Text:
 def main_table(comparison: Comparison) -> Text:
     """Return the table of the methods; published numbers stand beside ours where there are any."""
     make = _reproduction_row if comparison.has_published else _row
-    columns = _REPRODUCTION if comparison.has_published else _COLUMNS
+    columns: tuple[str, ...] = _COLUMNS
+    if comparison.has_published:
+        factor = f"× {comparison.suite.reference or 'reference'}"
+        columns = (*_REPRODUCTION, f"{factor}\npaper", f"{factor}\nours", "purity")
     rows = tuple(make(comparison, result) for result in comparison.results)
     suite, target = comparison.suite, comparison.target
     of = f", target {target:.1%}" if target is not None else ""
@@ -167,9 +175,6 @@ _REPRODUCTION = (
     "acc %\nours",
     "time\npaper",
     "time\nours",
-    "× reference\npaper",
-    "× reference\nours",
-    "purity",
 )
 
 
@@ -197,7 +202,7 @@ def _reproduction_row(comparison: Comparison, result: Result) -> tuple[str, ...]
         _time(result),
         _factor(comparison.published_speed_up(result)),
         _own_factor(comparison, result),
-        _spread(result.purity, 1, 2),
+        UNKNOWN if result.purity.mean is None else f"{result.purity.mean:.2f}",
     )
 
 
@@ -217,7 +222,7 @@ def _lines(comparison: Comparison) -> tuple[str, ...]:
         lines.append(f"Kendall's τ between the paper's order of the methods and ours: {shown}.")
         lines.append("The paper's times are in a unit of its own: compare their ratios.")
         if suite.reference is not None:
-            lines.append(f"× reference: time to target over that of {suite.reference}.")
+            lines.append(f"× {suite.reference}: time to target over its time.")
     if comparison.sweeps:
         swept = ", ".join(comparison.sweeps)
         lines.append(f"Swept on the first seed and shown at the most accurate point: {swept}.")
