@@ -1,8 +1,10 @@
 """What all tests have in common."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from forking import Commands, commands
 
 
 @pytest.fixture(autouse=True)
@@ -10,3 +12,10 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
     """Keep what tests read out of the user's cache."""
     folder: Path = tmp_path_factory.mktemp("cache")
     monkeypatch.setenv("RACEME_CACHE", str(folder))
+
+
+@pytest.fixture(scope="session")
+def command() -> Iterator[Commands]:
+    """Offer `raceme` without the seconds that it takes to start."""
+    with commands() as opened:
+        yield opened

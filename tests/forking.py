@@ -30,7 +30,7 @@ class Commands:
         self._process = process
 
     def start(self, *arguments: str, output: Path) -> int:
-        """Start a command, and return its process id."""
+        """Start a command in the folder of a file that takes what it writes; return its id."""
         assert self._process.stdin
         output.touch()
         self._process.stdin.write(json.dumps([str(output), *arguments]) + "\n")
@@ -81,6 +81,7 @@ def _serve() -> None:
             log = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(log, 1)
             os.dup2(log, 2)
+            os.chdir(os.path.dirname(output))
             sys.argv = ["raceme", *arguments]
             try:
                 main()

@@ -8,14 +8,13 @@ import shutil
 import signal
 import sqlite3
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from fleets import MODEL, grid_of, pulled_app
-from forking import Commands, commands
+from forking import Commands
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from processes import wait_until
@@ -183,12 +182,6 @@ RUNS = {
     "fedbuff": [],
     "fedavg": ["--set", "fedavg.fraction=0.6"],
 }
-
-
-@pytest.fixture(scope="module")
-def command() -> Iterator[Commands]:
-    with commands() as opened:
-        yield opened
 
 
 CHURN = """

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from forking import Commands
 from processes import as_in_a_terminal
 
 RACEME = [sys.executable, "-c", "from raceme.cli import main; main()"]
@@ -62,6 +63,7 @@ def test_a_run_leaves_everything_and_its_configuration_repeats_it(tmp_path: Path
     refused = raceme(tmp_path, "run", *SMALL, "--out", "one")
     assert refused.returncode == 2
     assert "holds a run already" in refused.stderr
+    assert refused.stdout == ""
 
 
 @pytest.mark.parametrize(
@@ -90,17 +92,17 @@ def test_a_run_leaves_everything_and_its_configuration_repeats_it(tmp_path: Path
     ],
 )
 def test_bad_input_is_one_line_before_any_work(
-    tmp_path: Path, arguments: list[str], expected: str
+    command: Commands, tmp_path: Path, arguments: list[str], expected: str
 ) -> None:
     (tmp_path / "broken.toml").write_text("clients = ")
     (tmp_path / "fits_nothing.py").write_text(
         "from torch import nn\n\ndef build(input_shape, num_classes):\n    return nn.Linear(3, 4)\n"
     )
-    finished = raceme(tmp_path, "run", *arguments, "--out", "out")
-    assert finished.returncode == 2
-    assert expected in finished.stderr
-    assert len(finished.stderr.strip().splitlines()) == 1
-    assert "Traceback" not in finished.stderr
+    output = tmp_path / "output.txt"
+    assert command.run("run", *arguments, "--out", "out", output=output) == 2
+    (line,) = output.read_text().splitlines()
+    assert line.startswith("raceme: ")
+    assert expected in line
     assert not (tmp_path / "out").exists()
 
 

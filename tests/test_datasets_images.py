@@ -170,9 +170,9 @@ def test_cifar10_without_files(tmp_path: Path) -> None:
 REAL = Path(os.environ.get("RACEME_TEST_DATA", "../shared/data"))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not (REAL / "CIFAR10-images").is_dir(), reason="CIFAR-10 is not here")
-def test_the_real_cifar10(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RACEME_CACHE")
+def test_the_real_cifar10() -> None:
     config = RunConfig(dataset="cifar10", data_root=str(REAL), clients=100)
     data = datasets.load(config)
     np.testing.assert_array_equal(np.bincount(data.y), [6000] * 10)
