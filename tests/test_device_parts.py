@@ -7,6 +7,7 @@ import subprocess
 import sys
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -15,6 +16,7 @@ from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.proto.message_pb2 import PushObjectRequest, PushObjectResponse
 from flwr.supercore.inflatable.inflatable_object import get_object_tree
 from flwr.supercore.inflatable.inflatable_utils import ObjectUnavailableError
+from flwr.supercore.retry import wrap_stub
 from processes import ROOT
 
 import raceme as package
@@ -182,12 +184,16 @@ def test_calls_are_repeated_until_the_network_is_back() -> None:
     assert len(server.timeouts) == 33
 
 
-def test_a_request_for_work_that_may_have_been_served_in_vain_is_remembered() -> None:
-    request = fleet.PullMessagesRequest()
-    after_down, after_loss = calls(), calls()
-    after_down.invoke(Server(DOWN), request)
-    after_loss.invoke(Server(LOST), request)
-    assert (after_down.pull_failed, after_loss.pull_failed) == (False, True)
+@pytest.mark.parametrize(("failure", "doubtful"), [(LOST, True), (DOWN, False)])
+def test_a_request_for_work_that_may_have_been_served_in_vain_is_remembered(
+    failure: Failure, doubtful: bool
+) -> None:
+    made, server = calls(), Server(failure)
+    stub = SimpleNamespace(PullMessages=server)
+    wrap_stub(stub, made)  # type: ignore[arg-type]
+    stub.PullMessages(request=fleet.PullMessagesRequest())  # As Flower's connection calls it.
+    assert made.pull_failed is doubtful
+    assert server.timeouts == [20.0, 20.0]
 
 
 @pytest.mark.parametrize(("failure", "stored"), [(LOST, True), (DOWN, False)])

@@ -115,7 +115,9 @@ class PatientCalls:
 
     def invoke(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call `target` with a deadline; see `raceme.compat.fleet.Calls`."""
-        pull = bool(args) and fleet.is_pull(args[0])
+        # Flower hands requests over in both ways.
+        request = args[0] if args else kwargs.get("request")
+        pull = fleet.is_pull(request)
         pause = Pause(0.5, 20.0, growth=1.7)
         tries, arrived = 0, False
         while True:
@@ -137,7 +139,7 @@ class PatientCalls:
             else:
                 if tries > 1:
                     log.info("%s can be reached again", self._address)
-                if arrived and fleet.is_object_push(args[0] if args else kwargs.get("request")):
+                if arrived and fleet.is_object_push(request):
                     # A part that arrived before its answer got lost is not taken a second time.
                     result.stored = True
                 self._answered = True
