@@ -46,7 +46,7 @@ class CASAParameters:
     noise_guard: float = key(0.0, "least gap, in gaps of shuffled similarities (0: any)", low=0)
     clustering: bool = key(True, "split clusters (false: the ablation CASA-C)")
     bi_level: bool = key(True, "bi-level decay (false: the ablation CASA-D)")
-    constant_alpha: float = key(0.3, "α where bi-level is false", above=0)
+    constant_alpha: float = key(0.3, "α where bi-level is false", above=0, high=1)
 
 
 @dataclass

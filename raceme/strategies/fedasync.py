@@ -23,7 +23,7 @@ from raceme.strategies.replies import Update
 class FedAsyncParameters:
     """How an update is weighted; the defaults are those of the baselines in CASA's paper."""
 
-    alpha: float = key(0.3, "share α of a fresh update", above=0)
+    alpha: float = key(0.3, "share α of a fresh update", above=0, high=1)
     decay: str = key("hinge", "staleness function s", among=("constant", "hinge", "polynomial"))
     a: float = key(1.0, "slope of the hinge, exponent of the polynomial", low=0)
     b: float = key(4.0, "staleness up to which the hinge does nothing", low=0)
