@@ -297,7 +297,7 @@ def test_methods_keep_their_names_in_a_terminal_of_80_columns() -> None:
     assert all(head in lines[1] for head in ("× casa", "acc %", "time"))
     assert lines[-2].startswith("icfl-async ")
     assert "194.2 ± 9.1" in lines[-2]
-    assert "8.7 ± 0.1 (2 of 3)" in lines[-1]
+    assert "> 49.8 (2 of 3)" in lines[-1]  # (8.8 + 8.6 + 132) / 3
 
 
 def test_spread_by_hand() -> None:
@@ -323,7 +323,8 @@ def test_ratios_and_ranks_by_hand() -> None:
     # All our accuracies are 0.905: there is no order.
     assert comparison.tau("accuracy") is None
     row = main_table(comparison).rows[2]
-    assert row[3:5] == ("/", "1.0 (1 of 2)")
+    # The second run ended after 131 s: (1 + 131) / 2 = 66, and 66 / mean(2, 4) = 22.
+    assert row[3:7] == ("/", "> 66.0 (1 of 2)", "-", "> 22.00×")
 
 
 def test_a_target_that_was_missed_is_bounded_by_the_runs_length() -> None:
@@ -332,15 +333,25 @@ def test_a_target_that_was_missed_is_bounded_by_the_runs_length() -> None:
     methods = (quick.method, never.method)
     comparison = Comparison(Suite("t", methods, reference="quick"), (quick, never))
     # The runs ended after 130 and 131 s; 130.5 / mean(2, 4) = 43.5.
-    assert (quick.missed, never.missed) == (None, 130.5)
+    assert (quick.time_above, never.time_above) == (None, 130.5)
     assert comparison.speed_up(never) is None
     assert comparison.speed_up_above(never) == 43.5
     assert comparison.speed_up_above(quick) is None
     table = main_table(comparison)
     assert table.rows[1][3:7] == ("/", "> 130.5", "-", "> 43.50×")
-    assert "'>' stands before how long a run was that did not reach the target." in table.lines
+    assert "'>': a run that did not reach the target counts with its length." in table.lines
     bars = times_figure(comparison)
     assert [text.get_text() for text in bars.axes[0].texts] == ["not within 130 s"]
+
+
+def test_a_method_that_missed_the_target_with_one_seed_gets_no_bar() -> None:
+    partly = result_of("partly", [1.0, None])
+    quick = result_of("quick", [2.0, 4.0])
+    suite = Suite("t", (quick.method, partly.method))
+    axes = times_figure(Comparison(suite, (quick, partly))).axes[0]
+    assert [bar.get_width() for bar in axes.patches] == [3.0]
+    assert [text.get_text() for text in axes.texts] == ["not within 131 s with 1 of 2 seeds"]
+    assert [list(dots.get_xdata()) for dots in axes.lines] == [[2.0, 4.0], [1.0]]
 
 
 def test_a_shortened_suite_says_so() -> None:

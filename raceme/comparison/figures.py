@@ -23,7 +23,10 @@ _ROW_HEIGHT = 0.27
 
 
 def times_figure(comparison: Comparison) -> Figure:
-    """Draw the time to the target of each method as a bar, with a dot for each seed."""
+    """Draw the mean time to the target of each method as a bar, with a dot for each seed.
+
+    There is no mean, and no bar, where a seed missed the target.
+    """
     values = {
         result.label: [run.time for run in result.runs if run.time is not None]
         for result in comparison.results
@@ -33,16 +36,23 @@ def times_figure(comparison: Comparison) -> Figure:
     scaled = {label: [time / seconds for time in times] for label, times in values.items()}
     target = comparison.target
     goal = "the target" if target is None else f"{target:.1%}"
-    none = {result.label: _not_within(result) for result in comparison.results}
+    instead = {result.label: _missed(result) for result in comparison.results}
     axis = f"virtual time ({unit})"
-    return _bars(comparison.results, scaled, f"Virtual time to {goal}", axis, none)
+    return _bars(comparison.results, scaled, f"Virtual time to {goal}", axis, instead)
 
 
-def _not_within(result: Result) -> str:
-    if result.missed is None:
+def _missed(result: Result) -> str:
+    """Say how many runs missed the target, and how long they were."""
+    if not result.runs:
         return "no runs"
-    seconds, unit = time_unit(result.missed)
-    return f"not within {float(f'{result.missed / seconds:.3g}'):,g} {unit}"
+    lengths = [run.summary["virtual_time"] for run in result.runs if run.time is None]
+    if not lengths:
+        return ""
+    seconds, unit = time_unit(mean := float(np.mean(lengths)))
+    text = f"not within {float(f'{mean / seconds:.3g}'):,g} {unit}"
+    if len(lengths) == len(result.runs):
+        return text
+    return f"{text} with {len(lengths)} of {len(result.runs)} seeds"
 
 
 def purity_figure(comparison: Comparison) -> Figure:
@@ -58,7 +68,7 @@ def purity_figure(comparison: Comparison) -> Figure:
         values,
         "Purity of the clusters at the end",
         "share of clients whose cluster's most common group is theirs",
-        {result.label: "no groups known" for result in comparison.results},
+        {label: "" if own else "no groups known" for label, own in values.items()},
         limit=1.0,
     )
 
@@ -68,12 +78,12 @@ def _bars(
     values: Mapping[str, Sequence[float]],
     title: str,
     axis: str,
-    none: Mapping[str, str],
+    instead: Mapping[str, str],
     limit: float | None = None,
 ) -> Figure:
     """Draw a horizontal bar to the mean of each method's values, and the values as dots.
 
-    `none` has what stands in place of the bar of a method without values.
+    `instead` has what stands in place of a method's bar; where it is empty, the bar is drawn.
     """
     labels = [result.label for result in results]
     with style():
@@ -89,17 +99,17 @@ def _bars(
         axes.grid(axis="x", color=FAINT)
         for place, label in enumerate(labels):
             own = values[label]
-            if not own:
+            if instead[label]:
                 axes.text(
-                    *(0.005 * top, place, none[label]),
+                    *(0.005 * top, place, instead[label]),
                     va="center",
                     color=MUTED,
                     fontsize=8,
                     # The grid does not cross the words.
                     bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.0},
                 )
-                continue
-            axes.barh(place, np.mean(own), height=_BAR, color=series_colour(place), alpha=0.85)
-            if len(own) > 1:
+            else:
+                axes.barh(place, np.mean(own), height=_BAR, color=series_colour(place), alpha=0.85)
+            if len(own) > 1 or instead[label]:
                 axes.plot(own, [place] * len(own), "o", ms=3, color=INK, zorder=3, clip_on=False)
         return figure

@@ -90,14 +90,15 @@ class Result:
         return Spread.over([run.time for run in self.runs])
 
     @property
-    def missed(self) -> float | None:
-        """Mean virtual length of the runs if none reached the target, else None.
+    def time_above(self) -> float | None:
+        """What the mean time to the target is above if a run missed it, else None.
 
-        The mean time to the target is more than that, if it is ever reached.
+        A run that missed it counts with its virtual length.
         """
-        if not self.runs or self.time.count:
+        if self.time.count == self.time.of:
             return None
-        return float(np.mean([run.summary["virtual_time"] for run in self.runs]))
+        times = [run.summary["virtual_time"] if run.time is None else run.time for run in self.runs]
+        return float(np.mean(times))
 
     @property
     def purity(self) -> Spread:
@@ -148,9 +149,9 @@ class Comparison:
         return None if reference is None else _quotient(result.rank_time, reference.rank_time)
 
     def speed_up_above(self, result: Result) -> float | None:
-        """Return what :meth:`speed_up` is above, of a method that never arrives; else None."""
+        """Return what :meth:`speed_up` is above if a run of the method missed the target."""
         reference = self._reference()
-        return None if reference is None else _quotient(result.missed, reference.rank_time)
+        return None if reference is None else _quotient(result.time_above, reference.rank_time)
 
     def published_speed_up(self, result: Result) -> float | None:
         """Return the same of the published times."""

@@ -226,8 +226,8 @@ def _lines(comparison: Comparison) -> tuple[str, ...]:
     if comparison.sweeps:
         swept = ", ".join(comparison.sweeps)
         lines.append(f"Swept on the first seed and shown at the most accurate point: {swept}.")
-    if any(result.missed is not None for result in comparison.results):
-        lines.append("'>' stands before how long a run was that did not reach the target.")
+    if any(result.time_above is not None for result in comparison.results):
+        lines.append("'>': a run that did not reach the target counts with its length.")
     lines += [
         f"{result.label}, seed {seed} FAILED: {error}"
         for result in comparison.results
@@ -248,7 +248,7 @@ def _entry(comparison: Comparison, result: Result) -> dict[str, Any]:
         "time_to_target": _plain(result.time),
         "purity": _plain(result.purity),
         "ratio_to_best": comparison.ratio(result),
-        "missed_for": result.missed,
+        "time_above": result.time_above,
         "speed_up_of_reference": comparison.speed_up(result),
         "speed_up_of_reference_above": comparison.speed_up_above(result),
         "published_speed_up_of_reference": comparison.published_speed_up(result),
@@ -280,10 +280,10 @@ def _time(result: Result) -> str:
     spread = result.time
     if spread.of == 0:
         return UNKNOWN
-    if result.missed is not None:
-        return f"> {result.missed:.1f}"
-    text = _spread(spread, 1, 1)
-    return text if spread.count == spread.of else f"{text} ({spread.count} of {spread.of})"
+    if result.time_above is None:
+        return _spread(spread, 1, 1)
+    text = f"> {result.time_above:.1f}"
+    return f"{text} ({spread.count} of {spread.of})" if spread.count else text
 
 
 def _updates(result: Result) -> str:
