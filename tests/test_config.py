@@ -269,7 +269,7 @@ def test_parameters_are_plain_frozen_dataclasses() -> None:
 
 @pytest.mark.parametrize("name", ["fedasync.alpha", "ifca-async.alpha", "casa-d.constant-alpha"])
 def test_a_share_of_a_mixture_is_at_most_one(name: str) -> None:
-    """Beyond 1 the old model would count negatively, and the new one would run away."""
+    """Beyond 1 the old model would count negatively; FedAsync's paper has α in (0, 1)."""
     RunConfig.from_mapping({name: 1})
     with pytest.raises(UserError, match=f"^{name} must be at most 1, got 1.5"):
         RunConfig.from_mapping({name: 1.5})
