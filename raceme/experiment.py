@@ -33,8 +33,8 @@ from raceme.simulation import (
     training_seconds,
 )
 from raceme.simulation.trace import PREFIX, traced_fleet
-from raceme.strategies import STRATEGIES, AsyncStrategy, Plan, Rounds
-from raceme.strategies.conduct import Rest, go_on
+from raceme.server.interface import StopCheck, never_stop
+from raceme.strategies import STRATEGIES, Method, Plan
 
 _FIRST_NODE_ID = 1000
 _CLIENT_APP = "raceme.client_app:app"
@@ -90,7 +90,7 @@ def resolve(config: RunConfig) -> RunConfig:
     )
 
 
-def build_strategy(config: RunConfig) -> AsyncStrategy | Rounds:
+def build_strategy(config: RunConfig) -> Method:
     """Make the strategy that a configuration names.
 
     Raises
@@ -100,7 +100,7 @@ def build_strategy(config: RunConfig) -> AsyncStrategy | Rounds:
     """
     method = STRATEGIES[config.strategy]
     parameters = parameters_from(method.parameters_type, config.parameters())
-    strategy: AsyncStrategy | Rounds = method(parameters, seed=config.seed)
+    strategy: Method = method(parameters, seed=config.seed)
     return strategy
 
 
@@ -152,7 +152,7 @@ def _fleet(config: RunConfig, examples: Sequence[int]) -> list[Node]:
     ]
 
 
-def simulate(config: RunConfig, *observers: Observer, stop: Rest = go_on) -> Outcome:
+def simulate(config: RunConfig, *observers: Observer, stop: StopCheck = never_stop) -> Outcome:
     """Run a configuration on virtual time.
 
     Parameters
@@ -180,10 +180,10 @@ def simulate(config: RunConfig, *observers: Observer, stop: Rest = go_on) -> Out
 
 def conduct(
     config: RunConfig,
-    strategy: AsyncStrategy | Rounds,
+    strategy: Method,
     grid: Grid,
     *observers: Observer,
-    stop: Rest = go_on,
+    stop: StopCheck = never_stop,
 ) -> Outcome:
     """Run a strategy on any grid, and leave the artefacts, however the run ends.
 
@@ -193,7 +193,7 @@ def conduct(
     ----------
     config : RunConfig
         A resolved configuration.
-    strategy : AsyncStrategy or Rounds
+    strategy : Method
         The method.
     grid : Grid
         A virtual grid, or one of Flower's.
@@ -219,10 +219,10 @@ def _conduct_in(
     out: Path,
     initial: ArrayRecord,
     config: RunConfig,
-    strategy: AsyncStrategy | Rounds,
+    strategy: Method,
     grid: Grid,
     observers: Sequence[Observer],
-    stop: Rest,
+    stop: StopCheck,
 ) -> Outcome:
     """Run a strategy in its folder."""
     virtual = isinstance(grid, VirtualGrid)
@@ -270,7 +270,7 @@ def _conduct_in(
             train_config=training_settings(config, report_timing=not virtual),
             plan=plan(config),
             observe=observe,
-            at_rest=keeper.at_rest,
+            stop_check=keeper.at_rest,
         )
     result = summary.result(
         strategy=config.strategy,

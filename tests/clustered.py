@@ -12,9 +12,10 @@ from fleets import MODEL, grid_of, pulled_app
 from raceme import events
 from raceme.simulation import Device, VirtualGrid
 from raceme.strategies import Plan, Rounds
-from raceme.strategies.conduct import Conduct
-from raceme.strategies.fleet import Client
-from raceme.strategies.replies import Task, Update
+from raceme.server.method import Method
+from raceme.server.fleet import Client
+from raceme.server.replies import Update
+from raceme.server.work import Task
 
 GROUPS = [index % 3 for index in range(12)]
 CENTRES = 0.5 + 3.0 * np.eye(3, 8)

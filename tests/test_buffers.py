@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raceme.strategies.buffers import ModelBuffers
-from raceme.strategies.encoding import Code, WholeModels
+from raceme.clustering.buffers import ModelBuffers
+from raceme.clustering.encoding import Code, WholeModels
 
 
 def code(*values: float) -> Code:

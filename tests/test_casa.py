@@ -10,8 +10,9 @@ from fleets import MODEL, grid_of, pulled_app
 from raceme import events
 from raceme.simulation import Device
 from raceme.strategies import CASA, CASAParameters, Plan
-from raceme.strategies.fleet import Client
-from raceme.strategies.replies import Task, Update
+from raceme.server.fleet import Client
+from raceme.server.replies import Update
+from raceme.server.work import Task
 
 
 def casa_with(clients: int, size: int = 2, **parameters: float | str | bool) -> CASA:

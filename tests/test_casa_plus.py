@@ -10,9 +10,10 @@ from raceme.messages import ModelSpec
 from raceme.simulation import Device
 from raceme.strategies import CASA, CASAC, CASAD, CASAPlus, CASAPlusParameters
 from raceme.strategies.casa_plus import magnitude_mask, mix_masked, sparsity
-from raceme.strategies.fleet import Client
-from raceme.strategies.model import Model
-from raceme.strategies.replies import Task, Update
+from raceme.server.fleet import Client
+from raceme.clustering.model import Model
+from raceme.server.replies import Update
+from raceme.server.work import Task
 
 ONES = np.ones(8, np.float32)
 

@@ -16,14 +16,14 @@ from fleets import MODEL
 
 from raceme import events
 from raceme.strategies import CFL, CFLAsync, CFLAsyncParameters, CFLParameters, FedAvg
-from raceme.strategies.bipartition import (
+from raceme.clustering.bipartition import (
     Norms,
     complete_linkage,
     cosines,
     norms_of,
     should_bipartition,
 )
-from raceme.strategies.fleet import Client
+from raceme.server.fleet import Client
 
 
 def test_norms_by_hand() -> None:

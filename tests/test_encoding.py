@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 
 from raceme.strategies import CASA, CASAParameters
-from raceme.strategies.encoding import Sketches, WholeModels, exact_error
-from raceme.strategies.fleet import Client
-from raceme.strategies.replies import Task, Update
+from raceme.clustering.encoding import Sketches, WholeModels, exact_error
+from raceme.server.fleet import Client
+from raceme.server.replies import Update
+from raceme.server.work import Task
 
 
 def models(clients: int, size: int, spread: float) -> np.ndarray:

@@ -54,7 +54,7 @@ def test_the_strategy_of_the_page(
     assert outcome.summary["updates"] == 120
     assert outcome.summary["accuracy"] > 0.7
     strategy = STRATEGIES["latest-mean"]
-    assert issubclass(strategy, strategies.AsyncStrategy)
+    assert issubclass(strategy, strategies.Method)
     monkeypatch.delitem(sys.modules, module)
 
 

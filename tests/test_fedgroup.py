@@ -15,8 +15,8 @@ from clustered import (
 from raceme import events
 from raceme.strategies import FedGroup, FedGroupParameters
 from raceme.strategies.fedgroup import group_by_edc, madc, mix_groups
-from raceme.strategies.fleet import Client
-from raceme.strategies.model import Model
+from raceme.server.fleet import Client
+from raceme.clustering.model import Model
 
 
 def test_madc_by_hand() -> None:

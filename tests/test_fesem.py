@@ -15,7 +15,7 @@ from clustered import (
 from raceme import events
 from raceme.strategies import FeSEM, FeSEMParameters
 from raceme.strategies.fesem import nearest_centre
-from raceme.strategies.fleet import Client
+from raceme.server.fleet import Client
 
 
 def test_nearest_centre_by_hand() -> None:

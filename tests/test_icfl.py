@@ -15,9 +15,9 @@ from clustered import (
 
 from raceme import events
 from raceme.strategies import ICFL, ICFLAsync, ICFLAsyncParameters, ICFLParameters
-from raceme.strategies.fleet import Client
+from raceme.server.fleet import Client
 from raceme.strategies.icfl import alpha_star
-from raceme.strategies.similarity import MeanSimilarity
+from raceme.clustering.similarity import MeanSimilarity
 
 
 def test_alpha_star_by_hand() -> None:

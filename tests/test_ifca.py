@@ -22,7 +22,8 @@ from raceme.messages import ModelSpec
 from raceme.simulation import Device
 from raceme.strategies import IFCA, IFCAAsync, IFCAAsyncParameters, IFCAParameters
 from raceme.strategies.ifca import redrawn
-from raceme.strategies.replies import Task, Update
+from raceme.server.replies import Update
+from raceme.server.work import Task
 from raceme.training import Network, Samples, evaluate
 
 DIGITS = RunConfig(clients=20, partition="iid", model="mclr")

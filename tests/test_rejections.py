@@ -26,12 +26,13 @@ from raceme.messages import ModelSpec
 from raceme.simulation import Device
 from raceme.strategies import (
     CASA,
-    AsyncStrategy,
+    Method,
     FedAsync,
     FedBuff,
     Standalone,
 )
-from raceme.strategies.replies import InvalidReplyError, Task, read_update
+from raceme.server.replies import InvalidReplyError, read_update
+from raceme.server.work import Task
 
 METHODS = [CASA, FedAsync, FedBuff, Standalone]
 
@@ -116,7 +117,7 @@ def test_an_invalid_reply_is_reported_and_changes_nothing(spoil: Change, reason:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_no_method_lets_an_invalid_reply_into_a_model(method: type[AsyncStrategy]) -> None:
+def test_no_method_lets_an_invalid_reply_into_a_model(method: type[Method]) -> None:
     strategy = method()
     grid = grid_of(pulled_app(change=with_arrays(np.nan * ONES)), devices(1.0, 2.0))
     run(strategy, grid)

@@ -7,10 +7,11 @@ from hypothesis import strategies as st
 
 from raceme import events
 from raceme.strategies import CASA, CASAParameters
-from raceme.strategies.fleet import Client
-from raceme.strategies.replies import Task, Update
-from raceme.strategies.spectral import affinity, laplacian, largest_gap
-from raceme.strategies.split_watch import SplitWatch
+from raceme.server.fleet import Client
+from raceme.server.replies import Update
+from raceme.server.work import Task
+from raceme.clustering.spectral import affinity, laplacian, largest_gap
+from raceme.clustering.split_watch import SplitWatch
 
 
 def similarities(rng: np.random.Generator, clients: int) -> np.ndarray:
@@ -85,7 +86,7 @@ def test_every_decision_is_that_of_always_looking(
             looks[kind] += 1
             return largest_gap(weights)
 
-        monkeypatch.setattr("raceme.strategies.spectral.largest_gap", counted)
+        monkeypatch.setattr("raceme.clustering.spectral.largest_gap", counted)
         for step in range(600):
             client = f"c{int(rng.integers(12))}"
             cluster = strategy.cluster_of(client)

@@ -1,4 +1,4 @@
-"""Dividing clients by the directions of their updates: CFL's criterion, complete linkage.
+"""Dividing clients by the directions of their updates: CFL's criterion and linkage.
 
 Sattler et al., "Clustered Federated Learning: Model-Agnostic Distributed Multitask Optimization
 under Privacy Constraints", 2020, sections III and IV.
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from sklearn.cluster import AgglomerativeClustering
 
-from raceme.strategies.spectral import numbered
+from raceme.clustering.spectral import numbered
 
 Matrix = NDArray[np.float64]
 
@@ -70,11 +70,18 @@ def cosines(first: NDArray[np.floating], second: NDArray[np.floating]) -> Matrix
     return np.clip(np.asarray(products, np.float64), -1.0, 1.0)
 
 
-def complete_linkage(distances: NDArray[np.floating], parts: int) -> NDArray[np.int64]:
-    """Divide clients by agglomerative clustering with complete linkage.
+LINKAGES = ("complete", "single")
+"""Ways to tell how far two sets of clients are apart; see `linkage`."""
 
-    With the distances 1 − cos and two parts this is CFL's bi-partition: it makes the largest
-    similarity across the parts small.
+
+def linkage(
+    distances: NDArray[np.floating], parts: int, how: str = "complete"
+) -> NDArray[np.int64]:
+    """Divide clients by agglomerative clustering.
+
+    With the distances 1 − cos and two parts, single linkage makes the largest similarity across
+    the parts as small as can be, which is what CFL's paper asks for;
+    complete linkage, which keeps every part compact, is what the authors' code does.
 
     Parameters
     ----------
@@ -82,13 +89,16 @@ def complete_linkage(distances: NDArray[np.floating], parts: int) -> NDArray[np.
         Symmetric. Shape (m, m).
     parts : int
         Number of parts, at most m.
+    how : str
+        One of `LINKAGES`: the distance of two sets is that of their farthest or their nearest
+        clients.
 
     Returns
     -------
     NDArray[np.int64]
         A label in 0 … parts − 1 per client, numbered in order of first appearance. Shape (m,).
     """
-    method = AgglomerativeClustering(n_clusters=parts, metric="precomputed", linkage="complete")
+    method = AgglomerativeClustering(n_clusters=parts, metric="precomputed", linkage=how)
     return numbered(method.fit_predict(distances))
 
 

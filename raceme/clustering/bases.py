@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from raceme.messages import Vector
-from raceme.strategies.model import Model
-from raceme.strategies.replies import Task, Update
 
 
 @dataclass
@@ -18,7 +16,7 @@ class Bases:
     Attributes
     ----------
     vectors : dict[str, Vector]
-        The models, by ``<cluster>/<version>``.
+        The models, by a name of the version: ``<cluster>/<version>``.
     users : dict[str, int]
         Number of open tasks that started from each.
     """
@@ -26,24 +24,19 @@ class Bases:
     vectors: dict[str, Vector] = field(default_factory=dict)
     users: dict[str, int] = field(default_factory=dict)
 
-    def hold(self, task: Task, model: Model) -> None:
+    def hold(self, name: str, vector: Vector) -> None:
         """Keep the model that a client is sent until its task is over."""
-        name = _name(task)
         if name not in self.vectors:
-            self.vectors[name] = model.vector.copy()
+            self.vectors[name] = vector.copy()
         self.users[name] = self.users.get(name, 0) + 1
 
-    def release(self, task: Task) -> None:
+    def release(self, name: str) -> None:
         """Note that a task is over; forget a model from which nobody trains any more."""
-        name = _name(task)
-        self.users[name] -= 1
-        if not self.users[name]:
-            del self.users[name], self.vectors[name]
+        if name in self.users:
+            self.users[name] -= 1
+            if not self.users[name]:
+                del self.users[name], self.vectors[name]
 
-    def delta(self, update: Update) -> Vector:
+    def delta(self, name: str, w_i: Vector) -> Vector:
         """Return Δ_i = w_i − the model from which client i started."""
-        return np.asarray(update.vector - self.vectors[_name(update.task)])
-
-
-def _name(task: Task) -> str:
-    return f"{task.cluster}/{task.version}"
+        return np.asarray(w_i - self.vectors[name])

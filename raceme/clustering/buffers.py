@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raceme.messages import Vector
-from raceme.strategies.encoding import Code
+from raceme.clustering.encoding import Code
 
 _EMPTY = -1
 
@@ -131,12 +131,19 @@ class ModelBuffers:
         self.total -= len(buffers)
 
     def enforce(
-        self, budget: int, computed: NDArray[np.bool_], alphas: NDArray[np.float64]
+        self,
+        budget: int,
+        computed: NDArray[np.bool_],
+        alphas: NDArray[np.float64],
+        rng: np.random.Generator,
     ) -> None:
         """Drop items until the budget M holds, Algorithm 2.
 
         Items whose pair has not been computed yet are kept first, then those in the buffers of
-        clients with the smallest α_i, eq (11): slow clients have fewer chances.
+        clients with the smallest α_i, eq (11): slow clients have fewer chances. Our reading of
+        what the paper leaves open: α_i of the last update falls with t, so that of two clients
+        that are equally fast the one that was served later would always win; values are taken
+        for equal within a tenth, and among equal ones chance decides, lest the same buffers starve.
 
         Parameters
         ----------
@@ -146,12 +153,15 @@ class ModelBuffers:
             Whether the similarity of a pair is known. Shape (n, n).
         alphas : NDArray[np.float64]
             Last α_i of every client. Shape (n,).
+        rng : numpy.random.Generator
+            Draws among equal ones.
         """
         excess = self.total - budget
         if excess <= 0:
             return
         buffers, owners = np.nonzero(self.slots != _EMPTY)
-        order = np.lexsort((alphas[buffers], computed[buffers, owners]))
+        chance = rng.permutation(len(buffers))
+        order = np.lexsort((chance, alpha_class(alphas)[buffers], computed[buffers, owners]))
         worst = order[len(order) - excess :]
         self.drop(buffers[worst], owners[worst])
 
@@ -169,3 +179,9 @@ class ModelBuffers:
         self.norms = np.concatenate([self.norms, np.ones(capacity - used, np.float32)])
         self.references = np.concatenate([self.references, np.zeros(capacity - used, np.int64)])
         return used
+
+
+def alpha_class(alphas: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return α in classes of a tenth: ⌊log α / log 1.1⌋; −∞ for a client without an update."""
+    with np.errstate(divide="ignore"):
+        return np.asarray(np.floor(np.log(alphas) / np.log(1.1)))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from raceme.strategies.spectral import affinity
+from raceme.clustering.spectral import affinity
 
 _ROUNDING = 1e-10
 """Added to a bound: what rounding may do to computed eigenvalues."""

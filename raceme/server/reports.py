@@ -1,4 +1,4 @@
-"""The events that every method reports in the same way."""
+"""What the loop reports of clients and updates."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import time as clock
 
 from raceme.events import ClientJoined, UpdateApplied
 from raceme.messages import FINISHED_AT, STARTED_AT
-from raceme.strategies.fleet import Client
-from raceme.strategies.model import Applied
-from raceme.strategies.replies import Update
+from raceme.server.fleet import Client
+from raceme.server.interface import Applied
+from raceme.server.replies import Update
 
 
 def joined(time: float, client: Client, returned: bool) -> ClientJoined:
@@ -20,8 +20,24 @@ def joined(time: float, client: Client, returned: bool) -> ClientJoined:
     )
 
 
-def applied_update(time: float, seq: int, update: Update, applied: Applied) -> UpdateApplied:
-    """Report what became of a valid update."""
+def applied_update(
+    time: float, seq: int, update: Update, applied: Applied, exchanges: bool
+) -> UpdateApplied:
+    """Report what became of a valid update.
+
+    Parameters
+    ----------
+    time : float
+        When it arrived.
+    seq : int
+        Its number.
+    update : Update
+        It.
+    applied : Applied
+        What the method did with it.
+    exchanges : bool
+        Whether models really travel; without it there is no traffic to report.
+    """
     task = update.task
     return UpdateApplied(
         seq=seq,
@@ -33,14 +49,14 @@ def applied_update(time: float, seq: int, update: Update, applied: Applied) -> U
         weight=applied.weight,
         dispatched_at=task.sent_at,
         train_loss=update.train_loss,
-        bytes_down=task.bytes_down,
-        bytes_up=update.bytes_up,
-        started_at=_run_time(update, STARTED_AT, time),
-        finished_at=_run_time(update, FINISHED_AT, time),
+        bytes_down=task.bytes_down if exchanges else 0,
+        bytes_up=update.bytes_up if exchanges else 0,
+        started_at=_run_time(update.metrics.get(STARTED_AT, math.nan), time),
+        finished_at=_run_time(update.metrics.get(FINISHED_AT, math.nan), time),
+        step=task.step,
     )
 
 
-def _run_time(update: Update, name: str, now: float) -> float | None:
+def _run_time(stated: float, now: float) -> float | None:
     """Return what a client states on its machine's clock as a time of the run, if it does."""
-    stated = update.metrics.get(name, math.nan)
     return now - (clock.time() - stated) if math.isfinite(stated) else None

@@ -9,7 +9,7 @@ from flwr.app import Message
 
 from raceme.compat import CLIENT_APP_RAISED_EXCEPTION, INVALID_APP, LOAD_APP_EXCEPTION
 from raceme.messages import CLIENT_ID, CONFIG, GROUP, NUM_EXAMPLES
-from raceme.strategies.replies import error_line
+from raceme.server.replies import error_line
 
 _NO_QUERY = "No query function registered"
 """What Flower's ClientApp says when it has no handler for queries."""
@@ -35,7 +35,7 @@ class Client:
     node_id : int or None
         Flower's id of the node where it is now; None while it is offline.
     failures : int
-        Replies in a row that were of no use.
+        Replies in a row that were unusable.
     ready_at : float
         Not given work before this time.
     """

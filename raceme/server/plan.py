@@ -4,6 +4,28 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Protocol
+
+from raceme.events import Evaluated
+
+
+class StepSchedule(Protocol):
+    """When clients' data move on to the next step.
+
+    Attributes
+    ----------
+    per_client : bool
+        Whether it counts each client's own uploads.
+    """
+
+    @property
+    def per_client(self) -> bool:
+        """Whether it counts each client's own uploads."""
+        ...
+
+    def step(self, time: float, updates: int, uploads: int) -> int:
+        """Return the step at a time, after so many updates, of them so many of the client's."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -22,6 +44,8 @@ class Plan:
         Updates between two evaluations.
     concurrency : int
         Clients that train at a time; 0 means all that are online.
+    drift : StepSchedule or None
+        When clients' data change; None if they never do.
     """
 
     max_time: float | None = None
@@ -29,6 +53,7 @@ class Plan:
     stop_at_target: bool = True
     eval_every: int = 20
     concurrency: int = 0
+    drift: StepSchedule | None = None
 
     @property
     def deadline(self) -> float:
@@ -43,10 +68,11 @@ class Plan:
             return f"the time limit of {self.deadline:g} s was reached"
         return ""
 
-    def is_reached(self, accuracy: float) -> bool:
-        """Return whether this accuracy ends the run."""
+    def is_reached(self, report: Evaluated) -> bool:
+        """Return whether an evaluation ends the run: enough clients answered, and well enough."""
         return (
             self.stop_at_target
             and self.target_accuracy is not None
-            and accuracy >= self.target_accuracy
+            and report.counts
+            and report.accuracy >= self.target_accuracy
         )
