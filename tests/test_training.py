@@ -8,7 +8,7 @@ from torch import nn
 
 from raceme import models
 from raceme.messages import InvalidModelError, ModelSpec, from_array, to_array
-from raceme.training import Network, Samples, Sgd, evaluate, train
+from raceme.training import Network, Samples, TrainingSettings, evaluate, train
 from raceme.training.local import step
 
 
@@ -49,15 +49,15 @@ GRADIENT = np.array([0.5, 1.0, -0.5, -1.0, 0.5, -0.5], np.float32)
 
 def test_one_step_by_hand() -> None:
     network = mclr()
-    loss = train(network, Samples(X, Y), Sgd(lr=0.1), rng())
+    loss = train(network, Samples(X, Y), TrainingSettings(lr=0.1), rng())
     assert loss == pytest.approx(np.log(2))
     assert network.weights.numpy() == pytest.approx(-0.1 * GRADIENT)
 
 
 def test_the_first_step_does_not_feel_the_proximal_term_and_the_second_does_by_hand() -> None:
     network, free = mclr(), mclr()
-    train(free, Samples(X, Y), Sgd(lr=0.1, local_epochs=2), rng())
-    train(network, Samples(X, Y), Sgd(lr=0.1, local_epochs=2, proximal_mu=0.5), rng())
+    train(free, Samples(X, Y), TrainingSettings(lr=0.1, local_epochs=2), rng())
+    train(network, Samples(X, Y), TrainingSettings(lr=0.1, local_epochs=2, proximal_mu=0.5), rng())
     # At the second step the weights are -0.1 g away from the start: the term adds 0.5 * -0.1 g to
     # the gradient, and so 0.1 * 0.05 g to the weights.
     assert (network.weights - free.weights).numpy() == pytest.approx(0.005 * GRADIENT, rel=1e-4)
@@ -68,7 +68,7 @@ def test_epochs_and_mini_batches_agree_with_numpy() -> None:
     network = Network(models.build("mclr", (5,), 3, seed=1))
     weights = network.weights.numpy().astype(np.float64)
     x, y = samples.x.numpy().astype(np.float64), samples.y.numpy()
-    loss = train(network, samples, Sgd(lr=0.3, batch_size=10, local_epochs=2), rng(7))
+    loss = train(network, samples, TrainingSettings(lr=0.3, batch_size=10, local_epochs=2), rng(7))
     # The same order: the first number that a task draws seeds torch, then comes one permutation
     # per epoch, and mini-batches of 10, 10 and 3 samples.
     shuffle = rng(7)
@@ -89,7 +89,7 @@ def test_a_strong_proximal_term_keeps_the_model_near_its_start() -> None:
     distances = []
     for mu in (0.0, 1.0, 9.0):
         network = mclr(4, 3)
-        train(network, samples, Sgd(lr=0.1, local_epochs=20, proximal_mu=mu), rng())
+        train(network, samples, TrainingSettings(lr=0.1, local_epochs=20, proximal_mu=mu), rng())
         distances.append(float(network.weights.norm()))
     assert distances[0] > 2 * distances[1] > 4 * distances[2] > 0
 
@@ -97,7 +97,7 @@ def test_a_strong_proximal_term_keeps_the_model_near_its_start() -> None:
 def test_masked_weights_stay_as_they_were() -> None:
     network = mclr()
     mask = torch.tensor([True, False, True, False, True, False])
-    train(network, Samples(X, Y), Sgd(lr=0.1), rng(), mask)
+    train(network, Samples(X, Y), TrainingSettings(lr=0.1), rng(), mask)
     assert network.weights.numpy() == pytest.approx(-0.1 * GRADIENT * mask.numpy())
 
 
@@ -108,7 +108,7 @@ def test_the_same_seed_gives_the_same_bits(name: str) -> None:
     results = []
     for seed in (1, 1, 2):
         network = Network(models.build(name, (1, 8, 8), 4))
-        loss = train(network, samples, Sgd(lr=0.1), rng(seed))
+        loss = train(network, samples, TrainingSettings(lr=0.1), rng(seed))
         results.append((loss, network.weights.numpy().tobytes()))
     assert results[0] == results[1]
     assert results[0][1] != results[2][1]
@@ -121,7 +121,7 @@ def test_dropout_is_seeded_by_the_task_and_torchs_own_generator_stays_as_it_was(
         torch.manual_seed(seed)  # what the process did before must not matter
         before = torch.get_rng_state()
         network = Network(module)
-        train(network, random_samples(20), Sgd(lr=0.1), rng(3))
+        train(network, random_samples(20), TrainingSettings(lr=0.1), rng(3))
         assert torch.equal(torch.get_rng_state(), before)
         return network.weights
 
@@ -133,7 +133,7 @@ def test_training_lowers_the_loss_and_finds_separable_classes() -> None:
     samples = Samples(x.astype(np.float32), np.repeat([0, 1], 30))
     network = mclr()
     before = evaluate(network, samples)
-    train(network, samples, Sgd(lr=0.5, local_epochs=5), rng())
+    train(network, samples, TrainingSettings(lr=0.5, local_epochs=5), rng())
     accuracy, loss = evaluate(network, samples)
     assert before[1] == pytest.approx(np.log(2))
     assert accuracy == 1.0
@@ -159,7 +159,7 @@ def test_images_are_the_same_in_any_order_of_memory() -> None:
     for channels_last in (False, True):
         network = Network(models.build("cnn", (3, 8, 8), 5))
         samples = Samples(x, y, channels_last)
-        train(network, samples, Sgd(lr=0.1), rng())
+        train(network, samples, TrainingSettings(lr=0.1), rng())
         results.append((network.weights.numpy(), evaluate(network, samples)[1]))
     assert results[0][0] == pytest.approx(results[1][0], abs=1e-5)
     assert results[0][1] == pytest.approx(results[1][1], abs=1e-4)
@@ -209,7 +209,7 @@ def test_a_model_goes_in_and_comes_out_in_the_order_and_types_it_came() -> None:
 def test_a_written_model_does_not_change_when_training_goes_on() -> None:
     network = mclr()
     written = network.write(network.read(as_record(record_of(network.module))))
-    train(network, Samples(X, Y), Sgd(lr=0.1), rng())
+    train(network, Samples(X, Y), TrainingSettings(lr=0.1), rng())
     assert not from_array(written["output.weight"]).any()
 
 
@@ -218,7 +218,7 @@ def test_buffers_of_batch_normalisation_travel_with_the_model() -> None:
     network, other = Network(normalised()), Network(normalised())
     samples = random_samples(21)
     spec = network.read(as_record(record_of(network.module)))
-    train(network, samples, Sgd(lr=0.1, batch_size=10), rng())
+    train(network, samples, TrainingSettings(lr=0.1, batch_size=10), rng())
     written = network.write(spec)
     # 21 samples are two mini-batches of 10 and one sample that has no variance: left out.
     assert from_array(written["1.num_batches_tracked"]) == 2
@@ -229,9 +229,9 @@ def test_buffers_of_batch_normalisation_travel_with_the_model() -> None:
 
 def test_batch_normalisation_with_single_samples_is_refused() -> None:
     with pytest.raises(ValueError, match=r"at least 2 samples; this client has 1 samples"):
-        train(Network(normalised()), random_samples(1), Sgd(lr=0.1), rng())
+        train(Network(normalised()), random_samples(1), TrainingSettings(lr=0.1), rng())
     with pytest.raises(ValueError, match="batch-size 1"):
-        train(Network(normalised()), random_samples(4), Sgd(lr=0.1, batch_size=1), rng())
+        train(Network(normalised()), random_samples(4), TrainingSettings(lr=0.1, batch_size=1), rng())
 
 
 @pytest.mark.parametrize(
@@ -268,4 +268,4 @@ def test_a_missing_array_is_refused() -> None:
 )
 def test_impossible_hyper_parameters_are_refused(keys: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Sgd(**keys)  # type: ignore[arg-type]
+        TrainingSettings(**keys)  # type: ignore[arg-type]
