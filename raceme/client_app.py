@@ -46,7 +46,7 @@ from raceme.messages import (
     to_array,
 )
 from raceme.training import kinds
-from raceme.training.clients import ClientCache
+from raceme.training.clients import ClientCache, load
 from raceme.training.work import Answer, ClientWork
 
 app = ClientApp()
@@ -59,7 +59,7 @@ _UNKNOWN_GROUP = -1
 _ECHOED = (TASK, VERSION, KIND, STEP)
 """Settings that a reply states as it was told them, so that it can be told what it answers."""
 
-_clients = ClientCache()
+_clients = ClientCache(load)
 
 
 @app.train()

@@ -13,7 +13,7 @@ A node says who it is in its node config:
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -65,9 +65,15 @@ class ClientCache:
 
     What belongs to a run is dropped when another one begins, of a client the data of former steps,
     and of very many clients those that were not asked for lately.
+
+    Parameters
+    ----------
+    load : Callable
+        Returns a client, given the items of the run's configuration and of the node's, and a step.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, load: Callable[[_Items, _Items, int], Client]) -> None:
+        self._load = load
         self._run: _Items | None = None
         self._clients: OrderedDict[_Items, OrderedDict[int, Client]] = OrderedDict()
 
@@ -95,7 +101,7 @@ class ClientCache:
         steps = self._clients.setdefault(node, OrderedDict())
         self._clients.move_to_end(node)
         if step not in steps:
-            steps[step] = _load(run, dict(node), step)
+            steps[step] = self._load(run, node, step)
             if len(steps) > _STEPS_KEPT:
                 steps.popitem(last=False)
             if len(self._clients) > _MOST_CLIENTS:
@@ -108,8 +114,10 @@ class ClientCache:
         self._clients.clear()
 
 
-def _load(run: _Items, node: Mapping[str, Value], step: int) -> Client:
-    config = _node_view(_run_config(run), node)
+def load(run_items: _Items, node_items: _Items, step: int) -> Client:
+    """Load a client with its data of a step; see :class:`ClientCache`."""
+    node = dict(node_items)
+    config = _node_view(_run_config(run_items), node)
     position = _position(config, node)
     at = (step,) if step else ()
     data, shape = datasets.client_data(config, position, *at), datasets.data_shape(config)
