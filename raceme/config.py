@@ -21,6 +21,8 @@ Value = str | int | float | bool
 SET = "set"
 """The key that stands for any others, as the option ``--set`` does."""
 
+_MOMENTUM = 0.9
+
 AUTO = "auto"
 """How a key that is left to the dataset is written; in Python it is None."""
 
@@ -81,6 +83,17 @@ class RunConfig:
     lr: float | None = key(None, "learning rate of the local SGD", above=0)
     batch_size: int = key(10, "mini-batch size of the local SGD", low=1)
     local_epochs: int = key(1, "passes over the local data per update", low=1)
+    local_steps: int = key(0, "mini-batches per update (0: local-epochs counts)", low=0)
+    optimizer: str = key(
+        "sgd", "how clients descend: sgd, momentum or adam", among=("sgd", "momentum", "adam")
+    )
+    momentum: float = key(_MOMENTUM, "optimizer momentum: share of the former step", low=0)
+    weight_decay: float = key(0.0, "strength of the local L2 penalty on weights", low=0)
+    batch_norm: str = key(
+        "shared",
+        "batch normalisation: shared, or local: each client keeps its own (FedBN)",
+        among=("shared", "local"),
+    )
     devices: str = key(
         "slow30x5",
         "device profile, TOML file with one, or trace:FOLDER of a run; see `raceme list`",
@@ -113,6 +126,12 @@ class RunConfig:
     def __post_init__(self) -> None:
         for item in _keys().values():
             _check_range(item, getattr(self, item.name))
+        if self.momentum >= 1:
+            raise UserError(f"momentum must be below 1, got {self.momentum:g}.")
+        if self.momentum != _MOMENTUM and self.optimizer != "momentum":
+            raise UserError(f"momentum is read by optimizer=momentum, not by '{self.optimizer}'.")
+        if self.local_steps and self.local_epochs != 1:
+            raise UserError("local-steps and local-epochs exclude each other: give one of them.")
         if self.test_fraction >= 1:
             raise UserError(f"test-fraction must be below 1, got {self.test_fraction:g}.")
 

@@ -335,7 +335,17 @@ def training_settings(config: RunConfig, report_timing: bool = False) -> ConfigR
         names.BATCH_SIZE: config.batch_size,
         names.LOCAL_EPOCHS: config.local_epochs,
     }
-    return ConfigRecord(settings | ({names.REPORT_TIMING: True} if report_timing else {}))
+    if config.local_steps:
+        settings[names.LOCAL_STEPS] = config.local_steps
+    if config.optimizer != "sgd":
+        settings[names.OPTIMIZER] = config.optimizer
+    if config.optimizer == "momentum":
+        settings[names.MOMENTUM] = config.momentum
+    if config.weight_decay:
+        settings[names.WEIGHT_DECAY] = config.weight_decay
+    if report_timing:
+        settings[names.REPORT_TIMING] = True
+    return ConfigRecord(settings)
 
 
 def prepare_folder(config: RunConfig) -> Path:
