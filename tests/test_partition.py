@@ -16,7 +16,9 @@ LABELS = np.repeat(np.arange(10), 80)
 
 
 def deal(name: str, labels: np.ndarray = LABELS, seed: int = 0, **keys: object) -> Partition:
-    config = RunConfig(partition=name, **keys)  # type: ignore[arg-type]
+    # Not every partition reads all of them.
+    given = {"partition": name} | {key.replace("_", "-"): value for key, value in keys.items()}
+    config = RunConfig.from_mapping(given, lenient=True)
     dealt: Partition = PARTITIONERS[name](labels, config, np.random.default_rng(seed))
     return dealt
 

@@ -9,41 +9,12 @@ from functools import lru_cache
 
 import numpy as np
 
-from raceme.config import RunConfig, Value
+from raceme.config import RunConfig
 from raceme.datasets.partition import Partition
 from raceme.datasets.skew import skew
 from raceme.datasets.source import ClientData, Dataset, DataShape, Indices, Source, generator
 from raceme.errors import UserError
-from raceme.registry import Registry
-
-DATASETS = Registry(
-    "dataset",
-    {
-        "digits": "raceme.datasets.digits:Digits",
-        "mnist": "raceme.datasets.mnist:Mnist",
-        "fashion-mnist": "raceme.datasets.mnist:FashionMnist",
-        "synthetic": "raceme.datasets.synthetic:Synthetic",
-        "npz": "raceme.datasets.npz:Npz",
-        "cifar10": "raceme.datasets.cifar10:Cifar10",
-        "image-folder": "raceme.datasets.image_folder:ImageFolder",
-        "femnist": "raceme.datasets.femnist:Femnist",
-        "har": "raceme.datasets.har:Har",
-        "harbox": "raceme.datasets.har:HarBox",
-        "imu": "raceme.datasets.har:Imu",
-    },
-)
-
-PARTITIONERS = Registry(
-    "partition",
-    {
-        "label-groups": "raceme.datasets.partition:label_groups",
-        "dirichlet": "raceme.datasets.partition:dirichlet",
-        "classes": "raceme.datasets.partition:classes",
-        "iid": "raceme.datasets.partition:iid",
-        "rotation-groups": "raceme.datasets.skew:rotation_groups",
-        "noise-groups": "raceme.datasets.skew:noise_groups",
-    },
-)
+from raceme.registry import DATASETS, PARTITIONERS
 
 __all__ = [
     "DATASETS",
@@ -61,30 +32,11 @@ __all__ = [
     "with_defaults",
 ]
 
-_LOADING = (
-    "dataset",
-    "data_root",
-    "download",
-    "data_file",
-    "image_size",
-    "clients",
-    "synthetic_alpha",
-    "synthetic_beta",
-    "seed",
-)
-"""The attributes of a configuration that decide what is loaded."""
+_LOADING = ("dataset", "data_root", "download", "clients", "seed")
+"""What decides, beside the dataset's own options, what is loaded."""
 
-_DEALING = (
-    *_LOADING,
-    "partition",
-    "groups",
-    "dirichlet_alpha",
-    "classes_per_client",
-    "sizes",
-)
-"""The attributes that decide who gets which samples."""
-
-_Key = tuple[tuple[str, Value], ...]
+_DEALING = (*_LOADING, "partition")
+"""What decides, beside the options of the dataset and the partition, who gets which samples."""
 
 
 def source_of(config: RunConfig) -> Source:
@@ -116,12 +68,12 @@ def load(config: RunConfig) -> Dataset:
     UserError
         The dataset does not exist, or its files are missing or damaged.
     """
-    return _load(_key(config, _LOADING))
+    return _load(config.narrowed(*_LOADING))
 
 
 def data_shape(config: RunConfig) -> DataShape:
     """Return what a model has to fit; loads nothing where the source knows it."""
-    return _data_shape(_key(config, _LOADING))
+    return _data_shape(config.narrowed(*_LOADING))
 
 
 def client_data(config: RunConfig, client: int) -> ClientData:
@@ -144,7 +96,7 @@ def client_data(config: RunConfig, client: int) -> ClientData:
             f"There is no client {client}: clients are numbered 0 to {config.clients - 1}."
         )
     config, position = source_of(config).for_client(config, client)
-    dataset, partition = load(config), _deal(_key(config, _DEALING))
+    dataset, partition = load(config), _deal(config.narrowed(*_DEALING))
     train, test = _train_and_test(config, dataset, partition, position)
     group = partition.groups[position]
     # Clients that the data come with have their own features; a partition's skew is not theirs.
@@ -164,7 +116,7 @@ def all_clients(config: RunConfig) -> list[ClientData]:
     UserError
         The data cannot be loaded or dealt out as asked.
     """
-    _deal(_key(config, _DEALING))
+    _deal(config.narrowed(*_DEALING))
     return [client_data(config, client) for client in range(config.clients)]
 
 
@@ -179,29 +131,22 @@ def true_groups(config: RunConfig) -> tuple[int | None, ...]:
     UserError
         They cannot.
     """
-    return _deal(_key(config, _DEALING)).groups
-
-
-def _key(config: RunConfig, names: tuple[str, ...]) -> _Key:
-    return tuple((name, getattr(config, name)) for name in names)
+    return _deal(config.narrowed(*_DEALING)).groups
 
 
 @lru_cache(maxsize=2)
-def _load(key: _Key) -> Dataset:
-    config = RunConfig(**dict(key))  # type: ignore[arg-type]
+def _load(config: RunConfig) -> Dataset:
     return source_of(config).load(config)
 
 
 @lru_cache(maxsize=16)
-def _data_shape(key: _Key) -> DataShape:
-    config = RunConfig(**dict(key))  # type: ignore[arg-type]
+def _data_shape(config: RunConfig) -> DataShape:
     return source_of(config).shape(config)
 
 
 @lru_cache(maxsize=2)
-def _deal(key: _Key) -> Partition:
+def _deal(config: RunConfig) -> Partition:
     """Deal the samples out, unless the data come with clients of their own."""
-    config = RunConfig(**dict(key))  # type: ignore[arg-type]
     partitioner = PARTITIONERS[config.partition]
     dataset = load(config)
     if dataset.users is not None:

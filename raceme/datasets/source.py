@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -103,11 +104,14 @@ class Source:
         Learning rate used when the run names none.
     target_accuracy : float
         Mean client accuracy that a method is timed to.
+    options_type : type or None
+        Frozen dataclass of the options that the source reads: ``config.read(options_type)``.
     """
 
     default_model: str
     default_lr: float
     target_accuracy: float
+    options_type: type[Any] | None = None
 
     def load(self, config: RunConfig) -> Dataset:
         """Read or generate the samples of all clients.

@@ -17,16 +17,7 @@ from raceme.datasets import DataShape, data_shape, with_defaults
 from raceme.errors import UserError
 from raceme.messages import to_array
 from raceme.models.batch_norm import has_batch_norm
-from raceme.registry import Registry
-
-MODELS = Registry(
-    "model",
-    {
-        "mclr": "raceme.models.mclr:build",
-        "mlp": "raceme.models.mlp:build",
-        "cnn": "raceme.models.cnn:build",
-    },
-)
+from raceme.registry import MODELS
 
 __all__ = ["MODELS", "build", "initial_arrays"]
 

@@ -192,6 +192,6 @@ def _client_rows(record: RunRecord, clients: Iterable[Client]) -> Iterable[tuple
 def compares(strategy: str) -> bool:
     """Return whether a strategy compares its clients; also if it is not known."""
     from raceme.strategies import STRATEGIES
-    from raceme.strategies.method import Method
+    from raceme.server.interface import Questions
 
-    return strategy not in STRATEGIES or STRATEGIES[strategy].similarity is not Method.similarity
+    return strategy not in STRATEGIES or STRATEGIES[strategy].similarity is not Questions.similarity

@@ -26,6 +26,8 @@ from raceme.training.samples import Samples
 
 _Items = tuple[tuple[str, Value], ...]
 
+_NODE_KEYS = ("data-file", "data-root")
+"""Keys of the run that a node may have its own values of."""
 _MOST_CLIENTS = 16384
 _STEPS_KEPT = 2
 """Steps of a client's data that stay in memory: about a change, work on both may be pending."""
@@ -117,7 +119,9 @@ class ClientCache:
 def load(run_items: _Items, node_items: _Items, step: int) -> Client:
     """Load a client with its data of a step; see :class:`ClientCache`."""
     node = dict(node_items)
-    config = _node_view(_run_config(run_items), node)
+    own = tuple((name, node[name]) for name in _NODE_KEYS if name in node)
+    config = _run_config(run_items + own)
+    config = config.with_values(clients=int(node.get("num-partitions", config.clients)))
     position = _position(config, node)
     at = (step,) if step else ()
     data, shape = datasets.client_data(config, position, *at), datasets.data_shape(config)
@@ -136,17 +140,7 @@ def load(run_items: _Items, node_items: _Items, step: int) -> Client:
 @lru_cache(maxsize=1)
 def _run_config(items: _Items) -> RunConfig:
     # Hyper-parameters of strategies are the server's; to read them would import scikit-learn.
-    own = {name: value for name, value in items if "." not in name}
-    return datasets.with_defaults(RunConfig.from_mapping(own))
-
-
-def _node_view(config: RunConfig, node: Mapping[str, Value]) -> RunConfig:
-    """Return the configuration as a node's own settings change it."""
-    return config.with_values(
-        clients=int(node.get("num-partitions", config.clients)),
-        data_file=str(node.get("data-file", config.data_file)),
-        data_root=str(node.get("data-root", config.data_root)),
-    )
+    return datasets.with_defaults(RunConfig.from_mapping(dict(items), lenient=True))
 
 
 def _position(config: RunConfig, node: Mapping[str, Value]) -> int:
