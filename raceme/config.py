@@ -74,6 +74,9 @@ class RunConfig:
         "equal", "samples per client: equal or power-law", among=("equal", "power-law")
     )
     test_fraction: float = key(0.2, "share of a client's samples kept for testing", above=0)
+    validation_fraction: float = key(
+        0.0, "share of a client's training samples to test on instead (0: none)", low=0
+    )
     synthetic_alpha: float = key(1.0, "synthetic: how far the clients' models differ", low=0)
     synthetic_beta: float = key(1.0, "synthetic: how far the clients' inputs differ", low=0)
     image_size: int = key(0, "image-folder: pixels of height and width (0: as they are)", low=0)
@@ -115,6 +118,9 @@ class RunConfig:
             _check_range(item, getattr(self, item.name))
         if self.test_fraction >= 1:
             raise UserError(f"test-fraction must be below 1, got {self.test_fraction:g}.")
+        if self.validation_fraction >= 1:
+            share = self.validation_fraction
+            raise UserError(f"validation-fraction must be below 1, got {share:g}.")
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Value]) -> RunConfig:
