@@ -78,6 +78,9 @@ class RunConfig:
     test_fraction: float = option(
         0.2, "share of a client's samples kept for testing", above=0, below=1
     )
+    validation_fraction: float = option(
+        0.0, "share of a client's training samples to test on instead (0: none)", low=0, below=1
+    )
     lr: float | None = option(None, "learning rate of the local SGD", above=0)
     batch_size: int = option(10, "mini-batch size of the local SGD", low=1)
     local_epochs: int = option(1, "passes over the local data per update", low=1)

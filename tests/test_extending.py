@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from raceme import datasets, strategies
-from raceme.comparison.suites import load_suite
+from raceme.comparison.suite_file import load_suite
 from raceme.config import RunConfig, all_keys
 from raceme.datasets import DATASETS
 from raceme.experiment import simulate

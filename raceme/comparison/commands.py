@@ -54,7 +54,8 @@ def compare(
     The target accuracy is recorded and does not end a run. Runs that are finished in --out are
     kept.
     """
-    from raceme.comparison.suites import load_suite, of_names
+    from raceme.comparison.suite_file import load_suite
+    from raceme.comparison.suites import of_names
 
     if suite is not None and every:
         raise UserError("Give --suite or --all, not both.")
@@ -84,7 +85,7 @@ def reproduce(
     processes: _Processes = 0,
 ) -> None:
     """Run a paper's experiment, and show the published numbers beside ours."""
-    from raceme.comparison.suites import all_shipped, load_suite
+    from raceme.comparison.suite_file import all_shipped, load_suite
 
     if not name:
         for shown, variants in all_shipped().items():
@@ -108,7 +109,7 @@ def reproduce(
 
 def _variants(name: str, dataset: str | None) -> list[Path]:
     """Return the suites of a reproduction: one variant, or all that use the same dataset."""
-    from raceme.comparison.suites import load_suite, shipped
+    from raceme.comparison.suite_file import load_suite, shipped
     from raceme.errors import unknown_name
 
     variants = shipped(name)

@@ -98,6 +98,8 @@ def client_data(config: RunConfig, client: int) -> ClientData:
     config, position = source_of(config).for_client(config, client)
     dataset, partition = load(config), _deal(config.narrowed(*_DEALING))
     train, test = _train_and_test(config, dataset, partition, position)
+    if config.validation_fraction:
+        train, test = _held_out(config, train, position)
     group = partition.groups[position]
     # Clients that the data come with have their own features; a partition's skew is not theirs.
     skewed = dataset.users is None
@@ -165,3 +167,18 @@ def _train_and_test(
     shuffled = generator(config.seed, "train and test", client).permutation(own)
     num_test = int(np.clip(round(config.test_fraction * len(own)), 1, len(own) - 1))
     return np.sort(shuffled[num_test:]), np.sort(shuffled[:num_test])
+
+
+def _held_out(config: RunConfig, train: Indices, client: int) -> tuple[Indices, Indices]:
+    """Divide a client's training samples once more, into training and validation samples.
+
+    What is chosen by the validation samples has not seen the test samples.
+    """
+    if len(train) < 2:
+        raise UserError(
+            f"Client {client} has a single training sample: with validation-fraction every client "
+            "needs two."
+        )
+    shuffled = generator(config.seed, "validation", client).permutation(train)
+    held_out = int(np.clip(round(config.validation_fraction * len(train)), 1, len(train) - 1))
+    return np.sort(shuffled[held_out:]), np.sort(shuffled[:held_out])

@@ -15,12 +15,14 @@ import raceme
 from raceme.events import (
     ClientJoined,
     ClusterSplit,
+    Ending,
     Evaluated,
     Event,
     RunEnded,
     UpdateApplied,
     UpdateRejected,
 )
+from raceme.reporting.convergence import convergence_index, unrest
 from raceme.reporting.files import written_whole
 from raceme.reporting.membership import Membership, composition_purity, purity
 
@@ -97,6 +99,8 @@ class RunSummary:
         Which client is in which cluster.
     reason : str or None
         Why the run ended; None while it goes on.
+    ending : Ending or None
+        The kind of its end; None while it goes on.
     """
 
     def __init__(self) -> None:
@@ -110,6 +114,7 @@ class RunSummary:
         self.clusters = 0
         self.membership = Membership()
         self.reason: str | None = None
+        self.ending: Ending | None = None
         self._evaluations: list[_Point] = []
         self._pure_since: int | None = None
 
@@ -129,6 +134,7 @@ class RunSummary:
         elif isinstance(event, RunEnded):
             # Tasks that nobody was left to answer may have been given up later than this.
             self.reason, self.time = event.reason, float(event.time)
+            self.ending = event.ending
         if self.membership.observe(event) or isinstance(event, ClientJoined):
             self._observe_moves()
 
@@ -167,6 +173,7 @@ class RunSummary:
             "seed": int(seed),
             "clients": len(self.membership.groups),
             "reason": self.reason,
+            "ending": None if self.ending is None else self.ending.value,
             "updates": self.updates,
             "virtual_time": self.time,
             "wall_time": float(wall_time),
@@ -175,6 +182,8 @@ class RunSummary:
             "best_accuracy": _finite(self.best_accuracy),
             "target": target,
             "time_to_target": time_to_target(self._evaluations, target),
+            "time_to_convergence": self._time_to_convergence(),
+            "unrest": unrest([point.accuracy for point in self._evaluations]),
             "clusters": self.clusters,
             "cluster_sizes": {str(k): size for k, size in self.membership.sizes().items()},
             "purity": self.purity(),
@@ -190,6 +199,13 @@ class RunSummary:
                 "python": platform.python_version(),
             },
         }
+
+    def _time_to_convergence(self) -> dict[str, float | int] | None:
+        index = convergence_index([point.accuracy for point in self._evaluations])
+        if index is None:
+            return None
+        reached = self._evaluations[index]
+        return {"virtual_time": reached.time, "updates": reached.updates}
 
     def _observe_evaluation(self, event: Evaluated) -> None:
         point = _Point(float(event.time), int(event.updates), float(event.accuracy))
