@@ -66,6 +66,7 @@ class WallTimeline:
         What time it is now.
     """
 
+    is_virtual = False
     free_evaluation = False
     keeps_messages = False
 

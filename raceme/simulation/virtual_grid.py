@@ -96,6 +96,7 @@ class VirtualGrid(Grid):
         Where the work is done; in this process if not given.
     """
 
+    is_virtual = True
     free_evaluation = True
     keeps_messages = False
 
@@ -214,6 +215,11 @@ class VirtualGrid(Grid):
     ) -> Message:
         """Create a message; ``Message(...)`` does the same."""
         return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
+
+    def forget(self, message_ids: Iterable[str]) -> None:
+        """Drop."""
+        for key in message_ids:
+            self._arrived.pop(key, None)
 
     def close(self) -> None:
         """Release the executor."""
