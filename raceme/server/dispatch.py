@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
 import numpy as np
 
-from raceme.options import option
+from raceme.messages import ROUND
+from raceme.options import Value, option
 from raceme.server.fleet import Client, Fleet
 from raceme.server.idle import Idle
 from raceme.server.replies import InvalidReplyError, Update
@@ -73,6 +74,10 @@ class Dispatch(ABC):
     @abstractmethod
     def choose(self, moment: Moment) -> Sequence[Client]:
         """Return the idle clients that are given work now."""
+
+    def settings(self) -> Mapping[str, Value]:
+        """Return what every message of the policy says."""
+        return {}
 
     def sent(self, task: Task, now: float) -> None:  # noqa: B027
         """Note that a client was sent its work."""
@@ -219,6 +224,14 @@ class InRounds(Dispatch):
         state.running = True
         chosen = self._participants(online, moment.rng)
         state.unsent = {client.client_id: True for client in chosen}
+
+    def settings(self) -> Mapping[str, Value]:
+        """State the number of the round, as the messages of Flower's own strategies do.
+
+        They carry no number of a task, so that with one seed a client trains alike under all
+        round-based methods.
+        """
+        return {ROUND: self.state.number}
 
     def sent(self, task: Task, now: float) -> None:
         """Note who has which task."""

@@ -365,10 +365,9 @@ class Loop:
             step=self.step_of(work.client),
         )
         self._progress.tasks += 1
-        settings: dict[str, Any] = {**self._train_config, **work.settings}
+        policy = method.dispatch.settings()
+        settings: dict[str, Any] = {**self._train_config, **policy, **work.settings}
         if names.ROUND not in settings:
-            # A round-based method's messages carry the number of the round instead, as Flower's
-            # own do: with one seed a client then trains alike under all of them.
             settings |= {names.TASK: task.number, names.VERSION: task.version}
         if work.kind != names.TRAIN:
             settings[names.KIND] = work.kind
