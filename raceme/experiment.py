@@ -35,6 +35,7 @@ from raceme.simulation import (
 from raceme.simulation.trace import PREFIX, traced_fleet
 from raceme.server.interface import StopCheck, never_stop
 from raceme.strategies import STRATEGIES, Method, Plan
+from raceme.timeline import timeline_of
 
 _FIRST_NODE_ID = 1000
 _CLIENT_APP = "raceme.client_app:app"
@@ -208,7 +209,7 @@ def conduct(
     """
     initial = models.initial_arrays(config)
     out = continued_folder(config) if config.resume else prepare_folder(config)
-    with only_writer(out, 0.0 if isinstance(grid, VirtualGrid) else _WRITER_SECONDS):
+    with only_writer(out, 0.0 if timeline_of(grid).is_virtual else _WRITER_SECONDS):
         return _conduct_in(out, initial, config, strategy, grid, observers, stop)
 
 
@@ -222,7 +223,7 @@ def _conduct_in(
     stop: StopCheck,
 ) -> Outcome:
     """Run a strategy in its folder."""
-    virtual = isinstance(grid, VirtualGrid)
+    virtual = timeline_of(grid).is_virtual
     checkpoints, restored = CheckpointFolder(out), None
     if config.resume:
         with _log_file(out / "run.log"):

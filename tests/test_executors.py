@@ -73,7 +73,7 @@ def casa(executor: Executor, kill_at: int | None = None) -> tuple[list[str], lis
     config = experiment.resolve(RunConfig(max_updates=120, workers="0"))
     grid = experiment.build_grid(config)
     grid = VirtualGrid(
-        client_app.app, list(grid._nodes.values()), config.to_mapping(), executor=executor
+        client_app.app, grid.nodes, config.to_mapping(), executor=executor
     )
     strategy, seen = experiment.build_strategy(config), []
 
