@@ -121,7 +121,8 @@ class Evaluated:
     asked : int
         Clients that were online at that moment.
     steps : Mapping[str, int]
-        Client id to the step of the data that it was tested on; clients at step 0 are left out.
+        Client id to the step of the data that it was tested on, for the clients that answered;
+        those at step 0 are left out.
     """
 
     time: float
@@ -232,40 +233,6 @@ class Ending(StrEnum):
 
 
 @dataclass(frozen=True)
-class ClusterSplit:
-    """A cluster was replaced by several.
-
-    Attributes
-    ----------
-    parent : int
-        The cluster that is no more.
-    children : Mapping[int, tuple[str, ...]]
-        New cluster id to its clients.
-    gap, threshold : float
-        What was measured, and the bound that it exceeded. CASA: the eigengap to the power γ, and
-        α_c. CFL: the largest norm of a client's update, and ε2. ICFL: 1 − the smallest pairwise
-        similarity, and 1 − α*(t). NaN for methods that divide once and for all, as FeSEM and
-        FedGroup do.
-    """
-
-    time: float
-    updates: int
-    parent: int
-    children: Mapping[int, tuple[str, ...]]
-    gap: float
-    threshold: float
-
-
-@dataclass(frozen=True)
-class ClientAssigned:
-    """A client was put into a cluster on its own: a newcomer, or one that moved."""
-
-    time: float
-    client: str
-    cluster: int
-
-
-@dataclass(frozen=True)
 class RunEnded:
     """The run is over.
 
@@ -289,8 +256,6 @@ Event = (
     | UpdateApplied
     | UpdateRejected
     | Evaluated
-    | ClusterSplit
-    | ClientAssigned
     | ClustersChanged
     | DataChanged
     | RunEnded

@@ -19,7 +19,7 @@ from raceme import messages as names
 from raceme.checkpoints import CheckpointFolder, Keeper, Schedule, only_writer, restore
 from raceme.config import RunConfig, write_toml
 from raceme.errors import UserError
-from raceme.events import Event, Observer
+from raceme.events import Ending, Event, Observer
 from raceme.messages import ModelSpec
 from raceme.reporting.artefacts import write_all
 from raceme.reporting.store import RunStore, read_events
@@ -288,12 +288,12 @@ def _conduct_in(
             target=config.target_accuracy,
             clock="virtual time" if virtual else "time",
         )
-    reason = str(result["reason"])
+    ending = summary.ending
     return Outcome(
         out=out,
         summary=result,
-        complete=not reason.startswith(("all clients", "the last", "interrupted")),
-        interrupted=reason.startswith("interrupted"),
+        complete=ending is not None and ending.is_complete,
+        interrupted=ending is Ending.INTERRUPTED,
         unwritten=unwritten,
     )
 

@@ -21,7 +21,7 @@ from processes import ROOT, Loopback, Process, loopback, raceme, wait_until
 from raceme.checkpoints import read_tree
 from raceme.config import RunConfig
 from raceme.deployment.testbed import descendants
-from raceme.events import ClientAssigned, ClusterSplit, Event, UpdateApplied
+from raceme.events import ClusterChange, ClustersChanged, Event, UpdateApplied
 from raceme.experiment import simulate
 from raceme.reporting.record import RunRecord, read_run
 from raceme.reporting.store import read_events
@@ -153,11 +153,11 @@ def versions_of(events: Sequence[Event]) -> list[dict[int, int]]:
     versions, after = {0: 0}, [{0: 0}]
     newcomers = set()
     for event in events:
-        if isinstance(event, ClusterSplit):
-            version = versions.pop(event.parent)
-            versions |= dict.fromkeys(event.children, version)
-        elif isinstance(event, ClientAssigned):
-            newcomers.add(event.client)
+        if isinstance(event, ClustersChanged) and event.change is ClusterChange.SPLIT:
+            version = versions.pop(event.gone[0])
+            versions |= dict.fromkeys(event.made, version)
+        elif isinstance(event, ClustersChanged) and len(versions) > 1:
+            newcomers.update(event.memberships)
         elif isinstance(event, UpdateApplied):
             if event.client not in newcomers:
                 assert event.base_version + event.staleness == versions[event.cluster], event

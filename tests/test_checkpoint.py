@@ -391,7 +391,9 @@ def test_a_run_store_goes_on_after_an_event_and_forgets_what_came_later(tmp_path
     written: list[events.Event] = [
         events.ClientJoined(0.0, "a", 0, 5, None),
         events.Evaluated(1.0, 0, 0.5, 1.0, 1, {"a": (0, 0.5, 1.0)}),
-        events.ClusterSplit(2.0, 0, 0, {1: ("a",)}, 0.5, 0.25),
+        events.ClustersChanged(
+            2.0, 0, events.ClusterChange.SPLIT, {"a": {1: 1.0}}, (0,), (1,), 0.5, 0.25
+        ),
         events.ClientLeft(3.0, "a"),
         events.RunEnded(3.0, 0, "done"),
     ]

@@ -13,14 +13,23 @@ from rich.console import Console
 
 from raceme.events import (
     ClientJoined,
-    ClusterSplit,
+    ClusterChange,
+    ClustersChanged,
+    DataChanged,
+    Ending,
     Evaluated,
     Event,
     RunEnded,
     UpdateApplied,
     UpdateRejected,
 )
-from raceme.reporting.console import RunProgress, print_summary, split_line, update_line
+from raceme.reporting.console import (
+    RunProgress,
+    change_line,
+    data_line,
+    print_summary,
+    update_line,
+)
 from raceme.reporting.summary import summarise
 
 UPDATE = UpdateApplied(
@@ -36,15 +45,23 @@ UPDATE = UpdateApplied(
     bytes_down=1500,
     bytes_up=900,
 )
-SPLIT = ClusterSplit(4.5, 7, 2, {3: ("pi-3", "pi-4"), 4: ("pi-5",)}, 0.5, 0.25)
+SPLIT = ClustersChanged(
+    4.5,
+    7,
+    ClusterChange.SPLIT,
+    {"pi-3": {3: 1.0}, "pi-4": {3: 1.0}, "pi-5": {4: 1.0}},
+    gone=(2,),
+    made=(3, 4),
+)
 RUN: list[Event] = [
     ClientJoined(0.0, "pi-3", 0, 10, 0),
+    ClustersChanged(0.0, 0, ClusterChange.ASSIGN, {"pi-3": {2: 1.0}}),
     Evaluated(0.0, 0, 0.1, 2.0, 1),
     UPDATE,
     UpdateRejected(4.5, "pi-4", "the update [weights] is not finite", 1.0),
     SPLIT,
     Evaluated(5.0, 7, 0.625, 1.0, 2),
-    Evaluated(6.0, 8, 0.5, 1.0, 2),
+    Evaluated(6.0, 8, 0.5, 1.0, 2, {"pi-3": (3, 0.5, 1.0)}, 3),
     RunEnded(6.0, 8, "reached max-updates"),
 ]
 
@@ -84,7 +101,8 @@ def test_piped_there_is_a_line_for_each_evaluation_and_split() -> None:
         "evaluated at 0 updates: t = 0.0 s · accuracy 0.100 (best 0.100) · 1 cluster",
         "cluster 2 → clusters 3 (2), 4 (1) at update 7",
         "evaluated at 7 updates: t = 5.0 s · accuracy 0.625 (best 0.625) · 2 clusters · 1 rejected",
-        "evaluated at 8 updates: t = 6.0 s · accuracy 0.500 (best 0.625) · 2 clusters · 1 rejected",
+        "evaluated at 8 updates: t = 6.0 s · accuracy 0.500 (1 of 3 clients, best 0.625) · "
+        "2 clusters · 1 rejected",
     ]
 
 
@@ -93,7 +111,7 @@ def test_piped_lines_are_not_broken_or_cut() -> None:
 
 
 def test_piped_a_run_without_evaluations_prints_nothing() -> None:
-    assert shown([UPDATE, RunEnded(1.0, 1, "interrupted")]) == ""
+    assert shown([UPDATE, RunEnded(1.0, 1, "interrupted", Ending.INTERRUPTED)]) == ""
 
 
 def test_each_update_has_its_line() -> None:
@@ -120,7 +138,7 @@ def test_a_terminal_has_a_live_line() -> None:
     assert "cluster 2 → clusters 3 (2), 4 (1) at update 7" in plain
     last = plain.strip().splitlines()[-1]
     assert "7/500 t = 6.0 s" in last
-    assert "t = 6.0 s · accuracy 0.500 (best 0.625) · 2 clusters" in last
+    assert "t = 6.0 s · accuracy 0.500 (1 of 3 clients, best 0.625) · 2 clusters" in last
     assert "evaluated at" not in plain
 
 
@@ -140,8 +158,53 @@ def test_a_diverged_run_is_shown() -> None:
     assert "accuracy nan" in shown([nan])
 
 
+def test_an_evaluation_that_all_answered_does_not_say_so() -> None:
+    text = shown([Evaluated(1.0, 1, 0.5, 1.0, 1, {"a": (0, 0.5, 1.0)}, 1)])
+    assert "accuracy 0.500 (best 0.500) · " in text
+
+
+WEIGHTS = {client: {5: 0.5, 6: 0.5} for client in "ab"}
+
+
+def change(kind: ClusterChange, gone: tuple[int, ...], made: tuple[int, ...]) -> ClustersChanged:
+    return ClustersChanged(1.0, 9, kind, WEIGHTS, gone, made)
+
+
+@pytest.mark.parametrize(
+    ("event", "line"),
+    [
+        (SPLIT, "cluster 2 → clusters 3 (2), 4 (1) at update 7"),
+        (change(ClusterChange.MERGE, (3, 4), (5,)), "clusters 3, 4 → cluster 5 (2) at update 9"),
+        (change(ClusterChange.FOUND, (), (5,)), "new cluster 5 (2) at update 9"),
+        (
+            ClustersChanged(1.0, 9, ClusterChange.FOUND, {}, made=(5,)),
+            "new cluster 5 at update 9",
+        ),
+        (
+            ClustersChanged(1.0, 9, ClusterChange.RETIRE, {}, gone=(5,)),
+            "cluster 5 ended at update 9",
+        ),
+    ],
+)
+def test_changes_of_clusters_have_their_lines(event: ClustersChanged, line: str) -> None:
+    assert change_line(event) == line
+    assert shown([event]) == f"{line}\n"
+
+
+def test_moves_and_what_a_run_begins_with_are_not_told() -> None:
+    first = ClustersChanged(0.0, 0, ClusterChange.FOUND, {"a": {0: 1.0}}, made=(0,))
+    assign = change(ClusterChange.ASSIGN, (), ())
+    assert shown([first, assign, change(ClusterChange.MOVE, (), ())], each_update=True) == ""
+
+
+def test_data_of_single_clients_are_told_among_updates_only() -> None:
+    everybody, one = DataChanged(1.0, 7, None, 2), DataChanged(1.0, 7, "pi-3", 2)
+    assert shown([everybody, one]) == "data of all clients: step 2 at update 7\n"
+    assert shown([one], each_update=True) == "data of pi-3: step 2 at update 7\n"
+
+
 def test_lines_of_events() -> None:
-    assert split_line(SPLIT) == "cluster 2 → clusters 3 (2), 4 (1) at update 7"
+    assert data_line(DataChanged(1.0, 7, "a", 2)) == "data of a: step 2 at update 7"
     assert update_line(UPDATE) == (
         "update    7  pi-3  cluster 2  staleness 3  weight 0.125  loss 1.500  took 2.2 s"
     )
@@ -167,7 +230,7 @@ def test_the_summary_of_a_run() -> None:
     title, *rows = [line.strip() for line in text.strip().splitlines()[:10]]
     assert title == "casa on digits: reached max-updates"
     assert dict(re.split(r"\s{2,}", row) for row in rows) == {
-        "accuracy": "0.500 (best 0.625), mean over clients",
+        "accuracy": "0.500 (best 0.625), mean over 1 of 3 clients",
         "time to 0.6": "5.0 s, 7 updates",
         "clusters": "2",
         "purity": "1.000",

@@ -15,17 +15,19 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from raceme.events import (
-    ClientAssigned,
     ClientJoined,
     ClientLeft,
-    ClusterSplit,
+    ClusterChange,
+    ClustersChanged,
+    DataChanged,
     Evaluated,
     Event,
     RunEnded,
     UpdateApplied,
     UpdateRejected,
 )
-from raceme.reporting.fleet_plots import clusters_figure, devices_figure, similarity_figure
+from raceme.reporting.clusters_plot import clusters_figure
+from raceme.reporting.fleet_plots import devices_figure, similarity_figure
 from raceme.reporting.plots import accuracy_figure, client_band, compare_curves, comparison_figure
 from raceme.reporting.record import RunRecord
 from raceme.reporting.store import RunStore
@@ -40,7 +42,36 @@ def _no_warnings() -> Iterator[None]:
 
 
 def joined(groups: dict[str, int | None]) -> list[Event]:
-    return [ClientJoined(0.0, client, 0, 10, group) for client, group in groups.items()]
+    """Return the reports of clients that join the only cluster."""
+    return [
+        event
+        for client, group in groups.items()
+        for event in (ClientJoined(0.0, client, 0, 10, group), assigned(0.0, {client: 0}))
+    ]
+
+
+def changed(
+    change: ClusterChange,
+    time: float,
+    clusters: dict[str, int],
+    gone: tuple[int, ...] = (),
+    made: tuple[int, ...] = (),
+) -> ClustersChanged:
+    memberships = {client: {cluster: 1.0} for client, cluster in clusters.items()}
+    return ClustersChanged(time, int(time), change, memberships, gone, made)
+
+
+def assigned(time: float, clusters: dict[str, int]) -> ClustersChanged:
+    return changed(ClusterChange.ASSIGN, time, clusters)
+
+
+def moved(time: float, clusters: dict[str, int]) -> ClustersChanged:
+    return changed(ClusterChange.MOVE, time, clusters)
+
+
+def split(time: float, parent: int, children: dict[int, tuple[str, ...]]) -> ClustersChanged:
+    clusters = {client: child for child, clients in children.items() for client in clients}
+    return changed(ClusterChange.SPLIT, time, clusters, (parent,), tuple(children))
 
 
 def updates(clients: str, cluster: int, first: int) -> list[Event]:
@@ -80,7 +111,7 @@ def normal(groups: dict[str, int | None] | None = None) -> list[Event]:
         *joined(groups or {"a": 0, "b": 0, "c": 1, "d": 1}),
         *updates("abcd", 0, 1),
         evaluated(4.0, {"a": (0, 0.2), "b": (0, 0.4), "c": (0, 0.6), "d": (0, 0.8)}),
-        ClusterSplit(4.0, 4, 0, {1: ("a", "b"), 2: ("c", "d")}, 0.5, 0.25),
+        split(4.0, 0, {1: ("a", "b"), 2: ("c", "d")}),
         *updates("ab", 1, 5),
         *updates("cd", 2, 7),
         evaluated(8.0, {"a": (1, 0.7), "b": (1, 0.9), "c": (2, 0.8), "d": (2, 1.0)}),
@@ -111,23 +142,55 @@ RUNS: dict[str, list[Event]] = {
         *normal(),
         ClientLeft(8.5, "a"),
         ClientJoined(9.0, "e", 0, 5, 1),
-        ClientAssigned(9.0, "e", 2),
+        assigned(9.0, {"e": 2}),
         *updates("e", 2, 10),
         ClientJoined(11.0, "a", 0, 10, 0, returned=True),
-        ClientAssigned(11.0, "a", 1),
+        moved(11.0, {"a": 1}),
         RunEnded(12.0, 9, "reached max-updates"),
     ],
     "joined and never in a cluster": [*normal(), ClientJoined(9.0, "e", 0, 5, None)],
+    "merge, found, retire": [
+        *normal(),
+        changed(ClusterChange.FOUND, 9.0, {"b": 3}, made=(3,)),
+        changed(ClusterChange.FOUND, 9.5, {}, made=(5,)),
+        changed(ClusterChange.MERGE, 10.0, dict.fromkeys("abcd", 4), (1, 2, 3), (4,)),
+        changed(ClusterChange.RETIRE, 11.0, {}, gone=(5,)),
+        evaluated(12.0, dict.fromkeys("abcd", (4, 0.5))),
+        RunEnded(12.0, 12, "reached max-updates"),
+    ],
+    "several clusters each": [
+        *normal(),
+        ClustersChanged(
+            9.0, 8, ClusterChange.MOVE, {"a": {1: 0.75, 2: 0.25}, "b": {1: 0.5, 2: 0.5}}
+        ),
+        ClustersChanged(10.0, 8, ClusterChange.MOVE, {"a": {2: 1.0}}),
+        RunEnded(12.0, 12, "reached max-updates"),
+    ],
+    "a cluster given up with its members": [
+        *normal(),
+        changed(ClusterChange.RETIRE, 9.0, {}, (2,)),
+    ],
+    "drift": [
+        *normal(),
+        DataChanged(8.5, 8, None, 1),
+        DataChanged(9.0, 8, "a", 1),
+        DataChanged(9.0, 8, "b", 2),
+        evaluated(12.0, dict.fromkeys("abcd", (1, 0.5))),
+    ],
+    "drift at every update": [
+        *normal(),
+        *(DataChanged(8.0 + index / 100, 8, "a", index) for index in range(1, 100)),
+    ],
     "diverged": [*normal(), Evaluated(9.0, 8, math.nan, math.nan, 2, {"a": (1, math.nan, 1.0)})],
     "evaluations without clients": [*updates("ab", 0, 1), Evaluated(2.0, 2, 0.5, 1.0, 1)],
     "many clusters": [
         *joined({f"c{i}": i for i in range(20)}),
-        ClusterSplit(1.0, 0, 0, {i + 1: (f"c{i}",) for i in range(20)}, math.nan, math.nan),
+        split(1.0, 0, {i + 1: (f"c{i}",) for i in range(20)}),
         evaluated(2.0, {f"c{i}": (i + 1, i / 20) for i in range(20)}),
     ],
     "split at once": [
         *joined({"a": 0, "b": 1}),
-        ClusterSplit(0.0, 0, 0, {1: ("a",), 2: ("b",)}, math.nan, math.nan),
+        split(0.0, 0, {1: ("a",), 2: ("b",)}),
         *updates("a", 1, 1),
     ],
 }
@@ -249,7 +312,7 @@ def test_the_lines_of_clients_follow_their_clusters() -> None:
     events = [
         *joined({"a": 0, "b": 0}),
         *updates("ab", 0, 1),
-        ClusterSplit(5.0, 2, 0, {1: ("a",), 2: ("b",)}, 0.5, 0.25),
+        split(5.0, 0, {1: ("a",), 2: ("b",)}),
         RunEnded(10.0, 2, "max-updates"),
     ]
     (lines,) = clusters_figure(RunRecord.of(events)).axes[0].collections
@@ -270,9 +333,9 @@ def test_clients_that_move_all_the_time_are_followed_at_some_times_only(
 ) -> None:
     events = joined({"a": 0, "b": 1})
     for time in range(1, 1001):
-        events.append(ClientAssigned(float(time), "a" if time % 2 else "b", time % 3))
+        events.append(moved(float(time), {"a" if time % 2 else "b": time % 3}))
     record = RunRecord.of([*events, RunEnded(1000.0, 1000, "max-updates")])
-    monkeypatch.setattr("raceme.reporting.fleet_plots._MOST_PIECES", 100)
+    monkeypatch.setattr("raceme.reporting.clusters_plot._MOST_PIECES", 100)
     (lines,) = clusters_figure(record).axes[0].collections
     # The beginning and one time of each fiftieth of the run; the last change is on its end.
     assert 50 < len(lines.get_paths()) <= 2 * 52

@@ -173,7 +173,7 @@ def test_two_pages_of_one_folder_are_the_same(run_folder: Path, tmp_path: Path) 
 
 def test_what_clients_call_themselves_is_text_and_nothing_else(copy: Path) -> None:
     with sqlite3.connect(copy / "run.sqlite") as connection:
-        for table in ("client_events", "updates", "client_evaluations", "split_members"):
+        for table in ("client_events", "updates", "client_evaluations", "memberships"):
             query = f"UPDATE {table} SET client = ? WHERE client = 'client-0'"
             assert connection.execute(query, (HOSTILE,)).rowcount
     similarity = read_similarity(copy)

@@ -17,10 +17,12 @@ from hypothesis import strategies as st
 
 from raceme.errors import UserError
 from raceme.events import (
-    ClientAssigned,
     ClientJoined,
     ClientLeft,
-    ClusterSplit,
+    ClusterChange,
+    ClustersChanged,
+    DataChanged,
+    Ending,
     Evaluated,
     Event,
     RunEnded,
@@ -42,18 +44,31 @@ UPDATE = UpdateApplied(
     bytes_down=100,
     bytes_up=90,
 )
+SPLIT = ClustersChanged(
+    3.5,
+    2,
+    ClusterChange.SPLIT,
+    {"b": {2: 1.0}, "a": {1: 1.0}, "c": {2: 0.25, 1: 0.75}},
+    gone=(0,),
+    made=(2, 1),
+    score=0.5,
+    threshold=0.25,
+)
 ONE_OF_EACH: list[Event] = [
     ClientJoined(0.0, "b", 0, 12, 1),
     ClientJoined(0.0, "a", 0, 7, None),
     UPDATE,
     UpdateRejected(3.0, "a", "task lost", 0.25),
     replace(UPDATE, seq=2, time=3.5, client="a", started_at=100.5, finished_at=103.0),
-    Evaluated(3.5, 2, 0.5, 1.25, 1, {"b": (0, 0.75, 1.0), "a": (0, 0.25, 1.5)}),
-    ClusterSplit(3.5, 2, 0, {2: ("b",), 1: ("a", "c")}, 0.5, 0.25),
+    Evaluated(3.5, 2, 0.5, 1.25, 1, {"b": (0, 0.75, 1.0), "a": (0, 0.25, 1.5)}, 2),
+    SPLIT,
     ClientLeft(4.0, "a"),
     ClientJoined(5.0, "a", 0, 8, None, returned=True),
-    ClientAssigned(5.0, "a", 2),
-    RunEnded(6.0, 2, "reached max-updates"),
+    DataChanged(5.0, 2, None, 1),
+    DataChanged(5.5, 2, "a", 2),
+    replace(UPDATE, seq=3, time=5.75, step=1),
+    Evaluated(5.75, 3, 0.5, 1.0, 2, {"b": (2, 0.5, 1.0), "c": (1, 0.5, 1.0)}, 3, {"b": 1}),
+    RunEnded(6.0, 3, "all clients are gone", Ending.NO_CLIENTS),
 ]
 
 
@@ -99,13 +114,36 @@ def test_node_ids_are_not_kept(tmp_path: Path) -> None:
     assert read_events(path) == [ClientJoined(0.0, "a", 0, 7, 0)]
 
 
-def test_a_new_cluster_without_clients_comes_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("change", ClusterChange)
+def test_each_change_of_clusters_comes_back(tmp_path: Path, change: ClusterChange) -> None:
+    # Also without clients, without clusters, and with neither.
     events: list[Event] = [
-        ClusterSplit(1.0, 1, 0, {1: ("a",), 2: ()}, 0.5, 0.25),
-        ClusterSplit(2.0, 2, 1, {3: (), 4: ()}, 0.5, 0.25),
-        ClusterSplit(3.0, 3, 2, {}, 0.5, 0.25),
+        ClustersChanged(1.0, 1, change, {"a": {3: 0.5, 1: 0.5}}, (2, 1), (3, 4), 0.5, 0.25),
+        ClustersChanged(2.0, 2, change, {}, (3,), (), 0.5, 0.25),
+        ClustersChanged(3.0, 3, change, {}, (), (5,), 0.5, 0.25),
+        ClustersChanged(4.0, 4, change, {}, (), (), 0.5, 0.25),
     ]
     assert read_events(write(tmp_path, events)) == events
+
+
+@pytest.mark.parametrize("ending", Ending)
+def test_each_kind_of_end_comes_back(tmp_path: Path, ending: Ending) -> None:
+    events: list[Event] = [RunEnded(1.0, 1, "so", ending)]
+    assert read_events(write(tmp_path, events)) == events
+
+
+def test_the_tables_say_who_belongs_where_and_who_answered(tmp_path: Path) -> None:
+    with closing(sqlite3.connect(write(tmp_path, ONE_OF_EACH))) as connection:
+        members = connection.execute("SELECT client, cluster, weight FROM memberships").fetchall()
+        fates = connection.execute("SELECT fate, cluster FROM changed_clusters").fetchall()
+        asked = connection.execute("SELECT asked, answered FROM evaluations").fetchall()
+        steps = connection.execute(
+            "SELECT client, step FROM client_evaluations ORDER BY event DESC, client LIMIT 2"
+        ).fetchall()
+    assert members == [("b", 2, 1.0), ("a", 1, 1.0), ("c", 2, 0.25), ("c", 1, 0.75)]
+    assert fates == [("gone", 0), ("made", 2), ("made", 1)]
+    assert asked == [(2, 2), (3, 2)]
+    assert steps == [("b", 1), ("c", 0)]
 
 
 def test_nan_comes_back_as_nan(tmp_path: Path) -> None:
@@ -113,18 +151,18 @@ def test_nan_comes_back_as_nan(tmp_path: Path) -> None:
     path = write(
         tmp_path,
         [
-            ClusterSplit(0.0, 0, 0, {1: ("a",)}, nan, nan),
+            replace(SPLIT, score=nan, threshold=nan),
             replace(UPDATE, weight=nan, train_loss=nan),
             Evaluated(1.0, 1, nan, nan, 1, {"a": (1, nan, nan)}),
         ],
     )
     split, update, evaluated = read_events(path)
-    assert isinstance(split, ClusterSplit)
+    assert isinstance(split, ClustersChanged)
     assert isinstance(update, UpdateApplied)
     assert isinstance(evaluated, Evaluated)
     cluster, *values = evaluated.per_client["a"]
     assert cluster == 1
-    values += [split.gap, split.threshold, update.weight, update.train_loss]
+    values += [split.score, split.threshold, update.weight, update.train_loss]
     values += [evaluated.accuracy, evaluated.loss]
     assert all(math.isnan(value) for value in values)
 
@@ -133,16 +171,25 @@ def test_numpy_scalars_are_stored_as_numbers(tmp_path: Path) -> None:
     one: Any = np.int64(1)
     half: Any = np.float32(0.5)
     given_update = replace(UPDATE, seq=one, weight=half / 2, dispatched_at=half)
-    evaluated = Evaluated(3.0, one, half, 2 * half, one, {"a": (one, half, half)})
-    path = write(tmp_path, [given_update, evaluated])
-    assert read_events(path) == [UPDATE, Evaluated(3.0, 1, 0.5, 1.0, 1, {"a": (1, 0.5, 0.5)})]
+    evaluated = Evaluated(3.0, one, half, 2 * half, one, {"a": (one, half, half)}, one, {"a": one})
+    change = ClustersChanged(
+        half, one, ClusterChange.SPLIT, {"a": {one: 2 * half}}, (one,), (one,), half, half
+    )
+    path = write(tmp_path, [given_update, evaluated, change, DataChanged(half, one, "a", one)])
+    assert read_events(path) == [
+        UPDATE,
+        Evaluated(3.0, 1, 0.5, 1.0, 1, {"a": (1, 0.5, 0.5)}, 1, {"a": 1}),
+        ClustersChanged(0.5, 1, ClusterChange.SPLIT, {"a": {1: 1.0}}, (1,), (1,), 0.5, 0.5),
+        DataChanged(0.5, 1, "a", 1),
+    ]
 
 
 _TIMES = st.floats(0, 1e9)
 _NUMBERS = st.floats(allow_nan=False)
 _COUNTS = st.integers(0, 2**62)
 _CLIENTS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8)
-_MEMBERS = st.lists(_CLIENTS, min_size=1, max_size=3, unique=True).map(tuple)
+_CLUSTERS = st.lists(_COUNTS, max_size=3, unique=True).map(tuple)
+_WEIGHTS = st.dictionaries(_COUNTS, st.floats(0, 1, exclude_min=True), min_size=1, max_size=3)
 _EVENTS = st.one_of(
     st.builds(
         ClientJoined,
@@ -154,7 +201,7 @@ _EVENTS = st.one_of(
         st.booleans(),
     ),
     st.builds(ClientLeft, _TIMES, _CLIENTS),
-    st.builds(ClientAssigned, _TIMES, _CLIENTS, _COUNTS),
+    st.builds(DataChanged, _TIMES, _COUNTS, st.none() | _CLIENTS, _COUNTS),
     st.builds(UpdateRejected, _TIMES, _CLIENTS, _CLIENTS, _TIMES),
     st.builds(
         Evaluated,
@@ -164,17 +211,20 @@ _EVENTS = st.one_of(
         _NUMBERS,
         _COUNTS,
         st.dictionaries(_CLIENTS, st.tuples(_COUNTS, _NUMBERS, _NUMBERS), max_size=3),
+        _COUNTS,
     ),
     st.builds(
-        ClusterSplit,
+        ClustersChanged,
         _TIMES,
         _COUNTS,
-        _COUNTS,
-        st.dictionaries(_COUNTS, _MEMBERS, min_size=1, max_size=3),
+        st.sampled_from(ClusterChange),
+        st.dictionaries(_CLIENTS, _WEIGHTS, max_size=3),
+        _CLUSTERS,
+        _CLUSTERS,
         _NUMBERS,
         _NUMBERS,
     ),
-    st.builds(RunEnded, _TIMES, _COUNTS, _CLIENTS),
+    st.builds(RunEnded, _TIMES, _COUNTS, _CLIENTS, st.sampled_from(Ending)),
 )
 
 
@@ -333,6 +383,20 @@ def test_a_store_of_a_later_format_is_refused(tmp_path: Path) -> None:
     with closing(sqlite3.connect(path)) as connection:
         connection.execute("PRAGMA user_version = 99")
     with pytest.raises(UserError, match="format 99"):
+        read_events(path)
+
+
+@pytest.mark.parametrize(
+    ("table", "column"), [("cluster_changes", "change"), ("endings", "ending")]
+)
+def test_a_word_that_does_not_exist_is_said_to_be_damage(
+    tmp_path: Path, table: str, column: str
+) -> None:
+    path = write(tmp_path, ONE_OF_EACH)
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute(f"UPDATE {table} SET {column} = 'explode'")
+        connection.commit()
+    with pytest.raises(UserError, match=r"damaged.*explode"):
         read_events(path)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ from hypothesis import strategies as st
 
 import raceme
 from raceme.events import (
-    ClientAssigned,
     ClientJoined,
     ClientLeft,
-    ClusterSplit,
+    ClusterChange,
+    ClustersChanged,
+    Ending,
     Evaluated,
     Event,
     RunEnded,
@@ -42,12 +44,39 @@ def update(seq: int, client: str, cluster: int, time: float = 1.0) -> UpdateAppl
     return UpdateApplied(seq, time, client, cluster, 0, 0, 0.5, 0.0, 1.0, 100, 10)
 
 
-def evaluated(time: float, updates: int, accuracy: float, clusters: int = 1) -> Evaluated:
-    return Evaluated(time, updates, accuracy, 1.0, clusters)
+def evaluated(
+    time: float,
+    updates: int,
+    accuracy: float,
+    clusters: int = 1,
+    answered: int = 4,
+    asked: int = 4,
+) -> Evaluated:
+    scores = {f"c{i}": (0, accuracy, 1.0) for i in range(answered)}
+    return Evaluated(time, updates, accuracy, 1.0, clusters, scores, asked)
 
 
-def split(parent: int, children: dict[int, tuple[str, ...]], updates: int = 0) -> ClusterSplit:
-    return ClusterSplit(1.0, updates, parent, children, 0.5, 0.25)
+def changed(
+    change: ClusterChange,
+    clusters: dict[str, int],
+    gone: tuple[int, ...] = (),
+    made: tuple[int, ...] = (),
+) -> ClustersChanged:
+    memberships = {client: {cluster: 1.0} for client, cluster in clusters.items()}
+    return ClustersChanged(1.0, 0, change, memberships, gone, made)
+
+
+def assigned(**clusters: int) -> ClustersChanged:
+    return changed(ClusterChange.ASSIGN, clusters)
+
+
+def moved(**clusters: int) -> ClustersChanged:
+    return changed(ClusterChange.MOVE, clusters)
+
+
+def split(parent: int, children: dict[int, tuple[str, ...]]) -> ClustersChanged:
+    clusters = {client: child for child, clients in children.items() for client in clients}
+    return changed(ClusterChange.SPLIT, clusters, (parent,), tuple(children))
 
 
 def joined(**groups: int | None) -> list[Event]:
@@ -123,17 +152,19 @@ def test_time_to_target_is_the_first_evaluation_at_or_above_it() -> None:
 
 RUN: list[Event] = [
     *joined(a=0, b=0, c=1, d=None),
+    assigned(a=0, b=0, c=0, d=0),
     update(1, "a", 0, 1.0),
     update(2, "b", 0, 2.0),
-    evaluated(2.0, 2, 0.6),
+    # Of four clients three are fewer than nine tenths: neither target nor best.
+    evaluated(2.0, 2, 0.95, answered=3),
     UpdateRejected(2.5, "c", "not finite", 2.0),
     update(3, "c", 0, 3.0),
     evaluated(3.0, 3, 0.9),
-    split(0, {1: ("a", "b"), 2: ("c", "d")}, updates=3),
+    split(0, {1: ("a", "b"), 2: ("c", "d")}),
     update(4, "d", 2, 4.0),
     evaluated(4.0, 4, 0.75, clusters=2),
     ClientLeft(4.5, "d"),
-    RunEnded(5.0, 4, "reached max-updates"),
+    RunEnded(5.0, 4, "reached max-updates", Ending.LIMIT),
 ]
 
 
@@ -157,6 +188,8 @@ def test_the_summary_by_hand() -> None:
         "updates_per_second": 2.0,
         "accuracy": 0.75,
         "best_accuracy": 0.9,
+        "clients_asked": 4,
+        "clients_answered": 4,
         "target": 0.7,
         "time_to_target": {"target": 0.7, "virtual_time": 3.0, "updates": 3},
         "time_to_convergence": {"virtual_time": 4.0, "updates": 4},
@@ -190,11 +223,12 @@ def test_the_numbers_are_right_at_every_moment() -> None:
         seen.append((run.updates, run.rejected, run.accuracy, run.best_accuracy, run.clusters))
     assert seen == [
         *[(0, 0, None, None, 0)] * 4,
+        (0, 0, None, None, 1),
         (1, 0, None, None, 1),
         (2, 0, None, None, 1),
-        (2, 0, 0.6, 0.6, 1),
-        (2, 1, 0.6, 0.6, 1),
-        (3, 1, 0.6, 0.6, 1),
+        (2, 0, 0.95, None, 1),
+        (2, 1, 0.95, None, 1),
+        (3, 1, 0.95, None, 1),
         (3, 1, 0.9, 0.9, 1),
         (3, 1, 0.9, 0.9, 2),
         (4, 1, 0.9, 0.9, 2),
@@ -229,26 +263,109 @@ def test_a_run_that_diverges_has_a_best_accuracy_all_the_same() -> None:
     assert result["best_accuracy"] == 0.5
 
 
-def test_a_late_update_of_a_split_model_moves_nobody() -> None:
-    run = observed([*joined(a=0, b=1), split(0, {1: ("a",), 2: ("b",)}), update(1, "b", 0)])
+@pytest.mark.parametrize(("answered", "reached"), [(8, False), (9, True), (10, True)])
+def test_a_target_counts_if_nine_tenths_answered(answered: int, reached: bool) -> None:
+    events: list[Event] = [
+        evaluated(1.0, 1, 0.9, answered=answered, asked=10),
+        evaluated(2.0, 2, 0.5, answered=10, asked=10),
+    ]
+    result = summary_of(events, target=0.8)
+    assert (result["time_to_target"] is not None) == reached
+    assert result["best_accuracy"] == (0.9 if reached else 0.5)
+
+
+def test_an_update_moves_nobody() -> None:
+    events = [*joined(a=0, b=1), assigned(a=0, b=0), split(0, {1: ("a",), 2: ("b",)})]
+    run = observed([*events, update(1, "b", 0)])
     assert run.membership.clusters == {"a": 1, "b": 2}
     assert run.purity() == 1.0
+
+
+def test_members_of_a_split_that_are_offline_are_in_its_parts() -> None:
+    events = [*joined(a=0, b=1), assigned(a=0, b=0), ClientLeft(0.5, "b")]
+    result = summary_of([*events, split(0, {1: ("a",), 2: ("b",)})])
+    assert (result["clusters"], result["cluster_sizes"]) == (2, {"1": 1, "2": 1})
+    assert result["purity"] == 1.0
+
+
+def test_nobody_is_in_a_cluster_that_was_split() -> None:
+    # b is not named: where it is now is not known, but the parent is no cluster any more.
+    events = [*joined(a=0, b=1), assigned(a=0, b=0), split(0, {1: ("a",), 2: ()})]
+    run = observed(events)
+    assert run.membership.sizes() == {1: 1}
+    assert run.membership.clusters == {"a": 1}
+    assert run.clusters == 2
+
+
+def test_clusters_are_those_that_exist() -> None:
+    run = RunSummary()
+    counts = []
+    for event in (
+        assigned(a=0, b=1, c=1),
+        # A fourth one and a fifth one, which no event has named, have models too.
+        evaluated(1.0, 1, 0.5, clusters=5),
+        moved(a=3),
+        changed(ClusterChange.FOUND, {"b": 7}, made=(7,)),
+        changed(ClusterChange.FOUND, {}, made=(8,)),
+        split(1, {9: ("c",), 10: (), 11: ()}),
+        changed(ClusterChange.MERGE, {"a": 12, "c": 12}, gone=(3, 9, 10), made=(12,)),
+        changed(ClusterChange.RETIRE, {}, gone=(8,)),
+    ):
+        run.observe(event)
+        counts.append(run.clusters)
+    assert counts == [2, 5, 5, 6, 7, 9, 7, 6]
+    assert run.membership.sizes() == {7: 1, 12: 2}
+
+
+def test_a_client_of_several_clusters_counts_where_its_weight_is_largest() -> None:
+    weights = {"a": {1: 0.4, 2: 0.6}, "b": {2: 0.5, 1: 0.5}, "c": {2: 1.0}}
+    change = ClustersChanged(1.0, 0, ClusterChange.MOVE, weights)
+    run = observed([*joined(a=0, b=1, c=0), assigned(a=1, b=1, c=1), change])
+    # Of equal weights the smaller number's.
+    assert run.membership.clusters == {"a": 2, "b": 1, "c": 2}
+    assert run.membership.weights == weights
+    assert run.purity() == 1.0
+
+
+def test_weights_that_stay_the_same_are_no_change() -> None:
+    membership = observed([*joined(a=0), assigned(a=1)]).membership
+    assert membership.observe(moved(a=1)) == []
+    assert [placed.home for placed in membership.observe(moved(a=2))] == [2]
 
 
 def test_a_client_that_moves_changes_the_purity() -> None:
     events = [*joined(a=0, b=1, c=1), split(0, {1: ("a",), 2: ("b", "c")})]
     assert observed(events).purity() == 1.0
-    moved = observed([*events, ClientAssigned(2.0, "b", 1)])
-    assert moved.purity() == pytest.approx(2 / 3)
-    assert moved.membership.sizes() == {1: 2, 2: 1}
+    run = observed([*events, moved(b=1)])
+    assert run.purity() == pytest.approx(2 / 3)
+    assert run.membership.sizes() == {1: 2, 2: 1}
+
+
+def test_a_client_that_comes_back_with_other_data_changes_the_purity() -> None:
+    events = [*joined(a=0, b=0), assigned(a=0, b=0), ClientJoined(2.0, "b", 0, 10, 1, True)]
+    assert observed(events).purity() == 0.5
 
 
 def test_purity_reached_is_when_it_was_reached_for_good() -> None:
-    pure = [*joined(a=0, b=1), update(1, "a", 0), split(0, {1: ("a",), 2: ("b",)}, 1)]
-    impure = [*pure, update(2, "a", 1), ClientAssigned(2.0, "b", 1)]
-    again = [*impure, update(3, "a", 1), ClientAssigned(3.0, "b", 2), update(4, "a", 1)]
+    pure = [*joined(a=0, b=1), update(1, "a", 0), split(0, {1: ("a",), 2: ("b",)})]
+    impure = [*pure, update(2, "a", 1), moved(b=1)]
+    again = [*impure, update(3, "a", 1), moved(b=2), update(4, "a", 1)]
     reached = [summary_of(events)["purity_reached_at_update"] for events in (pure, impure, again)]
     assert reached == [1, None, 3]
+
+
+@pytest.mark.parametrize("ending", Ending)
+def test_the_kind_of_end_is_known_whatever_the_words_are(ending: Ending) -> None:
+    run = observed([RunEnded(1.0, 1, "interrupted, and all clients are gone", ending)])
+    assert run.ending is ending
+    given: dict[str, Any] = {"strategy": "casa", "dataset": "digits", "seed": 0, "wall_time": 1.0}
+    assert run.result(**given)["ending"] == ending.value
+
+
+def test_a_run_that_sends_nothing_has_no_traffic() -> None:
+    silent = replace(update(1, "a", 0), bytes_down=0, bytes_up=0)
+    result = summary_of([*joined(a=0), assigned(a=0), silent])
+    assert (result["bytes_up"], result["bytes_down"], result["updates"]) == (0, 0, 1)
 
 
 @given(
@@ -263,7 +380,7 @@ def test_purity_of_a_run_is_that_of_its_assignment(
 ) -> None:
     groups = {client: group for client, (_, group) in clients.items()}
     assignment = {client: cluster for client, (cluster, _) in clients.items()}
-    moves = [ClientAssigned(1.0, client, cluster) for client, cluster in assignment.items()]
+    moves = [assigned(**{client: cluster}) for client, cluster in assignment.items()]
     value = observed([*joined(**groups), *moves]).purity()
     assert value == purity(assignment, groups)
     assert value is None or 0 < value <= 1

@@ -12,8 +12,9 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
+from raceme.reporting.clusters_plot import clusters_figure
 from raceme.reporting.files import written_whole
-from raceme.reporting.fleet_plots import clusters_figure, devices_figure, similarity_figure
+from raceme.reporting.fleet_plots import devices_figure, similarity_figure
 from raceme.reporting.plots import accuracy_figure
 from raceme.reporting.record import RunRecord, read_run
 from raceme.reporting.similarity import Similarity

@@ -1,4 +1,4 @@
-"""Which client is in which cluster, followed through the events of a run."""
+"""Which client is in which clusters, followed through the events of a run."""
 
 from __future__ import annotations
 
@@ -6,22 +6,15 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from raceme.events import (
-    ClientAssigned,
-    ClientJoined,
-    ClusterSplit,
-    Evaluated,
-    Event,
-    UpdateApplied,
-)
+from raceme.events import ClientJoined, ClustersChanged, Event
 
 Composition = Counter[int | None]
 """Number of a cluster's members by true group."""
 
 
 @dataclass(frozen=True)
-class Move:
-    """A client came into a cluster.
+class Placement:
+    """A client's clusters from a moment on.
 
     Attributes
     ----------
@@ -29,111 +22,138 @@ class Move:
         When, in seconds.
     client : str
         Who.
-    cluster : int
-        Its cluster from then on.
-    source : int or None
-        Its cluster until then; None if this is its first.
+    weights : Mapping[int, float]
+        Cluster to its weight: positive, sum 1. Empty if its cluster was given up and the client
+        was given no other.
     """
 
     time: float
     client: str
-    cluster: int
-    source: int | None
+    weights: Mapping[int, float]
+
+    @property
+    def home(self) -> int | None:
+        """The cluster with the largest weight; None if there is none."""
+        return home(self.weights)
+
+
+def home(weights: Mapping[int, float]) -> int | None:
+    """Return the cluster with the largest weight, of equal ones the smallest; None of nothing."""
+    if len(weights) == 1:
+        return next(iter(weights))
+    return min(weights, key=lambda cluster: (-weights[cluster], cluster), default=None)
 
 
 class Membership:
     """The clusters' members now, an observer of the run.
 
-    A client's cluster is unknown until an event names it. An update or an evaluation of a model
-    that has since been split says nothing about where its client is now.
+    A client of several clusters is counted where its weight is largest.
 
     Attributes
     ----------
-    clusters : dict[str, int]
-        Client id to cluster, for every client whose cluster is known.
+    weights : dict[str, Mapping[int, float]]
+        Client id to the weights of its clusters, for every client that has one.
     groups : dict[str, int or None]
         Client id to the true group of its data, for every client that joined.
     composition : dict[int, Counter]
         Cluster to the number of its members of each true group, for every cluster with members;
         the group None counts those whose group is not known.
+    existing : set[int]
+        Clusters that an event has named and that are not gone, with or without members.
     """
 
     def __init__(self) -> None:
-        self.clusters: dict[str, int] = {}
+        self.weights: dict[str, Mapping[int, float]] = {}
         self.groups: dict[str, int | None] = {}
         self.composition: dict[int, Composition] = {}
-        self._split: set[int] = set()
+        self.existing: set[int] = set()
+        # Of the clients that have a cluster and a known group: how many, and how many of them are
+        # of their cluster's most common group. Kept, since each change touches few clusters.
+        self._known = 0
+        self._agreeing = 0
 
-    def observe(self, event: Event) -> list[Move]:
+    @property
+    def clusters(self) -> dict[str, int]:
+        """Client id to its cluster, that with the largest weight."""
+        homes = ((client, home(weights)) for client, weights in self.weights.items())
+        return {client: cluster for client, cluster in homes if cluster is not None}
+
+    def observe(self, event: Event) -> list[Placement]:
         """Take note of an event.
 
         Returns
         -------
-        list[Move]
-            The clients that are in another cluster because of it, or in one for the first time.
+        list[Placement]
+            The clients whose clusters or weights are others because of it.
         """
-        # Most events are updates from clients that stay where they are: they come first.
-        if isinstance(event, UpdateApplied):
-            if self.clusters.get(event.client) == event.cluster or event.cluster in self._split:
-                return []
-            return [self._move(event.time, event.client, event.cluster)]
-        if isinstance(event, ClusterSplit):
-            return self._observe_split(event)
-        if isinstance(event, Evaluated):
-            return [
-                self._move(event.time, client, cluster)
-                for client, (cluster, _, _) in event.per_client.items()
-                if client not in self.clusters and cluster not in self._split
-            ]
+        # Most events are updates, which move nobody: one question, and they are through.
+        if isinstance(event, ClustersChanged):
+            return self._observe_change(event)
         if isinstance(event, ClientJoined):
             self._observe_join(event)
-            return []
-        if isinstance(event, ClientAssigned) and self.clusters.get(event.client) != event.cluster:
-            return [self._move(event.time, event.client, event.cluster)]
         return []
+
+    def purity(self) -> float | None:
+        """Return the clusters' purity now; None if no true groups are known."""
+        return self._agreeing / self._known if self._known else None
 
     def sizes(self) -> dict[int, int]:
         """Return the number of members of each cluster that has any, by cluster."""
         return {cluster: self.composition[cluster].total() for cluster in sorted(self.composition)}
 
     def _observe_join(self, event: ClientJoined) -> None:
-        cluster = self.clusters.get(event.client)
+        cluster = home(self.weights.get(event.client, {}))
         if cluster is not None:
             self._count(cluster, event.client, -1)
         self.groups[event.client] = event.group
         if cluster is not None:
             self._count(cluster, event.client, +1)
 
-    def _observe_split(self, event: ClusterSplit) -> list[Move]:
-        moves = []
-        for child, clients in event.children.items():
-            for client in clients:
-                # A member that never sent an update shows only now that it was in the parent.
-                if client not in self.clusters:
-                    moves.append(self._move(event.time, client, event.parent))
-                moves.append(self._move(event.time, client, child))
-        # A method may keep the parent's id for one of the children.
-        self._split.add(event.parent)
-        self._split.difference_update(event.children)
-        return moves
+    def _observe_change(self, event: ClustersChanged) -> list[Placement]:
+        self.existing.update(event.made)
+        placements = [
+            self._place(event.time, client, dict(weights))
+            for client, weights in event.memberships.items()
+            if self.weights.get(client) != weights
+        ]
+        gone = set(event.gone)
+        self.existing -= gone
+        # Nobody can be in a cluster that does not exist.
+        if not gone.isdisjoint(self.composition):
+            left = [c for c, weights in self.weights.items() if home(weights) in gone]
+            placements += [self._place(event.time, client, {}) for client in left]
+        return placements
 
-    def _move(self, time: float, client: str, cluster: int) -> Move:
-        source = self.clusters.get(client)
-        if source is not None:
-            self._count(source, client, -1)
-        self.clusters[client] = cluster
-        self._count(cluster, client, +1)
-        return Move(time, client, cluster, source)
+    def _place(self, time: float, client: str, weights: Mapping[int, float]) -> Placement:
+        old, new = home(self.weights.get(client, {})), home(weights)
+        if old is not None:
+            self._count(old, client, -1)
+        if new is not None:
+            self._count(new, client, +1)
+        if weights:
+            self.weights[client] = weights
+        else:
+            del self.weights[client]
+        self.existing.update(weights)
+        return Placement(time, client, weights)
 
     def _count(self, cluster: int, client: str, change: int) -> None:
         """Add a client to the composition of a cluster, or take it out."""
         composition = self.composition.setdefault(cluster, Counter())
         group = self.groups.get(client)
+        before = _largest(composition)
         composition[group] += change
         if not composition[group]:
             del composition[group]
         if not composition:
             del self.composition[cluster]
+        self._known += change if group is not None else 0
+        self._agreeing += _largest(composition) - before
+
+
+def _largest(composition: Composition) -> int:
+    """Return the number of members of the most common known group."""
+    return max((count for group, count in composition.items() if group is not None), default=0)
 
 
 def purity(assignment: Mapping[str, int], groups: Mapping[str, int | None]) -> float | None:
@@ -153,15 +173,8 @@ def purity(assignment: Mapping[str, int], groups: Mapping[str, int | None]) -> f
     """
     composition: defaultdict[int, Composition] = defaultdict(Counter)
     for client, cluster in assignment.items():
-        composition[cluster][groups.get(client)] += 1
-    return composition_purity(composition)
-
-
-def composition_purity(composition: Mapping[int, Composition]) -> float | None:
-    """Return the purity of clusters, given the number of members of each true group."""
-    known = [
-        [count for group, count in counts.items() if group is not None]
-        for counts in composition.values()
-    ]
-    total = sum(map(sum, known))
-    return sum(max(counts, default=0) for counts in known) / total if total else None
+        group = groups.get(client)
+        if group is not None:
+            composition[cluster][group] += 1
+    total = sum(counts.total() for counts in composition.values())
+    return sum(map(_largest, composition.values())) / total if total else None

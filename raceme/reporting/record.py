@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,19 +13,23 @@ from numpy.typing import NDArray
 from raceme.events import (
     ClientJoined,
     ClientLeft,
-    ClusterSplit,
+    ClusterChange,
+    ClustersChanged,
+    DataChanged,
+    Ending,
     Evaluated,
     Event,
     RunEnded,
     UpdateApplied,
     UpdateRejected,
 )
-from raceme.reporting.membership import Membership, Move
+from raceme.reporting.membership import Membership, Placement, home
 from raceme.reporting.store import read_events
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 Texts = NDArray[np.str_]
+Flags = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,7 @@ class Updates:
     bytes_down: Integers
     bytes_up: Integers
     started_at: Floats
+    step: Integers
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,9 @@ class Evaluations:
     accuracy: Floats
     loss: Floats
     clusters: Integers
+    asked: Integers
+    answered: Integers
+    counts: Flags
 
 
 @dataclass(frozen=True)
@@ -85,6 +93,7 @@ class ClientEvaluations:
     cluster: Integers
     accuracy: Floats
     loss: Floats
+    step: Integers
 
 
 @dataclass(frozen=True)
@@ -114,14 +123,18 @@ class RunRecord:
         In the order in which they joined.
     updates, rejections, evaluations, client_evaluations
         Columns, in the order of events.
-    splits : tuple of ClusterSplit
-        As they were observed.
-    moves : tuple of Move
-        Every change of a client's cluster, its first included, in the order of events.
+    changes : tuple of ClustersChanged
+        All changes of the clusters, as they were observed.
+    placements : tuple of Placement
+        Every change of a client's clusters, its first ones included, in the order of events.
+    data_changes : tuple of DataChanged
+        When clients' data moved on to another step.
     end : float
         When the run ended in seconds; the time of the last event if it was killed.
     reason : str or None
         Why the run ended; None if it was killed.
+    ending : Ending or None
+        The kind of end; None if it was killed.
     """
 
     clients: tuple[Client, ...]
@@ -129,10 +142,12 @@ class RunRecord:
     rejections: Rejections
     evaluations: Evaluations
     client_evaluations: ClientEvaluations
-    splits: tuple[ClusterSplit, ...]
-    moves: tuple[Move, ...]
+    changes: tuple[ClustersChanged, ...]
+    placements: tuple[Placement, ...]
+    data_changes: tuple[DataChanged, ...]
     end: float
     reason: str | None
+    ending: Ending | None
 
     @classmethod
     def of(cls, events: Iterable[Event]) -> RunRecord:
@@ -149,10 +164,12 @@ class RunRecord:
             rejections=_columns(Rejections, [e for e in listed if isinstance(e, UpdateRejected)]),
             evaluations=_columns(Evaluations, evaluated),
             client_evaluations=_client_evaluations(evaluated),
-            splits=tuple(event for event in listed if isinstance(event, ClusterSplit)),
-            moves=tuple(move for event in listed for move in membership.observe(event)),
+            changes=tuple(event for event in listed if isinstance(event, ClustersChanged)),
+            placements=tuple(placed for event in listed for placed in membership.observe(event)),
+            data_changes=tuple(event for event in listed if isinstance(event, DataChanged)),
             end=last,
             reason=endings[-1].reason if endings else None,
+            ending=endings[-1].ending if endings else None,
         )
 
     @property
@@ -165,9 +182,20 @@ class RunRecord:
         """Whether real machines did the work: only they tell when by their own clocks."""
         return bool(np.isfinite(self.updates.started_at).any())
 
+    @property
+    def splits(self) -> tuple[ClustersChanged, ...]:
+        """The changes that replaced a cluster by several."""
+        return tuple(event for event in self.changes if event.change is ClusterChange.SPLIT)
+
+    def memberships(self, time: float = float("inf")) -> dict[str, Mapping[int, float]]:
+        """Return the weights of each client's clusters at a time: the last ones, if not stated."""
+        found = {placed.client: placed.weights for placed in self.placements if placed.time <= time}
+        return {client: weights for client, weights in found.items() if weights}
+
     def assignment(self, time: float = float("inf")) -> dict[str, int]:
-        """Return each client's cluster at a time: the last one, if not stated."""
-        return {move.client: move.cluster for move in self.moves if move.time <= time}
+        """Return each client's cluster at a time, of several that with the largest weight."""
+        homes = ((client, home(weights)) for client, weights in self.memberships(time).items())
+        return {client: cluster for client, cluster in homes if cluster is not None}
 
 
 def read_run(path: Path) -> RunRecord:
@@ -186,7 +214,7 @@ def read_run(path: Path) -> RunRecord:
     return RunRecord.of(read_events(path))
 
 
-_DTYPES = {"Integers": np.int64, "Floats": np.float64, "Texts": np.str_}
+_DTYPES = {"Integers": np.int64, "Floats": np.float64, "Texts": np.str_, "Flags": np.bool_}
 
 
 def _columns(kind: type[Any], rows: Sequence[Any]) -> Any:
@@ -201,17 +229,20 @@ def _columns(kind: type[Any], rows: Sequence[Any]) -> Any:
 
 def _client_evaluations(evaluated: Sequence[Evaluated]) -> ClientEvaluations:
     rows = [
-        (index, client, *values)
+        (index, client, *values, event.steps.get(client, 0))
         for index, event in enumerate(evaluated)
         for client, values in event.per_client.items()
     ]
-    evaluation, client, cluster, accuracy, loss = zip(*rows, strict=True) if rows else [()] * 5
+    evaluation, client, cluster, accuracy, loss, step = (
+        zip(*rows, strict=True) if rows else [()] * 6
+    )
     return ClientEvaluations(
         evaluation=np.array(evaluation, np.int64),
         client=np.array(client, np.str_),
         cluster=np.array(cluster, np.int64),
         accuracy=np.array(accuracy, np.float64),
         loss=np.array(loss, np.float64),
+        step=np.array(step, np.int64),
     )
 
 

@@ -12,14 +12,17 @@ from typing import Any
 from raceme.config import Value, read_toml
 from raceme.errors import UserError
 from raceme.reporting.artefacts import draw_similarity
+from raceme.reporting.clusters_plot import clusters_figure
 from raceme.reporting.console import summary_rows
-from raceme.reporting.fleet_plots import clusters_figure, devices_figure
+from raceme.reporting.drift_tables import drifts_table, steps_table
+from raceme.reporting.fleet_plots import devices_figure
 from raceme.reporting.fleet_tables import (
+    changes_table,
     clients_table,
     clusters_table,
     compares,
     membership,
-    splits_table,
+    moves_table,
 )
 from raceme.reporting.page import (
     PageTable,
@@ -83,8 +86,11 @@ def run_page(folder: Path, links: str) -> str:
         accuracy=plot(accuracy_figure(record, target=target, clock=clock), "accuracy"),
         evaluations=_evaluations(record),
         clusters=plot(clusters_figure(record, clock=clock), "clusters") if members else None,
+        drifts=drifts_table(record),
+        steps=steps_table(record),
         cluster_table=clusters_table(record),
-        splits=splits_table(record),
+        changes=changes_table(record),
+        moves=moves_table(record),
         members=members,
         similarity=similarity,
         without_similarity=without,
@@ -160,12 +166,14 @@ def _evaluations(record: RunRecord) -> PageTable:
             number(float(found.accuracy[index])),
             number(float(found.loss[index])),
             number(int(found.clusters[index])),
+            f"{found.answered[index]:,} of {found.asked[index]:,}",
         )
         for index in chosen
     )
     shown = f"{len(rows)} of {len(found.time)}" if len(rows) < len(found.time) else f"{len(rows)}"
     title = f"The numbers: {shown} evaluation{'' if len(rows) == 1 else 's'}"
-    return PageTable(title, ("time (s)", "updates", "accuracy", "loss", "clusters"), rows, words=())
+    heads = ("time (s)", "updates", "accuracy", "loss", "clusters", "clients that answered")
+    return PageTable(title, heads, rows, words=())
 
 
 def _similarity(folder: Path, record: RunRecord, strategy: str) -> tuple[Plot | None, str]:

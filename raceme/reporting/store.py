@@ -10,86 +10,28 @@ from __future__ import annotations
 import contextlib
 import sqlite3
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import fields
+from collections.abc import Collection
 from operator import itemgetter
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from raceme.errors import UserError
-from raceme.events import (
-    ClientAssigned,
-    ClientJoined,
-    ClientLeft,
-    ClusterSplit,
-    Evaluated,
-    Event,
-    RunEnded,
-    UpdateApplied,
-    UpdateRejected,
-)
+from raceme.events import Evaluated, Event, RunEnded
+from raceme.reporting import old_stores
+from raceme.reporting.store_tables import FORMAT, READERS, SCHEMA, TABLES, WRITERS, Rows
 
 FILE_NAME = "run.sqlite"
 
 _APPLICATION = 0x52616365
 """SQLite's application id of a run store: "Race" in ASCII."""
-_FORMAT = 2
-"""In format 1 updates had no times of the device's work; it can still be read."""
 _BATCH = 500
 """Events kept in memory before they are written: what a kill can lose at most."""
-
-_SCHEMA = """
-CREATE TABLE client_events (
-    event INTEGER PRIMARY KEY, time REAL NOT NULL, client TEXT NOT NULL,
-    kind TEXT NOT NULL CHECK (kind IN ('joined', 'returned', 'left', 'assigned')),
-    cluster INTEGER, num_examples INTEGER, group_id INTEGER);
-CREATE VIEW clients AS
-    SELECT client, time AS joined_at, num_examples, group_id, min(event) AS event
-    FROM client_events WHERE kind IN ('joined', 'returned') GROUP BY client ORDER BY event;
-CREATE TABLE updates (
-    seq INTEGER NOT NULL UNIQUE, time REAL NOT NULL, client TEXT NOT NULL,
-    cluster INTEGER NOT NULL, base_version INTEGER NOT NULL, staleness INTEGER NOT NULL,
-    weight REAL, dispatched_at REAL NOT NULL, train_loss REAL,
-    bytes_down INTEGER NOT NULL, bytes_up INTEGER NOT NULL, started_at REAL, finished_at REAL,
-    event INTEGER PRIMARY KEY);
-CREATE TABLE rejections (
-    event INTEGER PRIMARY KEY, time REAL NOT NULL, client TEXT NOT NULL, reason TEXT NOT NULL,
-    dispatched_at REAL NOT NULL);
-CREATE TABLE evaluations (
-    event INTEGER PRIMARY KEY, updates INTEGER NOT NULL, time REAL NOT NULL,
-    accuracy REAL, loss REAL, clusters INTEGER NOT NULL);
-CREATE TABLE client_evaluations (
-    event INTEGER NOT NULL REFERENCES evaluations, updates INTEGER NOT NULL, client TEXT NOT NULL,
-    cluster INTEGER NOT NULL, accuracy REAL, loss REAL,
-    PRIMARY KEY (event, client)) WITHOUT ROWID;
-CREATE TABLE splits (
-    event INTEGER PRIMARY KEY, updates INTEGER NOT NULL, time REAL NOT NULL,
-    parent INTEGER NOT NULL, gap REAL, threshold REAL);
-CREATE TABLE split_members (
-    event INTEGER NOT NULL REFERENCES splits, child INTEGER NOT NULL, client TEXT,
-    UNIQUE (event, child, client));
-CREATE TABLE endings (
-    event INTEGER PRIMARY KEY, time REAL NOT NULL, updates INTEGER NOT NULL, reason TEXT NOT NULL);
-"""
-
-_TABLES = {
-    "client_events": (7, "event"),
-    "updates": (14, "event"),
-    "rejections": (5, "event"),
-    "evaluations": (6, "event"),
-    "client_evaluations": (6, "event, client"),
-    "splits": (6, "event"),
-    "split_members": (3, "event, child, client"),
-    "endings": (4, "event"),
-}
-"""Number of columns and key of each table."""
 
 # A row that is there already is left alone: Ctrl-C can come between the end of a transaction and
 # the moment at which the rows in memory are forgotten, and they are then written a second time.
 _INSERT = {
     table: f"INSERT INTO {table} VALUES ({', '.join('?' * columns)}) ON CONFLICT ({key}) DO NOTHING"
-    for table, (columns, key) in _TABLES.items()
+    for table, (columns, key) in TABLES.items()
 }
 
 
@@ -120,7 +62,7 @@ class RunStore:
         self.path = folder / FILE_NAME
         self._event = after or 0
         self._observed = 0
-        self._rows: defaultdict[str, list[tuple[Any, ...]]] = defaultdict(list)
+        self._rows: Rows = defaultdict(list)
         self._connection: sqlite3.Connection | None = (
             _create(self.path, replace) if after is None else _reopen(self.path, after)
         )
@@ -128,7 +70,7 @@ class RunStore:
     def observe(self, event: Event) -> None:
         """Append an event."""
         self._event += 1
-        _WRITERS[type(event)](self._rows, self._event, event)
+        WRITERS[type(event)](self._rows, self._event, event)
         self._observed += 1
         if self._observed >= _BATCH or isinstance(event, Evaluated | RunEnded):
             self.commit()
@@ -174,7 +116,8 @@ def read_events(path: Path) -> list[Event]:
     """Read a run store back into the events that were observed, in their order.
 
     Flower's node ids are not kept: they are random. ``ClientJoined.node_id`` is 0. Numbers that
-    were NaN come back as NaN.
+    were NaN come back as NaN. Of stores of older formats the events are those that a run would
+    report now.
 
     Parameters
     ----------
@@ -191,10 +134,13 @@ def read_events(path: Path) -> list[Event]:
         raise UserError(f"There is no run store {file}; expected a folder that `raceme run` wrote.")
     with contextlib.closing(_open(file)) as connection:
         connection.execute("PRAGMA query_only = ON")
-        _check_format(connection, file, (1, _FORMAT))
+        stored = _check_format(connection, file, (*old_stores.FORMATS, FORMAT))
         try:
-            numbered = [pair for read in _READERS for pair in read(connection)]
-        except sqlite3.DatabaseError as error:
+            if stored in old_stores.FORMATS:
+                return old_stores.read_old_events(connection)
+            numbered = [pair for read in READERS for pair in read(connection)]
+        # ValueError: a verb or a kind of end that does not exist.
+        except (sqlite3.DatabaseError, ValueError) as error:
             raise UserError(f"{file} is damaged: {error}.") from None
     return [event for _, event in sorted(numbered, key=itemgetter(0))]
 
@@ -213,8 +159,8 @@ def _create(path: Path, replace: bool) -> sqlite3.Connection:
         connection = sqlite3.connect(path)
         try:
             connection.execute(f"PRAGMA application_id = {_APPLICATION}")
-            connection.execute(f"PRAGMA user_version = {_FORMAT}")
-            connection.executescript(f"BEGIN; {_SCHEMA} COMMIT;")
+            connection.execute(f"PRAGMA user_version = {FORMAT}")
+            connection.executescript(f"BEGIN; {SCHEMA} COMMIT;")
         except BaseException:
             connection.close()
             raise
@@ -229,8 +175,8 @@ def _open(path: Path) -> sqlite3.Connection:
     return sqlite3.connect(f"{path.resolve().as_uri()}?mode=rw", uri=True)
 
 
-def _check_format(connection: sqlite3.Connection, path: Path, formats: Collection[int]) -> None:
-    """Raise UserError unless this is a run store in one of the formats."""
+def _check_format(connection: sqlite3.Connection, path: Path, formats: Collection[int]) -> int:
+    """Return the format of a run store; raise UserError if it is not one of these."""
     try:
         (application,) = connection.execute("PRAGMA application_id").fetchone()
         (version,) = connection.execute("PRAGMA user_version").fetchone()
@@ -240,9 +186,10 @@ def _check_format(connection: sqlite3.Connection, path: Path, formats: Collectio
         raise UserError(f"{path} is not a run store of Raceme but another SQLite database.")
     if version not in formats:
         raise UserError(
-            f"{path} has format {version}; this Raceme reads format {_FORMAT}. "
+            f"{path} has format {version}, and format {FORMAT} is needed here. "
             "Use the version of Raceme that wrote it."
         )
+    return int(version)
 
 
 def _reopen(path: Path, after: int) -> sqlite3.Connection:
@@ -251,15 +198,15 @@ def _reopen(path: Path, after: int) -> sqlite3.Connection:
         raise UserError(f"There is no run store {path} to go on with.")
     connection = _open(path)
     try:
-        _check_format(connection, path, (_FORMAT,))
+        _check_format(connection, path, (FORMAT,))
         held = any(
             connection.execute(f"SELECT 1 FROM {table} WHERE event = ?", (after,)).fetchone()
-            for table in _TABLES
+            for table in TABLES
         )
         if after and not held:
             raise UserError(f"{path} is not of the same run as its checkpoint: events are missing.")
         with connection:
-            for table in _TABLES:
+            for table in TABLES:
                 connection.execute(f"DELETE FROM {table} WHERE event > ?", (after,))
     except sqlite3.DatabaseError as error:
         connection.close()
@@ -268,167 +215,3 @@ def _reopen(path: Path, after: int) -> sqlite3.Connection:
         connection.close()
         raise
     return connection
-
-
-# Conversions with int() and float() let numpy's scalars in, which sqlite3 does not know.
-
-_Rows = defaultdict[str, list[tuple[Any, ...]]]
-
-
-def _write_joined(rows: _Rows, number: int, event: ClientJoined) -> None:
-    kind = "returned" if event.returned else "joined"
-    group = None if event.group is None else int(event.group)
-    examples = int(event.num_examples)
-    rows["client_events"].append(
-        (number, float(event.time), event.client, kind, None, examples, group)
-    )
-
-
-def _write_left(rows: _Rows, number: int, event: ClientLeft) -> None:
-    rows["client_events"].append(
-        (number, float(event.time), event.client, "left", None, None, None)
-    )
-
-
-def _write_assigned(rows: _Rows, number: int, event: ClientAssigned) -> None:
-    cluster = int(event.cluster)
-    rows["client_events"].append(
-        (number, float(event.time), event.client, "assigned", cluster, None, None)
-    )
-
-
-def _write_update(rows: _Rows, number: int, event: UpdateApplied) -> None:
-    rows["updates"].append(
-        (
-            int(event.seq),
-            float(event.time),
-            event.client,
-            int(event.cluster),
-            int(event.base_version),
-            int(event.staleness),
-            float(event.weight),
-            float(event.dispatched_at),
-            float(event.train_loss),
-            int(event.bytes_down),
-            int(event.bytes_up),
-            event.started_at,
-            event.finished_at,
-            number,
-        )
-    )
-
-
-def _write_rejection(rows: _Rows, number: int, event: UpdateRejected) -> None:
-    rows["rejections"].append(
-        (number, float(event.time), event.client, event.reason, float(event.dispatched_at))
-    )
-
-
-def _write_evaluation(rows: _Rows, number: int, event: Evaluated) -> None:
-    updates, clusters = int(event.updates), int(event.clusters)
-    accuracy, loss = float(event.accuracy), float(event.loss)
-    rows["evaluations"].append((number, updates, float(event.time), accuracy, loss, clusters))
-    rows["client_evaluations"].extend(
-        (number, updates, client, int(cluster), float(client_accuracy), float(client_loss))
-        for client, (cluster, client_accuracy, client_loss) in event.per_client.items()
-    )
-
-
-def _write_split(rows: _Rows, number: int, event: ClusterSplit) -> None:
-    updates, parent = int(event.updates), int(event.parent)
-    gap, threshold = float(event.gap), float(event.threshold)
-    rows["splits"].append((number, updates, float(event.time), parent, gap, threshold))
-    rows["split_members"].extend(
-        (number, int(child), client)
-        for child, clients in event.children.items()
-        for client in clients or (None,)
-    )
-
-
-def _write_ending(rows: _Rows, number: int, event: RunEnded) -> None:
-    rows["endings"].append((number, float(event.time), int(event.updates), event.reason))
-
-
-_WRITERS: dict[type[Any], Callable[[_Rows, int, Any], None]] = {
-    ClientJoined: _write_joined,
-    ClientLeft: _write_left,
-    ClientAssigned: _write_assigned,
-    UpdateApplied: _write_update,
-    UpdateRejected: _write_rejection,
-    Evaluated: _write_evaluation,
-    ClusterSplit: _write_split,
-    RunEnded: _write_ending,
-}
-
-_Numbered = Iterator[tuple[int, Event]]
-
-
-def _number(value: float | None) -> float:
-    """Return a number, or NaN where SQLite stored NULL for it."""
-    return float("nan") if value is None else value
-
-
-def _read_client_events(connection: sqlite3.Connection) -> _Numbered:
-    query = "SELECT event, time, client, kind, cluster, num_examples, group_id FROM client_events"
-    for event, time, client, kind, cluster, num_examples, group in connection.execute(query):
-        if kind == "left":
-            yield event, ClientLeft(time, client)
-        elif kind == "assigned":
-            yield event, ClientAssigned(time, client, cluster)
-        else:
-            yield event, ClientJoined(time, client, 0, num_examples, group, kind == "returned")
-
-
-def _read_updates(connection: sqlite3.Connection) -> _Numbered:
-    stored = {name for _, name, *_ in connection.execute("PRAGMA table_info(updates)")}
-    names = [item.name for item in fields(UpdateApplied) if item.name in stored]
-    for number, *values in connection.execute(f"SELECT event, {', '.join(names)} FROM updates"):
-        update = dict(zip(names, values, strict=True))
-        update["weight"] = _number(update["weight"])
-        update["train_loss"] = _number(update["train_loss"])
-        yield number, UpdateApplied(**update)
-
-
-def _read_rejections(connection: sqlite3.Connection) -> _Numbered:
-    query = "SELECT event, time, client, reason, dispatched_at FROM rejections"
-    for number, *values in connection.execute(query):
-        yield number, UpdateRejected(*values)
-
-
-def _read_evaluations(connection: sqlite3.Connection) -> _Numbered:
-    per_client: defaultdict[int, dict[str, tuple[int, float, float]]] = defaultdict(dict)
-    query = "SELECT event, client, cluster, accuracy, loss FROM client_evaluations"
-    for number, client, cluster, accuracy, loss in connection.execute(query):
-        per_client[number][client] = (cluster, _number(accuracy), _number(loss))
-    query = "SELECT event, time, updates, accuracy, loss, clusters FROM evaluations"
-    for number, time, updates, accuracy, loss, clusters in connection.execute(query):
-        means = _number(accuracy), _number(loss)
-        yield number, Evaluated(time, updates, *means, clusters, per_client.get(number, {}))
-
-
-def _read_splits(connection: sqlite3.Connection) -> _Numbered:
-    members: defaultdict[int, dict[int, tuple[str, ...]]] = defaultdict(dict)
-    query = "SELECT event, child, client FROM split_members ORDER BY rowid"
-    for number, child, client in connection.execute(query):
-        others = members[number].get(child, ())
-        members[number][child] = others if client is None else (*others, client)
-    query = "SELECT event, time, updates, parent, gap, threshold FROM splits"
-    for number, time, updates, parent, gap, threshold in connection.execute(query):
-        numbers = _number(gap), _number(threshold)
-        yield number, ClusterSplit(time, updates, parent, members[number], *numbers)
-
-
-def _read_endings(connection: sqlite3.Connection) -> _Numbered:
-    query = "SELECT event, time, updates, reason FROM endings"
-    for number, *values in connection.execute(query):
-        yield number, RunEnded(*values)
-
-
-_READERS: tuple[Callable[[sqlite3.Connection], _Numbered], ...] = (
-    _read_client_events,
-    _read_updates,
-    _read_rejections,
-    _read_evaluations,
-    _read_splits,
-    _read_endings,
-)

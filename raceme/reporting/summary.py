@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import raceme
 from raceme.events import (
     ClientJoined,
-    ClusterSplit,
+    ClustersChanged,
     Ending,
     Evaluated,
     Event,
@@ -24,7 +24,7 @@ from raceme.events import (
 )
 from raceme.reporting.convergence import convergence_index, unrest
 from raceme.reporting.files import written_whole
-from raceme.reporting.membership import Membership, composition_purity, purity
+from raceme.reporting.membership import Membership, purity
 
 __all__ = ["Evaluation", "RunSummary", "purity", "summarise", "time_to_target", "write_summary"]
 
@@ -47,6 +47,11 @@ class Evaluation(Protocol):
         """Mean accuracy over the clients."""
         ...
 
+    @property
+    def counts(self) -> bool:
+        """Whether enough of the clients answered."""
+        ...
+
 
 @dataclass(frozen=True)
 class _Point:
@@ -55,12 +60,13 @@ class _Point:
     time: float
     updates: int
     accuracy: float
+    counts: bool
 
 
 def time_to_target(
     evaluations: Iterable[Evaluation], target: float | None
 ) -> dict[str, float | int] | None:
-    """Find the first evaluation at or above a target accuracy.
+    """Find the first evaluation that counts and is at or above a target accuracy.
 
     Returns
     -------
@@ -71,7 +77,7 @@ def time_to_target(
     if target is None:
         return None
     for evaluation in evaluations:
-        if evaluation.accuracy >= target:
+        if evaluation.counts and evaluation.accuracy >= target:
             return {
                 "target": float(target),
                 "virtual_time": float(evaluation.time),
@@ -90,17 +96,20 @@ class RunSummary:
     updates, rejected : int
         Updates applied, and replies that were not used.
     accuracy, best_accuracy : float or None
-        Mean client accuracy of the latest and of the best evaluation; None before the first.
+        Mean client accuracy of the latest evaluation, and of the best one that counts; None
+        before the first.
+    asked, answered : int or None
+        Clients that were asked in the latest evaluation, and of them those that answered.
     bytes_down, bytes_up : int
         Traffic of the updates applied, to the clients and from them.
     clusters : int
         Number of cluster models now.
     membership : Membership
-        Which client is in which cluster.
+        Which client is in which clusters.
     reason : str or None
-        Why the run ended; None while it goes on.
+        Why the run ended, in words; None while it goes on.
     ending : Ending or None
-        The kind of its end; None while it goes on.
+        The kind of end; None while it goes on.
     """
 
     def __init__(self) -> None:
@@ -109,6 +118,8 @@ class RunSummary:
         self.rejected = 0
         self.accuracy: float | None = None
         self.best_accuracy: float | None = None
+        self.asked: int | None = None
+        self.answered: int | None = None
         self.bytes_down = 0
         self.bytes_up = 0
         self.clusters = 0
@@ -129,18 +140,15 @@ class RunSummary:
             self._observe_evaluation(event)
         elif isinstance(event, UpdateRejected):
             self.rejected += 1
-        elif isinstance(event, ClusterSplit):
-            self.clusters = max(self.clusters, 1) + len(event.children) - 1
         elif isinstance(event, RunEnded):
             # Tasks that nobody was left to answer may have been given up later than this.
-            self.reason, self.time = event.reason, float(event.time)
-            self.ending = event.ending
-        if self.membership.observe(event) or isinstance(event, ClientJoined):
-            self._observe_moves()
+            self.reason, self.ending, self.time = event.reason, event.ending, float(event.time)
+        elif isinstance(event, ClustersChanged | ClientJoined):
+            self._observe_clusters(event)
 
     def purity(self) -> float | None:
         """Return the clusters' purity now; None if no true groups are known."""
-        return composition_purity(self.membership.composition)
+        return self.membership.purity()
 
     def result(
         self,
@@ -180,6 +188,8 @@ class RunSummary:
             "updates_per_second": rate,
             "accuracy": _finite(self.accuracy),
             "best_accuracy": _finite(self.best_accuracy),
+            "clients_asked": self.asked,
+            "clients_answered": self.answered,
             "target": target,
             "time_to_target": time_to_target(self._evaluations, target),
             "time_to_convergence": self._time_to_convergence(),
@@ -208,17 +218,23 @@ class RunSummary:
         return {"virtual_time": reached.time, "updates": reached.updates}
 
     def _observe_evaluation(self, event: Evaluated) -> None:
-        point = _Point(float(event.time), int(event.updates), float(event.accuracy))
-        self._evaluations.append(point)
+        accuracy = float(event.accuracy)
+        self._evaluations.append(
+            _Point(float(event.time), int(event.updates), accuracy, event.counts)
+        )
         self.clusters = int(event.clusters)
-        self.accuracy = point.accuracy
+        self.accuracy, self.asked, self.answered = accuracy, int(event.asked), event.answered
         best = -math.inf if self.best_accuracy is None else self.best_accuracy
         # False for NaN, which a run that diverged may give.
-        if point.accuracy > best:
-            self.best_accuracy = point.accuracy
+        if event.counts and accuracy > best:
+            self.best_accuracy = accuracy
 
-    def _observe_moves(self) -> None:
-        self.clusters = max(self.clusters, len(self.membership.composition))
+    def _observe_clusters(self, event: ClustersChanged | ClientJoined) -> None:
+        self.membership.observe(event)
+        if isinstance(event, ClustersChanged):
+            # An evaluation counts clusters too that no event has named, e.g. without members.
+            changed = self.clusters + len(event.made) - len(event.gone)
+            self.clusters = max(changed, len(self.membership.existing))
         if self.purity() != 1.0:
             self._pure_since = None
         elif self._pure_since is None:
