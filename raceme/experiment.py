@@ -24,6 +24,7 @@ from raceme.messages import ModelSpec
 from raceme.reporting.artefacts import write_all
 from raceme.reporting.store import RunStore, read_events
 from raceme.reporting.summary import RunSummary
+from raceme.server.interface import StopCheck, never_stop
 from raceme.simulation import (
     Node,
     VirtualGrid,
@@ -33,7 +34,6 @@ from raceme.simulation import (
     training_seconds,
 )
 from raceme.simulation.trace import PREFIX, traced_fleet
-from raceme.server.interface import StopCheck, never_stop
 from raceme.strategies import STRATEGIES, Method, Plan
 from raceme.timeline import timeline_of
 
