@@ -50,6 +50,8 @@ def run(
     model: Annotated[str | None, _option("model")] = None,
     clients: Annotated[str | None, _option("clients")] = None,
     partition: Annotated[str | None, _option("partition")] = None,
+    drift: Annotated[str | None, _option("drift")] = None,
+    drift_at: Annotated[str | None, _option("drift-at")] = None,
     devices: Annotated[str | None, _option("devices")] = None,
     max_updates: Annotated[str | None, _option("max-updates")] = None,
     max_time: Annotated[str | None, _option("max-time")] = None,
@@ -89,6 +91,8 @@ def run(
         "model": model,
         "clients": clients,
         "partition": partition,
+        "drift": drift,
+        "drift-at": drift_at,
         "devices": devices,
         "max-updates": max_updates,
         "max-time": max_time,
@@ -123,7 +127,7 @@ def list_names(
     keys: Annotated[bool, typer.Option("--keys", help="also list every key of a run")] = False,
 ) -> None:
     """Show the strategies, datasets, partitions, models and device profiles."""
-    from raceme.datasets import DATASETS, PARTITIONERS
+    from raceme.datasets import DATASETS, DRIFTS, PARTITIONERS
     from raceme.models import MODELS
     from raceme.simulation import devices
     from raceme.strategies import STRATEGIES
@@ -132,6 +136,7 @@ def list_names(
         "strategies": STRATEGIES.summaries(),
         "datasets": DATASETS.summaries(),
         "partitions": PARTITIONERS.summaries(),
+        "drifts": DRIFTS.summaries(),
         "models": MODELS.summaries(),
         "device profiles": devices.summaries(),
     }

@@ -229,7 +229,7 @@ def _run_config(items: _Items) -> RunConfig:
 def _node_view(config: RunConfig, node: Mapping[str, Value]) -> RunConfig:
     """Return the configuration as a node's own settings change it."""
     return config.with_values(
-        clients=int(node.get("num-partitions", config.clients)),
+        clients=int(node.get("num-partitions", config.num_clients)),
         data_file=str(node.get("data-file", config.data_file)),
         data_root=str(node.get("data-root", config.data_root)),
     )

@@ -65,7 +65,7 @@ class RunConfig:
     download: bool = key(False, "fetch missing files into data-root")
     data_file: str = key("", "npz: the file with x_train, y_train, x_test, y_test")
     model: str | None = key(None, "network, or module:function that builds one")
-    clients: int = key(40, "number of clients", low=1)
+    clients: int | None = key(None, "number of clients (auto: what suits the dataset)", low=1)
     partition: str = key("label-groups", "how samples go to clients; see `raceme list`")
     groups: str = key("0.2,0.2,0.3,0.3", "label-groups: share of clients and labels per group")
     dirichlet_alpha: float = key(1.0, "Dirichlet concentration of labels", above=0)
@@ -77,6 +77,11 @@ class RunConfig:
     synthetic_alpha: float = key(1.0, "synthetic: how far the clients' models differ", low=0)
     synthetic_beta: float = key(1.0, "synthetic: how far the clients' inputs differ", low=0)
     image_size: int = key(0, "image-folder: pixels of height and width (0: as they are)", low=0)
+    drift: str = key("none", "how clients' data change; see `raceme list`")
+    drift_at: str | None = key(
+        None, "when data change: moments, '60s, 120s', '500 updates', or 'every 3 uploads'"
+    )
+    drift_seed: int | None = key(None, "seed of the drift (auto: that of the run)", low=0)
     noise_std: float = key(1.0, "noise-groups: deviation of the noise in the last group", low=0)
     lr: float | None = key(None, "learning rate of the local SGD", above=0)
     batch_size: int = key(10, "mini-batch size of the local SGD", low=1)
@@ -164,6 +169,12 @@ class RunConfig:
     def parameters(self) -> dict[str, Value]:
         """Return the hyper-parameters of the chosen strategy, defaults included."""
         return {**_defaults(self.strategy), **self.options.get(self.strategy, {})}
+
+    @property
+    def num_clients(self) -> int:
+        """Number of clients of a configuration that has been filled in."""
+        assert self.clients is not None, "raceme.datasets.with_defaults fills it in"
+        return self.clients
 
     def with_values(self, **values: Any) -> RunConfig:
         """Return a copy with other values, by attribute name."""

@@ -77,12 +77,13 @@ def resolve(config: RunConfig) -> RunConfig:
     UserError
         The dataset does not exist.
     """
+    config = datasets.with_defaults(config)
     source = datasets.source_of(config)
     target, stop = config.target_accuracy, config.stop_at_target
-    return datasets.with_defaults(config).with_values(
+    return config.with_values(
         target_accuracy=source.target_accuracy if target is None else target,
         stop_at_target=target is not None if stop is None else stop,
-        eval_every=config.clients if config.eval_every is None else config.eval_every,
+        eval_every=config.num_clients if config.eval_every is None else config.eval_every,
         data_root=_absolute(config.data_root),
         data_file=_absolute(config.data_file),
         resume=_absolute(config.resume),
@@ -117,7 +118,7 @@ def build_grid(config: RunConfig) -> VirtualGrid:
     from raceme.client_app import app
 
     examples = [
-        len(datasets.client_data(config, client).y_train) for client in range(config.clients)
+        len(datasets.client_data(config, client).y_train) for client in range(config.num_clients)
     ]
     nodes = _fleet(config, examples)
     executor = executor_for(
@@ -134,16 +135,16 @@ def _fleet(config: RunConfig, examples: Sequence[int]) -> list[Node]:
     """Return one node per client, with its device."""
     names: list[str] = []
     if config.devices.startswith(PREFIX):
-        devices, names = traced_fleet(config.devices.removeprefix(PREFIX), config.clients)
+        devices, names = traced_fleet(config.devices.removeprefix(PREFIX), config.num_clients)
     else:
-        devices = fleet(config.devices, config.clients, config.seed)
+        devices = fleet(config.devices, config.num_clients, config.seed)
     return [
         Node(
             node_id=_FIRST_NODE_ID + index,
             device=device,
             config={
                 "partition-id": index,
-                "num-partitions": config.clients,
+                "num-partitions": config.num_clients,
                 **({"device-id": names[index]} if names else {}),
             },
             examples=count,
@@ -306,7 +307,7 @@ def plan(config: RunConfig) -> Plan:
         max_time=config.max_time or None,
         target_accuracy=config.target_accuracy,
         stop_at_target=bool(config.stop_at_target),
-        eval_every=config.eval_every or config.clients,
+        eval_every=config.eval_every or config.num_clients,
         concurrency=config.concurrency,
     )
 

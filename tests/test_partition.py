@@ -16,7 +16,7 @@ LABELS = np.repeat(np.arange(10), 80)
 
 
 def deal(name: str, labels: np.ndarray = LABELS, seed: int = 0, **keys: object) -> Partition:
-    config = RunConfig(partition=name, **keys)  # type: ignore[arg-type]
+    config = RunConfig(partition=name, **{"clients": 40, **keys})  # type: ignore[arg-type]
     dealt: Partition = PARTITIONERS[name](labels, config, np.random.default_rng(seed))
     return dealt
 

@@ -135,9 +135,9 @@ def check(jobs: Iterable[Job]) -> None:
             shared = str(config.with_values(strategy="", options={}, max_updates=1, out=""))
             if (job.seed, shared) not in dealt:
                 dealt.add((job.seed, shared))
-                fleet(config.devices, config.clients, config.seed)
+                fleet(config.devices, config.num_clients, config.seed)
                 datasets.true_groups(config)
-                datasets.client_data(config, config.clients - 1)
+                datasets.client_data(config, config.num_clients - 1)
                 models.initial_arrays(config)
         except UserError as error:
             raise UserError(f"{job.method.label} cannot run: {error}") from None

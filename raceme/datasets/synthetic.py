@@ -39,7 +39,7 @@ class Synthetic(Source):
                 config.synthetic_beta,
                 generator(config.seed, "synthetic", client),
             )
-            for client in range(config.clients)
+            for client in range(config.num_clients)
         ]
         bounds = np.cumsum([0, *(len(y) for _, y in clients)])
         return Dataset(
