@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import logging
 import sys
-from dataclasses import fields
-from pathlib import Path
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from raceme import __version__
+from raceme.command_keys import KeyCommand, with_keys
 from raceme.comparison import commands as comparison_commands
-from raceme.config import RunConfig, Value, all_keys, parse_assignment, read_toml
+from raceme.config import RunConfig, Value, all_keys
 from raceme.deployment import commands as deployment_commands
 from raceme.errors import UserError
 from raceme.reporting import commands as reporting_commands
@@ -29,48 +29,8 @@ comparison_commands.register(app)
 reporting_commands.register(app)
 deployment_commands.register(app)
 
-# Not `all_keys()`: it imports the strategies, with scikit-learn, which a device does without.
-_DESCRIBED = {
-    item.name.replace("_", "-"): item.metadata.get("help", "") for item in fields(RunConfig)
-}
 
-
-def _option(name: str, *flags: str) -> Any:
-    """Make the command-line option of a key."""
-    return typer.Option(*(flags or (f"--{name}",)), help=_DESCRIBED[name], show_default=False)
-
-
-@app.command()
-def run(
-    strategy: Annotated[str | None, _option("strategy")] = None,
-    dataset: Annotated[str | None, _option("dataset")] = None,
-    data_root: Annotated[str | None, _option("data-root")] = None,
-    download: Annotated[bool | None, _option("download", "--download/--no-download")] = None,
-    data_file: Annotated[str | None, _option("data-file")] = None,
-    model: Annotated[str | None, _option("model")] = None,
-    clients: Annotated[str | None, _option("clients")] = None,
-    partition: Annotated[str | None, _option("partition")] = None,
-    drift: Annotated[str | None, _option("drift")] = None,
-    drift_at: Annotated[str | None, _option("drift-at")] = None,
-    devices: Annotated[str | None, _option("devices")] = None,
-    max_updates: Annotated[str | None, _option("max-updates")] = None,
-    max_time: Annotated[str | None, _option("max-time")] = None,
-    target_accuracy: Annotated[str | None, _option("target-accuracy")] = None,
-    eval_every: Annotated[str | None, _option("eval-every")] = None,
-    workers: Annotated[str | None, _option("workers")] = None,
-    device: Annotated[str | None, _option("device")] = None,
-    seed: Annotated[str | None, _option("seed")] = None,
-    config: Annotated[
-        Path | None, typer.Option("--config", help="TOML file with keys", show_default=False)
-    ] = None,
-    assignments: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="any key: key=value, e.g. casa.gamma=0.2", show_default=False),
-    ] = None,
-    checkpoint_every: Annotated[str | None, _option("checkpoint-every")] = None,
-    resume: Annotated[str | None, _option("resume")] = None,
-    out: Annotated[str | None, _option("out")] = None,
-) -> None:
+def run(keys: Mapping[str, Value]) -> None:
     """Run a method on virtual time, and leave a table, plots and all numbers.
 
     Keys come from --config, then the options, then --set; the later one wins. With --resume they
@@ -80,33 +40,6 @@ def run(
     from raceme.experiment import simulate
     from raceme.reporting.console import RunProgress, print_summary
 
-    keys: dict[str, Value] = read_toml(Path(resume) / "config.toml") if resume else {}
-    keys.update(read_toml(config) if config else {})
-    options = {
-        "strategy": strategy,
-        "dataset": dataset,
-        "data-root": data_root,
-        "download": download,
-        "data-file": data_file,
-        "model": model,
-        "clients": clients,
-        "partition": partition,
-        "drift": drift,
-        "drift-at": drift_at,
-        "devices": devices,
-        "max-updates": max_updates,
-        "max-time": max_time,
-        "target-accuracy": target_accuracy,
-        "eval-every": eval_every,
-        "workers": workers,
-        "device": device,
-        "seed": seed,
-        "checkpoint-every": checkpoint_every,
-        "resume": resume,
-        "out": out,
-    }
-    keys.update({name: value for name, value in options.items() if value is not None})
-    keys.update(parse_assignment(text) for text in assignments or [])
     settings = RunConfig.from_mapping(keys)
 
     _quiet_flower()
@@ -122,15 +55,16 @@ def run(
         raise typer.Exit(1)
 
 
+app.command(cls=KeyCommand)(with_keys(run))
+
+
 @app.command("list")
 def list_names(
     keys: Annotated[bool, typer.Option("--keys", help="also list every key of a run")] = False,
 ) -> None:
-    """Show the strategies, datasets, partitions, models and device profiles."""
-    from raceme.datasets import DATASETS, DRIFTS, PARTITIONERS
-    from raceme.models import MODELS
+    """Show the strategies, datasets, partitions, drifts, models and device profiles."""
+    from raceme.registry import DATASETS, DRIFTS, MODELS, PARTITIONERS, STRATEGIES
     from raceme.simulation import devices
-    from raceme.strategies import STRATEGIES
 
     sections = {
         "strategies": STRATEGIES.summaries(),
@@ -146,8 +80,8 @@ def list_names(
         console.print(_table(title, entries, width))
     if keys:
         described = {
-            name: f"{help_text} [default: {default if default != '' else 'empty'}]"
-            for name, (default, help_text) in all_keys().items()
+            name: f"{key.help} [default: {key.default if key.default != '' else 'empty'}]"
+            for name, key in all_keys().items()
         }
         console.print(_table("keys", described, max(len(name) for name in described)))
 

@@ -66,6 +66,9 @@ torch.set_num_threads(1)
 
 _Items = tuple[tuple[str, Value], ...]
 
+_NODE_KEYS = ("data-file", "data-root")
+"""Keys of the run that a node may have its own values of."""
+
 _UNKNOWN_GROUP = -1
 
 
@@ -205,7 +208,9 @@ def client_of(context: Context) -> Client:
 @lru_cache(maxsize=16384)
 def _client(run_items: _Items, node_items: _Items) -> Client:
     node = dict(node_items)
-    config = _node_view(_run_config(run_items), node)
+    own = tuple((name, node[name]) for name in _NODE_KEYS if name in node)
+    config = _run_config(run_items + own)
+    config = config.with_values(clients=int(node.get("num-partitions", config.num_clients)))
     position = _position(config, node)
     data, shape = datasets.client_data(config, position), datasets.data_shape(config)
     network = _network(str(config.model), shape.input_shape, shape.num_classes)
@@ -222,17 +227,7 @@ def _client(run_items: _Items, node_items: _Items) -> Client:
 @lru_cache(maxsize=8)
 def _run_config(items: _Items) -> RunConfig:
     # Hyper-parameters of strategies are the server's; to read them would import scikit-learn.
-    own = {name: value for name, value in items if "." not in name}
-    return datasets.with_defaults(RunConfig.from_mapping(own))
-
-
-def _node_view(config: RunConfig, node: Mapping[str, Value]) -> RunConfig:
-    """Return the configuration as a node's own settings change it."""
-    return config.with_values(
-        clients=int(node.get("num-partitions", config.num_clients)),
-        data_file=str(node.get("data-file", config.data_file)),
-        data_root=str(node.get("data-root", config.data_root)),
-    )
+    return datasets.with_defaults(RunConfig.from_mapping(dict(items), lenient=True))
 
 
 def _position(config: RunConfig, node: Mapping[str, Value]) -> int:

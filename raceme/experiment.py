@@ -17,7 +17,7 @@ from threadpoolctl import threadpool_limits
 from raceme import datasets, models
 from raceme import messages as names
 from raceme.checkpoints import CheckpointFolder, Keeper, Schedule, only_writer, restore
-from raceme.config import RunConfig, parameters_from, write_toml
+from raceme.config import RunConfig, write_toml
 from raceme.errors import UserError
 from raceme.events import Event, Observer
 from raceme.messages import ModelSpec
@@ -75,18 +75,16 @@ def resolve(config: RunConfig) -> RunConfig:
     Raises
     ------
     UserError
-        The dataset does not exist.
+        The dataset does not exist, or nobody reads an option that is set.
     """
-    config = datasets.with_defaults(config)
+    config.check_options()
+    config = datasets.with_defaults(config.with_absolute_paths())
     source = datasets.source_of(config)
     target, stop = config.target_accuracy, config.stop_at_target
     return config.with_values(
         target_accuracy=source.target_accuracy if target is None else target,
         stop_at_target=target is not None if stop is None else stop,
         eval_every=config.num_clients if config.eval_every is None else config.eval_every,
-        data_root=_absolute(config.data_root),
-        data_file=_absolute(config.data_file),
-        resume=_absolute(config.resume),
         devices=_resolved_devices(config.devices),
     )
 
@@ -100,8 +98,7 @@ def build_strategy(config: RunConfig) -> AsyncStrategy | Rounds:
         There is no such strategy.
     """
     method = STRATEGIES[config.strategy]
-    parameters = parameters_from(method.parameters_type, config.parameters())
-    strategy: AsyncStrategy | Rounds = method(parameters, seed=config.seed)
+    strategy: AsyncStrategy | Rounds = method(config.parameters(), seed=config.seed)
     return strategy
 
 

@@ -28,7 +28,9 @@ def _identity() -> None:
 
 def context(client: int = 0, config: RunConfig = CONFIG, **node: object) -> Context:
     """A node as Flower's simulation describes it."""
-    return node_context({"partition-id": client, "num-partitions": config.clients, **node}, config)
+    return node_context(
+        {"partition-id": client, "num-partitions": config.clients or 40, **node}, config
+    )
 
 
 def node_context(node: dict[str, object], config: RunConfig = CONFIG) -> Context:
@@ -210,7 +212,7 @@ def write_device(path: Path, classes: int = 3) -> None:
 
 def test_a_device_with_its_own_file_needs_only_a_name(tmp_path: Path) -> None:
     write_device(tmp_path / "kitchen.npz")
-    config = RunConfig(dataset="npz", data_file="elsewhere.npz", model="mclr")
+    config = RunConfig(dataset="npz", model="mclr").with_values(data_file="elsewhere.npz")
     node = {"device-id": "kitchen", "data-file": str(tmp_path / "kitchen.npz")}
     own = node_context(node, config)
     metrics, told = query(own)
@@ -225,7 +227,8 @@ def test_a_model_for_more_classes_than_the_devices_own_is_an_error_that_shows_bo
     tmp_path: Path,
 ) -> None:
     write_device(tmp_path / "own.npz", classes=2)
-    config = RunConfig(dataset="npz", data_file=str(tmp_path / "own.npz"), model="mclr")
+    config = RunConfig(dataset="npz", model="mclr")
+    config = config.with_values(data_file=str(tmp_path / "own.npz"))
     initial = models.initial_arrays(config, datasets.DataShape((4,), 3))
     with pytest.raises(ValueError, match=r"shape \(3, 4\); .* has shape \(2, 4\)"):
         app(message("train", {"task": 1}, initial), node_context({"device-id": "a"}, config))

@@ -332,7 +332,8 @@ def assert_close(one: RecordDict, other: RecordDict) -> None:
 
 
 def ragged(model: str = "mlp") -> RunConfig:
-    return experiment.resolve(RunConfig(clients=7, sizes="power-law", model=model, lr=0.1))
+    config = RunConfig(clients=7, model=model, lr=0.1).with_values(sizes="power-law")
+    return experiment.resolve(config)
 
 
 @pytest.mark.parametrize("model", ["mlp", "cnn", "mclr"])

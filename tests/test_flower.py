@@ -68,7 +68,7 @@ def test_casa_on_ray_with_four_supernodes(tmp_path: Path) -> None:
 def test_the_flower_app_lists_every_key_with_its_default() -> None:
     tree = tomllib.loads((ROOT / "pyproject.toml").read_text())
     listed = tree["tool"]["flwr"]["app"]["config"]
-    keys = {key: default for key, (default, _) in all_keys().items()}
+    keys = {name: key.default for name, key in all_keys().items()}
     flat = {key: value for key, value in listed.items() if not isinstance(value, dict)}
     assert flat == {SET: ""} | {key: value for key, value in keys.items() if "." not in key}
     # Strategies' own keys may be listed; all of them can be given in the key `set`.

@@ -132,7 +132,8 @@ def check(jobs: Iterable[Job]) -> None:
         try:
             build_strategy(config)
             # All that a run is made of, but for its strategy.
-            shared = str(config.with_values(strategy="", options={}, max_updates=1, out=""))
+            keys = config.with_values(max_updates=1, out="").to_mapping().items()
+            shared = str([item for item in keys if item[0] != "strategy" and "." not in item[0]])
             if (job.seed, shared) not in dealt:
                 dealt.add((job.seed, shared))
                 fleet(config.devices, config.num_clients, config.seed)

@@ -17,7 +17,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from raceme.config import RunConfig, Value
+from raceme.config import RunConfig, Value, check_key
 from raceme.errors import UserError, unknown_name
 
 SHIPPED = Path(__file__).parent / "suites"
@@ -177,7 +177,7 @@ class Suite:
         UserError
             An unknown key, or a value out of its range.
         """
-        keys: dict[str, Value] = dict(self.settings)
+        keys = self._settings_for(method)
         for name, hint in _OWN_KEYS.items():
             if name in keys:
                 raise UserError(f"The key '{name}' does not belong in settings: {hint}.")
@@ -191,6 +191,17 @@ class Suite:
         if "workers" in _config_keys():
             keys["workers"] = 0
         return self._shortened(RunConfig.from_mapping(keys))
+
+    def _settings_for(self, method: Method) -> dict[str, Value]:
+        """Return the settings without the hyper-parameters of other methods, after a check."""
+        own: dict[str, Value] = {}
+        for name, value in self.settings.items():
+            strategy, dot, _ = name.partition(".")
+            if dot and strategy != method.strategy:
+                check_key(name, value)
+            else:
+                own[name] = value
+        return own
 
     def _shortened(self, config: RunConfig) -> RunConfig:
         if self.scale == 1.0:
@@ -217,7 +228,22 @@ class Suite:
         return replace(self, scale=self.scale * scale)
 
     def with_settings(self, settings: Mapping[str, Value]) -> Suite:
-        """Return the suite with some settings replaced; ``max-updates`` is then for all methods."""
+        """Return the suite with some settings replaced; ``max-updates`` is then for all methods.
+
+        Raises
+        ------
+        UserError
+            A hyper-parameter of a strategy that is not compared.
+        """
+        compared = {method.strategy for method in self.methods}
+        for name, value in settings.items():
+            strategy, dot, _ = name.partition(".")
+            if dot and strategy not in compared:
+                check_key(name, value)
+                raise UserError(
+                    f"{name} is read by strategy {strategy}; this comparison has "
+                    f"{', '.join(sorted(compared))}."
+                )
         suite = replace(self, settings={**self.settings, **settings})
         if "max-updates" in settings:
             suite = replace(suite, async_updates=None, sync_updates=None)

@@ -7,43 +7,14 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from raceme.config import RunConfig, Value
+from raceme.config import RunConfig
 from raceme.datasets.dealt import Dealt
-from raceme.datasets.drift import DRIFTS, Drift, Schedule, drift_type, options_of, schedule_of
+from raceme.datasets.drift import Drift, Schedule, drift_of, drift_type, schedule_of
 from raceme.datasets.partition import Partition
 from raceme.datasets.source import ClientData, Dataset, DataShape, Source, generator
 from raceme.datasets.suited import suited
 from raceme.errors import UserError
-from raceme.registry import Registry
-
-DATASETS = Registry(
-    "dataset",
-    {
-        "digits": "raceme.datasets.digits:Digits",
-        "mnist": "raceme.datasets.mnist:Mnist",
-        "fashion-mnist": "raceme.datasets.mnist:FashionMnist",
-        "synthetic": "raceme.datasets.synthetic:Synthetic",
-        "npz": "raceme.datasets.npz:Npz",
-        "cifar10": "raceme.datasets.cifar10:Cifar10",
-        "image-folder": "raceme.datasets.image_folder:ImageFolder",
-        "femnist": "raceme.datasets.femnist:Femnist",
-        "har": "raceme.datasets.har:Har",
-        "harbox": "raceme.datasets.har:HarBox",
-        "imu": "raceme.datasets.har:Imu",
-    },
-)
-
-PARTITIONERS = Registry(
-    "partition",
-    {
-        "label-groups": "raceme.datasets.partition:label_groups",
-        "dirichlet": "raceme.datasets.partition:dirichlet",
-        "classes": "raceme.datasets.partition:classes",
-        "iid": "raceme.datasets.partition:iid",
-        "rotation-groups": "raceme.datasets.skew:rotation_groups",
-        "noise-groups": "raceme.datasets.skew:noise_groups",
-    },
-)
+from raceme.registry import DATASETS, DRIFTS, PARTITIONERS
 
 __all__ = [
     "DATASETS",
@@ -65,33 +36,14 @@ __all__ = [
     "with_defaults",
 ]
 
-_LOADING = (
-    "dataset",
-    "data_root",
-    "download",
-    "data_file",
-    "image_size",
-    "clients",
-    "synthetic_alpha",
-    "synthetic_beta",
-    "seed",
-)
-"""The attributes of a configuration that decide what is loaded."""
+_LOADING = ("dataset", "data_root", "download", "clients", "seed")
+"""What decides, beside the dataset's own options, what is loaded."""
 
-_DEALING = (
-    *_LOADING,
-    "partition",
-    "groups",
-    "dirichlet_alpha",
-    "classes_per_client",
-    "sizes",
-)
-"""The attributes that decide who gets which samples."""
+_DEALING = (*_LOADING, "partition")
+"""What decides, beside the options of the dataset and the partition, who gets which samples."""
 
-_CHANGING = (*_DEALING, "test_fraction", "noise_std", "drift", "drift_seed")
-"""The attributes that decide what clients have, and see, at each step."""
-
-_Key = tuple[tuple[str, Value], ...]
+_CHANGING = (*_DEALING, "test_fraction", "drift")
+"""What decides, beside the drift's own options too, what clients have and see at each step."""
 
 
 def source_of(config: RunConfig) -> Source:
@@ -146,12 +98,12 @@ def load(config: RunConfig) -> Dataset:
     UserError
         The dataset does not exist, or its files are missing or damaged.
     """
-    return _load(_key(with_clients(config), _LOADING))
+    return _load(with_clients(config).narrowed(*_LOADING))
 
 
 def data_shape(config: RunConfig) -> DataShape:
     """Return what a model has to fit; loads nothing where the source knows it."""
-    return _data_shape(_key(with_clients(config), _LOADING))
+    return _data_shape(with_clients(config).narrowed(*_LOADING))
 
 
 def client_data(config: RunConfig, client: int, step: int = 0) -> ClientData:
@@ -178,8 +130,12 @@ def client_data(config: RunConfig, client: int, step: int = 0) -> ClientData:
         )
     narrowed, _ = source_of(config).for_client(config, client)
     if narrowed is config or drift_type(config).needs_others:
-        return _drift(_key(config, _CHANGING), _key(config, _DEALING), None).data(client, step)
-    return _drift(_key(config, _CHANGING), _key(narrowed, _DEALING), client).data(client, step)
+        return _drift(config.narrowed(*_CHANGING), config.narrowed(*_DEALING), None).data(
+            client, step
+        )
+    return _drift(config.narrowed(*_CHANGING), narrowed.narrowed(*_DEALING), client).data(
+        client, step
+    )
 
 
 def all_clients(config: RunConfig, step: int = 0) -> list[ClientData]:
@@ -191,7 +147,7 @@ def all_clients(config: RunConfig, step: int = 0) -> list[ClientData]:
         The data cannot be loaded or dealt out as asked.
     """
     config = with_clients(config)
-    _deal(_key(config, _DEALING))
+    _deal(config.narrowed(*_DEALING))
     return [client_data(config, client, step) for client in range(config.num_clients)]
 
 
@@ -207,29 +163,22 @@ def true_groups(config: RunConfig, step: int = 0) -> tuple[int | None, ...]:
         They cannot.
     """
     config = with_clients(config)
-    return _drift(_key(config, _CHANGING), _key(config, _DEALING), None).groups(step)
-
-
-def _key(config: RunConfig, names: tuple[str, ...]) -> _Key:
-    return tuple((name, getattr(config, name)) for name in names)
+    return _drift(config.narrowed(*_CHANGING), config.narrowed(*_DEALING), None).groups(step)
 
 
 @lru_cache(maxsize=2)
-def _load(key: _Key) -> Dataset:
-    config = RunConfig(**dict(key))  # type: ignore[arg-type]
+def _load(config: RunConfig) -> Dataset:
     return source_of(config).load(config)
 
 
 @lru_cache(maxsize=16)
-def _data_shape(key: _Key) -> DataShape:
-    config = RunConfig(**dict(key))  # type: ignore[arg-type]
+def _data_shape(config: RunConfig) -> DataShape:
     return source_of(config).shape(config)
 
 
 @lru_cache(maxsize=2)
-def _deal(key: _Key) -> Partition:
+def _deal(config: RunConfig) -> Partition:
     """Deal the samples out, unless the data come with clients of their own."""
-    config = RunConfig(**dict(key))  # type: ignore[arg-type]
     partitioner = PARTITIONERS[config.partition]
     dataset = load(config)
     if dataset.users is not None:
@@ -239,12 +188,8 @@ def _deal(key: _Key) -> Partition:
 
 
 @lru_cache(maxsize=4)
-def _drift(changing: _Key, dealing: _Key, only: int | None) -> Drift:
+def _drift(config: RunConfig, dealing: RunConfig, only: int | None) -> Drift:
     """Return what gives clients their data at each step, once it is known that it can."""
-    config = RunConfig(**dict(changing))  # type: ignore[arg-type]
-    narrowed = RunConfig(**dict(dealing))  # type: ignore[arg-type]
-    dealt = Dealt(config, load(narrowed), _deal(dealing), only)
-    seed = config.seed if config.drift_seed is None else config.drift_seed
-    drift = drift_type(config)(dealt, options_of(config), seed)
+    drift = drift_of(config, Dealt(config, load(dealing), _deal(dealing), only))
     drift.check()
     return drift

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from raceme.config import RunConfig
 from raceme.datasets.source import Dataset, DataShape, Indices, Source
 from raceme.errors import UserError
+from raceme.options import option
 
 CLIENT = "{client}"
 """Stands for the number of a client in ``data-file``."""
@@ -40,12 +41,20 @@ class _File:
         return DataShape(tuple(self.x_train.shape[1:]), self.num_classes)
 
 
+@dataclass(frozen=True)
+class NpzOptions:
+    """Where the data are."""
+
+    data_file: str = option("", "the file with x_train, y_train, x_test, y_test", path=True)
+
+
 class Npz(Source):
     """A device's own .npz file with x_train, y_train, x_test, y_test (data-file)."""
 
     default_model = "mlp"
     default_lr = 0.05
     target_accuracy = 0.9
+    options_type = NpzOptions
 
     def load(self, config: RunConfig) -> Dataset:
         """Read the files of all clients.
@@ -56,11 +65,11 @@ class Npz(Source):
             A file is missing or damaged, the files do not fit together, or one file would have to
             serve several clients.
         """
-        if config.num_clients > 1 and CLIENT not in config.data_file:
+        data_file = config.read(NpzOptions).data_file
+        if config.num_clients > 1 and CLIENT not in data_file:
             raise UserError(
-                f"data-file '{config.data_file}' is one file for {config.num_clients} clients: "
-                f"write {CLIENT} for the client's number, e.g. device-{CLIENT}.npz, or set "
-                f"clients to 1."
+                f"data-file '{data_file}' is one file for {config.num_clients} clients: write "
+                f"{CLIENT} for the client's number, e.g. device-{CLIENT}.npz, or set clients to 1."
             )
         paths = [_path(config, client) for client in range(config.num_clients)]
         files = [read(path) for path in paths]
@@ -129,12 +138,13 @@ def read(path: Path) -> _File:
 
 
 def _path(config: RunConfig, client: int) -> Path:
-    if not config.data_file:
+    data_file = config.read(NpzOptions).data_file
+    if not data_file:
         raise UserError(
             "npz needs the file with the data: set data-file=device.npz, or for a simulation "
             f"data-file=device-{CLIENT}.npz. {_EXPECTED}."
         )
-    return Path(config.data_file.replace(CLIENT, str(client)))
+    return Path(data_file.replace(CLIENT, str(client)))
 
 
 @contextmanager

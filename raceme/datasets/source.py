@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -130,6 +131,8 @@ class Source:
         Whether the data come with clients of their own, so that nothing is dealt out.
     target_accuracy : float
         Mean client accuracy that a method is timed to.
+    options_type : type or None
+        Frozen dataclass of the options that the source reads: ``config.read(options_type)``.
     """
 
     default_model: str | None
@@ -137,6 +140,7 @@ class Source:
     target_accuracy: float
     default_clients: int = 40
     has_clients: bool = False
+    options_type: type[Any] | None = None
 
     def load(self, config: RunConfig) -> Dataset:
         """Read or generate the samples of all clients.

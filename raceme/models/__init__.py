@@ -16,16 +16,7 @@ from raceme.config import RunConfig
 from raceme.datasets import DataShape, data_shape, with_defaults
 from raceme.errors import UserError
 from raceme.messages import to_array
-from raceme.registry import Registry
-
-MODELS = Registry(
-    "model",
-    {
-        "mclr": "raceme.models.mclr:build",
-        "mlp": "raceme.models.mlp:build",
-        "cnn": "raceme.models.cnn:build",
-    },
-)
+from raceme.registry import MODELS
 
 __all__ = ["MODELS", "build", "initial_arrays"]
 

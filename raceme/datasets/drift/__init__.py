@@ -2,31 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from raceme.config import RunConfig
+from raceme.datasets.dealt import Dealt
 from raceme.datasets.drift.base import Drift
 from raceme.datasets.drift.schedule import Schedule, parse_schedule
-from raceme.errors import UserError
-from raceme.registry import Registry
+from raceme.registry import DRIFTS
 
-DRIFTS = Registry(
-    "drift",
-    {
-        "none": "raceme.datasets.drift.base:NoDrift",
-        "swap-all": "raceme.datasets.drift.swap:SwapAll",
-        "swap-part": "raceme.datasets.drift.swap:SwapPart",
-        "incremental": "raceme.datasets.drift.change:Incremental",
-        "rotate": "raceme.datasets.drift.change:Rotate",
-        "label-shift": "raceme.datasets.drift.change:LabelShift",
-        "noise": "raceme.datasets.drift.change:Noise",
-        "mixture": "raceme.datasets.drift.mixture:Mixture",
-        "tasks": "raceme.datasets.drift.tasks:Tasks",
-    },
-)
-NONE = "none"
-
-__all__ = ["DRIFTS", "NONE", "Drift", "Schedule", "drift_type", "parse_schedule", "schedule_of"]
+__all__ = ["Drift", "Schedule", "drift_of", "drift_type", "parse_schedule", "schedule_of"]
 
 
 def drift_type(config: RunConfig) -> type[Drift]:
@@ -41,30 +23,36 @@ def drift_type(config: RunConfig) -> type[Drift]:
     return chosen
 
 
+def drift_of(config: RunConfig, dealt: Dealt) -> Drift:
+    """Return what changes the data of a run, with the options of the run.
+
+    Raises
+    ------
+    UserError
+        There is no such drift, or an option is out of its range.
+    """
+    chosen = drift_type(config)
+    declared = chosen.options_type
+    return chosen(dealt, None if declared is None else config.read(declared))
+
+
 def schedule_of(config: RunConfig) -> Schedule | None:
     """Return when clients' data move to their next step; None if they never do.
 
     Parameters
     ----------
     config : RunConfig
-        With the number of clients known; ``drift_at`` None stands for the drift's own schedule.
+        With the number of clients known; without ``drift-at`` the drift has its own schedule.
 
     Raises
     ------
     UserError
-        There is no such drift, ``drift-at`` cannot be read, or it is given without a drift.
+        There is no such drift, or ``drift-at`` cannot be read.
     """
     chosen = drift_type(config)
-    if config.drift == NONE:
-        if config.drift_at is not None:
-            raise UserError("drift-at says when data change, but there is no drift: add --drift.")
+    if chosen.options_type is None:
         return None
-    at = config.drift_at
+    at = config.read(chosen.options_type).drift_at
     return parse_schedule(
         chosen.default_schedule(config.num_clients, config.max_updates) if at is None else at
     )
-
-
-def options_of(config: RunConfig) -> Any:
-    """Return the typed options of the drift that a configuration names."""
-    return drift_type(config).options_type()

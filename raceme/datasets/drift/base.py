@@ -11,6 +11,7 @@ import numpy as np
 
 from raceme.datasets.dealt import Dealt
 from raceme.datasets.source import ClientData, generator
+from raceme.options import option
 
 State = TypeVar("State")
 _KEPT = 4
@@ -18,8 +19,13 @@ _KEPT = 4
 
 
 @dataclass(frozen=True)
-class NoOptions:
-    """The options of a drift that has none."""
+class DriftOptions:
+    """What every drift reads."""
+
+    drift_at: str | None = option(
+        None, "when the data change: '60s, 120s', '500 updates', 'every 3 uploads', …"
+    )
+    drift_seed: int | None = option(None, "seed of the drift (auto: that of the run)", low=0)
 
 
 class Drift:
@@ -34,25 +40,22 @@ class Drift:
         All clients' data as they were dealt out.
     options : Any
         An instance of :attr:`options_type`.
-    seed : int
-        Seed of everything that the drift draws.
 
     Attributes
     ----------
-    options_type : type
+    options_type : type or None
         The frozen dataclass of the drift's own options.
     needs_others : bool
         Whether one client's data come to depend on those of others. A device that has only its
         own data cannot take part then.
     """
 
-    options_type: type[Any] = NoOptions
+    options_type: type[DriftOptions] | None = DriftOptions
     needs_others = False
 
-    def __init__(self, dealt: Dealt, options: Any, seed: int) -> None:
+    def __init__(self, dealt: Dealt, options: Any) -> None:
         self.dealt = dealt
         self.options = options
-        self.seed = seed
 
     @staticmethod
     def default_schedule(clients: int, max_updates: int) -> str:
@@ -78,11 +81,15 @@ class Drift:
 
     def rng(self, purpose: str, client: int = 0) -> np.random.Generator:
         """Return the generator of random numbers for one purpose and client."""
-        return generator(self.seed, f"drift: {purpose}", client)
+        own = self.options.drift_seed
+        seed = self.dealt.config.seed if own is None else own
+        return generator(seed, f"drift: {purpose}", client)
 
 
 class NoDrift(Drift):
     """Data that stay as they are."""
+
+    options_type = None
 
 
 class Evolution(Generic[State]):

@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from raceme.config import key
-from raceme.datasets.drift.base import Drift
+from raceme.datasets.drift.base import Drift, DriftOptions
 from raceme.datasets.skew import rotated
 from raceme.datasets.source import ClientData
 from raceme.errors import UserError
+from raceme.options import option
 
 _QUARTERS = 4
 """Steps of a gradual drift in a run, if nothing else is asked for."""
@@ -22,12 +22,10 @@ def gradually(max_updates: int) -> str:
 
 
 @dataclass(frozen=True)
-class ShareOptions:
+class ShareOptions(DriftOptions):
     """An option of every drift that may spare some clients."""
 
-    drift_share: float = key(
-        1.0, "rotate, label-shift, noise: share of the clients that drift", above=0, high=1
-    )
+    drift_share: float = option(1.0, "share of the clients that drift", above=0, high=1)
 
 
 class SomeClients(Drift):
@@ -57,7 +55,7 @@ class SomeClients(Drift):
 class RotateOptions(ShareOptions):
     """Options of rotate."""
 
-    rotate_degrees: float = key(30.0, "rotate: degrees that images turn per step")
+    rotate_degrees: float = option(30.0, "degrees that images turn per step")
 
 
 class Rotate(SomeClients):
@@ -91,7 +89,7 @@ class Rotate(SomeClients):
 class LabelShiftOptions(ShareOptions):
     """Options of label-shift."""
 
-    label_shift: int = key(1, "label-shift: s of y + s mod C, per step")
+    label_shift: int = option(1, "s of y + s mod C, per step")
 
 
 class LabelShift(SomeClients):
@@ -122,8 +120,8 @@ class LabelShift(SomeClients):
 class NoiseOptions(ShareOptions):
     """Options of noise."""
 
-    noise_growth: float = key(
-        0.5, "noise: standard deviation that is added per step, of normalised inputs", above=0
+    noise_growth: float = option(
+        0.5, "standard deviation that is added per step, of normalised inputs", above=0
     )
 
 
@@ -157,17 +155,17 @@ class Noise(SomeClients):
 
 
 @dataclass(frozen=True)
-class IncrementalOptions:
+class IncrementalOptions(DriftOptions):
     """Options of incremental."""
 
-    incremental_start: float = key(
+    incremental_start: float = option(
         0.25,
-        "incremental: share of its training samples that a client begins with",
+        "share of its training samples that a client begins with",
         above=0,
         high=1,
     )
-    incremental_more: float = key(
-        0.25, "incremental: share of its training samples that each step adds", above=0, high=1
+    incremental_more: float = option(
+        0.25, "share of its training samples that each step adds", above=0, high=1
     )
 
 

@@ -13,12 +13,12 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from raceme.config import key
-from raceme.datasets.drift.base import Drift
+from raceme.datasets.drift.base import Drift, DriftOptions
 from raceme.datasets.partition import largest_remainder
 from raceme.datasets.skew import Inputs
 from raceme.datasets.source import ClientData, Indices
 from raceme.errors import UserError
+from raceme.options import option
 
 _SHARES = (0.5, 2.0)
 """Smallest and largest size of a draw, relative to the mean client, if no size is given."""
@@ -26,30 +26,30 @@ _LEAST = 2
 
 
 @dataclass(frozen=True)
-class MixtureOptions:
+class MixtureOptions(DriftOptions):
     """Options of mixture; the shares and what is done with the rest are the paper's."""
 
-    mixture_main_low: float = key(
-        0.4, "mixture: smallest share of a client's main distribution", above=0, high=1
+    mixture_main_low: float = option(
+        0.4, "smallest share of a client's main distribution", above=0, high=1
     )
-    mixture_main_high: float = key(
-        0.9, "mixture: largest share of a client's main distribution", above=0, high=1
+    mixture_main_high: float = option(
+        0.9, "largest share of a client's main distribution", above=0, high=1
     )
-    mixture_rest: str = key(
+    mixture_rest: str = option(
         "even",
-        "mixture: how the others divide what is left, even or dirichlet",
+        "how the others divide what is left, even or dirichlet",
         among=("even", "dirichlet"),
     )
-    mixture_main: str = key(
+    mixture_main: str = option(
         "kept",
-        "mixture: whether a client's main distribution is kept or redrawn",
+        "whether a client's main distribution is kept or redrawn",
         among=("kept", "redrawn"),
     )
-    mixture_size_low: int | None = key(
-        None, "mixture: fewest training samples of a draw (auto: half the mean client's)", low=2
+    mixture_size_low: int | None = option(
+        None, "fewest training samples of a draw (auto: half the mean client's)", low=2
     )
-    mixture_size_high: int | None = key(
-        None, "mixture: most training samples of a draw (auto: twice the mean client's)", low=2
+    mixture_size_high: int | None = option(
+        None, "most training samples of a draw (auto: twice the mean client's)", low=2
     )
 
 

@@ -13,18 +13,18 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from raceme.config import key
 from raceme.datasets.dealt import Dealt
-from raceme.datasets.drift.base import Drift, Evolution
+from raceme.datasets.drift.base import Drift, DriftOptions, Evolution
 from raceme.datasets.source import ClientData, Indices
 from raceme.errors import UserError
+from raceme.options import option
 
 
 @dataclass(frozen=True)
-class SwapOptions:
+class SwapOptions(DriftOptions):
     """Options of the two exchanges."""
 
-    swap_chance: float = key(0.05, "chance that a pair of clients exchanges", above=0, high=1)
+    swap_chance: float = option(0.05, "chance that a pair of clients exchanges", above=0, high=1)
 
 
 class Swap(Drift):

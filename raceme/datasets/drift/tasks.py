@@ -7,10 +7,10 @@ from functools import cached_property
 
 import numpy as np
 
-from raceme.config import key
-from raceme.datasets.drift.base import Drift
+from raceme.datasets.drift.base import Drift, DriftOptions
 from raceme.datasets.source import ClientData, Indices
 from raceme.errors import UserError
+from raceme.options import option
 
 _MOST = 5
 """Tasks of a sequence, if no number is given and the clients have labels enough."""
@@ -20,15 +20,15 @@ _SAMPLES = 2
 
 
 @dataclass(frozen=True)
-class TasksOptions:
+class TasksOptions(DriftOptions):
     """Options of tasks."""
 
-    tasks_count: int | None = key(
-        None, "tasks: length of the sequence (auto: 5, or as many as every client's labels)", low=2
+    tasks_count: int | None = option(
+        None, "length of the sequence (auto: 5, or as many as every client's labels)", low=2
     )
-    tasks_order: str = key(
+    tasks_order: str = option(
         "own",
-        "tasks: whether every client has its own order of tasks or all the same",
+        "whether every client has its own order of tasks or all the same",
         among=("own", "same"),
     )
 
