@@ -67,8 +67,8 @@ def test_large_whole_numbers_keep_all_their_digits() -> None:
 def test_auto_is_none_only_where_a_key_allows_it() -> None:
     assert config_of(lr=AUTO).lr is None
     assert config_of(stop_at_target=AUTO).stop_at_target is None
-    with pytest.raises(UserError, match="clients must be a whole number, got 'auto'"):
-        config_of(clients=AUTO)
+    with pytest.raises(UserError, match="batch-size must be a whole number, got 'auto'"):
+        config_of(batch_size=AUTO)
 
 
 def test_options_of_strategies_are_dotted_keys() -> None:
@@ -146,7 +146,7 @@ def test_tables_and_quoted_dotted_keys_are_the_same(tmp_path: Path) -> None:
 
 def test_every_key_is_listed_with_default_and_description() -> None:
     listed = all_keys()
-    assert listed["clients"].default == 40
+    assert listed["clients"].default == AUTO
     assert listed["lr"].default == AUTO
     assert listed["fedasync.alpha"].default == 0.3
     assert all(key.help and key.type for key in listed.values())

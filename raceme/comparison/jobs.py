@@ -146,11 +146,11 @@ def check(jobs: Iterable[Job]) -> None:
             shared = str([item for item in keys if item[0] != "strategy" and "." not in item[0]])
             if (job.seed, shared) not in dealt:
                 dealt.add((job.seed, shared))
-                fleet(config.devices, config.clients, config.seed)
+                fleet(config.devices, config.num_clients, config.seed)
                 datasets.true_groups(config)
                 # A client with a single training sample has none to hold out.
-                first = 0 if config.validation_fraction else config.clients - 1
-                for client in range(first, config.clients):
+                first = 0 if config.validation_fraction else config.num_clients - 1
+                for client in range(first, config.num_clients):
                     datasets.client_data(config, client)
                 models.initial_arrays(config)
         except UserError as error:
