@@ -284,12 +284,12 @@ def own_batch_norm(folder: Path, **keys: object) -> Context:
     np.savez(folder / "pair.npz", x_train=PAIR, y_train=LABELS, x_test=PAIR + 0.5, y_test=LABELS)
     config = RunConfig(
         dataset="npz",
-        data_file=str(folder / "pair.npz"),
         model="networks:batch_norm_only",
         lr=1.0,
         batch_norm="local",
     )
-    return node_context({"device-id": "a"}, config.with_values(**keys))
+    config = config.with_values(data_file=str(folder / "pair.npz"), **keys)
+    return node_context({"device-id": "a"}, config)
 
 
 def batch_norm(weight: float, mean: float, count: int) -> ArrayRecord:
@@ -358,13 +358,8 @@ def test_of_a_residual_network_all_but_batch_normalisation_travels(tmp_path: Pat
     np.savez(
         tmp_path / "x.npz", x_train=x, y_train=np.arange(6) % 3, x_test=x, y_test=np.zeros(6, int)
     )
-    config = RunConfig(
-        dataset="npz",
-        data_file=str(tmp_path / "x.npz"),
-        model="networks:resnet18",
-        lr=0.01,
-        batch_norm="local",
-    )
+    config = RunConfig(dataset="npz", model="networks:resnet18", lr=0.01, batch_norm="local")
+    config = config.with_values(data_file=str(tmp_path / "x.npz"))
     initial = models.initial_arrays(config)
     node = node_context({"device-id": "a"}, config)
     reply = app(message("train", {"task": 1}, initial), node).content["arrays"]
@@ -458,7 +453,8 @@ def test_nothing_of_a_run_stays_when_another_begins() -> None:
 
 def test_a_device_imports_nothing_that_only_a_server_needs(tmp_path: Path) -> None:
     write_device(tmp_path / "own.npz")
-    config = RunConfig(dataset="npz", data_file=str(tmp_path / "own.npz"), model="mclr")
+    config = RunConfig(dataset="npz", model="mclr")
+    config = config.with_values(data_file=str(tmp_path / "own.npz"))
     script = (
         "import json, sys\n"
         "from flwr.app import Context, Message, RecordDict\n"
