@@ -104,7 +104,7 @@ def make_jobs(
         What to run.
     out : Path
         The comparison's folder; a run's is ``<method>/seed-<seed>`` below it, or
-        ``<method>/trial-<seed>``.
+        ``<method>/validation-<seed>``.
     trial : bool
         They try points of sweeps.
 
@@ -119,7 +119,7 @@ def make_jobs(
     for seed in seeds:
         for method in methods:
             config = resolve(suite.config(method, seed, trial))
-            folder = out / slug(method.label) / f"{'trial' if trial else 'seed'}-{seed}"
+            folder = out / slug(method.label) / f"{'validation' if trial else 'seed'}-{seed}"
             jobs.append(Job(method, seed, config.with_values(out=str(folder)), trial))
     return jobs
 
