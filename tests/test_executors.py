@@ -72,9 +72,7 @@ def casa(executor: Executor, kill_at: int | None = None) -> tuple[list[str], lis
     """Run CASA on the digits; return all that it reports, and its models."""
     config = experiment.resolve(RunConfig(max_updates=120, workers="0"))
     grid = experiment.build_grid(config)
-    grid = VirtualGrid(
-        client_app.app, grid.nodes, config.to_mapping(), executor=executor
-    )
+    grid = VirtualGrid(client_app.app, grid.nodes, config.to_mapping(), executor=executor)
     strategy, seen = experiment.build_strategy(config), []
 
     def observe(event: events.Event) -> None:
