@@ -26,6 +26,8 @@ _PATIENCE = 2.0
 """A client's task of a round is given up after so many times what the client was seen to need."""
 _STRANGER_PATIENCE = 20.0
 """The same for a client that has not answered yet, in times of the slowest answer of anyone."""
+_MOST_DOUBLINGS = 3
+"""How often a client is given twice the time after it was given up."""
 
 
 @dataclass(frozen=True)
@@ -156,6 +158,10 @@ class RoundState:
         What has come back so far, in order of arrival.
     longest : dict[str, float]
         Longest time from sending work to its update, of each client, in seconds.
+    misses : dict[str, int]
+        Tasks that were given up since a client's last update; clients without any are left out.
+    sits_out : dict[str, int]
+        Number of the round from which on a client that was given up may take part again.
     """
 
     number: int = 0
@@ -166,6 +172,8 @@ class RoundState:
     away: dict[str, bool] = field(default_factory=dict)
     updates: list[Update] = field(default_factory=list)
     longest: dict[str, float] = field(default_factory=dict)
+    misses: dict[str, int] = field(default_factory=dict)
+    sits_out: dict[str, int] = field(default_factory=dict)
 
 
 class InRounds(Dispatch):
@@ -176,6 +184,10 @@ class InRounds(Dispatch):
     a client that has never answered), as is that of a client that went offline. Without this rule
     one lost message would cost a round the whole timeout of a task, which no deployment would wait
     for (Bonawitz et al., MLSys 2019, section 2.2, closes rounds at a time limit too).
+
+    A client that was given up has twice the time at its next attempt, at most eight times, since
+    it may have become slower; after the m-th time in a row it sits out 2^(m−1) − 1 rounds, so that
+    one that is online but answers no more does not hold up every round. An update clears both.
 
     Parameters
     ----------
@@ -216,10 +228,12 @@ class InRounds(Dispatch):
         """Choose participants among those online that need no rest."""
         if moment.greeting:
             return
+        state = self.state
         online = [c for c in moment.fleet.online() if c.ready_at <= moment.now]
+        # If nobody else is there, nobody is held up.
+        online = [c for c in online if self._may_take_part(c)] or online
         if not online:
             return
-        state = self.state
         state.number += 1
         state.running = True
         chosen = self._participants(online, moment.rng)
@@ -232,6 +246,10 @@ class InRounds(Dispatch):
         round-based methods.
         """
         return {ROUND: self.state.number}
+
+    def _may_take_part(self, client: Client) -> bool:
+        """Return whether a client need not sit out the next round."""
+        return self.state.number + 1 >= self.state.sits_out.get(client.client_id, 0)
 
     def sent(self, task: Task, now: float) -> None:
         """Note who has which task."""
@@ -249,6 +267,8 @@ class InRounds(Dispatch):
         state.away.pop(client, None)
         took = now - state.sent_at.pop(client)
         state.longest[client] = max(took, state.longest.get(client, 0.0))
+        state.misses.pop(client, None)
+        state.sits_out.pop(client, None)
         state.updates.append(update)
         return self._released()
 
@@ -257,7 +277,6 @@ class InRounds(Dispatch):
         state = self.state
         if state.open.get(task.client) == task.number:
             del state.open[task.client], state.sent_at[task.client]
-        state.unsent.pop(task.client, None)
         return self._released()
 
     def left(self, client: str, now: float) -> Sequence[Update]:
@@ -289,9 +308,8 @@ class InRounds(Dispatch):
         state = self.state
         late = [client for client in state.open if client not in state.away]
         for client in late:
-            # Who is merely slower than before is given more time the next time.
-            known = state.longest.get(client, 0.0)
-            state.longest[client] = max(known, now - state.sent_at[client])
+            misses = state.misses[client] = state.misses.get(client, 0) + 1
+            state.sits_out[client] = state.number + 2 ** min(misses - 1, 30)
         return [state.open[client] for client in late], ()
 
     def _given_up_at(self, client: str, middle: float) -> float:
@@ -301,7 +319,8 @@ class InRounds(Dispatch):
             patience = _PATIENCE * max(longest[client], middle)
         else:
             patience = _STRANGER_PATIENCE * max(longest.values(), default=math.inf)
-        return self.state.sent_at[client] + patience
+        doublings = min(self.state.misses.get(client, 0), _MOST_DOUBLINGS)
+        return self.state.sent_at[client] + patience * 2**doublings
 
     def _released(self) -> Sequence[Update]:
         """Return the round's updates if it is over, and be ready for the next."""
