@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from raceme.cli import app
 from raceme.comparison.suites import all_shipped, load_suite, shipped
 from raceme.errors import UserError
+from raceme.strategies import FedAsyncParameters
 
 FILES = [path for variants in all_shipped().values() for path in variants.values()]
 
@@ -70,13 +71,13 @@ def test_the_paper_s_hyper_parameters() -> None:
     suite = load_suite(shipped("casa-table1")["mnist"])
     configs = {method.label: suite.config(method, 0) for method in suite.methods}
     keys = {label: config.parameters() for label, config in configs.items()}
-    assert (keys["casa"]["alpha0"], keys["casa"]["gamma"]) == (2.0, 0.15)
-    assert keys["fedprox"]["proximal-mu"] == 0.05
-    assert [keys["fedasync"][name] for name in ("alpha", "decay", "a", "b")] == [0.3, "hinge", 1, 4]
-    assert keys["fedbuff"]["k"] == 10
-    assert (keys["cfl"]["eps1"], keys["cfl"]["eps2"], keys["cfl-async"]["eps2"]) == (0.4, 0.7, 1.0)
-    assert (keys["icfl"]["alpha-start"], keys["icfl"]["epsilon"]) == (0.85, 4.0)
-    assert keys["icfl-async"]["time-decay"] == 0.01
+    assert (keys["casa"].alpha0, keys["casa"].gamma) == (2.0, 0.15)
+    assert keys["fedprox"].proximal_mu == 0.05
+    assert keys["fedasync"] == FedAsyncParameters(alpha=0.3, decay="hinge", a=1.0, b=4.0)
+    assert keys["fedbuff"].k == 10
+    assert (keys["cfl"].eps1, keys["cfl"].eps2, keys["cfl-async"].eps2) == (0.4, 0.7, 1.0)
+    assert (keys["icfl"].alpha_start, keys["icfl"].epsilon) == (0.85, 4.0)
+    assert keys["icfl-async"].time_decay == 0.01
     assert {configs[label].max_updates for label in configs} == {50000}
     swept = {method.label for method in suite.methods if method.sweep}
     assert {"ifca-async", "cfl-async"} <= swept

@@ -19,6 +19,7 @@ from typing import Any
 
 from raceme.config import RunConfig, Value, check_key
 from raceme.errors import UserError, unknown_name
+from raceme.options import written
 
 SHIPPED = Path(__file__).parent / "suites"
 """The folder of the suites that come with the package."""
@@ -236,8 +237,10 @@ class Suite:
         compared = {method.strategy for method in self.methods}
         for name, value in settings.items():
             strategy, dot, _ = name.partition(".")
-            if dot and strategy not in compared:
-                check_key(name, value)
+            if not dot or strategy in compared:
+                continue
+            key, converted = check_key(name, value)
+            if written(converted) != key.default:
                 raise UserError(
                     f"{name} is read by strategy {strategy}; this comparison has "
                     f"{', '.join(sorted(compared))}."
