@@ -11,7 +11,7 @@ import shlex
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -34,7 +34,6 @@ from raceme.registry import DATASETS, DRIFTS, PARTITIONERS, STRATEGIES, Registry
 
 __all__ = [
     "AUTO",
-    "NONE",
     "SET",
     "Key",
     "RunConfig",
@@ -51,9 +50,6 @@ SET = "set"
 """The key that stands for any others, as the option ``--set`` does."""
 
 _MOMENTUM = 0.9
-
-NONE = "none"
-"""The name that stands for nothing, where a general option is a name."""
 
 _Options = TypeVar("_Options")
 
@@ -73,7 +69,10 @@ class RunConfig:
     model: str | None = option(None, "network, or module:function that builds one")
     clients: int | None = option(None, "number of clients (auto: what suits the dataset)", low=1)
     partition: str = option(
-        "label-groups", "how samples go to clients; see `raceme list`", names=PARTITIONERS
+        "label-groups",
+        "how samples go to clients; see `raceme list`",
+        names=PARTITIONERS,
+        unless=("dataset", "has_clients"),
     )
     test_fraction: float = option(
         0.2, "share of a client's samples kept for testing", above=0, below=1
@@ -128,7 +127,9 @@ class RunConfig:
         low=0,
     )
     resume: str = option("", "folder of a run to go on with, from its last checkpoint", path=True)
-    out: str = option("", "folder for the results (empty: runs/<time>-<strategy>-<dataset>)")
+    out: str = option(
+        "", "folder for the results (empty: runs/<time>-<strategy>-<dataset>)", path=True
+    )
     options: Mapping[str, Value | None] = field(default_factory=dict, hash=False)
     """Options of the chosen strategy, dataset and partition that are not their defaults, by key:
     ``{"casa.gamma": 0.2, "groups": "0.5,0.5"}``. To be read by :meth:`read`."""
@@ -182,7 +183,11 @@ class RunConfig:
         UserError
             There is no such strategy, dataset or partition.
         """
-        flat = {name: written(getattr(self, item.name)) for name, item in general_keys().items()}
+        flat = {
+            name: written(getattr(self, item.name))
+            for name, item in general_keys().items()
+            if not self._is_unread(item)
+        }
         for options_type, prefix in self._read_types():
             options = self.read(options_type, prefix)
             for name, item in declared(options_type, prefix).items():
@@ -241,10 +246,7 @@ class RunConfig:
             General ones. With ``"dataset"`` go the options of the dataset, with ``"partition"``
             those of the partition.
         """
-        part = RunConfig(**{name: getattr(self, name) for name in attributes})
-        readers = part._readers(attributes)
-        names = {name for registry, chosen in readers for name in _declared_by(registry, chosen)}
-        return replace(part, options={k: v for k, v in self.options.items() if k in names})
+        return _narrowed(self, attributes)
 
     def with_absolute_paths(self) -> RunConfig:
         """Return a copy whose paths are absolute, so that it means the same in any folder."""
@@ -265,12 +267,20 @@ class RunConfig:
         UserError
             Nobody does.
         """
+        for name, item in general_keys().items():
+            if getattr(self, item.name) != item.default and self._is_unread(item):
+                other, _ = item.metadata["unless"]
+                raise UserError(
+                    f"{name} is not read with {other} {getattr(self, other)}: leave it out."
+                )
         for name, value in self.options.items():
             if name not in self._readable("." in name):
                 self._refuse(name, value)
 
     def _with_options(self, given: Mapping[str, Any], lenient: bool = False) -> RunConfig:
         """Return a copy with the options of readers as a person gave them."""
+        if not given:
+            return self
         options = dict(self.options)
         readable = {
             prefixed: self._readable(prefixed)
@@ -292,12 +302,17 @@ class RunConfig:
         """Return who reads options in this run: the registry and the name."""
         for item in general_keys().values():
             registry, chosen = item.metadata["names"], getattr(self, item.name)
-            if (
-                registry is not None
-                and chosen != NONE
-                and (not attributes or item.name in attributes)
-            ):
+            wanted = not attributes or item.name in attributes
+            if registry is not None and wanted and not self._is_unread(item):
                 yield registry, chosen
+
+    def _is_unread(self, item: Field[Any]) -> bool:
+        """Return whether another choice of this run makes a general option idle."""
+        if item.metadata["unless"] is None:
+            return False
+        other, attribute = item.metadata["unless"]
+        registry: Registry = RunConfig.__dataclass_fields__[other].metadata["names"]
+        return bool(getattr(registry[getattr(self, other)], attribute, False))
 
     def _read_types(self) -> Iterator[tuple[type[Any], str]]:
         for registry, chosen in self._readers():
@@ -318,13 +333,14 @@ class RunConfig:
         key, converted = check_key(name, value)
         if written(converted) == key.default:
             return
-        named = {registry.kind: of for registry, of in self._readers()}
-        chosen = [
-            f"{kind} {named[kind]}" if kind in named else f"no {kind}" for kind in key.readers
+        chosen = {registry.kind: of for registry, of in self._readers()}
+        having = [
+            f"{kind} {chosen[kind]}" if kind in chosen else f"no {kind} (dataset {self.dataset})"
+            for kind in key.readers
         ]
         readers = [f"{kind} {_listed(names)}" for kind, names in key.readers.items()]
         raise UserError(
-            f"{name} is read by {' and by '.join(readers)}; this run has {' and '.join(chosen)}."
+            f"{name} is read by {' and by '.join(readers)}; this run has {' and '.join(having)}."
         )
 
 
@@ -353,6 +369,7 @@ class Key(NamedTuple):
     item: Field[Any]
 
 
+@cache
 def general_keys() -> dict[str, Field[Any]]:
     """Return the options that every run has, by key."""
     return {key_of(item.name): item for item in fields(RunConfig) if item.name != "options"}
@@ -462,6 +479,15 @@ def _declared_by(registry: Registry, name: str) -> dict[str, Field[Any]]:
     """Return the options that a registered object reads, by key."""
     options_type = registry.options_type(name)
     return {} if options_type is None else declared(options_type, registry.prefix(name))
+
+
+# Every client of a fleet asks for the same part, and the same options.
+@lru_cache(maxsize=256)
+def _narrowed(config: RunConfig, attributes: tuple[str, ...]) -> RunConfig:
+    part = RunConfig(**{name: getattr(config, name) for name in attributes})
+    readers = part._readers(attributes)
+    names = {name for registry, chosen in readers for name in _declared_by(registry, chosen)}
+    return replace(part, options={k: v for k, v in config.options.items() if k in names})
 
 
 @lru_cache(maxsize=256)

@@ -48,6 +48,7 @@ def option(
     below: float | None = None,
     among: tuple[str, ...] = (),
     names: Mapping[str, Any] | None = None,
+    unless: tuple[str, str] | None = None,
     path: bool = False,
 ) -> Any:
     """Declare an option: its default, its one-line meaning, its unit and its range.
@@ -68,11 +69,14 @@ def option(
     names : Registry, optional
         Of general options only: the value is a name in this table, and what has that name reads
         options of its own.
+    unless : tuple[str, str], optional
+        Of general options only: another one that is a name, and an attribute of what has that
+        name: where it is true, this option is not read.
     path : bool
         The value is a path, which a run makes absolute.
     """
     rules = {"low": low, "above": above, "high": high, "below": below, "among": among}
-    about = {"help": help, "unit": unit, "names": names, "path": path}
+    about = {"help": help, "unit": unit, "names": names, "unless": unless, "path": path}
     return field(default=default, metadata=rules | about)
 
 

@@ -335,6 +335,41 @@ def test_what_is_wrong_with_a_suite_is_said_before_anything_starts(
     assert not out.exists()
 
 
+def test_a_key_of_one_method_is_for_that_method_only() -> None:
+    suite = small_suite().with_settings({"casa.gamma": 0.3, "groups": "0.5,0.5"})
+    casa, fedasync, _ = (suite.config(method, 0) for method in suite.methods)
+    assert casa.options == {"casa.gamma": 0.3, "groups": "0.5,0.5"}
+    assert fedasync.options == {"groups": "0.5,0.5"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"fedbuff.k": 3},
+            "fedbuff.k is read by strategy fedbuff; this comparison has casa, fedasync, fedavg.",
+        ),
+        ({"fedbuff.q": 3}, "Unknown key 'fedbuff.q'"),
+        ({"noise-std": 0.5}, "noise-std is read by partition noise-groups; this run has"),
+    ],
+)
+def test_a_key_that_no_method_reads_is_an_error(settings: dict[str, float], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        prepare(small_suite().with_settings(settings), Path("unused"))
+
+
+def test_the_tables_of_a_suite_that_others_extend_are_for_its_methods(tmp_path: Path) -> None:
+    """A file that many extend holds hyper-parameters of methods that not all of them have."""
+    path = tmp_path / "suite.toml"
+    path.write_text("[methods.fedasync]\n[settings.casa]\ngamma = 0.3\n")
+    suite = load_suite(path)
+    assert suite.config(suite.methods[0], 0).options == {}
+    path.write_text("[methods.fedasync]\n[settings.casa]\ngama = 0.3\n")
+    suite = load_suite(path)
+    with pytest.raises(UserError, match=r"Did you mean 'casa\.gamma'"):
+        suite.config(suite.methods[0], 0)
+
+
 def test_compare_as_a_person_types_it(tmp_path: Path) -> None:
     arguments = ["compare", "fedasync", "--out", str(tmp_path / "out"), "--processes", "1"]
     arguments += ["--clients", "8", "--max-updates", "8", "--set", "fedasync.alpha=0.4"]

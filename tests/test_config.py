@@ -361,6 +361,19 @@ def test_an_option_declared_in_one_place_works_from_everywhere(tmp_path: Path) -
         RunConfig.from_mapping({"phase": 90})
 
 
+@pytest.mark.usefixtures("moons")
+def test_a_dataset_that_has_clients_has_no_partition(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Moons, "has_clients", True, raising=False)
+    own = config_of(dataset="moons")
+    own.check_options()
+    assert not {"partition", "groups", "sizes"} & set(own.to_mapping())
+    assert RunConfig.from_mapping(own.to_mapping()) == own
+    with pytest.raises(UserError, match=r"this run has no partition \(dataset moons\)\.$"):
+        config_of(dataset="moons", groups="0.5,0.5")
+    with pytest.raises(UserError, match="partition is not read with dataset moons: leave it out"):
+        config_of(dataset="moons", partition="iid").check_options()
+
+
 @dataclass(frozen=True)
 class OtherSizes:
     sizes: int = option(3, "something else")

@@ -67,6 +67,8 @@ def test_the_dataset_of_the_page(
     keys = {"dataset": "iris", "strategy": "fedasync", "clients": 5, "partition": "iid"}
     config = RunConfig.from_mapping({**keys, "max-updates": 50, "out": str(tmp_path / "run")})
     assert datasets.data_shape(config).input_shape == (4,)
+    narrow = RunConfig.from_mapping({**keys, "set": "measurements=2"})
+    assert datasets.data_shape(narrow).input_shape == (2,)
     assert simulate(config).summary["updates"] == 50
     monkeypatch.delitem(sys.modules, module)
 

@@ -12,6 +12,7 @@ from raceme.cli import app
 from raceme.comparison.suite_file import all_shipped, load_suite, shipped
 from raceme.comparison.suites import Timing
 from raceme.errors import UserError
+from raceme.strategies import FedAsyncParameters
 
 FILES = [path for variants in all_shipped().values() for path in variants.values()]
 
@@ -104,12 +105,12 @@ def test_the_paper_s_hyper_parameters() -> None:
     suite = load_suite(shipped("casa-table1")["mnist"])
     configs = {method.label: suite.config(method.variants()[0], 0) for method in suite.methods}
     keys = {label: config.parameters() for label, config in configs.items()}
-    assert (keys["casa"]["alpha0"], keys["casa"]["gamma"]) == (2.0, 0.15)
-    assert keys["fedprox"]["proximal-mu"] == 0.05
-    assert [keys["fedasync"][name] for name in ("alpha", "decay", "a", "b")] == [0.3, "hinge", 1, 4]
-    assert keys["fedbuff"]["k"] == 10
-    assert (keys["icfl"]["alpha-start"], keys["icfl"]["epsilon"]) == (0.85, 4.0)
-    assert keys["icfl-async"]["time-decay"] == 0.01
+    assert (keys["casa"].alpha0, keys["casa"].gamma) == (2.0, 0.15)
+    assert keys["fedprox"].proximal_mu == 0.05
+    assert keys["fedasync"] == FedAsyncParameters(alpha=0.3, decay="hinge", a=1.0, b=4.0)
+    assert keys["fedbuff"].k == 10
+    assert (keys["icfl"].alpha_start, keys["icfl"].epsilon) == (0.85, 4.0)
+    assert keys["icfl-async"].time_decay == 0.01
     assert {configs[label].max_updates for label in configs} == {50000}
     swept = {method.label for method in suite.methods if method.is_swept}
     assert swept == {"ifca", "ifca-async", "cfl", "cfl-async", "fedasync"}

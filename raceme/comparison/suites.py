@@ -16,6 +16,7 @@ from itertools import product
 
 from raceme.config import RunConfig, Value, check_key
 from raceme.errors import UserError, unknown_name
+from raceme.options import written
 
 NEVER = "/"
 """How a suite writes that a method did not reach the target."""
@@ -266,8 +267,10 @@ class Suite:
         compared = {method.strategy for method in self.methods}
         for name, value in settings.items():
             strategy, dot, _ = name.partition(".")
-            if dot and strategy not in compared:
-                check_key(name, value)
+            if not dot or strategy in compared:
+                continue
+            key, converted = check_key(name, value)
+            if written(converted) != key.default:
                 raise UserError(
                     f"{name} is read by strategy {strategy}; this comparison has "
                     f"{', '.join(sorted(compared))}."
