@@ -62,16 +62,15 @@ app.command(cls=KeyCommand)(with_keys(run))
 def list_names(
     keys: Annotated[bool, typer.Option("--keys", help="also list every key of a run")] = False,
 ) -> None:
-    """Show the strategies, datasets, partitions, models and device profiles."""
-    from raceme.datasets import DATASETS, PARTITIONERS
-    from raceme.models import MODELS
+    """Show the strategies, datasets, partitions, drifts, models and device profiles."""
+    from raceme.registry import DATASETS, DRIFTS, MODELS, PARTITIONERS, STRATEGIES
     from raceme.simulation import devices
-    from raceme.strategies import STRATEGIES
 
     sections = {
         "strategies": STRATEGIES.summaries(),
         "datasets": DATASETS.summaries(),
         "partitions": PARTITIONERS.summaries(),
+        "drifts": DRIFTS.summaries(),
         "models": MODELS.summaries(),
         "device profiles": devices.summaries(),
     }

@@ -30,7 +30,7 @@ from raceme.options import (
     shown_type,
     written,
 )
-from raceme.registry import DATASETS, PARTITIONERS, STRATEGIES, Registry
+from raceme.registry import DATASETS, DRIFTS, PARTITIONERS, STRATEGIES, Registry
 
 __all__ = [
     "AUTO",
@@ -71,7 +71,7 @@ class RunConfig:
     data_root: str = option("", "folder that holds the datasets' files", path=True)
     download: bool = option(False, "fetch missing files into data-root")
     model: str | None = option(None, "network, or module:function that builds one")
-    clients: int = option(40, "number of clients", low=1)
+    clients: int | None = option(None, "number of clients (auto: what suits the dataset)", low=1)
     partition: str = option(
         "label-groups", "how samples go to clients; see `raceme list`", names=PARTITIONERS
     )
@@ -81,6 +81,7 @@ class RunConfig:
     validation_fraction: float = option(
         0.0, "share of a client's training samples to test on instead (0: none)", low=0, below=1
     )
+    drift: str = option("none", "how clients' data change; see `raceme list`", names=DRIFTS)
     lr: float | None = option(None, "learning rate of the local SGD", above=0)
     batch_size: int = option(10, "mini-batch size of the local SGD", low=1)
     local_epochs: int = option(1, "passes over the local data per update", low=1)
@@ -213,6 +214,12 @@ class RunConfig:
         assert parameters_type is not None, "every strategy declares its parameters"
         return self.read(parameters_type, STRATEGIES.prefix(self.strategy))
 
+    @property
+    def num_clients(self) -> int:
+        """Number of clients of a configuration that has been filled in."""
+        assert self.clients is not None, "raceme.datasets.with_clients fills it in"
+        return self.clients
+
     def with_values(self, **values: Any) -> RunConfig:
         """Return a copy with other values, by attribute name.
 
@@ -311,10 +318,9 @@ class RunConfig:
         key, converted = check_key(name, value)
         if written(converted) == key.default:
             return
+        named = {registry.kind: of for registry, of in self._readers()}
         chosen = [
-            f"{registry.kind} {of}"
-            for registry, of in self._readers()
-            if registry.kind in key.readers
+            f"{kind} {named[kind]}" if kind in named else f"no {kind}" for kind in key.readers
         ]
         readers = [f"{kind} {_listed(names)}" for kind, names in key.readers.items()]
         raise UserError(

@@ -18,12 +18,14 @@ from raceme import datasets, models
 from raceme import messages as names
 from raceme.checkpoints import CheckpointFolder, Keeper, Schedule, only_writer, restore
 from raceme.config import RunConfig, write_toml
+from raceme.datasets.drift import schedule_of
 from raceme.errors import UserError
 from raceme.events import Ending, Event, Observer
 from raceme.messages import ModelSpec
 from raceme.reporting.artefacts import write_all
 from raceme.reporting.store import RunStore, read_events
 from raceme.reporting.summary import RunSummary
+from raceme.server.interface import StopCheck, never_stop
 from raceme.simulation import (
     Node,
     VirtualGrid,
@@ -33,7 +35,6 @@ from raceme.simulation import (
     training_seconds,
 )
 from raceme.simulation.trace import PREFIX, traced_fleet
-from raceme.server.interface import StopCheck, never_stop
 from raceme.strategies import STRATEGIES, Method, Plan
 from raceme.timeline import timeline_of
 
@@ -78,13 +79,14 @@ def resolve(config: RunConfig) -> RunConfig:
     UserError
         The dataset does not exist, or nobody reads an option that is set.
     """
+    config.check_options()
+    config = datasets.with_defaults(config.with_absolute_paths())
     source = datasets.source_of(config)
     target, stop = config.target_accuracy, config.stop_at_target
-    config.check_options()
-    return datasets.with_defaults(config.with_absolute_paths()).with_values(
+    return config.with_values(
         target_accuracy=source.target_accuracy if target is None else target,
         stop_at_target=target is not None if stop is None else stop,
-        eval_every=config.clients if config.eval_every is None else config.eval_every,
+        eval_every=config.num_clients if config.eval_every is None else config.eval_every,
         devices=_resolved_devices(config.devices),
     )
 
@@ -115,7 +117,7 @@ def build_grid(config: RunConfig) -> VirtualGrid:
     from raceme.client_app import app
 
     examples = [
-        len(datasets.client_data(config, client).y_train) for client in range(config.clients)
+        len(datasets.client_data(config, client).y_train) for client in range(config.num_clients)
     ]
     nodes = _fleet(config, examples)
     executor = executor_for(
@@ -132,16 +134,16 @@ def _fleet(config: RunConfig, examples: Sequence[int]) -> list[Node]:
     """Return one node per client, with its device."""
     names: list[str] = []
     if config.devices.startswith(PREFIX):
-        devices, names = traced_fleet(config.devices.removeprefix(PREFIX), config.clients)
+        devices, names = traced_fleet(config.devices.removeprefix(PREFIX), config.num_clients)
     else:
-        devices = fleet(config.devices, config.clients, config.seed)
+        devices = fleet(config.devices, config.num_clients, config.seed)
     return [
         Node(
             node_id=_FIRST_NODE_ID + index,
             device=device,
             config={
                 "partition-id": index,
-                "num-partitions": config.clients,
+                "num-partitions": config.num_clients,
                 **({"device-id": names[index]} if names else {}),
             },
             examples=count,
@@ -304,8 +306,9 @@ def plan(config: RunConfig) -> Plan:
         max_time=config.max_time or None,
         target_accuracy=config.target_accuracy,
         stop_at_target=bool(config.stop_at_target),
-        eval_every=config.eval_every or config.clients,
+        eval_every=config.eval_every or config.num_clients,
         concurrency=config.concurrency,
+        drift=schedule_of(config),
     )
 
 

@@ -140,7 +140,20 @@ PARTITIONERS = Registry(
     },
 )
 
-DRIFTS = Registry("drift", {})
+DRIFTS = Registry(
+    "drift",
+    {
+        "none": "raceme.datasets.drift.base:NoDrift",
+        "swap-all": "raceme.datasets.drift.swap:SwapAll",
+        "swap-part": "raceme.datasets.drift.swap:SwapPart",
+        "incremental": "raceme.datasets.drift.change:Incremental",
+        "rotate": "raceme.datasets.drift.change:Rotate",
+        "label-shift": "raceme.datasets.drift.change:LabelShift",
+        "noise": "raceme.datasets.drift.change:Noise",
+        "mixture": "raceme.datasets.drift.mixture:Mixture",
+        "tasks": "raceme.datasets.drift.tasks:Tasks",
+    },
+)
 """How data change during a run."""
 
 MODELS = Registry(

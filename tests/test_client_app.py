@@ -36,7 +36,9 @@ def _identity() -> None:
 
 def context(client: int = 0, config: RunConfig = CONFIG, **node: object) -> Context:
     """A node as Flower's simulation describes it."""
-    return node_context({"partition-id": client, "num-partitions": config.clients, **node}, config)
+    return node_context(
+        {"partition-id": client, "num-partitions": config.clients or 40, **node}, config
+    )
 
 
 def node_context(node: dict[str, object], config: RunConfig = CONFIG) -> Context:

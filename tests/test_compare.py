@@ -213,7 +213,7 @@ def test_a_sweep_is_tried_on_the_first_seed_and_its_best_runs_on_all(
     length = result.runs[0].summary["updates"]
     assert {run.summary["updates"] for run in result.runs} == {length}
     assert {point.runs[0].summary["updates"] for point in tried} == {length * sweep_scale}
-    trials = sorted(tmp_path.glob("*/trial-*/config.toml"))
+    trials = sorted(tmp_path.glob("*/validation-*/config.toml"))
     whole = sorted(tmp_path.glob("*/seed-*/config.toml"))
     assert (len(trials), len(whole)) == (2, 2)
     # No point is chosen on the test samples of a seed that is reported.
@@ -235,7 +235,7 @@ def test_a_sweep_of_one_point_is_that_point_on_all_seeds(
     assert result.method.options == {"alpha": 0.5}
     assert {run.summary["updates"] for run in result.runs} == {24}
     assert comparison.sweeps == {}
-    assert not list(tmp_path.glob("*/trial-*"))
+    assert not list(tmp_path.glob("*/validation-*"))
 
 
 def test_a_run_without_clients_is_not_a_finished_one(tmp_path: Path) -> None:

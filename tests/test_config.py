@@ -67,8 +67,8 @@ def test_large_whole_numbers_keep_all_their_digits() -> None:
 def test_auto_is_none_only_where_a_key_allows_it() -> None:
     assert config_of(lr=AUTO).lr is None
     assert config_of(stop_at_target=AUTO).stop_at_target is None
-    with pytest.raises(UserError, match="clients must be a whole number, got 'auto'"):
-        config_of(clients=AUTO)
+    with pytest.raises(UserError, match="batch-size must be a whole number, got 'auto'"):
+        config_of(batch_size=AUTO)
 
 
 def test_options_of_strategies_are_dotted_keys() -> None:
@@ -111,6 +111,7 @@ TEXTS = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), max_si
             "lr": st.floats(1e-9, 10) | st.just(AUTO),
             "max-time": st.floats(0, 1e12),
             "test-fraction": st.floats(0.01, 0.99),
+            "validation-fraction": st.floats(0.0, 0.99),
             "target-accuracy": st.floats(0.01, 1.0) | st.just(AUTO),
             "stop-at-target": st.booleans() | st.just(AUTO),
             "download": st.booleans(),
@@ -146,7 +147,7 @@ def test_tables_and_quoted_dotted_keys_are_the_same(tmp_path: Path) -> None:
 
 def test_every_key_is_listed_with_default_and_description() -> None:
     listed = all_keys()
-    assert listed["clients"].default == 40
+    assert listed["clients"].default == AUTO
     assert listed["lr"].default == AUTO
     assert listed["fedasync.alpha"].default == 0.3
     assert all(key.help and key.type for key in listed.values())
@@ -229,6 +230,7 @@ def test_an_assignment_needs_a_key_and_an_equals_sign(text: str) -> None:
         ("out", ["a"], "out must be text"),
         ("sizes", "powerlaw", "Did you mean 'power-law'"),
         ("test-fraction", 1.0, "test-fraction must be below 1"),
+        ("validation-fraction", 1.0, "validation-fraction must be below 1"),
         ("target-accuracy", 1.01, "target-accuracy must be at most 1"),
         ("seed", -1, "seed must be at least 0"),
         ("fedbuff.k", 0, "fedbuff.k must be at least 1"),

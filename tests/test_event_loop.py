@@ -99,7 +99,7 @@ def test_fedbuff_steps_after_every_k_updates() -> None:
     assert strategy.models[0].version == 3
     # Kept are the versions that somebody still trains from: c1 was sent 1 at t = 3, before c0's
     # reply of that moment.
-    assert set(strategy.state.bases.vectors) == {"0/1"}
+    assert set(strategy.bases.vectors) == {"0/1"}
 
 
 def test_standalone_clients_never_meet() -> None:
@@ -416,7 +416,7 @@ def test_a_restored_strategy_is_the_one_that_was_saved(method: type[Method]) -> 
         assert restored.models[cluster].vector.tobytes() == model.vector.tobytes()
         assert restored.models[cluster].vector is not model.vector
     for client in strategy.progress.fleet.clients:
-        assert restored.cluster_of(client) == strategy.cluster_of(client)
+        assert restored.clusters.main(client) == strategy.clusters.main(client)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -75,6 +75,11 @@ def test_the_suite_of_the_page(tmp_path: Path) -> None:
     (text,) = blocks("toml")
     (tmp_path / "suite.toml").write_text(text)
     suite = load_suite(tmp_path / "suite.toml")
-    patient, hasty = suite.methods
+    patient, grouped, hasty = suite.methods
     assert suite.config(patient, 0).max_updates == 2000
-    assert [variant.label for variant in hasty.variants()] == ["hasty k=1", "hasty k=2"]
+    assert [variant.row.accuracy for variant in grouped.variants() if variant.row] == [94.1, 95.2]
+    assert [suite.config(point, 0, trial=True).max_updates for point in hasty.variants()] == [
+        400,
+        400,
+    ]
+    assert [point.options["server-lr"] for point in hasty.variants()] == [0.3, 1.0]

@@ -160,7 +160,7 @@ def test_a_client_that_has_failed_for_weeks_does_not_end_the_run() -> None:
 def test_a_fleet_of_which_nothing_is_valid_ends_the_run_and_says_why() -> None:
     seen = run(half(), grid_of(pulled_app(change=fails), devices(1.0, 1.0)))
     assert seen[-1].updates == 0
-    assert seen[-1].reason.startswith("the last 100 replies were of no use; the last one: c")
+    assert seen[-1].reason.startswith("the last 100 replies were unusable; the last one: c")
     assert seen[-1].reason.endswith("the disk is full")
 
 

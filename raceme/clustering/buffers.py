@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from raceme.messages import Vector
 from raceme.clustering.encoding import Code
+from raceme.messages import Vector
 
 _EMPTY = -1
 

@@ -178,9 +178,7 @@ class Clusters:
             if parent in weights and client not in moved:
                 moved[client] = {}
         self.members.update(moved)
-        self._changed(
-            ClusterChange.SPLIT, moved, (parent,), tuple(children), score, threshold
-        )
+        self._changed(ClusterChange.SPLIT, moved, (parent,), tuple(children), score, threshold)
         return children
 
     def merge(

@@ -104,7 +104,7 @@ def make_jobs(
         What to run.
     out : Path
         The comparison's folder; a run's is ``<method>/seed-<seed>`` below it, or
-        ``<method>/trial-<seed>``.
+        ``<method>/validation-<seed>``.
     trial : bool
         They try points of sweeps.
 
@@ -119,7 +119,7 @@ def make_jobs(
     for seed in seeds:
         for method in methods:
             config = resolve(suite.config(method, seed, trial))
-            folder = out / slug(method.label) / f"{'trial' if trial else 'seed'}-{seed}"
+            folder = out / slug(method.label) / f"{'validation' if trial else 'seed'}-{seed}"
             jobs.append(Job(method, seed, config.with_values(out=str(folder)), trial))
     return jobs
 
@@ -146,11 +146,11 @@ def check(jobs: Iterable[Job]) -> None:
             shared = str([item for item in keys if item[0] != "strategy" and "." not in item[0]])
             if (job.seed, shared) not in dealt:
                 dealt.add((job.seed, shared))
-                fleet(config.devices, config.clients, config.seed)
+                fleet(config.devices, config.num_clients, config.seed)
                 datasets.true_groups(config)
                 # A client with a single training sample has none to hold out.
-                first = 0 if config.validation_fraction else config.clients - 1
-                for client in range(first, config.clients):
+                first = 0 if config.validation_fraction else config.num_clients - 1
+                for client in range(first, config.num_clients):
                     datasets.client_data(config, client)
                 models.initial_arrays(config)
         except UserError as error:

@@ -338,7 +338,9 @@ def _shortened(config: RunConfig, scale: float) -> RunConfig:
     if scale == 1.0:
         return config
     # At least one round of every client, or there would be nothing to evaluate.
-    least = min(config.clients, config.max_updates)
+    from raceme.datasets import with_clients
+
+    least = min(with_clients(config).num_clients, config.max_updates)
     return config.with_values(
         max_updates=max(least, round(config.max_updates * scale)),
         max_time=config.max_time * scale,

@@ -41,7 +41,7 @@ class Femnist(Source):
             )
         train, test = _files(Path(config.data_root))
         arrays = cached("femnist", [*train, *test], (len(train),), lambda: _read(train, test))
-        chosen = largest(arrays["writer"], config.clients)
+        chosen = largest(arrays["writer"], config.num_clients)
         tests = np.asarray(arrays["test"], np.bool_)
         members = [np.flatnonzero(arrays["writer"] == writer) for writer in chosen]
         return Dataset(

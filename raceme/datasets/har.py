@@ -136,12 +136,12 @@ class Har(Source):
         """Return the windows of the first files, in the order of the numbers in their names."""
         folder = _folder(config, "har", ("har", ""))
         paths = sorted(folder.glob("*.npz"), key=_natural)
-        if len(paths) < config.clients:
+        if len(paths) < config.num_clients:
             raise UserError(
-                f"har needs an .npz file for each of {config.clients} clients in {folder}; there "
-                f"are {len(paths)}. Take fewer clients, or another --data-root."
+                f"har needs an .npz file for each of {config.num_clients} clients in {folder}; "
+                f"there are {len(paths)}. Take fewer clients, or another --data-root."
             )
-        parts = [_person_file(path) for path in paths[: config.clients]]
+        parts = [_person_file(path) for path in paths[: config.num_clients]]
         shapes = {part.x.shape[1:] for part in parts}
         if len(shapes) > 1:
             raise UserError(f"The files in {folder} hold windows of different shapes: {shapes}.")
@@ -205,12 +205,12 @@ def _folder(config: RunConfig, name: str, candidates: Sequence[str]) -> Path:
 
 
 def _first(people: Sequence[Person], config: RunConfig, name: str) -> Sequence[Person]:
-    if len(people) < config.clients:
+    if len(people) < config.num_clients:
         raise UserError(
-            f"Too many clients: {config.clients}, but {name} has only {len(people)} people with "
-            f"files under {config.data_root}. Take clients={max(1, len(people))}."
+            f"Too many clients: {config.num_clients}, but {name} has only {len(people)} people "
+            f"with files under {config.data_root}. Take clients={max(1, len(people))}."
         )
-    return people[: config.clients]
+    return people[: config.num_clients]
 
 
 def _cached(name: str, people: Sequence[Person], windows: Callable[[Path], _Window]) -> Arrays:

@@ -66,12 +66,12 @@ class Npz(Source):
             serve several clients.
         """
         data_file = config.read(NpzOptions).data_file
-        if config.clients > 1 and CLIENT not in data_file:
+        if config.num_clients > 1 and CLIENT not in data_file:
             raise UserError(
-                f"data-file '{data_file}' is one file for {config.clients} clients: write "
+                f"data-file '{data_file}' is one file for {config.num_clients} clients: write "
                 f"{CLIENT} for the client's number, e.g. device-{CLIENT}.npz, or set clients to 1."
             )
-        paths = [_path(config, client) for client in range(config.clients)]
+        paths = [_path(config, client) for client in range(config.num_clients)]
         files = [read(path) for path in paths]
         shape = _common_shape(dict(zip(paths, files, strict=True)))
         users: list[Indices] = []
@@ -97,7 +97,7 @@ class Npz(Source):
         A device has only its own; a simulation has all of them, and every client must build the
         same network although its own labels may stop short of the largest.
         """
-        paths = [_path(config, client) for client in range(config.clients)]
+        paths = [_path(config, client) for client in range(config.num_clients)]
         present = [path for path in dict.fromkeys(paths) if path.is_file()] or paths[:1]
         return _common_shape({path: read(path) for path in present})
 

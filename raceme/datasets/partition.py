@@ -84,12 +84,12 @@ def label_groups(labels: Indices, config: RunConfig, rng: np.random.Generator) -
     client's shares of the group's labels are drawn from a Dirichlet distribution; how many samples
     a client has, ``sizes`` says.
     """
-    _check_enough(labels, config.clients)
+    _check_enough(labels, config.num_clients)
     options = config.read(LabelGroupOptions)
     shares = parse_groups(options.groups)
     kinds = np.unique(labels)
-    _check_groups(len(shares), len(kinds), config.clients)
-    client_counts = largest_remainder(config.clients, shares)
+    _check_groups(len(shares), len(kinds), config.num_clients)
+    client_counts = largest_remainder(config.num_clients, shares)
     label_counts = largest_remainder(len(kinds), shares)
     for what, counts in (("client", client_counts), ("label", label_counts)):
         if counts.min() == 0:
@@ -113,7 +113,7 @@ def label_groups(labels: Indices, config: RunConfig, rng: np.random.Generator) -
 @reads(DirichletOptions)
 def dirichlet(labels: Indices, config: RunConfig, rng: np.random.Generator) -> Partition:
     """Every client's shares of the labels drawn from a Dirichlet distribution (dirichlet-alpha)."""
-    _check_enough(labels, config.clients)
+    _check_enough(labels, config.num_clients)
     weights = _client_weights(config, rng)
     alpha = config.read(DirichletOptions).dirichlet_alpha
     dealt = _spread(labels, np.unique(labels), weights, alpha, rng)
@@ -127,11 +127,11 @@ def classes(labels: Indices, config: RunConfig, rng: np.random.Generator) -> Par
     Every label is held by about the same number of clients, which share its samples equally, or in
     the proportions of their power-law sizes.
     """
-    _check_enough(labels, config.clients)
+    _check_enough(labels, config.num_clients)
     kinds = np.unique(labels)
     holders = _deal_labels(len(kinds), config, rng)
     weights = _client_weights(config, rng)
-    parts: list[list[Indices]] = [[] for _ in range(config.clients)]
+    parts: list[list[Indices]] = [[] for _ in range(config.num_clients)]
     least = -(-MIN_SAMPLES // config.read(ClassesOptions).classes_per_client)
     for kind, clients in zip(kinds, holders, strict=True):
         own = rng.permutation(np.flatnonzero(labels == kind))
@@ -148,7 +148,7 @@ def classes(labels: Indices, config: RunConfig, rng: np.random.Generator) -> Par
 @reads(SizeOptions)
 def iid(labels: Indices, config: RunConfig, rng: np.random.Generator) -> Partition:
     """Samples dealt out at random: every client sees the same distribution."""
-    _check_enough(labels, config.clients)
+    _check_enough(labels, config.num_clients)
     weights = _client_weights(config, rng)
     return _partition(_divide(rng.permutation(len(labels)), weights, MIN_SAMPLES))
 
@@ -212,8 +212,8 @@ def _client_weights(config: RunConfig, rng: np.random.Generator) -> Shares:
     The power law is Zipf's: 1, 1/2, 1/3 … in a random order of the clients.
     """
     if config.read(SizeOptions).sizes == "equal":
-        return np.ones(config.clients)
-    ranks = 1.0 + rng.permutation(config.clients)
+        return np.ones(config.num_clients)
+    ranks = 1.0 + rng.permutation(config.num_clients)
     return np.asarray(1.0 / ranks, np.float64)
 
 
@@ -274,13 +274,13 @@ def _deal_labels(num_labels: int, config: RunConfig, rng: np.random.Generator) -
         raise UserError(
             f"classes-per-client is {wanted}, but the data have only {num_labels} labels."
         )
-    if config.clients * wanted < num_labels:
+    if config.num_clients * wanted < num_labels:
         raise UserError(
-            f"{config.clients} clients of {wanted} labels cannot hold all {num_labels} labels: "
+            f"{config.num_clients} clients of {wanted} labels cannot hold all {num_labels} labels: "
             f"take at least {-(-num_labels // wanted)} clients or more classes-per-client."
         )
     holders: list[list[int]] = [[] for _ in range(num_labels)]
-    for client in range(config.clients):
+    for client in range(config.num_clients):
         # The labels that have the fewest holders so far; ties in random order.
         order = rng.permutation(num_labels)
         counts = np.array([len(holders[label]) for label in order])

@@ -47,6 +47,11 @@ def noise_groups(labels: Indices, config: RunConfig, rng: np.random.Generator) -
     return _in_groups(labels, config, rng)
 
 
+def is_skewed(config: RunConfig) -> bool:
+    """Return whether the partition makes groups that see samples in their own way."""
+    return config.partition in _SKEWS
+
+
 def skew(inputs: Inputs, config: RunConfig, group: int | None, client: int, part: str) -> Inputs:
     """Change a client's inputs in the way of its group, if the partition has such ways.
 
@@ -94,11 +99,11 @@ def rotated(inputs: Inputs, degrees: float) -> Inputs:
 def _in_groups(labels: Indices, config: RunConfig, rng: np.random.Generator) -> Partition:
     groups_text = config.read(GroupOptions).groups
     shares = parse_groups(groups_text)
-    counts = largest_remainder(config.clients, shares)
+    counts = largest_remainder(config.num_clients, shares)
     if counts.min() == 0:
         raise UserError(
             f"groups '{groups_text}': a share of {shares[int(np.argmin(counts))]:g} of "
-            f"{config.clients} clients is not even one. Give larger shares or fewer groups."
+            f"{config.num_clients} clients is not even one. Give larger shares or fewer groups."
         )
     groups = np.repeat(np.arange(len(shares)), counts)
     return Partition(iid(labels, config, rng).indices, tuple(groups.tolist()))

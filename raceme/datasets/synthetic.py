@@ -51,7 +51,7 @@ class Synthetic(Source):
                 options.synthetic_beta,
                 generator(config.seed, "synthetic", client),
             )
-            for client in range(config.clients)
+            for client in range(config.num_clients)
         ]
         bounds = np.cumsum([0, *(len(y) for _, y in clients)])
         return Dataset(

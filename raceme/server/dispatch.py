@@ -271,7 +271,7 @@ class InRounds(Dispatch):
     def joined(self, client: str) -> None:
         """Let a participant that was away take part again."""
         state = self.state
-        if state.running and state.away.pop(client, None):
+        if state.running and state.away.pop(client, False):
             state.open.pop(client, None)
             state.sent_at.pop(client, None)
             state.unsent[client] = True
@@ -424,9 +424,7 @@ class OnRequest(Dispatch):
 
     state: RequestState
 
-    def __init__(
-        self, next_request: Callable[[Client, float, np.random.Generator], float]
-    ) -> None:
+    def __init__(self, next_request: Callable[[Client, float, np.random.Generator], float]) -> None:
         self._next_request = next_request
         self.state = RequestState()
 

@@ -10,10 +10,10 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from flwr.app import ArrayRecord, Message
+from flwr.app import Message
 
 from raceme.events import Evaluated
-from raceme.messages import ACCURACY, LOSS
+from raceme.messages import ACCURACY, CONFIG, LOSS, STEP
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,7 @@ class Sweep:
         """Make the report, of those who have answered; at least one has."""
         accuracy, loss = mean_scores(self.scores.values())
         per_client = {
-            name: (score.cluster, score.accuracy, score.loss)
-            for name, score in self.scores.items()
+            name: (score.cluster, score.accuracy, score.loss) for name, score in self.scores.items()
         }
         steps = {name: score.step for name, score in self.scores.items() if score.step}
         return Evaluated(
@@ -88,23 +87,13 @@ class Sweep:
         )
 
 
-@dataclass
-class Snapshot:
-    """The models of a sweep, by the client that is to test them; not part of a state.
-
-    Attributes
-    ----------
-    records : dict[str, ArrayRecord]
-        Client id to the model that served it at that moment.
-    """
-
-    records: dict[str, ArrayRecord] = field(default_factory=dict)
-
-
-def read_score(reply: Message, cluster: int, step: int = 0) -> ClientScore | None:
+def read_score(reply: Message, cluster: int) -> ClientScore | None:
     """Take accuracy and loss out of a reply; None if it has none that are numbers."""
     if reply.has_error() or len(reply.content.metric_records) != 1:
         return None
+    stated = reply.content.config_records.get(CONFIG)
+    step = None if stated is None else stated.get(STEP)
+    step = step if isinstance(step, int) else 0
     return score_from(next(iter(reply.content.metric_records.values())), cluster, step)
 
 

@@ -1,4 +1,4 @@
-"""How evaluations are made: at once where they cost nothing, else by each client when it is free."""
+"""How evaluations are made: at once where that costs nothing, else by each client when free."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from raceme.server.evaluation import Sweep, read_score
 from raceme.server.idle import Idle
 from raceme.server.interface import Questions
 from raceme.server.packing import Packer
+from raceme.server.steps import Steps
 from raceme.timeline import Timeline
 
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
@@ -34,6 +35,8 @@ class Evaluator:
         The grid's.
     packer : Packer
         Makes records of models.
+    steps : Steps
+        Knows at which step clients' data are.
     config : ConfigRecord
         Sent along.
     central : Callable, optional
@@ -48,16 +51,16 @@ class Evaluator:
         grid: Grid,
         clock: Timeline,
         packer: Packer,
+        steps: Steps,
         config: ConfigRecord,
         central: EvaluateFn | None,
         ttl: float,
     ) -> None:
         self._method, self._grid, self._clock, self._packer = method, grid, clock, packer
-        self._config, self._central, self._ttl = config, central, ttl
+        self._steps, self._config, self._central, self._ttl = steps, config, central, ttl
         self._progress = method.progress
         # The models of the moment, by client; they are packed once per cluster.
         self._records: dict[str, ArrayRecord] = {}
-        self.step_of: Callable[[str], int] | None = None
 
     def begin(self) -> Evaluated | None:
         """Begin an evaluation; where it costs no time, return its report."""
@@ -65,9 +68,7 @@ class Evaluator:
         progress.evaluated_at = progress.updates
         online = progress.fleet.online()
         waiting = {c.client_id: method.clusters.main(c.client_id) for c in online}
-        sweep = Sweep(
-            self._clock.now(), progress.updates, len(method.models), len(online), waiting
-        )
+        sweep = Sweep(self._clock.now(), progress.updates, len(method.models), len(online), waiting)
         sweep.placed = dict(waiting)
         self._records = {
             client: self._packer.serve(method.models, method.placement(client))[0]
@@ -153,8 +154,9 @@ class Evaluator:
 
     def _message(self, client: str) -> Message:
         settings = dict(self._config)
-        if self.step_of is not None:
-            settings[names.STEP] = self.step_of(client)
+        step = self._steps.of(client)
+        if step is not None:
+            settings[names.STEP] = step
         node = self._progress.fleet.clients[client].node_id
         assert node is not None, "clients that left are dropped"
         content = RecordDict(
@@ -166,8 +168,7 @@ class Evaluator:
         """Take a client's score, if it has one."""
         sweep = self._progress.sweep
         assert sweep is not None, "an evaluation is under way"
-        step = 0 if self.step_of is None else self.step_of(client)
-        score = read_score(reply, sweep.placed[client], step)
+        score = read_score(reply, sweep.placed[client])
         if score is not None:
             sweep.scores[client] = score
 
@@ -180,8 +181,9 @@ class Evaluator:
         if not sweep.scores:
             return None
         report = sweep.report()
-        means = {names.ACCURACY: report.accuracy, names.LOSS: report.loss}
-        self._method.result.evaluate_metrics_clientapp[report.updates] = MetricRecord(means)
+        self._method.result.evaluate_metrics_clientapp[report.updates] = MetricRecord(
+            {names.ACCURACY: report.accuracy, names.LOSS: report.loss}
+        )
         return report
 
     def _evaluate_centrally(self) -> None:
@@ -212,9 +214,11 @@ def mean_metrics(measured: list[tuple[MetricRecord, float]]) -> MetricRecord:
     if not any(weight for _, weight in measured):
         measured = [(record, 1.0) for record, _ in measured]
     total = sum(weight for _, weight in measured)
-    means: dict[str, float] = {}
+    means = MetricRecord()
     for name in measured[0][0]:
-        values = [(record.get(name), weight) for record, weight in measured]
-        if all(isinstance(value, int | float) for value, _ in values):
-            means[name] = sum(float(v) * w for v, w in values) / total  # type: ignore[arg-type]
-    return MetricRecord(means)
+        values = [record.get(name) for record, _ in measured]
+        numbers = [float(value) for value in values if isinstance(value, int | float)]
+        if len(numbers) == len(values):
+            weights = (weight for _, weight in measured)
+            means[name] = sum(n * w for n, w in zip(numbers, weights, strict=True)) / total
+    return means

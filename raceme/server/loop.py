@@ -10,24 +10,24 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from logging import INFO, getLogger
-from typing import Any
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
+from flwr.app import ConfigRecord, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
 from raceme import events
-from raceme import messages as names
 from raceme.clustering.model import NonFiniteModelError
 from raceme.events import Ending
 from raceme.server.dispatch import Moment
 from raceme.server.evaluator import EvaluateFn, Evaluator
 from raceme.server.idle import Idle
 from raceme.server.interface import Questions, StopCheck
+from raceme.server.outgoing import Outgoing
 from raceme.server.packing import Packer
 from raceme.server.plan import Plan
 from raceme.server.replies import Answer, InvalidReplyError, Update, read_reply
 from raceme.server.reports import applied_update, joined
-from raceme.server.work import Task, Work
+from raceme.server.steps import Steps
+from raceme.server.work import Task
 from raceme.timeline import timeline_of
 
 log = getLogger("raceme")
@@ -38,11 +38,6 @@ _GREETING_SECONDS = 60.0
 """How long a node that has come is expected to introduce itself any moment."""
 _REST_SECONDS = (0.0, 1.0, 3.0, 7.0, 15.0, 31.0, 60.0)
 """Pause of a client before it is given work again, after 1, 2, … unusable replies in a row."""
-_MESSAGE_TYPES = {
-    names.EVALUATE: MessageType.EVALUATE,
-    names.LABEL_COUNTS: MessageType.QUERY,
-}
-"""Flower's type of the messages of a kind of work; all others take a device's time: training."""
 
 
 class Loop:
@@ -86,17 +81,23 @@ class Loop:
     ) -> None:
         self._method, self._grid, self._plan = method, grid, plan
         self._tell, self._stop_check, self._ttl = observe, stop_check, timeout
-        self._train_config = train_config
         self._clock = timeline_of(grid, time_before)
         self._progress = method.progress
         self._fleet = method.progress.fleet
         self._idle = Idle(self._progress.idle, self._fleet.clients)
         self._packer = Packer(method.spec)
+        self._steps = Steps(plan.drift, self._progress, self.now, self._observe)
+        self._outgoing = Outgoing(method, self._packer, self._steps, train_config, timeout)
         self._evaluator = Evaluator(
-            method, grid, self._clock, self._packer, evaluate_config, evaluate_fn, timeout
+            method,
+            grid,
+            self._clock,
+            self._packer,
+            self._steps,
+            evaluate_config,
+            evaluate_fn,
+            timeout,
         )
-        if plan.drift is not None:
-            self._evaluator.step_of = self.step_of
         self._greeted_at = -_GREETING_SECONDS
         self._held: list[events.Event] | None = None
         self._num_updates = 0
@@ -164,10 +165,10 @@ class Loop:
                 self._look_at_fleet()
                 progress.checked_at = clock.now()
                 alone_since = progress.somebody_at
-                if not self._fleet.by_node and clock.now() >= alone_since + self._ttl:
-                    if self._ending is None:
-                        self._ending = Ending.NO_CLIENTS, "all clients are gone"
-                        return alone_since
+                is_alone = not self._fleet.by_node and clock.now() >= alone_since + self._ttl
+                if is_alone and self._ending is None:
+                    self._ending = Ending.NO_CLIENTS, "all clients are gone"
+                    return alone_since
         ended_at = clock.now()
         if self._fleet.by_node and not self._stopped():
             for report in self._evaluator.finish(progress.evaluated_at != progress.updates):
@@ -185,7 +186,7 @@ class Loop:
         """Evaluate if that is due; return whether a limit is reached, and note which."""
         progress = self._progress
         if self._evaluation_is_due():
-            self._note_step()
+            self._steps.look()
             report = self._evaluator.begin()
             if report is not None:
                 self._evaluated(report)
@@ -319,7 +320,7 @@ class Loop:
 
     def _hand_out(self) -> None:
         """Ask for evaluations that are under way, then give the method's work."""
-        self._note_step()
+        self._steps.look()
         self._evaluator.ask(self._idle)
         places = self._free_places()
         if places is not None and places <= 0:
@@ -331,7 +332,7 @@ class Loop:
         if places is not None:
             order = self._method.rng.permutation(len(wanted))[:places]
             wanted = [wanted[index] for index in order]
-        for made, task in [self._message(work) for work in wanted]:
+        for made, task in [self._outgoing.message(work, self.now()) for work in wanted]:
             self._send(made, task)
 
     def _free_places(self) -> int | None:
@@ -342,51 +343,6 @@ class Loop:
         clients, open_tasks = self._fleet.clients, self._progress.in_flight.values()
         busy = sum(clients[task.client].node_id is not None for task in open_tasks)
         return self._plan.concurrency - busy
-
-    def _message(self, work: Work) -> tuple[Message, Task]:
-        """Make the message that gives a client its work, with what its reply has to echo."""
-        method, client = self._method, self._fleet.clients[work.client]
-        if client.node_id is None:
-            raise ValueError(f"{type(method).__name__} has work for '{work.client}', who is away")
-        records, size, candidates = self._records(work)
-        cluster = next(iter(candidates), method.clusters.main(work.client))
-        if len(candidates) > 1:
-            cluster = method.clusters.main(work.client)
-        task = Task(
-            number=self._progress.tasks,
-            client=work.client,
-            cluster=cluster,
-            version=method.models[cluster].version,
-            updates=self._progress.updates,
-            sent_at=self.now(),
-            bytes_down=size + sum(record.count_bytes() for record in work.arrays.values()),
-            candidates=candidates if work.kind != names.TRAIN else {},
-            kind=work.kind,
-            step=self.step_of(work.client),
-        )
-        self._progress.tasks += 1
-        policy = method.dispatch.settings()
-        settings: dict[str, Any] = {**self._train_config, **policy, **work.settings}
-        if names.ROUND not in settings:
-            settings |= {names.TASK: task.number, names.VERSION: task.version}
-        if work.kind != names.TRAIN:
-            settings[names.KIND] = work.kind
-        if self._plan.drift is not None:
-            settings[names.STEP] = task.step
-        content = RecordDict({**records, **work.arrays, names.CONFIG: ConfigRecord(settings)})
-        kind = _MESSAGE_TYPES.get(work.kind, MessageType.TRAIN)
-        return Message(content, client.node_id, kind, ttl=self._ttl), task
-
-    def _records(self, work: Work) -> tuple[dict[str, ArrayRecord], int, dict[int, int]]:
-        """Return the models that travel, their size, and the versions of several by cluster."""
-        models = self._method.models
-        if work.models is None:
-            weights = self._method.placement(work.client)
-            record, size = self._packer.serve(models, weights)
-            return {names.ARRAYS: record}, size, {}
-        versions = {cluster: models[cluster].version for cluster in work.models}
-        records, size = self._packer.pack_some(models, work.models, work.kind != names.TRAIN)
-        return records, size, versions
 
     def _send(self, message: Message, task: Task) -> None:
         """Send work, and remember who has it."""
@@ -402,30 +358,6 @@ class Loop:
     def _push(self, message: Message) -> str | None:
         """Send one message; None if the grid would not take it."""
         return next(iter(self._grid.push_messages([message])), None)
-
-    # Data that change.
-
-    def step_of(self, client: str) -> int:
-        """Return the step of a client's data now; the step is reported when it has moved."""
-        drift, progress = self._plan.drift, self._progress
-        if drift is None:
-            return 0
-        uploads = progress.uploads.get(client, 0)
-        step = drift.step(self.now(), progress.updates, uploads)
-        if drift.per_client and step != progress.steps.get(client, 0):
-            progress.steps[client] = step
-            self._observe(events.DataChanged(self.now(), progress.updates, client, step))
-        return step
-
-    def _note_step(self) -> None:
-        """Report that all clients' data have moved on, if they have."""
-        drift, progress = self._plan.drift, self._progress
-        if drift is None or drift.per_client:
-            return
-        step = drift.step(self.now(), progress.updates, 0)
-        if step != progress.step:
-            progress.step = step
-            self._observe(events.DataChanged(self.now(), progress.updates, None, step))
 
     # Taking replies in.
 
@@ -499,9 +431,7 @@ class Loop:
                 if counters is not None and what.weight and what.cluster in self._method.models:
                     self._method.models[what.cluster].copy_from(update.vector, counters)
                 arrived_at, exchanges = update.arrived_at, self._method.exchanges
-                self._observe(
-                    applied_update(arrived_at, progress.updates, update, what, exchanges)
-                )
+                self._observe(applied_update(arrived_at, progress.updates, update, what, exchanges))
                 self._method.close_task(update.task)
         self._packer.keep_only(self._method.models)
         for event in held:

@@ -25,7 +25,10 @@ from raceme.server.progress import Progress
 from raceme.server.replies import Update
 from raceme.server.state import from_tree, to_tree
 
+__all__ = ["Applied", "Method", "average_by_cluster", "staleness_of"]
+
 log = getLogger("raceme")
+
 
 class Method(Questions, Strategy):
     """A method: a Flower strategy that says what the loop is to do.

@@ -103,9 +103,7 @@ class InvalidReplyError(ValueError):
     """A reply is not what was asked for; the message says why."""
 
 
-def read_reply(
-    reply: Message, task: Task, spec: ModelSpec, now: float = 0.0
-) -> Update | Answer:
+def read_reply(reply: Message, task: Task, spec: ModelSpec, now: float = 0.0) -> Update | Answer:
     """Check a reply to a task of any kind, and take its content out.
 
     Parameters
@@ -126,7 +124,7 @@ def read_reply(
     """
     if task.kind in _TRAINING:
         return read_update(reply, task, spec, now)
-    content, stated, metrics = _checked(reply, task)
+    content, _, metrics = _checked(reply, task)
     numbers = _numbers(content.array_records.get(NUMBERS))
     if len(content.array_records) != (NUMBERS in content.array_records):
         raise InvalidReplyError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,8 +14,7 @@ TOO_SLOW = "the task took longer than its time to live"
 LOST_BEFORE = "the reply was unusable in the recorded run too"
 
 
-@dataclass(frozen=True)
-class Workload:
+class Workload(NamedTuple):
     """What a task costs a device.
 
     Attributes

@@ -83,6 +83,8 @@ class _Pending:
 
     Attributes
     ----------
+    client : _Client or None
+        Whom it was sent to; None if there is no such node.
     expires : float
         When its time to live ends.
     due : float
@@ -96,6 +98,7 @@ class _Pending:
     """
 
     message: Message
+    client: _Client | None
     expires: float
     due: float
     lost: str | None = None
@@ -309,6 +312,7 @@ class VirtualGrid(Grid):
             message = message_from_tree(saved["message"])
             pending = _Pending(
                 message,
+                self._clients.get(message.metadata.dst_node_id),
                 expires=saved["expires"],
                 due=saved["due"],
                 lost=saved["lost"],
@@ -322,24 +326,25 @@ class VirtualGrid(Grid):
 
     def _dispatch(self, message_id: str, message: Message) -> None:
         """Decide when a message will be answered, and hand its work to the executor."""
-        now, node_id = self.now(), message.metadata.dst_node_id
-        expires = now + message.metadata.ttl
-        pending = self._pending[message_id] = _Pending(message, expires, due=now)
-        if node_id not in self._clients:
+        now, metadata = self._queue.now, message.metadata
+        node_id, expires = metadata.dst_node_id, now + metadata.ttl
+        client = self._clients.get(node_id)
+        pending = self._pending[message_id] = _Pending(message, client, expires, due=now)
+        if client is None:
             pending.lost = f"there is no node {node_id}"
         elif node_id not in self._online:
             pending.lost, pending.due = "the device is offline", expires
-        elif message.metadata.message_type.split(".")[0] == MessageType.TRAIN:
-            device = self._clients[node_id].device
-            pending.due, pending.lost = device.begin(workload_of(message), now, expires)
+        elif metadata.message_type.split(".")[0] == MessageType.TRAIN:
+            pending.due, pending.lost = client.device.begin(workload_of(message), now, expires)
         if pending.lost is None:
             self._work_on(message_id, pending)
         pending.event = self._queue.schedule(pending.due, _REPLY, message_id)
 
     def _work_on(self, message_id: str, pending: _Pending) -> None:
-        client = self._clients[pending.message.metadata.dst_node_id]
-        client.at_work[message_id] = None
-        self._executor.submit(pending.message, client.context, pending.due)
+        """Hand the work of a message to the executor."""
+        assert pending.client is not None, "a message to nobody is lost"
+        pending.client.at_work[message_id] = None
+        self._executor.submit(pending.message, pending.client.context, pending.due)
 
     def _advance(
         self, message_ids: Collection[str], until: float | None, stop_on_switch: bool
@@ -394,21 +399,22 @@ class VirtualGrid(Grid):
     def _reply(self, message_id: str) -> Message | None:
         """Produce the reply of a message whose time has come; None if nobody wants it."""
         pending = self._pending.pop(message_id)
-        client = self._clients.get(pending.message.metadata.dst_node_id)
-        if pending.lost is None:
-            assert client is not None, "a message to nobody is lost"
-            del client.at_work[message_id]
-            reply = self._executor.result(message_id)
-            return reply if pending.is_wanted else None
-        code = compat.NODE_UNAVAILABLE if client is None else compat.REPLY_MESSAGE_UNAVAILABLE
-        return compat.error_reply(pending.message, code, pending.lost)
+        client = pending.client
+        if pending.lost is not None:
+            code = compat.NODE_UNAVAILABLE if client is None else compat.REPLY_MESSAGE_UNAVAILABLE
+            return compat.error_reply(pending.message, code, pending.lost)
+        assert client is not None, "a message to nobody is lost"
+        del client.at_work[message_id]
+        reply = self._executor.result(message_id)
+        return reply if pending.is_wanted else None
 
     def _drop(self, message_id: str) -> None:
         """Let a message have no reply, and its work not be done."""
         pending = self._pending.pop(message_id)
         self._queue.cancel(pending.event)
         if pending.lost is None:
-            del self._clients[pending.message.metadata.dst_node_id].at_work[message_id]
+            assert pending.client is not None, "a message to nobody is lost"
+            del pending.client.at_work[message_id]
             self._executor.cancel(message_id)
 
     def _switch(self, node_id: int) -> None:

@@ -42,7 +42,9 @@ class CASAParameters:
     sketch: int = option(0, "compare models by sketches of this size (0: whole models)", low=0)
     budget: int = option(0, "buffer budget M in items (0: no limit)", low=0)
     gap_range: float = option(0.0, "start gap r_a that is too large (0: r_c)", low=0)
-    staleness_unit: str = option("cluster", "τ counts: cluster or global", among=("cluster", "global"))
+    staleness_unit: str = option(
+        "cluster", "τ counts: cluster or global", among=("cluster", "global")
+    )
     noise_guard: float = option(0.0, "least gap, in gaps of shuffled similarities (0: any)", low=0)
     clustering: bool = option(True, "split clusters (false: the ablation CASA-C)")
     bi_level: bool = option(True, "bi-level decay (false: the ablation CASA-D)")

@@ -85,9 +85,7 @@ class FedGroup(Method):
         if not self.clusters.is_placed(client.client_id):
             self.clusters.assign(client.client_id, self._cold())
 
-    def _participants(
-        self, online: Sequence[Client], rng: np.random.Generator
-    ) -> Sequence[Client]:
+    def _participants(self, online: Sequence[Client], rng: np.random.Generator) -> Sequence[Client]:
         if not self.state.directions:
             count = self.parameters.pretrain * self.parameters.groups
         else:

@@ -17,7 +17,6 @@ from flwr.serverapp import Grid, strategy
 from flwr.serverapp.strategy import Strategy
 
 from raceme import messages as names
-from raceme.messages import Vector
 from raceme.options import option
 from raceme.server.dispatch import Dispatch, InRounds, RoundsParameters
 from raceme.server.fleet import Client
@@ -77,9 +76,7 @@ class FlowerRounds(Method):
         """Work in rounds, with the participants that Flower's strategy chooses."""
         return InRounds(participants=self._participants)
 
-    def _participants(
-        self, online: Sequence[Client], rng: np.random.Generator
-    ) -> Sequence[Client]:
+    def _participants(self, online: Sequence[Client], rng: np.random.Generator) -> Sequence[Client]:
         """Ask Flower's strategy; it samples with Python's `random`."""
         nodes = {client.node_id: client for client in online}
         number = self.dispatch.state.number
@@ -125,12 +122,10 @@ class FlowerRounds(Method):
             metrics = {name: value for name, value in update.metrics.items() if name in common}
             # A count, as Flower's weighted mean expects it.
             metrics[names.NUM_EXAMPLES] = update.num_examples
-            records = {
-                names.ARRAYS: self.spec.pack(update.vector),
-                names.METRICS: MetricRecord(dict(metrics)),
-            }
+            arrays, measured = self.spec.pack(update.vector), MetricRecord(dict(metrics))
+            records = RecordDict({names.ARRAYS: arrays, names.METRICS: measured})
             node = self.progress.fleet.clients[update.task.client].node_id or 0
-            replies.append(Message(RecordDict(records), node, MessageType.TRAIN))
+            replies.append(Message(records, node, MessageType.TRAIN))
         return replies
 
     def summary(self) -> None:

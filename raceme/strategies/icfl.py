@@ -50,7 +50,9 @@ def alpha_star(t: float, planned: float, start: float, growth: float) -> float:
 class _Comparing:
     """What ICFL and ICFL-Async can be told in common; the defaults are those of CASA's paper."""
 
-    alpha_start: float = option(0.85, "α*(0): similarity that a cluster needs first", low=-1, high=1)
+    alpha_start: float = option(
+        0.85, "α*(0): similarity that a cluster needs first", low=-1, high=1
+    )
     epsilon: float = option(4.0, "ε: how fast α*(t) grows towards 1", low=0)
     rounds: int = option(0, "T: rounds over which it grows (0: those of the run)", low=0)
     moves: bool = option(True, "clients move to a cluster that has become nearer (our reading)")
@@ -108,9 +110,7 @@ class ICFL(Method):
         """Return α*(t) in round t."""
         options = self.parameters
         planned = planned_rounds(self, options.fraction)
-        return alpha_star(
-            self.dispatch.state.number, planned, options.alpha_start, options.epsilon
-        )
+        return alpha_star(self.dispatch.state.number, planned, options.alpha_start, options.epsilon)
 
     def aggregate(self, updates: Sequence[Update]) -> list[Applied]:
         """Compare the clients of the round, place and divide, then average in each cluster."""

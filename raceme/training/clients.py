@@ -121,10 +121,9 @@ def load(run_items: _Items, node_items: _Items, step: int) -> Client:
     node = dict(node_items)
     own = tuple((name, node[name]) for name in _NODE_KEYS if name in node)
     config = _run_config(run_items + own)
-    config = config.with_values(clients=int(node.get("num-partitions", config.clients)))
+    config = config.with_values(clients=int(node.get("num-partitions", config.num_clients)))
     position = _position(config, node)
-    at = (step,) if step else ()
-    data, shape = datasets.client_data(config, position, *at), datasets.data_shape(config)
+    data, shape = datasets.client_data(config, position, step), datasets.data_shape(config)
     network = _network(str(config.model), shape.input_shape, shape.num_classes)
     return Client(
         id=str(node.get("device-id", f"client-{position}")),
