@@ -272,6 +272,25 @@ def test_label_counts_are_of_all_classes() -> None:
     assert 0 in counts
 
 
+def test_a_client_works_on_the_data_of_the_step_that_it_is_told() -> None:
+    node = context(2, CONFIG.with_values(drift="label-shift"))
+
+    def counts(**step: int) -> list[int]:
+        content = RecordDict({"config": ConfigRecord({"kind": "label-counts", **step})})
+        reply = app(Message(content, dst_node_id=7, message_type="query"), node).content
+        assert reply.config_records["config"].get("step") == step.get("step")
+        return list(from_array(reply.array_records["numbers"]["label-counts"]))
+
+    # Labels y become y + s mod 10.
+    assert counts(step=3) == counts()[-3:] + counts()[:-3]
+    assert counts(step=0) == counts() != counts(step=3)
+    tested = [
+        app(message("evaluate", {"step": step}), node).content["metrics"]["loss"]
+        for step in (1, 0, 1, 10)
+    ]
+    assert tested[0] == tested[2] != tested[1] == tested[3]
+
+
 # --- batch normalisation at home ----------------------------------------------------------------
 
 # Two samples, one of each class. Normalised they are (1, -1) and (-1, 1), whatever their size.

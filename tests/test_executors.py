@@ -453,6 +453,36 @@ def test_kinds_that_are_named_are_stacked_as_those_that_are_not() -> None:
     assert set(executor._replies) == set(asked[2:])
 
 
+def test_stacked_clients_have_the_data_of_the_step_that_they_are_told() -> None:
+    config = ragged().with_values(drift="label-shift")
+    stacked = Vectorised()
+    for step in (0, 1, 2):
+        for kind in ("train", "evaluate"):
+            for one, other in zip(
+                answers(InProcess(client_app.app), config, kind=kind, step=step),
+                answers(stacked, config, kind=kind, step=step),
+                strict=True,
+            ):
+                assert other["metrics"] == pytest.approx(dict(one["metrics"]), rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["train", "evaluate"])
+def test_two_steps_of_one_clients_data_are_told_apart_when_both_are_pending(kind: str) -> None:
+    config = ragged().with_values(drift="label-shift")
+    found = []
+    for executor in (InProcess(client_app.app), Vectorised()):
+        pending = []
+        for step in (0, 1):
+            messages, contexts = training_messages(config, kind=kind, step=step)
+            executor.submit(messages[3], contexts[3], due=0.0)
+            pending.append(messages[3].metadata.message_id)
+        replies = [executor.result(asked).content for asked in reversed(pending)]
+        name = "train-loss" if kind == "train" else "loss"
+        found.append([reply["metrics"][name] for reply in replies])
+    assert found[0] == pytest.approx(found[1], rel=1e-4)
+    assert found[0][0] != pytest.approx(found[0][1], rel=1e-2)
+
+
 # Which executor a run gets.
 
 
