@@ -143,10 +143,11 @@ def _quiet_flower() -> None:
     logging.getLogger("flwr").setLevel(logging.ERROR)
     logging.getLogger("raceme").propagate = False
     logging.getLogger("raceme").addHandler(logging.NullHandler())
-    # What becomes of checkpoints is the person's business, and rare.
-    checkpoints = logging.getLogger("raceme.checkpoints")
-    checkpoints.setLevel(logging.INFO)
-    checkpoints.handlers = [logging.StreamHandler(sys.stderr)]
+    # What becomes of checkpoints, and defaults that did not fit, are the person's business: rare.
+    for name in ("raceme.checkpoints", "raceme.defaults"):
+        logger = logging.getLogger(name)
+        logger.setLevel(logging.INFO)
+        logger.handlers = [logging.StreamHandler(sys.stderr)]
 
 
 def main() -> None:

@@ -80,7 +80,8 @@ def resolve(config: RunConfig) -> RunConfig:
         The dataset does not exist, or nobody reads an option that is set.
     """
     config.check_options()
-    config = datasets.with_defaults(config.with_absolute_paths())
+    config = datasets.with_fitting_groups(config.with_absolute_paths())
+    config = datasets.with_defaults(config)
     source = datasets.source_of(config)
     target, stop = config.target_accuracy, config.stop_at_target
     return config.with_values(

@@ -26,6 +26,8 @@ class Registry(Mapping[str, Any]):
         The attribute of such an object that is the dataclass of its options.
     prefixed : bool
         Keys of the options have the object's name in front: ``casa.gamma``.
+    aliases : Mapping[str, str], optional
+        Names that are taken too, but not listed: an old one to the present one.
     """
 
     def __init__(
@@ -35,11 +37,13 @@ class Registry(Mapping[str, Any]):
         *,
         declares: str = "options_type",
         prefixed: bool = False,
+        aliases: Mapping[str, str] | None = None,
     ) -> None:
         self.kind = kind
         self.prefixed = prefixed
         self._targets = dict(targets)
         self._declares = declares
+        self._aliases = dict(aliases or {})
 
     def __getitem__(self, name: str) -> Any:
         """Return the object registered under `name`.
@@ -49,6 +53,7 @@ class Registry(Mapping[str, Any]):
         UserError
             When no such name exists; it lists the valid names and the nearest match.
         """
+        name = self._aliases.get(name, name)
         if name not in self._targets:
             raise unknown_name(self.kind, name, self._targets)
         module, attribute = self._targets[name].split(":")
@@ -61,7 +66,7 @@ class Registry(Mapping[str, Any]):
         return len(self._targets)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._targets
+        return name in self._targets or name in self._aliases
 
     def options_type(self, name: str) -> type[Any] | None:
         """Return the dataclass of the options that `name` reads; None if it reads none.
@@ -122,10 +127,13 @@ DATASETS = Registry(
         "cifar10": "raceme.datasets.cifar10:Cifar10",
         "image-folder": "raceme.datasets.image_folder:ImageFolder",
         "femnist": "raceme.datasets.femnist:Femnist",
-        "har": "raceme.datasets.har:Har",
+        "npz-folder": "raceme.datasets.npz_folder:NpzFolder",
         "harbox": "raceme.datasets.har:HarBox",
         "imu": "raceme.datasets.har:Imu",
+        "text": "raceme.datasets.text:Text",
+        "usps": "raceme.datasets.usps:Usps",
     },
+    aliases={"har": "npz-folder"},
 )
 
 PARTITIONERS = Registry(
@@ -162,5 +170,7 @@ MODELS = Registry(
         "mclr": "raceme.models.mclr:build",
         "mlp": "raceme.models.mlp:build",
         "cnn": "raceme.models.cnn:build",
+        "cnn1d": "raceme.models.cnn1d:build",
+        "gru": "raceme.models.gru:build",
     },
 )

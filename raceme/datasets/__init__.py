@@ -5,12 +5,19 @@ A process loads a dataset and partitions it once; asking again is cheap.
 
 from __future__ import annotations
 
+import logging
 from functools import lru_cache
 
 from raceme.config import RunConfig
 from raceme.datasets.dealt import Dealt
 from raceme.datasets.drift import Drift, Schedule, drift_of, drift_type, schedule_of
-from raceme.datasets.partition import Partition
+from raceme.datasets.partition import (
+    GroupOptions,
+    LabelGroupOptions,
+    Partition,
+    SizeOptions,
+    fitting_groups,
+)
 from raceme.datasets.source import ClientData, Dataset, DataShape, Source, generator
 from raceme.datasets.suited import suited
 from raceme.errors import UserError
@@ -34,7 +41,10 @@ __all__ = [
     "true_groups",
     "with_clients",
     "with_defaults",
+    "with_fitting_groups",
 ]
+
+log = logging.getLogger("raceme.defaults")
 
 _LOADING = ("dataset", "data_root", "download", "clients", "seed")
 """What decides, beside the dataset's own options, what is loaded."""
@@ -88,6 +98,31 @@ def with_defaults(config: RunConfig) -> RunConfig:
         model=model if config.model is None else config.model,
         lr=lr if config.lr is None else config.lr,
     )
+
+
+def with_fitting_groups(config: RunConfig) -> RunConfig:
+    """Return a configuration whose groups are not more than its clients, or labels, and say so.
+
+    Raises
+    ------
+    UserError
+        There is no such dataset or partition, or the shares cannot be read.
+    """
+    config = with_clients(config)
+    options_type = PARTITIONERS.options_type(config.partition) or SizeOptions
+    if source_of(config).has_clients or not issubclass(options_type, GroupOptions):
+        return config
+    groups = config.read(options_type).groups
+    divides_labels = issubclass(options_type, LabelGroupOptions)
+    labels = data_shape(config).num_classes if divides_labels else None
+    fitting = fitting_groups(groups, config.num_clients, labels)
+    if fitting == groups:
+        return config
+    there = f"clients={config.num_clients}" + (f", {labels} labels" if divides_labels else "")
+    log.warning(
+        "groups '%s' are more than there can be (%s): joined to '%s'", groups, there, fitting
+    )
+    return config.with_values(groups=fitting)
 
 
 def load(config: RunConfig) -> Dataset:
@@ -147,7 +182,7 @@ def all_clients(config: RunConfig, step: int = 0) -> list[ClientData]:
         The data cannot be loaded or dealt out as asked.
     """
     config = with_clients(config)
-    _deal(config.narrowed(*_DEALING))
+    true_groups(config, step)
     return [client_data(config, client, step) for client in range(config.num_clients)]
 
 
@@ -190,6 +225,9 @@ def _deal(config: RunConfig) -> Partition:
 @lru_cache(maxsize=4)
 def _drift(config: RunConfig, dealing: RunConfig, only: int | None) -> Drift:
     """Return what gives clients their data at each step, once it is known that it can."""
+    if dealing == config.narrowed(*_DEALING):
+        config = with_fitting_groups(config)
+        dealing = config.narrowed(*_DEALING)
     drift = drift_of(config, Dealt(config, load(dealing), _deal(dealing), only))
     drift.check()
     return drift

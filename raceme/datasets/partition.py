@@ -176,6 +176,40 @@ def parse_groups(text: str) -> Shares:
     return normalised
 
 
+def fitting_groups(text: str, clients: int, labels: int | None = None) -> str:
+    """Return the key ``groups`` with as many groups as there are clients, and labels, for them.
+
+    Of shares that fit nothing changes. A group that would get none is joined with the smaller one
+    of its neighbours, since neighbours have neighbouring labels.
+
+    Parameters
+    ----------
+    text : str
+        The shares.
+    clients : int
+        Number of clients to be divided.
+    labels : int, optional
+        Number of labels to be divided by the same shares.
+
+    Raises
+    ------
+    UserError
+        The shares cannot be read.
+    """
+    shares = parse_groups(text).tolist()
+    totals = [clients] if labels is None else [clients, labels]
+    fitting = shares
+    while len(fitting) > 1:
+        counts = np.min([largest_remainder(total, np.array(fitting)) for total in totals], axis=0)
+        if counts.min() > 0:
+            break
+        empty = int(np.argmin(counts))
+        beside = [i for i in (empty - 1, empty + 1) if 0 <= i < len(fitting)]
+        first = min(empty, min(beside, key=lambda i: fitting[i]))
+        fitting = [*fitting[:first], fitting[first] + fitting[first + 1], *fitting[first + 2 :]]
+    return text if fitting is shares else ",".join(f"{share:.9g}" for share in fitting)
+
+
 def largest_remainder(total: int, shares: Shares) -> Indices:
     """Divide `total` things by shares that sum to 1: whole parts first, then largest remainders."""
     # Rounded, or 0.3 of 10 would be 2 and a remainder of almost 1 next to a real remainder.

@@ -40,6 +40,8 @@ class Synthetic(Source):
     default_model = "mclr"
     default_lr = 0.01
     target_accuracy = 0.6
+    default_clients = 30
+    has_clients = True
     options_type = SyntheticOptions
 
     def load(self, config: RunConfig) -> Dataset:
