@@ -15,16 +15,17 @@ from flwr.serverapp import Grid
 from threadpoolctl import threadpool_limits
 
 from raceme import datasets, models
-from raceme import messages as names
 from raceme.checkpoints import CheckpointFolder, Keeper, Schedule, only_writer, restore
 from raceme.config import RunConfig, write_toml
+from raceme.config.errors import UserError
 from raceme.datasets.drift import schedule_of
-from raceme.errors import UserError
-from raceme.events import Ending, Event, Observer
-from raceme.messages import ModelSpec
+from raceme.protocol import messages as names
+from raceme.protocol.events import Ending, Event, Observer
+from raceme.protocol.messages import ModelSpec
+from raceme.protocol.timeline import timeline_of
+from raceme.records.store import RunStore, read_events
+from raceme.records.summary import RunSummary
 from raceme.reporting.artefacts import write_all
-from raceme.reporting.store import RunStore, read_events
-from raceme.reporting.summary import RunSummary
 from raceme.server.interface import StopCheck, never_stop
 from raceme.simulation import (
     Node,
@@ -36,7 +37,6 @@ from raceme.simulation import (
 )
 from raceme.simulation.trace import PREFIX, traced_fleet
 from raceme.strategies import STRATEGIES, Method, Plan
-from raceme.timeline import timeline_of
 
 _FIRST_NODE_ID = 1000
 _CLIENT_APP = "raceme.client_app:app"
@@ -103,6 +103,28 @@ def build_strategy(config: RunConfig) -> Method:
     method = STRATEGIES[config.strategy]
     strategy: Method = method(config.parameters(), seed=config.seed)
     return strategy
+
+
+def check_parts(config: RunConfig) -> None:
+    """Find out whether a run's data, devices and model are possible, before any work starts.
+
+    Parameters
+    ----------
+    config : RunConfig
+        A resolved configuration.
+
+    Raises
+    ------
+    UserError
+        They are not.
+    """
+    fleet(config.devices, config.num_clients, config.seed)
+    datasets.true_groups(config)
+    # A client with a single training sample has none to hold out.
+    first = 0 if config.validation_fraction else config.num_clients - 1
+    for client in range(first, config.num_clients):
+        datasets.client_data(config, client)
+    models.initial_arrays(config)
 
 
 def build_grid(config: RunConfig) -> VirtualGrid:
@@ -370,7 +392,7 @@ def prepare_folder(config: RunConfig) -> Path:
         raise UserError(f"{out} holds a run already; choose another folder with --out.")
     try:
         out.mkdir(parents=True, exist_ok=True)
-        write_toml(config.with_values(out="", resume=""), out / "config.toml")
+        write_toml(config.with_values(out="", resume="").to_mapping(), out / "config.toml")
     except OSError as error:
         raise UserError(f"Cannot write to {out}: {error.strerror}.") from None
     return out
@@ -399,7 +421,7 @@ def forget_end(config: RunConfig, out: Path) -> None:
     """
     for path in (out / "clusters").glob("*.safetensors"):
         path.unlink()
-    write_toml(config.with_values(out="", resume=""), out / "config.toml")
+    write_toml(config.with_values(out="", resume="").to_mapping(), out / "config.toml")
 
 
 def _unused(path: Path) -> Path:

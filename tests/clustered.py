@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from fleets import MODEL, grid_of, pulled_app
 
-from raceme import events
 from raceme.clustering.model import Model
+from raceme.protocol import events
 from raceme.server.dispatch import InRounds
 from raceme.server.fleet import Client
 from raceme.server.replies import Update
@@ -116,7 +116,9 @@ def check_it_can_be_restored(method: type[Any], parameters: Any = None) -> None:
     assert first.seq == strategy.progress.updates + 1
     assert restored.progress.updates >= 120
     assert not any(isinstance(event, events.UpdateRejected) for event in seen)
-    if isinstance(strategy.dispatch, InRounds):  # Between rounds nothing is under way that could get lost.
+    if isinstance(
+        strategy.dispatch, InRounds
+    ):  # Between rounds nothing is under way that could get lost.
         whole = method(parameters)
         run_on(whole, three_groups(), 120)
         for part in ("clusters", "state", "bases"):

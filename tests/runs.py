@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 from fleets import MODEL
 
-from raceme import events
+from raceme.protocol import events
 from raceme.simulation import Device, VirtualGrid
-from raceme.strategies import Method, FedAsync, FedAsyncParameters, Plan
+from raceme.strategies import FedAsync, FedAsyncParameters, Method, Plan
 
 ONES = np.ones(8, np.float32)
 

@@ -11,9 +11,9 @@ import pytest
 from raceme import datasets, strategies
 from raceme.comparison.suite_file import load_suite
 from raceme.config import RunConfig, all_keys
+from raceme.config.registry import Registry
 from raceme.datasets import DATASETS
 from raceme.experiment import simulate
-from raceme.registry import Registry
 from raceme.strategies import STRATEGIES
 
 PAGE = Path(__file__).parent.parent / "docs" / "extending.md"

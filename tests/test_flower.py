@@ -10,7 +10,7 @@ import pytest
 from processes import ROOT, loopback
 
 from raceme.config import SET, all_keys, general_keys
-from raceme.reporting.record import read_run
+from raceme.records.record import read_run
 
 ARTEFACTS = {
     "accuracy.png",

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from raceme.reporting.files import written_whole
+from raceme.records.files import written_whole
 
 FORMAT = "raceme-checkpoint-1"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from raceme.checkpoints.files import DamagedError, read_tree, write_tree
-from raceme.errors import UserError
+from raceme.config.errors import UserError
 
 log = logging.getLogger("raceme.checkpoints")
 

@@ -15,9 +15,9 @@ from flwr.serverapp import Grid
 import raceme
 from raceme.checkpoints.folder import CheckpointFolder
 from raceme.config import RunConfig, Value
-from raceme.errors import UserError
-from raceme.reporting.store import FILE_NAME, RunStore
-from raceme.timeline import Resumable
+from raceme.config.errors import UserError
+from raceme.protocol.timeline import Resumable
+from raceme.records.store import FILE_NAME, RunStore
 
 log = logging.getLogger("raceme.checkpoints")
 
@@ -108,7 +108,8 @@ class Keeper:
     strategy : Stateful
         The strategy.
     grid : Grid
-        Saved if it can be (:class:`~raceme.timeline.Resumable`), with clock and open messages.
+        Saved with its clock and open messages, if it is a
+        :class:`~raceme.protocol.timeline.Resumable`.
     store : RunStore
         The run store; everything observed so far is written to it first.
     updates : Callable

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from raceme.errors import UserError
+from raceme.config.errors import UserError
 
 log = logging.getLogger("raceme.checkpoints")
 

@@ -18,8 +18,8 @@ from raceme.comparison.read import read_first_runs
 from raceme.comparison.results import Comparison, best_of, gather
 from raceme.comparison.runner import run_jobs
 from raceme.comparison.suites import Suite
-from raceme.errors import UserError
-from raceme.reporting.files import written_whole
+from raceme.config.errors import UserError
+from raceme.records.files import written_whole
 from raceme.reporting.plots import comparison_figure
 from raceme.reporting.staleness import staleness_figure
 from raceme.reporting.style import save_figure

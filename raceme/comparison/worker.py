@@ -18,8 +18,8 @@ from typing import Any
 from raceme.checkpoints import CHECKPOINTS
 from raceme.comparison.jobs import ERROR
 from raceme.config import RunConfig, Value
-from raceme.errors import UserError
-from raceme.events import Evaluated, Event, UpdateApplied
+from raceme.config.errors import UserError
+from raceme.protocol.events import Evaluated, Event, UpdateApplied
 
 _REPORT_SECONDS = 0.2
 _CHECKPOINT_SECONDS = 60.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 from pathlib import Path
 
-from raceme.errors import UserError
+from raceme.config.errors import UserError
 
 _MIB = 1024 * 1024
 

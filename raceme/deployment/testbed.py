@@ -26,8 +26,8 @@ import tomli_w
 
 import raceme
 from raceme.config import RunConfig, Value
+from raceme.config.errors import UserError
 from raceme.deployment.shaping import CpuShare, Place, Shape, check, places, shapes_of
-from raceme.errors import UserError
 
 _START_SECONDS = 60.0
 _GRACE_SECONDS = 15.0

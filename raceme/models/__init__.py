@@ -14,11 +14,11 @@ from torch import nn
 
 from raceme.compat import array_record
 from raceme.config import RunConfig
+from raceme.config.errors import UserError
+from raceme.config.registry import MODELS
 from raceme.datasets import DataShape, data_shape, with_defaults
-from raceme.errors import UserError
-from raceme.messages import to_array
 from raceme.models.batch_norm import has_batch_norm
-from raceme.registry import MODELS
+from raceme.protocol.messages import to_array
 
 __all__ = ["MODELS", "build", "initial_arrays"]
 

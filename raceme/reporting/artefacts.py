@@ -12,14 +12,14 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
+from raceme.records.files import written_whole
+from raceme.records.record import RunRecord, read_run
+from raceme.records.summary import write_summary
 from raceme.reporting.clusters_plot import clusters_figure
-from raceme.reporting.files import written_whole
 from raceme.reporting.fleet_plots import devices_figure, similarity_figure
 from raceme.reporting.plots import accuracy_figure
-from raceme.reporting.record import RunRecord, read_run
 from raceme.reporting.similarity import Similarity
 from raceme.reporting.style import CLOCK, save_figure
-from raceme.reporting.summary import write_summary
 
 log = logging.getLogger("raceme")
 

@@ -9,8 +9,8 @@ from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
+from raceme.records.record import RunRecord
 from raceme.reporting.marks import drift_line, mark_changes, mark_drifts
-from raceme.reporting.record import RunRecord
 from raceme.reporting.streams import Bands, Streams
 from raceme.reporting.style import (
     CLOCK,

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from raceme.events import (
+from raceme.protocol.events import (
     ClusterChange,
     ClustersChanged,
     DataChanged,
@@ -23,8 +23,8 @@ from raceme.events import (
     UpdateApplied,
     UpdateRejected,
 )
-from raceme.reporting.membership import home
-from raceme.reporting.summary import RunSummary
+from raceme.records.membership import home
+from raceme.records.summary import RunSummary
 
 
 class RunProgress:

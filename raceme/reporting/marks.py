@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.path import Path as Outline
 
-from raceme.events import ClusterChange, ClustersChanged, DataChanged
+from raceme.protocol.events import ClusterChange, ClustersChanged, DataChanged
 from raceme.reporting.style import INK, MUTED
 
 _MOST_DRIFTS = 24

@@ -13,8 +13,8 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 
 import raceme
-from raceme.errors import UserError
-from raceme.reporting.files import written_whole
+from raceme.config.errors import UserError
+from raceme.records.files import written_whole
 from raceme.reporting.svg import inline_svg
 
 FILE_NAME = "report.html"

@@ -9,8 +9,8 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from raceme.errors import UserError
-from raceme.reporting.files import written_whole
+from raceme.config.errors import UserError
+from raceme.records.files import written_whole
 
 FILE_NAME = "similarity.npz"
 MOST_CLIENTS = 1000

@@ -15,8 +15,8 @@ from operator import itemgetter
 
 import numpy as np
 
-from raceme.reporting.membership import Placement, home
-from raceme.reporting.record import Floats
+from raceme.records.membership import Placement, home
+from raceme.records.record import Floats
 
 Weights = Mapping[int, float]
 Bands = dict[int, tuple[float, float]]

@@ -14,8 +14,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from raceme.reporting.files import written_whole
-from raceme.reporting.record import Floats
+from raceme.records.files import written_whole
+from raceme.records.record import Floats
 
 INK = "#22272e"
 MUTED = "#7a828c"

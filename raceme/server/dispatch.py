@@ -12,11 +12,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
+from typing import ClassVar
 
 import numpy as np
 
-from raceme.messages import ROUND
-from raceme.options import Value, option
+from raceme.config.options import Value, option
+from raceme.protocol.messages import ROUND
 from raceme.server.fleet import Client, Fleet
 from raceme.server.idle import Idle
 from raceme.server.replies import InvalidReplyError, Update
@@ -130,6 +131,9 @@ class EveryIdle(Dispatch):
 @dataclass(frozen=True)
 class RoundsParameters:
     """What every round-based method can be told."""
+
+    in_rounds: ClassVar[bool] = True
+    """Such a method's updates come in whole rounds, of which a suite may plan another number."""
 
     fraction: float = option(
         1.0, "share of the online clients that train in a round", above=0, high=1
@@ -320,7 +324,7 @@ class InRounds(Dispatch):
         else:
             patience = _STRANGER_PATIENCE * max(longest.values(), default=math.inf)
         doublings = min(self.state.misses.get(client, 0), _MOST_DOUBLINGS)
-        return self.state.sent_at[client] + patience * 2**doublings
+        return self.state.sent_at[client] + patience * 2.0**doublings
 
     def _released(self) -> Sequence[Update]:
         """Return the round's updates if it is over, and be ready for the next."""

@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from raceme.errors import UserError, unknown_name
+from raceme.config.errors import UserError, unknown_name
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from typing import Any
 from flwr.app import Context, Error, Message, RecordDict
 
 from raceme import compat
-from raceme.errors import UserError
+from raceme.config.errors import UserError
 from raceme.simulation.transfer import (
     Node,
     Packed,

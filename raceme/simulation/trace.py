@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from raceme.errors import UserError
-from raceme.reporting.record import RunRecord, read_run
+from raceme.config.errors import UserError
+from raceme.records.record import RunRecord, read_run
 from raceme.simulation.devices import Device
 
 PREFIX = "trace:"

@@ -14,7 +14,7 @@ from flwr.serverapp import Grid
 
 from raceme import compat
 from raceme.compat import Run
-from raceme.messages import COMPUTE_SCALE, CONFIG, LOCAL_EPOCHS
+from raceme.protocol.messages import COMPUTE_SCALE, CONFIG, LOCAL_EPOCHS
 from raceme.simulation.device_model import DeviceModel, Workload
 from raceme.simulation.devices import Device
 from raceme.simulation.event_queue import EventQueue

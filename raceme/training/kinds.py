@@ -14,7 +14,7 @@ import numpy as np
 from flwr.app import ArrayRecord
 
 from raceme import training
-from raceme.messages import (
+from raceme.protocol.messages import (
     ACCURACY,
     CHOSEN,
     EVALUATE_FIRST,

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from raceme.compat import array_record
-from raceme.messages import InvalidModelError, ModelSpec, from_array, to_array
 from raceme.models.batch_norm import batch_norm_arrays, has_batch_norm
+from raceme.protocol.messages import InvalidModelError, ModelSpec, from_array, to_array
 
 
 class Network:
