@@ -67,7 +67,7 @@ def run_all(out: Path, seed: int, updates: int) -> dict[str, RunRecord]:
     common = ["--seed", str(seed), "--max-updates", str(updates)]
     common += [part for key, value in KEYS.items() for part in ("--set", f"{key}={value}")]
     commands = {
-        REAL: ["up", "--devices-count", str(DEVICES), "--shape", PROFILE],
+        REAL: ["up", "--clients", str(DEVICES), "--shape", PROFILE],
         VIRTUAL: ["run", "--clients", str(DEVICES), "--devices", PROFILE],
         REPLAYED: ["run", "--clients", str(DEVICES), "--devices", f"trace:{out / REAL}"],
     }

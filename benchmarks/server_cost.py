@@ -24,8 +24,9 @@ from rich.table import Table
 from threadpoolctl import threadpool_limits
 
 from raceme.strategies import CASA, CASAParameters, FedAsync
-from raceme.strategies.fleet import Client
-from raceme.strategies.replies import Task, Update
+from raceme.server.fleet import Client
+from raceme.server.replies import Update
+from raceme.server.work import Task
 
 PHASES = {"_compare": "compare", "_split_if_due": "split", "_buffer": "buffer"}
 GROUPS = 4

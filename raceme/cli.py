@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import logging
 import sys
-from dataclasses import fields
-from pathlib import Path
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from raceme import __version__
+from raceme.command_keys import KeyCommand, with_keys
 from raceme.comparison import commands as comparison_commands
-from raceme.config import RunConfig, Value, all_keys, parse_assignment, read_toml
+from raceme.config import RunConfig, Value, all_keys
 from raceme.deployment import commands as deployment_commands
 from raceme.errors import UserError
 from raceme.reporting import commands as reporting_commands
@@ -29,46 +30,8 @@ comparison_commands.register(app)
 reporting_commands.register(app)
 deployment_commands.register(app)
 
-# Not `all_keys()`: it imports the strategies, with scikit-learn, which a device does without.
-_DESCRIBED = {
-    item.name.replace("_", "-"): item.metadata.get("help", "") for item in fields(RunConfig)
-}
 
-
-def _option(name: str, *flags: str) -> Any:
-    """Make the command-line option of a key."""
-    return typer.Option(*(flags or (f"--{name}",)), help=_DESCRIBED[name], show_default=False)
-
-
-@app.command()
-def run(
-    strategy: Annotated[str | None, _option("strategy")] = None,
-    dataset: Annotated[str | None, _option("dataset")] = None,
-    data_root: Annotated[str | None, _option("data-root")] = None,
-    download: Annotated[bool | None, _option("download", "--download/--no-download")] = None,
-    data_file: Annotated[str | None, _option("data-file")] = None,
-    model: Annotated[str | None, _option("model")] = None,
-    clients: Annotated[str | None, _option("clients")] = None,
-    partition: Annotated[str | None, _option("partition")] = None,
-    devices: Annotated[str | None, _option("devices")] = None,
-    max_updates: Annotated[str | None, _option("max-updates")] = None,
-    max_time: Annotated[str | None, _option("max-time")] = None,
-    target_accuracy: Annotated[str | None, _option("target-accuracy")] = None,
-    eval_every: Annotated[str | None, _option("eval-every")] = None,
-    workers: Annotated[str | None, _option("workers")] = None,
-    device: Annotated[str | None, _option("device")] = None,
-    seed: Annotated[str | None, _option("seed")] = None,
-    config: Annotated[
-        Path | None, typer.Option("--config", help="TOML file with keys", show_default=False)
-    ] = None,
-    assignments: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="any key: key=value, e.g. casa.gamma=0.2", show_default=False),
-    ] = None,
-    checkpoint_every: Annotated[str | None, _option("checkpoint-every")] = None,
-    resume: Annotated[str | None, _option("resume")] = None,
-    out: Annotated[str | None, _option("out")] = None,
-) -> None:
+def run(keys: Mapping[str, Value]) -> None:
     """Run a method on virtual time, and leave a table, plots and all numbers.
 
     Keys come from --config, then the options, then --set; the later one wins. With --resume they
@@ -78,31 +41,6 @@ def run(
     from raceme.experiment import simulate
     from raceme.reporting.console import RunProgress, print_summary
 
-    keys: dict[str, Value] = read_toml(Path(resume) / "config.toml") if resume else {}
-    keys.update(read_toml(config) if config else {})
-    options = {
-        "strategy": strategy,
-        "dataset": dataset,
-        "data-root": data_root,
-        "download": download,
-        "data-file": data_file,
-        "model": model,
-        "clients": clients,
-        "partition": partition,
-        "devices": devices,
-        "max-updates": max_updates,
-        "max-time": max_time,
-        "target-accuracy": target_accuracy,
-        "eval-every": eval_every,
-        "workers": workers,
-        "device": device,
-        "seed": seed,
-        "checkpoint-every": checkpoint_every,
-        "resume": resume,
-        "out": out,
-    }
-    keys.update({name: value for name, value in options.items() if value is not None})
-    keys.update(parse_assignment(text) for text in assignments or [])
     settings = RunConfig.from_mapping(keys)
 
     _quiet_flower()
@@ -118,20 +56,22 @@ def run(
         raise typer.Exit(1)
 
 
+app.command(cls=KeyCommand)(with_keys(run))
+
+
 @app.command("list")
 def list_names(
     keys: Annotated[bool, typer.Option("--keys", help="also list every key of a run")] = False,
 ) -> None:
-    """Show the strategies, datasets, partitions, models and device profiles."""
-    from raceme.datasets import DATASETS, PARTITIONERS
-    from raceme.models import MODELS
+    """Show the strategies, datasets, partitions, drifts, models and device profiles."""
+    from raceme.registry import DATASETS, DRIFTS, MODELS, PARTITIONERS, STRATEGIES
     from raceme.simulation import devices
-    from raceme.strategies import STRATEGIES
 
     sections = {
         "strategies": STRATEGIES.summaries(),
         "datasets": DATASETS.summaries(),
         "partitions": PARTITIONERS.summaries(),
+        "drifts": DRIFTS.summaries(),
         "models": MODELS.summaries(),
         "device profiles": devices.summaries(),
     }
@@ -140,20 +80,47 @@ def list_names(
     for title, entries in sections.items():
         console.print(_table(title, entries, width))
     if keys:
-        described = {
-            name: f"{help_text} [default: {default if default != '' else 'empty'}]"
-            for name, (default, help_text) in all_keys().items()
-        }
-        console.print(_table("keys", described, max(len(name) for name in described)))
+        console.print(_keys_table())
 
 
 def _table(title: str, entries: dict[str, str], width: int) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 2))
+    table = _empty_table(title)
     table.add_column(no_wrap=True, min_width=width, style="cyan")
     table.add_column()
     for name, summary in entries.items():
-        table.add_row(name, summary.replace("[", r"\["))
+        table.add_row(name, escape(summary))
     return table
+
+
+def _keys_table() -> Table:
+    """Return every key with its type, its unit, its default, and who reads it."""
+    table = _empty_table("keys")
+    table.show_header = True
+    table.add_column("key", no_wrap=True, style="cyan")
+    for head in ("type", "unit", "default", "meaning"):
+        table.add_column(head, overflow="fold")
+    for name, key in all_keys().items():
+        # That a key with a strategy's name in front is the strategy's goes without saying.
+        readers = [] if "." in name else [", ".join(names) for names in key.readers.values()]
+        meaning = f"{'; '.join(readers)}: {key.help}" if readers else key.help
+        default = "empty" if key.default == "" else _plain(key.default)
+        table.add_row(name, *map(escape, (key.type, key.unit, default, meaning)))
+    return table
+
+
+def _plain(value: Value) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _empty_table(title: str) -> Table:
+    return Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=None,
+        padding=(0, 2),
+        show_header=False,
+    )
 
 
 def _version(value: bool) -> None:
@@ -176,10 +143,11 @@ def _quiet_flower() -> None:
     logging.getLogger("flwr").setLevel(logging.ERROR)
     logging.getLogger("raceme").propagate = False
     logging.getLogger("raceme").addHandler(logging.NullHandler())
-    # What becomes of checkpoints is the person's business, and rare.
-    checkpoints = logging.getLogger("raceme.checkpoints")
-    checkpoints.setLevel(logging.INFO)
-    checkpoints.handlers = [logging.StreamHandler(sys.stderr)]
+    # What becomes of checkpoints, and defaults that did not fit, are the person's business: rare.
+    for name in ("raceme.checkpoints", "raceme.defaults"):
+        logger = logging.getLogger(name)
+        logger.setLevel(logging.INFO)
+        logger.handlers = [logging.StreamHandler(sys.stderr)]
 
 
 def main() -> None:

@@ -1,54 +1,57 @@
-"""The keys of a run: one list for the command line, TOML files and Flower's run config."""
+"""A run's configuration: keys from the command line, TOML files and Flower's run config.
+
+:class:`RunConfig` declares the options that every run has. Those of a strategy, a dataset or a
+partition are declared beside it, as dataclasses; :meth:`RunConfig.read` returns them with the
+values of the run.
+"""
 
 from __future__ import annotations
 
-import math
 import shlex
 import tomllib
-from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import MISSING, Field, asdict, dataclass, field, fields, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import Field, dataclass, field, fields, replace
+from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import tomli_w
 
 from raceme.errors import UserError, unknown_name
+from raceme.options import (
+    AUTO,
+    SECONDS,
+    Value,
+    check_range,
+    convert,
+    declared,
+    key_of,
+    option,
+    shown_type,
+    written,
+)
+from raceme.registry import DATASETS, DRIFTS, PARTITIONERS, STRATEGIES, Registry
 
-Value = str | int | float | bool
-"""What a key can hold, in TOML as in Flower's run config."""
+__all__ = [
+    "AUTO",
+    "SET",
+    "Key",
+    "RunConfig",
+    "Value",
+    "all_keys",
+    "check_key",
+    "general_keys",
+    "parse_assignment",
+    "read_toml",
+    "write_toml",
+]
 
 SET = "set"
 """The key that stands for any others, as the option ``--set`` does."""
 
-AUTO = "auto"
-"""How a key that is left to the dataset is written; in Python it is None."""
+_MOMENTUM = 0.9
 
-
-def key(
-    default: Any,
-    help: str,
-    *,
-    low: float | None = None,
-    above: float | None = None,
-    high: float | None = None,
-    among: tuple[str, ...] = (),
-) -> Any:
-    """Declare a key: its default, its one-line description and its range.
-
-    Parameters
-    ----------
-    default : Any
-        The default; None stands for "auto".
-    help : str
-        What the key means, for ``raceme list`` and the docs.
-    low, above, high : float, optional
-        Smallest allowed value; largest value that is too small; largest allowed value.
-    among : tuple[str, ...]
-        The allowed values of a text.
-    """
-    rules = {"help": help, "low": low, "above": above, "high": high, "among": among}
-    return field(default=default, metadata=rules)
+_Options = TypeVar("_Options")
 
 
 @dataclass(frozen=True)
@@ -59,65 +62,88 @@ class RunConfig:
     for ``"auto"``: the dataset's own default, filled in by :func:`raceme.experiment.resolve`.
     """
 
-    strategy: str = key("casa", "method; see `raceme list`")
-    dataset: str = key("digits", "dataset; see `raceme list`")
-    data_root: str = key("", "folder that holds the datasets' files")
-    download: bool = key(False, "fetch missing files into data-root")
-    data_file: str = key("", "npz: the file with x_train, y_train, x_test, y_test")
-    model: str | None = key(None, "network, or module:function that builds one")
-    clients: int = key(40, "number of clients", low=1)
-    partition: str = key("label-groups", "how samples go to clients; see `raceme list`")
-    groups: str = key("0.2,0.2,0.3,0.3", "label-groups: share of clients and labels per group")
-    dirichlet_alpha: float = key(1.0, "Dirichlet concentration of labels", above=0)
-    classes_per_client: int = key(2, "classes: labels that one client holds", low=1)
-    sizes: str = key(
-        "equal", "samples per client: equal or power-law", among=("equal", "power-law")
+    strategy: str = option("casa", "method; see `raceme list`", names=STRATEGIES)
+    dataset: str = option("digits", "dataset; see `raceme list`", names=DATASETS)
+    data_root: str = option("", "folder that holds the datasets' files", path=True)
+    download: bool = option(False, "fetch missing files into data-root")
+    model: str | None = option(None, "network, or module:function that builds one")
+    clients: int | None = option(None, "number of clients (auto: what suits the dataset)", low=1)
+    partition: str = option(
+        "label-groups",
+        "how samples go to clients; see `raceme list`",
+        names=PARTITIONERS,
+        unless=("dataset", "has_clients"),
     )
-    test_fraction: float = key(0.2, "share of a client's samples kept for testing", above=0)
-    synthetic_alpha: float = key(1.0, "synthetic: how far the clients' models differ", low=0)
-    synthetic_beta: float = key(1.0, "synthetic: how far the clients' inputs differ", low=0)
-    image_size: int = key(0, "image-folder: pixels of height and width (0: as they are)", low=0)
-    noise_std: float = key(1.0, "noise-groups: deviation of the noise in the last group", low=0)
-    lr: float | None = key(None, "learning rate of the local SGD", above=0)
-    batch_size: int = key(10, "mini-batch size of the local SGD", low=1)
-    local_epochs: int = key(1, "passes over the local data per update", low=1)
-    devices: str = key(
+    test_fraction: float = option(
+        0.2, "share of a client's samples kept for testing", above=0, below=1
+    )
+    validation_fraction: float = option(
+        0.0, "share of a client's training samples to test on instead (0: none)", low=0, below=1
+    )
+    drift: str = option("none", "how clients' data change; see `raceme list`", names=DRIFTS)
+    lr: float | None = option(None, "learning rate of the local SGD", above=0)
+    batch_size: int = option(10, "mini-batch size of the local SGD", low=1)
+    local_epochs: int = option(1, "passes over the local data per update", low=1)
+    local_steps: int = option(0, "mini-batches per update (0: local-epochs counts)", low=0)
+    optimizer: str = option(
+        "sgd", "how clients descend: sgd, momentum or adam", among=("sgd", "momentum", "adam")
+    )
+    momentum: float = option(
+        _MOMENTUM, "optimizer momentum: share of the former step", low=0, below=1
+    )
+    weight_decay: float = option(0.0, "strength of the local L2 penalty on weights", low=0)
+    batch_norm: str = option(
+        "shared",
+        "batch normalisation: shared, or local: each client keeps its own (FedBN)",
+        among=("shared", "local"),
+    )
+    devices: str = option(
         "slow30x5",
         "device profile, TOML file with one, or trace:FOLDER of a run; see `raceme list`",
     )
-    max_updates: int = key(500, "stop after so many client updates", low=1)
-    max_time: float = key(0.0, "stop at this time in seconds (0: no limit)", low=0)
-    target_accuracy: float | None = key(None, "stop at this mean client accuracy", above=0, high=1)
-    stop_at_target: bool | None = key(None, "stop at the target (auto: only if one is given)")
-    eval_every: int | None = key(
+    max_updates: int = option(500, "stop after so many client updates", low=1)
+    max_time: float = option(0.0, "stop at this time (0: no limit)", unit=SECONDS, low=0)
+    target_accuracy: float | None = option(
+        None, "stop at this mean client accuracy", above=0, high=1
+    )
+    stop_at_target: bool | None = option(None, "stop at the target (auto: only if one is given)")
+    eval_every: int | None = option(
         None, "updates between two evaluations (auto: as many as there are clients)", low=1
     )
-    concurrency: int = key(0, "clients that train at a time (0: all that are online)", low=0)
-    task_timeout: float = key(3600.0, "seconds after which an unanswered task is lost", above=0)
-    workers: str = key("auto", "worker processes (auto; 0: none); the outcome is the same")
-    device: str = key("cpu", "where clients train: cpu or cuda", among=("cpu", "cuda"))
-    vectorised: bool = key(False, "train all clients together, as on cuda, on the cpu too")
-    seed: int = key(0, "seed of everything random", low=0)
-    checkpoint_every: int = key(0, "updates between two checkpoints (0: none by updates)", low=0)
-    checkpoint_seconds: float | None = key(
+    concurrency: int = option(0, "clients that train at a time (0: all that are online)", low=0)
+    task_timeout: float = option(
+        3600.0, "time after which an unanswered task is lost", unit=SECONDS, above=0
+    )
+    workers: str = option("auto", "worker processes (auto; 0: none); the outcome is the same")
+    device: str = option("cpu", "where clients train: cpu or cuda", among=("cpu", "cuda"))
+    vectorised: bool = option(False, "train all clients together, as on cuda, on the cpu too")
+    seed: int = option(0, "seed of everything random", low=0)
+    checkpoint_every: int = option(0, "updates between two checkpoints (0: none by updates)", low=0)
+    checkpoint_seconds: float | None = option(
         None,
-        "wall-clock seconds between two checkpoints (0: none by time; auto: 60 on real devices, "
+        "wall-clock time between two checkpoints (0: none by time; auto: 60 on real devices, "
         "and in comparisons, 0 in a run on virtual time)",
+        unit=SECONDS,
         low=0,
     )
-    resume: str = key("", "folder of a run to go on with, from its last checkpoint")
-    out: str = key("", "folder for the results (empty: runs/<time>-<strategy>-<dataset>)")
-    options: Mapping[str, Mapping[str, Value]] = field(default_factory=dict)
-    """Hyper-parameters by strategy, e.g. ``{"casa": {"gamma": 0.15}}``."""
+    resume: str = option("", "folder of a run to go on with, from its last checkpoint", path=True)
+    out: str = option(
+        "", "folder for the results (empty: runs/<time>-<strategy>-<dataset>)", path=True
+    )
+    options: Mapping[str, Value | None] = field(default_factory=dict, hash=False)
+    """Options of the chosen strategy, dataset and partition that are not their defaults, by key:
+    ``{"casa.gamma": 0.2, "groups": "0.5,0.5"}``. To be read by :meth:`read`."""
 
     def __post_init__(self) -> None:
-        for item in _keys().values():
-            _check_range(item, getattr(self, item.name))
-        if self.test_fraction >= 1:
-            raise UserError(f"test-fraction must be below 1, got {self.test_fraction:g}.")
+        for name, item in general_keys().items():
+            check_range(name, getattr(self, item.name), item)
+        if self.momentum != _MOMENTUM and self.optimizer != "momentum":
+            raise UserError(f"momentum is read by optimizer=momentum, not by '{self.optimizer}'.")
+        if self.local_steps and self.local_epochs != 1:
+            raise UserError("local-steps and local-epochs exclude each other: give one of them.")
 
     @classmethod
-    def from_mapping(cls, mapping: Mapping[str, Value]) -> RunConfig:
+    def from_mapping(cls, mapping: Mapping[str, Any], lenient: bool = False) -> RunConfig:
         """Build a configuration from dotted keys as a person writes them.
 
         Parameters
@@ -126,48 +152,265 @@ class RunConfig:
             E.g. ``{"max-updates": 100, "casa.gamma": 0.2}``. Absent keys keep their defaults. The
             key ``set`` holds further ones as text, ``"casa.gamma=0.2 seed=1"``, which win: Flower
             takes only keys that ``pyproject.toml`` lists.
+        lenient : bool
+            Leave out the keys that this run does not read, and all of strategies: for a device,
+            whose server has checked them and which need not import what it does not use.
 
         Raises
         ------
         UserError
-            A key that does not exist, a value of the wrong type or out of its range.
+            A key that does not exist or that this run does not read, unless it has its default; a
+            value of the wrong type or out of its range.
         """
-        known = _keys()
-        values: dict[str, Any] = {}
-        options: dict[str, dict[str, Value]] = {}
         given = dict(mapping)
         given.update(_assignments(str(given.pop(SET, ""))))
-        for name, value in given.items():
-            if "." in name:
-                strategy, option = name.split(".", 1)
-                options.setdefault(strategy, {})[option] = _option(strategy, option, value)
-            elif name in known:
-                item = known[name]
-                values[item.name] = _convert(name, value, str(item.type))
-            else:
-                raise unknown_name("key", name, [*known, *_option_keys()])
-        return cls(**values, options=options)
+        general = general_keys()
+        values = {
+            general[name].name: convert(name, value, general[name])
+            for name, value in given.items()
+            if name in general
+        }
+        others = {name: value for name, value in given.items() if name not in general}
+        return cls(**values)._with_options(others, lenient)
 
     def to_mapping(self) -> dict[str, Value]:
-        """Return all keys as dotted names, with the hyper-parameters of the chosen strategy.
+        """Return all keys that this run reads as dotted names, defaults included.
 
         :meth:`from_mapping` of the result is this configuration again.
+
+        Raises
+        ------
+        UserError
+            There is no such strategy, dataset or partition.
         """
-        flat: dict[str, Value] = {}
-        for name, item in _keys().items():
-            value = getattr(self, item.name)
-            flat[name] = AUTO if value is None else value
-        for option, value in self.parameters().items():
-            flat[f"{self.strategy}.{option}"] = value
+        flat = {
+            name: written(getattr(self, item.name))
+            for name, item in general_keys().items()
+            if not self._is_unread(item)
+        }
+        for options_type, prefix in self._read_types():
+            options = self.read(options_type, prefix)
+            for name, item in declared(options_type, prefix).items():
+                flat[name] = written(getattr(options, item.name))
         return flat
 
-    def parameters(self) -> dict[str, Value]:
-        """Return the hyper-parameters of the chosen strategy, defaults included."""
-        return {**_defaults(self.strategy), **self.options.get(self.strategy, {})}
+    def read(self, options_type: type[_Options], prefix: str = "") -> _Options:
+        """Return the options of one reader, with the values of this run.
+
+        Parameters
+        ----------
+        options_type : type
+            The frozen dataclass that the reader declares.
+        prefix : str
+            What stands in front of its keys: of a strategy its name and a dot.
+
+        Raises
+        ------
+        UserError
+            A value is out of its range.
+        """
+        kind: Any = options_type
+        options: _Options = _read(self, kind, prefix)
+        return options
+
+    def parameters(self) -> Any:
+        """Return the hyper-parameters of the chosen strategy: an instance of its dataclass."""
+        parameters_type = STRATEGIES.options_type(self.strategy)
+        assert parameters_type is not None, "every strategy declares its parameters"
+        return self.read(parameters_type, STRATEGIES.prefix(self.strategy))
+
+    @property
+    def num_clients(self) -> int:
+        """Number of clients of a configuration that has been filled in."""
+        assert self.clients is not None, "raceme.datasets.with_clients fills it in"
+        return self.clients
 
     def with_values(self, **values: Any) -> RunConfig:
-        """Return a copy with other values, by attribute name."""
-        return replace(self, **values)
+        """Return a copy with other values, by attribute name.
+
+        Options that the copy's dataset or partition declares are given in the same way.
+        """
+        attributes = {item.name for item in fields(self)}
+        general = {name: value for name, value in values.items() if name in attributes}
+        others = {key_of(name): values[name] for name in values if name not in attributes}
+        return replace(self, **general)._with_options(others)
+
+    def narrowed(self, *attributes: str) -> RunConfig:
+        """Return the part of this configuration that some attributes decide; the rest is default.
+
+        Equal parts are the same key of a cache.
+
+        Parameters
+        ----------
+        *attributes : str
+            General ones. With ``"dataset"`` go the options of the dataset, with ``"partition"``
+            those of the partition.
+        """
+        return _narrowed(self, attributes)
+
+    def with_absolute_paths(self) -> RunConfig:
+        """Return a copy whose paths are absolute, so that it means the same in any folder."""
+        paths = [item.name for item in general_keys().values() if _is_path(item)]
+        readable = self._readable(prefixed=False)
+        options = {
+            name: _absolute(value) if name in readable and _is_path(readable[name]) else value
+            for name, value in self.options.items()
+        }
+        values: dict[str, Any] = {name: _absolute(getattr(self, name)) for name in paths}
+        return replace(self, options=options, **values)
+
+    def check_options(self) -> None:
+        """Find out whether somebody reads every option that is set.
+
+        Raises
+        ------
+        UserError
+            Nobody does.
+        """
+        for name, item in general_keys().items():
+            if getattr(self, item.name) != item.default and self._is_unread(item):
+                other, _ = item.metadata["unless"]
+                raise UserError(
+                    f"{name} is not read with {other} {getattr(self, other)}: leave it out."
+                )
+        for name, value in self.options.items():
+            if name not in self._readable("." in name):
+                self._refuse(name, value)
+
+    def _with_options(self, given: Mapping[str, Any], lenient: bool = False) -> RunConfig:
+        """Return a copy with the options of readers as a person gave them."""
+        if not given:
+            return self
+        options = dict(self.options)
+        readable = {
+            prefixed: self._readable(prefixed)
+            for prefixed in {"." in name for name in given}
+            if not (lenient and prefixed)
+        }
+        for name, value in given.items():
+            item = readable.get("." in name, {}).get(name)
+            if item is not None:
+                options[name] = convert(name, value, item)
+                # What is not said and what is said to be the default are the same run.
+                if options[name] == item.default:
+                    del options[name]
+            elif not lenient:
+                self._refuse(name, value)
+        return replace(self, options=options)
+
+    def _readers(self, attributes: tuple[str, ...] = ()) -> Iterator[tuple[Registry, str]]:
+        """Return who reads options in this run: the registry and the name."""
+        for item in general_keys().values():
+            registry, chosen = item.metadata["names"], getattr(self, item.name)
+            wanted = not attributes or item.name in attributes
+            if registry is not None and wanted and not self._is_unread(item):
+                yield registry, chosen
+
+    def _is_unread(self, item: Field[Any]) -> bool:
+        """Return whether another choice of this run makes a general option idle."""
+        if item.metadata["unless"] is None:
+            return False
+        other, attribute = item.metadata["unless"]
+        registry: Registry = RunConfig.__dataclass_fields__[other].metadata["names"]
+        return bool(getattr(registry[getattr(self, other)], attribute, False))
+
+    def _read_types(self) -> Iterator[tuple[type[Any], str]]:
+        for registry, chosen in self._readers():
+            options_type = registry.options_type(chosen)
+            if options_type is not None:
+                yield options_type, registry.prefix(chosen)
+
+    def _readable(self, prefixed: bool) -> dict[str, Field[Any]]:
+        """Return the options that are read in this run, by key: the strategy's or the others'."""
+        readable: dict[str, Field[Any]] = {}
+        for registry, chosen in self._readers():
+            if registry.prefixed == prefixed:
+                readable |= _declared_by(registry, chosen)
+        return readable
+
+    def _refuse(self, name: str, value: Any) -> None:
+        """Raise UserError for a key that this run does not read, unless it has its default."""
+        key, converted = check_key(name, value)
+        if written(converted) == key.default:
+            return
+        chosen = {registry.kind: of for registry, of in self._readers()}
+        having = [
+            f"{kind} {chosen[kind]}" if kind in chosen else f"no {kind} (dataset {self.dataset})"
+            for kind in key.readers
+        ]
+        readers = [f"{kind} {_listed(names)}" for kind, names in key.readers.items()]
+        raise UserError(
+            f"{name} is read by {' and by '.join(readers)}; this run has {' and '.join(having)}."
+        )
+
+
+class Key(NamedTuple):
+    """What is known of a key.
+
+    Attributes
+    ----------
+    default : Value
+        As a person writes it.
+    help : str
+        What it means.
+    type, unit : str
+        As shown to a person; the unit may be empty.
+    readers : Mapping[str, tuple[str, ...]]
+        The names of those who read it, by kind; empty for a key that every run has.
+    item : Field
+        The declaration.
+    """
+
+    default: Value
+    help: str
+    type: str
+    unit: str
+    readers: Mapping[str, tuple[str, ...]]
+    item: Field[Any]
+
+
+@cache
+def general_keys() -> dict[str, Field[Any]]:
+    """Return the options that every run has, by key."""
+    return {key_of(item.name): item for item in fields(RunConfig) if item.name != "options"}
+
+
+def all_keys() -> dict[str, Key]:
+    """Return every key: of all runs, and of every strategy, dataset and partition.
+
+    Raises
+    ------
+    TypeError
+        Two declare the same key in different ways: they have to share the declaration.
+    """
+    known = {name: _key(item) for name, item in general_keys().items()}
+    for general in general_keys().values():
+        registry = general.metadata["names"]
+        for of in registry if registry is not None else ():
+            for name, item in _declared_by(registry, of).items():
+                before = known.get(name)
+                if before is not None and not _same(before.item, item):
+                    raise TypeError(f"{registry.kind} {of} declares {name} unlike others.")
+                readers = {} if before is None else dict(before.readers)
+                readers[registry.kind] = (*readers.get(registry.kind, ()), of)
+                known[name] = _key(item, readers)
+    return known
+
+
+def check_key(name: str, value: Any) -> tuple[Key, Any]:
+    """Return what is known of a key, whoever reads it, and its value in the right type.
+
+    Raises
+    ------
+    UserError
+        There is no such key, or the value is of another type or out of the range.
+    """
+    known = all_keys()
+    if name not in known:
+        strategy = name.partition(".")[0]
+        own = [key for key in known if key.startswith(f"{strategy}.")]
+        raise unknown_name("key", name, own or known)
+    return known[name], convert(name, value, known[name].item)
 
 
 def read_toml(path: Path) -> dict[str, Value]:
@@ -187,7 +430,7 @@ def read_toml(path: Path) -> dict[str, Value]:
     flat: dict[str, Value] = {}
     for name, value in tree.items():
         if isinstance(value, dict):
-            flat.update({f"{name}.{option}": inner for option, inner in value.items()})
+            flat.update({f"{name}.{inner}": given for inner, given in value.items()})
         else:
             flat[name] = value
     return flat
@@ -198,8 +441,8 @@ def write_toml(config: RunConfig, path: Path) -> None:
     tree: dict[str, Any] = {}
     for name, value in config.to_mapping().items():
         if "." in name:
-            table, option = name.split(".", 1)
-            tree.setdefault(table, {})[option] = value
+            table, inner = name.split(".", 1)
+            tree.setdefault(table, {})[inner] = value
         else:
             tree[name] = value
     path.write_text(tomli_w.dumps(tree), encoding="utf-8")
@@ -232,123 +475,54 @@ def _assignments(text: str) -> list[tuple[str, Value]]:
     return [parse_assignment(part) for part in parts]
 
 
-def all_keys() -> dict[str, tuple[Value, str]]:
-    """Return every key with its default and its description, strategies' own included."""
-    listed: dict[str, tuple[Value, str]] = {}
-    for name, item in _keys().items():
-        default: Any = AUTO if item.default is None else item.default
-        listed[name] = (default, item.metadata["help"])
-    from raceme.strategies import STRATEGIES
-
-    for strategy in STRATEGIES:
-        for option in fields(STRATEGIES[strategy].parameters_type):
-            default = AUTO if option.default is None else option.default
-            help_text = option.metadata.get("help", "")
-            listed[f"{strategy}.{_kebab(option.name)}"] = (default, help_text)
-    return listed
+def _declared_by(registry: Registry, name: str) -> dict[str, Field[Any]]:
+    """Return the options that a registered object reads, by key."""
+    options_type = registry.options_type(name)
+    return {} if options_type is None else declared(options_type, registry.prefix(name))
 
 
-def _kebab(name: str) -> str:
-    return name.replace("_", "-")
+# Every client of a fleet asks for the same part, and the same options.
+@lru_cache(maxsize=256)
+def _narrowed(config: RunConfig, attributes: tuple[str, ...]) -> RunConfig:
+    part = RunConfig(**{name: getattr(config, name) for name in attributes})
+    readers = part._readers(attributes)
+    names = {name for registry, chosen in readers for name in _declared_by(registry, chosen)}
+    return replace(part, options={k: v for k, v in config.options.items() if k in names})
 
 
-def _keys() -> dict[str, Field[Any]]:
-    return {_kebab(item.name): item for item in fields(RunConfig) if item.name != "options"}
+@lru_cache(maxsize=256)
+def _read(config: RunConfig, options_type: type[Any], prefix: str) -> Any:
+    values = {}
+    for name, item in declared(options_type, prefix).items():
+        if name in config.options:
+            values[item.name] = config.options[name]
+            check_range(name, values[item.name], item)
+    return options_type(**values)
 
 
-def _option_keys() -> list[str]:
-    from raceme.strategies import STRATEGIES
-
-    return [f"{name}.{option}" for name in STRATEGIES for option in _defaults(name)]
-
-
-def _defaults(strategy: str) -> dict[str, Value]:
-    """Return the default hyper-parameters of a strategy, by key."""
-    from raceme.strategies import STRATEGIES
-
-    parameters = asdict(STRATEGIES[strategy].parameters_type())
-    return {_kebab(name): AUTO if value is None else value for name, value in parameters.items()}
+def _key(item: Field[Any], readers: Mapping[str, tuple[str, ...]] | None = None) -> Key:
+    about = item.metadata
+    unit = about.get("unit", "")
+    default: Any = item.default
+    return Key(written(default), about.get("help", ""), shown_type(item), unit, readers or {}, item)
 
 
-def _option(strategy: str, option: str, value: Value) -> Value:
-    """Check one hyper-parameter, and convert it to the type of its field."""
-    from raceme.strategies import STRATEGIES
-
-    if strategy not in STRATEGIES:
-        raise unknown_name("key", f"{strategy}.{option}", [*_keys(), *_option_keys()])
-    items = {_kebab(item.name): item for item in fields(STRATEGIES[strategy].parameters_type)}
-    if option not in items:
-        raise unknown_name("key", f"{strategy}.{option}", [f"{strategy}.{name}" for name in items])
-    item = items[option]
-    converted = _convert(f"{strategy}.{option}", value, str(item.type))
-    _check_range(item, converted, prefix=f"{strategy}.")
-    return AUTO if converted is None else converted
+def _same(one: Field[Any], other: Field[Any]) -> bool:
+    """Return whether two readers of a key declare the same option."""
+    return (one.default, one.type, one.metadata) == (other.default, other.type, other.metadata)
 
 
-def _convert(name: str, value: Value, annotation: str) -> Any:
-    """Convert a value to the annotated type of a key."""
-    wanted, _, optional = annotation.partition(" | ")
-    if optional and value == AUTO:
-        return None
-    if wanted == "bool":
-        if isinstance(value, bool):
-            return value
-        if isinstance(value, str) and value.lower() in ("true", "false"):
-            return value.lower() == "true"
-    elif wanted == "str":
-        if isinstance(value, str | int | float) and not isinstance(value, bool):
-            return str(value)
-    elif wanted == "int":
-        whole = _whole_number(value)
-        if whole is not None:
-            return whole
-    elif isinstance(value, str | int | float) and not isinstance(value, bool):
-        with suppress(ValueError, OverflowError):
-            number = float(value)
-            if math.isfinite(number):
-                return number
-    described = {"bool": "true or false", "int": "a whole number", "float": "a number"}
-    raise UserError(f"{name} must be {described.get(wanted, 'text')}, got {value!r}.")
+def _is_path(item: Field[Any]) -> bool:
+    return bool(item.metadata["path"])
 
 
-def _whole_number(value: object) -> int | None:
-    """Return a value as an exact whole number; None if it is not one."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    if isinstance(value, str):
-        # Not through float where it need not be: a large seed would lose digits.
-        with suppress(ValueError):
-            return int(value)
-        with suppress(ValueError):  # "1e3"
-            value = float(value)
-    return int(value) if isinstance(value, float) and value.is_integer() else None
+def _absolute(path: Any) -> str:
+    return str(Path(path).expanduser().resolve()) if path else ""
 
 
-def _check_range(item: Field[Any], value: Any, prefix: str = "") -> None:
-    """Raise UserError if a number is outside the range that its key declares."""
-    low, above, high = (item.metadata.get(rule) for rule in ("low", "above", "high"))
-    name = prefix + _kebab(item.name)
-    among = item.metadata.get("among", ())
-    if among and value not in among:
-        raise unknown_name(f"value of {name}", str(value), among)
-    if value is None or isinstance(value, bool | str):
-        return
-    if low is not None and value < low:
-        raise UserError(f"{name} must be at least {low:g}, got {value:g}.")
-    if above is not None and value <= above:
-        raise UserError(f"{name} must be greater than {above:g}, got {value:g}.")
-    if high is not None and value > high:
-        raise UserError(f"{name} must be at most {high:g}, got {value:g}.")
+def _listed(names: tuple[str, ...]) -> str:
+    *first, last = names
+    return f"{', '.join(first)} and {last}" if first else last
 
 
-def parameters_from(parameters_type: type[Any], values: Mapping[str, Value]) -> Any:
-    """Build a strategy's frozen dataclass of hyper-parameters from its keys."""
-    types = {_kebab(item.name): item for item in fields(parameters_type)}
-    built = {}
-    for name, value in values.items():
-        item = types[name]
-        built[item.name] = _convert(name, value, str(item.type))
-    missing = [item.name for item in types.values() if item.default is MISSING]
-    if missing:
-        raise TypeError(f"{parameters_type.__name__} needs defaults for {missing}.")
-    return parameters_type(**built)
+key = option

@@ -17,13 +17,15 @@ from threadpoolctl import threadpool_limits
 from raceme import datasets, models
 from raceme import messages as names
 from raceme.checkpoints import CheckpointFolder, Keeper, Schedule, only_writer, restore
-from raceme.config import RunConfig, parameters_from, write_toml
+from raceme.config import RunConfig, write_toml
+from raceme.datasets.drift import schedule_of
 from raceme.errors import UserError
 from raceme.events import Ending, Event, Observer
 from raceme.messages import ModelSpec
 from raceme.reporting.artefacts import write_all
 from raceme.reporting.store import RunStore, read_events
 from raceme.reporting.summary import RunSummary
+from raceme.server.interface import StopCheck, never_stop
 from raceme.simulation import (
     Node,
     VirtualGrid,
@@ -33,8 +35,8 @@ from raceme.simulation import (
     training_seconds,
 )
 from raceme.simulation.trace import PREFIX, traced_fleet
-from raceme.strategies import STRATEGIES, AsyncStrategy, Plan, Rounds
-from raceme.strategies.conduct import Rest, go_on
+from raceme.strategies import STRATEGIES, Method, Plan
+from raceme.timeline import timeline_of
 
 _FIRST_NODE_ID = 1000
 _CLIENT_APP = "raceme.client_app:app"
@@ -75,22 +77,22 @@ def resolve(config: RunConfig) -> RunConfig:
     Raises
     ------
     UserError
-        The dataset does not exist.
+        The dataset does not exist, or nobody reads an option that is set.
     """
+    config.check_options()
+    config = datasets.with_fitting_groups(config.with_absolute_paths())
+    config = datasets.with_defaults(config)
     source = datasets.source_of(config)
     target, stop = config.target_accuracy, config.stop_at_target
-    return datasets.with_defaults(config).with_values(
+    return config.with_values(
         target_accuracy=source.target_accuracy if target is None else target,
         stop_at_target=target is not None if stop is None else stop,
-        eval_every=config.clients if config.eval_every is None else config.eval_every,
-        data_root=_absolute(config.data_root),
-        data_file=_absolute(config.data_file),
-        resume=_absolute(config.resume),
+        eval_every=config.num_clients if config.eval_every is None else config.eval_every,
         devices=_resolved_devices(config.devices),
     )
 
 
-def build_strategy(config: RunConfig) -> AsyncStrategy | Rounds:
+def build_strategy(config: RunConfig) -> Method:
     """Make the strategy that a configuration names.
 
     Raises
@@ -99,8 +101,7 @@ def build_strategy(config: RunConfig) -> AsyncStrategy | Rounds:
         There is no such strategy.
     """
     method = STRATEGIES[config.strategy]
-    parameters = parameters_from(method.parameters_type, config.parameters())
-    strategy: AsyncStrategy | Rounds = method(parameters, seed=config.seed)
+    strategy: Method = method(config.parameters(), seed=config.seed)
     return strategy
 
 
@@ -117,7 +118,7 @@ def build_grid(config: RunConfig) -> VirtualGrid:
     from raceme.client_app import app
 
     examples = [
-        len(datasets.client_data(config, client).y_train) for client in range(config.clients)
+        len(datasets.client_data(config, client).y_train) for client in range(config.num_clients)
     ]
     nodes = _fleet(config, examples)
     executor = executor_for(
@@ -134,16 +135,16 @@ def _fleet(config: RunConfig, examples: Sequence[int]) -> list[Node]:
     """Return one node per client, with its device."""
     names: list[str] = []
     if config.devices.startswith(PREFIX):
-        devices, names = traced_fleet(config.devices.removeprefix(PREFIX), config.clients)
+        devices, names = traced_fleet(config.devices.removeprefix(PREFIX), config.num_clients)
     else:
-        devices = fleet(config.devices, config.clients, config.seed)
+        devices = fleet(config.devices, config.num_clients, config.seed)
     return [
         Node(
             node_id=_FIRST_NODE_ID + index,
             device=device,
             config={
                 "partition-id": index,
-                "num-partitions": config.clients,
+                "num-partitions": config.num_clients,
                 **({"device-id": names[index]} if names else {}),
             },
             examples=count,
@@ -152,7 +153,7 @@ def _fleet(config: RunConfig, examples: Sequence[int]) -> list[Node]:
     ]
 
 
-def simulate(config: RunConfig, *observers: Observer, stop: Rest = go_on) -> Outcome:
+def simulate(config: RunConfig, *observers: Observer, stop: StopCheck = never_stop) -> Outcome:
     """Run a configuration on virtual time.
 
     Parameters
@@ -180,10 +181,10 @@ def simulate(config: RunConfig, *observers: Observer, stop: Rest = go_on) -> Out
 
 def conduct(
     config: RunConfig,
-    strategy: AsyncStrategy | Rounds,
+    strategy: Method,
     grid: Grid,
     *observers: Observer,
-    stop: Rest = go_on,
+    stop: StopCheck = never_stop,
 ) -> Outcome:
     """Run a strategy on any grid, and leave the artefacts, however the run ends.
 
@@ -193,7 +194,7 @@ def conduct(
     ----------
     config : RunConfig
         A resolved configuration.
-    strategy : AsyncStrategy or Rounds
+    strategy : Method
         The method.
     grid : Grid
         A virtual grid, or one of Flower's.
@@ -211,7 +212,7 @@ def conduct(
     """
     initial = models.initial_arrays(config)
     out = continued_folder(config) if config.resume else prepare_folder(config)
-    with only_writer(out, 0.0 if isinstance(grid, VirtualGrid) else _WRITER_SECONDS):
+    with only_writer(out, 0.0 if timeline_of(grid).is_virtual else _WRITER_SECONDS):
         return _conduct_in(out, initial, config, strategy, grid, observers, stop)
 
 
@@ -219,13 +220,13 @@ def _conduct_in(
     out: Path,
     initial: ArrayRecord,
     config: RunConfig,
-    strategy: AsyncStrategy | Rounds,
+    strategy: Method,
     grid: Grid,
     observers: Sequence[Observer],
-    stop: Rest,
+    stop: StopCheck,
 ) -> Outcome:
     """Run a strategy in its folder."""
-    virtual = isinstance(grid, VirtualGrid)
+    virtual = timeline_of(grid).is_virtual
     checkpoints, restored = CheckpointFolder(out), None
     if config.resume:
         with _log_file(out / "run.log"):
@@ -270,7 +271,7 @@ def _conduct_in(
             train_config=training_settings(config, report_timing=not virtual),
             plan=plan(config),
             observe=observe,
-            at_rest=keeper.at_rest,
+            stop_check=keeper.at_rest,
         )
     result = summary.result(
         strategy=config.strategy,
@@ -306,8 +307,9 @@ def plan(config: RunConfig) -> Plan:
         max_time=config.max_time or None,
         target_accuracy=config.target_accuracy,
         stop_at_target=bool(config.stop_at_target),
-        eval_every=config.eval_every or config.clients,
+        eval_every=config.eval_every or config.num_clients,
         concurrency=config.concurrency,
+        drift=schedule_of(config),
     )
 
 
@@ -335,7 +337,17 @@ def training_settings(config: RunConfig, report_timing: bool = False) -> ConfigR
         names.BATCH_SIZE: config.batch_size,
         names.LOCAL_EPOCHS: config.local_epochs,
     }
-    return ConfigRecord(settings | ({names.REPORT_TIMING: True} if report_timing else {}))
+    if config.local_steps:
+        settings[names.LOCAL_STEPS] = config.local_steps
+    if config.optimizer != "sgd":
+        settings[names.OPTIMIZER] = config.optimizer
+    if config.optimizer == "momentum":
+        settings[names.MOMENTUM] = config.momentum
+    if config.weight_decay:
+        settings[names.WEIGHT_DECAY] = config.weight_decay
+    if report_timing:
+        settings[names.REPORT_TIMING] = True
+    return ConfigRecord(settings)
 
 
 def prepare_folder(config: RunConfig) -> Path:

@@ -8,7 +8,9 @@ with its arrays, and Raceme's ClientApp with Flower's strategies.
 from __future__ import annotations
 
 import io
+from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum
 from functools import cached_property, lru_cache
 from math import prod
 from typing import TypeVar
@@ -27,11 +29,31 @@ Number = TypeVar("Number", bound=np.generic)
 ARRAYS = "arrays"
 CONFIG = "config"
 METRICS = "metrics"
+NUMBERS = "numbers"
+"""Record of what a client measured sample by sample or class by class: named arrays."""
+
+KIND = "kind"
+"""What a message asks of a client. Without it a message asks for what its Flower type says."""
+TRAIN = "train"
+TRAIN_BEST = "train-best"
+"""Of several models, train the one with the least loss on the training samples."""
+LOSSES = "losses"
+"""The loss of every sample under each of several models: the kind of work, and the numbers that
+answer it, float32, shape (models, samples)."""
+LABEL_COUNTS = "label-counts"
+"""Training samples per class: the kind of work, and the numbers, int64, shape (classes,)."""
+EVALUATE = "evaluate"
+DESCRIBE = "describe"
+"""Who the client is and what it has: what every client is asked first."""
+ON = "on"
+"""Samples that losses are asked for: ``"train"``, as if nothing is said, or ``"test"``."""
 
 TASK = "task"
 """Number of a piece of work, unique in a run; a reply states the one that it answers."""
 VERSION = "version"
 """Version of the model that a message carries; a reply states the one it started from."""
+STEP = "step"
+"""Step of the data that change: the client works on its samples of this step, from 0."""
 CLIENT_ID = "client-id"
 NUM_EXAMPLES = "num-examples"
 NUM_TEST_EXAMPLES = "num-test-examples"
@@ -42,6 +64,11 @@ LOSS = "loss"
 LR = "lr"
 BATCH_SIZE = "batch-size"
 LOCAL_EPOCHS = "local-epochs"
+LOCAL_STEPS = "local-steps"
+"""Mini-batches to train for, instead of passes over the samples."""
+OPTIMIZER = "optimizer"
+MOMENTUM = "momentum"
+WEIGHT_DECAY = "weight-decay"
 PROXIMAL_MU = "proximal-mu"
 COMPUTE_SCALE = "compute-scale"
 """Share of a full local round's computation that a task asks for; only the simulator reads it."""
@@ -68,8 +95,49 @@ def candidate(index: int) -> str:
     return f"{ARRAYS}-{index}"
 
 
+def passes(settings: Mapping[str, object], examples: int) -> float:
+    """Return how often a training message lets a client go through its samples.
+
+    Parameters
+    ----------
+    settings : Mapping
+        The message's.
+    examples : int
+        Number of the client's training samples.
+    """
+    steps, epochs = settings.get(LOCAL_STEPS, 0), settings.get(LOCAL_EPOCHS, 1)
+    if isinstance(steps, int) and steps > 0:
+        size = settings.get(BATCH_SIZE, 1)
+        return steps * (size if isinstance(size, int) else 1) / examples
+    return float(epochs) if isinstance(epochs, int | float) else 1.0
+
+
 class InvalidModelError(ValueError):
     """An ArrayRecord does not hold a usable model; the message says why."""
+
+
+class Role(Enum):
+    """What one array of a model is.
+
+    TRAINABLE
+        Weights: mixed and compared.
+    STATISTICS
+        Running mean and variance of a normalisation layer: mixed like weights, never compared.
+    COUNTER
+        A number of batches or the like: copied from the latest update, never mixed.
+    """
+
+    TRAINABLE = "trainable"
+    STATISTICS = "statistics"
+    COUNTER = "counter"
+
+    @classmethod
+    def of(cls, name: str, dtype: str) -> Role:
+        """Tell an array's role from its name, as torch names it, and its type on the wire."""
+        last = name.rpartition(".")[2]
+        if last == "num_batches_tracked" or np.dtype(dtype).kind != "f":
+            return cls.COUNTER
+        return cls.STATISTICS if last in ("running_mean", "running_var") else cls.TRAINABLE
 
 
 @dataclass(frozen=True)
@@ -114,6 +182,53 @@ class ModelSpec:
     def num_bytes(self) -> int:
         """Bytes of the arrays' data on the wire, headers not counted."""
         return sum(n * np.dtype(t).itemsize for n, t in zip(self.sizes, self.dtypes, strict=True))
+
+    @cached_property
+    def roles(self) -> tuple[Role, ...]:
+        """Role of each array."""
+        return tuple(Role.of(*array) for array in zip(self.names, self.dtypes, strict=True))
+
+    @cached_property
+    def trainable(self) -> NDArray[np.bool_] | None:
+        """Which elements of the flat vector are weights, shape (d,); None if all are."""
+        mask = self._elements(Role.TRAINABLE)
+        return None if mask.all() else mask
+
+    @cached_property
+    def counters(self) -> NDArray[np.bool_] | None:
+        """Which elements of the flat vector only count, shape (d,); None if none does."""
+        mask = self._elements(Role.COUNTER)
+        return mask if mask.any() else None
+
+    def _elements(self, role: Role) -> NDArray[np.bool_]:
+        of_role = np.array([array is role for array in self.roles], np.bool_)
+        mask = np.repeat(of_role, np.array(self.sizes, np.intp))
+        # Properties of a specification are shared: nobody may change them.
+        mask.flags.writeable = False
+        return mask
+
+    def compared(self, vector: NDArray[Number]) -> NDArray[Number]:
+        """Return what of a model may be compared, decayed, sketched or bounded: its weights.
+
+        Running statistics and counters, whose size has nothing to do with the direction of
+        training, are left out.
+
+        Parameters
+        ----------
+        vector : NDArray
+            Shape (..., d).
+
+        Returns
+        -------
+        NDArray
+            Shape (..., weights): `vector` itself if all of it are weights, else a copy.
+        """
+        return vector if self.trainable is None else vector[..., self.trainable]
+
+    def copy_counters(self, source: Vector, target: Vector) -> None:
+        """Set the counters of one flat model to those of another, for after the two were mixed."""
+        if self.counters is not None:
+            target[self.counters] = source[self.counters]
 
     def views(self, vector: NDArray[Number]) -> dict[str, NDArray[Number]]:
         """Return the arrays as views into a flat vector, by name."""

@@ -1,10 +1,10 @@
-"""The next replies, or a deadline, whichever is first: the one thing Flower's Grid lacks."""
+"""What a Flower Grid lacks: a clock with a wait for replies, and what can be relied on there."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, Protocol, runtime_checkable
 
 from flwr.app import Message
 from flwr.serverapp import Grid
@@ -12,18 +12,24 @@ from flwr.serverapp import Grid
 
 @runtime_checkable
 class Timeline(Protocol):
-    """A clock together with the wait for replies.
+    """A clock, the wait for replies, and what this clock and its grid are capable of.
+
+    Whoever needs to know asks for a capability, never for a class.
 
     Attributes
     ----------
+    is_virtual : bool
+        True where seconds are not those of the wall clock: two runs with one seed are identical,
+        and nothing that the machine's own clock says belongs in their results.
     free_evaluation : bool
         True where an evaluation message costs no time on this clock, so that a sweep over all
         clients disturbs nothing.
     keeps_messages : bool
-        True for one that was brought back to an earlier state with all its open messages: whoever
-        waited for their replies can go on to wait.
+        True for one that was restored together with all its open messages: whoever waited for their
+        replies can keep waiting.
     """
 
+    is_virtual: bool
     free_evaluation: bool
     keeps_messages: bool
 
@@ -49,6 +55,29 @@ class Timeline(Protocol):
         """
         ...
 
+    def forget(self, message_ids: Iterable[str]) -> None:
+        """Take back the wish for replies: those to these messages will not be waited for.
+
+        Parameters
+        ----------
+        message_ids : Iterable[str]
+            Ids of messages, answered already or not; unknown ones are ignored.
+        """
+        ...
+
+
+@runtime_checkable
+class Resumable(Protocol):
+    """A grid that a checkpoint can save, with its clock and its open messages."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that decides how the run continues: a tree of plain values and arrays."""
+        ...
+
+    def load_state_dict(self, tree: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned, on a new grid of the same fleet."""
+        ...
+
 
 class WallTimeline:
     """The wall clock, and polling with back-off, for any Grid of Flower's.
@@ -66,6 +95,7 @@ class WallTimeline:
         What time it is now.
     """
 
+    is_virtual = False
     free_evaluation = False
     keeps_messages = False
 
@@ -86,7 +116,7 @@ class WallTimeline:
         self._start = clock() - start
 
     def now(self) -> float:
-        """Return the seconds since this object was made, and those before of a run that goes on."""
+        """Return the seconds since this object was made, and of a resumed run those before."""
         return self._clock() - self._start
 
     def wait(self, message_ids: Collection[str], until: float | None = None) -> list[Message]:
@@ -102,6 +132,9 @@ class WallTimeline:
             self._sleep(min(pause, left))
             pause = min(pause * 1.5, self._longest)
 
+    def forget(self, message_ids: Iterable[str]) -> None:
+        """Do nothing: Flower has no way to take a message back, and only asked-for replies come."""
+
 
 def timeline_of(grid: Grid, start: float = 0.0) -> Timeline:
     """Return the grid itself if it keeps a clock of its own, else the wall clock on it.
@@ -111,6 +144,6 @@ def timeline_of(grid: Grid, start: float = 0.0) -> Timeline:
     grid : Grid
         Any Flower grid.
     start : float
-        What time it is on the wall clock, of a run that goes on.
+        What time it is on the wall clock, in a resumed run.
     """
     return grid if isinstance(grid, Timeline) else WallTimeline(grid, start=start)

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raceme.strategies.buffers import ModelBuffers
-from raceme.strategies.encoding import Code, WholeModels
+from raceme.clustering.buffers import ModelBuffers
+from raceme.clustering.encoding import Code, WholeModels
 
 
 def code(*values: float) -> Code:
@@ -62,10 +62,10 @@ def test_budget_drops_computed_pairs_first_then_buffers_of_large_alpha() -> None
     alphas = np.array([0.1, 0.3, 0.2, 0.3])
     # Of (0,3) (1,3) (2,3) (0,2) (1,2) only (0,3) is computed: it goes first. Then those in the
     # buffer of client 1, whose α = 0.3 is the largest among the buffers' clients.
-    buffers.enforce(4, computed, alphas)
+    buffers.enforce(4, computed, alphas, np.random.default_rng(0))
     assert buffers.owners(0).tolist() == [2]
     assert buffers.total == 4
-    buffers.enforce(2, computed, alphas)
+    buffers.enforce(2, computed, alphas, np.random.default_rng(0))
     assert buffers.owners(1).tolist() == []
     assert buffers.owners(0).tolist() == [2]
     assert buffers.owners(2).tolist() == [3]
@@ -85,7 +85,7 @@ def test_references_and_total_always_agree(
             buffers.clear(owner)
         free = [j for j in sorted(targets - {owner}) if not buffers.holds(owner)[j]]
         buffers.insert(owner, code(*rng.normal(size=3)), np.array(free, np.intp))
-        buffers.enforce(budget, np.eye(6, dtype=bool), rng.uniform(size=6))
+        buffers.enforce(budget, np.eye(6, dtype=bool), rng.uniform(size=6), rng)
         held = buffers.slots[buffers.slots >= 0]
         assert buffers.total == len(held) <= budget
         counts = np.bincount(held, minlength=len(buffers.references))

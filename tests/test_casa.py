@@ -5,13 +5,16 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from clustered import at_version, homes, placed
 from fleets import MODEL, grid_of, pulled_app
 
 from raceme import events
+from raceme.events import ClusterChange
+from raceme.server.fleet import Client
+from raceme.server.replies import Update
+from raceme.server.work import Task
 from raceme.simulation import Device
 from raceme.strategies import CASA, CASAParameters, Plan
-from raceme.strategies.fleet import Client
-from raceme.strategies.replies import Task, Update
 
 
 def casa_with(clients: int, size: int = 2, **parameters: float | str | bool) -> CASA:
@@ -61,7 +64,7 @@ def test_three_updates_by_hand() -> None:
 def test_staleness_beyond_the_bound_is_damped() -> None:
     strategy = casa_with(1, gamma=1.0)
     # |C| = 1: α_c = 2 Ω / log2(4) = Ω(t), r_c = 2 − Ω(t) = 1.0000…; version 16 makes τ = 16.
-    strategy.models[0].version = 16
+    at_version(strategy, 16)
     applied = strategy.on_update(update("c0", (1.0, 1.0), version=0))
     assert applied.staleness == 16
     assert applied.weight == pytest.approx(0.99997038 / 4, abs=1e-7)
@@ -75,7 +78,7 @@ def test_global_staleness_counts_all_updates() -> None:
 
 def test_constant_decay_is_the_ablation_casa_d() -> None:
     strategy = casa_with(2, bi_level=False, constant_alpha=0.3)
-    strategy.models[0].version = 1000
+    at_version(strategy, 1000)
     assert strategy.on_update(update("c0", (1.0, 0.0))).weight == 0.3
 
 
@@ -112,17 +115,20 @@ def feed_two_groups(strategy: CASA) -> None:
 def test_a_cluster_splits_into_its_groups_and_children_inherit() -> None:
     strategy = casa_with(6, gap_range=1000.0)
     seen: list[events.Event] = []
-    strategy._observe = seen.append
+    strategy.clusters.report_to(seen.append)
     feed_two_groups(strategy)
-    splits = [event for event in seen if isinstance(event, events.ClusterSplit)]
-    assert len(splits) == 1
-    assert set(splits[0].children.values()) == {("c0", "c1", "c2"), ("c3", "c4", "c5")}
-    assert splits[0].gap > splits[0].threshold
-    assert set(strategy.models) == set(splits[0].children) == {1, 2}
+    (split,) = placed(seen, ClusterChange.SPLIT)
+    assert split.memberships == {
+        **{client: {1: 1.0} for client in ("c0", "c1", "c2")},
+        **{client: {2: 1.0} for client in ("c3", "c4", "c5")},
+    }
+    assert split.score > split.threshold
+    assert (split.gone, split.made) == ((0,), (1, 2))
+    assert set(strategy.models) == {1, 2}
     # The split comes with the sixth update, after five aggregations into the parent; its own goes
     # into its new cluster, and the second pass brings three more to each.
-    assert strategy.models[strategy.cluster_of("c0")].version == 5 + 3
-    assert strategy.models[strategy.cluster_of("c5")].version == 5 + 1 + 3
+    assert strategy.models[strategy.clusters.main("c0")].version == 5 + 3
+    assert strategy.models[strategy.clusters.main("c5")].version == 5 + 1 + 3
 
 
 def test_no_split_before_every_pair_is_known_nor_without_clustering() -> None:
@@ -163,20 +169,20 @@ def test_a_client_that_left_does_not_hold_up_a_split_and_keeps_its_company() -> 
     feed_two_groups(strategy)
     assert len(strategy.models) == 2
     # Its one model was compared with everybody's first: it is nearest to c0, c1, c2.
-    assert strategy.cluster_of("c6") == strategy.cluster_of("c0")
+    assert strategy.clusters.main("c6") == strategy.clusters.main("c0")
 
 
 def test_a_newcomer_joins_the_cluster_whose_buffered_models_it_resembles() -> None:
     strategy = casa_with(6, gap_range=1000.0)
     feed_two_groups(strategy)
     strategy.add_client(Client("new", num_examples=10))
-    cluster = strategy.cluster_of("new")
+    cluster = strategy.clusters.main("new")
     assert cluster in strategy.models
     strategy.on_dispatch(task("new", cluster=cluster))
     strategy.on_update(update("c0", (1.0, 0.0)))
     strategy.on_update(update("c4", (np.cos(1.3), np.sin(1.3))))
     strategy.on_update(update("new", (np.cos(1.2), np.sin(1.2))))
-    assert strategy.cluster_of("new") == strategy.cluster_of("c4")
+    assert strategy.clusters.main("new") == strategy.clusters.main("c4")
 
 
 def test_without_buffered_models_a_newcomer_is_compared_with_the_clusters_models() -> None:
@@ -186,16 +192,16 @@ def test_without_buffered_models_a_newcomer_is_compared_with_the_clusters_models
     strategy.on_dispatch(task("new"))
     # rep_k is w_{g,k}: the model of c0's cluster lies nearer to the first axis.
     strategy.on_update(update("new", (1.0, 0.0)))
-    assert strategy.cluster_of("new") == strategy.cluster_of("c0")
+    assert strategy.clusters.main("new") == strategy.clusters.main("c0")
 
 
 def test_a_returning_client_is_back_in_its_cluster() -> None:
     strategy = casa_with(6, gap_range=1000.0)
     feed_two_groups(strategy)
-    before = strategy.cluster_of("c4")
+    before = strategy.clusters.main("c4")
     strategy.remove_client("c4")
     strategy.add_client(Client("c4", num_examples=10))
-    assert strategy.cluster_of("c4") == before
+    assert strategy.clusters.main("c4") == before
 
 
 def test_on_a_grid_the_groups_are_found_and_reported() -> None:
@@ -213,10 +219,13 @@ def test_on_a_grid_the_groups_are_found_and_reported() -> None:
         observe=seen.append,
     )
     clients = strategy.progress.fleet.clients.values()
-    found = Counter((strategy.cluster_of(c.client_id), c.group) for c in clients)
+    found = Counter((strategy.clusters.main(c.client_id), c.group) for c in clients)
     assert sorted(found.values()) == [4, 4, 4]
     assert len(strategy.models) == 3
     last = [event for event in seen if isinstance(event, events.Evaluated)][-1]
     assert last.accuracy > 0.9
     assert set(result.evaluate_metrics_clientapp) == set(range(0, 401, 50))
-    assert {name.split("/")[1] for name in result.arrays} == {"w", "b"}
+    assert list(result.arrays) == ["w", "b"]
+    assert result.arrays is result.clusters[strategy.clusters.largest()]
+    assert set(result.clusters) == set(strategy.models)
+    assert result.client_clusters == {c: {k: 1.0} for c, k in homes(strategy).items()}

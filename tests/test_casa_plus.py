@@ -2,17 +2,26 @@
 
 import numpy as np
 import pytest
-from clustered import check_it_can_be_restored, found, last_accuracy, run_on, three_groups
+from clustered import (
+    at_version,
+    check_it_can_be_restored,
+    found,
+    last_accuracy,
+    run_on,
+    three_groups,
+)
 from fleets import MODEL, grid_of, pulled_app
 
 from raceme import events
+from raceme.clustering.model import Model
+from raceme.events import ClusterChange
 from raceme.messages import ModelSpec
+from raceme.server.fleet import Client
+from raceme.server.replies import Update
+from raceme.server.work import Task, Work
 from raceme.simulation import Device
 from raceme.strategies import CASA, CASAC, CASAD, CASAPlus, CASAPlusParameters
-from raceme.strategies.casa_plus import magnitude_mask, mix_masked, sparsity
-from raceme.strategies.fleet import Client
-from raceme.strategies.model import Model
-from raceme.strategies.replies import Task, Update
+from raceme.strategies.casa_plus import magnitude_mask, sparsity
 
 ONES = np.ones(8, np.float32)
 
@@ -44,14 +53,14 @@ def test_masked_mixing_by_hand() -> None:
     model = Model(np.array([1.0, 2.0, 3.0], np.float32))
     w_i = np.array([3.0, 4.0, 0.0], np.float32)
     # 0.75 · 1 + 0.25 · 3 = 1.5; the second stays; 0.75 · 3 = 2.25.
-    mix_masked(model, w_i, 0.25, np.array([True, False, True]))
+    model.mix(w_i, 0.25, where=np.array([True, False, True]))
     assert model.vector.tolist() == [1.5, 2.0, 2.25]
     assert model.version == 1
 
 
 def test_the_way_of_a_mask() -> None:
     strategy = CASAPlus(CASAPlusParameters(sparsity=1.0, rounds=1000))
-    strategy.spec = ModelSpec.of(MODEL)
+    strategy._spec = ModelSpec.of(MODEL)  # start() sets it
     strategy.initialize(np.zeros(8, np.float32))
     strategy.add_client(Client("c0", num_examples=10))
 
@@ -61,20 +70,20 @@ def test_the_way_of_a_mask() -> None:
         return task
 
     # The first task carries no mask; it comes back fresh and is mixed in whole.
-    assert strategy.attachments("c0") == {}
-    assert strategy.train_config("c0") == {}
+    assert strategy.work_for("c0") == Work("c0")
     task = dispatched(0, version=0)
     strategy.on_update(Update(task, np.arange(1, 9, dtype=np.float32), 10, 0.0))
     strategy.on_close(task)
-    assert strategy.attachments("c0") == {}
+    assert strategy.work_for("c0") == Work("c0")
     # The second is 16 versions late: |C| = 1, α_c = 2 Ω / log2(4) = Ω(2) = 0.99994, α_i a quarter
     # of it, S = 0.99994 · 0.75 = 0.75: six of the eight weights are not trained next time.
-    strategy.models[0].version = 17
+    at_version(strategy, 17)
     task = dispatched(1, version=1)
     strategy.on_update(Update(task, np.arange(8, 0, -1).astype(np.float32), 10, 0.0))
     strategy.on_close(task)
-    assert strategy.train_config("c0") == {"compute-scale": pytest.approx(3 / 8)}
-    mask = strategy.attachments("c0")["mask"]
+    work = strategy.work_for("c0")
+    assert work.settings == {"compute-scale": pytest.approx(3 / 8)}
+    mask = work.arrays["mask"]
     assert {name: array.shape for name, array in mask.items()} == {"w": (4,), "b": (2, 2)}
     assert {array.dtype for array in mask.values()} == {"uint8"}
     assert mask["w"].numpy().tolist() == [1, 1, 1, 0]
@@ -88,7 +97,7 @@ def test_the_way_of_a_mask() -> None:
     changed = strategy.models[0].vector != before
     assert changed.tolist() == [True] * 3 + [False] * 5
     assert strategy.state.sent == {}
-    assert strategy.attachments("c0") == {}
+    assert strategy.work_for("c0") == Work("c0")
 
 
 def test_slow_clients_get_faster_and_the_mask_is_counted() -> None:
@@ -125,7 +134,8 @@ def test_the_groups_are_found() -> None:
 
 def test_casa_c_keeps_one_model_and_casa_d_one_weight() -> None:
     seen = run_on(CASAC(), three_groups(), 200)
-    assert not any(isinstance(event, events.ClusterSplit) for event in seen)
+    changes = [event for event in seen if isinstance(event, events.ClustersChanged)]
+    assert {event.change for event in changes} == {ClusterChange.ASSIGN}
     weights = {e.weight for e in run_on(CASAD(), three_groups(), 200) if hasattr(e, "weight")}
     assert weights == {0.3}
 

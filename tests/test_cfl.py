@@ -5,7 +5,9 @@ import pytest
 from clustered import (
     check_it_can_be_restored,
     found,
+    homes,
     last_accuracy,
+    placed,
     round_of,
     run_on,
     step,
@@ -15,15 +17,16 @@ from clustered import (
 from fleets import MODEL
 
 from raceme import events
-from raceme.strategies import CFL, CFLAsync, CFLAsyncParameters, CFLParameters, FedAvg
-from raceme.strategies.bipartition import (
+from raceme.clustering.bipartition import (
     Norms,
-    complete_linkage,
     cosines,
+    linkage,
     norms_of,
     should_bipartition,
 )
-from raceme.strategies.fleet import Client
+from raceme.events import ClusterChange
+from raceme.server.fleet import Client
+from raceme.strategies import CFL, CFLAsync, CFLAsyncParameters, CFLParameters, FedAvg
 
 
 def test_norms_by_hand() -> None:
@@ -54,9 +57,9 @@ def test_complete_linkage_on_four_clients() -> None:
     distances = np.array(
         [[0.0, 0.1, 0.9, 0.8], [0.1, 0.0, 0.15, 0.7], [0.9, 0.15, 0.0, 0.2], [0.8, 0.7, 0.2, 0.0]]
     )
-    assert complete_linkage(distances, 2).tolist() == [0, 0, 1, 1]
-    assert complete_linkage(distances[::-1, ::-1], 2).tolist() == [0, 0, 1, 1]
-    assert complete_linkage(distances, 4).tolist() == [0, 1, 2, 3]
+    assert linkage(distances, 2).tolist() == [0, 0, 1, 1]
+    assert linkage(distances[::-1, ::-1], 2).tolist() == [0, 0, 1, 1]
+    assert linkage(distances, 4).tolist() == [0, 1, 2, 3]
 
 
 def test_a_round_without_and_one_with_a_split() -> None:
@@ -67,7 +70,7 @@ def test_a_round_without_and_one_with_a_split() -> None:
     assert strategy.models[0].vector.tolist() == [0.5, 0.0]
     # Deltas (0.5, 0.5) twice and (−0.5, −0.5) twice: mean 0, norms 0.707 > 0.7.
     applied = round_of(strategy, (1, 0.5), (0, -0.5), (1, 0.5), (0, -0.5))
-    assert strategy.state.clusters.of == {"c0": 1, "c1": 2, "c2": 1, "c3": 2}
+    assert homes(strategy) == {"c0": 1, "c1": 2, "c2": 1, "c3": 2}
     assert [(a.cluster, a.weight) for a in applied] == [(1, 0.5), (2, 0.5), (1, 0.5), (2, 0.5)]
     assert strategy.models[1].vector.tolist() == [1.0, 0.5]
     assert strategy.models[2].vector.tolist() == [0.0, -0.5]
@@ -83,7 +86,7 @@ def test_members_without_a_say_go_where_their_last_update_fits() -> None:
     # update was (0, 1), at right angles to both: cosines 0 and 0, the first part it is. Nothing
     # is known of c5: it goes to the larger part.
     round_of(strategy, (1.4, 0.4), (1.4, 0.4), (-1.0, 0.4))
-    assert strategy.state.clusters.of == {"c0": 1, "c1": 1, "c2": 2, "c3": 1, "c4": 1, "c5": 1}
+    assert homes(strategy) == {"c0": 1, "c1": 1, "c2": 2, "c3": 1, "c4": 1, "c5": 1}
 
 
 def test_a_newcomer_joins_the_cluster_whose_updates_are_like_its_own() -> None:
@@ -92,10 +95,10 @@ def test_a_newcomer_joins_the_cluster_whose_updates_are_like_its_own() -> None:
     assert set(strategy.models) == {1, 2}
     round_of(strategy, (1, 0.5), (-1, 0.5), (1, 0.5), (-1, -0.5))
     strategy.add_client(Client("c4", num_examples=10))
-    assert strategy.cluster_of("c4") == 1
+    assert strategy.clusters.main("c4") == 1
     # Its model minus the first cluster's (1, 0.5): (−2, −1).
     round_of(strategy, (1, 0.6), (-1.5, 0), (1, 0.6), (-1.5, 0), (-1, -0.5))
-    assert strategy.cluster_of("c4") == strategy.cluster_of("c1")
+    assert strategy.clusters.main("c4") == strategy.clusters.main("c1")
 
 
 def test_without_splits_it_is_federated_averaging() -> None:
@@ -121,10 +124,10 @@ def test_async_by_hand() -> None:
     # c1 returns (−1.1, 0): Δ = (−2.1, 0) from (1, 0), the mean of both (−0.05, 0), below 0.4.
     # With c0's Δ = (2, 0) both norms are above 1: each has a cluster of its own, a copy of (1, 0).
     second = step(strategy, "c1", -1.1, 0.0)
-    assert second.cluster == strategy.cluster_of("c1") != strategy.cluster_of("c0")
-    assert strategy.models[strategy.cluster_of("c0")].vector.tolist() == [1.0, 0.0]
+    assert second.cluster == strategy.clusters.main("c1") != strategy.clusters.main("c0")
+    assert strategy.models[strategy.clusters.main("c0")].vector.tolist() == [1.0, 0.0]
     assert strategy.models[second.cluster].vector.tolist() == pytest.approx([-0.05, 0.0])
-    assert strategy.state.bases.vectors == {}
+    assert strategy.bases.vectors == {}
 
 
 def test_async_waits_until_every_member_has_sent_an_update() -> None:
@@ -149,9 +152,9 @@ def test_async_waits_until_every_member_has_sent_an_update() -> None:
 def test_the_groups_are_found_and_reported(strategy: CFL | CFLAsync) -> None:
     seen = run_on(strategy, three_groups())
     assert found(strategy) == [4, 4, 4]
-    splits = [event for event in seen if isinstance(event, events.ClusterSplit)]
+    splits = placed(seen, ClusterChange.SPLIT)
     assert len(splits) == 2
-    assert all(event.gap > event.threshold == 0.5 for event in splits)
+    assert all(event.score > event.threshold == 0.5 for event in splits)
     assert last_accuracy(seen) > 0.9
     updates = [event for event in seen if isinstance(event, events.UpdateApplied)]
     size = MODEL.count_bytes()

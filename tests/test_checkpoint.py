@@ -148,7 +148,7 @@ def play(
         return ""
 
     plan = Plan(eval_every=7, concurrency=5)
-    strategy.start(grid, MODEL, 90, 20.0, plan=plan, observe=seen.append, at_rest=at_rest)
+    strategy.start(grid, MODEL, 90, 20.0, plan=plan, observe=seen.append, stop_check=at_rest)
     models = {k: model.vector.tobytes() for k, model in strategy.models.items()}
     return seen, models, states
 

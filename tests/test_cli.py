@@ -76,6 +76,9 @@ def test_a_run_leaves_everything_and_its_configuration_repeats_it(tmp_path: Path
         (["--partition", "label-group"], "Did you mean 'label-groups'"),
         (["--set", "casa.gama=1"], "Did you mean 'casa.gamma'"),
         (["--set", "sed=1"], "Did you mean 'seed'"),
+        (["--max-update", "5"], "Did you mean 'max-updates'"),
+        (["--dirichlet-alpha", "0.5", "--partition", "iid"], "this run has partition iid."),
+        (["--strategy", "fedavg", "--set", "casa.gamma=0.2"], "this run has strategy fedavg."),
         (["--set", "seed"], "--set takes key=value"),
         (["--clients", "0"], "clients must be at least 1"),
         (["--clients", "5000"], "Too many clients"),
@@ -132,6 +135,20 @@ def test_interrupted_runs_keep_what_was_done(tmp_path: Path) -> None:
         )
 
 
+def test_help_shows_types_and_units(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    shown = " ".join(raceme(tmp_path, "run", "--help").stdout.split())
+    for text in (
+        "--max-time SECONDS stop at this time",
+        "--eval-every INTEGER|auto",
+        "--data-root PATH",
+        "--device cpu|cuda",
+        "--set KEY=VALUE",
+    ):
+        assert text in shown
+    assert "--clients INTEGER" in " ".join(raceme(tmp_path, "up", "--help").stdout.split())
+
+
 def test_a_fleet_that_is_gone_ends_the_run(tmp_path: Path) -> None:
     (tmp_path / "fleet.toml").write_text("[device]\njitter = 0.1\nonline = [[0, 4]]\n")
     keys = ["--clients", "8", "--devices", "fleet.toml", "--workers", "0"]
@@ -144,8 +161,13 @@ def test_a_fleet_that_is_gone_ends_the_run(tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "out").iterdir()} == FILES
 
 
-def test_lists_and_version(tmp_path: Path) -> None:
+def test_lists_and_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     listed = raceme(tmp_path, "list", "--keys").stdout
     for name in ("casa", "fedasync", "digits", "label-groups", "cnn", "slow30x5", "casa.gamma"):
         assert name in listed
+    (line,) = (line for line in listed.splitlines() if line.strip().startswith("max-time "))
+    assert line.split()[:4] == ["max-time", "NUMBER", "s", "0.0"]
+    (line,) = (line for line in listed.splitlines() if line.strip().startswith("noise-std "))
+    assert "noise-groups: deviation of the noise" in line
     assert raceme(tmp_path, "--version").stdout.startswith("raceme ")

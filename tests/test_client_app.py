@@ -1,5 +1,11 @@
 from __future__ import annotations
 
+import gc
+import json
+import os
+import subprocess
+import sys
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -7,12 +13,14 @@ import pytest
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 
 from raceme import datasets, models
-from raceme.client_app import app
-from raceme.compat import identify_process
+from raceme.client_app import KINDS, app, forget, work_of
+from raceme.compat import identify_process, set_message_id
 from raceme.config import RunConfig
 from raceme.errors import UserError
 from raceme.messages import ModelSpec, from_array, to_array
+from raceme.simulation import InProcess, Pool
 from raceme.training import Network, Samples, evaluate
+from raceme.training.clients import Client, ClientCache
 
 Settings = dict[str, int | float | bool | str]
 
@@ -28,7 +36,9 @@ def _identity() -> None:
 
 def context(client: int = 0, config: RunConfig = CONFIG, **node: object) -> Context:
     """A node as Flower's simulation describes it."""
-    return node_context({"partition-id": client, "num-partitions": config.clients, **node}, config)
+    return node_context(
+        {"partition-id": client, "num-partitions": config.clients or 40, **node}, config
+    )
 
 
 def node_context(node: dict[str, object], config: RunConfig = CONFIG) -> Context:
@@ -93,7 +103,7 @@ def test_the_round_of_flowers_strategies_takes_the_place_of_the_task() -> None:
     second, again = (train({"server-round": 2}) for _ in range(2))
     assert np.array_equal(vector(second), vector(again))
     assert not np.array_equal(vector(second), vector(train({"server-round": 3})))
-    assert dict(second.config_records["config"]) == {}
+    assert "config" not in second
 
 
 def test_hyper_parameters_come_from_the_message_then_the_run_then_the_dataset() -> None:
@@ -106,6 +116,11 @@ def test_hyper_parameters_come_from_the_message_then_the_run_then_the_dataset() 
     assert moved({"lr": 0.001}, lr=5.0) == moved({"lr": 0.001})
     assert moved({"local-epochs": 3}) == moved(local_epochs=3) > default
     assert moved({"batch-size": 1000}) == moved(batch_size=1000) < default
+    assert moved({"local-steps": 2}) == moved(local_steps=2) < default
+    assert moved({"optimizer": "adam"}) == moved(optimizer="adam") != default
+    strong = moved({"optimizer": "momentum", "momentum": 0.9})
+    assert strong == moved(optimizer="momentum") > default
+    assert moved({"weight-decay": 0.5}) == moved(weight_decay=0.5) != default
 
 
 def test_proximal_mu_pulls_towards_the_received_model() -> None:
@@ -123,6 +138,10 @@ def test_proximal_mu_pulls_towards_the_received_model() -> None:
         ({"batch-size": 0}, "batch-size must be at least 1"),
         ({"local-epochs": 0}, "local-epochs must be at least 1"),
         ({"proximal-mu": -1.0}, "proximal-mu must be at least 0"),
+        ({"optimizer": "lion"}, "optimizer must be one of sgd, momentum, adam, got 'lion'"),
+        ({"momentum": 1.0}, "momentum must be at least 0 and below 1"),
+        ({"weight-decay": -1.0}, "weight-decay must be at least 0"),
+        ({"local-steps": -1}, "local-steps must be at least 0"),
     ],
 )
 def test_impossible_hyper_parameters_are_errors(settings: Settings, error: str) -> None:
@@ -131,7 +150,9 @@ def test_impossible_hyper_parameters_are_errors(settings: Settings, error: str) 
 
 
 def test_a_message_without_a_model_or_with_another_is_an_error() -> None:
-    with pytest.raises(ValueError, match="holds no model: expected an ArrayRecord named 'arrays'"):
+    with pytest.raises(
+        ValueError, match=r"no model: kind 'train' expects an ArrayRecord named 'arrays'"
+    ):
         app(Message(RecordDict(), dst_node_id=7, message_type="train"), context())
     other = ArrayRecord({"w": to_array(np.zeros(3, np.float32))})
     with pytest.raises(ValueError, match=r"received model has the arrays \['w'\]"):
@@ -140,6 +161,338 @@ def test_a_message_without_a_model_or_with_another_is_an_error() -> None:
     turned["output.weight"] = to_array(from_array(INITIAL["output.weight"]).T)
     with pytest.raises(ValueError, match=r"'output.weight' is float32 of shape \(64, 10\)"):
         app(message("evaluate", arrays=turned), context())
+
+
+# --- kinds of work ------------------------------------------------------------------------------
+
+
+def ask(
+    settings: Settings, records: dict[str, ArrayRecord], kind: str = "train", client: int = 3
+) -> RecordDict:
+    content = RecordDict({**records, "config": ConfigRecord(dict(settings))})
+    return app(Message(content, dst_node_id=7, message_type=kind), context(client)).content
+
+
+def several(*arrays: ArrayRecord) -> dict[str, ArrayRecord]:
+    return {f"arrays-{index}": record for index, record in enumerate(arrays)}
+
+
+def test_an_unknown_kind_is_an_error_of_one_line_that_lists_the_kinds() -> None:
+    with pytest.raises(ValueError, match="no work of the kind 'trian'; it knows train, ") as error:
+        train({"kind": "trian"})
+    assert "\n" not in str(error.value)
+    assert all(f"{kind}" in str(error.value) for kind in KINDS)
+    with pytest.raises(ValueError, match="no work of the kind 3"):
+        train({"kind": 3})
+
+
+def test_a_reply_repeats_what_it_was_asked_and_nothing_that_it_was_not() -> None:
+    asked: Settings = {"kind": "train", "step": 0, "task": 5, "lr": 0.1}
+    told = train(asked).config_records["config"]
+    assert dict(told) == {"task": 5, "kind": "train", "step": 0}
+    plain, named = train({"task": 5}), train({"task": 5, "kind": "train"})
+    assert np.array_equal(vector(plain), vector(named))
+
+
+@pytest.mark.parametrize("step", [-1, 0.5, "1"])
+def test_a_step_that_is_none_is_an_error(step: int | float | str) -> None:
+    with pytest.raises(ValueError, match="step must be a whole number of at least 0"):
+        train({"step": step})
+
+
+def test_of_several_models_the_one_with_the_least_loss_on_the_training_data_is_trained() -> None:
+    settings: Settings = {"task": 4, "lr": 0.1, "kind": "train-best"}
+    trained = ask({"task": 4, "lr": 0.1}, {"arrays": INITIAL}).array_records["arrays"]
+    spoiled = SPEC.pack(np.zeros(SPEC.size, np.float32))
+    nan = SPEC.pack(np.full(SPEC.size, np.nan, np.float32))
+    reply = ask(settings, several(nan, INITIAL, trained, spoiled))
+    assert dict(reply.config_records["config"]) == {"task": 4, "kind": "train-best", "chosen": 2}
+    again = ask({"task": 4, "lr": 0.1}, {"arrays": trained})
+    assert list(reply.array_records) == ["arrays"]
+    assert np.array_equal(vector(reply), vector(again))
+
+
+def test_of_equal_models_the_first_is_trained() -> None:
+    reply = ask({"kind": "train-best"}, several(INITIAL, INITIAL))
+    assert reply.config_records["config"]["chosen"] == 0
+    only = ask({"kind": "train-best"}, {"arrays": INITIAL})
+    assert only.config_records["config"]["chosen"] == 0
+
+
+def test_a_client_that_evaluates_first_tests_its_choice() -> None:
+    better = train({"lr": 0.1, "local-epochs": 5}, client=3).array_records["arrays"]
+    settings: Settings = {"kind": "train-best", "evaluate-first": True}
+    metrics = ask(settings, several(INITIAL, better)).metric_records["metrics"]
+    expected = ask({}, {"arrays": better}, kind="evaluate").metric_records["metrics"]
+    assert metrics["accuracy"] == expected["accuracy"]
+    assert metrics["loss"] == expected["loss"]
+
+
+def test_several_models_are_not_chosen_from_unless_that_is_asked_for() -> None:
+    with pytest.raises(ValueError, match=r"kind 'train' expects an ArrayRecord named 'arrays'"):
+        ask({}, several(INITIAL, INITIAL))
+
+
+@pytest.mark.parametrize("on", ["train", "test"])
+def test_losses_are_those_of_every_sample_under_every_model(on: str) -> None:
+    zero = SPEC.pack(np.zeros(SPEC.size, np.float32))
+    reply = ask({"kind": "losses", "on": on, "task": 9}, several(zero, INITIAL))
+    measured = from_array(reply.array_records["numbers"]["losses"])
+    data = datasets.client_data(CONFIG, 3)
+    x, y = (data.x_train, data.y_train) if on == "train" else (data.x_test, data.y_test)
+    assert measured.shape == (2, len(y))
+    assert measured.dtype == np.float32
+    # All scores are equal: every class gets a tenth.
+    assert measured[0] == pytest.approx(np.log(10))
+    network = Network(models.build("mlp", (1, 8, 8), 10, CONFIG.seed))
+    assert measured[1].mean() == pytest.approx(evaluate(network, Samples(x, y))[1], rel=1e-5)
+    assert list(reply.array_records) == ["numbers"]
+    assert reply.metric_records["metrics"]["num-examples"] == len(y)
+    assert dict(reply.config_records["config"]) == {"task": 9, "kind": "losses"}
+
+
+def test_losses_are_of_training_samples_if_nothing_is_said_and_of_no_others_than_these() -> None:
+    said, unsaid = (
+        ask({"kind": "losses", **on}, {"arrays": INITIAL}) for on in ({"on": "train"}, {})
+    )
+    assert said["numbers"] == unsaid["numbers"]
+    with pytest.raises(ValueError, match="'train' or 'test' samples, not on 'dev'"):
+        ask({"kind": "losses", "on": "dev"}, {"arrays": INITIAL})
+
+
+def test_label_counts_are_of_all_classes() -> None:
+    content = RecordDict({"config": ConfigRecord({"kind": "label-counts"})})
+    config = RunConfig()
+    asked = Message(content, dst_node_id=7, message_type="query")
+    reply = app(asked, context(2, config)).content
+    counts = from_array(reply.array_records["numbers"]["label-counts"])
+    labels = datasets.client_data(config, 2).y_train.tolist()
+    assert counts.dtype == np.int64
+    assert counts.tolist() == [labels.count(label) for label in range(10)]
+    assert 0 in counts
+
+
+def test_a_client_works_on_the_data_of_the_step_that_it_is_told() -> None:
+    node = context(2, CONFIG.with_values(drift="label-shift"))
+
+    def counts(**step: int) -> list[int]:
+        content = RecordDict({"config": ConfigRecord({"kind": "label-counts", **step})})
+        reply = app(Message(content, dst_node_id=7, message_type="query"), node).content
+        assert reply.config_records["config"].get("step") == step.get("step")
+        return list(from_array(reply.array_records["numbers"]["label-counts"]))
+
+    # Labels y become y + s mod 10.
+    assert counts(step=3) == counts()[-3:] + counts()[:-3]
+    assert counts(step=0) == counts() != counts(step=3)
+    tested = [
+        app(message("evaluate", {"step": step}), node).content["metrics"]["loss"]
+        for step in (1, 0, 1, 10)
+    ]
+    assert tested[0] == tested[2] != tested[1] == tested[3]
+
+
+# --- batch normalisation at home ----------------------------------------------------------------
+
+# Two samples, one of each class. Normalised they are (1, -1) and (-1, 1), whatever their size.
+PAIR = np.array([[5.0, 1.0], [1.0, 3.0]], np.float32)
+LABELS = np.array([0, 1])
+
+
+def own_batch_norm(folder: Path, **keys: object) -> Context:
+    """A device whose network is one layer of batch normalisation; it trains for one step."""
+    np.savez(folder / "pair.npz", x_train=PAIR, y_train=LABELS, x_test=PAIR + 0.5, y_test=LABELS)
+    config = RunConfig(
+        dataset="npz",
+        model="networks:batch_norm_only",
+        lr=1.0,
+        batch_norm="local",
+    )
+    config = config.with_values(data_file=str(folder / "pair.npz"), **keys)
+    return node_context({"device-id": "a"}, config)
+
+
+def batch_norm(weight: float, mean: float, count: int) -> ArrayRecord:
+    arrays = {
+        "weight": np.full(2, weight, np.float32),
+        "bias": np.zeros(2, np.float32),
+        "running_mean": np.full(2, mean, np.float32),
+        "running_var": np.ones(2, np.float32),
+        "num_batches_tracked": np.array(count),
+    }
+    return ArrayRecord({name: to_array(values) for name, values in arrays.items()})
+
+
+def numbers(record: ArrayRecord) -> dict[str, np.ndarray]:
+    return {name: from_array(array) for name, array in record.items()}
+
+
+def test_local_batch_normalisation_over_two_rounds_by_hand(tmp_path: Path) -> None:
+    node = own_batch_norm(tmp_path)
+    # The first feature is +γ for one sample and -γ for the other, the second the other way
+    # round: both have the right class with p = 1 / (1 + exp(-2γ)), and the gradient of γ is p - 1.
+    gamma, mean, var = 1.0, np.zeros(2), np.ones(2)
+    for count, received in ((1, batch_norm(1.0, 0.0, 0)), (2, batch_norm(7.0, 9.0, 100))):
+        gamma += 1 - 1 / (1 + np.exp(-2 * gamma))
+        mean = 0.9 * mean + 0.1 * np.array([3.0, 2.0])
+        var = 0.9 * var + 0.1 * np.array([8.0, 2.0])  # of two samples, divided by n - 1
+        reply = app(message("train", {"task": count}, received), node).content
+        # What travels is what came.
+        assert reply["arrays"] == received
+        own = numbers(node.state["batch-norm"])  # type: ignore[arg-type]
+        assert own["weight"] == pytest.approx(gamma, rel=1e-4)
+        assert own["bias"] == pytest.approx(0, abs=1e-6)
+        assert own["running_mean"] == pytest.approx(mean, rel=1e-5)
+        assert own["running_var"] == pytest.approx(var, rel=1e-5)
+        assert own["num_batches_tracked"] == count
+    tested = app(message("evaluate", arrays=batch_norm(-1.0, 50.0, 0)), node).content["metrics"]
+    scores = gamma * (PAIR + 0.5 - mean) / np.sqrt(var + 1e-5)
+    expected = np.log1p(np.exp(scores[[0, 1], 1 - LABELS] - scores[[0, 1], LABELS])).mean()
+    assert tested["loss"] == pytest.approx(expected, rel=1e-4)
+    assert tested["accuracy"] == (scores.argmax(axis=1) == LABELS).mean()
+
+
+def test_shared_batch_normalisation_travels_and_leaves_nothing(tmp_path: Path) -> None:
+    node = own_batch_norm(tmp_path, batch_norm="shared")
+    reply = app(message("train", {"task": 1}, batch_norm(1.0, 0.0, 0)), node).content
+    own = numbers(reply["arrays"])
+    assert own["running_mean"] == pytest.approx([0.3, 0.2])
+    assert own["num_batches_tracked"] == 1
+    assert not node.state
+
+
+def test_every_kind_of_work_uses_the_clients_own_batch_normalisation(tmp_path: Path) -> None:
+    node = own_batch_norm(tmp_path)
+    app(message("train", {"task": 1}, batch_norm(1.0, 0.0, 0)), node)
+    one, other = batch_norm(-1.0, 4.0, 3), batch_norm(2.0, -4.0, 5)
+    content = RecordDict({**several(one, other), "config": ConfigRecord({"kind": "losses"})})
+    asked = Message(content, dst_node_id=7, message_type="train")
+    measured = from_array(app(asked, node).content["numbers"]["losses"])
+    # Nothing of these models is not batch normalisation.
+    assert measured[0].tolist() == measured[1].tolist()
+
+
+def test_of_a_residual_network_all_but_batch_normalisation_travels(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(6, 3, 32, 32)).astype(np.float32)
+    np.savez(
+        tmp_path / "x.npz", x_train=x, y_train=np.arange(6) % 3, x_test=x, y_test=np.zeros(6, int)
+    )
+    config = RunConfig(dataset="npz", model="networks:resnet18", lr=0.01, batch_norm="local")
+    config = config.with_values(data_file=str(tmp_path / "x.npz"))
+    initial = models.initial_arrays(config)
+    node = node_context({"device-id": "a"}, config)
+    reply = app(message("train", {"task": 1}, initial), node).content["arrays"]
+    own = node.state["batch-norm"]
+    assert isinstance(own, ArrayRecord)
+    assert len(own) == 20 * 5
+    for name in initial:
+        travelled = not np.array_equal(from_array(reply[name]), from_array(initial[name]))
+        assert travelled == (name not in own), name
+    moved = [name for name in own if own[name].data != initial[name].data]
+    assert len(moved) == len(own)
+
+
+def test_what_a_client_keeps_is_the_same_in_worker_processes(tmp_path: Path) -> None:
+    replies, states = [], []
+    for executor in (InProcess(app), Pool("raceme.client_app:app", workers=1)):
+        identify_process()
+        node = own_batch_norm(tmp_path)
+        models_sent = (batch_norm(1.0, 0.0, 0), batch_norm(7.0, 9.0, 100))
+        kinds = ("train", "train", "evaluate")
+        for number, (kind, sent) in enumerate(
+            zip(kinds, (*models_sent, models_sent[0]), strict=True)
+        ):
+            asked = message(kind, {"task": number}, sent)
+            set_message_id(asked, f"m{number}")
+            executor.submit(asked, node, due=0.0)
+        replies.append([executor.result(f"m{number}").content for number in range(3)])
+        states.append(node.state)
+        executor.close()
+    assert replies[0] == replies[1]
+    assert states[0] == states[1]
+    assert states[0]
+
+
+def test_a_network_without_batch_normalisation_has_none_to_keep_at_home() -> None:
+    with pytest.raises(UserError, match=r"batch-norm=local .* model 'mlp' has none"):
+        models.initial_arrays(CONFIG.with_values(batch_norm="local"))
+
+
+# --- what stays in memory -----------------------------------------------------------------------
+
+
+class Loaded:
+    """Stands for a client's data."""
+
+
+def cache() -> tuple[ClientCache, list[tuple[object, int]]]:
+    loaded: list[tuple[object, int]] = []
+
+    def load(run: object, node: object, step: int) -> Client:
+        loaded.append((dict(node)["partition-id"], step))  # type: ignore[call-overload]
+        return Loaded()  # type: ignore[return-value]
+
+    return ClientCache(load), loaded
+
+
+def test_a_client_is_loaded_once_and_again_for_each_step_of_its_data() -> None:
+    clients, loaded = cache()
+    first = clients.client(context(0))
+    assert clients.client(context(0)) is first
+    later = clients.client(context(0), step=1)
+    assert later is not first
+    assert clients.client(context(0)) is first
+    assert clients.client(context(1), step=1) is not later
+    assert loaded == [(0, 0), (0, 1), (1, 1)]
+
+
+def test_of_a_client_no_more_than_two_steps_stay() -> None:
+    clients, _ = cache()
+    seen = [weakref.ref(clients.client(context(0), step)) for step in range(100)]
+    gc.collect()
+    assert [step for step, client in enumerate(seen) if client() is not None] == [98, 99]
+
+
+def test_nothing_of_a_run_stays_when_another_begins() -> None:
+    def loaded(**keys: object) -> weakref.ref[Samples]:
+        node = context(0, CONFIG.with_values(**keys))
+        work = work_of(Message(RecordDict(), dst_node_id=7, message_type="query"), node)
+        return weakref.ref(work.client.train)
+
+    first = loaded()
+    assert first() is not None
+    second = loaded(seed=1)
+    gc.collect()
+    assert first() is None
+    assert second() is not None
+    forget()
+    gc.collect()
+    assert second() is None
+
+
+def test_a_device_imports_nothing_that_only_a_server_needs(tmp_path: Path) -> None:
+    write_device(tmp_path / "own.npz")
+    config = RunConfig(dataset="npz", model="mclr")
+    config = config.with_values(data_file=str(tmp_path / "own.npz"))
+    script = (
+        "import json, sys\n"
+        "from flwr.app import Context, Message, RecordDict\n"
+        "from raceme.client_app import app\n"
+        "from raceme.compat import identify_process\n"
+        "identify_process()\n"
+        "run = json.loads(sys.argv[1])\n"
+        "context = Context(1, 7, {'device-id': 'a'}, RecordDict(), run)\n"
+        "print(app(Message(RecordDict(), 7, 'query'), context).content['config']['client-id'])\n"
+        "print(*{'matplotlib', 'sklearn', 'torchvision'} & set(sys.modules))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, json.dumps(config.to_mapping())],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.splitlines() == ["a", ""]
 
 
 # --- evaluate and query -------------------------------------------------------------------------
@@ -210,7 +563,7 @@ def write_device(path: Path, classes: int = 3) -> None:
 
 def test_a_device_with_its_own_file_needs_only_a_name(tmp_path: Path) -> None:
     write_device(tmp_path / "kitchen.npz")
-    config = RunConfig(dataset="npz", data_file="elsewhere.npz", model="mclr")
+    config = RunConfig(dataset="npz", model="mclr").with_values(data_file="elsewhere.npz")
     node = {"device-id": "kitchen", "data-file": str(tmp_path / "kitchen.npz")}
     own = node_context(node, config)
     metrics, told = query(own)
@@ -225,7 +578,8 @@ def test_a_model_for_more_classes_than_the_devices_own_is_an_error_that_shows_bo
     tmp_path: Path,
 ) -> None:
     write_device(tmp_path / "own.npz", classes=2)
-    config = RunConfig(dataset="npz", data_file=str(tmp_path / "own.npz"), model="mclr")
+    config = RunConfig(dataset="npz", model="mclr")
+    config = config.with_values(data_file=str(tmp_path / "own.npz"))
     initial = models.initial_arrays(config, datasets.DataShape((4,), 3))
     with pytest.raises(ValueError, match=r"shape \(3, 4\); .* has shape \(2, 4\)"):
         app(message("train", {"task": 1}, initial), node_context({"device-id": "a"}, config))

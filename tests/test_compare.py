@@ -19,12 +19,14 @@ from raceme.comparison.compare import compare, prepare
 from raceme.comparison.figures import times_figure
 from raceme.comparison.jobs import make_jobs
 from raceme.comparison.results import Comparison, Result, Run, Spread, best_of
-from raceme.comparison.suites import Method, Published, Suite, load_suite, of_names
-from raceme.comparison.table import main_table
+from raceme.comparison.suite_file import load_suite
+from raceme.comparison.suites import Method, Published, Suite, Timing, grid, of_names
+from raceme.comparison.table import main_table, to_json
 from raceme.config import read_toml
 from raceme.errors import UserError
-from raceme.events import Event, UpdateApplied
+from raceme.events import Ending, Event, RunEnded, UpdateApplied
 from raceme.experiment import simulate
+from raceme.reporting.summary import summarise, write_summary
 
 SETTINGS = {"dataset": "digits", "clients": 8, "max-updates": 24, "lr": 0.1}
 METHODS = ("casa", "fedasync", "fedavg")
@@ -194,8 +196,9 @@ def test_a_run_that_fails_does_not_take_the_others_with_it(tmp_path: Path) -> No
 def test_a_sweep_is_tried_on_the_first_seed_and_its_best_runs_on_all(
     tmp_path: Path, sweep_scale: float
 ) -> None:
-    published = Published(accuracy=97.46, time=109.53)
-    swept = Method("fedasync", "fedasync", sweep={"alpha": (0.001, 0.5)}, published=published)
+    row = Published(accuracy=97.46, time=109.53)
+    points = grid({"alpha": (0.001, 0.5)})
+    swept = Method("fedasync", "fedasync", sweep=points, published=(row,))
     suite = Suite("Sweep", (swept,), SETTINGS, (0, 1), sweep_scale=sweep_scale)
     comparison, _ = run(suite, tmp_path)
     (result,) = comparison.results
@@ -210,11 +213,73 @@ def test_a_sweep_is_tried_on_the_first_seed_and_its_best_runs_on_all(
     length = result.runs[0].summary["updates"]
     assert {run.summary["updates"] for run in result.runs} == {length}
     assert {point.runs[0].summary["updates"] for point in tried} == {length * sweep_scale}
-    trials = 0 if sweep_scale == 1.0 else 2
-    assert len(list(tmp_path.glob("*/trial-*/summary.json"))) == trials
-    assert len(list(tmp_path.glob("*/seed-*/summary.json"))) == (3 if trials == 0 else 2)
+    trials = sorted(tmp_path.glob("*/validation-*/config.toml"))
+    whole = sorted(tmp_path.glob("*/seed-*/config.toml"))
+    assert (len(trials), len(whole)) == (2, 2)
+    # No point is chosen on the test samples of a seed that is reported.
+    assert {read_toml(path)["validation-fraction"] for path in trials} == {0.2}
+    assert {read_toml(path)["validation-fraction"] for path in whole} == {0.0}
     _, said = run(suite, tmp_path)
-    assert said.count("finished before, kept") == (3 if trials == 0 else 4)
+    assert said.count("finished before, kept") == 4
+
+
+@pytest.mark.parametrize("sweep_scale", [1.0, 0.5])
+def test_a_sweep_of_one_point_is_that_point_on_all_seeds(
+    tmp_path: Path, sweep_scale: float
+) -> None:
+    single = Method("fedasync", "fedasync", sweep=grid({"alpha": (0.5,)}))
+    suite = Suite("One", (single,), SETTINGS, (0, 1), sweep_scale=sweep_scale)
+    comparison, _ = run(suite, tmp_path)
+    (result,) = comparison.results
+    assert [run.seed for run in result.runs] == [0, 1]
+    assert result.method.options == {"alpha": 0.5}
+    assert {run.summary["updates"] for run in result.runs} == {24}
+    assert comparison.sweeps == {}
+    assert not list(tmp_path.glob("*/validation-*"))
+
+
+def test_a_run_without_clients_is_not_a_finished_one(tmp_path: Path) -> None:
+    profile = tmp_path / "gone.toml"
+    profile.write_text("[device]\nseconds-per-round = 1.0\nonline = [[0.0, 2.5]]\n")
+    suite = small_suite("fedasync", seeds=(0,)).with_settings({"devices": str(profile)})
+    _, said = run(suite, tmp_path / "out")
+    assert "fedasync, seed 0: FAILED: it ended early: all clients are gone" in said
+
+
+@pytest.mark.parametrize(
+    ("ending", "finished"),
+    [
+        (Ending.LIMIT, True),
+        (Ending.TARGET, True),
+        (Ending.INTERRUPTED, False),
+        (Ending.NO_CLIENTS, False),
+        (Ending.USELESS_REPLIES, False),
+    ],
+)
+def test_a_run_is_finished_if_it_did_what_it_was_to_do(
+    tmp_path: Path, ending: Ending, finished: bool
+) -> None:
+    suite = small_suite("casa")
+    (job,) = make_jobs(suite, suite.methods, (0,), tmp_path)
+    job.folder.mkdir(parents=True)
+    ended = summarise(
+        [RunEnded(24.0, 24, "whatever", ending)],
+        **{"strategy": "casa", "dataset": "digits", "seed": 0, "wall_time": 1.0},
+    )
+    write_summary(job.folder / "summary.json", ended)
+    assert (job.summary() is not None) is finished
+
+
+@pytest.mark.parametrize(("updates", "finished"), [(24, True), (23, False)])
+def test_results_of_earlier_versions_are_finished_if_they_are_long_enough(
+    tmp_path: Path, updates: int, finished: bool
+) -> None:
+    suite = small_suite("casa")
+    (job,) = make_jobs(suite, suite.methods, (0,), tmp_path)
+    job.folder.mkdir(parents=True)
+    text = json.dumps({"reason": "in words", "updates": updates, "virtual_time": 9.0})
+    (job.folder / "summary.json").write_text(text)
+    assert (job.summary() is not None) is finished
 
 
 @pytest.mark.parametrize(
@@ -231,6 +296,26 @@ def test_a_sweep_is_tried_on_the_first_seed_and_its_best_runs_on_all(
         ("[methods.casa]\n[settings]\nseed = 1", r"'seed' does not belong in settings"),
         ("[methods.casa]\n[settings]\nstop-at-target = true", "the target is recorded"),
         ("[methods.casa]\npublished = {accuracy = 'high'}", "must be a number"),
+        (
+            "[methods.ifca]\nsweep = {k = [3, 4]}\npublished = [{k = 5, accuracy = 99.48}]",
+            "Numbers of ifca are published for k=5, which is not run: add it to the sweep",
+        ),
+        (
+            "[methods.ifca]\nsweep = {k = [3, 4]}\n"
+            "published = [{accuracy = 1}, {k = 3, accuracy = 2}]",
+            "ifca has two published rows for k=3",
+        ),
+        (
+            "[methods.ifca]\nsweep = [{k = 3}, {k = 4, choosing-cost = 0.1}]",
+            "points of methods.ifca.sweep .* the same keys",
+        ),
+        ("timing = 'targets'\n[methods.casa]", "Did you mean 'target'"),
+        ("shows-unrest = 1\n[methods.casa]", "must be true or false"),
+        ("validation-fraction = 0\n[methods.casa]", "must be above 0 and below 1, got 0"),
+        (
+            "[methods.casa]\n[settings]\nvalidation-fraction = 0.1",
+            "'validation-fraction' does not belong in settings",
+        ),
         ("[methods.casa.sweep]\ngamma = 0.1", "must list values"),
         ("seeds = 3\n[methods.casa]", "must be whole numbers"),
         ("sweep-scale = 0\n[methods.casa]", "sweep-scale must be above 0 and at most 1, got 0"),
@@ -248,6 +333,41 @@ def test_what_is_wrong_with_a_suite_is_said_before_anything_starts(
     with pytest.raises(UserError, match=message):
         prepare(load_suite(path), out)
     assert not out.exists()
+
+
+def test_a_key_of_one_method_is_for_that_method_only() -> None:
+    suite = small_suite().with_settings({"casa.gamma": 0.3, "groups": "0.5,0.5"})
+    casa, fedasync, _ = (suite.config(method, 0) for method in suite.methods)
+    assert casa.options == {"casa.gamma": 0.3, "groups": "0.5,0.5"}
+    assert fedasync.options == {"groups": "0.5,0.5"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"fedbuff.k": 3},
+            "fedbuff.k is read by strategy fedbuff; this comparison has casa, fedasync, fedavg.",
+        ),
+        ({"fedbuff.q": 3}, "Unknown key 'fedbuff.q'"),
+        ({"noise-std": 0.5}, "noise-std is read by partition noise-groups; this run has"),
+    ],
+)
+def test_a_key_that_no_method_reads_is_an_error(settings: dict[str, float], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        prepare(small_suite().with_settings(settings), Path("unused"))
+
+
+def test_the_tables_of_a_suite_that_others_extend_are_for_its_methods(tmp_path: Path) -> None:
+    """A file that many extend holds hyper-parameters of methods that not all of them have."""
+    path = tmp_path / "suite.toml"
+    path.write_text("[methods.fedasync]\n[settings.casa]\ngamma = 0.3\n")
+    suite = load_suite(path)
+    assert suite.config(suite.methods[0], 0).options == {}
+    path.write_text("[methods.fedasync]\n[settings.casa]\ngama = 0.3\n")
+    suite = load_suite(path)
+    with pytest.raises(UserError, match=r"Did you mean 'casa\.gamma'"):
+        suite.config(suite.methods[0], 0)
 
 
 def test_compare_as_a_person_types_it(tmp_path: Path) -> None:
@@ -274,7 +394,8 @@ def result_of(label: str, times: list[float | None], published: Published | None
         Run(seed, f"{label}/seed-{seed}", summary(0.9 + 0.01 * seed, time))
         for seed, time in enumerate(times)
     ]
-    return Result(Method(label, "casa", published=published), label, tuple(runs))
+    rows = () if published is None else (published,)
+    return Result(Method(label, "casa", published=rows), label, tuple(runs))
 
 
 def summary(accuracy: float, time: float | None) -> dict[str, object]:
@@ -325,6 +446,51 @@ def test_ratios_and_ranks_by_hand() -> None:
     row = main_table(comparison).rows[2]
     # The second run ended after 131 s: (1 + 131) / 2 = 66, and 66 / mean(2, 4) = 22.
     assert row[3:7] == ("/", "> 66.0 (1 of 2)", "-", "> 22.00×")
+
+
+def test_a_run_is_compared_with_the_published_row_of_its_own_point() -> None:
+    rows = (
+        Published(99.50, 12.8, {"k": 4}),
+        Published(99.48, 5.61, {"k": 5}),
+    )
+    ifca = Method("ifca", "ifca", sweep=grid({"k": (3, 4, 5), "by-examples": (False, True)}))
+    ifca = Method("ifca", "ifca", sweep=ifca.sweep, published=rows)
+    chosen = {variant.label: variant.row for variant in ifca.variants()}
+    assert chosen["ifca k=3, by-examples=True"] is None
+    assert chosen["ifca k=4, by-examples=False"] == rows[0]
+    assert chosen["ifca k=5, by-examples=True"] == rows[1]
+    quick = result_of("quick", [1.0], Published(99.0, 6.0))
+    for k, tau in ((4, 1.0), (5, -1.0)):
+        # Ours: quick is first. The paper's order is the same with k = 4 only.
+        (method,) = (v for v in ifca.variants() if v.label == f"ifca k={k}, by-examples=True")
+        slow = Result(method, "ifca", result_of("slow", [9.0]).runs)
+        comparison = Comparison(Suite("t", (quick.method, method)), (quick, slow))
+        assert comparison.tau("time") == pytest.approx(tau)
+
+
+def test_times_to_convergence_may_be_what_is_compared() -> None:
+    converged = {**summary(0.9, 5.0), "time_to_convergence": {"virtual_time": 30.0}}
+    suite = Suite("t", (Method("casa", "casa"),), timing=Timing.CONVERGENCE)
+    run_ = Run(0, "casa/seed-0", converged, Timing.CONVERGENCE)
+    comparison = Comparison(suite, (Result(suite.methods[0], "casa", (run_,)),))
+    table = main_table(comparison)
+    assert (table.title, table.columns[2]) == (
+        "t (seed 0, time to convergence)",
+        "time to convergence",
+    )
+    assert table.rows[0][2] == "30.0"
+    assert any("last comes within 1 point of its final value" in line for line in table.lines)
+    axes = times_figure(comparison).axes[0]
+    assert axes.get_title(loc="left") == "Virtual time to convergence"
+    assert json.loads(to_json(comparison))["methods"][0]["time_to_convergence"]["mean"] == 30.0
+
+
+def test_the_table_shows_unrest_if_that_is_what_a_suite_is_about() -> None:
+    runs = tuple(Run(s, "", {**summary(0.9, 5.0), "unrest": 0.01 * (s + 1)}) for s in (0, 1))
+    suite = Suite("t", (Method("casa", "casa"),), seeds=(0, 1), shows_unrest=True)
+    table = main_table(Comparison(suite, (Result(suite.methods[0], "casa", runs),)))
+    # Points: mean and sample deviation of 1 and 2.
+    assert (table.columns[-1], table.rows[0][-1]) == ("unrest", "1.50 ± 0.71")
 
 
 def test_a_target_that_was_missed_is_bounded_by_the_runs_length() -> None:

@@ -2,30 +2,43 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import typer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raceme.command_keys import KeyCommand, as_assignments, with_keys
 from raceme.config import (
     AUTO,
     RunConfig,
     Value,
     all_keys,
-    key,
-    parameters_from,
     parse_assignment,
     read_toml,
     write_toml,
 )
+from raceme.datasets.digits import Digits
+from raceme.datasets.npz import NpzOptions
+from raceme.datasets.skew import NoiseOptions
 from raceme.errors import UserError
-from raceme.strategies import STRATEGIES, FedAsyncParameters
+from raceme.options import option
+from raceme.registry import DATASETS
+from raceme.strategies import STRATEGIES, FedAsyncParameters, FedBuffParameters
 
 
 def config_of(**keys: Value) -> RunConfig:
     return RunConfig.from_mapping({name.replace("_", "-"): value for name, value in keys.items()})
+
+
+def chosen_for(name: str) -> dict[str, Value]:
+    """Return the choice of the strategy that a key belongs to, if there is one."""
+    strategy = name.partition(".")[0]
+    return {"strategy": strategy} if strategy in STRATEGIES else {}
 
 
 # Text in, values out.
@@ -54,34 +67,21 @@ def test_large_whole_numbers_keep_all_their_digits() -> None:
 def test_auto_is_none_only_where_a_key_allows_it() -> None:
     assert config_of(lr=AUTO).lr is None
     assert config_of(stop_at_target=AUTO).stop_at_target is None
-    with pytest.raises(UserError, match="clients must be a whole number, got 'auto'"):
-        config_of(clients=AUTO)
+    with pytest.raises(UserError, match="batch-size must be a whole number, got 'auto'"):
+        config_of(batch_size=AUTO)
 
 
 def test_options_of_strategies_are_dotted_keys() -> None:
-    config = RunConfig.from_mapping({"casa.gamma": "0.2", "fedbuff.k": 4, "strategy": "fedbuff"})
-    assert config.options == {"casa": {"gamma": 0.2}, "fedbuff": {"k": 4}}
-    assert config.parameters() == {"k": 4, "server-lr": 1.0}
-    chosen = STRATEGIES["fedbuff"].parameters_type
-    assert parameters_from(chosen, config.parameters()) == chosen(k=4)
-
-
-@dataclass(frozen=True)
-class Options:
-    """A method's, with one that is left to it."""
-
-    size: int | None = key(None, "how large", low=1)
-
-
-def test_an_option_left_to_the_method_is_none_for_it() -> None:
-    assert parameters_from(Options, {"size": AUTO}) == Options(None)
-    assert parameters_from(Options, {"size": "3"}) == Options(3)
+    config = RunConfig.from_mapping({"fedbuff.k": "4", "strategy": "fedbuff"})
+    assert config.options == {"fedbuff.k": 4}
+    assert config.parameters() == FedBuffParameters(k=4, server_lr=1.0)
+    assert config.parameters() is config.parameters()
 
 
 def test_the_key_set_holds_others_and_wins() -> None:
     config = RunConfig.from_mapping({"seed": 1, "set": "casa.gamma=0.2 seed=5 out='a b'"})
     assert (config.seed, config.out) == (5, "a b")
-    assert config.options == {"casa": {"gamma": 0.2}}
+    assert config.options == {"casa.gamma": 0.2}
     with pytest.raises(UserError, match="set takes 'key=value key=value'"):
         RunConfig.from_mapping({"set": "out='a"})
 
@@ -94,8 +94,7 @@ def test_a_written_file_gives_the_same_run(strategy: str, tmp_path: Path) -> Non
     config = config_of(strategy=strategy, seed=3, lr=0.05, data_root="a b/ü", target_accuracy=0.9)
     write_toml(config, tmp_path / "config.toml")
     again = RunConfig.from_mapping(read_toml(tmp_path / "config.toml"))
-    assert again.to_mapping() == config.to_mapping()
-    assert again.with_values(options={}) == config.with_values(options={})
+    assert again == config
     assert again.parameters() == config.parameters()
 
 
@@ -112,30 +111,30 @@ TEXTS = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), max_si
             "lr": st.floats(1e-9, 10) | st.just(AUTO),
             "max-time": st.floats(0, 1e12),
             "test-fraction": st.floats(0.01, 0.99),
+            "validation-fraction": st.floats(0.0, 0.99),
             "target-accuracy": st.floats(0.01, 1.0) | st.just(AUTO),
             "stop-at-target": st.booleans() | st.just(AUTO),
             "download": st.booleans(),
             "sizes": st.sampled_from(["equal", "power-law"]),
             "data-root": TEXTS,
             "strategy": st.sampled_from(sorted(STRATEGIES)),
-            "casa.gamma": st.floats(0.01, 1.0),
-            "fedasync.decay": st.sampled_from(["constant", "hinge", "polynomial"]),
-            "fedprox.proximal-mu": st.floats(0.0, 5.0),
         },
-    )
+    ),
+    st.floats(0.01, 1.0),
 )
 def test_mapping_and_toml_lose_nothing(
-    tmp_path_factory: pytest.TempPathFactory, mapping: dict[str, Value]
+    tmp_path_factory: pytest.TempPathFactory, mapping: dict[str, Value], gamma: float
 ) -> None:
+    if mapping.get("strategy", "casa") == "casa":
+        mapping["casa.gamma"] = gamma
     config = RunConfig.from_mapping(mapping)
     flat = config.to_mapping()
     assert RunConfig.from_mapping(flat).to_mapping() == flat
     path = tmp_path_factory.getbasetemp() / "round-trip.toml"
     write_toml(config, path)
-    assert RunConfig.from_mapping(read_toml(path)).to_mapping() == flat
+    assert RunConfig.from_mapping(read_toml(path)) == config
     for name, value in mapping.items():
-        if "." not in name or name.startswith(f"{config.strategy}."):
-            assert flat[name] == value
+        assert flat[name] == value
 
 
 def test_tables_and_quoted_dotted_keys_are_the_same(tmp_path: Path) -> None:
@@ -148,13 +147,30 @@ def test_tables_and_quoted_dotted_keys_are_the_same(tmp_path: Path) -> None:
 
 def test_every_key_is_listed_with_default_and_description() -> None:
     listed = all_keys()
-    assert listed["clients"][0] == 40
-    assert listed["lr"][0] == AUTO
-    assert listed["fedasync.alpha"][0] == 0.3
-    assert all(text for _, text in listed.values())
+    assert listed["clients"].default == AUTO
+    assert listed["lr"].default == AUTO
+    assert listed["fedasync.alpha"].default == 0.3
+    assert all(key.help and key.type for key in listed.values())
     assert set(RunConfig().to_mapping()) <= set(listed)
-    # Every default passes the checks that a person's value has to pass.
-    RunConfig.from_mapping({name: default for name, (default, _) in listed.items()})
+    # Every default passes the checks that a person's value has to pass, read or not.
+    assert (
+        RunConfig.from_mapping({name: key.default for name, key in listed.items()}) == RunConfig()
+    )
+
+
+def test_keys_show_type_unit_and_readers() -> None:
+    listed = all_keys()
+    shown = {name: (key.type, key.unit) for name, key in listed.items()}
+    assert shown["max-time"] == ("NUMBER", "s")
+    assert shown["checkpoint-seconds"] == ("NUMBER|auto", "s")
+    assert shown["eval-every"] == ("INTEGER|auto", "")
+    assert shown["image-size"] == ("INTEGER", "px")
+    assert shown["sizes"] == ("equal|power-law", "")
+    assert shown["download"] == ("true|false", "")
+    assert listed["groups"].readers == {
+        "partition": ("label-groups", "rotation-groups", "noise-groups")
+    }
+    assert listed["seed"].readers == {}
 
 
 @pytest.mark.parametrize(
@@ -214,6 +230,7 @@ def test_an_assignment_needs_a_key_and_an_equals_sign(text: str) -> None:
         ("out", ["a"], "out must be text"),
         ("sizes", "powerlaw", "Did you mean 'power-law'"),
         ("test-fraction", 1.0, "test-fraction must be below 1"),
+        ("validation-fraction", 1.0, "validation-fraction must be below 1"),
         ("target-accuracy", 1.01, "target-accuracy must be at most 1"),
         ("seed", -1, "seed must be at least 0"),
         ("fedbuff.k", 0, "fedbuff.k must be at least 1"),
@@ -225,7 +242,163 @@ def test_an_assignment_needs_a_key_and_an_equals_sign(text: str) -> None:
 )
 def test_mistakes_are_explained(name: str, value: Value, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        RunConfig.from_mapping({name: value})
+        RunConfig.from_mapping({**chosen_for(name), name: value})
+
+
+# Options of strategies, datasets and partitions.
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (
+            {"dirichlet-alpha": 0.5, "partition": "iid"},
+            "dirichlet-alpha is read by partition label-groups and dirichlet; "
+            "this run has partition iid.",
+        ),
+        (
+            {"casa.gamma": 0.2, "strategy": "fedasync"},
+            "casa.gamma is read by strategy casa; this run has strategy fedasync.",
+        ),
+        (
+            {"set": "image-size=32"},
+            "image-size is read by dataset image-folder; this run has dataset digits.",
+        ),
+    ],
+)
+def test_a_key_that_nobody_reads_is_an_error(keys: dict[str, Value], message: str) -> None:
+    with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
+        RunConfig.from_mapping(keys)
+
+
+def test_a_key_that_nobody_reads_may_have_its_default() -> None:
+    """Flower's run config always holds every key that pyproject.toml lists."""
+    keys = {"partition": "iid", "dirichlet-alpha": "1.0", "casa.gamma": 0.15, "strategy": "fedavg"}
+    assert RunConfig.from_mapping(keys) == RunConfig(partition="iid", strategy="fedavg")
+
+
+def test_a_device_leaves_out_what_it_does_not_read() -> None:
+    keys = {"partition": "iid", "dirichlet-alpha": 0.5, "casa.gama": 1, "sizes": "power-law"}
+    assert RunConfig.from_mapping(keys, lenient=True).options == {"sizes": "power-law"}
+
+
+def test_what_is_not_read_is_not_written() -> None:
+    written = RunConfig(partition="iid", strategy="fedbuff").to_mapping()
+    assert {"sizes", "fedbuff.k"} <= set(written)
+    assert not {"groups", "dirichlet-alpha", "casa.gamma", "data-file"} & set(written)
+
+
+def test_options_are_read_typed_and_with_a_range() -> None:
+    config = config_of(partition="noise-groups", noise_std="0.5", groups="0.5,0.5")
+    options = config.read(NoiseOptions)
+    assert options == NoiseOptions(noise_std=0.5, groups="0.5,0.5", sizes="equal")
+    with pytest.raises(UserError, match="noise-std must be at least 0, got -1"):
+        RunConfig(options={"noise-std": -1.0}).read(NoiseOptions)
+
+
+def test_copies_take_options_by_attribute_too() -> None:
+    config = RunConfig(partition="iid").with_values(partition="dirichlet", dirichlet_alpha=0.5)
+    assert config == config_of(partition="dirichlet", dirichlet_alpha=0.5)
+    with pytest.raises(UserError, match="this run has partition iid"):
+        config.with_values(partition="iid").check_options()
+    with pytest.raises(UserError, match="Unknown key 'alpha'"):
+        config.with_values(alpha=0.5)
+
+
+def test_the_part_that_decides_the_data_is_equal_whatever_else_differs() -> None:
+    config = config_of(dataset="synthetic", synthetic_alpha=0.5, sizes="power-law", lr=0.5)
+    data = config.narrowed("dataset", "clients")
+    assert data == RunConfig(dataset="synthetic", options={"synthetic-alpha": 0.5})
+    assert config.narrowed("partition").options == {"sizes": "power-law"}
+    assert hash(data) == hash(config.with_values(seed=3).narrowed("dataset", "clients"))
+
+
+def test_paths_become_absolute_and_other_text_stays() -> None:
+    keys = {"dataset": "npz", "data-file": "{client}.npz", "data-root": "~", "workers": "0"}
+    config = RunConfig.from_mapping(keys).with_absolute_paths()
+    assert config.read(NpzOptions).data_file == str(Path.cwd() / "{client}.npz")
+    assert (config.data_root, config.resume, config.workers) == (str(Path.home()), "", "0")
+
+
+@dataclass(frozen=True)
+class MoonOptions:
+    phase: float | None = option(None, "phase of the moon", unit="degrees", low=0, below=360)
+
+
+class Moons(Digits):
+    """A dataset that a newcomer adds, with an option of its own."""
+
+    options_type = MoonOptions
+
+
+@pytest.fixture
+def moons(monkeypatch: pytest.MonkeyPatch) -> None:
+    targets = {**DATASETS._targets, "moons": f"{__name__}:Moons"}
+    monkeypatch.setattr(DATASETS, "_targets", targets)
+
+
+@pytest.mark.usefixtures("moons")
+def test_an_option_declared_in_one_place_works_from_everywhere(tmp_path: Path) -> None:
+    path = tmp_path / "moon.toml"
+    path.write_text('dataset = "moons"\nphase = 90\n', encoding="utf-8")
+    seen: list[RunConfig] = []
+
+    def command(keys: Mapping[str, Value]) -> None:
+        seen.append(RunConfig.from_mapping(keys))
+
+    app = typer.Typer()
+    app.command("run", cls=KeyCommand)(with_keys(command))
+    chosen = ["--dataset", "moons"]
+    for typed in ([*chosen, "--phase", "90"], [*chosen, "--set", "phase=90"], ["--config", path]):
+        app([str(word) for word in typed], standalone_mode=False)
+    seen.append(RunConfig.from_mapping({"dataset": "moons", "set": "phase=90"}))
+    assert [config.read(MoonOptions) for config in seen] == [MoonOptions(90.0)] * 4
+    assert seen[0].to_mapping()["phase"] == 90.0
+    assert all_keys()["phase"][:4] == (AUTO, "phase of the moon", "NUMBER|auto", "degrees")
+    with pytest.raises(UserError, match="phase must be below 360, got 360"):
+        RunConfig.from_mapping({"dataset": "moons", "phase": 360})
+    with pytest.raises(UserError, match="phase is read by dataset moons"):
+        RunConfig.from_mapping({"phase": 90})
+
+
+@pytest.mark.usefixtures("moons")
+def test_a_dataset_that_has_clients_has_no_partition(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Moons, "has_clients", True, raising=False)
+    own = config_of(dataset="moons")
+    own.check_options()
+    assert not {"partition", "groups", "sizes"} & set(own.to_mapping())
+    assert RunConfig.from_mapping(own.to_mapping()) == own
+    with pytest.raises(UserError, match=r"this run has no partition \(dataset moons\)\.$"):
+        config_of(dataset="moons", groups="0.5,0.5")
+    with pytest.raises(UserError, match="partition is not read with dataset moons: leave it out"):
+        config_of(dataset="moons", partition="iid").check_options()
+
+
+@dataclass(frozen=True)
+class OtherSizes:
+    sizes: int = option(3, "something else")
+
+
+@pytest.mark.usefixtures("moons")
+def test_one_key_has_one_meaning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Moons, "options_type", OtherSizes)
+    with pytest.raises(TypeError, match="declares sizes unlike"):
+        all_keys()
+
+
+@pytest.mark.parametrize(
+    ("typed", "turned"),
+    [
+        (["--groups", "0.5,0.5", "--out", "a"], ["--set", "groups=0.5,0.5", "--out", "a"]),
+        (["--groups=0.5,0.5", "casa"], ["--set", "groups=0.5,0.5", "casa"]),
+        (["--casa.gamma", "-0.2"], ["--set", "casa.gamma=-0.2"]),
+        (["--al"], ["--al"]),
+        (["--al", "--out", "a"], ["--al", "--out", "a"]),
+        (["--", "--groups", "a"], ["--", "--groups", "a"]),
+    ],
+)
+def test_options_that_a_command_does_not_name_are_keys(typed: list[str], turned: list[str]) -> None:
+    assert as_assignments(typed, ["--out"]) == turned
 
 
 def test_an_accuracy_of_one_may_be_the_target() -> None:
@@ -262,14 +435,13 @@ def test_a_table_in_a_table_is_no_key(tmp_path: Path) -> None:
 
 
 def test_parameters_are_plain_frozen_dataclasses() -> None:
-    assert parameters_from(FedAsyncParameters, {"alpha": "0.5", "b": 2}) == FedAsyncParameters(
-        alpha=0.5, b=2.0
-    )
+    config = config_of(strategy="fedasync", set="fedasync.alpha=0.5 fedasync.b=2")
+    assert config.parameters() == FedAsyncParameters(alpha=0.5, b=2.0)
 
 
 @pytest.mark.parametrize("name", ["fedasync.alpha", "ifca-async.alpha", "casa-d.constant-alpha"])
 def test_a_share_of_a_mixture_is_at_most_one(name: str) -> None:
     """Beyond 1 the old model would count negatively; FedAsync's paper has α in (0, 1)."""
-    RunConfig.from_mapping({name: 1})
+    RunConfig.from_mapping({**chosen_for(name), name: 1})
     with pytest.raises(UserError, match=f"^{name} must be at most 1, got 1.5"):
-        RunConfig.from_mapping({name: 1.5})
+        RunConfig.from_mapping({**chosen_for(name), name: 1.5})

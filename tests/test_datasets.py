@@ -42,7 +42,8 @@ def device_arrays(samples: int = 6, classes: int = 3) -> Arrays:
 
 
 def npz_config(path: Path, **keys: object) -> RunConfig:
-    return RunConfig(dataset="npz", data_file=str(path), **{"clients": 1, **keys})  # type: ignore[arg-type]
+    values = {"dataset": "npz", "data_file": str(path), "clients": 1, **keys}
+    return RunConfig().with_values(**values)
 
 
 # --- digits -------------------------------------------------------------------------------------

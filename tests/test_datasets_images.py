@@ -45,7 +45,7 @@ def write_folder(root: Path, parts: tuple[str, ...] = ("train", "test"), each: i
 
 def folder_config(root: Path, **values: object) -> RunConfig:
     keys = {"dataset": "image-folder", "clients": 2, "partition": "iid", **values}
-    return RunConfig(data_root=str(root), **keys)  # type: ignore[arg-type]
+    return RunConfig(data_root=str(root)).with_values(**keys)
 
 
 @pytest.mark.parametrize("parts", [("train", "test"), ("",)])
@@ -247,7 +247,7 @@ def test_the_largest_writers() -> None:
 
 
 def digits(**values: object) -> RunConfig:
-    return RunConfig(dataset="digits", clients=10, **values)  # type: ignore[arg-type]
+    return RunConfig(dataset="digits", clients=10).with_values(**values)
 
 
 def test_rotation_groups_turn_what_iid_clients_have() -> None:

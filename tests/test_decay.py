@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from raceme.strategies.decay import (
+from raceme.clustering.decay import (
     client_decay,
     cluster_decay,
     omega,

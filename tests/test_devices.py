@@ -1,5 +1,6 @@
 """Device profiles: the built-in ones, a person's own, and what is said about mistakes in them."""
 
+import copy
 from collections import Counter
 from itertools import islice
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 
 from raceme.errors import UserError
 from raceme.simulation import PROFILES, Device, fleet
+from raceme.simulation.device_model import DROPPED, TOO_SLOW, DeviceModel, Outcome, Workload
 from raceme.simulation.devices import summaries
 
 
@@ -90,6 +92,41 @@ def test_shares_do_not_overlap_and_may_add_up_to_everybody(tmp_path: Path) -> No
     assert speeds(fleet(profile(tmp_path, text), 10, 0)) == {3.0: 1, 4.0: 2, 5.0: 7}
 
 
+@pytest.mark.parametrize(
+    ("shares", "clients", "expected"),
+    [
+        # 2.5 and 2.5: one client is left, and at a tie the earlier group has it.
+        ((0.5, 0.5), 5, (3, 2, 0)),
+        # 1.665 each and 0.005 without a group: two are left for the three fractions of 0.665.
+        ((0.333, 0.333, 0.333), 5, (2, 2, 1, 0)),
+        # 1.2 and 1.2, 1.6 without a group: the largest fraction is that of those without.
+        ((0.3, 0.3), 4, (1, 1, 2)),
+        # 0.2, 0.2, 0.2 and 1.4: the one that is left has no group, as most of them.
+        ((0.1, 0.1, 0.1), 2, (0, 0, 0, 2)),
+        ((0.29,), 100, (29, 71)),
+        ((0.3,), 0, (0, 0)),
+        ((1.0, 0.0), 7, (7, 0, 0)),
+    ],
+)
+def test_shares_are_rounded_together(
+    tmp_path: Path, shares: tuple[float, ...], clients: int, expected: tuple[int, ...]
+) -> None:
+    text = "[device]\nseconds-per-round = 99\n" + "".join(
+        f"[[group]]\nshare = {share}\nseconds-per-round = {index}\n"
+        for index, share in enumerate(shares)
+    )
+    found = speeds(fleet(profile(tmp_path, text), clients, 0))
+    assert tuple(found[group] for group in (*range(len(shares)), 99)) == expected
+
+
+@pytest.mark.parametrize("share", [0.1, 0.25, 0.5, 0.7])
+def test_a_single_share_is_rounded_to_the_nearest(tmp_path: Path, share: float) -> None:
+    path = profile(tmp_path, f"[[group]]\nshare = {share}\nseconds-per-round = 7.0")
+    for clients in range(1, 60):
+        count = speeds(fleet(path, clients, 0))[7.0]
+        assert abs(count - share * clients) < 0.501
+
+
 def test_an_empty_profile_is_a_fleet_of_default_devices(tmp_path: Path) -> None:
     assert fleet(profile(tmp_path, ""), 2, 0) == [Device(), Device()]
 
@@ -121,6 +158,58 @@ def test_jitter_takes_one_number_whether_it_is_used_or_not() -> None:
         rng = np.random.default_rng(7)
         device.duration(10, 1, 100, 100, 1.0, rng)
         assert rng.uniform() == np.random.default_rng(7).uniform(size=2)[1]
+
+
+# A device over time.
+
+
+LOAD = Workload(epochs=1, bytes_down=0, bytes_up=0, scale=1.0)
+
+
+def model_of(device: Device) -> DeviceModel:
+    return DeviceModel(device, examples=10, seed=np.random.SeedSequence(3))
+
+
+def test_jitter_is_as_often_faster_as_slower() -> None:
+    model = model_of(Device(seconds_per_round=10.0, jitter=0.2))
+    ends = [model.begin(LOAD, 0.0, np.inf).due for _ in range(2000)]
+    durations = np.diff(ends)
+    assert 8.0 <= durations.min() < 8.1
+    assert 11.9 < durations.max() <= 12.0
+    assert durations.mean() == pytest.approx(10.0, abs=0.1)
+
+
+def test_tasks_queue_on_a_device_until_it_stops() -> None:
+    model = model_of(Device(seconds_per_round=2.0))
+    assert [model.begin(LOAD, 1.0, 9.0).due for _ in range(2)] == [3.0, 5.0]
+    model.stop()
+    assert model.begin(LOAD, 1.5, 9.0).due == 3.5
+
+
+def test_a_task_that_ends_too_late_is_lost_when_it_expires_and_keeps_the_device_busy() -> None:
+    model = model_of(Device(seconds_per_round=2.0))
+    assert model.begin(LOAD, 0.0, 1.5) == Outcome(1.5, TOO_SLOW)
+    assert model.begin(LOAD, 1.5, 9.0) == Outcome(4.0, None)
+
+
+def test_a_dropped_task_takes_its_time_on_the_device_too() -> None:
+    model = model_of(Device(seconds_per_round=2.0, drop=0.5))
+    outcomes = [model.begin(LOAD, 0.0, 1e9) for _ in range(400)]
+    for number, (due, lost) in enumerate(outcomes, start=1):
+        assert (due, lost) in [(2.0 * number, None), (1e9, DROPPED)]
+    assert sum(lost is not None for _, lost in outcomes) == pytest.approx(200, abs=40)
+
+
+def test_a_saved_device_continues_as_if_it_had_not_been_saved() -> None:
+    device = Device(jitter=0.5, drop=0.2, mean_online=5.0, mean_offline=2.0)
+    model, restored = model_of(device), model_of(device)
+    for _ in range(5):
+        model.begin(LOAD, 0.0, 100.0)
+        model.next_switch()
+    restored.load_state_dict(copy.deepcopy(model.state_dict()))
+    assert restored.next_switch() == model.next_switch()
+    for _ in range(5):
+        assert restored.begin(LOAD, 1.0, 100.0) == model.begin(LOAD, 1.0, 100.0)
 
 
 # Mistakes.

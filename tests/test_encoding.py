@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 
 from raceme.strategies import CASA, CASAParameters
-from raceme.strategies.encoding import Sketches, WholeModels, exact_error
-from raceme.strategies.fleet import Client
-from raceme.strategies.replies import Task, Update
+from raceme.clustering.encoding import Sketches, WholeModels, exact_error
+from raceme.server.fleet import Client
+from raceme.server.replies import Update
+from raceme.server.work import Task
 
 
 def models(clients: int, size: int, spread: float) -> np.ndarray:
@@ -61,13 +62,13 @@ def test_casa_with_sketches_finds_the_groups_with_less_memory() -> None:
             strategy.add_client(Client(f"c{client}", 10))
         for step in range(40):
             client = step % 10
-            cluster = strategy.cluster_of(f"c{client}")
+            cluster = strategy.clusters.main(f"c{client}")
             version = strategy.models[cluster].version
             task = Task(step, f"c{client}", cluster, version, step, 0.0, 0)
             strategy.on_dispatch(task)
             vector = centres[client % 2] + 0.05 * rng.normal(size=4000)
             strategy.on_update(Update(task, vector.astype(np.float32), 10, 0.0))
-        found[sketch] = [strategy.cluster_of(f"c{client}") for client in range(10)]
+        found[sketch] = [strategy.clusters.main(f"c{client}") for client in range(10)]
         assert len(set(found[sketch])) == 2
         assert len({(client % 2, found[sketch][client]) for client in range(10)}) == 2
         assert strategy.state.buffers.codes.shape[1] == (sketch + 3 if sketch else 4000)

@@ -23,7 +23,7 @@ from raceme import events
 from raceme.simulation import Device, VirtualGrid
 from raceme.strategies import (
     CASA,
-    AsyncStrategy,
+    Method,
     FedAsync,
     FedAsyncParameters,
     FedBuff,
@@ -31,7 +31,7 @@ from raceme.strategies import (
     Plan,
     Standalone,
 )
-from raceme.strategies.replies import Task
+from raceme.server.work import Task
 
 FOREVER = math.inf
 METHODS = [CASA, FedAsync, FedBuff, Standalone]
@@ -99,7 +99,7 @@ def test_fedbuff_steps_after_every_k_updates() -> None:
     assert strategy.models[0].version == 3
     # Kept are the versions that somebody still trains from: c1 was sent 1 at t = 3, before c0's
     # reply of that moment.
-    assert set(strategy.state.bases.vectors) == {"0/1"}
+    assert set(strategy.bases.vectors) == {"0/1"}
 
 
 def test_standalone_clients_never_meet() -> None:
@@ -381,7 +381,7 @@ def busy_fleet(seed: int = 0) -> VirtualGrid:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_the_same_seed_is_the_same_run_bit_for_bit(method: type[AsyncStrategy]) -> None:
+def test_the_same_seed_is_the_same_run_bit_for_bit(method: type[Method]) -> None:
     runs = []
     for _ in range(2):
         strategy = method(seed=3)
@@ -394,7 +394,7 @@ def test_the_same_seed_is_the_same_run_bit_for_bit(method: type[AsyncStrategy]) 
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_time_in_the_reports_never_runs_backwards(method: type[AsyncStrategy]) -> None:
+def test_time_in_the_reports_never_runs_backwards(method: type[Method]) -> None:
     seen = run(method(seed=1), busy_fleet(seed=1), num_rounds=120, timeout=20.0)
     times = [event.time for event in seen]
     assert times == sorted(times)
@@ -402,7 +402,7 @@ def test_time_in_the_reports_never_runs_backwards(method: type[AsyncStrategy]) -
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_restored_strategy_is_the_one_that_was_saved(method: type[AsyncStrategy]) -> None:
+def test_a_restored_strategy_is_the_one_that_was_saved(method: type[Method]) -> None:
     strategy = method(seed=1)
     run(strategy, busy_fleet(), num_rounds=60, timeout=20.0, concurrency=4)
     saved = copy.deepcopy(strategy.state_dict())
@@ -416,11 +416,11 @@ def test_a_restored_strategy_is_the_one_that_was_saved(method: type[AsyncStrateg
         assert restored.models[cluster].vector.tobytes() == model.vector.tobytes()
         assert restored.models[cluster].vector is not model.vector
     for client in strategy.progress.fleet.clients:
-        assert restored.cluster_of(client) == strategy.cluster_of(client)
+        assert restored.clusters.main(client) == strategy.clusters.main(client)
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_restored_strategy_goes_on_with_a_new_grid(method: type[AsyncStrategy]) -> None:
+def test_a_restored_strategy_goes_on_with_a_new_grid(method: type[Method]) -> None:
     strategy = method()
     run(strategy, grid_of(pulled_app(), devices(1.0, 2.0, 3.0)), num_rounds=20)
     restored = method()

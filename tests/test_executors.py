@@ -72,9 +72,7 @@ def casa(executor: Executor, kill_at: int | None = None) -> tuple[list[str], lis
     """Run CASA on the digits; return all that it reports, and its models."""
     config = experiment.resolve(RunConfig(max_updates=120, workers="0"))
     grid = experiment.build_grid(config)
-    grid = VirtualGrid(
-        client_app.app, list(grid._nodes.values()), config.to_mapping(), executor=executor
-    )
+    grid = VirtualGrid(client_app.app, grid.nodes, config.to_mapping(), executor=executor)
     strategy, seen = experiment.build_strategy(config), []
 
     def observe(event: events.Event) -> None:
@@ -332,7 +330,8 @@ def assert_close(one: RecordDict, other: RecordDict) -> None:
 
 
 def ragged(model: str = "mlp") -> RunConfig:
-    return experiment.resolve(RunConfig(clients=7, sizes="power-law", model=model, lr=0.1))
+    config = RunConfig(clients=7, model=model, lr=0.1).with_values(sizes="power-law")
+    return experiment.resolve(config)
 
 
 @pytest.mark.parametrize("model", ["mlp", "cnn", "mclr"])
@@ -343,8 +342,9 @@ def ragged(model: str = "mlp") -> RunConfig:
         {"local-epochs": 3, "batch-size": 7},
         {"proximal-mu": 0.5, "local-epochs": 2, "batch-size": 32},
         {"mask": 0.4, "proximal-mu": 0.1, "lr": 0.05},
+        {"local-steps": 7, "step": 0},
     ],
-    ids=["one epoch", "epochs", "proximal", "mask"],
+    ids=["one epoch", "epochs", "proximal", "mask", "steps"],
 )
 def test_stacked_clients_learn_what_they_learn_alone(
     model: str, settings: dict[str, float]
@@ -392,7 +392,19 @@ def test_stacking_keeps_to_its_memory_and_the_outcome_is_close_all_the_same() ->
         assert_close(one, other)
 
 
-@pytest.mark.parametrize("settings", [{"evaluate-first": True}, {"lr": -1.0}, {"mask": None}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"evaluate-first": True},
+        {"lr": -1.0},
+        {"mask": None},
+        {"optimizer": "adam"},
+        {"optimizer": "momentum", "momentum": 0.5},
+        {"weight-decay": 0.1},
+        {"not-yet-invented": 3},
+    ],
+    ids=str,
+)
 def test_what_cannot_be_stacked_is_answered_one_by_one(settings: dict[str, float]) -> None:
     network = "pool_apps:with_dropout" if "mask" in settings else "mlp"
     config = ragged(network)
@@ -407,6 +419,68 @@ def test_what_cannot_be_stacked_is_answered_one_by_one(settings: dict[str, float
     for alone, stacked in zip(one, other, strict=True):
         assert alone.has_error() == stacked.has_error() == ("lr" in settings)
         assert alone.has_error() or alone.content == stacked.content
+
+
+@pytest.mark.parametrize("kind", ["train-best", "losses", "label-counts", "no such kind"])
+def test_other_kinds_of_work_are_not_stacked(kind: str) -> None:
+    config = ragged()
+    records = {f"arrays-{i}": models.initial_arrays(config.with_values(seed=i)) for i in (0, 1)}
+    node_config = {"partition-id": 3, "num-partitions": config.clients}
+    replies = []
+    for executor in (InProcess(client_app.app), Vectorised()):
+        context = Context(1, 3, node_config, RecordDict(), config.to_mapping())
+        asked = message_to(3, "train", config=ConfigRecord({"kind": kind, "task": 2}), **records)
+        replies.append(ask(executor, asked, context))
+    one, other = replies
+    assert one.has_error() == other.has_error() == (kind == "no such kind")
+    assert one.has_error() or one.content == other.content
+
+
+def test_kinds_that_are_named_are_stacked_as_those_that_are_not() -> None:
+    config, executor = ragged(), Vectorised()
+    record = models.initial_arrays(config)
+    asked = []
+    for node in range(4):
+        told = ConfigRecord({"kind": "train" if node % 2 else "evaluate"})
+        message = message_to(node, "train", config=told, arrays=record)
+        node_config = {"partition-id": node, "num-partitions": config.clients}
+        context = Context(1, node, node_config, RecordDict(), config.to_mapping())
+        executor.submit(message, context, due=0.0)
+        asked.append(message.metadata.message_id)
+    answered = [executor.result(asked[node]).content for node in (1, 0)]
+    assert ["arrays" in content for content in answered] == [True, False]
+    # With one reply came the other of its kind.
+    assert set(executor._replies) == set(asked[2:])
+
+
+def test_stacked_clients_have_the_data_of_the_step_that_they_are_told() -> None:
+    config = ragged().with_values(drift="label-shift")
+    stacked = Vectorised()
+    for step in (0, 1, 2):
+        for kind in ("train", "evaluate"):
+            for one, other in zip(
+                answers(InProcess(client_app.app), config, kind=kind, step=step),
+                answers(stacked, config, kind=kind, step=step),
+                strict=True,
+            ):
+                assert other["metrics"] == pytest.approx(dict(one["metrics"]), rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["train", "evaluate"])
+def test_two_steps_of_one_clients_data_are_told_apart_when_both_are_pending(kind: str) -> None:
+    config = ragged().with_values(drift="label-shift")
+    found = []
+    for executor in (InProcess(client_app.app), Vectorised()):
+        pending = []
+        for step in (0, 1):
+            messages, contexts = training_messages(config, kind=kind, step=step)
+            executor.submit(messages[3], contexts[3], due=0.0)
+            pending.append(messages[3].metadata.message_id)
+        replies = [executor.result(asked).content for asked in reversed(pending)]
+        name = "train-loss" if kind == "train" else "loss"
+        found.append([reply["metrics"][name] for reply in replies])
+    assert found[0] == pytest.approx(found[1], rel=1e-4)
+    assert found[0][0] != pytest.approx(found[0][1], rel=1e-2)
 
 
 # Which executor a run gets.

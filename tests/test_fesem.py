@@ -5,17 +5,19 @@ import pytest
 from clustered import (
     check_it_can_be_restored,
     found,
+    homes,
     last_accuracy,
+    placed,
     round_of,
     run_on,
     three_groups,
     with_clients,
 )
 
-from raceme import events
+from raceme.events import ClusterChange
+from raceme.server.fleet import Client
 from raceme.strategies import FeSEM, FeSEMParameters
 from raceme.strategies.fesem import nearest_centre
-from raceme.strategies.fleet import Client
 
 
 def test_nearest_centre_by_hand() -> None:
@@ -29,30 +31,32 @@ def test_rounds_by_hand() -> None:
     strategy = with_clients(FeSEM(FeSEMParameters(k=2, start="k-means++")), 4)
     # Two far apart pairs: k-means++ starts at one of each.
     applied = round_of(strategy, (0, 0), (10, 10), (0, 1), (10, 14))
-    clusters = strategy.state.clusters
-    assert clusters.of["c0"] == clusters.of["c2"] != clusters.of["c1"] == clusters.of["c3"]
+    of = homes(strategy)
+    assert of["c0"] == of["c2"] != of["c1"] == of["c3"]
     assert [a.weight for a in applied] == [0.5] * 4
-    first, second = clusters.of["c0"], clusters.of["c1"]
+    first, second = of["c0"], of["c1"]
     assert strategy.models[first].vector.tolist() == [0.0, 0.5]
     assert strategy.models[second].vector.tolist() == [10.0, 12.0]
     # c3 has come nearer to the first centre: it belongs there now, and the mean moves.
     round_of(strategy, (0, 0), (10, 10), (0, 1), (3, 2))
-    assert strategy.cluster_of("c3") == first
+    assert strategy.clusters.main("c3") == first
     assert strategy.models[first].vector.tolist() == [1.0, 1.0]
     assert strategy.models[second].vector.tolist() == [10.0, 10.0]
     # A newcomer trains the larger cluster's model, and goes where it ends up.
     strategy.add_client(Client("c4", num_examples=10))
-    assert strategy.cluster_of("c4") == first
+    assert strategy.clusters.main("c4") == first
     round_of(strategy, (0, 0), (10, 10), (0, 1), (3, 2), (9, 9))
-    assert strategy.cluster_of("c4") == second
+    assert strategy.clusters.main("c4") == second
 
 
 def test_there_are_no_more_centres_than_clients_and_absent_ones_come_later() -> None:
     strategy = with_clients(FeSEM(FeSEMParameters(k=5)), 3)
     round_of(strategy, (0, 0), (4, 4))
-    assert sorted(strategy.state.clusters.of.values()) == [-1, 1, 2]
+    of = homes(strategy)
+    assert of.pop("c2") is None
+    assert sorted(of.values()) == [1, 2]
     round_of(strategy, (0, 0), (4, 4), (4, 5))
-    assert strategy.cluster_of("c2") == strategy.cluster_of("c1")
+    assert strategy.clusters.main("c2") == strategy.clusters.main("c1")
 
 
 def test_the_groups_are_found_and_reported() -> None:
@@ -60,9 +64,9 @@ def test_the_groups_are_found_and_reported() -> None:
     seen = run_on(strategy, three_groups())
     assert found(strategy) == [4, 4, 4]
     assert last_accuracy(seen) > 0.9
-    (split,) = [event for event in seen if isinstance(event, events.ClusterSplit)]
-    assert split.parent == 0
-    assert set(split.children) == {1, 2, 3}
+    (split,) = placed(seen, ClusterChange.SPLIT)
+    assert (split.gone, split.made) == ((0,), (1, 2, 3))
+    assert len(split.memberships) == 12
 
 
 def test_it_can_be_restored() -> None:
@@ -71,10 +75,10 @@ def test_it_can_be_restored() -> None:
 
 @pytest.mark.parametrize("start", ["random", "k-means++"])
 def test_the_seed_decides_the_first_centres(start: str) -> None:
-    def clusters(seed: int) -> dict[str, int]:
+    def clusters(seed: int) -> dict[str, int | None]:
         strategy = with_clients(FeSEM(FeSEMParameters(k=3, start=start), seed), 9)
         round_of(strategy, *((float(index), float(index**2)) for index in range(9)))
-        return strategy.state.clusters.of
+        return homes(strategy)
 
     assert clusters(3) == clusters(3)
     assert len({tuple(clusters(seed).values()) for seed in range(6)}) > 1

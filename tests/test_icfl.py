@@ -5,7 +5,9 @@ import pytest
 from clustered import (
     check_it_can_be_restored,
     found,
+    homes,
     last_accuracy,
+    placed,
     round_of,
     run_on,
     step,
@@ -14,10 +16,11 @@ from clustered import (
 )
 
 from raceme import events
+from raceme.clustering.similarity import MeanSimilarity
+from raceme.events import ClusterChange
+from raceme.server.fleet import Client
 from raceme.strategies import ICFL, ICFLAsync, ICFLAsyncParameters, ICFLParameters
-from raceme.strategies.fleet import Client
 from raceme.strategies.icfl import alpha_star
-from raceme.strategies.similarity import MeanSimilarity
 
 
 def test_alpha_star_by_hand() -> None:
@@ -28,14 +31,14 @@ def test_alpha_star_by_hand() -> None:
 
 def test_t_is_a_round_or_a_hundredth_of_an_update() -> None:
     rounds = with_clients(ICFL(ICFLParameters(rounds=500)), 2)
-    rounds.progress.rounds = 250
+    rounds.dispatch.state.number = 250
     assert rounds.threshold() == pytest.approx(0.979700, abs=1e-6)
     updates = with_clients(ICFLAsync(ICFLAsyncParameters(rounds=500)), 2)
     updates.progress.updates = 24_999
     assert updates.threshold() == pytest.approx(0.979700, abs=1e-6)
     # Without T it is the run's own length: 1,000 updates of 2 clients are 500 rounds.
     own = with_clients(ICFL(), 2)
-    own.planned_updates, own.progress.rounds = 1000, 250
+    own.planned_updates, own.dispatch.state.number = 1000, 250
     assert own.threshold() == pytest.approx(0.979700, abs=1e-6)
 
 
@@ -63,19 +66,19 @@ def test_a_round_divides_a_cluster_below_the_threshold_only() -> None:
     assert set(held.models) == {0}
     divided = with_clients(ICFL(ICFLParameters(alpha_start=0.1, epsilon=0.0, moves=False)), 3)
     seen: list[events.Event] = []
-    divided._observe = seen.append
+    divided.clusters.report_to(seen.append)
     applied = round_of(divided, *models)
-    assert divided.state.clusters.of == {"c0": 1, "c1": 1, "c2": 2}
+    assert homes(divided) == {"c0": 1, "c1": 1, "c2": 2}
     assert [(a.cluster, a.weight) for a in applied] == [(1, 0.5), (1, 0.5), (2, 1.0)]
     assert divided.models[1].vector.tolist() == [2.5, 1.5]
     (split,) = seen
-    assert (split.gap, split.threshold) == pytest.approx((1.0, 0.9))
+    assert (split.score, split.threshold) == pytest.approx((1.0, 0.9))
 
 
 def test_two_clients_are_told_apart_and_one_is_never_divided() -> None:
     strategy = with_clients(ICFL(ICFLParameters(alpha_start=0.5, epsilon=0.0)), 2)
     round_of(strategy, (1.0, 0.0), (0.0, 1.0))
-    assert strategy.state.clusters.of == {"c0": 1, "c1": 2}
+    assert homes(strategy) == {"c0": 1, "c1": 2}
     round_of(strategy, (1.0, 1.0), (0.5, 0.5))
     assert set(strategy.models) == {1, 2}
 
@@ -85,7 +88,7 @@ def divided_in_two(**parameters: float | bool) -> ICFL:
     options = ICFLParameters(alpha_start=0.5, epsilon=0.0, **parameters)  # type: ignore[arg-type]
     strategy = with_clients(ICFL(options), 4)
     round_of(strategy, (1, 0), (1, 0.1), (0, 1), (0.1, 1))
-    assert strategy.state.clusters.of == {"c0": 1, "c1": 1, "c2": 2, "c3": 2}
+    assert homes(strategy) == {"c0": 1, "c1": 1, "c2": 2, "c3": 2}
     return strategy
 
 
@@ -97,8 +100,8 @@ def test_a_newcomer_joins_the_most_similar_cluster_or_founds_one() -> None:
     one, two = (strategy.models[k].vector.copy() for k in (1, 2))
     x, y = np.eye(2)
     round_of(strategy, one + x, one + x, two + y, two + y, one + y, one - x - y)
-    assert strategy.cluster_of("c4") == 2
-    assert strategy.state.clusters.of["c5"] == 3
+    assert strategy.clusters.main("c4") == 2
+    assert homes(strategy)["c5"] == 3
     assert strategy.models[3].vector == pytest.approx(one - x - y)
 
 
@@ -106,17 +109,17 @@ def test_a_newcomer_joins_the_most_similar_cluster_or_founds_one() -> None:
 def test_a_client_moves_to_a_cluster_that_has_become_nearer(moves: bool) -> None:
     strategy = divided_in_two(moves=moves)
     seen: list[events.Event] = []
-    strategy._observe = seen.append
+    strategy.clusters.report_to(seen.append)
     for _ in range(9):
         one, two = strategy.models[1].vector, strategy.models[2].vector
         pulls = [(1, 0), (1, 0), (0, 1), (1, 0)]
-        starts = [one, one, two, strategy.models[strategy.cluster_of("c3")].vector]
+        starts = [one, one, two, strategy.models[strategy.clusters.main("c3")].vector]
         round_of(strategy, *(tuple(w + p) for w, p in zip(starts, pulls, strict=True)))
-        if strategy.cluster_of("c3") != 2:
+        if strategy.clusters.main("c3") != 2:
             break
     # Mean cosine with c0 after r rounds: (0.0995 + r − 1) / r.
-    assert (strategy.cluster_of("c3") == 1) is moves
-    assert any(isinstance(event, events.ClientAssigned) for event in seen) is moves
+    assert (strategy.clusters.main("c3") == 1) is moves
+    assert bool(placed(seen, ClusterChange.MOVE)) is moves
 
 
 def test_async_by_hand() -> None:
@@ -127,15 +130,15 @@ def test_async_by_hand() -> None:
     # c1 is sent (1, 0) and returns (1, 1): Δ = (0, 1), at right angles to c0's (2, 0).
     second = step(strategy, "c1", 1.0, 1.0)
     assert strategy.similarity()[1].tolist() == [[1.0, 0.0], [0.0, 1.0]]
-    assert strategy.cluster_of("c0") != strategy.cluster_of("c1") == second.cluster
+    assert strategy.clusters.main("c0") != strategy.clusters.main("c1") == second.cluster
     assert strategy.models[second.cluster].vector.tolist() == [1.0, 0.5]
     # c0's next Δ = (0, 1) is compared with c1's latest: (0 + 1) / 2 on average, not above 0.5.
     step(strategy, "c0", 1.0, 1.0)
     assert strategy.similarity()[1][0, 1] == pytest.approx(0.5)
-    assert strategy.cluster_of("c0") != strategy.cluster_of("c1")
+    assert strategy.clusters.main("c0") != strategy.clusters.main("c1")
     # Once more, 2/3 > 0.5: it moves there, and its own cluster is no more.
     step(strategy, "c0", 1.0, 1.5)
-    assert strategy.cluster_of("c0") == strategy.cluster_of("c1")
+    assert strategy.clusters.main("c0") == strategy.clusters.main("c1")
     assert len(strategy.models) == 1
 
 
@@ -150,9 +153,9 @@ def test_async_by_hand() -> None:
 def test_the_groups_are_found_and_reported(strategy: ICFL | ICFLAsync) -> None:
     seen = run_on(strategy, three_groups(), 120)
     assert found(strategy) == [4, 4, 4]
-    splits = [event for event in seen if isinstance(event, events.ClusterSplit)]
+    splits = placed(seen, ClusterChange.SPLIT)
     assert len(splits) >= 2
-    assert all(event.gap > event.threshold for event in splits)
+    assert all(event.score > event.threshold for event in splits)
     assert last_accuracy(seen) > 0.8
 
 

@@ -4,9 +4,11 @@ import numpy as np
 import pytest
 from clustered import (
     CENTRES,
+    at_version,
     check_it_can_be_restored,
     found,
     last_accuracy,
+    placed,
     run_on,
     three_groups,
     with_clients,
@@ -16,13 +18,16 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 
 from raceme import datasets, events, models
 from raceme.client_app import app
+from raceme.clustering.model import Model
 from raceme.compat import identify_process
 from raceme.config import RunConfig
+from raceme.events import ClusterChange
 from raceme.messages import ModelSpec
+from raceme.server.replies import Update
+from raceme.server.work import Task
 from raceme.simulation import Device
 from raceme.strategies import IFCA, IFCAAsync, IFCAAsyncParameters, IFCAParameters
 from raceme.strategies.ifca import redrawn
-from raceme.strategies.replies import Task, Update
 from raceme.training import Network, Samples, evaluate
 
 DIGITS = RunConfig(clients=20, partition="iid", model="mclr")
@@ -64,7 +69,7 @@ def chose(
 def test_a_round_by_hand(by_examples: bool, expected: float) -> None:
     strategy = with_clients(IFCA(IFCAParameters(k=3, by_examples=by_examples)), 3)
     # Nobody has chosen yet: all are tested with the first model.
-    assert [strategy.cluster_of(f"c{i}") for i in range(3)] == [0, 0, 0]
+    assert [strategy.clusters.main(f"c{i}") for i in range(3)] == [0, 0, 0]
     applied = strategy.aggregate(
         [
             chose("c0", 1, 1.0, 0.0),
@@ -77,12 +82,12 @@ def test_a_round_by_hand(by_examples: bool, expected: float) -> None:
     assert strategy.models[2].vector.tolist() == [5.0, 5.0]
     assert [strategy.models[k].version for k in range(3)] == [0, 1, 1]
     assert [a.cluster for a in applied] == [1, 2, 1]
-    assert [strategy.cluster_of(f"c{i}") for i in range(3)] == [1, 2, 1]
+    assert [strategy.clusters.main(f"c{i}") for i in range(3)] == [1, 2, 1]
 
 
 def test_async_by_hand() -> None:
     strategy = with_clients(IFCAAsync(IFCAAsyncParameters(k=2)), 1)
-    strategy.models[1].version = 10
+    at_version(strategy, 10, cluster=1)
     # τ = 10 − 1 = 9, hinge with a = 1 and b = 4: 0.3 / (9 − 4 + 1) = 0.05.
     applied = strategy.on_update(chose("c0", 1, 2.0, 4.0, version=1))
     assert (applied.cluster, applied.staleness, applied.weight) == (1, 9, pytest.approx(0.05))
@@ -102,7 +107,7 @@ def node() -> Context:
 
 def candidates(*records: ArrayRecord, **settings: float) -> Message:
     content = RecordDict({f"arrays-{index}": record for index, record in enumerate(records)})
-    content["config"] = ConfigRecord({"task": 4, "lr": 0.02, **settings})
+    content["config"] = ConfigRecord({"task": 4, "kind": "train-best", "lr": 0.02, **settings})
     return Message(content=content, dst_node_id=7, message_type="train")
 
 
@@ -116,7 +121,7 @@ def test_a_client_trains_the_model_with_the_least_loss_on_its_training_data(node
     spoiled = SPEC.pack(-SPEC.unpack(trained))
     nan = SPEC.pack(np.full(SPEC.size, np.nan, np.float32))
     reply = app(candidates(nan, STARTS, trained, spoiled), node).content
-    assert dict(reply.config_records["config"]) == {"task": 4, "chosen": 2}
+    assert dict(reply.config_records["config"]) == {"task": 4, "kind": "train-best", "chosen": 2}
     again = app(alone(trained), node).content
     assert list(reply.array_records) == ["arrays"]
     answers = [SPEC.unpack(content.array_records["arrays"]) for content in (reply, again)]
@@ -147,8 +152,8 @@ def distinct(strategy: IFCA | IFCAAsync) -> IFCA | IFCAAsync:
 
     def near(vector: np.ndarray) -> None:
         initialize(vector)
-        for model, centre in zip(strategy.models.values(), CENTRES, strict=True):
-            model.vector[...] = 0.3 * centre
+        for cluster, centre in enumerate(CENTRES):
+            strategy.clusters.models[cluster] = Model(np.float32(0.3) * centre)
 
     strategy.initialize = near  # type: ignore[method-assign]
     return strategy
@@ -169,8 +174,9 @@ def test_the_groups_are_found_and_reported(strategy: IFCA | IFCAAsync) -> None:
     updates = [event for event in seen if isinstance(event, events.UpdateApplied)]
     size = MODEL.count_bytes()
     assert {(u.bytes_down, u.bytes_up) for u in updates} == {(3 * size, size)}
-    assigned = [event for event in seen if isinstance(event, events.ClientAssigned)]
-    assert len(assigned) == 12
+    assigned = [client for one in placed(seen, ClusterChange.ASSIGN) for client in one.memberships]
+    assert sorted(assigned) == sorted(f"c{index}" for index in range(12))
+    assert not placed(seen, ClusterChange.MOVE)
 
 
 def says(chosen: object) -> Change:

@@ -10,7 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from raceme.messages import InvalidModelError, ModelSpec, from_array, to_array
+from raceme import models
+from raceme.config import RunConfig
+from raceme.datasets import DataShape
+from raceme.messages import InvalidModelError, ModelSpec, Role, from_array, passes, to_array
 
 
 def record_of(**arrays: np.ndarray) -> ArrayRecord:
@@ -175,3 +178,89 @@ def test_damaged_bytes_raise_nothing_else(data: st.DataObject) -> None:
         return
     assert vector.shape == (2,)
     assert np.isfinite(vector).all()
+
+
+# What of a model is compared, what is mixed, and what only counts.
+
+
+def normalised() -> ModelSpec:
+    """Two weights, a layer of batch normalisation over two features, one bias."""
+    return ModelSpec.of(
+        record_of(
+            **{
+                "0.weight": np.ones(2, np.float32),
+                "1.weight": np.ones(2, np.float32),
+                "1.running_mean": np.zeros(2, np.float32),
+                "1.running_var": np.ones(2, np.float32),
+                "1.num_batches_tracked": np.array(7),
+                "2.bias": np.ones(1, np.float32),
+            }
+        )
+    )
+
+
+def test_arrays_have_roles_by_name_and_type() -> None:
+    trainable, statistics, counter = Role.TRAINABLE, Role.STATISTICS, Role.COUNTER
+    roles = (trainable, trainable, statistics, statistics, counter, trainable)
+    assert normalised().roles == roles
+    assert Role.of("running_mean", "float16") is statistics
+    assert Role.of("running_means.weight", "float32") is trainable
+    assert Role.of("num_batches_tracked", "float32") is counter
+    assert Role.of("0.steps", "int64") is Role.of("0.seen", "uint8") is counter
+
+
+def test_only_weights_are_compared() -> None:
+    spec = normalised()
+    vector = np.arange(10, dtype=np.float32)
+    assert spec.compared(vector).tolist() == [0, 1, 2, 3, 9]
+    assert spec.compared(np.stack([vector, -vector]))[1].tolist() == [0, -1, -2, -3, -9]
+
+
+def test_a_model_without_buffers_is_compared_as_it_is_without_a_copy() -> None:
+    spec = ModelSpec.of(record_of(w=np.ones((2, 3), np.float32)))
+    vector = np.arange(6, dtype=np.float32)
+    assert spec.trainable is None
+    assert spec.counters is None
+    assert spec.compared(vector) is vector
+
+
+def test_counters_are_copied_and_nothing_else_is() -> None:
+    spec = normalised()
+    mixed, update = np.full(10, 0.5, np.float32), np.arange(10, dtype=np.float32)
+    spec.copy_counters(update, mixed)
+    assert mixed.tolist() == [0.5] * 8 + [8.0] + [0.5]
+    plain = ModelSpec.of(record_of(w=np.ones(10, np.float32)))
+    plain.copy_counters(update, mixed)
+    assert mixed[0] == 0.5
+
+
+def test_what_is_what_of_a_model_cannot_be_changed() -> None:
+    with pytest.raises(ValueError, match="read-only"):
+        normalised().trainable[0] = False  # type: ignore[index]
+
+
+def test_a_residual_networks_weights_are_told_from_its_statistics_and_counters() -> None:
+    config = RunConfig(model="networks:resnet18")
+    spec = ModelSpec.of(models.initial_arrays(config, DataShape((3, 32, 32), 10)))
+    # 11,689,512 weights with 1,000 classes; 513 less for each class that there is not. Its 20
+    # layers of batch normalisation have 4,800 channels together.
+    weights = 11_689_512 - 990 * 513
+    assert spec.size == weights + 2 * 4_800 + 20
+    assert spec.compared(np.zeros(spec.size, np.float32)).shape == (weights,)
+    assert spec.counters is not None
+    assert spec.counters.sum() == 20
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, 1.0),
+        ({"local-epochs": 3, "batch-size": 10}, 3.0),
+        ({"local-epochs": 3, "local-steps": 0}, 3.0),
+        ({"local-epochs": 3, "local-steps": 6, "batch-size": 10}, 1.5),
+    ],
+)
+def test_a_message_says_how_often_a_client_goes_through_its_samples(
+    settings: dict[str, int], expected: float
+) -> None:
+    assert passes(settings, examples=40) == expected

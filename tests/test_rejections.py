@@ -26,12 +26,13 @@ from raceme.messages import ModelSpec
 from raceme.simulation import Device
 from raceme.strategies import (
     CASA,
-    AsyncStrategy,
+    Method,
     FedAsync,
     FedBuff,
     Standalone,
 )
-from raceme.strategies.replies import InvalidReplyError, Task, read_update
+from raceme.server.replies import InvalidReplyError, read_update
+from raceme.server.work import Task
 
 METHODS = [CASA, FedAsync, FedBuff, Standalone]
 
@@ -116,7 +117,7 @@ def test_an_invalid_reply_is_reported_and_changes_nothing(spoil: Change, reason:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_no_method_lets_an_invalid_reply_into_a_model(method: type[AsyncStrategy]) -> None:
+def test_no_method_lets_an_invalid_reply_into_a_model(method: type[Method]) -> None:
     strategy = method()
     grid = grid_of(pulled_app(change=with_arrays(np.nan * ONES)), devices(1.0, 2.0))
     run(strategy, grid)
@@ -159,7 +160,7 @@ def test_a_client_that_has_failed_for_weeks_does_not_end_the_run() -> None:
 def test_a_fleet_of_which_nothing_is_valid_ends_the_run_and_says_why() -> None:
     seen = run(half(), grid_of(pulled_app(change=fails), devices(1.0, 1.0)))
     assert seen[-1].updates == 0
-    assert seen[-1].reason.startswith("the last 100 replies were of no use; the last one: c")
+    assert seen[-1].reason.startswith("the last 100 replies were unusable; the last one: c")
     assert seen[-1].reason.endswith("the disk is full")
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from raceme.strategies.spectral import (
+from raceme.clustering.spectral import (
     affinity,
     laplacian,
     largest_gap,

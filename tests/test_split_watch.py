@@ -5,12 +5,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raceme import events
+from raceme.events import ClusterChange
+from raceme.server.fleet import Client
+from raceme.server.replies import Update
+from raceme.server.work import Task
+from raceme.clustering.spectral import affinity, laplacian, largest_gap
+from raceme.clustering.split_watch import SplitWatch
 from raceme.strategies import CASA, CASAParameters
-from raceme.strategies.fleet import Client
-from raceme.strategies.replies import Task, Update
-from raceme.strategies.spectral import affinity, laplacian, largest_gap
-from raceme.strategies.split_watch import SplitWatch
 
 
 def similarities(rng: np.random.Generator, clients: int) -> np.ndarray:
@@ -75,9 +76,12 @@ def test_every_decision_is_that_of_always_looking(
     for kind in (CASA, Eager):
         rng = np.random.default_rng(seed)
         centres = 1.0 + rng.normal(size=(3, 30))
-        strategy, seen = kind(CASAParameters(kappa=0.02)), []
-        strategy._observe = seen.append
+        strategy = kind(CASAParameters(kappa=0.02))
         strategy.initialize(np.zeros(30, np.float32))
+        at, splits = [0], []
+        strategy.clusters.report_to(
+            lambda change, at=at, splits=splits: splits.append((at[0], change))
+        )
         for client in range(12):
             strategy.add_client(Client(f"c{client}", 10))
 
@@ -85,10 +89,11 @@ def test_every_decision_is_that_of_always_looking(
             looks[kind] += 1
             return largest_gap(weights)
 
-        monkeypatch.setattr("raceme.strategies.spectral.largest_gap", counted)
+        monkeypatch.setattr("raceme.clustering.spectral.largest_gap", counted)
         for step in range(600):
+            at[0] = step
             client = f"c{int(rng.integers(12))}"
-            cluster = strategy.cluster_of(client)
+            cluster = strategy.clusters.main(client)
             version = strategy.models[cluster].version
             task = Task(step, client, cluster, version, step, 0.0, 0)
             strategy.on_dispatch(task)
@@ -97,7 +102,11 @@ def test_every_decision_is_that_of_always_looking(
             vector = centres[int(client[1:]) % 3] + noise * rng.normal(size=30)
             strategy.on_update(Update(task, vector.astype(np.float32), 10, 0.0))
         outcomes.append(
-            [(e.updates, e.children) for e in seen if isinstance(e, events.ClusterSplit)]
+            [
+                (step, change.made, change.memberships)
+                for step, change in splits
+                if change.change is ClusterChange.SPLIT
+            ]
         )
-    assert outcomes[0] == outcomes[1]
+    assert outcomes[0] == outcomes[1] != []
     assert looks[CASA] < looks[Eager]

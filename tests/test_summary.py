@@ -192,6 +192,9 @@ def test_the_summary_by_hand() -> None:
         "clients_answered": 4,
         "target": 0.7,
         "time_to_target": {"target": 0.7, "virtual_time": 3.0, "updates": 3},
+        "time_to_convergence": {"virtual_time": 4.0, "updates": 4},
+        # Below the best so far by 0, 0, 0.15.
+        "unrest": pytest.approx(0.05),
         "clusters": 2,
         "cluster_sizes": {"1": 2, "2": 2},
         "purity": 1.0,
@@ -205,7 +208,8 @@ def test_the_summary_by_hand() -> None:
 def test_an_empty_run_has_no_accuracy() -> None:
     result = summary_of([], target=0.5)
     assert set(result) >= KEYS
-    unknown = ("accuracy", "best_accuracy", "time_to_target", "purity", "reason", "ending")
+    unknown = ("accuracy", "best_accuracy", "time_to_target", "purity", "reason")
+    unknown += ("ending", "time_to_convergence", "unrest")
     assert [result[key] for key in unknown] == [None] * len(unknown)
     zero = ("clients", "updates", "virtual_time", "clusters", "bytes_up", "rejected_updates")
     assert [result[key] for key in zero] == [0] * len(zero)

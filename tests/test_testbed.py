@@ -21,7 +21,7 @@ from raceme.reporting.store import read_events
 from raceme.simulation import Device
 
 SLOW = pytest.mark.slow
-KEYS = ["--devices-count", "2", "--set", "groups=0.5,0.5", "--set", "eval-every=10"]
+KEYS = ["--clients", "2", "--set", "groups=0.5,0.5", "--set", "eval-every=10"]
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def test_a_server_app_that_is_killed_is_gone_on_with_and_applies_no_update_twice
     assert "The server app ended in the middle of the run" in bed.text()
     assert not (out / "summary.json").exists()
 
-    again = up(place, "--devices-count", "2", "--resume", str(out), "--max-updates", "30")
+    again = up(place, "--clients", "2", "--resume", str(out), "--max-updates", "30")
     assert again.wait(90) == 0, again.describe()
     assert "Going on from" in again.text()
     record = read_run(out)

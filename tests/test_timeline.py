@@ -6,7 +6,7 @@ from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
 from raceme import compat
-from raceme.timeline import Timeline, WallTimeline, timeline_of
+from raceme.timeline import Resumable, Timeline, WallTimeline, timeline_of
 
 
 class Wall:
@@ -76,6 +76,14 @@ def test_a_flower_grid_gets_a_wall_clock() -> None:
     assert isinstance(timeline, WallTimeline)
     assert isinstance(timeline, Timeline)
     assert not timeline.free_evaluation
+    assert not timeline.is_virtual
+    assert not isinstance(Mailbox(Wall(), 0.0), Resumable)
+
+
+def test_forgetting_on_a_flower_grid_asks_nothing_of_it() -> None:
+    _, mailbox, timeline = waiting(0.0)
+    timeline.forget(["a"])
+    assert mailbox.polls == 0
 
 
 def test_time_counts_from_the_start() -> None:

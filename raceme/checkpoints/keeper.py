@@ -17,7 +17,7 @@ from raceme.checkpoints.folder import CheckpointFolder
 from raceme.config import RunConfig, Value
 from raceme.errors import UserError
 from raceme.reporting.store import FILE_NAME, RunStore
-from raceme.simulation import VirtualGrid
+from raceme.timeline import Resumable
 
 log = logging.getLogger("raceme.checkpoints")
 
@@ -108,7 +108,7 @@ class Keeper:
     strategy : Stateful
         The strategy.
     grid : Grid
-        A virtual grid is saved with its clock and its open messages.
+        Saved if it can be (:class:`~raceme.timeline.Resumable`), with clock and open messages.
     store : RunStore
         The run store; everything observed so far is written to it first.
     updates : Callable
@@ -163,7 +163,7 @@ class Keeper:
         tree = {
             "config": identity(self._config),
             "strategy": self._strategy.state_dict(),
-            "grid": self._grid.state_dict() if isinstance(self._grid, VirtualGrid) else None,
+            "grid": self._grid.state_dict() if isinstance(self._grid, Resumable) else None,
             "events": events,
             "wall-time": self._wall_time(),
         }
@@ -182,7 +182,7 @@ class Keeper:
 def restore(
     folder: CheckpointFolder, config: RunConfig, strategy: Stateful, grid: Grid
 ) -> Restored:
-    """Bring a strategy, and a virtual grid, back to where the last usable checkpoint was taken.
+    """Bring a strategy, and a grid that can, back to where the last usable checkpoint was taken.
 
     Parameters
     ----------
@@ -200,11 +200,11 @@ def restore(
     UserError
         No checkpoint can be used.
     """
-    virtual = grid if isinstance(grid, VirtualGrid) else None
+    resumable = grid if isinstance(grid, Resumable) else None
 
     def check(tree: Any, note: Mapping[str, str]) -> str:
         reason = _other_config(tree["config"], identity(config))
-        if not reason and (tree["grid"] is None) != (virtual is None):
+        if not reason and (tree["grid"] is None) != (resumable is None):
             reason = (
                 "it is of a run on real time: go on with `flwr run`"
                 if tree["grid"] is None
@@ -219,8 +219,8 @@ def restore(
         return ""
 
     tree, path = folder.load(check)
-    if virtual is not None:
-        virtual.load_state_dict(tree["grid"])
+    if resumable is not None:
+        resumable.load_state_dict(tree["grid"])
     log.info("Going on from %s", path)
     return Restored(int(tree["events"]), float(tree["wall-time"]), path)
 

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from raceme.config import RunConfig, Value, parse_assignment, read_toml
+from raceme.command_keys import KeyCommand, with_keys
+from raceme.config import Value
 from raceme.errors import UserError
 
-_HELP = {item.name.replace("_", "-"): item.metadata.get("help", "") for item in fields(RunConfig)}
-_HELP["target-accuracy"] = "mean client accuracy that methods are timed to"
 _SHARED = ("data-root", "download", "clients", "devices", "max-updates", "max-time", "eval-every")
-_COMPARED = ("dataset", "data-file", "model", "partition", "target-accuracy")
+_COMPARED = ("dataset", "model", "partition", "target-accuracy")
 
 _Out = Annotated[
     Path | None,
@@ -35,8 +32,8 @@ _Processes = Annotated[
 
 def register(app: typer.Typer) -> None:
     """Add the commands to the command line."""
-    app.command()(_with_keys(compare, (*_COMPARED, *_SHARED)))
-    app.command()(_with_keys(reproduce, _SHARED))
+    app.command(cls=KeyCommand)(with_keys(compare, (*_COMPARED, *_SHARED)))
+    app.command(cls=KeyCommand)(with_keys(reproduce, _SHARED))
 
 
 def compare(
@@ -57,13 +54,14 @@ def compare(
     The target accuracy is recorded and does not end a run. Runs that are finished in --out are
     kept.
     """
-    from raceme.comparison.suites import load_suite, of_names
+    from raceme.comparison.suite_file import load_suite
+    from raceme.comparison.suites import of_names
 
     if suite is not None and every:
         raise UserError("Give --suite or --all, not both.")
     if suite is not None:
-        chosen = load_suite(suite).with_settings(keys)
-        chosen = chosen.only(methods) if methods else chosen
+        chosen = load_suite(suite)
+        chosen = (chosen.only(methods) if methods else chosen).with_settings(keys)
     else:
         chosen = of_names(_all_strategies() if every else methods or [], keys)
     chosen = _with_seeds(chosen, seeds)
@@ -87,7 +85,7 @@ def reproduce(
     processes: _Processes = 0,
 ) -> None:
     """Run a paper's experiment, and show the published numbers beside ours."""
-    from raceme.comparison.suites import all_shipped, load_suite
+    from raceme.comparison.suite_file import all_shipped, load_suite
 
     if not name:
         for shown, variants in all_shipped().items():
@@ -96,9 +94,10 @@ def reproduce(
     planned = []
     chosen = _variants(name, dataset)
     for path in chosen:
-        suite = _with_seeds(load_suite(path).with_settings(keys), seeds).scaled(scale)
+        suite = load_suite(path)
         if methods:
             suite = suite.only([label.strip() for label in methods.split(",")])
+        suite = _with_seeds(suite.with_settings(keys), seeds).scaled(scale)
         folder = path.stem if scale == 1.0 else f"{path.stem}-scale-{scale:g}"
         if out is not None:
             folder_path = out / path.stem if len(chosen) > 1 else out
@@ -110,7 +109,7 @@ def reproduce(
 
 def _variants(name: str, dataset: str | None) -> list[Path]:
     """Return the suites of a reproduction: one variant, or all that use the same dataset."""
-    from raceme.comparison.suites import load_suite, shipped
+    from raceme.comparison.suite_file import load_suite, shipped
     from raceme.errors import unknown_name
 
     variants = shipped(name)
@@ -181,44 +180,3 @@ def _with_seeds(suite: Any, text: str | None) -> Any:
     except ValueError:
         raise UserError(f"--seeds takes numbers with commas, e.g. 0,1,2; got '{text}'.") from None
     return replace(suite, seeds=seeds)
-
-
-def _with_keys(command: Callable[..., None], names: Sequence[str]) -> Callable[..., None]:
-    """Give a command options for keys of a run, --config and --set; it gets them as one mapping.
-
-    Keys come from --config, then the options, then --set; the later one wins.
-    """
-
-    def wrapped(**values: Any) -> None:
-        config, assignments = values.pop("config"), values.pop("assignments")
-        keys: dict[str, Value] = read_toml(config) if config else {}
-        given = {name: values.pop(name.replace("-", "_")) for name in names}
-        keys.update({name: value for name, value in given.items() if value is not None})
-        keys.update(parse_assignment(text) for text in assignments or [])
-        command(keys, **values)
-
-    own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
-    added = {name.replace("-", "_"): _key_option(name) for name in names}
-    added["config"] = Annotated[
-        Path | None, typer.Option("--config", help="TOML file with keys", show_default=False)
-    ]
-    added["assignments"] = Annotated[
-        list[str] | None,
-        typer.Option("--set", help="any key: key=value, e.g. casa.gamma=0.2", show_default=False),
-    ]
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    parameters = [p.replace(kind=keyword) for p in own] + [
-        inspect.Parameter(name, keyword, default=None, annotation=annotation)
-        for name, annotation in added.items()
-    ]
-    wrapped.__name__, wrapped.__doc__ = command.__name__, command.__doc__
-    wrapped.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    wrapped.__annotations__ = {p.name: p.annotation for p in parameters}
-    return wrapped
-
-
-def _key_option(name: str) -> Any:
-    if name == "download":
-        option = typer.Option("--download/--no-download", help=_HELP[name], show_default=False)
-        return Annotated[bool | None, option]
-    return Annotated[str | None, typer.Option(f"--{name}", help=_HELP[name], show_default=False)]

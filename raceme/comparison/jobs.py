@@ -17,6 +17,7 @@ from raceme.checkpoints import can_go_on
 from raceme.comparison.suites import Method, Suite, slug
 from raceme.config import RunConfig, read_toml
 from raceme.errors import UserError
+from raceme.events import Ending
 
 CONFIG = "config.toml"
 SUMMARY = "summary.json"
@@ -46,7 +47,8 @@ class Job:
     config : RunConfig
         Resolved, with the folder that it is to be written to.
     trial : bool
-        It is shorter than the other runs, to find the best point of a sweep.
+        It is there to find the best point of a sweep: shorter than the other runs, and tested on
+        held-out training samples.
     """
 
     method: Method
@@ -70,15 +72,23 @@ class Job:
         return can_go_on(self.folder, self.config)
 
     def summary(self) -> dict[str, Any] | None:
-        """Return the content of its summary; None if it is not finished."""
+        """Return the content of its summary; None if it is not finished.
+
+        A run that was interrupted, or whose clients are all gone, is not: its numbers are those of
+        fewer updates than the others have.
+        """
         try:
             content = json.loads((self.folder / SUMMARY).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return None
-        finished = isinstance(content, dict) and not str(content.get("reason", "")).startswith(
-            "interrupted"
-        )
-        return content if finished else None
+        return content if isinstance(content, dict) and self._is_complete(content) else None
+
+    def _is_complete(self, summary: dict[str, Any]) -> bool:
+        if "ending" in summary:
+            return summary["ending"] in {ending.value for ending in Ending if ending.is_complete}
+        # The summaries of earlier versions tell only in words how a run ended.
+        updates, time = summary.get("updates", 0), summary.get("virtual_time", 0.0)
+        return bool(updates >= self.config.max_updates or 0 < self.config.max_time <= time)
 
 
 def make_jobs(
@@ -94,9 +104,9 @@ def make_jobs(
         What to run.
     out : Path
         The comparison's folder; a run's is ``<method>/seed-<seed>`` below it, or
-        ``<method>/trial-<seed>``.
+        ``<method>/validation-<seed>``.
     trial : bool
-        They try points of sweeps, in runs of another length.
+        They try points of sweeps.
 
     Raises
     ------
@@ -108,8 +118,8 @@ def make_jobs(
     jobs = []
     for seed in seeds:
         for method in methods:
-            config = resolve(suite.config(method, seed))
-            folder = out / slug(method.label) / f"{'trial' if trial else 'seed'}-{seed}"
+            config = resolve(suite.config(method, seed, trial))
+            folder = out / slug(method.label) / f"{'validation' if trial else 'seed'}-{seed}"
             jobs.append(Job(method, seed, config.with_values(out=str(folder)), trial))
     return jobs
 
@@ -132,12 +142,16 @@ def check(jobs: Iterable[Job]) -> None:
         try:
             build_strategy(config)
             # All that a run is made of, but for its strategy.
-            shared = str(config.with_values(strategy="", options={}, max_updates=1, out=""))
+            keys = config.with_values(max_updates=1, out="").to_mapping().items()
+            shared = str([item for item in keys if item[0] != "strategy" and "." not in item[0]])
             if (job.seed, shared) not in dealt:
                 dealt.add((job.seed, shared))
-                fleet(config.devices, config.clients, config.seed)
+                fleet(config.devices, config.num_clients, config.seed)
                 datasets.true_groups(config)
-                datasets.client_data(config, config.clients - 1)
+                # A client with a single training sample has none to hold out.
+                first = 0 if config.validation_fraction else config.num_clients - 1
+                for client in range(first, config.num_clients):
+                    datasets.client_data(config, client)
                 models.initial_arrays(config)
         except UserError as error:
             raise UserError(f"{job.method.label} cannot run: {error}") from None

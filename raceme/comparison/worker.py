@@ -90,9 +90,7 @@ def _run(keys: Mapping[str, Value], connection: Connection[Any, Any]) -> Finishe
             connection.send(Progress(event.seq, event.time, accuracy))
 
     try:
-        complete = simulate(config, observe).complete
-        if passing and complete:
-            shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
+        outcome = simulate(config, observe)
     except Exception as error:
         # The run may have failed because nothing can be written there.
         with suppress(OSError):
@@ -100,4 +98,8 @@ def _run(keys: Mapping[str, Value], connection: Connection[Any, Any]) -> Finishe
             (folder / ERROR).write_text(traceback.format_exc(), encoding="utf-8")
         kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
         return Finished(kind + (" ".join(str(error).split()) or "no reason given"))
+    if not outcome.complete:
+        return Finished(f"it ended early: {outcome.summary['reason']}")
+    if passing:
+        shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
     return Finished(None)

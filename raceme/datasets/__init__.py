@@ -5,86 +5,55 @@ A process loads a dataset and partitions it once; asking again is cheap.
 
 from __future__ import annotations
 
+import logging
 from functools import lru_cache
 
-import numpy as np
-
-from raceme.config import RunConfig, Value
-from raceme.datasets.partition import Partition
-from raceme.datasets.skew import skew
-from raceme.datasets.source import ClientData, Dataset, DataShape, Indices, Source, generator
+from raceme.config import RunConfig
+from raceme.datasets.dealt import Dealt
+from raceme.datasets.drift import Drift, Schedule, drift_of, drift_type, schedule_of
+from raceme.datasets.partition import (
+    GroupOptions,
+    LabelGroupOptions,
+    Partition,
+    SizeOptions,
+    fitting_groups,
+)
+from raceme.datasets.source import ClientData, Dataset, DataShape, Source, generator
+from raceme.datasets.suited import suited
 from raceme.errors import UserError
-from raceme.registry import Registry
-
-DATASETS = Registry(
-    "dataset",
-    {
-        "digits": "raceme.datasets.digits:Digits",
-        "mnist": "raceme.datasets.mnist:Mnist",
-        "fashion-mnist": "raceme.datasets.mnist:FashionMnist",
-        "synthetic": "raceme.datasets.synthetic:Synthetic",
-        "npz": "raceme.datasets.npz:Npz",
-        "cifar10": "raceme.datasets.cifar10:Cifar10",
-        "image-folder": "raceme.datasets.image_folder:ImageFolder",
-        "femnist": "raceme.datasets.femnist:Femnist",
-        "har": "raceme.datasets.har:Har",
-        "harbox": "raceme.datasets.har:HarBox",
-        "imu": "raceme.datasets.har:Imu",
-    },
-)
-
-PARTITIONERS = Registry(
-    "partition",
-    {
-        "label-groups": "raceme.datasets.partition:label_groups",
-        "dirichlet": "raceme.datasets.partition:dirichlet",
-        "classes": "raceme.datasets.partition:classes",
-        "iid": "raceme.datasets.partition:iid",
-        "rotation-groups": "raceme.datasets.skew:rotation_groups",
-        "noise-groups": "raceme.datasets.skew:noise_groups",
-    },
-)
+from raceme.registry import DATASETS, DRIFTS, PARTITIONERS
 
 __all__ = [
     "DATASETS",
+    "DRIFTS",
     "PARTITIONERS",
     "ClientData",
     "DataShape",
     "Dataset",
+    "Schedule",
     "Source",
     "all_clients",
     "client_data",
     "data_shape",
     "load",
+    "schedule_of",
     "source_of",
     "true_groups",
+    "with_clients",
     "with_defaults",
+    "with_fitting_groups",
 ]
 
-_LOADING = (
-    "dataset",
-    "data_root",
-    "download",
-    "data_file",
-    "image_size",
-    "clients",
-    "synthetic_alpha",
-    "synthetic_beta",
-    "seed",
-)
-"""The attributes of a configuration that decide what is loaded."""
+log = logging.getLogger("raceme.defaults")
 
-_DEALING = (
-    *_LOADING,
-    "partition",
-    "groups",
-    "dirichlet_alpha",
-    "classes_per_client",
-    "sizes",
-)
-"""The attributes that decide who gets which samples."""
+_LOADING = ("dataset", "data_root", "download", "clients", "seed")
+"""What decides, beside the dataset's own options, what is loaded."""
 
-_Key = tuple[tuple[str, Value], ...]
+_DEALING = (*_LOADING, "partition")
+"""What decides, beside the options of the dataset and the partition, who gets which samples."""
+
+_CHANGING = (*_DEALING, "test_fraction", "validation_fraction", "drift")
+"""What decides, beside the drift's own options too, what clients have and see at each step."""
 
 
 def source_of(config: RunConfig) -> Source:
@@ -99,13 +68,61 @@ def source_of(config: RunConfig) -> Source:
     return chosen
 
 
+def with_clients(config: RunConfig) -> RunConfig:
+    """Fill in the number of clients, if the configuration leaves it to the dataset.
+
+    Raises
+    ------
+    UserError
+        There is no such dataset, or its clients have to be counted and its files are missing.
+    """
+    if config.clients is not None:
+        return config
+    return config.with_values(clients=source_of(config).count_clients(config))
+
+
 def with_defaults(config: RunConfig) -> RunConfig:
-    """Fill in the dataset's own model and learning rate where the configuration names none."""
+    """Fill in what the configuration leaves to the dataset: clients, model and learning rate.
+
+    Raises
+    ------
+    UserError
+        There is no such dataset, or it has to be read for this and cannot be.
+    """
+    config = with_clients(config)
     chosen = source_of(config)
+    model, lr = chosen.default_model, chosen.default_lr
+    if model is None and config.model is None:
+        model, lr = suited(data_shape(config))
     return config.with_values(
-        model=chosen.default_model if config.model is None else config.model,
-        lr=chosen.default_lr if config.lr is None else config.lr,
+        model=model if config.model is None else config.model,
+        lr=lr if config.lr is None else config.lr,
     )
+
+
+def with_fitting_groups(config: RunConfig) -> RunConfig:
+    """Return a configuration whose groups are not more than its clients, or labels, and say so.
+
+    Raises
+    ------
+    UserError
+        There is no such dataset or partition, or the shares cannot be read.
+    """
+    config = with_clients(config)
+    options_type = PARTITIONERS.options_type(config.partition) or SizeOptions
+    if source_of(config).has_clients or not issubclass(options_type, GroupOptions):
+        return config
+    groups = config.read(options_type).groups
+    divides_labels = issubclass(options_type, LabelGroupOptions)
+    labels = data_shape(config).num_classes if divides_labels else None
+    fitting = fitting_groups(groups, config.num_clients, labels)
+    if fitting == groups:
+        return config
+    there = f"clients={config.num_clients}" + (f", {labels} labels" if divides_labels else "")
+    log.warning(
+        "groups '%s' are more than there can be (%s): joined to '%s'", groups, there, fitting
+    )
+    return config.with_values(groups=fitting)
 
 
 def load(config: RunConfig) -> Dataset:
@@ -116,92 +133,87 @@ def load(config: RunConfig) -> Dataset:
     UserError
         The dataset does not exist, or its files are missing or damaged.
     """
-    return _load(_key(config, _LOADING))
+    return _load(with_clients(config).narrowed(*_LOADING))
 
 
 def data_shape(config: RunConfig) -> DataShape:
     """Return what a model has to fit; loads nothing where the source knows it."""
-    return _data_shape(_key(config, _LOADING))
+    return _data_shape(with_clients(config).narrowed(*_LOADING))
 
 
-def client_data(config: RunConfig, client: int) -> ClientData:
+def client_data(config: RunConfig, client: int, step: int = 0) -> ClientData:
     """Return one client's own samples, split into training and test samples.
 
     Parameters
     ----------
     config : RunConfig
-        Names the dataset, the partitioner and the number of clients.
+        Names the dataset, the partitioner, the number of clients and how their data change.
     client : int
         Position of the client, from 0.
+    step : int
+        Step of the client's data, from 0: see :func:`schedule_of`.
 
     Raises
     ------
     UserError
-        There is no such client, or the data cannot be loaded or dealt out as asked.
+        There is no such client, or the data cannot be loaded, dealt out or changed as asked.
     """
-    if not 0 <= client < config.clients:
+    config = with_clients(config)
+    if not 0 <= client < config.num_clients:
         raise UserError(
-            f"There is no client {client}: clients are numbered 0 to {config.clients - 1}."
+            f"There is no client {client}: clients are numbered 0 to {config.num_clients - 1}."
         )
-    config, position = source_of(config).for_client(config, client)
-    dataset, partition = load(config), _deal(_key(config, _DEALING))
-    train, test = _train_and_test(config, dataset, partition, position)
-    group = partition.groups[position]
-    # Clients that the data come with have their own features; a partition's skew is not theirs.
-    skewed = dataset.users is None
-    x_train, x_test = (
-        skew(dataset.inputs(own), config, group, client, part) if skewed else dataset.inputs(own)
-        for part, own in (("train", train), ("test", test))
+    narrowed, _ = source_of(config).for_client(config, client)
+    if narrowed is config or drift_type(config).needs_others:
+        return _drift(config.narrowed(*_CHANGING), config.narrowed(*_DEALING), None).data(
+            client, step
+        )
+    return _drift(config.narrowed(*_CHANGING), narrowed.narrowed(*_DEALING), client).data(
+        client, step
     )
-    return ClientData(x_train, dataset.y[train], x_test, dataset.y[test], group)
 
 
-def all_clients(config: RunConfig) -> list[ClientData]:
-    """Return the samples of every client of a simulation.
+def all_clients(config: RunConfig, step: int = 0) -> list[ClientData]:
+    """Return the samples of every client of a simulation, at one step of their data.
 
     Raises
     ------
     UserError
         The data cannot be loaded or dealt out as asked.
     """
-    _deal(_key(config, _DEALING))
-    return [client_data(config, client) for client in range(config.clients)]
+    config = with_clients(config)
+    true_groups(config, step)
+    return [client_data(config, client, step) for client in range(config.num_clients)]
 
 
-def true_groups(config: RunConfig) -> tuple[int | None, ...]:
+def true_groups(config: RunConfig, step: int = 0) -> tuple[int | None, ...]:
     """Return the true group of every client of a simulation, None where there is none.
 
     Nothing is copied, so this is also the cheap way to find out, before any work starts, whether
-    the data can be loaded and dealt out as asked.
+    the data can be loaded, dealt out and changed as asked.
 
     Raises
     ------
     UserError
         They cannot.
     """
-    return _deal(_key(config, _DEALING)).groups
-
-
-def _key(config: RunConfig, names: tuple[str, ...]) -> _Key:
-    return tuple((name, getattr(config, name)) for name in names)
+    config = with_clients(config)
+    return _drift(config.narrowed(*_CHANGING), config.narrowed(*_DEALING), None).groups(step)
 
 
 @lru_cache(maxsize=2)
-def _load(key: _Key) -> Dataset:
-    config = RunConfig(**dict(key))  # type: ignore[arg-type]
+def _load(config: RunConfig) -> Dataset:
     return source_of(config).load(config)
 
 
 @lru_cache(maxsize=16)
-def _data_shape(key: _Key) -> DataShape:
-    config = RunConfig(**dict(key))  # type: ignore[arg-type]
+def _data_shape(config: RunConfig) -> DataShape:
     return source_of(config).shape(config)
 
 
 @lru_cache(maxsize=2)
-def _deal(key: _Key) -> Partition:
+def _deal(config: RunConfig) -> Partition:
     """Deal the samples out, unless the data come with clients of their own."""
-    config = RunConfig(**dict(key))  # type: ignore[arg-type]
     partitioner = PARTITIONERS[config.partition]
     dataset = load(config)
     if dataset.users is not None:
@@ -210,13 +222,12 @@ def _deal(key: _Key) -> Partition:
     return dealt
 
 
-def _train_and_test(
-    config: RunConfig, dataset: Dataset, partition: Partition, client: int
-) -> tuple[Indices, Indices]:
-    """Return the training and the test samples of a client: at least one of each."""
-    own = partition.indices[client]
-    if dataset.test_users is not None:
-        return own, dataset.test_users[client]
-    shuffled = generator(config.seed, "train and test", client).permutation(own)
-    num_test = int(np.clip(round(config.test_fraction * len(own)), 1, len(own) - 1))
-    return np.sort(shuffled[num_test:]), np.sort(shuffled[:num_test])
+@lru_cache(maxsize=4)
+def _drift(config: RunConfig, dealing: RunConfig, only: int | None) -> Drift:
+    """Return what gives clients their data at each step, once it is known that it can."""
+    if dealing == config.narrowed(*_DEALING):
+        config = with_fitting_groups(config)
+        dealing = config.narrowed(*_DEALING)
+    drift = drift_of(config, Dealt(config, load(dealing), _deal(dealing), only))
+    drift.check()
+    return drift

@@ -28,6 +28,7 @@ class Cifar10(Source):
     default_model = "cnn"
     default_lr = 0.01
     target_accuracy = 0.8
+    default_clients = 100
 
     def load(self, config: RunConfig) -> Dataset:
         """Return train and test images pooled, shape (60000, 3, 32, 32).

@@ -15,6 +15,7 @@ from raceme.config import RunConfig
 from raceme.datasets.cache import cached
 from raceme.datasets.source import Dataset, Indices, Source
 from raceme.errors import UserError
+from raceme.options import option
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
 """Files with other endings are left out."""
@@ -45,12 +46,20 @@ class Tree:
     classes: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class ImageFolderOptions:
+    """What is done with the images."""
+
+    image_size: int = option(0, "height and width (0: as they are)", unit="px", low=0)
+
+
 class ImageFolder(Source):
     """Images in folders named after their class, in data-root (train/ and test/, or one tree)."""
 
     default_model = "cnn"
     default_lr = 0.01
     target_accuracy = 0.8
+    options_type = ImageFolderOptions
 
     def load(self, config: RunConfig) -> Dataset:
         """Return all images, of train/ and test/ together, shape (N, 3, height, width)."""
@@ -59,7 +68,7 @@ class ImageFolder(Source):
                 f"image-folder needs the folder with the images: --data-root DIR. {_EXPECTED}."
             )
         tree = read_tree(Path(config.data_root))
-        x = images(tree, config.image_size)
+        x = images(tree, config.read(ImageFolderOptions).image_size)
         # Near the mean and deviation of photographs; one pair serves all channels.
         return Dataset(x, tree.labels, num_classes=len(tree.classes), mean=0.5, std=0.25)
 

@@ -29,6 +29,7 @@ class Mnist(Source):
     default_model = "cnn"
     default_lr = 0.01
     target_accuracy = 0.95
+    default_clients = 100
 
     name = "mnist"
     folder = "MNIST"

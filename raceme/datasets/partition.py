@@ -15,13 +15,49 @@ from numpy.typing import NDArray
 
 from raceme.config import RunConfig
 from raceme.datasets.source import Indices
-from raceme.errors import UserError, unknown_name
+from raceme.errors import UserError
+from raceme.options import option, reads
 
 _FITTING_ROUNDS = 1000
 """Most rounds of fitting; thirty are usual, a small alpha takes more."""
 MIN_SAMPLES = 5
 
 Shares = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class SizeOptions:
+    """What every partition reads."""
+
+    sizes: str = option(
+        "equal", "samples per client: equal or power-law", among=("equal", "power-law")
+    )
+
+
+@dataclass(frozen=True)
+class DirichletOptions(SizeOptions):
+    """How unlike the clients' shares of the labels are."""
+
+    dirichlet_alpha: float = option(1.0, "Dirichlet concentration of labels", above=0)
+
+
+@dataclass(frozen=True)
+class ClassesOptions(SizeOptions):
+    """How many labels a client has."""
+
+    classes_per_client: int = option(2, "labels that one client holds", low=1)
+
+
+@dataclass(frozen=True)
+class GroupOptions(SizeOptions):
+    """Which groups there are among the clients."""
+
+    groups: str = option("0.2,0.2,0.3,0.3", "share of the clients (and labels) of each group")
+
+
+@dataclass(frozen=True)
+class LabelGroupOptions(GroupOptions, DirichletOptions):
+    """Groups, and how unlike the clients of one group are."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +76,7 @@ class Partition:
     groups: tuple[int | None, ...]
 
 
+@reads(LabelGroupOptions)
 def label_groups(labels: Indices, config: RunConfig, rng: np.random.Generator) -> Partition:
     """Groups of clients with labels of their own, Dirichlet inside each group (CASA's label skew).
 
@@ -47,17 +84,18 @@ def label_groups(labels: Indices, config: RunConfig, rng: np.random.Generator) -
     client's shares of the group's labels are drawn from a Dirichlet distribution; how many samples
     a client has, ``sizes`` says.
     """
-    _check_enough(labels, config.clients)
-    shares = parse_groups(config.groups)
+    _check_enough(labels, config.num_clients)
+    options = config.read(LabelGroupOptions)
+    shares = parse_groups(options.groups)
     kinds = np.unique(labels)
-    _check_groups(len(shares), len(kinds), config.clients)
-    client_counts = largest_remainder(config.clients, shares)
+    _check_groups(len(shares), len(kinds), config.num_clients)
+    client_counts = largest_remainder(config.num_clients, shares)
     label_counts = largest_remainder(len(kinds), shares)
     for what, counts in (("client", client_counts), ("label", label_counts)):
         if counts.min() == 0:
             share = shares[int(np.argmin(counts))]
             raise UserError(
-                f"groups '{config.groups}': a share of {share:g} of {counts.sum()} {what}s is not "
+                f"groups '{options.groups}': a share of {share:g} of {counts.sum()} {what}s is not "
                 f"even one {what}. Give larger shares or fewer groups."
             )
     group_labels = np.split(kinds, np.cumsum(label_counts)[:-1])
@@ -66,32 +104,35 @@ def label_groups(labels: Indices, config: RunConfig, rng: np.random.Generator) -
     for own_labels, own_weights in zip(group_labels, weights, strict=True):
         own = np.flatnonzero(np.isin(labels, own_labels))
         _check_enough(own, len(own_weights), f"their group with labels {own_labels.tolist()}")
-        dealt = _spread(labels, own_labels, own_weights, config.dirichlet_alpha, rng)
+        dealt = _spread(labels, own_labels, own_weights, options.dirichlet_alpha, rng)
         indices.extend(_with_minimum(dealt))
     groups = np.repeat(np.arange(len(shares)), client_counts)
     return _partition(indices, groups.tolist())
 
 
+@reads(DirichletOptions)
 def dirichlet(labels: Indices, config: RunConfig, rng: np.random.Generator) -> Partition:
     """Every client's shares of the labels drawn from a Dirichlet distribution (dirichlet-alpha)."""
-    _check_enough(labels, config.clients)
+    _check_enough(labels, config.num_clients)
     weights = _client_weights(config, rng)
-    dealt = _spread(labels, np.unique(labels), weights, config.dirichlet_alpha, rng)
+    alpha = config.read(DirichletOptions).dirichlet_alpha
+    dealt = _spread(labels, np.unique(labels), weights, alpha, rng)
     return _partition(_with_minimum(dealt))
 
 
+@reads(ClassesOptions)
 def classes(labels: Indices, config: RunConfig, rng: np.random.Generator) -> Partition:
     """Pathological label skew: every client holds exactly classes-per-client labels.
 
     Every label is held by about the same number of clients, which share its samples equally, or in
     the proportions of their power-law sizes.
     """
-    _check_enough(labels, config.clients)
+    _check_enough(labels, config.num_clients)
     kinds = np.unique(labels)
     holders = _deal_labels(len(kinds), config, rng)
     weights = _client_weights(config, rng)
-    parts: list[list[Indices]] = [[] for _ in range(config.clients)]
-    least = -(-MIN_SAMPLES // config.classes_per_client)
+    parts: list[list[Indices]] = [[] for _ in range(config.num_clients)]
+    least = -(-MIN_SAMPLES // config.read(ClassesOptions).classes_per_client)
     for kind, clients in zip(kinds, holders, strict=True):
         own = rng.permutation(np.flatnonzero(labels == kind))
         if len(own) < least * len(clients):
@@ -104,9 +145,10 @@ def classes(labels: Indices, config: RunConfig, rng: np.random.Generator) -> Par
     return _partition([np.concatenate(part) for part in parts])
 
 
+@reads(SizeOptions)
 def iid(labels: Indices, config: RunConfig, rng: np.random.Generator) -> Partition:
     """Samples dealt out at random: every client sees the same distribution."""
-    _check_enough(labels, config.clients)
+    _check_enough(labels, config.num_clients)
     weights = _client_weights(config, rng)
     return _partition(_divide(rng.permutation(len(labels)), weights, MIN_SAMPLES))
 
@@ -132,6 +174,40 @@ def parse_groups(text: str) -> Shares:
         )
     normalised: Shares = shares / shares.sum()
     return normalised
+
+
+def fitting_groups(text: str, clients: int, labels: int | None = None) -> str:
+    """Return the key ``groups`` with as many groups as there are clients, and labels, for them.
+
+    Of shares that fit nothing changes. A group that would get none is joined with the smaller one
+    of its neighbours, since neighbours have neighbouring labels.
+
+    Parameters
+    ----------
+    text : str
+        The shares.
+    clients : int
+        Number of clients to be divided.
+    labels : int, optional
+        Number of labels to be divided by the same shares.
+
+    Raises
+    ------
+    UserError
+        The shares cannot be read.
+    """
+    shares = parse_groups(text).tolist()
+    totals = [clients] if labels is None else [clients, labels]
+    fitting = shares
+    while len(fitting) > 1:
+        counts = np.min([largest_remainder(total, np.array(fitting)) for total in totals], axis=0)
+        if counts.min() > 0:
+            break
+        empty = int(np.argmin(counts))
+        beside = [i for i in (empty - 1, empty + 1) if 0 <= i < len(fitting)]
+        first = min(empty, min(beside, key=lambda i: fitting[i]))
+        fitting = [*fitting[:first], fitting[first] + fitting[first + 1], *fitting[first + 2 :]]
+    return text if fitting is shares else ",".join(f"{share:.9g}" for share in fitting)
 
 
 def largest_remainder(total: int, shares: Shares) -> Indices:
@@ -169,12 +245,10 @@ def _client_weights(config: RunConfig, rng: np.random.Generator) -> Shares:
 
     The power law is Zipf's: 1, 1/2, 1/3 … in a random order of the clients.
     """
-    if config.sizes == "equal":
-        return np.ones(config.clients)
-    if config.sizes == "power-law":
-        ranks = 1.0 + rng.permutation(config.clients)
-        return np.asarray(1.0 / ranks, np.float64)
-    raise unknown_name("sizes", config.sizes, ("equal", "power-law"))
+    if config.read(SizeOptions).sizes == "equal":
+        return np.ones(config.num_clients)
+    ranks = 1.0 + rng.permutation(config.num_clients)
+    return np.asarray(1.0 / ranks, np.float64)
 
 
 def _spread(
@@ -229,18 +303,18 @@ def _with_minimum(parts: list[Indices]) -> list[Indices]:
 
 def _deal_labels(num_labels: int, config: RunConfig, rng: np.random.Generator) -> list[Indices]:
     """Return the clients that hold each label, `classes_per_client` different labels per client."""
-    wanted = config.classes_per_client
+    wanted = config.read(ClassesOptions).classes_per_client
     if wanted > num_labels:
         raise UserError(
             f"classes-per-client is {wanted}, but the data have only {num_labels} labels."
         )
-    if config.clients * wanted < num_labels:
+    if config.num_clients * wanted < num_labels:
         raise UserError(
-            f"{config.clients} clients of {wanted} labels cannot hold all {num_labels} labels: "
+            f"{config.num_clients} clients of {wanted} labels cannot hold all {num_labels} labels: "
             f"take at least {-(-num_labels // wanted)} clients or more classes-per-client."
         )
     holders: list[list[int]] = [[] for _ in range(num_labels)]
-    for client in range(config.clients):
+    for client in range(config.num_clients):
         # The labels that have the fewest holders so far; ties in random order.
         order = rng.permutation(num_labels)
         counts = np.array([len(holders[label]) for label in order])

@@ -8,26 +8,48 @@ alike, is changed in the way of its group.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from raceme.config import RunConfig
-from raceme.datasets.partition import Partition, iid, largest_remainder, parse_groups
+from raceme.datasets.partition import (
+    GroupOptions,
+    Partition,
+    iid,
+    largest_remainder,
+    parse_groups,
+)
 from raceme.datasets.source import Indices, generator
 from raceme.errors import UserError
+from raceme.options import option, reads
 
 Inputs = NDArray[np.float32]
 
 
+@dataclass(frozen=True)
+class NoiseOptions(GroupOptions):
+    """Groups, and how much noise there is."""
+
+    noise_std: float = option(1.0, "deviation of the noise in the last group", low=0)
+
+
+@reads(GroupOptions)
 def rotation_groups(labels: Indices, config: RunConfig, rng: np.random.Generator) -> Partition:
     """Groups of clients whose images are turned by i·360/K degrees (K shares in groups)."""
     return _in_groups(labels, config, rng)
 
 
+@reads(NoiseOptions)
 def noise_groups(labels: Indices, config: RunConfig, rng: np.random.Generator) -> Partition:
     """Groups of clients with ever more noise, from none in the first to noise-std in the last."""
     return _in_groups(labels, config, rng)
+
+
+def is_skewed(config: RunConfig) -> bool:
+    """Return whether the partition makes groups that see samples in their own way."""
+    return config.partition in _SKEWS
 
 
 def skew(inputs: Inputs, config: RunConfig, group: int | None, client: int, part: str) -> Inputs:
@@ -54,7 +76,7 @@ def skew(inputs: Inputs, config: RunConfig, group: int | None, client: int, part
     change = _SKEWS.get(config.partition)
     if change is None or group is None:
         return inputs
-    share = group / len(parse_groups(config.groups))
+    share = group / len(parse_groups(config.read(GroupOptions).groups))
     return change(inputs, config, share, generator(config.seed, f"noise {part}", client))
 
 
@@ -75,12 +97,13 @@ def rotated(inputs: Inputs, degrees: float) -> Inputs:
 
 
 def _in_groups(labels: Indices, config: RunConfig, rng: np.random.Generator) -> Partition:
-    shares = parse_groups(config.groups)
-    counts = largest_remainder(config.clients, shares)
+    groups_text = config.read(GroupOptions).groups
+    shares = parse_groups(groups_text)
+    counts = largest_remainder(config.num_clients, shares)
     if counts.min() == 0:
         raise UserError(
-            f"groups '{config.groups}': a share of {shares[int(np.argmin(counts))]:g} of "
-            f"{config.clients} clients is not even one. Give larger shares or fewer groups."
+            f"groups '{groups_text}': a share of {shares[int(np.argmin(counts))]:g} of "
+            f"{config.num_clients} clients is not even one. Give larger shares or fewer groups."
         )
     groups = np.repeat(np.arange(len(shares)), counts)
     return Partition(iid(labels, config, rng).indices, tuple(groups.tolist()))
@@ -96,9 +119,10 @@ def _turn(inputs: Inputs, config: RunConfig, share: float, rng: np.random.Genera
 
 
 def _add_noise(inputs: Inputs, config: RunConfig, share: float, rng: np.random.Generator) -> Inputs:
-    groups = len(parse_groups(config.groups))
+    options = config.read(NoiseOptions)
+    groups = len(parse_groups(options.groups))
     # The last of K groups has share (K − 1)/K and gets all of noise-std; a lone group gets none.
-    level = config.noise_std * share * groups / max(1, groups - 1)
+    level = options.noise_std * share * groups / max(1, groups - 1)
     noise = rng.standard_normal(inputs.shape, np.float32)
     return inputs + np.float32(level) * noise
 

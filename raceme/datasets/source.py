@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -16,10 +17,22 @@ Indices = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class DataShape:
-    """What a model has to fit: the shape of one input, and the number of classes."""
+    """What a model has to fit.
+
+    Attributes
+    ----------
+    input_shape : tuple[int, ...]
+        Shape of one input.
+    num_classes : int
+        Number of classes.
+    tokens : int
+        Size of the vocabulary where inputs are token ids, shape (length,); 0 where they are
+        quantities.
+    """
 
     input_shape: tuple[int, ...]
     num_classes: int
+    tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -29,14 +42,15 @@ class Dataset:
     Attributes
     ----------
     x : NDArray
-        Inputs, shape (N, ...): float32, or uint8 as stored, a quarter of the memory, which
-        :meth:`inputs` turns into float32 for the samples that are asked for.
+        Inputs, shape (N, ...): float32, or as stored in less memory, float16, uint8 or token ids,
+        which :meth:`inputs` turns into float32 for the samples that are asked for.
     y : NDArray[np.int64]
         Labels, shape (N,), from 0 to ``num_classes - 1``.
     num_classes : int
         Number of classes.
-    mean, std : float
+    mean, std : float or NDArray
         :meth:`inputs` subtracts the one and divides by the other; of uint8 inputs scaled to [0, 1].
+        Arrays have a shape that fits one input.
     users : tuple[Indices, ...] or None
         Samples of each client where the data come with clients of their own; None where a
         partitioner has to deal them out.
@@ -45,29 +59,35 @@ class Dataset:
         training.
     groups : tuple[int or None, ...] or None
         True group of each of these clients where the data come with groups too.
+    tokens : int
+        Size of the vocabulary where `x` holds token ids, which :meth:`inputs` leaves as they are;
+        0 where it holds quantities.
     """
 
     x: NDArray[np.generic]
     y: NDArray[np.int64]
     num_classes: int
-    mean: float = 0.0
-    std: float = 1.0
+    mean: float | NDArray[np.float32] = 0.0
+    std: float | NDArray[np.float32] = 1.0
     users: tuple[Indices, ...] | None = None
     test_users: tuple[Indices, ...] | None = None
     groups: tuple[int | None, ...] | None = None
+    tokens: int = 0
 
     @property
     def shape(self) -> DataShape:
         """What a model has to fit."""
-        return DataShape(tuple(self.x.shape[1:]), self.num_classes)
+        return DataShape(tuple(self.x.shape[1:]), self.num_classes, self.tokens)
 
     def inputs(self, indices: Indices) -> NDArray[np.float32]:
         """Return the inputs of some samples, normalised. Copies."""
         values = self.x[indices].astype(np.float32, copy=False)
+        if self.tokens:
+            return values
         if self.x.dtype == np.uint8:
             values /= np.float32(255)
-        values -= np.float32(self.mean)
-        values /= np.float32(self.std)
+        values -= np.asarray(self.mean, np.float32)
+        values /= np.asarray(self.std, np.float32)
         return values
 
 
@@ -83,6 +103,9 @@ class ClientData:
         Labels, shape (n,).
     group : int or None
         The true group of the client where there is one; used to report purity only.
+    mixture : tuple[float, ...] or None
+        Share of each group's distribution in these samples where they are a mixture; used in
+        reports only.
     """
 
     x_train: NDArray[np.float32]
@@ -90,6 +113,7 @@ class ClientData:
     x_test: NDArray[np.float32]
     y_test: NDArray[np.int64]
     group: int | None
+    mixture: tuple[float, ...] | None = None
 
 
 class Source:
@@ -97,17 +121,27 @@ class Source:
 
     Attributes
     ----------
-    default_model : str
-        Network used when the run names none.
+    default_model : str or None
+        Network used when the run names none; None stands for the one that suits the inputs' shape,
+        with its own learning rate.
     default_lr : float
         Learning rate used when the run names none.
+    default_clients : int
+        Number of clients of a run that names none.
+    has_clients : bool
+        Whether the data come with clients of their own, so that nothing is dealt out.
     target_accuracy : float
         Mean client accuracy that a method is timed to.
+    options_type : type or None
+        Frozen dataclass of the options that the source reads: ``config.read(options_type)``.
     """
 
-    default_model: str
+    default_model: str | None
     default_lr: float
     target_accuracy: float
+    default_clients: int = 40
+    has_clients: bool = False
+    options_type: type[Any] | None = None
 
     def load(self, config: RunConfig) -> Dataset:
         """Read or generate the samples of all clients.
@@ -122,6 +156,16 @@ class Source:
     def shape(self, config: RunConfig) -> DataShape:
         """Return what a model has to fit; a source that knows it need not load anything."""
         return self.load(config).shape
+
+    def count_clients(self, config: RunConfig) -> int:
+        """Return the number of clients of a run that names none.
+
+        Raises
+        ------
+        UserError
+            The data have to be looked at, and are missing.
+        """
+        return self.default_clients
 
     def for_client(self, config: RunConfig, client: int) -> tuple[RunConfig, int]:
         """Narrow a configuration to what one client has to load, and its position therein."""

@@ -10,6 +10,7 @@ LEAF. For client k, with every N(mean, standard deviation) as in the authors' co
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -17,11 +18,20 @@ from numpy.typing import NDArray
 
 from raceme.config import RunConfig
 from raceme.datasets.source import Dataset, DataShape, Source, generator
+from raceme.options import option
 
 FEATURES = 60
 CLASSES = 10
 _SMALLEST = 50
 _LARGEST = 1000
+
+
+@dataclass(frozen=True)
+class SyntheticOptions:
+    """How unlike the clients are."""
+
+    synthetic_alpha: float = option(1.0, "how far the clients' models differ", low=0)
+    synthetic_beta: float = option(1.0, "how far the clients' inputs differ", low=0)
 
 
 class Synthetic(Source):
@@ -30,16 +40,20 @@ class Synthetic(Source):
     default_model = "mclr"
     default_lr = 0.01
     target_accuracy = 0.6
+    default_clients = 30
+    has_clients = True
+    options_type = SyntheticOptions
 
     def load(self, config: RunConfig) -> Dataset:
         """Generate every client's samples; a client's do not depend on the number of clients."""
+        options = config.read(SyntheticOptions)
         clients = [
             client_samples(
-                config.synthetic_alpha,
-                config.synthetic_beta,
+                options.synthetic_alpha,
+                options.synthetic_beta,
                 generator(config.seed, "synthetic", client),
             )
-            for client in range(config.clients)
+            for client in range(config.num_clients)
         ]
         bounds = np.cumsum([0, *(len(y) for _, y in clients)])
         return Dataset(

@@ -13,11 +13,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from raceme.config import Value, parse_assignment, read_toml
+from raceme.command_keys import KeyCommand, with_keys
+from raceme.config import Value
 from raceme.errors import UserError
 
 if TYPE_CHECKING:
     from raceme.compat.fleet import Endpoint, Keys
+
+_SHOWN = ("strategy", "dataset", "max-updates", "seed", "resume", "out")
+"""Keys of a run that the help of `raceme up` shows."""
 
 _LEVELS = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ERROR: 3}
 
@@ -26,7 +30,7 @@ def register(app: typer.Typer) -> None:
     """Add the commands to the command line."""
     app.command()(device)
     app.command()(certs)
-    app.command()(up)
+    app.command(cls=KeyCommand)(with_keys(up, _SHOWN))
 
 
 def device(
@@ -69,7 +73,10 @@ def device(
         int | None, typer.Option("--memory-limit", metavar="MIB", help="MiB of data at most", min=1)
     ] = None,
     grace: Annotated[
-        float, typer.Option("--grace", help="seconds that a task may go on after SIGTERM", min=0)
+        float,
+        typer.Option(
+            "--grace", metavar="SECONDS", help="how long a task may go on after SIGTERM", min=0
+        ),
     ] = 5.0,
     health_file: Annotated[
         Path | None,
@@ -113,7 +120,9 @@ def certs(
         list[str] | None,
         typer.Option("--device", help="id of a device; may be repeated", show_default=False),
     ] = None,
-    days: Annotated[int, typer.Option("--days", help="validity of the certificates", min=1)] = 825,
+    days: Annotated[
+        int, typer.Option("--days", metavar="DAYS", help="validity of the certificates", min=1)
+    ] = 825,
 ) -> None:
     """Make a certificate authority, the server's certificate, and a key pair per device.
 
@@ -126,8 +135,9 @@ def certs(
 
 
 def up(
-    devices_count: Annotated[
-        int, typer.Option("--devices-count", metavar="N", help="devices to start", min=1)
+    keys: Mapping[str, Value],
+    clients: Annotated[
+        int, typer.Option("--clients", metavar="INTEGER", help="devices to start", min=1)
     ] = 4,
     shape: Annotated[
         str | None,
@@ -139,36 +149,13 @@ def up(
         ),
     ] = None,
     delay: Annotated[
-        float, typer.Option("--delay", help="with --shape: milliseconds per direction", min=0)
+        float,
+        typer.Option("--delay", metavar="MILLISECONDS", help="with --shape: per direction", min=0),
     ] = 0.0,
     loss: Annotated[
-        float, typer.Option("--loss", help="with --shape: % of packets lost", min=0, max=99)
+        float,
+        typer.Option("--loss", metavar="PERCENT", help="with --shape: packets lost", min=0, max=99),
     ] = 0.0,
-    strategy: Annotated[
-        str | None, typer.Option("--strategy", help="method; see `raceme list`")
-    ] = None,
-    dataset: Annotated[
-        str | None, typer.Option("--dataset", help="dataset; see `raceme list`")
-    ] = None,
-    max_updates: Annotated[
-        int | None, typer.Option("--max-updates", help="stop after so many client updates")
-    ] = None,
-    seed: Annotated[int | None, typer.Option("--seed", help="seed of everything random")] = None,
-    config: Annotated[
-        Path | None, typer.Option("--config", help="TOML file with keys", show_default=False)
-    ] = None,
-    assignments: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="any key: key=value, e.g. casa.gamma=0.2", show_default=False),
-    ] = None,
-    resume: Annotated[
-        Path | None,
-        typer.Option("--resume", help="folder of a run to go on with", show_default=False),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", help="folder for the results [default: runs/<time>-up-…]"),
-    ] = None,
 ) -> None:
     """Try a run on this machine: a SuperLink, devices with their own data, one log.
 
@@ -176,23 +163,11 @@ def up(
     """
     from raceme.deployment.testbed import prepare, run_testbed, shapes_from
 
-    options: dict[str, Value | None] = {
-        "strategy": strategy,
-        "dataset": dataset,
-        "max-updates": max_updates,
-        "seed": seed,
-        "resume": None if resume is None else str(resume),
-        "out": None if out is None else str(out),
-    }
-    keys = {} if resume is None else read_toml(resume / "config.toml")
-    keys.update(read_toml(config) if config else {})
-    keys.update({name: value for name, value in options.items() if value is not None})
-    keys.update(parse_assignment(text) for text in assignments or [])
-    settings = prepare({**keys, "clients": devices_count})
+    settings = prepare({**keys, "clients": clients})
     if shape is None and (delay or loss):
         raise UserError("--delay and --loss belong to --shape PROFILE, e.g. --shape uniform.")
     shapes = None if shape is None else shapes_from(settings, shape, delay, loss)
-    width = len(f"device {devices_count - 1}")
+    width = len(f"device {clients - 1}")
 
     def show(name: str, line: str) -> None:
         print(f"{name:{max(width, 9)}} | {line}", flush=True)

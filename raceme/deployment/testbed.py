@@ -214,8 +214,8 @@ def shapes_from(config: RunConfig, profile: str, delay: float, loss: float) -> l
     """
     from raceme.simulation import fleet
 
-    check(config.clients)
-    return shapes_of(fleet(profile, config.clients, config.seed), delay, loss)
+    check(config.num_clients)
+    return shapes_of(fleet(profile, config.num_clients, config.seed), delay, loss)
 
 
 def run_testbed(config: RunConfig, show: Show, shapes: Sequence[Shape] | None = None) -> Path:
@@ -243,7 +243,7 @@ def run_testbed(config: RunConfig, show: Show, shapes: Sequence[Shape] | None = 
     out = Path(config.out).expanduser().resolve()
     with ExitStack() as stack:
         home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="raceme-up-")))
-        rooms: list[Place | None] = [None] * config.clients
+        rooms: list[Place | None] = [None] * config.num_clients
         if shapes is not None:
             rooms = list(stack.enter_context(places(shapes)))
         waiting: dict[str, CpuShare] = {}
@@ -272,7 +272,7 @@ def run_testbed(config: RunConfig, show: Show, shapes: Sequence[Shape] | None = 
         bed.wait_for_port(fleet_port, "superlink")
         bed.wait_for_port(http_port, "superlink")
         for index, room in enumerate(rooms):
-            command = _device(index, config.clients, room.host if room else address, fleet_port)
+            command = _device(index, config.num_clients, room.host if room else address, fleet_port)
             process_id = bed.start(f"device {index}", room.command(command) if room else command)
             if shapes is not None:
                 share = waiting[f"device {index}"] = CpuShare(process_id, shapes[index].cpu)

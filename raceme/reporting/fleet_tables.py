@@ -253,7 +253,7 @@ def _own_clusters(weights: Mapping[int, float]) -> str:
 
 def compares(strategy: str) -> bool:
     """Return whether a strategy compares its clients; also if it is not known."""
+    from raceme.server.interface import Questions
     from raceme.strategies import STRATEGIES
-    from raceme.strategies.method import Method
 
-    return strategy not in STRATEGIES or STRATEGIES[strategy].similarity is not Method.similarity
+    return strategy not in STRATEGIES or STRATEGIES[strategy].similarity is not Questions.similarity

@@ -211,7 +211,7 @@ def _rejections(record: RunRecord) -> PageTable | None:
 def _described_keys() -> dict[str, tuple[Value, str]]:
     from raceme.config import all_keys
 
-    return all_keys()
+    return {name: (key.default, key.help) for name, key in all_keys().items()}
 
 
 def _settings(

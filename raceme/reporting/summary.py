@@ -22,6 +22,7 @@ from raceme.events import (
     UpdateApplied,
     UpdateRejected,
 )
+from raceme.reporting.convergence import convergence_index, unrest
 from raceme.reporting.files import written_whole
 from raceme.reporting.membership import Membership, purity
 
@@ -191,6 +192,8 @@ class RunSummary:
             "clients_answered": self.answered,
             "target": target,
             "time_to_target": time_to_target(self._evaluations, target),
+            "time_to_convergence": self._time_to_convergence(),
+            "unrest": unrest([point.accuracy for point in self._evaluations]),
             "clusters": self.clusters,
             "cluster_sizes": {str(k): size for k, size in self.membership.sizes().items()},
             "purity": self.purity(),
@@ -206,6 +209,13 @@ class RunSummary:
                 "python": platform.python_version(),
             },
         }
+
+    def _time_to_convergence(self) -> dict[str, float | int] | None:
+        index = convergence_index([point.accuracy for point in self._evaluations])
+        if index is None:
+            return None
+        reached = self._evaluations[index]
+        return {"virtual_time": reached.time, "updates": reached.updates}
 
     def _observe_evaluation(self, event: Evaluated) -> None:
         accuracy = float(event.accuracy)

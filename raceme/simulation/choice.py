@@ -90,7 +90,10 @@ def training_seconds(config: RunConfig, examples: Sequence[int]) -> float:
     from raceme.training import Network, step
 
     shape = datasets.data_shape(config)
-    network = Network(models.build(str(config.model), shape.input_shape, shape.num_classes))
+    module = models.build(
+        str(config.model), shape.input_shape, shape.num_classes, tokens=shape.tokens
+    )
+    network = Network(module)
     x = torch.rand(max(2, config.batch_size), *shape.input_shape)
     y = torch.zeros(len(x), dtype=torch.int64)
     threads = torch.get_num_threads()

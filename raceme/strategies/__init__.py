@@ -1,10 +1,12 @@
 """Methods: one file each, as Flower strategies.
 
-A new method is a new file and one line in `STRATEGIES`.
+A new method is a new file and one line in `STRATEGIES`, in `raceme/registry.py`.
 """
 
-from raceme.registry import Registry
-from raceme.strategies.base import AsyncStrategy
+from raceme.registry import STRATEGIES
+from raceme.server.dispatch import RoundsParameters
+from raceme.server.method import Method
+from raceme.server.plan import Plan
 from raceme.strategies.casa import CASA, CASAParameters
 from raceme.strategies.casa_ablations import CASAC, CASAD
 from raceme.strategies.casa_plus import CASAPlus, CASAPlusParameters
@@ -22,32 +24,7 @@ from raceme.strategies.flower_rounds import (
 )
 from raceme.strategies.icfl import ICFL, ICFLAsync, ICFLAsyncParameters, ICFLParameters
 from raceme.strategies.ifca import IFCA, IFCAAsync, IFCAAsyncParameters, IFCAParameters
-from raceme.strategies.plan import Plan
-from raceme.strategies.rounds import Rounds, RoundsParameters
 from raceme.strategies.standalone import Standalone
-
-STRATEGIES = Registry(
-    "strategy",
-    {
-        "casa": "raceme.strategies.casa:CASA",
-        "casa-c": "raceme.strategies.casa_ablations:CASAC",
-        "casa-d": "raceme.strategies.casa_ablations:CASAD",
-        "casa-plus": "raceme.strategies.casa_plus:CASAPlus",
-        "cfl": "raceme.strategies.cfl:CFL",
-        "cfl-async": "raceme.strategies.cfl:CFLAsync",
-        "fedasync": "raceme.strategies.fedasync:FedAsync",
-        "fedavg": "raceme.strategies.flower_rounds:FedAvg",
-        "fedbuff": "raceme.strategies.fedbuff:FedBuff",
-        "fedgroup": "raceme.strategies.fedgroup:FedGroup",
-        "fedprox": "raceme.strategies.flower_rounds:FedProx",
-        "fesem": "raceme.strategies.fesem:FeSEM",
-        "icfl": "raceme.strategies.icfl:ICFL",
-        "icfl-async": "raceme.strategies.icfl:ICFLAsync",
-        "ifca": "raceme.strategies.ifca:IFCA",
-        "ifca-async": "raceme.strategies.ifca:IFCAAsync",
-        "standalone": "raceme.strategies.standalone:Standalone",
-    },
-)
 
 __all__ = [
     "CASA",
@@ -57,7 +34,6 @@ __all__ = [
     "ICFL",
     "IFCA",
     "STRATEGIES",
-    "AsyncStrategy",
     "CASAParameters",
     "CASAPlus",
     "CASAPlusParameters",
@@ -83,8 +59,8 @@ __all__ = [
     "IFCAAsync",
     "IFCAAsyncParameters",
     "IFCAParameters",
+    "Method",
     "Plan",
-    "Rounds",
     "RoundsParameters",
     "Standalone",
 ]

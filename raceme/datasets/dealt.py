@@ -1,0 +1,121 @@
+"""The samples of all clients as they were dealt out, before anything changes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raceme.config import RunConfig
+from raceme.datasets.partition import Partition
+from raceme.datasets.skew import is_skewed, skew
+from raceme.datasets.source import ClientData, Dataset, Indices, generator
+from raceme.errors import UserError
+
+
+@dataclass(frozen=True, eq=False)
+class Dealt:
+    """Who has which samples, and how a client sees them.
+
+    Attributes
+    ----------
+    config : RunConfig
+        The run's; its number of clients is known.
+    dataset : Dataset
+        All samples that were loaded.
+    partition : Partition
+        Who has which of them.
+    only : int or None
+        The one client whose data were loaded, on a device that has no others; None for all.
+    """
+
+    config: RunConfig
+    dataset: Dataset
+    partition: Partition
+    only: int | None = None
+
+    @property
+    def clients(self) -> int:
+        """Number of clients of the run."""
+        return self.config.num_clients
+
+    @property
+    def present(self) -> Iterable[int]:
+        """The clients whose data were loaded."""
+        return range(self.clients) if self.only is None else (self.only,)
+
+    @property
+    def skewed(self) -> bool:
+        """Whether a client's group decides how it sees samples, not which samples it has."""
+        # Clients that the data come with have their own features; a partition's are not theirs.
+        return self.dataset.users is None and is_skewed(self.config)
+
+    def group(self, client: int) -> int | None:
+        """Return the true group of a client, None where there is none."""
+        return self.partition.groups[self._position(client)]
+
+    def indices(self, client: int) -> tuple[Indices, Indices]:
+        """Return the training and the test samples of a client: at least one of each."""
+        position = self._position(client)
+        own, config = self.partition.indices[position], self.config
+        if self.dataset.test_users is not None:
+            train, test = own, self.dataset.test_users[position]
+        else:
+            train, test = _divided(
+                own, config.test_fraction, config.seed, "train and test", position
+            )
+        if config.validation_fraction:
+            if len(train) < 2:
+                raise UserError(
+                    f"Client {client} has a single training sample: with validation-fraction every "
+                    "client needs two."
+                )
+            # What is chosen by these has not seen the test samples.
+            share = config.validation_fraction
+            train, test = _divided(train, share, config.seed, "validation", position)
+        return train, test
+
+    def inputs(
+        self, samples: Indices, group: int | None, client: int, part: str
+    ) -> NDArray[np.float32]:
+        """Return samples as a client of a group sees them.
+
+        Parameters
+        ----------
+        samples : Indices
+            Which ones.
+        group : int or None
+            The group.
+        client : int
+            Whose noise it is, where the group adds noise.
+        part : str
+            ``"train"`` or ``"test"``: their noise must differ.
+        """
+        inputs = self.dataset.inputs(samples)
+        return skew(inputs, self.config, group, client, part) if self.skewed else inputs
+
+    def data(self, client: int) -> ClientData:
+        """Return the samples that were dealt out to a client."""
+        group = self.group(client)
+        train, test = self.indices(client)
+        return ClientData(
+            self.inputs(train, group, client, "train"),
+            self.dataset.y[train],
+            self.inputs(test, group, client, "test"),
+            self.dataset.y[test],
+            group,
+        )
+
+    def _position(self, client: int) -> int:
+        return client if self.only is None else 0
+
+
+def _divided(
+    own: Indices, share: float, seed: int, purpose: str, position: int
+) -> tuple[Indices, Indices]:
+    """Divide samples at random into those that are kept, and a share: at least one of each."""
+    shuffled = generator(seed, purpose, position).permutation(own)
+    count = int(np.clip(round(share * len(own)), 1, len(own) - 1))
+    return np.sort(shuffled[count:]), np.sort(shuffled[:count])
