@@ -105,7 +105,9 @@ def test_methods_know_neither_torch_nor_the_simulator() -> None:
         if package_of(module) in TORCH_IS_FORBIDDEN:
             imported = {name.split(".")[0] for name in imports_of(path)}
             assert "torch" not in imported, module
-            assert not any(name.startswith("raceme.simulation") for name in imports_of(path)), module
+            assert not any(name.startswith("raceme.simulation") for name in imports_of(path)), (
+                module
+            )
 
 
 def test_no_file_is_long() -> None:

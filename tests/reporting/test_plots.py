@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import matplotlib
@@ -173,9 +174,10 @@ RUNS: dict[str, list[Event]] = {
     "drift": [
         *normal(),
         DataChanged(8.5, 8, None, 1),
-        DataChanged(9.0, 8, "a", 1),
-        DataChanged(9.0, 8, "b", 2),
+        DataChanged(11.0, 8, "a", 1),
+        DataChanged(11.0, 8, "b", 2),
         evaluated(12.0, dict.fromkeys("abcd", (1, 0.5))),
+        RunEnded(12.0, 8, "reached max-updates"),
     ],
     "drift at every update": [
         *normal(),
@@ -308,37 +310,130 @@ def test_the_band_holds_the_middle_of_the_clients() -> None:
     assert np.isnan([low, high]).all()
 
 
-def test_the_lines_of_clients_follow_their_clusters() -> None:
-    events = [
-        *joined({"a": 0, "b": 0}),
-        *updates("ab", 0, 1),
-        split(5.0, 0, {1: ("a",), 2: ("b",)}),
-        RunEnded(10.0, 2, "max-updates"),
-    ]
-    (lines,) = clusters_figure(RunRecord.of(events)).axes[0].collections
-    assert isinstance(lines, PolyCollection)
-    # One piece each until the split, one after; of both the first corner and the last below.
-    found = [(*path.vertices[0], *path.vertices[12]) for path in lines.get_paths()]
-    # A gap of one client's height parts the two from then on: half of it to either side.
-    assert found == [
-        (0.0, 0.0, 5.0, 0.0),
-        (5.0, 0.0, 10.0, -0.5),
-        (0.0, 1.0, 5.0, 1.0),
-        (5.0, 1.0, 10.0, 1.5),
+def bands_of(events: list[Event]) -> list[np.ndarray[tuple[int, int], np.dtype[np.float64]]]:
+    """Return the corners of the clients' bands in the figure of the clusters, movers last."""
+    _, *bands = clusters_figure(RunRecord.of(events)).axes[0].collections
+    for found in bands:
+        assert isinstance(found, PolyCollection)
+    return [np.asarray(path.vertices) for found in bands for path in found.get_paths()]
+
+
+def test_the_bands_of_clients_follow_their_clusters() -> None:
+    found = bands_of(
+        [
+            *joined({"a": 0, "b": 0}),
+            *updates("ab", 0, 1),
+            split(5.0, 0, {1: ("a",), 2: ("b",)}),
+            RunEnded(10.0, 2, "max-updates"),
+        ]
+    )
+    # One piece each until the split, one after. A gap of one client's height parts the two from
+    # then on: half of it to either side.
+    # Its first edge from left to right, and its other edge from right to left.
+    corners = []
+    for band in found:
+        half = len(band) // 2
+        corners.append(tuple(np.concatenate(band[[0, half - 1, half, -2]]).tolist()))
+    assert corners == [
+        (0.0, 0.0, 5.0, 0.0, 5.0, 1.0, 0.0, 1.0),
+        (0.0, 1.0, 5.0, 1.0, 5.0, 2.0, 0.0, 2.0),
+        (5.0, 0.0, 10.0, -0.5, 10.0, 0.5, 5.0, 1.0),
+        (5.0, 1.0, 10.0, 1.5, 10.0, 2.5, 5.0, 2.0),
     ]
 
 
-def test_clients_that_move_all_the_time_are_followed_at_some_times_only(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_changes_that_come_all_the_time_are_drawn_together() -> None:
     events = joined({"a": 0, "b": 1})
     for time in range(1, 1001):
-        events.append(moved(float(time), {"a" if time % 2 else "b": time % 3}))
-    record = RunRecord.of([*events, RunEnded(1000.0, 1000, "max-updates")])
-    monkeypatch.setattr("raceme.reporting.clusters_plot._MOST_PIECES", 100)
-    (lines,) = clusters_figure(record).axes[0].collections
-    # The beginning and one time of each fiftieth of the run; the last change is on its end.
-    assert 50 < len(lines.get_paths()) <= 2 * 52
+        events.append(moved(float(time), {"a" if time % 2 else "b": time % 7}))
+    bands = bands_of([*events, RunEnded(1000.0, 1000, "max-updates")])
+    # Three hundredths of the run apart, and the beginning: not 1,000 of each client.
+    assert 34 < len(bands) <= 2 * 35
+
+
+def test_changes_show_what_marks_them() -> None:
+    figure = clusters_figure(RunRecord.of(RUNS["merge, found, retire"]))
+    words = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert words == ["split", "merge", "new cluster", "cluster given up"]
+    marks = [np.asarray(line.get_xdata()).tolist() for line in figure.axes[0].get_lines()]
+    assert marks == [[4.0], [10.0], [9.0, 9.5], [11.0]]
+    assert "cluster 4 · 4 clients" in texts(figure)
+
+
+def test_changes_of_one_kind_that_are_too_many_are_counted() -> None:
+    found = [changed(ClusterChange.FOUND, 1.0 + k, {"a": k}, made=(k,)) for k in range(1, 82)]
+    figure = clusters_figure(RunRecord.of([*joined({"a": 0}), *found]))
+    assert [t.get_text() for t in figure.legends[0].get_texts()] == ["new cluster: 81 times"]
+    assert not figure.axes[0].get_lines()
+
+
+def test_what_a_run_begins_with_is_not_marked() -> None:
+    found = [changed(ClusterChange.FOUND, 0.0, {f"c{k}": k}, made=(k,)) for k in range(4)]
+    assert not clusters_figure(RunRecord.of([*found, RunEnded(1.0, 0, "so")])).legends
+
+
+def test_clients_of_several_clusters_are_told_with_their_weights() -> None:
+    shares = ClustersChanged(0.0, 0, ClusterChange.ASSIGN, {"a": {0: 0.75, 1: 0.25}, "b": {1: 1.0}})
+    shown = texts(clusters_figure(RunRecord.of([shares, RunEnded(1.0, 0, "so")])))
+    assert {"cluster 0 · 1 client, weight 0.8", "cluster 1 · 2 clients, weight 1.2"} <= shown
+
+
+@pytest.mark.parametrize("draw", [accuracy_figure, clusters_figure])
+def test_each_drift_is_marked(draw: Callable[[RunRecord], Figure]) -> None:
+    figure = draw(RunRecord.of(RUNS["drift"]))
+    lines = [np.asarray(line.get_xdata()).tolist() for line in figure.axes[0].get_lines()]
+    assert [8.5, 8.5] in lines
+    assert [11.0, 11.0] in lines
+    # Both clients' data changed at 11 s: that is one moment.
+    assert {"step 1", "2 clients: steps 1-2"} <= texts(figure)
+    words = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert "clients' data change" in words
+
+
+@pytest.mark.parametrize("draw", [accuracy_figure, clusters_figure])
+def test_more_drifts_than_can_be_told_apart_are_counted(
+    draw: Callable[[RunRecord], Figure],
+) -> None:
+    figure = draw(RunRecord.of(RUNS["drift at every update"]))
+    assert "the clients' data changed at 99 moments, which are not marked" in texts(figure)
+    lines = [np.asarray(line.get_xdata()).tolist() for line in figure.axes[0].get_lines()]
+    assert not any(len(x) == 2 and x[0] == x[1] > 8.0 for x in lines)
+
+
+def test_labels_of_drifts_do_not_lie_on_each_other() -> None:
+    drifts = [DataChanged(10.0 + index, 1, None, index) for index in range(1, 21)]
+    figure = clusters_figure(RunRecord.of([*joined({"a": 0}), *drifts, RunEnded(100.0, 1, "so")]))
+    axes = figure.axes[0]
+    assert len(axes.get_lines()) == 20
+    figure.draw_without_rendering()
+    boxes = [t.get_window_extent() for t in axes.texts if t.get_text().startswith("step")]
+    assert 2 <= len(boxes) < 20
+    assert all(left.x1 <= right.x0 for left, right in pairwise(boxes))
+
+
+def test_a_target_that_few_clients_answered_is_not_reached() -> None:
+    def curve(answered: int) -> RunRecord:
+        scores = {f"c{i}": (0, 0.95, 1.0) for i in range(answered)}
+        return RunRecord.of(
+            [
+                Evaluated(1.0, 1, 0.95, 1.0, 1, scores, 10),
+                Evaluated(2.0, 2, 0.5, 1.0, 1, scores, answered),
+            ]
+        )
+
+    def labels(record: RunRecord) -> list[str]:
+        return [str(line.get_label()) for line in accuracy_figure(record).axes[0].get_lines()]
+
+    few, enough = curve(8), curve(9)
+    assert few.evaluations.counts.tolist() == [False, True]
+    assert (few.evaluations.asked[0], few.evaluations.answered[0]) == (10, 8)
+    assert "fewer than 9 of 10 answered" in labels(few)
+    assert "fewer than 9 of 10 answered" not in labels(enough)
+    reached = [
+        sum(line.get_markersize() == 6 and line.get_marker() == "o" for line in axes.get_lines())
+        for axes in (accuracy_figure(r, target=0.9).axes[0] for r in (few, enough))
+    ]
+    assert reached[1] - reached[0] == 1
 
 
 def test_the_clusters_figure_names_each_final_cluster() -> None:
