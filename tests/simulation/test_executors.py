@@ -422,6 +422,19 @@ def test_what_cannot_be_stacked_is_answered_one_by_one(settings: dict[str, float
         assert alone.has_error() or alone.content == stacked.content
 
 
+def test_a_message_with_arrays_of_unknown_use_is_not_stacked() -> None:
+    config = ragged()
+    replies = []
+    for executor in (InProcess(client_app.app), Vectorised()):
+        messages, contexts = training_messages(config)
+        for message, context in zip(messages, contexts, strict=True):
+            message.content["anchors"] = message.content["arrays"]
+            executor.submit(message, context, due=0.0)
+        replies.append([executor.result(m.metadata.message_id).content for m in messages])
+    # To the last bit, which stacked clients would differ in.
+    assert replies[0] == replies[1]
+
+
 @pytest.mark.parametrize("kind", ["train-best", "losses", "label-counts", "no such kind"])
 def test_other_kinds_of_work_are_not_stacked(kind: str) -> None:
     config = ragged()
@@ -470,11 +483,12 @@ def test_stacked_clients_have_the_data_of_the_step_that_they_are_told() -> None:
 @pytest.mark.parametrize("kind", ["train", "evaluate"])
 def test_two_steps_of_one_clients_data_are_told_apart_when_both_are_pending(kind: str) -> None:
     config = ragged().with_values(drift="label-shift")
-    found = []
+    found, model = [], models.initial_arrays(config)
     for executor in (InProcess(client_app.app), Vectorised()):
         pending = []
         for step in (0, 1):
             messages, contexts = training_messages(config, kind=kind, step=step)
+            messages[3].content["arrays"] = model
             executor.submit(messages[3], contexts[3], due=0.0)
             pending.append(messages[3].metadata.message_id)
         replies = [executor.result(asked).content for asked in reversed(pending)]
