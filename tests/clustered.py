@@ -116,7 +116,9 @@ def check_it_can_be_restored(method: type[Any], parameters: Any = None) -> None:
     assert first.seq == strategy.progress.updates + 1
     assert restored.progress.updates >= 120
     assert not any(isinstance(event, events.UpdateRejected) for event in seen)
-    if isinstance(strategy.dispatch, InRounds):  # Between rounds nothing is under way that could get lost.
+    if isinstance(
+        strategy.dispatch, InRounds
+    ):  # Between rounds nothing is under way that could get lost.
         whole = method(parameters)
         run_on(whole, three_groups(), 120)
         for part in ("clusters", "state", "bases"):

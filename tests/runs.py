@@ -7,7 +7,7 @@ from fleets import MODEL
 
 from raceme import events
 from raceme.simulation import Device, VirtualGrid
-from raceme.strategies import Method, FedAsync, FedAsyncParameters, Plan
+from raceme.strategies import FedAsync, FedAsyncParameters, Method, Plan
 
 ONES = np.ones(8, np.float32)
 

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from raceme.strategies import CASA, CASAParameters
 from raceme.clustering.encoding import Sketches, WholeModels, exact_error
 from raceme.server.fleet import Client
 from raceme.server.replies import Update
 from raceme.server.work import Task
+from raceme.strategies import CASA, CASAParameters
 
 
 def models(clients: int, size: int, spread: float) -> np.ndarray:

@@ -23,16 +23,16 @@ from runs import ONES, devices, half, of, run
 
 from raceme import compat, events
 from raceme.messages import ModelSpec
+from raceme.server.replies import InvalidReplyError, read_update
+from raceme.server.work import Task
 from raceme.simulation import Device
 from raceme.strategies import (
     CASA,
-    Method,
     FedAsync,
     FedBuff,
+    Method,
     Standalone,
 )
-from raceme.server.replies import InvalidReplyError, read_update
-from raceme.server.work import Task
 
 METHODS = [CASA, FedAsync, FedBuff, Standalone]
 

@@ -5,12 +5,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raceme.clustering.spectral import affinity, laplacian, largest_gap
+from raceme.clustering.split_watch import SplitWatch
 from raceme.events import ClusterChange
 from raceme.server.fleet import Client
 from raceme.server.replies import Update
 from raceme.server.work import Task
-from raceme.clustering.spectral import affinity, laplacian, largest_gap
-from raceme.clustering.split_watch import SplitWatch
 from raceme.strategies import CASA, CASAParameters
 
 
