@@ -324,7 +324,7 @@ class InRounds(Dispatch):
         else:
             patience = _STRANGER_PATIENCE * max(longest.values(), default=math.inf)
         doublings = min(self.state.misses.get(client, 0), _MOST_DOUBLINGS)
-        return self.state.sent_at[client] + patience * 2.0**doublings
+        return self.state.sent_at[client] + math.ldexp(patience, doublings)
 
     def _released(self) -> Sequence[Update]:
         """Return the round's updates if it is over, and be ready for the next."""

@@ -77,7 +77,7 @@ class Evaluator:
         progress.sweep = sweep
         self._evaluate_centrally()
         if not self._clock.free_evaluation:
-            return self._close_if_over()
+            return self.close_if_over()
         messages = [self._message(client) for client in waiting]
         by_node = progress.fleet.by_node
         sweep.waiting = {}
@@ -85,7 +85,7 @@ class Evaluator:
             client = by_node.get(reply.metadata.src_node_id)
             if client is not None:
                 self._score(client, reply)
-        return self._close_if_over()
+        return self.close_if_over()
 
     def ask(self, idle: Idle) -> None:
         """Ask the clients that are free and have not been asked yet."""
@@ -93,8 +93,8 @@ class Evaluator:
         if sweep is None:
             return
         for client in [client for client in sweep.waiting if client in idle]:
-            self._push(client)
-            idle.remove(client)
+            if self._push(client):
+                idle.remove(client)
 
     def is_asked(self, message_id: str) -> bool:
         """Return whether a message was an evaluation's."""
@@ -105,7 +105,7 @@ class Evaluator:
         assert self._progress.sweep is not None, "a message was asked about"
         client = self._progress.sweep.open.pop(message_id)
         self._score(client, reply)
-        return client, self._close_if_over()
+        return client, self.close_if_over()
 
     def drop(self, client: str) -> None:
         """Wait no more for a client that is gone."""
@@ -139,18 +139,19 @@ class Evaluator:
             for reply in self._clock.wait(sweep.open.keys(), until):
                 self._score(sweep.open.pop(reply.metadata.reply_to_message_id), reply)
         sweep.open = {}
-        report = self._close_if_over()
+        report = self.close_if_over()
         if report is not None:
             yield report
 
-    def _push(self, client: str) -> None:
-        """Ask one client."""
+    def _push(self, client: str) -> bool:
+        """Ask one client; return whether the grid took the message."""
         sweep = self._progress.sweep
         assert sweep is not None, "an evaluation is under way"
         del sweep.waiting[client]
         message_id = next(iter(self._grid.push_messages([self._message(client)])), None)
         if message_id:
             sweep.open[message_id] = client
+        return message_id is not None
 
     def _message(self, client: str) -> Message:
         settings = dict(self._config)
@@ -172,7 +173,7 @@ class Evaluator:
         if score is not None:
             sweep.scores[client] = score
 
-    def _close_if_over(self) -> Evaluated | None:
+    def close_if_over(self) -> Evaluated | None:
         """Return the report of an evaluation to which nobody is left to answer."""
         sweep = self._progress.sweep
         if sweep is None or not sweep.is_over:

@@ -151,7 +151,8 @@ class Loop:
             if reason:
                 self._ending = Ending.INTERRUPTED, reason
                 break
-            self._wake()
+            if self._wake() and self._is_over():
+                break
             self._hand_out()
             replies = clock.wait(self._awaited(), self._next_moment())
             for reply in replies:
@@ -185,11 +186,12 @@ class Loop:
     def _is_over(self) -> bool:
         """Evaluate if that is due; return whether a limit is reached, and note which."""
         progress = self._progress
-        if self._evaluation_is_due():
+        report = self._evaluator.close_if_over()
+        if report is None and self._evaluation_is_due():
             self._steps.look()
             report = self._evaluator.begin()
-            if report is not None:
-                self._evaluated(report)
+        if report is not None:
+            self._evaluated(report)
         if self._ending is None:
             limit = self._plan.limit(progress.updates, self._num_updates, self.now())
             if limit:
@@ -231,20 +233,23 @@ class Loop:
             progress.checked_at + _FLEET_CHECK_SECONDS,
             self._plan.deadline,
             self._idle.next_ready(now),
-            self._method.dispatch.wake_at(),
-            self._method.wake_at(),
         ]
-        return min(moments)
+        # What is due and could not be done, because its client is busy, waits for a reply.
+        wakes = (self._method.dispatch.wake_at(), self._method.wake_at())
+        return min([*moments, *(time for time in wakes if time > now)])
 
-    def _wake(self) -> None:
-        """Let the policy and the method do what is due by now."""
-        now, dispatch = self.now(), self._method.dispatch
+    def _wake(self) -> bool:
+        """Let the policy and the method do what is due by now; return whether anything was."""
+        now, dispatch, woken = self.now(), self._method.dispatch, False
         if dispatch.wake_at() <= now:
             late, released = dispatch.wake(now)
             self._apply(released)
             self._give_up(late)
+            woken = True
         if self._method.wake_at() <= now:
             self._method.on_wake()
+            woken = True
+        return woken
 
     def _give_up(self, numbers: Collection[int]) -> None:
         """Wait no more for the replies to some tasks."""

@@ -71,7 +71,7 @@ class Outgoing:
             updates=progress.updates,
             sent_at=now,
             bytes_down=size + sum(record.count_bytes() for record in work.arrays.values()),
-            candidates=versions if work.kind != names.TRAIN else {},
+            candidates=versions,
             kind=work.kind,
             step=step or 0,
         )

@@ -151,7 +151,7 @@ def read_update(reply: Message, task: Task, spec: ModelSpec, now: float = 0.0) -
     records = {name: rec for name, rec in content.array_records.items() if name != NUMBERS}
     if len(records) != 1:
         raise InvalidReplyError(f"missing records: {len(records)} ArrayRecords, not 1")
-    if task.candidates:
+    if task.kind == TRAIN_BEST:
         task = _chosen(stated, task)
     examples = metrics.get(NUM_EXAMPLES, 0.0)
     if not (math.isfinite(examples) and examples >= 1):

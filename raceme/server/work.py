@@ -59,7 +59,7 @@ class Task:
     bytes_down : int
         Size of the arrays that were sent.
     candidates : dict[int, int]
-        Where several models were sent: their clusters in the order of their records, with their
+        Where the work names models: their clusters in the order of their records, with their
         versions.
     kind : str
         What was asked for.

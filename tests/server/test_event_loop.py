@@ -20,6 +20,7 @@ from flwr.clientapp import ClientApp
 from runs import ONES, devices, half, of, run
 
 from raceme.protocol import events
+from raceme.protocol.events import Ending
 from raceme.server.work import Task
 from raceme.simulation import Device, VirtualGrid
 from raceme.strategies import (
@@ -123,16 +124,24 @@ def test_the_result_holds_models_and_evaluations() -> None:
     central = []
 
     def evaluate_fn(updates: int, arrays: ArrayRecord) -> MetricRecord:
-        central.append((updates, sorted(arrays)))
-        return MetricRecord({"x": updates})
+        central.append((updates, list(arrays), float(arrays["w"].numpy()[0])))
+        return MetricRecord({"x": float(arrays["w"].numpy()[0])})
 
     result = Standalone().start(
         grid, MODEL, 4, evaluate_fn=evaluate_fn, plan=Plan(eval_every=2), observe=seen.append
     )
-    assert sorted(result.arrays) == ["0/b", "0/w", "1/b", "1/w"]
-    assert result.arrays["1/w"].numpy().tolist() == [-6.0] * 4
-    assert central == [(updates, ["0/b", "0/w", "1/b", "1/w"]) for updates in (0, 2, 4)]
-    assert result.evaluate_metrics_serverapp[4]["x"] == 4
+    # Each cluster's arrays have the names that the model's own `load_state_dict` takes.
+    assert {cluster: read(arrays).tolist() for cluster, arrays in result.clusters.items()} == {
+        0: [6.0] * 8,
+        1: [-6.0] * 8,
+    }
+    assert list(result.arrays) == ["w", "b"]
+    assert read(result.arrays).tolist() == [6.0] * 8
+    assert result.client_clusters == {"c0": {0: 1.0}, "c1": {1: 1.0}}
+    # Once per cluster; every client's cluster counts alike.
+    models = [(0, 0.0), (0, 0.0), (2, 4.0), (2, -4.0), (4, 6.0), (4, -6.0)]
+    assert central == [(updates, ["w", "b"], value) for updates, value in models]
+    assert {n: m["x"] for n, m in result.evaluate_metrics_serverapp.items()} == {0: 0, 2: 0, 4: 0}
     # Each client is tested with its own model: 8 √8, 4 √8, 2 √8 away from its target.
     found = [(e.updates, e.time, e.accuracy) for e in of(events.Evaluated, seen)]
     assert found == [
@@ -299,12 +308,12 @@ def test_an_odd_group_is_none(group: float) -> None:
 def test_all_clients_gone_ends_the_run_at_the_time_when_the_last_one_left() -> None:
     fleet = [Device(online=((0.0, 2.5),)), Device(online=((0.0, 7.25),))]
     seen = run(half(), grid_of(pulled_app(), fleet), num_rounds=99, timeout=100.0)
-    assert seen[-1] == events.RunEnded(7.25, 9, "all clients are gone")
+    assert seen[-1] == events.RunEnded(7.25, 9, "all clients are gone", Ending.NO_CLIENTS)
 
 
 def test_nobody_at_all_is_waited_for_until_the_timeout() -> None:
     seen = run(half(), grid_of(pulled_app(), [Device(online=((500.0, 600.0),))]), timeout=100.0)
-    assert seen == [events.RunEnded(0.0, 0, "all clients are gone")]
+    assert seen == [events.RunEnded(0.0, 0, "all clients are gone", Ending.NO_CLIENTS)]
     late = grid_of(pulled_app(), [Device(online=((50.0, 600.0),))])
     seen = run(half(), late, num_rounds=1, timeout=100.0)
     assert seen[-1] == events.RunEnded(51.0, 1, "1 updates were applied")
@@ -323,6 +332,7 @@ def test_the_target_ends_the_run_only_if_it_is_to(stop: bool) -> None:
     expected = (9, "the target accuracy of 0.8 was reached") if stop else (20, "20 updates")
     assert seen[-1].updates == expected[0]
     assert seen[-1].reason.startswith(expected[1])
+    assert seen[-1].ending is (Ending.TARGET if stop else Ending.LIMIT)
     assert [e.updates for e in of(events.Evaluated, seen)] == [
         0, 3, 6, 9, *([] if stop else [12, 15, 18, 20])
     ]  # fmt: skip
@@ -360,7 +370,7 @@ def test_an_interruption_ends_the_run_with_what_was_done() -> None:
     seen: list[events.Event] = []
     grid = grid_of(pulled_app([8 * ONES], change=interrupt), devices(1.0))
     result = half().start(grid, MODEL, observe=seen.append)
-    assert seen[-1] == events.RunEnded(4.0, 3, "interrupted by the user")
+    assert seen[-1] == events.RunEnded(4.0, 3, "interrupted by the user", Ending.INTERRUPTED)
     # 0 → 2 → 3.5 → 4.625.
     assert read(result.arrays).tolist() == [4.625] * 8
 

@@ -11,6 +11,7 @@ from flwr.clientapp import ClientApp
 from runs import ONES, devices, of
 
 from raceme.protocol import events
+from raceme.protocol.events import Ending
 from raceme.simulation import Device
 from raceme.strategies import FedAvg, FedAvgParameters, FedProx, FedProxParameters, Plan
 
@@ -61,12 +62,15 @@ def test_time_limit_and_target_end_a_run() -> None:
     seen: list[events.Event] = []
     grid = grid_of(pulled_app(), devices(2.0))
     FedAvg().start(grid, MODEL, plan=Plan(max_time=5.0), observe=seen.append)
-    assert seen[-1] == events.RunEnded(6.0, 3, "the time limit of 5 s was reached")
+    # The third round would end at 6 s: it does not count.
+    assert seen[-1] == events.RunEnded(5.0, 2, "the time limit of 5 s was reached")
     grid = grid_of(pulled_app([ONES]), devices(2.0))
     plan = Plan(target_accuracy=0.9, eval_every=1)
     FedAvg().start(grid, MODEL, plan=plan, observe=seen.append)
     # √8 / 2^n ≤ 1/9 from n = 5 on.
-    assert seen[-1] == events.RunEnded(10.0, 5, "the target accuracy of 0.9 was reached")
+    assert seen[-1] == events.RunEnded(
+        10.0, 5, "the target accuracy of 0.9 was reached", Ending.TARGET
+    )
 
 
 def test_evaluation_keeps_to_its_schedule_and_costs_no_time() -> None:
@@ -134,19 +138,71 @@ def test_a_run_without_any_valid_update_ends_and_says_why() -> None:
     seen: list[events.Event] = []
     grid = grid_of(pulled_app(change=nan), devices(1.0, 1.0))
     result = FedAvg().start(grid, MODEL, num_rounds=4, observe=seen.append)
-    assert seen[-1] == events.RunEnded(10.0, 0, "the last 10 rounds brought no valid update")
+    # Both fail in each of 50 rounds; from the seventh failure on a client rests 60 s before each.
+    assert (seen[-1].time, seen[-1].updates) == (64.0 + 43 * 61.0, 0)
+    assert seen[-1].ending is Ending.USELESS_REPLIES
+    assert seen[-1].reason.startswith("the last 100 replies were unusable; the last one: c")
     assert read(result.arrays).tolist() == [0.0] * 8
 
 
-def test_a_round_waits_for_a_lost_task_until_the_timeout() -> None:
+def ends_of_rounds(devices: list[Device], updates: int, timeout: float = 3600.0) -> list[float]:
+    """Run FedAvg, and return when each round that brought something was over."""
+    grid, ends = grid_of(pulled_app(), devices), []
+
+    def note(event: events.Event) -> None:
+        if isinstance(event, events.UpdateApplied) and grid.now() not in ends:
+            ends.append(grid.now())
+
+    FedAvg().start(grid, MODEL, updates, timeout=timeout, observe=note)
+    return ends
+
+
+def test_a_client_that_never_answers_costs_ever_fewer_rounds_their_time() -> None:
+    # c0 needs 1 s. c1 has 20 times that, then twice as much each time; it sits out round 3, and
+    # rounds 5 to 7.
+    ends = ends_of_rounds([Device(), Device(drop=1.0)], updates=8)
+    assert ends == [20.0, 60.0, 61.0, 141.0, 142.0, 143.0, 144.0, 304.0]
+
+
+def test_a_lost_task_is_given_up_at_its_timeout_if_that_is_sooner() -> None:
+    assert ends_of_rounds([Device(), Device(drop=1.0)], updates=2, timeout=15.0) == [15.0, 30.0]
+
+
+def test_lost_tasks_cost_rounds_little() -> None:
+    # 40 clients, of which a quarter needs 10 s; each loses 5 % of its tasks.
+    seconds = [10.0 if index % 4 == 0 else 1.0 for index in range(40)]
+    whole = ends_of_rounds(devices(*seconds), updates=4000)
+    fleet = [Device(seconds_per_round=value, drop=0.05) for value in seconds]
+    lossy = ends_of_rounds(fleet, updates=4000)
+    assert whole[-1] == 1000.0
+    assert lossy[-1] < 2.2 * whole[-1]
+
+
+def test_a_client_that_comes_back_takes_part_in_the_round_again() -> None:
+    # c1 leaves at 1 s, is back at 2 s and needs 4 s from then on; c2 needs 5 s.
+    fleet = [Device(), Device(4.0, online=((0.0, 1.0), (2.0, 100.0))), Device(5.0)]
     seen: list[events.Event] = []
-    grid = grid_of(pulled_app(), [Device(), Device(drop=1.0)])
-    FedAvg().start(grid, MODEL, num_rounds=2, timeout=30.0, observe=seen.append)
-    assert [u.time for u in of(events.UpdateApplied, seen)] == [1.0, 31.0]
-    assert [(r.time, r.client) for r in of(events.UpdateRejected, seen)] == [
-        (30.0, "c1"),
-        (60.0, "c1"),
+    FedAvg().start(grid_of(pulled_app(), fleet), MODEL, num_rounds=3, observe=seen.append)
+    assert [(u.dispatched_at, u.client, u.time) for u in of(events.UpdateApplied, seen)] == [
+        (0.0, "c0", 1.0),
+        (0.0, "c2", 5.0),
+        (2.0, "c1", 6.0),
     ]
+    (rejected,) = of(events.UpdateRejected, seen)
+    assert rejected.reason == "the client went offline with it"
+
+
+def test_a_request_to_stop_ends_a_round_at_once() -> None:
+    seen: list[events.Event] = []
+    grid = grid_of(pulled_app(), [Device(), Device(3000.0)])
+    FedAvg().start(
+        grid,
+        MODEL,
+        num_rounds=2,
+        observe=seen.append,
+        stop_check=lambda: "asked to stop" if grid.now() >= 1.0 else "",
+    )
+    assert seen[-1] == events.RunEnded(1.0, 0, "asked to stop", Ending.INTERRUPTED)
 
 
 def test_newcomers_take_part_from_the_next_round_on_and_leavers_no_more() -> None:
@@ -162,7 +218,7 @@ def test_newcomers_take_part_from_the_next_round_on_and_leavers_no_more() -> Non
         *((time, "c2") for time in (1.0, 2.0, 3.0)),
     }
     joined = [(e.client, e.time) for e in of(events.ClientJoined, seen)]
-    assert joined == [("c0", 0.0), ("c2", 0.0), ("c1", 2.0)]
+    assert joined == [("c0", 0.0), ("c2", 0.0), ("c1", 1.5)]
 
 
 def test_when_everybody_is_gone_the_run_ends() -> None:
@@ -247,5 +303,5 @@ def test_pythons_own_generator_is_left_as_it_was() -> None:
     grid = grid_of(pulled_app(change=interrupt), devices(1.0))
     result = FedAvg().start(grid, MODEL, observe=seen.append)
     assert random.random() == expected
-    assert seen[-1] == events.RunEnded(1.0, 0, "interrupted by the user")
+    assert seen[-1] == events.RunEnded(1.0, 0, "interrupted by the user", Ending.INTERRUPTED)
     assert isinstance(result.arrays, ArrayRecord)
