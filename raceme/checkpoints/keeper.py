@@ -39,7 +39,7 @@ _FREE = frozenset(
         "workers",
     }
 )
-"""Keys that may be others when a run is resumed: they do not change what has been learned so far."""
+"""Keys that may differ when a run is resumed: they do not change what was learned so far."""
 
 
 class Stateful(Protocol):

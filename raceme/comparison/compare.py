@@ -82,8 +82,8 @@ def compare(plan: Plan, processes: int, console: Console) -> Comparison:
 
     Points of a sweep are tried on the first seed and judged by samples that are held out of its
     training samples; the most accurate one is then run on all seeds, as the other methods are.
-    Finished runs are kept, and a killed one is resumed from its last checkpoint; it starts anew if it
-    has none that can be used.
+    Finished runs are kept, and a killed one is resumed from its last checkpoint; it starts anew if
+    it has none that can be used.
 
     Parameters
     ----------
