@@ -192,18 +192,35 @@ def evaluation_reply(message: Message, client: Client, accuracy: float, loss: fl
     return Message(content=RecordDict({METRICS: metrics}), reply_to=message)
 
 
+_clients: dict[_Items, dict[_Items, Client]] = {}
+"""The clients of one run, by the run's configuration and then by the node's own settings."""
+
+
 def forget() -> None:
-    """Drop the data of all clients: for a process that goes on to another run."""
-    _client.cache_clear()
+    """Drop the data of all clients: for a process whose run has ended."""
+    _clients.clear()
 
 
 def client_of(context: Context) -> Client:
-    """Return the client that a node is; its data are loaded the first time only."""
-    return _client(tuple(context.run_config.items()), tuple(context.node_config.items()))
+    """Return the client that a node is; its data are loaded the first time only.
+
+    Only one run's clients are kept. A process that does several runs, one after another, would
+    otherwise hold a copy of the whole dataset for each.
+    """
+    run_items = tuple(context.run_config.items())
+    known = _clients.get(run_items)
+    if known is None:
+        _clients.clear()
+        known = _clients[run_items] = {}
+    node_items = tuple(context.node_config.items())
+    client = known.get(node_items)
+    if client is None:
+        client = known[node_items] = _client(run_items, node_items)
+    return client
 
 
-@lru_cache(maxsize=16384)
 def _client(run_items: _Items, node_items: _Items) -> Client:
+    """Load the data of a client."""
     node = dict(node_items)
     config = _node_view(_run_config(run_items), node)
     position = _position(config, node)
