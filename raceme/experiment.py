@@ -195,10 +195,14 @@ def simulate(config: RunConfig, *observers: Observer, stop: StopCheck = never_st
     config = resolve(config)
     strategy = build_strategy(config)
     grid = build_grid(config)
+    from raceme.client_app import forget
+
     try:
         return conduct(config, strategy, grid, *observers, stop=stop)
     finally:
         grid.close()
+        # The clients' samples, a copy of the whole dataset as floats, are this run's only.
+        forget()
 
 
 def conduct(
