@@ -55,12 +55,12 @@ class Evaluation(Protocol):
 
 @dataclass(frozen=True)
 class _Point:
-    """An evaluation without its clients."""
+    """An evaluation that counts, without its clients."""
 
     time: float
     updates: int
     accuracy: float
-    counts: bool
+    counts: bool = True
 
 
 def time_to_target(
@@ -219,14 +219,14 @@ class RunSummary:
 
     def _observe_evaluation(self, event: Evaluated) -> None:
         accuracy = float(event.accuracy)
-        self._evaluations.append(
-            _Point(float(event.time), int(event.updates), accuracy, event.counts)
-        )
         self.clusters = int(event.clusters)
         self.accuracy, self.asked, self.answered = accuracy, int(event.asked), event.answered
+        if not event.counts:
+            return
+        self._evaluations.append(_Point(float(event.time), int(event.updates), accuracy))
         best = -math.inf if self.best_accuracy is None else self.best_accuracy
         # False for NaN, which a run that diverged may give.
-        if event.counts and accuracy > best:
+        if accuracy > best:
             self.best_accuracy = accuracy
 
     def _observe_clusters(self, event: ClustersChanged | ClientJoined) -> None:
