@@ -142,7 +142,7 @@ def reply_to(message: Message, work: ClientWork, answer: Answer) -> Message:
 
 
 def forget() -> None:
-    """Drop the data of all clients: for a process that goes on to another run."""
+    """Drop the data of all clients: for a process that begins another run."""
     _clients.forget()
 
 

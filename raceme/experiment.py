@@ -195,10 +195,14 @@ def simulate(config: RunConfig, *observers: Observer, stop: StopCheck = never_st
     config = resolve(config)
     strategy = build_strategy(config)
     grid = build_grid(config)
+    from raceme.client_app import forget
+
     try:
         return conduct(config, strategy, grid, *observers, stop=stop)
     finally:
         grid.close()
+        # The clients' samples, a copy of the whole dataset as floats, are this run's only.
+        forget()
 
 
 def conduct(
@@ -210,7 +214,7 @@ def conduct(
 ) -> Outcome:
     """Run a strategy on any grid, and leave the artefacts, however the run ends.
 
-    With the key ``resume`` it goes on with an earlier run, in its folder, from its last checkpoint.
+    With the key ``resume`` it resumes an earlier run, in its folder, from its last checkpoint.
 
     Parameters
     ----------
@@ -230,10 +234,10 @@ def conduct(
     ------
     UserError
         The model does not exist or does not fit the data; the folder cannot be used; there is no
-        checkpoint to go on from.
+        checkpoint to resume from.
     """
     initial = models.initial_arrays(config)
-    out = continued_folder(config) if config.resume else prepare_folder(config)
+    out = resumed_folder(config) if config.resume else prepare_folder(config)
     with only_writer(out, 0.0 if timeline_of(grid).is_virtual else _WRITER_SECONDS):
         return _conduct_in(out, initial, config, strategy, grid, observers, stop)
 
@@ -283,7 +287,7 @@ def _conduct_in(
             updates=lambda: strategy.progress.updates,
             wall_time=lambda: time.perf_counter() - started,
             stop=stop,
-            going_on=restored is not None,
+            resumed=restored is not None,
         )
         strategy.start(
             grid,
@@ -293,7 +297,7 @@ def _conduct_in(
             train_config=training_settings(config, report_timing=not virtual),
             plan=plan(config),
             observe=observe,
-            stop_check=keeper.at_rest,
+            stop_check=keeper.stop_check,
         )
     result = summary.result(
         strategy=config.strategy,
@@ -398,8 +402,8 @@ def prepare_folder(config: RunConfig) -> Path:
     return out
 
 
-def continued_folder(config: RunConfig) -> Path:
-    """Return the folder of the run to go on with.
+def resumed_folder(config: RunConfig) -> Path:
+    """Return the folder of the run to resume.
 
     Raises
     ------
@@ -408,9 +412,9 @@ def continued_folder(config: RunConfig) -> Path:
     """
     out = Path(config.resume)
     if not (out / "run.sqlite").is_file():
-        raise UserError(f"There is no run in {out} to go on with; expected a folder of results.")
+        raise UserError(f"There is no run in {out} to resume; expected a folder of results.")
     if config.out and Path(_absolute(config.out)) != out:
-        raise UserError(f"A run goes on in its own folder, {out}: leave out --out.")
+        raise UserError(f"A run resumes in its own folder, {out}: leave out --out.")
     return out
 
 

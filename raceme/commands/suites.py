@@ -19,7 +19,9 @@ SHARED = ("data-root", "download", "clients", "devices", "max-updates", "max-tim
 
 Out = Annotated[
     Path | None,
-    typer.Option("--out", help="folder for the results; the same folder again goes on from there"),
+    typer.Option(
+        "--out", help="folder for the results; the same folder again continues from there"
+    ),
 ]
 Seeds = Annotated[str | None, typer.Option("--seeds", help="seeds, e.g. 0,1,2", show_default=False)]
 Processes = Annotated[
@@ -46,7 +48,7 @@ def run_suites(planned: Sequence[tuple[Suite, Path]], processes: int) -> None:
             comparison = run_suite(plan, processes or cores(), console)
         except KeyboardInterrupt:
             console.print(
-                f"\nInterrupted. Finished runs are kept; to go on, the same command with "
+                f"\nInterrupted. Finished runs are kept; to continue, the same command with "
                 f"--out {plan.out}",
                 markup=False,
                 soft_wrap=True,

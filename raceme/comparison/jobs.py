@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from raceme.checkpoints import can_go_on
+from raceme.checkpoints import can_resume
 from raceme.comparison.suites import Method, Suite, slug
 from raceme.config import RunConfig, read_toml
 from raceme.config.errors import UserError
@@ -67,9 +67,9 @@ class Job:
         return Path(self.config.out)
 
     @property
-    def can_go_on(self) -> bool:
-        """True if a killed run left a checkpoint in the folder to go on from."""
-        return can_go_on(self.folder, self.config)
+    def can_resume(self) -> bool:
+        """True if a killed run left a checkpoint in the folder to resume from."""
+        return can_resume(self.folder, self.config)
 
     def summary(self) -> dict[str, Any] | None:
         """Return the content of its summary; None if it is not finished.

@@ -51,7 +51,7 @@ class Finished:
 def serve(connection: Connection[Any, Any]) -> None:
     """Run each configuration that comes, and send :class:`Progress` and then :class:`Finished`.
 
-    If its folder exists, a run of it is half-done there and goes on.
+    If its folder exists, a run of it is half-done there and is resumed.
     """
     # Ctrl-C reaches all processes of a terminal; the comparison ends its own.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

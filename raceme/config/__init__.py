@@ -120,7 +120,7 @@ class RunConfig:
         unit=SECONDS,
         low=0,
     )
-    resume: str = option("", "folder of a run to go on with, from its last checkpoint", path=True)
+    resume: str = option("", "folder of a run to resume, from its last checkpoint", path=True)
     out: str = option(
         "", "folder for the results (empty: runs/<time>-<strategy>-<dataset>)", path=True
     )

@@ -288,7 +288,7 @@ def run_testbed(config: RunConfig, show: Show, shapes: Sequence[Shape] | None = 
     if not (out / "summary.json").is_file():
         raise UserError(
             f"The run ended without results in {out}; what it printed is above. "
-            "If there is a checkpoint, --resume goes on with it."
+            "If there is a checkpoint, --resume resumes from it."
         )
     return out
 

@@ -1,4 +1,4 @@
-"""What a run reports while it goes on: one small record per happening.
+"""What a run reports meanwhile: one small record per happening.
 
 A strategy calls its ``observe`` function with these; the run store, the progress line and tests
 are such functions. Times are seconds on the clock of the grid: virtual in the simulator, since

@@ -49,7 +49,7 @@ class RunStore:
     replace : bool
         Replace a run that the folder holds already, instead of refusing.
     after : int, optional
-        Go on with the run that the folder holds, after so many of its events; what it holds of
+        Resume the run that the folder holds, after so many of its events; what it holds of
         later ones is dropped.
 
     Raises
@@ -195,7 +195,7 @@ def _check_format(connection: sqlite3.Connection, path: Path, formats: Collectio
 def _reopen(path: Path, after: int) -> sqlite3.Connection:
     """Open a run store and drop what came after an event."""
     if not path.is_file():
-        raise UserError(f"There is no run store {path} to go on with.")
+        raise UserError(f"There is no run store {path} to resume.")
     connection = _open(path)
     try:
         _check_format(connection, path, (FORMAT,))

@@ -1,4 +1,4 @@
-"""The numbers of a run: gathered while it goes on, written as ``summary.json`` at its end."""
+"""The numbers of a run: gathered during the run, written as ``summary.json`` at its end."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from raceme.protocol.events import (
     UpdateRejected,
 )
 from raceme.records.convergence import convergence_index, unrest
-from raceme.records.files import written_whole
+from raceme.records.files import atomic_write
 from raceme.records.membership import Membership, purity
 
 __all__ = ["Evaluation", "RunSummary", "purity", "summarise", "time_to_target", "write_summary"]
@@ -55,12 +55,12 @@ class Evaluation(Protocol):
 
 @dataclass(frozen=True)
 class _Point:
-    """An evaluation without its clients."""
+    """An evaluation that counts, without its clients."""
 
     time: float
     updates: int
     accuracy: float
-    counts: bool
+    counts: bool = True
 
 
 def time_to_target(
@@ -107,9 +107,9 @@ class RunSummary:
     membership : Membership
         Which client is in which clusters.
     reason : str or None
-        Why the run ended, in words; None while it goes on.
+        Why the run ended, in words; None before its end.
     ending : Ending or None
-        The kind of end; None while it goes on.
+        The kind of end; None before it.
     """
 
     def __init__(self) -> None:
@@ -219,14 +219,14 @@ class RunSummary:
 
     def _observe_evaluation(self, event: Evaluated) -> None:
         accuracy = float(event.accuracy)
-        self._evaluations.append(
-            _Point(float(event.time), int(event.updates), accuracy, event.counts)
-        )
         self.clusters = int(event.clusters)
         self.accuracy, self.asked, self.answered = accuracy, int(event.asked), event.answered
+        if not event.counts:
+            return
+        self._evaluations.append(_Point(float(event.time), int(event.updates), accuracy))
         best = -math.inf if self.best_accuracy is None else self.best_accuracy
         # False for NaN, which a run that diverged may give.
-        if event.counts and accuracy > best:
+        if accuracy > best:
             self.best_accuracy = accuracy
 
     def _observe_clusters(self, event: ClustersChanged | ClientJoined) -> None:
@@ -269,9 +269,9 @@ def summarise(
 
 
 def write_summary(path: Path, summary: Mapping[str, Any]) -> None:
-    """Write a summary as indented JSON, whole or not at all."""
+    """Write a summary as indented JSON, atomically."""
     text = json.dumps(summary, indent=2, allow_nan=False, ensure_ascii=False)
-    with written_whole(path) as file:
+    with atomic_write(path) as file:
         file.write_text(text + "\n", encoding="utf-8")
 
 

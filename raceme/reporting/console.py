@@ -1,4 +1,4 @@
-"""What a person sees in the terminal: a live line while a run goes on, a table at its end."""
+"""What a person sees in the terminal: a live line during a run, a table at its end."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from raceme.records.summary import RunSummary
 
 
 class RunProgress:
-    """Shows a run as it goes on; an observer of it, and a context manager around it.
+    """Shows the progress of a run; an observer of it, and a context manager around it.
 
     On a terminal it is one live line. Elsewhere it prints a plain line at each evaluation.
 

@@ -111,9 +111,9 @@ def _read_summary(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         further = ""
         if (folder / "checkpoint").is_dir():
-            further = f"; to go on with it: raceme run --resume {folder}"
+            further = f"; to resume it: raceme run --resume {folder}"
         raise UserError(
-            f"{folder} has no summary.json: the run is still going on or was killed{further}."
+            f"{folder} has no summary.json: the run is not over yet or was killed{further}."
         )
     try:
         summary = json.loads(path.read_text(encoding="utf-8"))

@@ -67,7 +67,7 @@ class Dispatch(ABC):
     Attributes
     ----------
     state : dataclass
-        All that decides how it goes on; part of every checkpoint.
+        All that decides what follows; part of every checkpoint.
     waits_for_greetings : bool
         Whether it looks at the whole fleet before it chooses anyone.
     """
@@ -149,7 +149,7 @@ class RoundState:
     number : int
         Number of the round, from 1; 0 before the first.
     running : bool
-        Whether it goes on.
+        Whether it is under way.
     unsent : dict[str, bool]
         Participants that have not been sent their work yet, in order.
     open : dict[str, int]

@@ -179,7 +179,7 @@ class Method(Questions, Strategy):
     # State.
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that decides how the run goes on: a tree of plain values and arrays."""
+        """Return all that decides how the run continues: a tree of plain values and arrays."""
         return {
             "method": type(self).__name__,
             "clusters": to_tree(self.clusters),

@@ -268,7 +268,7 @@ class VirtualGrid(Grid):
         self._executor.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that decides how the simulation goes on: a tree of plain values and arrays.
+        """Return all that decides how the simulation continues: a tree of plain values and arrays.
 
         Work in progress is not in it. Its messages are: it is done again, with the same result.
         """

@@ -36,7 +36,7 @@ class Network:
     slices : dict[str, slice]
         Where each parameter lies in them.
     needs_pairs : bool
-        True if a mini-batch of one sample is of no use: batch normalisation.
+        True if a mini-batch of one sample is unusable: batch normalisation.
     batch_norm : tuple[str, ...]
         Names of the arrays of its batch normalisation: weights, statistics and counters.
     channels_last : bool

@@ -141,14 +141,14 @@ def play(
     seen: list[events.Event] = []
     states: dict[int, Any] = {}
 
-    def at_rest() -> str:
+    def stop_check() -> str:
         if strategy.progress.updates in save_at and strategy.progress.updates not in states:
             state = {"strategy": strategy.state_dict(), "grid": grid.state_dict()}
             states[strategy.progress.updates] = (state, len(seen))
         return ""
 
     plan = Plan(eval_every=7, concurrency=5)
-    strategy.start(grid, MODEL, 90, 20.0, plan=plan, observe=seen.append, stop_check=at_rest)
+    strategy.start(grid, MODEL, 90, 20.0, plan=plan, observe=seen.append, stop_check=stop_check)
     models = {k: model.vector.tobytes() for k, model in strategy.models.items()}
     return seen, models, states
 
@@ -232,7 +232,7 @@ def result_of(out: Path) -> tuple[list[str], dict[str, Any], dict[str, Any]]:
 
 
 def kill_and_resume(command: Commands, started: list[str], out: Path, seed: int) -> None:
-    """Kill a run at a random moment after its first checkpoint, and go on with it."""
+    """Kill a run at a random moment after its first checkpoint, and resume it."""
     rng = np.random.default_rng(seed)
     wanted, log = int(rng.integers(1, 15)), out.with_suffix(".log")
     child = command.start(*started, *EVERY, output=log)
@@ -243,7 +243,7 @@ def kill_and_resume(command: Commands, started: list[str], out: Path, seed: int)
     assert command.exit_code() == -signal.SIGKILL, log.read_text()
     assert not (out / "summary.json").exists()
     assert command.run("run", "--resume", str(out), output=log) == 0, log.read_text()
-    assert "Going on from" in log.read_text()
+    assert "Resuming from" in log.read_text()
 
 
 @pytest.mark.parametrize("seed", [*range(4), *(pytest.param(n, marks=SLOW) for n in range(4, 20))])
@@ -361,7 +361,7 @@ def test_a_checkpoint_of_another_run_is_refused(
 def test_without_any_usable_checkpoint_the_run_is_left_alone(out: Path, finished: Path) -> None:
     for path in (out / "checkpoint").iterdir():
         path.write_bytes(b"nothing")
-    with pytest.raises(UserError, match=r"it is damaged .* There is no other to go on from"):
+    with pytest.raises(UserError, match=r"it is damaged .* There is no other to resume from"):
         go_on(out)
     shutil.rmtree(out / "checkpoint")
     with pytest.raises(UserError, match=r"There is no checkpoint in .* checkpoint-every"):
@@ -370,9 +370,9 @@ def test_without_any_usable_checkpoint_the_run_is_left_alone(out: Path, finished
 
 
 def test_the_folder_has_to_be_that_of_the_run(out: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"There is no run in .*elsewhere to go on with"):
+    with pytest.raises(UserError, match=r"There is no run in .*elsewhere to resume"):
         go_on(tmp_path / "elsewhere")
-    with pytest.raises(UserError, match="A run goes on in its own folder"):
+    with pytest.raises(UserError, match="A run resumes in its own folder"):
         go_on(out, {"out": str(tmp_path / "new")})
 
 

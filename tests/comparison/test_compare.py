@@ -125,8 +125,8 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(
 
     _, said = run(suite, tmp_path)
 
-    assert f"{method}, seed 1: half-done, goes on from its last checkpoint" in said
-    assert "Going on from" in log.read_text()
+    assert f"{method}, seed 1: half-done, resumed from its last checkpoint" in said
+    assert "Resuming from" in log.read_text()
     assert dump(job.folder) == dump(finished / method / "seed-1")
     assert not (job.folder / "checkpoint").exists()
     assert not (finished / method / "seed-1" / "checkpoint").exists()

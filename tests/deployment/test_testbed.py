@@ -99,7 +99,7 @@ def test_a_server_app_that_is_killed_is_gone_on_with_and_applies_no_update_twice
 
     again = up(place, "--clients", "2", "--resume", str(out), "--max-updates", "30")
     assert again.wait(90) == 0, again.describe()
-    assert "Going on from" in again.text()
+    assert "Resuming from" in again.text()
     record = read_run(out)
     assert list(record.updates.seq) == list(range(1, 31))
     assert sorted(record.groups) == ["client-0", "client-1"]

@@ -198,7 +198,7 @@ def test_a_client_that_was_assigned_is_placed_then_and_moved_after(tmp_path: Pat
         ("interrupted by SIGTERM", Ending.INTERRUPTED),
         ("all clients are gone", Ending.NO_CLIENTS),
         ("the last 10 rounds brought no valid update", Ending.USELESS_REPLIES),
-        ("the last 100 replies were of no use; the last one: c", Ending.USELESS_REPLIES),
+        ("the last 100 replies were unusable; the last one: c", Ending.USELESS_REPLIES),
     ],
 )
 def test_why_a_run_ended_is_known_from_its_words(

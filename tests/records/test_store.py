@@ -324,7 +324,7 @@ def test_an_existing_run_can_be_replaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("after", range(len(ONE_OF_EACH) + 1))
-def test_going_on_gives_the_same_contents_as_one_run(tmp_path: Path, after: int) -> None:
+def test_resumed_gives_the_same_contents_as_one_run(tmp_path: Path, after: int) -> None:
     whole = dump(write(tmp_path / "whole", ONE_OF_EACH))
     path = write(tmp_path / "resumed", ONE_OF_EACH)
     with RunStore(path.parent, after=after) as store:
@@ -336,14 +336,14 @@ def test_going_on_gives_the_same_contents_as_one_run(tmp_path: Path, after: int)
     assert dump(path) == whole
 
 
-def test_going_on_with_fewer_events_than_expected_is_refused(tmp_path: Path) -> None:
+def test_resumed_with_fewer_events_than_expected_is_refused(tmp_path: Path) -> None:
     write(tmp_path, ONE_OF_EACH)
     with pytest.raises(UserError, match="events are missing"):
         RunStore(tmp_path, after=len(ONE_OF_EACH) + 1)
     assert read_events(tmp_path) == ONE_OF_EACH
 
 
-def test_going_on_with_nothing_is_refused(tmp_path: Path) -> None:
+def test_resumed_with_nothing_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no run store"):
         RunStore(tmp_path, after=3)
     assert not (tmp_path / FILE_NAME).exists()

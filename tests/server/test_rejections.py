@@ -1,4 +1,4 @@
-"""Replies that are of no use: which they are, and what becomes of their clients."""
+"""Replies that are unusable: which they are, and what becomes of their clients."""
 
 from __future__ import annotations
 
