@@ -1,57 +1,34 @@
 from __future__ import annotations
 
-import gc
-import json
-import os
-import subprocess
-import sys
-import weakref
 from pathlib import Path
 
 import numpy as np
 import pytest
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from nodes import (
+    CONFIG,
+    INITIAL,
+    SPEC,
+    Settings,
+    context,
+    message,
+    node_context,
+    several,
+    write_device,
+)
 
 from raceme import datasets, models
-from raceme.client_app import KINDS, app, forget, work_of
-from raceme.compat import identify_process, set_message_id
+from raceme.client_app import KINDS, app
+from raceme.compat import identify_process
 from raceme.config import RunConfig
 from raceme.config.errors import UserError
 from raceme.protocol.messages import ModelSpec, from_array, to_array
-from raceme.simulation import InProcess, Pool
 from raceme.training import Network, Samples, evaluate
-from raceme.training.clients import Client, ClientCache
-
-Settings = dict[str, int | float | bool | str]
-
-CONFIG = RunConfig(clients=20, partition="iid")
-INITIAL = models.initial_arrays(CONFIG)
-SPEC = ModelSpec.of(INITIAL)
 
 
 @pytest.fixture(autouse=True)
 def _identity() -> None:
     identify_process()
-
-
-def context(client: int = 0, config: RunConfig = CONFIG, **node: object) -> Context:
-    """A node as Flower's simulation describes it."""
-    return node_context(
-        {"partition-id": client, "num-partitions": config.clients or 40, **node}, config
-    )
-
-
-def node_context(node: dict[str, object], config: RunConfig = CONFIG) -> Context:
-    return Context(1, 7, node, RecordDict(), config.to_mapping())  # type: ignore[arg-type]
-
-
-def message(
-    kind: str, settings: Settings | None = None, arrays: ArrayRecord | None = None
-) -> Message:
-    content = RecordDict({"arrays": INITIAL if arrays is None else arrays})
-    if settings is not None:
-        content["config"] = ConfigRecord(dict(settings))
-    return Message(content=content, dst_node_id=7, message_type=kind)
 
 
 def train(settings: Settings | None = None, client: int = 0, **keys: object) -> RecordDict:
@@ -173,10 +150,6 @@ def ask(
     return app(Message(content, dst_node_id=7, message_type=kind), context(client)).content
 
 
-def several(*arrays: ArrayRecord) -> dict[str, ArrayRecord]:
-    return {f"arrays-{index}": record for index, record in enumerate(arrays)}
-
-
 def test_an_unknown_kind_is_an_error_of_one_line_that_lists_the_kinds() -> None:
     with pytest.raises(ValueError, match="no work of the kind 'trian'; it knows train, ") as error:
         train({"kind": "trian"})
@@ -291,210 +264,6 @@ def test_a_client_works_on_the_data_of_the_step_that_it_is_told() -> None:
     assert tested[0] == tested[2] != tested[1] == tested[3]
 
 
-# --- batch normalisation at home ----------------------------------------------------------------
-
-# Two samples, one of each class. Normalised they are (1, -1) and (-1, 1), whatever their size.
-PAIR = np.array([[5.0, 1.0], [1.0, 3.0]], np.float32)
-LABELS = np.array([0, 1])
-
-
-def own_batch_norm(folder: Path, **keys: object) -> Context:
-    """A device whose network is one layer of batch normalisation; it trains for one step."""
-    np.savez(folder / "pair.npz", x_train=PAIR, y_train=LABELS, x_test=PAIR + 0.5, y_test=LABELS)
-    config = RunConfig(
-        dataset="npz",
-        model="networks:batch_norm_only",
-        lr=1.0,
-        batch_norm="local",
-    )
-    config = config.with_values(data_file=str(folder / "pair.npz"), **keys)
-    return node_context({"device-id": "a"}, config)
-
-
-def batch_norm(weight: float, mean: float, count: int) -> ArrayRecord:
-    arrays = {
-        "weight": np.full(2, weight, np.float32),
-        "bias": np.zeros(2, np.float32),
-        "running_mean": np.full(2, mean, np.float32),
-        "running_var": np.ones(2, np.float32),
-        "num_batches_tracked": np.array(count),
-    }
-    return ArrayRecord({name: to_array(values) for name, values in arrays.items()})
-
-
-def numbers(record: ArrayRecord) -> dict[str, np.ndarray]:
-    return {name: from_array(array) for name, array in record.items()}
-
-
-def test_local_batch_normalisation_over_two_rounds_by_hand(tmp_path: Path) -> None:
-    node = own_batch_norm(tmp_path)
-    # The first feature is +γ for one sample and -γ for the other, the second the other way
-    # round: both have the right class with p = 1 / (1 + exp(-2γ)), and the gradient of γ is p - 1.
-    gamma, mean, var = 1.0, np.zeros(2), np.ones(2)
-    for count, received in ((1, batch_norm(1.0, 0.0, 0)), (2, batch_norm(7.0, 9.0, 100))):
-        gamma += 1 - 1 / (1 + np.exp(-2 * gamma))
-        mean = 0.9 * mean + 0.1 * np.array([3.0, 2.0])
-        var = 0.9 * var + 0.1 * np.array([8.0, 2.0])  # of two samples, divided by n - 1
-        reply = app(message("train", {"task": count}, received), node).content
-        # What travels is what came.
-        assert reply["arrays"] == received
-        own = numbers(node.state["batch-norm"])  # type: ignore[arg-type]
-        assert own["weight"] == pytest.approx(gamma, rel=1e-4)
-        assert own["bias"] == pytest.approx(0, abs=1e-6)
-        assert own["running_mean"] == pytest.approx(mean, rel=1e-5)
-        assert own["running_var"] == pytest.approx(var, rel=1e-5)
-        assert own["num_batches_tracked"] == count
-    tested = app(message("evaluate", arrays=batch_norm(-1.0, 50.0, 0)), node).content["metrics"]
-    scores = gamma * (PAIR + 0.5 - mean) / np.sqrt(var + 1e-5)
-    expected = np.log1p(np.exp(scores[[0, 1], 1 - LABELS] - scores[[0, 1], LABELS])).mean()
-    assert tested["loss"] == pytest.approx(expected, rel=1e-4)
-    assert tested["accuracy"] == (scores.argmax(axis=1) == LABELS).mean()
-
-
-def test_shared_batch_normalisation_travels_and_leaves_nothing(tmp_path: Path) -> None:
-    node = own_batch_norm(tmp_path, batch_norm="shared")
-    reply = app(message("train", {"task": 1}, batch_norm(1.0, 0.0, 0)), node).content
-    own = numbers(reply["arrays"])
-    assert own["running_mean"] == pytest.approx([0.3, 0.2])
-    assert own["num_batches_tracked"] == 1
-    assert not node.state
-
-
-def test_every_kind_of_work_uses_the_clients_own_batch_normalisation(tmp_path: Path) -> None:
-    node = own_batch_norm(tmp_path)
-    app(message("train", {"task": 1}, batch_norm(1.0, 0.0, 0)), node)
-    one, other = batch_norm(-1.0, 4.0, 3), batch_norm(2.0, -4.0, 5)
-    content = RecordDict({**several(one, other), "config": ConfigRecord({"kind": "losses"})})
-    asked = Message(content, dst_node_id=7, message_type="train")
-    measured = from_array(app(asked, node).content["numbers"]["losses"])
-    # Nothing of these models is not batch normalisation.
-    assert measured[0].tolist() == measured[1].tolist()
-
-
-def test_of_a_residual_network_all_but_batch_normalisation_travels(tmp_path: Path) -> None:
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(6, 3, 32, 32)).astype(np.float32)
-    np.savez(
-        tmp_path / "x.npz", x_train=x, y_train=np.arange(6) % 3, x_test=x, y_test=np.zeros(6, int)
-    )
-    config = RunConfig(dataset="npz", model="networks:resnet18", lr=0.01, batch_norm="local")
-    config = config.with_values(data_file=str(tmp_path / "x.npz"))
-    initial = models.initial_arrays(config)
-    node = node_context({"device-id": "a"}, config)
-    reply = app(message("train", {"task": 1}, initial), node).content["arrays"]
-    own = node.state["batch-norm"]
-    assert isinstance(own, ArrayRecord)
-    assert len(own) == 20 * 5
-    for name in initial:
-        travelled = not np.array_equal(from_array(reply[name]), from_array(initial[name]))
-        assert travelled == (name not in own), name
-    moved = [name for name in own if own[name].data != initial[name].data]
-    assert len(moved) == len(own)
-
-
-def test_what_a_client_keeps_is_the_same_in_worker_processes(tmp_path: Path) -> None:
-    replies, states = [], []
-    for executor in (InProcess(app), Pool("raceme.client_app:app", workers=1)):
-        identify_process()
-        node = own_batch_norm(tmp_path)
-        models_sent = (batch_norm(1.0, 0.0, 0), batch_norm(7.0, 9.0, 100))
-        kinds = ("train", "train", "evaluate")
-        for number, (kind, sent) in enumerate(
-            zip(kinds, (*models_sent, models_sent[0]), strict=True)
-        ):
-            asked = message(kind, {"task": number}, sent)
-            set_message_id(asked, f"m{number}")
-            executor.submit(asked, node, due=0.0)
-        replies.append([executor.result(f"m{number}").content for number in range(3)])
-        states.append(node.state)
-        executor.close()
-    assert replies[0] == replies[1]
-    assert states[0] == states[1]
-    assert states[0]
-
-
-def test_a_network_without_batch_normalisation_has_none_to_keep_at_home() -> None:
-    with pytest.raises(UserError, match=r"batch-norm=local .* model 'mlp' has none"):
-        models.initial_arrays(CONFIG.with_values(batch_norm="local"))
-
-
-# --- what stays in memory -----------------------------------------------------------------------
-
-
-class Loaded:
-    """Stands for a client's data."""
-
-
-def cache() -> tuple[ClientCache, list[tuple[object, int]]]:
-    loaded: list[tuple[object, int]] = []
-
-    def load(run: object, node: object, step: int) -> Client:
-        loaded.append((dict(node)["partition-id"], step))  # type: ignore[call-overload]
-        return Loaded()  # type: ignore[return-value]
-
-    return ClientCache(load), loaded
-
-
-def test_a_client_is_loaded_once_and_again_for_each_step_of_its_data() -> None:
-    clients, loaded = cache()
-    first = clients.client(context(0))
-    assert clients.client(context(0)) is first
-    later = clients.client(context(0), step=1)
-    assert later is not first
-    assert clients.client(context(0)) is first
-    assert clients.client(context(1), step=1) is not later
-    assert loaded == [(0, 0), (0, 1), (1, 1)]
-
-
-def test_of_a_client_no_more_than_two_steps_stay() -> None:
-    clients, _ = cache()
-    seen = [weakref.ref(clients.client(context(0), step)) for step in range(100)]
-    gc.collect()
-    assert [step for step, client in enumerate(seen) if client() is not None] == [98, 99]
-
-
-def test_nothing_of_a_run_stays_when_another_begins() -> None:
-    def loaded(**keys: object) -> weakref.ref[Samples]:
-        node = context(0, CONFIG.with_values(**keys))
-        work = work_of(Message(RecordDict(), dst_node_id=7, message_type="query"), node)
-        return weakref.ref(work.client.train)
-
-    first = loaded()
-    assert first() is not None
-    second = loaded(seed=1)
-    gc.collect()
-    assert first() is None
-    assert second() is not None
-    forget()
-    gc.collect()
-    assert second() is None
-
-
-def test_a_device_imports_nothing_that_only_a_server_needs(tmp_path: Path) -> None:
-    write_device(tmp_path / "own.npz")
-    config = RunConfig(dataset="npz", model="mclr")
-    config = config.with_values(data_file=str(tmp_path / "own.npz"))
-    script = (
-        "import json, sys\n"
-        "from flwr.app import Context, Message, RecordDict\n"
-        "from raceme.client_app import app\n"
-        "from raceme.compat import identify_process\n"
-        "identify_process()\n"
-        "run = json.loads(sys.argv[1])\n"
-        "context = Context(1, 7, {'device-id': 'a'}, RecordDict(), run)\n"
-        "print(app(Message(RecordDict(), 7, 'query'), context).content['config']['client-id'])\n"
-        "print(*{'matplotlib', 'sklearn', 'torchvision'} & set(sys.modules))\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script, json.dumps(config.to_mapping())],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.splitlines() == ["a", ""]
-
-
 # --- evaluate and query -------------------------------------------------------------------------
 
 
@@ -548,17 +317,6 @@ def test_a_node_that_does_not_say_which_client_it_is_is_an_error() -> None:
         query(node_context({}))
     with pytest.raises(UserError, match="no client 20: clients are numbered 0 to 19"):
         query(context(20))
-
-
-def write_device(path: Path, classes: int = 3) -> None:
-    rng = np.random.default_rng(0)
-    np.savez(
-        path,
-        x_train=rng.normal(size=(12, 4)),
-        y_train=np.arange(12) % classes,
-        x_test=rng.normal(size=(4, 4)),
-        y_test=np.arange(4) % classes,
-    )
 
 
 def test_a_device_with_its_own_file_needs_only_a_name(tmp_path: Path) -> None:
