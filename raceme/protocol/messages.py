@@ -108,7 +108,7 @@ def passes(settings: Mapping[str, object], examples: int) -> float:
     steps, epochs = settings.get(LOCAL_STEPS, 0), settings.get(LOCAL_EPOCHS, 1)
     if isinstance(steps, int) and steps > 0:
         size = settings.get(BATCH_SIZE, 1)
-        return steps * (size if isinstance(size, int) else 1) / examples
+        return steps * (size if isinstance(size, int) else 1) / max(1, examples)
     return float(epochs) if isinstance(epochs, int | float) else 1.0
 
 

@@ -83,7 +83,7 @@ class Device:
     def duration(
         self,
         examples: int,
-        epochs: int,
+        epochs: float,
         bytes_down: int,
         bytes_up: int,
         scale: float,
@@ -94,8 +94,8 @@ class Device:
 
         Parameters
         ----------
-        examples, epochs : int
-            Size of the work.
+        examples, epochs : int, float
+            Size of the work: training examples, and passes over them.
         bytes_down, bytes_up : int
             Size of the transfers.
         scale : float

@@ -59,7 +59,7 @@ class TracedDevice(Device):
     def duration(
         self,
         examples: int,
-        epochs: int,
+        epochs: float,
         bytes_down: int,
         bytes_up: int,
         scale: float,

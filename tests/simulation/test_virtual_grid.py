@@ -523,3 +523,16 @@ def test_everything_is_answered_once_in_order_of_time(
 @given(devices=DEVICES, plan=PLANS, seed=st.integers(0, 5))
 def test_the_same_seed_is_the_same_run(devices: list[Device], plan: list, seed: int) -> None:
     assert play(devices, plan, seed)[0] == play(devices, plan, seed)[0]
+
+
+def test_local_steps_cost_the_share_of_an_epoch_that_they_are() -> None:
+    # 10 examples at 0.1 s each: 4 mini-batches of 5 are two passes, whatever local-epochs says.
+    device = Device(seconds_per_round=2.0, seconds_per_sample=0.1)
+    settings = {"local_steps": 4, "batch_size": 5}
+    assert arrival(grid_of(device), train(1, **settings)) == pytest.approx(2 + 2)
+
+
+def test_numbers_that_answer_a_question_cost_no_upload() -> None:
+    # 100 bytes down at 50 B/s, 2 s of work; nothing of a model's size comes back.
+    device = Device(seconds_per_round=2.0, bandwidth_down=50.0, bandwidth_up=20.0)
+    assert arrival(grid_of(device), train(1, kind="losses")) == pytest.approx(2 + 2)
