@@ -46,13 +46,13 @@ __all__ = [
 
 log = logging.getLogger("raceme.defaults")
 
-_LOADING = ("dataset", "data_root", "download", "clients", "seed")
+_LOADING = ("dataset", "data_root", "download", "clients", "test_fraction", "seed")
 """What decides, beside the dataset's own options, what is loaded."""
 
 _DEALING = (*_LOADING, "partition")
 """What decides, beside the options of the dataset and the partition, who gets which samples."""
 
-_CHANGING = (*_DEALING, "test_fraction", "validation_fraction", "drift")
+_CHANGING = (*_DEALING, "validation_fraction", "drift")
 """What decides, beside the drift's own options too, what clients have and see at each step."""
 
 
@@ -138,7 +138,7 @@ def load(config: RunConfig) -> Dataset:
 
 def data_shape(config: RunConfig) -> DataShape:
     """Return what a model has to fit; loads nothing where the source knows it."""
-    return _data_shape(with_clients(config).narrowed(*_LOADING))
+    return _data_shape(config.narrowed(*_LOADING))
 
 
 def client_data(config: RunConfig, client: int, step: int = 0) -> ClientData:

@@ -55,6 +55,7 @@ class HarBox(Source):
     default_model = "mlp"
     default_lr = 0.01
     target_accuracy = 0.75
+    default_clients = 120
     has_clients = True
 
     activities = ("Call", "Hop", "typing", "Walk", "Wave")
@@ -75,7 +76,9 @@ class HarBox(Source):
         return DataShape((WINDOW * AXES,), len(self.activities))
 
     def count_clients(self, config: RunConfig) -> int:
-        """Return the number of people."""
+        """Return the number of people with files; of all, where files are not needed."""
+        if not config.data_root:
+            return self.default_clients
         return len(self._people(_folder(config, "harbox", self.folders)))
 
     def _people(self, root: Path) -> list[Person]:
@@ -96,6 +99,7 @@ class Imu(Source):
     default_model = "mlp"
     default_lr = 0.01
     target_accuracy = 0.8
+    default_clients = 7
     has_clients = True
 
     activities = ("walk", "up", "down")
@@ -115,7 +119,9 @@ class Imu(Source):
         return DataShape((WINDOW * AXES,), len(self.activities))
 
     def count_clients(self, config: RunConfig) -> int:
-        """Return the number of people."""
+        """Return the number of people with files; of all, where files are not needed."""
+        if not config.data_root:
+            return self.default_clients
         return len(self._people(_folder(config, "imu", self.folders)))
 
     def _people(self, root: Path) -> list[Person]:

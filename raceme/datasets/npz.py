@@ -99,7 +99,8 @@ class Npz(Source):
         A device has only its own; a simulation has all of them, and every client must build the
         same network although its own labels may stop short of the largest.
         """
-        paths = [_path(config, client) for client in range(config.num_clients)]
+        clients = self.count_clients(config) if config.clients is None else config.clients
+        paths = [_path(config, client) for client in range(clients)]
         present = [path for path in dict.fromkeys(paths) if path.is_file()] or paths[:1]
         return _common_shape({path: read(path) for path in present})
 

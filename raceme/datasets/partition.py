@@ -196,18 +196,17 @@ def fitting_groups(text: str, clients: int, labels: int | None = None) -> str:
     UserError
         The shares cannot be read.
     """
-    shares = parse_groups(text).tolist()
+    shares = parse_groups(text)
     totals = [clients] if labels is None else [clients, labels]
-    fitting = shares
-    while len(fitting) > 1:
-        counts = np.min([largest_remainder(total, np.array(fitting)) for total in totals], axis=0)
-        if counts.min() > 0:
-            break
-        empty = int(np.argmin(counts))
-        beside = [i for i in (empty - 1, empty + 1) if 0 <= i < len(fitting)]
-        first = min(empty, min(beside, key=lambda i: fitting[i]))
-        fitting = [*fitting[:first], fitting[first] + fitting[first + 1], *fitting[first + 2 :]]
-    return text if fitting is shares else ",".join(f"{share:.9g}" for share in fitting)
+    counts = np.min([largest_remainder(total, shares) for total in totals], axis=0)
+    if counts.min() > 0 or len(shares) == 1:
+        return text
+    empty = int(np.argmin(counts))
+    beside = [i for i in (empty - 1, empty + 1) if 0 <= i < len(shares)]
+    first = min(empty, min(beside, key=lambda i: float(shares[i])))
+    joined = [*shares[:first], shares[first] + shares[first + 1], *shares[first + 2 :]]
+    # As text, since that is what is read again: rounding decides between equal remainders.
+    return fitting_groups(",".join(f"{share:.9g}" for share in joined), clients, labels)
 
 
 def largest_remainder(total: int, shares: Shares) -> Indices:

@@ -154,8 +154,12 @@ class Source:
         raise TypeError(f"{type(self).__name__} does not define load().")
 
     def shape(self, config: RunConfig) -> DataShape:
-        """Return what a model has to fit; a source that knows it need not load anything."""
-        return self.load(config).shape
+        """Return what a model has to fit; a source that knows it need not load anything.
+
+        The configuration's number of clients may be open.
+        """
+        clients = self.count_clients(config) if config.clients is None else config.clients
+        return self.load(config.with_values(clients=clients)).shape
 
     def count_clients(self, config: RunConfig) -> int:
         """Return the number of clients of a run that names none.

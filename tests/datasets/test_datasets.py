@@ -143,7 +143,7 @@ def test_mnist_is_read_from_idx_files_pooled_and_normalised(
     tmp_path: Path, name: str, folder: str
 ) -> None:
     write_mnist(tmp_path, folder)
-    config = RunConfig(dataset=name, data_root=str(tmp_path))
+    config = RunConfig(dataset=name, data_root=str(tmp_path), clients=40)
     dataset = datasets.load(config)
     assert dataset.x.shape == (400, 1, 28, 28)
     assert datasets.data_shape(config) == dataset.shape
@@ -341,3 +341,50 @@ def test_files_of_different_shapes_do_not_make_one_dataset(tmp_path: Path) -> No
         UserError, match=r"1\.npz: samples must have the shape of those in .*0\.npz"
     ):
         datasets.true_groups(npz_config(tmp_path / "{client}.npz", clients=2))
+
+
+# --- what is left to the dataset ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dataset", "clients"),
+    [("digits", 40), ("mnist", 100), ("fashion-mnist", 100), ("cifar10", 100), ("synthetic", 30)],
+)
+def test_a_dataset_says_how_many_clients_suit_it(dataset: str, clients: int) -> None:
+    assert datasets.with_clients(RunConfig(dataset=dataset)).clients == clients
+    assert datasets.with_clients(RunConfig(dataset=dataset, clients=7)).clients == 7
+
+
+def test_as_many_clients_as_there_are_numbered_files(tmp_path: Path) -> None:
+    for client in (0, 1, 2, 4):
+        np.savez(tmp_path / f"device-{client}.npz", **device_arrays())
+    several = npz_config(tmp_path / "device-{client}.npz", clients=None)
+    assert datasets.with_clients(several).clients == 3
+    assert datasets.with_clients(npz_config(tmp_path / "device-0.npz", clients=None)).clients == 1
+
+
+def test_groups_shrink_to_the_clients_and_one_line_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    groups = datasets.true_groups(RunConfig(clients=2))
+    assert groups == (0, 1)
+    assert caplog.messages == [
+        "groups '0.2,0.2,0.3,0.3' are more than there can be (clients=2, 10 labels): "
+        "joined to '0.4,0.6'"
+    ]
+    labels = [set(data.y_train) for data in datasets.all_clients(RunConfig(clients=2))]
+    assert labels == [{0, 1, 2, 3}, {4, 5, 6, 7, 8, 9}]
+    assert len(caplog.messages) == 1
+
+
+def test_groups_that_fit_stay_and_those_of_people_do_not_matter(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    fitting = RunConfig(clients=4)
+    assert datasets.with_fitting_groups(fitting) is fitting
+    people = RunConfig(dataset="synthetic", clients=2)
+    assert datasets.with_fitting_groups(people) is people
+    assert not caplog.messages
+    skewed = datasets.with_fitting_groups(RunConfig(clients=3, partition="rotation-groups"))
+    # Three groups turn their images by thirds of a circle, not by quarters.
+    assert datasets.true_groups(skewed) == (0, 1, 2)

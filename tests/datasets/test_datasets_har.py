@@ -1,4 +1,4 @@
-"""Sensor windows by person: HARBox, IMU and npz files, on small generated files."""
+"""Sensor windows by person: HARBox and IMU, on small generated files."""
 
 from __future__ import annotations
 
@@ -74,34 +74,12 @@ def test_imu_has_two_groups(tmp_path: Path) -> None:
     assert len(client.y_train) + len(client.y_test) == 6
 
 
-def test_person_files(tmp_path: Path) -> None:
-    for person, count in ((10, 5), (2, 10)):
-        x = np.full((count, 4, 3), person, np.float32)
-        np.savez(tmp_path / f"person-{person}.npz", x=x, y=np.arange(count) % 2)
-    first = datasets.client_data(config(tmp_path, "har", 2), 0)
-    # 2 comes before 10; four fifths of ten windows are for training.
-    assert (len(first.y_train), len(first.y_test), float(first.x_train.max())) == (8, 2, 2.0)
-    assert datasets.load(config(tmp_path, "har", 2)).shape == datasets.DataShape((4, 3), 2)
-
-
-def test_person_files_with_test_windows(tmp_path: Path) -> None:
-    parts = {"x_train": np.ones((3, 6)), "y_train": [0, 1, 2]}
-    np.savez(tmp_path / "1.npz", **parts, x_test=np.zeros((2, 6)), y_test=[1, 1])
-    client = datasets.client_data(config(tmp_path, "har", 1), 0)
-    assert (client.y_train.tolist(), client.y_test.tolist()) == ([0, 1, 2], [1, 1])
-    np.savez(tmp_path / "2.npz", x=np.ones((3, 6)), y=[0, 1, 2])
-    with pytest.raises(UserError, match=r"have test windows .* others have not"):
-        datasets.load(config(tmp_path, "har", 2))
-
-
 def test_what_is_wrong_with_sensor_files(tmp_path: Path) -> None:
-    for name in ("har", "harbox", "imu"):
+    for name in ("harbox", "imu"):
         with pytest.raises(UserError, match=f"{name} needs the folder"):
             datasets.load(RunConfig(dataset=name))
     with pytest.raises(UserError, match="harbox is not under"):
         datasets.load(config(tmp_path, "harbox", 1))
-    with pytest.raises(UserError, match=r"an .npz file for each of 2 clients .* there are 0"):
-        datasets.load(config(tmp_path, "har", 2))
     folder = tmp_path / "large_scale_HARBox" / "1"
     folder.mkdir(parents=True)
     np.savetxt(folder / "Walk_train.txt", np.zeros((150, 10)))
@@ -110,12 +88,17 @@ def test_what_is_wrong_with_sensor_files(tmp_path: Path) -> None:
     (folder / "Walk_train.txt").write_text("no numbers")
     with pytest.raises(UserError, match="as numbers"):
         datasets.load(config(tmp_path, "harbox", 1))
-    np.savez(tmp_path / "1.npz", x=np.full((2, 3), np.nan), y=[0, 1])
-    with pytest.raises(UserError, match="must be finite"):
-        datasets.load(config(tmp_path, "har", 1))
+
+
+def test_all_people_are_clients_where_no_number_is_given(tmp_path: Path) -> None:
+    for person in (1, 2, 5):
+        write_harbox(tmp_path, person, {"Walk": 2})
+    found = datasets.with_clients(RunConfig(dataset="harbox", data_root=str(tmp_path)))
+    assert found.clients == 3
+    assert len(datasets.all_clients(found)) == 3
 
 
 @pytest.mark.parametrize("name", ["harbox", "imu"])
 def test_the_mlp_fits(name: str) -> None:
-    assert datasets.with_defaults(RunConfig(dataset=name)).model == "mlp"
-    models.initial_arrays(RunConfig(dataset=name))
+    assert datasets.with_defaults(RunConfig(dataset=name, clients=1)).model == "mlp"
+    models.initial_arrays(RunConfig(dataset=name, clients=1))

@@ -15,6 +15,7 @@ from PIL import Image
 from raceme import datasets, models
 from raceme.config import RunConfig
 from raceme.config.errors import UserError
+from raceme.config.registry import PARTITIONERS
 from raceme.datasets.cache import cache_folder, cached
 from raceme.datasets.femnist import largest
 from raceme.datasets.skew import rotated
@@ -283,13 +284,14 @@ def test_noise_grows_from_group_to_group() -> None:
 
 
 def test_rotation_needs_images() -> None:
-    config = RunConfig(dataset="har", partition="rotation-groups")
+    config = RunConfig(dataset="imu", partition="rotation-groups")
     from raceme.datasets.skew import skew
 
-    with pytest.raises(UserError, match="turns images, and har has inputs of shape"):
+    with pytest.raises(UserError, match="turns images, and imu has inputs of shape"):
         skew(np.zeros((2, 5), np.float32), config, 1, 0, "train")
+    deal, labels = PARTITIONERS["rotation-groups"], np.arange(100) % 10
     with pytest.raises(UserError, match="is not even one"):
-        datasets.true_groups(RunConfig(clients=3, partition="rotation-groups"))
+        deal(labels, config.with_values(clients=3), np.random.default_rng(0))
 
 
 @pytest.mark.parametrize(("name", "shape"), [("cifar10", (3, 32, 32)), ("femnist", (1, 28, 28))])

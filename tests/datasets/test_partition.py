@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 from raceme.config import RunConfig
 from raceme.config.errors import UserError
 from raceme.datasets import PARTITIONERS
-from raceme.datasets.partition import MIN_SAMPLES, Partition, largest_remainder, parse_groups
+from raceme.datasets.partition import (
+    MIN_SAMPLES,
+    Partition,
+    fitting_groups,
+    largest_remainder,
+    parse_groups,
+)
 
 LABELS = np.repeat(np.arange(10), 80)
 
@@ -192,3 +198,32 @@ def test_a_label_too_rare_for_its_holders_is_said() -> None:
 def test_indices_ascend() -> None:
     for own in deal("dirichlet", clients=7).indices:
         assert all(a < b for a, b in pairwise(own))
+
+
+@pytest.mark.parametrize(
+    ("text", "clients", "labels", "fitting"),
+    [
+        ("0.2,0.2,0.3,0.3", 4, 10, "0.2,0.2,0.3,0.3"),
+        ("0.2, 0.2, 0.3, 0.3", 40, 10, "0.2, 0.2, 0.3, 0.3"),
+        # 0.6, 0.6, 0.9 and 0.9 clients: the second gets none and joins the first.
+        ("0.2,0.2,0.3,0.3", 3, 10, "0.4,0.3,0.3"),
+        ("0.2,0.2,0.3,0.3", 2, 10, "0.4,0.6"),
+        ("0.2,0.2,0.3,0.3", 1, None, "1"),
+        ("0.2,0.2,0.3,0.3", 40, 3, "0.4,0.3,0.3"),
+        # 0.2 of 4 labels is 0.8, the largest remainder; 0.1 gets none and joins the smaller side.
+        ("0.5,0.1,0.2,0.2", 100, 4, "0.5,0.3,0.2"),
+        ("0.02,0.98", 40, 10, "1"),
+    ],
+)
+def test_groups_that_would_get_nobody_join_a_neighbour(
+    text: str, clients: int, labels: int | None, fitting: str
+) -> None:
+    assert fitting_groups(text, clients, labels) == fitting
+
+
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=8), st.integers(1, 30), st.integers(1, 12))
+def test_fitting_groups_always_fit(parts: list[int], clients: int, labels: int) -> None:
+    text = ",".join(f"{part / sum(parts):.17g}" for part in parts)
+    shares = parse_groups(fitting_groups(text, clients, labels))
+    for total in (clients, labels):
+        assert largest_remainder(total, shares).min() > 0

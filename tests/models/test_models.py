@@ -137,7 +137,10 @@ def test_a_users_own_network_is_made_single_precision(own: str) -> None:
     ("name", "message"),
     [
         ("mpl", "Unknown model 'mpl'. Did you mean 'mlp'"),
-        ("no_such_module:build", "Cannot import 'no_such_module'.*cnn, mclr, mlp, or module:func"),
+        (
+            "no_such_module:build",
+            "Cannot import 'no_such_module'.*cnn1d, gru, mclr, mlp, or module:func",
+        ),
         (":build", "Cannot import ''"),
         ("{own}:none", r"has no function 'none' .*def none\(input_shape, num_classes\)"),
         ("{own}:number", "has no function 'number'"),
@@ -164,3 +167,36 @@ def test_every_network_introduces_itself_in_one_line() -> None:
     for line in models.MODELS.summaries().values():
         assert 20 < len(line) < 100
         assert line.endswith((".", ")"))
+
+
+@pytest.mark.parametrize("shape", [(9, 128), (128, 9), (2048,), (32, 32), (3, 40), (1, 7), (4,)])
+def test_cnn1d_takes_windows_waves_and_spectra_of_any_length(shape: tuple[int, ...]) -> None:
+    assert models.build("cnn1d", shape, 6)(torch.randn(2, *shape)).shape == (2, 6)
+
+
+def test_the_longer_axis_of_a_window_is_time() -> None:
+    channels_first = models.build("cnn1d", (9, 128), 6, seed=3)
+    time_first = models.build("cnn1d", (128, 9), 6, seed=3)
+    x = torch.randn(4, 9, 128)
+    torch.testing.assert_close(channels_first(x), time_first(x.transpose(1, 2)))
+    # 9*16*9 + 16, 2*16, 16*32*9 + 32, 2*32, 32*8*64 + 64, 64*6 + 6
+    assert size(channels_first) == 22_886
+
+
+def test_gru_needs_a_vocabulary_and_reads_ids_that_came_as_floats() -> None:
+    module = models.build("gru", (5,), 3, tokens=7)
+    x = torch.tensor([[0.0, 1.0, 6.0, 2.0, 0.0]])
+    assert module(x).shape == (1, 3)
+    # The last token counts, and so does the first.
+    for position in (0, 4):
+        other = x.clone()
+        other[0, position] = 3.0
+        assert not torch.allclose(module(x), module(other))
+    with pytest.raises(UserError, match="it takes token ids"):
+        models.build("gru", (5,), 3)
+
+
+@pytest.mark.parametrize("name", ["cnn1d", "gru"])
+def test_models_of_sequences_do_not_take_images(name: str) -> None:
+    with pytest.raises(UserError, match=f"'{name}' does not fit the data.*it takes"):
+        models.build(name, (1, 8, 8), 10)
