@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raceme import events
-from raceme.config import key
 from raceme.messages import Vector
+from raceme.options import option
 from raceme.strategies import spectral
 from raceme.strategies.base import AsyncStrategy
 from raceme.strategies.buffers import ModelBuffers
@@ -36,17 +36,19 @@ _UNASSIGNED = -1
 class CASAParameters:
     """Hyper-parameters of CASA; the defaults are the paper's."""
 
-    alpha0: float = key(2.0, "initial decay α0, eq 6", above=0)
-    kappa: float = key(0.001, "speed κ of the slow decay Ω(t)", low=0)
-    gamma: float = key(0.15, "exponent γ of the eigengap, eq 14", above=0)
-    sketch: int = key(0, "compare models by sketches of this size (0: whole models)", low=0)
-    budget: int = key(0, "buffer budget M in items (0: no limit)", low=0)
-    gap_range: float = key(0.0, "start gap r_a that is too large (0: r_c)", low=0)
-    staleness_unit: str = key("cluster", "τ counts: cluster or global", among=("cluster", "global"))
-    noise_guard: float = key(0.0, "least gap, in gaps of shuffled similarities (0: any)", low=0)
-    clustering: bool = key(True, "split clusters (false: the ablation CASA-C)")
-    bi_level: bool = key(True, "bi-level decay (false: the ablation CASA-D)")
-    constant_alpha: float = key(0.3, "α where bi-level is false", above=0, high=1)
+    alpha0: float = option(2.0, "initial decay α0, eq 6", above=0)
+    kappa: float = option(0.001, "speed κ of the slow decay Ω(t)", low=0)
+    gamma: float = option(0.15, "exponent γ of the eigengap, eq 14", above=0)
+    sketch: int = option(0, "compare models by sketches of this size (0: whole models)", low=0)
+    budget: int = option(0, "buffer budget M in items (0: no limit)", low=0)
+    gap_range: float = option(0.0, "start gap r_a that is too large (0: r_c)", low=0)
+    staleness_unit: str = option(
+        "cluster", "τ counts: cluster or global", among=("cluster", "global")
+    )
+    noise_guard: float = option(0.0, "least gap, in gaps of shuffled similarities (0: any)", low=0)
+    clustering: bool = option(True, "split clusters (false: the ablation CASA-C)")
+    bi_level: bool = option(True, "bi-level decay (false: the ablation CASA-D)")
+    constant_alpha: float = option(0.3, "α where bi-level is false", above=0, high=1)
 
 
 @dataclass

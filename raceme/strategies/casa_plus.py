@@ -16,8 +16,8 @@ import numpy as np
 from flwr.app import ArrayRecord
 from numpy.typing import NDArray
 
-from raceme.config import key
 from raceme.messages import COMPUTE_SCALE, MASK, Vector
+from raceme.options import option
 from raceme.strategies.casa import CASA, CASAParameters, CASAState
 from raceme.strategies.model import Model
 from raceme.strategies.replies import Task, Update
@@ -29,10 +29,10 @@ Mask = NDArray[np.bool_]
 class CASAPlusParameters(CASAParameters):
     """Hyper-parameters of CASA+; those of CASA, and how sparsely slow clients train."""
 
-    sparsity: float = key(
+    sparsity: float = option(
         0.5, "S0: initial sparsity; the paper's figure 9 tries several", low=0, high=1
     )
-    rounds: int = key(0, "R_end: updates over which sparsity ends (0: those of the run)", low=0)
+    rounds: int = option(0, "R_end: updates over which sparsity ends (0: those of the run)", low=0)
 
 
 @dataclass

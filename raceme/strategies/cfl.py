@@ -14,8 +14,8 @@ from logging import getLogger
 
 import numpy as np
 
-from raceme.config import key
 from raceme.messages import Vector
+from raceme.options import option
 from raceme.strategies.base import AsyncStrategy
 from raceme.strategies.bases import Bases
 from raceme.strategies.bipartition import (
@@ -42,16 +42,20 @@ class CFLParameters(RoundsParameters):
     `docs/choosing-a-method.md` for how to choose them.
     """
 
-    eps1: float = key(0.4, "ε1: a cluster rests if the norm of its mean update is below", above=0)
-    eps2: float = key(0.7, "ε2: and is divided if a client's update is above", above=0)
+    eps1: float = option(
+        0.4, "ε1: a cluster rests if the norm of its mean update is below", above=0
+    )
+    eps2: float = option(0.7, "ε2: and is divided if a client's update is above", above=0)
 
 
 @dataclass(frozen=True)
 class CFLAsyncParameters(FedAsyncParameters):
     """Hyper-parameters of CFL-Async; the defaults are those of CASA's paper."""
 
-    eps1: float = key(0.4, "ε1: a cluster rests if the norm of its mean update is below", above=0)
-    eps2: float = key(1.0, "ε2: and is divided if a client's update is above", above=0)
+    eps1: float = option(
+        0.4, "ε1: a cluster rests if the norm of its mean update is below", above=0
+    )
+    eps2: float = option(1.0, "ε2: and is divided if a client's update is above", above=0)
 
 
 @dataclass

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
 
-from raceme.config import key
 from raceme.messages import Vector
+from raceme.options import option
 from raceme.strategies.base import AsyncStrategy
 from raceme.strategies.decay import StalenessFunction, staleness_factor
 from raceme.strategies.mixing import mix
@@ -23,10 +23,10 @@ from raceme.strategies.replies import Update
 class FedAsyncParameters:
     """How an update is weighted; the defaults are those of the baselines in CASA's paper."""
 
-    alpha: float = key(0.3, "share α of a fresh update", above=0, high=1)
-    decay: str = key("hinge", "staleness function s", among=("constant", "hinge", "polynomial"))
-    a: float = key(1.0, "slope of the hinge, exponent of the polynomial", low=0)
-    b: float = key(4.0, "staleness up to which the hinge does nothing", low=0)
+    alpha: float = option(0.3, "share α of a fresh update", above=0, high=1)
+    decay: str = option("hinge", "staleness function s", among=("constant", "hinge", "polynomial"))
+    a: float = option(1.0, "slope of the hinge, exponent of the polynomial", low=0)
+    b: float = option(4.0, "staleness up to which the hinge does nothing", low=0)
 
     def alpha_of(self, staleness: int) -> float:
         """Return α_τ = α · s(τ)."""

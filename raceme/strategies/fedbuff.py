@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from raceme.config import key
 from raceme.messages import Vector
+from raceme.options import option
 from raceme.strategies.base import AsyncStrategy
 from raceme.strategies.bases import Bases
 from raceme.strategies.model import Applied, Model
@@ -25,8 +25,8 @@ from raceme.strategies.replies import Task, Update
 class FedBuffParameters:
     """Hyper-parameters; the defaults are those with which CASA's paper runs FedBuff."""
 
-    k: int = key(10, "updates K per server step", low=1)
-    server_lr: float = key(1.0, "server learning rate η_g", above=0)
+    k: int = option(10, "updates K per server step", low=1)
+    server_lr: float = option(1.0, "server learning rate η_g", above=0)
 
 
 @dataclass

@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 from sklearn.cluster import KMeans
 
-from raceme.config import key
 from raceme.messages import Vector
+from raceme.options import option
 from raceme.strategies.bipartition import complete_linkage, cosines
 from raceme.strategies.clusters import Clustered, Clusters, parts_of
 from raceme.strategies.fleet import Client
@@ -37,10 +37,10 @@ _COLD = 0
 class FedGroupParameters(RoundsParameters):
     """Hyper-parameters of FedGroup; but for the number of groups the defaults are the paper's."""
 
-    groups: int = key(4, "m: number of groups", low=1)
-    pretrain: int = key(20, "α: clients per group that train before the groups are found", low=1)
-    measure: str = key("edc", "how updates are compared: edc or madc", among=("edc", "madc"))
-    eta_g: float = key(0.0, "η_g: weight of the other groups' models (0: none)", low=0)
+    groups: int = option(4, "m: number of groups", low=1)
+    pretrain: int = option(20, "α: clients per group that train before the groups are found", low=1)
+    measure: str = option("edc", "how updates are compared: edc or madc", among=("edc", "madc"))
+    eta_g: float = option(0.0, "η_g: weight of the other groups' models (0: none)", low=0)
 
 
 @dataclass

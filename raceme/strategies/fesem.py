@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 from sklearn.cluster import kmeans_plusplus
 
-from raceme.config import key
 from raceme.messages import Vector
+from raceme.options import option
 from raceme.strategies.clusters import UNASSIGNED, Clustered, Clusters, parts_of
 from raceme.strategies.model import Applied, Model
 from raceme.strategies.replies import Update
@@ -27,8 +27,8 @@ from raceme.strategies.rounds import Rounds, RoundsParameters
 class FeSEMParameters(RoundsParameters):
     """Hyper-parameters of FeSEM."""
 
-    k: int = key(4, "K: number of centres", low=1)
-    start: str = key(
+    k: int = option(4, "K: number of centres", low=1)
+    start: str = option(
         "random",
         "first centres: random clients, or k-means++ among them (our addition)",
         among=("random", "k-means++"),

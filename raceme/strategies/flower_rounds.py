@@ -13,8 +13,8 @@ from flwr.serverapp import Grid, strategy
 from flwr.serverapp.strategy import Strategy
 
 from raceme import messages as names
-from raceme.config import key
 from raceme.messages import Vector
+from raceme.options import option
 from raceme.strategies.model import Applied, Model
 from raceme.strategies.replies import Update
 from raceme.strategies.rounds import Rounds, RoundsParameters
@@ -29,7 +29,7 @@ class FedAvgParameters(RoundsParameters):
 class FedProxParameters(RoundsParameters):
     """Hyper-parameters of FedProx."""
 
-    proximal_mu: float = key(0.05, "weight μ of the proximal term", low=0)
+    proximal_mu: float = option(0.05, "weight μ of the proximal term", low=0)
 
 
 @dataclass

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from raceme.config import key
 from raceme.messages import Vector
+from raceme.options import option
 from raceme.strategies import spectral
 from raceme.strategies.base import AsyncStrategy
 from raceme.strategies.bases import Bases
@@ -51,11 +51,13 @@ def alpha_star(t: float, planned: float, start: float, growth: float) -> float:
 class _Comparing:
     """What ICFL and ICFL-Async can be told in common; the defaults are those of CASA's paper."""
 
-    alpha_start: float = key(0.85, "α*(0): similarity that a cluster needs first", low=-1, high=1)
-    epsilon: float = key(4.0, "ε: how fast α*(t) grows towards 1", low=0)
-    rounds: int = key(0, "T: rounds over which it grows (0: those of the run)", low=0)
-    moves: bool = key(True, "clients move to a cluster that has become nearer (our reading)")
-    compare: str = key("updates", "compare updates or models", among=("updates", "models"))
+    alpha_start: float = option(
+        0.85, "α*(0): similarity that a cluster needs first", low=-1, high=1
+    )
+    epsilon: float = option(4.0, "ε: how fast α*(t) grows towards 1", low=0)
+    rounds: int = option(0, "T: rounds over which it grows (0: those of the run)", low=0)
+    moves: bool = option(True, "clients move to a cluster that has become nearer (our reading)")
+    compare: str = option("updates", "compare updates or models", among=("updates", "models"))
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ class ICFLParameters(_Comparing, RoundsParameters):
 class ICFLAsyncParameters(_Comparing, FedAsyncParameters):
     """Hyper-parameters of ICFL-Async."""
 
-    time_decay: float = key(0.01, "rounds that one update counts for", low=0)
+    time_decay: float = option(0.01, "rounds that one update counts for", low=0)
 
 
 @dataclass

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from raceme.config import key
 from raceme.messages import COMPUTE_SCALE, ModelSpec, Vector
+from raceme.options import option
 from raceme.strategies.base import AsyncStrategy
 from raceme.strategies.clusters import Clustered, Clusters
 from raceme.strategies.fedasync import FedAsyncParameters, mix_by_staleness
@@ -27,8 +27,8 @@ from raceme.strategies.rounds import Rounds, RoundsParameters
 class _Choice:
     """What IFCA and IFCA-Async can be told in common."""
 
-    k: int = key(4, "K: number of models", low=1)
-    choosing_cost: float = key(
+    k: int = option(4, "K: number of models", low=1)
+    choosing_cost: float = option(
         0.0, "share of a round's computing that testing one model takes (our addition)", low=0
     )
 
@@ -37,7 +37,7 @@ class _Choice:
 class IFCAParameters(_Choice, RoundsParameters):
     """Hyper-parameters of IFCA."""
 
-    by_examples: bool = key(False, "weigh models by their examples (the paper: all alike)")
+    by_examples: bool = option(False, "weigh models by their examples (the paper: all alike)")
 
 
 @dataclass(frozen=True)

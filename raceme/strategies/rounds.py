@@ -20,7 +20,7 @@ from flwr.serverapp.strategy import Result, Strategy
 
 from raceme import events
 from raceme import messages as names
-from raceme.config import key
+from raceme.options import option
 from raceme.strategies.conduct import Conduct, Rest, go_on, push_one
 from raceme.strategies.fleet import Client
 from raceme.strategies.model import Applied
@@ -42,7 +42,9 @@ _USELESS_ROUNDS = 10
 class RoundsParameters:
     """What every round-based method can be told."""
 
-    fraction: float = key(1.0, "share of the online clients that train in a round", above=0, high=1)
+    fraction: float = option(
+        1.0, "share of the online clients that train in a round", above=0, high=1
+    )
 
 
 class Rounds(Conduct, Strategy):
