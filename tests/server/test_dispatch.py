@@ -1,4 +1,4 @@
-"""Dispatch policies traced by hand: who works when, what is given up, what is acted on."""
+"""Dispatch policies, traced by hand: who works, what is given up, what is acted on together."""
 
 from __future__ import annotations
 
