@@ -298,7 +298,7 @@ class VirtualGrid(Grid):
         }
 
     def load_state_dict(self, tree: Mapping[str, Any]) -> None:
-        """Go back to where a grid of the same fleet and seed was; for a grid that is new."""
+        """Restore what :meth:`state_dict` returned, on a new grid of the same fleet and seed."""
         self._queue.load_state_dict(tree["queue"])
         self._pushed = tree["pushed"]
         self._online = dict.fromkeys(tree["online"])
