@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from raceme import datasets, experiment, models, training
 from raceme.config import RunConfig
-from raceme.events import Event, UpdateApplied
+from raceme.protocol.events import Event, UpdateApplied
 
 
 def training_seconds(config: RunConfig, clients: list[int]) -> float:
@@ -41,14 +41,14 @@ def training_seconds(config: RunConfig, clients: list[int]) -> float:
     shape = datasets.data_shape(config)
     module = models.build(str(config.model), shape.input_shape, shape.num_classes, config.seed)
     network = training.Network(module)
-    sgd = training.Sgd(lr=float(config.lr or 0), batch_size=config.batch_size, local_epochs=1)
+    settings = training.TrainingSettings(float(config.lr or 0), config.batch_size)
     seconds = []
     for client in clients:
         data = datasets.client_data(config, client)
         samples = training.Samples(data.x_train, data.y_train, network.channels_last)
         rng = np.random.default_rng(client)
         started = time.perf_counter()
-        training.train(network, samples, sgd, rng)
+        training.train(network, samples, settings, rng)
         seconds.append(time.perf_counter() - started)
     return statistics.mean(seconds)
 

@@ -22,10 +22,10 @@ from rich.console import Console
 from rich.table import Table
 
 from raceme.simulation import Device, Node, VirtualGrid
-from raceme.strategies import CASA, AsyncStrategy, FedAsync, Plan
+from raceme.strategies import CASA, FedAsync, Method, Plan
 from raceme.strategies.casa import CASAParameters
 
-METHODS: dict[str, Callable[[], AsyncStrategy]] = {
+METHODS: dict[str, Callable[[], Method]] = {
     "fedasync": FedAsync,
     "casa, sketch 256": lambda: CASA(CASAParameters(sketch=256)),
 }

@@ -23,9 +23,10 @@ from rich.console import Console
 from rich.table import Table
 from threadpoolctl import threadpool_limits
 
+from raceme.server.fleet import Client
+from raceme.server.replies import Update
+from raceme.server.work import Task
 from raceme.strategies import CASA, CASAParameters, FedAsync
-from raceme.strategies.fleet import Client
-from raceme.strategies.replies import Task, Update
 
 PHASES = {"_compare": "compare", "_split_if_due": "split", "_buffer": "buffer"}
 GROUPS = 4

@@ -4,59 +4,49 @@ It is the same on every grid, and works with Flower's own strategies. A reply de
 but the content of the message and the client that answers, so that messages may be answered early,
 in any order and in any process.
 
-A node says who it is in its node config:
-
-``partition-id``, ``num-partitions``
-    Which of how many clients it is; the latter replaces the key ``clients``.
-``device-id``
-    A stable name of the device; otherwise ``client-<partition-id>``.
-``data-file``, ``data-root``
-    Where this device keeps its data; they replace the keys of the same name.
+What a message asks for is its kind of work, one of ``KINDS``. A new kind is one function, of a
+:class:`~raceme.training.work.ClientWork` and returning an
+:class:`~raceme.training.work.Answer`, and its line there.
 """
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import lru_cache
-from zlib import crc32
+from collections.abc import Callable
+from dataclasses import replace
 
-import numpy as np
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ConfigRecord, Context, Message, MessageType, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
-from raceme import datasets, models, training
-from raceme.config import RunConfig, Value
-from raceme.deployment import hardware
-from raceme.messages import (
-    ACCURACY,
+from raceme.compat import array_record
+from raceme.protocol.messages import (
     ARRAYS,
-    BATCH_SIZE,
-    CHOSEN,
     CLIENT_ID,
     CONFIG,
-    EVALUATE_FIRST,
+    DESCRIBE,
+    EVALUATE,
     FINISHED_AT,
     GROUP,
-    LOCAL_EPOCHS,
-    LOSS,
-    LR,
-    MASK,
+    KIND,
+    LABEL_COUNTS,
+    LOSSES,
     METRICS,
     NUM_EXAMPLES,
     NUM_TEST_EXAMPLES,
-    PROXIMAL_MU,
+    NUMBERS,
     REPORT_TIMING,
-    ROUND,
     STARTED_AT,
+    STEP,
     TASK,
-    TRAIN_LOSS,
+    TRAIN,
+    TRAIN_BEST,
     VERSION,
-    candidate,
+    to_array,
 )
+from raceme.training import hardware, kinds
+from raceme.training.clients import ClientCache, load
+from raceme.training.work import Answer, ClientWork
 
 app = ClientApp()
 
@@ -64,240 +54,103 @@ app = ClientApp()
 # twice the work of one process with two.
 torch.set_num_threads(1)
 
-_Items = tuple[tuple[str, Value], ...]
-
-_NODE_KEYS = ("data-file", "data-root")
-"""Keys of the run that a node may have its own values of."""
-
 _UNKNOWN_GROUP = -1
+_ECHOED = (TASK, VERSION, KIND, STEP)
+"""Settings that a reply states as it was told them, so that it can be told what it answers."""
 
-
-@dataclass(frozen=True, eq=False)
-class Client:
-    """One client of this process, with its data in memory.
-
-    Attributes
-    ----------
-    id : str
-        The stable id that it states.
-    config : RunConfig
-        The run's configuration, with what the node and the dataset fill in.
-    network : Network
-        The network of this process: clients with the same one take turns.
-    """
-
-    id: str
-    config: RunConfig
-    train: training.Samples
-    test: training.Samples
-    group: int | None
-    network: training.Network
-
-
-@dataclass(frozen=True, eq=False)
-class TrainingTask:
-    """What a training message asks of a client.
-
-    Attributes
-    ----------
-    settings : ConfigRecord
-        The message's own.
-    rng : np.random.Generator
-        Decides whatever the task leaves to chance; made anew for each task, from the seed of the
-        run, the client and the task.
-    chosen : int or None
-        Which model to train, of several that were received.
-    """
-
-    client: Client
-    settings: ConfigRecord
-    sgd: training.Sgd
-    rng: np.random.Generator
-    chosen: int | None = None
+_clients = ClientCache(load)
 
 
 @app.train()
 def train(message: Message, context: Context) -> Message:
-    """Train the received model on the client's own samples."""
-    started_at = time.time()
-    task = training_task(message, context)
-    client, network = task.client, task.client.network
-    spec = network.read(model_of(message, task.chosen))
-    mask = message.content.array_records.get(MASK)
-    metrics: dict[str, int | float] = {}
-    if task.settings.get(EVALUATE_FIRST, False):
-        metrics[ACCURACY], metrics[LOSS] = training.evaluate(network, client.test)
-        metrics[NUM_TEST_EXAMPLES] = len(client.test)
-    trainable = None if mask is None else network.read_mask(mask)
-    metrics[TRAIN_LOSS] = training.train(network, client.train, task.sgd, task.rng, trainable)
-    model = network.write(spec)
-    if task.settings.get(REPORT_TIMING, False):
-        metrics[STARTED_AT], metrics[FINISHED_AT] = started_at, time.time()
-    return training_reply(message, task, model, metrics)
+    """Do work that takes a device's time."""
+    return _respond(message, context)
 
 
 @app.evaluate()
 def evaluate(message: Message, context: Context) -> Message:
-    """Test the received model on the client's own test samples."""
-    client = client_of(context)
-    client.network.read(model_of(message))
-    return evaluation_reply(message, client, *training.evaluate(client.network, client.test))
+    """Test a model, or do what else is asked for."""
+    return _respond(message, context)
 
 
 @app.query()
 def query(message: Message, context: Context) -> Message:
+    """Say who this client is, or what else is asked for."""
+    return _respond(message, context)
+
+
+def describe(work: ClientWork) -> Answer:
     """State the client's stable id, its data and their true group, and the machine it runs on."""
-    client = client_of(context)
-    metrics = MetricRecord(
-        {
-            NUM_EXAMPLES: len(client.train),
-            NUM_TEST_EXAMPLES: len(client.test),
-            GROUP: _UNKNOWN_GROUP if client.group is None else client.group,
-        }
-    )
-    about = ConfigRecord({CLIENT_ID: client.id, **hardware.describe()})
-    content = RecordDict({METRICS: metrics, CONFIG: about})
-    return Message(content=content, reply_to=message)
+    client = work.client
+    metrics = {
+        NUM_EXAMPLES: len(client.train),
+        NUM_TEST_EXAMPLES: len(client.test),
+        GROUP: _UNKNOWN_GROUP if client.group is None else client.group,
+    }
+    return Answer(metrics, told={CLIENT_ID: client.id, **hardware.describe()})
 
 
-def training_task(message: Message, context: Context) -> TrainingTask:
-    """Read what a training message asks for, but for the model and the mask.
+KINDS: dict[str, Callable[[ClientWork], Answer]] = {
+    TRAIN: kinds.train,
+    TRAIN_BEST: kinds.train_best,
+    EVALUATE: kinds.evaluate,
+    LOSSES: kinds.losses,
+    LABEL_COUNTS: kinds.label_counts,
+    DESCRIBE: describe,
+}
 
-    Of several models it chooses the one with the least loss on the client's training samples.
+_DEFAULTS = {MessageType.TRAIN: TRAIN, MessageType.EVALUATE: EVALUATE, MessageType.QUERY: DESCRIBE}
+"""Kinds of work where a message states none, as Flower's own strategies do not."""
+
+
+def work_of(message: Message, context: Context) -> ClientWork:
+    """Read what a message asks of the client that a node is.
+
+    Raises
+    ------
+    ValueError
+        The kind is unknown, or the step is none.
+    UserError
+        The client's data cannot be loaded.
     """
-    client, settings = client_of(context), _settings(message)
-    return TrainingTask(
-        client,
-        settings,
-        _sgd(settings, client.config),
-        _generator(client, settings),
-        _choose(message, client),
-    )
+    record = message.content.get(CONFIG)
+    settings = record if isinstance(record, ConfigRecord) else ConfigRecord()
+    kind = settings.get(KIND, _DEFAULTS[message.metadata.message_type.partition(".")[0]])
+    step = settings.get(STEP, 0)
+    if not isinstance(kind, str) or kind not in KINDS:
+        known = ", ".join(KINDS)
+        raise ValueError(f"This client does no work of the kind {kind!r}; it knows {known}.")
+    if not isinstance(step, int) or step < 0:
+        raise ValueError(f"{STEP} must be a whole number of at least 0, got {step!r}.")
+    client = _clients.client(context, step)
+    return ClientWork(kind, client, message.content, settings, context.state)
 
 
-def training_reply(
-    message: Message, task: TrainingTask, model: ArrayRecord, metrics: Mapping[str, int | float]
-) -> Message:
-    """Answer a training message with the trained model."""
-    told = {NUM_EXAMPLES: len(task.client.train), **metrics}
-    echoed = {name: task.settings[name] for name in (TASK, VERSION) if name in task.settings}
-    if task.chosen is not None:
-        echoed[CHOSEN] = task.chosen
-    content = RecordDict(
-        {ARRAYS: model, METRICS: MetricRecord(dict(told)), CONFIG: ConfigRecord(echoed)}
-    )
+def reply_to(message: Message, work: ClientWork, answer: Answer) -> Message:
+    """Make the reply to a message out of the answer to its work."""
+    echoed = {name: work.settings[name] for name in _ECHOED if name in work.settings}
+    content = RecordDict()
+    if answer.model is not None:
+        content[ARRAYS] = answer.model
+    content[METRICS] = MetricRecord(dict(answer.metrics))
+    if answer.numbers:
+        arrays = {name: to_array(values) for name, values in answer.numbers.items()}
+        content[NUMBERS] = array_record(arrays)
+    if echoed or answer.told:
+        content[CONFIG] = ConfigRecord({**echoed, **answer.told})
     return Message(content=content, reply_to=message)
-
-
-def evaluation_reply(message: Message, client: Client, accuracy: float, loss: float) -> Message:
-    """Answer an evaluation message with the client's test results."""
-    metrics = MetricRecord({ACCURACY: accuracy, LOSS: loss, NUM_EXAMPLES: len(client.test)})
-    return Message(content=RecordDict({METRICS: metrics}), reply_to=message)
 
 
 def forget() -> None:
-    """Drop the data of all clients: for a process that goes on to another run."""
-    _client.cache_clear()
+    """Drop the data of all clients: for a process that begins another run."""
+    _clients.forget()
 
 
-def client_of(context: Context) -> Client:
-    """Return the client that a node is; its data are loaded the first time only."""
-    return _client(tuple(context.run_config.items()), tuple(context.node_config.items()))
-
-
-@lru_cache(maxsize=16384)
-def _client(run_items: _Items, node_items: _Items) -> Client:
-    node = dict(node_items)
-    own = tuple((name, node[name]) for name in _NODE_KEYS if name in node)
-    config = _run_config(run_items + own)
-    config = config.with_values(clients=int(node.get("num-partitions", config.num_clients)))
-    position = _position(config, node)
-    data, shape = datasets.client_data(config, position), datasets.data_shape(config)
-    network = _network(str(config.model), shape)
-    return Client(
-        id=str(node.get("device-id", f"client-{position}")),
-        config=config,
-        train=training.Samples(data.x_train, data.y_train, network.channels_last),
-        test=training.Samples(data.x_test, data.y_test, network.channels_last),
-        group=data.group,
-        network=network,
-    )
-
-
-@lru_cache(maxsize=8)
-def _run_config(items: _Items) -> RunConfig:
-    # Hyper-parameters of strategies are the server's; to read them would import scikit-learn.
-    return datasets.with_defaults(RunConfig.from_mapping(dict(items), lenient=True))
-
-
-def _position(config: RunConfig, node: Mapping[str, Value]) -> int:
-    """Return which of the clients a node is."""
-    if "partition-id" in node:
-        return int(node["partition-id"])
-    # A device with a file of its own needs no number, only a name that stays.
-    if config.dataset == "npz" and "device-id" in node:
-        return 0
-    raise ValueError(
-        "This node does not say which client it is: start it with "
-        '--node-config "partition-id=0 num-partitions=2", or for a device with its own npz file '
-        "--node-config \"device-id='kitchen' data-file='/data/device.npz'\"."
-    )
-
-
-@lru_cache(maxsize=8)
-def _network(name: str, shape: datasets.DataShape) -> training.Network:
-    """Build a network; its weights are overwritten by every message that it serves."""
-    module = models.build(name, shape.input_shape, shape.num_classes, tokens=shape.tokens)
-    return training.Network(module)
-
-
-def model_of(message: Message, chosen: int | None = None) -> ArrayRecord:
-    """Return the received model, or the chosen one of several."""
-    record = message.content.get(ARRAYS if chosen is None else candidate(chosen))
-    if not isinstance(record, ArrayRecord):
-        raise ValueError(
-            f"The message holds no model: expected an ArrayRecord named '{ARRAYS}', "
-            f"got {sorted(message.content)}."
-        )
-    return record
-
-
-def _choose(message: Message, client: Client) -> int | None:
-    """Return which of several received models fits the training samples best; None without any."""
-    records = message.content.array_records
-    losses: list[float] = []
-    while candidate(len(losses)) in records:
-        client.network.read(records[candidate(len(losses))])
-        loss = training.evaluate(client.network, client.train)[1]
-        losses.append(loss if math.isfinite(loss) else math.inf)
-    return losses.index(min(losses)) if losses else None
-
-
-def _settings(message: Message) -> ConfigRecord:
-    """Return the message's settings; none at all is fine."""
-    record = message.content.get(CONFIG)
-    return record if isinstance(record, ConfigRecord) else ConfigRecord()
-
-
-def _sgd(settings: ConfigRecord, config: RunConfig) -> training.Sgd:
-    """Return the hyper-parameters of a message, or else of the run."""
-    return training.Sgd(
-        lr=_number(settings, LR, config.lr),
-        batch_size=int(_number(settings, BATCH_SIZE, config.batch_size)),
-        local_epochs=int(_number(settings, LOCAL_EPOCHS, config.local_epochs)),
-        proximal_mu=_number(settings, PROXIMAL_MU, 0.0),
-    )
-
-
-def _number(settings: ConfigRecord, name: str, default: float | None) -> float:
-    value = settings.get(name, default)
-    if not isinstance(value, int | float):
-        raise ValueError(f"{name} must be a number, got {value!r}.")
-    return float(value)
-
-
-def _generator(client: Client, settings: ConfigRecord) -> np.random.Generator:
-    """Return the generator for one task of one client."""
-    task = int(_number(settings, TASK, _number(settings, ROUND, 0)))
-    entropy = [client.config.seed, crc32(client.id.encode()), task]
-    return np.random.default_rng(np.random.SeedSequence(entropy))
+def _respond(message: Message, context: Context) -> Message:
+    started_at = time.time()
+    work = work_of(message, context)
+    answer = KINDS[work.kind](work)
+    if work.settings.get(REPORT_TIMING, False):
+        times = {STARTED_AT: started_at, FINISHED_AT: time.time()}
+        answer = replace(answer, metrics={**answer.metrics, **times})
+    return reply_to(message, work, answer)

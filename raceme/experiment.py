@@ -15,15 +15,18 @@ from flwr.serverapp import Grid
 from threadpoolctl import threadpool_limits
 
 from raceme import datasets, models
-from raceme import messages as names
 from raceme.checkpoints import CheckpointFolder, Keeper, Schedule, only_writer, restore
 from raceme.config import RunConfig, write_toml
-from raceme.errors import UserError
-from raceme.events import Event, Observer
-from raceme.messages import ModelSpec
+from raceme.config.errors import UserError
+from raceme.datasets.drift import schedule_of
+from raceme.protocol import messages as names
+from raceme.protocol.events import Ending, Event, Observer
+from raceme.protocol.messages import ModelSpec
+from raceme.protocol.timeline import timeline_of
+from raceme.records.store import RunStore, read_events
+from raceme.records.summary import RunSummary
 from raceme.reporting.artefacts import write_all
-from raceme.reporting.store import RunStore, read_events
-from raceme.reporting.summary import RunSummary
+from raceme.server.interface import StopCheck, never_stop
 from raceme.simulation import (
     Node,
     VirtualGrid,
@@ -33,8 +36,7 @@ from raceme.simulation import (
     training_seconds,
 )
 from raceme.simulation.trace import PREFIX, traced_fleet
-from raceme.strategies import STRATEGIES, AsyncStrategy, Plan, Rounds
-from raceme.strategies.conduct import Rest, go_on
+from raceme.strategies import STRATEGIES, Method, Plan
 
 _FIRST_NODE_ID = 1000
 _CLIENT_APP = "raceme.client_app:app"
@@ -90,7 +92,7 @@ def resolve(config: RunConfig) -> RunConfig:
     )
 
 
-def build_strategy(config: RunConfig) -> AsyncStrategy | Rounds:
+def build_strategy(config: RunConfig) -> Method:
     """Make the strategy that a configuration names.
 
     Raises
@@ -99,8 +101,30 @@ def build_strategy(config: RunConfig) -> AsyncStrategy | Rounds:
         There is no such strategy.
     """
     method = STRATEGIES[config.strategy]
-    strategy: AsyncStrategy | Rounds = method(config.parameters(), seed=config.seed)
+    strategy: Method = method(config.parameters(), seed=config.seed)
     return strategy
+
+
+def check_parts(config: RunConfig) -> None:
+    """Find out whether a run's data, devices and model are possible, before any work starts.
+
+    Parameters
+    ----------
+    config : RunConfig
+        A resolved configuration.
+
+    Raises
+    ------
+    UserError
+        They are not.
+    """
+    fleet(config.devices, config.num_clients, config.seed)
+    datasets.true_groups(config)
+    # A client with a single training sample has none to hold out.
+    first = 0 if config.validation_fraction else config.num_clients - 1
+    for client in range(first, config.num_clients):
+        datasets.client_data(config, client)
+    models.initial_arrays(config)
 
 
 def build_grid(config: RunConfig) -> VirtualGrid:
@@ -151,7 +175,7 @@ def _fleet(config: RunConfig, examples: Sequence[int]) -> list[Node]:
     ]
 
 
-def simulate(config: RunConfig, *observers: Observer, stop: Rest = go_on) -> Outcome:
+def simulate(config: RunConfig, *observers: Observer, stop: StopCheck = never_stop) -> Outcome:
     """Run a configuration on virtual time.
 
     Parameters
@@ -171,28 +195,32 @@ def simulate(config: RunConfig, *observers: Observer, stop: Rest = go_on) -> Out
     config = resolve(config)
     strategy = build_strategy(config)
     grid = build_grid(config)
+    from raceme.client_app import forget
+
     try:
         return conduct(config, strategy, grid, *observers, stop=stop)
     finally:
         grid.close()
+        # The clients' samples, a copy of the whole dataset as floats, are this run's only.
+        forget()
 
 
 def conduct(
     config: RunConfig,
-    strategy: AsyncStrategy | Rounds,
+    strategy: Method,
     grid: Grid,
     *observers: Observer,
-    stop: Rest = go_on,
+    stop: StopCheck = never_stop,
 ) -> Outcome:
     """Run a strategy on any grid, and leave the artefacts, however the run ends.
 
-    With the key ``resume`` it goes on with an earlier run, in its folder, from its last checkpoint.
+    With the key ``resume`` it resumes an earlier run, in its folder, from its last checkpoint.
 
     Parameters
     ----------
     config : RunConfig
         A resolved configuration.
-    strategy : AsyncStrategy or Rounds
+    strategy : Method
         The method.
     grid : Grid
         A virtual grid, or one of Flower's.
@@ -206,11 +234,11 @@ def conduct(
     ------
     UserError
         The model does not exist or does not fit the data; the folder cannot be used; there is no
-        checkpoint to go on from.
+        checkpoint to resume from.
     """
     initial = models.initial_arrays(config)
-    out = continued_folder(config) if config.resume else prepare_folder(config)
-    with only_writer(out, 0.0 if isinstance(grid, VirtualGrid) else _WRITER_SECONDS):
+    out = resumed_folder(config) if config.resume else prepare_folder(config)
+    with only_writer(out, 0.0 if timeline_of(grid).is_virtual else _WRITER_SECONDS):
         return _conduct_in(out, initial, config, strategy, grid, observers, stop)
 
 
@@ -218,13 +246,13 @@ def _conduct_in(
     out: Path,
     initial: ArrayRecord,
     config: RunConfig,
-    strategy: AsyncStrategy | Rounds,
+    strategy: Method,
     grid: Grid,
     observers: Sequence[Observer],
-    stop: Rest,
+    stop: StopCheck,
 ) -> Outcome:
     """Run a strategy in its folder."""
-    virtual = isinstance(grid, VirtualGrid)
+    virtual = timeline_of(grid).is_virtual
     checkpoints, restored = CheckpointFolder(out), None
     if config.resume:
         with _log_file(out / "run.log"):
@@ -259,7 +287,7 @@ def _conduct_in(
             updates=lambda: strategy.progress.updates,
             wall_time=lambda: time.perf_counter() - started,
             stop=stop,
-            going_on=restored is not None,
+            resumed=restored is not None,
         )
         strategy.start(
             grid,
@@ -269,7 +297,7 @@ def _conduct_in(
             train_config=training_settings(config, report_timing=not virtual),
             plan=plan(config),
             observe=observe,
-            at_rest=keeper.at_rest,
+            stop_check=keeper.stop_check,
         )
     result = summary.result(
         strategy=config.strategy,
@@ -289,12 +317,12 @@ def _conduct_in(
             target=config.target_accuracy,
             clock="virtual time" if virtual else "time",
         )
-    reason = str(result["reason"])
+    ending = summary.ending
     return Outcome(
         out=out,
         summary=result,
-        complete=not reason.startswith(("all clients", "the last", "interrupted")),
-        interrupted=reason.startswith("interrupted"),
+        complete=ending is not None and ending.is_complete,
+        interrupted=ending is Ending.INTERRUPTED,
         unwritten=unwritten,
     )
 
@@ -307,6 +335,7 @@ def plan(config: RunConfig) -> Plan:
         stop_at_target=bool(config.stop_at_target),
         eval_every=config.eval_every or config.num_clients,
         concurrency=config.concurrency,
+        drift=schedule_of(config),
     )
 
 
@@ -334,7 +363,17 @@ def training_settings(config: RunConfig, report_timing: bool = False) -> ConfigR
         names.BATCH_SIZE: config.batch_size,
         names.LOCAL_EPOCHS: config.local_epochs,
     }
-    return ConfigRecord(settings | ({names.REPORT_TIMING: True} if report_timing else {}))
+    if config.local_steps:
+        settings[names.LOCAL_STEPS] = config.local_steps
+    if config.optimizer != "sgd":
+        settings[names.OPTIMIZER] = config.optimizer
+    if config.optimizer == "momentum":
+        settings[names.MOMENTUM] = config.momentum
+    if config.weight_decay:
+        settings[names.WEIGHT_DECAY] = config.weight_decay
+    if report_timing:
+        settings[names.REPORT_TIMING] = True
+    return ConfigRecord(settings)
 
 
 def prepare_folder(config: RunConfig) -> Path:
@@ -357,14 +396,14 @@ def prepare_folder(config: RunConfig) -> Path:
         raise UserError(f"{out} holds a run already; choose another folder with --out.")
     try:
         out.mkdir(parents=True, exist_ok=True)
-        write_toml(config.with_values(out="", resume=""), out / "config.toml")
+        write_toml(config.with_values(out="", resume="").to_mapping(), out / "config.toml")
     except OSError as error:
         raise UserError(f"Cannot write to {out}: {error.strerror}.") from None
     return out
 
 
-def continued_folder(config: RunConfig) -> Path:
-    """Return the folder of the run to go on with.
+def resumed_folder(config: RunConfig) -> Path:
+    """Return the folder of the run to resume.
 
     Raises
     ------
@@ -373,9 +412,9 @@ def continued_folder(config: RunConfig) -> Path:
     """
     out = Path(config.resume)
     if not (out / "run.sqlite").is_file():
-        raise UserError(f"There is no run in {out} to go on with; expected a folder of results.")
+        raise UserError(f"There is no run in {out} to resume; expected a folder of results.")
     if config.out and Path(_absolute(config.out)) != out:
-        raise UserError(f"A run goes on in its own folder, {out}: leave out --out.")
+        raise UserError(f"A run resumes in its own folder, {out}: leave out --out.")
     return out
 
 
@@ -386,7 +425,7 @@ def forget_end(config: RunConfig, out: Path) -> None:
     """
     for path in (out / "clusters").glob("*.safetensors"):
         path.unlink()
-    write_toml(config.with_values(out="", resume=""), out / "config.toml")
+    write_toml(config.with_values(out="", resume="").to_mapping(), out / "config.toml")
 
 
 def _unused(path: Path) -> Path:

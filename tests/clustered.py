@@ -9,12 +9,14 @@ from typing import Any
 import numpy as np
 from fleets import MODEL, grid_of, pulled_app
 
-from raceme import events
+from raceme.clustering.model import Model
+from raceme.protocol import events
+from raceme.server.dispatch import InRounds
+from raceme.server.fleet import Client
+from raceme.server.replies import Update
+from raceme.server.work import Task
 from raceme.simulation import Device, VirtualGrid
-from raceme.strategies import Plan, Rounds
-from raceme.strategies.conduct import Conduct
-from raceme.strategies.fleet import Client
-from raceme.strategies.replies import Task, Update
+from raceme.strategies import Method, Plan
 
 GROUPS = [index % 3 for index in range(12)]
 CENTRES = 0.5 + 3.0 * np.eye(3, 8)
@@ -36,10 +38,10 @@ def run_on(strategy: Any, grid: VirtualGrid, num_rounds: int = 360) -> list[even
     return seen
 
 
-def found(strategy: Conduct) -> list[int]:
+def found(strategy: Method) -> list[int]:
     """Return how many clients there are of each group in each cluster."""
     clients = strategy.progress.fleet.clients.values()
-    return sorted(Counter((strategy.cluster_of(c.client_id), c.group) for c in clients).values())
+    return sorted(Counter((strategy.clusters.main(c.client_id), c.group) for c in clients).values())
 
 
 def last_accuracy(seen: list[events.Event]) -> float:
@@ -54,15 +56,32 @@ def with_clients(strategy: Any, count: int, size: int = 2) -> Any:
     return strategy
 
 
+def at_version(strategy: Any, version: int, cluster: int = 0) -> None:
+    """Make as if so many changes had gone into a model."""
+    model = strategy.models[cluster]
+    strategy.clusters.models[cluster] = Model(model.vector.copy(), version)
+
+
+def homes(strategy: Any) -> dict[str, int | None]:
+    """Return the cluster of each client; None for those that have none yet."""
+    clusters = strategy.clusters
+    return {c: clusters.main(c) if clusters.is_placed(c) else None for c in clusters.members}
+
+
+def placed(seen: list[events.Event], change: events.ClusterChange) -> list[events.ClustersChanged]:
+    """Return the reports of one kind of change."""
+    return [e for e in seen if isinstance(e, events.ClustersChanged) and e.change is change]
+
+
 def update(
     strategy: Any, client: str, *values: float, examples: int = 10, number: int = 0
 ) -> Update:
     """Give a client a task from its present model, and return its answer to it."""
-    cluster = strategy.cluster_of(client)
+    cluster = strategy.clusters.main(client)
     version = strategy.models[cluster].version
     updates = strategy.progress.updates
     task = Task(number, client, cluster, version, updates, sent_at=0.0, bytes_down=0)
-    strategy.on_dispatch(task)
+    strategy.open_task(task)
     return Update(task, np.array(values, np.float32), examples, 0.0)
 
 
@@ -71,7 +90,7 @@ def round_of(strategy: Any, *models: tuple[float, ...]) -> list[Any]:
     updates = [update(strategy, f"c{index}", *model) for index, model in enumerate(models)]
     applied = strategy.aggregate(updates)
     for one in updates:
-        strategy.on_close(one.task)
+        strategy.close_task(one.task)
     return list(applied)
 
 
@@ -79,7 +98,7 @@ def step(strategy: Any, client: str, *values: float) -> Any:
     """Let a client be given a task and answer it, as the event loop would."""
     one = update(strategy, client, *values)
     applied = strategy.on_update(one)
-    strategy.on_close(one.task)
+    strategy.close_task(one.task)
     strategy.progress.updates += 1
     return applied
 
@@ -97,10 +116,13 @@ def check_it_can_be_restored(method: type[Any], parameters: Any = None) -> None:
     assert first.seq == strategy.progress.updates + 1
     assert restored.progress.updates >= 120
     assert not any(isinstance(event, events.UpdateRejected) for event in seen)
-    if isinstance(strategy, Rounds):  # Between rounds nothing is under way that could get lost.
+    if isinstance(
+        strategy.dispatch, InRounds
+    ):  # Between rounds nothing is under way that could get lost.
         whole = method(parameters)
         run_on(whole, three_groups(), 120)
-        assert plain(whole.state_dict()["state"]) == plain(restored.state_dict()["state"])
+        for part in ("clusters", "state", "bases"):
+            assert plain(whole.state_dict()[part]) == plain(restored.state_dict()[part])
 
 
 def plain(tree: Any) -> Any:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 from fleets import MODEL
 
-from raceme import events
+from raceme.protocol import events
 from raceme.simulation import Device, VirtualGrid
-from raceme.strategies import AsyncStrategy, FedAsync, FedAsyncParameters, Plan
+from raceme.strategies import FedAsync, FedAsyncParameters, Method, Plan
 
 ONES = np.ones(8, np.float32)
 
@@ -21,7 +21,7 @@ def of(kind: type, seen: list[events.Event]) -> list:
 
 
 def run(
-    strategy: AsyncStrategy,
+    strategy: Method,
     grid: VirtualGrid,
     num_rounds: int = 10,
     timeout: float = 3600.0,

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from raceme import datasets, strategies
-from raceme.comparison.suites import load_suite
+from raceme.comparison.suite_file import load_suite
 from raceme.config import RunConfig, all_keys
+from raceme.config.registry import Registry
 from raceme.datasets import DATASETS
 from raceme.experiment import simulate
-from raceme.registry import Registry
 from raceme.strategies import STRATEGIES
 
 PAGE = Path(__file__).parent.parent / "docs" / "extending.md"
@@ -54,7 +54,7 @@ def test_the_strategy_of_the_page(
     assert outcome.summary["updates"] == 120
     assert outcome.summary["accuracy"] > 0.7
     strategy = STRATEGIES["latest-mean"]
-    assert issubclass(strategy, strategies.AsyncStrategy)
+    assert issubclass(strategy, strategies.Method)
     monkeypatch.delitem(sys.modules, module)
 
 
@@ -67,6 +67,8 @@ def test_the_dataset_of_the_page(
     keys = {"dataset": "iris", "strategy": "fedasync", "clients": 5, "partition": "iid"}
     config = RunConfig.from_mapping({**keys, "max-updates": 50, "out": str(tmp_path / "run")})
     assert datasets.data_shape(config).input_shape == (4,)
+    narrow = RunConfig.from_mapping({**keys, "set": "measurements=2"})
+    assert datasets.data_shape(narrow).input_shape == (2,)
     assert simulate(config).summary["updates"] == 50
     monkeypatch.delitem(sys.modules, module)
 
@@ -75,6 +77,11 @@ def test_the_suite_of_the_page(tmp_path: Path) -> None:
     (text,) = blocks("toml")
     (tmp_path / "suite.toml").write_text(text)
     suite = load_suite(tmp_path / "suite.toml")
-    patient, hasty = suite.methods
+    patient, grouped, hasty = suite.methods
     assert suite.config(patient, 0).max_updates == 2000
-    assert [variant.label for variant in hasty.variants()] == ["hasty k=1", "hasty k=2"]
+    assert [variant.row.accuracy for variant in grouped.variants() if variant.row] == [94.1, 95.2]
+    assert [suite.config(point, 0, trial=True).max_updates for point in hasty.variants()] == [
+        400,
+        400,
+    ]
+    assert [point.options["server-lr"] for point in hasty.variants()] == [0.3, 1.0]

@@ -15,11 +15,11 @@ from raceme.comparison import figures, table
 from raceme.comparison.jobs import Job, check, make_jobs, survey
 from raceme.comparison.progress import SuiteProgress
 from raceme.comparison.read import read_first_runs
-from raceme.comparison.results import Comparison, Result, best_of, gather
+from raceme.comparison.results import Comparison, best_of, gather
 from raceme.comparison.runner import run_jobs
-from raceme.comparison.suites import Method, Suite
-from raceme.errors import UserError
-from raceme.reporting.files import written_whole
+from raceme.comparison.suites import Suite
+from raceme.config.errors import UserError
+from raceme.records.files import atomic_write
 from raceme.reporting.plots import comparison_figure
 from raceme.reporting.staleness import staleness_figure
 from raceme.reporting.style import save_figure
@@ -38,12 +38,11 @@ class Plan:
     out : Path
         The folder; a run lies in ``<method>/seed-<seed>`` below it.
     plain : tuple[Job, ...]
-        Runs that are certain: every method without a sweep, with every seed.
+        Runs that are certain: every method without a choice of points, with every seed.
     trials : tuple[Job, ...]
-        Every point of every sweep, with the first seed.
+        Every point of every sweep, with the first seed, tested on held-out training samples.
     further : tuple[Job, ...]
-        Runs of these points with the other seeds, or with all if those of the trials are short;
-        only the best point of each method will be done.
+        Runs of these points with every seed; only the best point of each method will be done.
     """
 
     suite: Suite
@@ -67,16 +66,11 @@ def prepare(suite: Suite, out: Path) -> Plan:
         Something cannot run, or the folder holds other results.
     """
     out = out.expanduser().resolve()
-    plain = [method for method in suite.methods if not method.sweep]
-    points = [point for method in suite.methods if method.sweep for point in method.variants()]
-    if suite.sweep_scale == 1.0:
-        trials = make_jobs(suite, points, suite.seeds[:1], out)
-        further = make_jobs(suite, points, suite.seeds[1:], out)
-    else:
-        short = suite.scaled(suite.sweep_scale)
-        trials = make_jobs(short, points, suite.seeds[:1], out, trial=True)
-        further = make_jobs(suite, points, suite.seeds, out)
+    plain = [method.variants()[0] for method in suite.methods if not method.is_swept]
+    points = [point for method in suite.methods if method.is_swept for point in method.variants()]
     every = make_jobs(suite, plain, suite.seeds, out)
+    trials = make_jobs(suite, points, suite.seeds[:1], out, trial=True)
+    further = make_jobs(suite, points, suite.seeds, out)
     plan = Plan(suite, out, tuple(every), tuple(trials), tuple(further))
     check(plan.every)
     survey(plan.every)
@@ -86,9 +80,10 @@ def prepare(suite: Suite, out: Path) -> Plan:
 def compare(plan: Plan, processes: int, console: Console) -> Comparison:
     """Run a suite, or the rest of it, and leave its tables and plots.
 
-    Points of a sweep are tried on the first seed; the most accurate one is then run on all.
-    Finished runs are kept, and a killed one goes on from its last checkpoint; it starts anew if it
-    has none that can be used.
+    Points of a sweep are tried on the first seed and judged by samples that are held out of its
+    training samples; the most accurate one is then run on all seeds, as the other methods are.
+    Finished runs are kept, and a killed one is resumed from its last checkpoint; it starts anew if
+    it has none that can be used.
 
     Parameters
     ----------
@@ -105,7 +100,7 @@ def compare(plan: Plan, processes: int, console: Console) -> Comparison:
         The folder cannot be written.
     """
     finished, half = survey(plan.every)
-    done = set(finished)
+    done, timing = set(finished), plan.suite.timing
     _make_folder(plan.out)
     certain = [*plan.plain, *plan.trials]
     with SuiteProgress(len(certain), len(done & set(certain)), console) as progress:
@@ -119,18 +114,20 @@ def compare(plan: Plan, processes: int, console: Console) -> Comparison:
         errors = dict(run(certain))
         done |= set(certain)
         tried = {
-            method.label: [_gather(point, method, plan.trials, errors) for point in points]
+            method.label: [
+                gather(point, method.label, plan.trials, errors, timing)
+                for point in method.variants()
+            ]
             for method in plan.suite.methods
-            if len(points := method.variants()) > 1
+            if method.is_swept
         }
         chosen = {label: best_of(results).method for label, results in tried.items()}
         further = [job for job in plan.further if job.method in chosen.values()]
         progress.add(len(further), len(done & set(further)))
         errors |= run(further)
-    whole = [job for job in plan.trials if not job.trial]
-    jobs = [*plan.plain, *whole, *further]
+    jobs = [*plan.plain, *further]
     results = [
-        _gather(chosen.get(method.label, method.variants()[0]), method, jobs, errors)
+        gather(chosen.get(method.label, method.variants()[0]), method.label, jobs, errors, timing)
         for method in plan.suite.methods
     ]
     sweeps = {label: tuple(points) for label, points in tried.items()}
@@ -148,7 +145,7 @@ def write(comparison: Comparison, out: Path) -> None:
         "compare.md": "\n".join(text.markdown() for text in texts if text is not None),
     }
     for name, content in files.items():
-        with written_whole(out / name) as file:
+        with atomic_write(out / name) as file:
             file.write_text(content, encoding="utf-8")
     records, missing = read_first_runs(out, comparison)
     for label in missing:
@@ -170,13 +167,6 @@ def write(comparison: Comparison, out: Path) -> None:
             log.exception("%s could not be drawn", name)
 
 
-def _gather(
-    variant: Method, method: Method, jobs: Sequence[Job], errors: Mapping[Job, str]
-) -> Result:
-    own = [job for job in jobs if job.method == variant]
-    return gather(variant, method.label, own, errors)
-
-
 def _make_folder(out: Path) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -192,8 +182,8 @@ def _say_resumed(
     for job in finished:
         progress.say(f"{job.name}: finished before, kept")
     for job in half:
-        if job.can_go_on:
-            progress.say(f"{job.name}: half-done, goes on from its last checkpoint")
+        if job.can_resume:
+            progress.say(f"{job.name}: half-done, resumed from its last checkpoint")
         else:
             lost.append(job)
             progress.say(f"{job.name}: half-written, removed and done again")

@@ -8,6 +8,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from raceme.comparison.results import Comparison, Result
+from raceme.comparison.suites import Timing
 from raceme.reporting.style import (
     FAINT,
     INK,
@@ -23,7 +24,7 @@ _ROW_HEIGHT = 0.27
 
 
 def times_figure(comparison: Comparison) -> Figure:
-    """Draw the mean time to the target of each method as a bar, with a dot for each seed.
+    """Draw the mean time of each method as a bar, with a dot for each seed.
 
     There is no mean, and no bar, where a seed missed the target.
     """
@@ -36,6 +37,8 @@ def times_figure(comparison: Comparison) -> Figure:
     scaled = {label: [time / seconds for time in times] for label, times in values.items()}
     target = comparison.target
     goal = "the target" if target is None else f"{target:.1%}"
+    if comparison.suite.timing is Timing.CONVERGENCE:
+        goal = "convergence"
     instead = {result.label: _missed(result) for result in comparison.results}
     axis = f"virtual time ({unit})"
     return _bars(comparison.results, scaled, f"Virtual time to {goal}", axis, instead)

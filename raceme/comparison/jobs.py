@@ -13,10 +13,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from raceme.checkpoints import can_go_on
+from raceme.checkpoints import can_resume
 from raceme.comparison.suites import Method, Suite, slug
 from raceme.config import RunConfig, read_toml
-from raceme.errors import UserError
+from raceme.config.errors import UserError
+from raceme.protocol.events import Ending
 
 CONFIG = "config.toml"
 SUMMARY = "summary.json"
@@ -46,7 +47,8 @@ class Job:
     config : RunConfig
         Resolved, with the folder that it is to be written to.
     trial : bool
-        It is shorter than the other runs, to find the best point of a sweep.
+        It is there to find the best point of a sweep: shorter than the other runs, and tested on
+        held-out training samples.
     """
 
     method: Method
@@ -65,20 +67,28 @@ class Job:
         return Path(self.config.out)
 
     @property
-    def can_go_on(self) -> bool:
-        """True if a killed run left a checkpoint in the folder to go on from."""
-        return can_go_on(self.folder, self.config)
+    def can_resume(self) -> bool:
+        """True if a killed run left a checkpoint in the folder to resume from."""
+        return can_resume(self.folder, self.config)
 
     def summary(self) -> dict[str, Any] | None:
-        """Return the content of its summary; None if it is not finished."""
+        """Return the content of its summary; None if it is not finished.
+
+        A run that was interrupted, or whose clients are all gone, is not: its numbers are those of
+        fewer updates than the others have.
+        """
         try:
             content = json.loads((self.folder / SUMMARY).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return None
-        finished = isinstance(content, dict) and not str(content.get("reason", "")).startswith(
-            "interrupted"
-        )
-        return content if finished else None
+        return content if isinstance(content, dict) and self._is_complete(content) else None
+
+    def _is_complete(self, summary: dict[str, Any]) -> bool:
+        if "ending" in summary:
+            return summary["ending"] in {ending.value for ending in Ending if ending.is_complete}
+        # The summaries of earlier versions tell only in words how a run ended.
+        updates, time = summary.get("updates", 0), summary.get("virtual_time", 0.0)
+        return bool(updates >= self.config.max_updates or 0 < self.config.max_time <= time)
 
 
 def make_jobs(
@@ -94,9 +104,9 @@ def make_jobs(
         What to run.
     out : Path
         The comparison's folder; a run's is ``<method>/seed-<seed>`` below it, or
-        ``<method>/trial-<seed>``.
+        ``<method>/validation-<seed>``.
     trial : bool
-        They try points of sweeps, in runs of another length.
+        They try points of sweeps.
 
     Raises
     ------
@@ -108,8 +118,8 @@ def make_jobs(
     jobs = []
     for seed in seeds:
         for method in methods:
-            config = resolve(suite.config(method, seed))
-            folder = out / slug(method.label) / f"{'trial' if trial else 'seed'}-{seed}"
+            config = resolve(suite.config(method, seed, trial))
+            folder = out / slug(method.label) / f"{'validation' if trial else 'seed'}-{seed}"
             jobs.append(Job(method, seed, config.with_values(out=str(folder)), trial))
     return jobs
 
@@ -122,9 +132,7 @@ def check(jobs: Iterable[Job]) -> None:
     UserError
         One is not: its data, its model, its devices or its hyper-parameters.
     """
-    from raceme import datasets, models
-    from raceme.experiment import build_strategy
-    from raceme.simulation import fleet
+    from raceme.experiment import build_strategy, check_parts
 
     dealt: set[tuple[int, str]] = set()
     for job in jobs:
@@ -136,10 +144,7 @@ def check(jobs: Iterable[Job]) -> None:
             shared = str([item for item in keys if item[0] != "strategy" and "." not in item[0]])
             if (job.seed, shared) not in dealt:
                 dealt.add((job.seed, shared))
-                fleet(config.devices, config.num_clients, config.seed)
-                datasets.true_groups(config)
-                datasets.client_data(config, config.num_clients - 1)
-                models.initial_arrays(config)
+                check_parts(config)
         except UserError as error:
             raise UserError(f"{job.method.label} cannot run: {error}") from None
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from raceme.comparison import figures, table
 from raceme.comparison.read import read_comparison, read_first_runs
 from raceme.comparison.results import Comparison, Result
-from raceme.comparison.suites import described
+from raceme.comparison.suites import Timing, described
+from raceme.records.record import RunRecord
 from raceme.reporting.page import PageTable, Plot, Tile, number, plot, render, versions_table
 from raceme.reporting.plots import comparison_figure
-from raceme.reporting.record import RunRecord
 from raceme.reporting.staleness import staleness_figure
 
 _FILES = ("compare.json", "compare.csv", "compare.md")
@@ -97,6 +97,8 @@ def _tiles(comparison: Comparison) -> list[Tile]:
     if arrived:
         first = min(arrived, key=lambda result: result.rank_time or 0.0)
         goal = "" if comparison.target is None else f" at {comparison.target:.1%}"
+        if suite.timing is Timing.CONVERGENCE:
+            goal = " to converge"
         tiles.append(Tile(f"first{goal}", first.label, f"{number(first.rank_time, 1)} s"))
     if comparison.has_published:
         for name in ("accuracy", "time"):
@@ -126,8 +128,9 @@ def _runs_table(comparison: Comparison) -> PageTable:
         for result in comparison.results
         for run in result.runs
     )
+    timing = comparison.suite.timing
     heads = (
-        *("method", "seed", "accuracy", "best", "time to\ntarget (s)", "clusters", "purity"),
+        *("method", "seed", "accuracy", "best", f"time to\n{timing} (s)", "clusters", "purity"),
         *("updates", "virtual\ntime (s)", "wall\ntime (s)"),
     )
     return PageTable(f"All {len(rows)} runs", heads, rows)

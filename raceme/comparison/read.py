@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from raceme.comparison.results import Comparison, Result, Run
-from raceme.comparison.suites import NEVER, Method, Published, Suite
-from raceme.errors import UserError
-from raceme.reporting.record import RunRecord, read_run
+from raceme.comparison.suites import NEVER, Method, Published, Suite, Timing
+from raceme.config.errors import UserError
+from raceme.records.record import RunRecord, read_run
 
 FILE_NAME = "compare.json"
 
@@ -29,7 +29,8 @@ def read_comparison(folder: Path) -> Comparison:
     path = folder / FILE_NAME
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
-        results = tuple(_result(entry) for entry in tree["methods"])
+        timing = Timing(tree.get("timing", Timing.TARGET))
+        results = tuple(_result(entry, timing) for entry in tree["methods"])
         suite = Suite(
             title=str(tree["title"]),
             methods=tuple(
@@ -39,12 +40,15 @@ def read_comparison(folder: Path) -> Comparison:
             settings=dict(tree["settings"]),
             seeds=tuple(int(seed) for seed in tree["seeds"]),
             sweep_scale=float(tree.get("sweep-scale", 1.0)),
+            validation_fraction=tree.get("validation-fraction"),
+            timing=timing,
+            shows_unrest=bool(tree.get("shows-unrest", False)),
             reference=tree["reference"],
             notes=tuple(str(note) for note in tree.get("notes", [])),
             scale=float(tree["scale"]),
         )
         sweeps = {
-            str(label): tuple(_result(entry) for entry in entries)
+            str(label): tuple(_result(entry, timing) for entry in entries)
             for label, entries in tree.get("sweeps", {}).items()
         }
     except OSError as error:
@@ -75,7 +79,7 @@ def read_first_runs(folder: Path, comparison: Comparison) -> tuple[dict[str, Run
     return records, missing
 
 
-def _result(entry: Mapping[str, Any]) -> Result:
+def _result(entry: Mapping[str, Any], timing: Timing) -> Result:
     method = Method(
         label=str(entry.get("variant", entry["label"])),
         strategy=str(entry["strategy"]),
@@ -88,13 +92,13 @@ def _result(entry: Mapping[str, Any]) -> Result:
         for name in ("accuracy", "purity", "updates", "virtual_time"):
             if not isinstance(summary[name], int | float | None):
                 raise ValueError(f"{name} is {summary[name]!r}")
-        runs.append(Run(int(summary["seed"]), str(summary["folder"]), summary))
+        runs.append(Run(int(summary["seed"]), str(summary["folder"]), summary, timing))
     errors = {int(seed): str(error) for seed, error in entry["errors"].items()}
     return Result(method, str(entry["label"]), tuple(runs), errors)
 
 
-def _published(entry: Mapping[str, Any] | None) -> Published | None:
+def _published(entry: Mapping[str, Any] | None) -> tuple[Published, ...]:
     if entry is None:
-        return None
+        return ()
     time = entry["time"]
-    return Published(entry["accuracy"], math.inf if time == NEVER else time)
+    return (Published(entry["accuracy"], math.inf if time == NEVER else time),)

@@ -11,7 +11,7 @@ import numpy as np
 from scipy.stats import kendalltau
 
 from raceme.comparison.jobs import Job
-from raceme.comparison.suites import Method, Suite
+from raceme.comparison.suites import Method, Published, Suite, Timing
 
 
 @dataclass(frozen=True)
@@ -45,16 +45,29 @@ class Spread:
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run: its folder below the comparison's, and its summary."""
+    """A finished run.
+
+    Attributes
+    ----------
+    seed : int
+        Its seed.
+    folder : str
+        Its folder below the comparison's.
+    summary : Mapping[str, Any]
+        The content of its ``summary.json``.
+    timing : Timing
+        Which of its times is compared.
+    """
 
     seed: int
     folder: str
     summary: Mapping[str, Any]
+    timing: Timing = Timing.TARGET
 
     @property
     def time(self) -> float | None:
-        """Virtual time to the target; None if it was not reached."""
-        reached = self.summary.get("time_to_target")
+        """Virtual time to the target, or to convergence; None if it was not reached."""
+        reached = self.summary.get(f"time_to_{self.timing}")
         return None if reached is None else float(reached["virtual_time"])
 
 
@@ -85,13 +98,23 @@ class Result:
         return Spread.over([run.summary["accuracy"] for run in self.runs])
 
     @property
+    def published(self) -> Published | None:
+        """The paper's row of the point that was run; None where it has none."""
+        return self.method.row
+
+    @property
+    def unrest(self) -> Spread:
+        """How far the accuracy was below its best so far, on the mean over a run."""
+        return Spread.over([run.summary.get("unrest") for run in self.runs])
+
+    @property
     def time(self) -> Spread:
-        """Virtual time to the target, of the runs that reached it."""
+        """Virtual time to what is timed, of the runs that reached it."""
         return Spread.over([run.time for run in self.runs])
 
     @property
     def time_above(self) -> float | None:
-        """What the mean time to the target is above if a run missed it, else None.
+        """What the mean time is above if a run missed what is timed, else None.
 
         A run that missed it counts with its virtual length.
         """
@@ -107,7 +130,7 @@ class Result:
 
     @property
     def rank_time(self) -> float | None:
-        """Mean time to the target; infinite if a seed missed it, None if there are no runs."""
+        """Mean time; infinite if a seed missed what is timed, None if there are no runs."""
         if not self.runs:
             return None
         spread = self.time
@@ -189,22 +212,44 @@ class Comparison:
     @property
     def has_published(self) -> bool:
         """Whether there is anything to be compared with."""
-        return any(result.method.published is not None for result in self.results)
+        return any(result.published is not None for result in self.results)
 
     def _reference(self) -> Result | None:
         return next((r for r in self.results if r.label == self.suite.reference), None)
 
 
-def gather(method: Method, label: str, jobs: Sequence[Job], errors: Mapping[Job, str]) -> Result:
-    """Read what the runs of a method have left."""
+def gather(
+    method: Method,
+    label: str,
+    jobs: Sequence[Job],
+    errors: Mapping[Job, str],
+    timing: Timing = Timing.TARGET,
+) -> Result:
+    """Read what those of the runs that are a method's have left.
+
+    Parameters
+    ----------
+    method : Method
+        The method, or the point of its sweep.
+    label : str
+        Its label in the suite.
+    jobs : Sequence[Job]
+        Runs, of other methods too.
+    errors : Mapping[Job, str]
+        Why runs failed.
+    timing : Timing
+        Which of their times is compared.
+    """
     runs, failed = [], {}
     for job in jobs:
+        if job.method != method:
+            continue
         summary = job.summary()
         if summary is None:
             failed[job.seed] = errors.get(job, "not run")
         else:
             folder = "/".join(job.folder.parts[-2:])
-            runs.append(Run(job.seed, folder, summary))
+            runs.append(Run(job.seed, folder, summary, timing))
     return Result(method, label, tuple(runs), failed)
 
 
@@ -214,8 +259,7 @@ def best_of(tried: Sequence[Result]) -> Result:
 
 
 def _published(result: Result, quantity: str) -> float | None:
-    published = result.method.published
-    return None if published is None else getattr(published, quantity)
+    return None if result.published is None else getattr(result.published, quantity)
 
 
 def _measured(result: Result, quantity: str) -> float | None:

@@ -7,60 +7,63 @@ hyper-parameters of its own strategy.
 
 from __future__ import annotations
 
-import math
 import re
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from enum import StrEnum
 from functools import cached_property
 from itertools import product
-from pathlib import Path
-from typing import Any
 
 from raceme.config import RunConfig, Value, check_key
-from raceme.errors import UserError, unknown_name
-
-SHIPPED = Path(__file__).parent / "suites"
-"""The folder of the suites that come with the package."""
+from raceme.config.errors import UserError, unknown_name
+from raceme.config.options import written
+from raceme.config.registry import STRATEGIES
 
 NEVER = "/"
 """How a suite writes that a method did not reach the target."""
 
-_SUITE_KEYS = (
-    "title",
-    "extends",
-    "seeds",
-    "async-updates",
-    "sync-updates",
-    "sweep-scale",
-    "reference",
-    "notes",
-    "settings",
-    "methods",
-)
-_METHOD_KEYS = ("strategy", "options", "sweep", "published")
-_PUBLISHED_KEYS = ("accuracy", "time")
+VALIDATION = 0.2
+"""Share of the training samples that the trials of a sweep are tested on, unless a suite says."""
+
 _OWN_KEYS = {
     "strategy": "name strategies under [methods]",
     "seed": "give seeds = [0, 1, 2]",
     "out": "give --out",
+    "validation-fraction": "a suite has it beside them, for the trials of its sweeps",
 }
+
+
+class Timing(StrEnum):
+    """Which time of a run is compared."""
+
+    TARGET = "target"
+    """The first evaluation at or above the target accuracy."""
+    CONVERGENCE = "convergence"
+    """When the accuracy last comes within a point of its final value."""
 
 
 @dataclass(frozen=True)
 class Published:
-    """What a paper reports of a method.
+    """What a paper reports of a method: one row of its table.
 
     Attributes
     ----------
     accuracy : float or None
         In percent; None where it is not reported.
     time : float or None
-        Time to the target in the paper's own unit; infinite for never.
+        In the paper's own unit; infinite for never.
+    options : Mapping[str, Value]
+        The hyper-parameters that tell this row from the method's others, e.g. IFCA's ``k``. Empty:
+        the only row, which stands beside whatever is run of the method.
     """
 
     accuracy: float | None = None
     time: float | None = None
+    options: Mapping[str, Value] = field(default_factory=dict, hash=False)
+
+    def is_of(self, options: Mapping[str, Value]) -> bool:
+        """Return whether a run with these hyper-parameters is to be compared with this row."""
+        return all(options.get(name) == value for name, value in self.options.items())
 
 
 @dataclass(frozen=True)
@@ -75,42 +78,60 @@ class Method:
         Its registered name.
     options : Mapping[str, Value]
         Hyper-parameters that differ from the suite's settings, by name.
-    sweep : Mapping[str, tuple[Value, ...]]
-        Hyper-parameters of which every combination is tried on the first seed, in runs of the
-        suite's ``sweep-scale``; the most accurate one is run on all seeds.
-    published : Published or None
-        What the paper reports; of a swept method, at the paper's best point.
+    sweep : tuple[Mapping[str, Value], ...]
+        Points, each with further hyper-parameters: every one is tried on the first seed, and the
+        most accurate one is run on all seeds. A single point needs no trial.
+    published : tuple[Published, ...]
+        What the paper reports, a row for each point that it has.
     """
 
     label: str
     strategy: str
     options: Mapping[str, Value] = field(default_factory=dict, hash=False)
-    sweep: Mapping[str, tuple[Value, ...]] = field(default_factory=dict, hash=False)
-    published: Published | None = None
+    sweep: tuple[Mapping[str, Value], ...] = field(default=(), hash=False)
+    published: tuple[Published, ...] = ()
 
-    def variants(self) -> list[Method]:
-        """Return the method itself, or one for each point of its sweep."""
+    def __post_init__(self) -> None:
+        points = [{**self.options, **point} for point in self.sweep or ({},)]
+        for row in self.published:
+            # A run is never shown beside the numbers of another point, nor beside two.
+            if not any(row.is_of(point) for point in points):
+                raise UserError(
+                    f"Numbers of {self.label} are published for {described(row.options)}, which is "
+                    "not run: add it to the sweep."
+                )
+        for point in points:
+            if sum(row.is_of(point) for row in self.published) > 1:
+                raise UserError(
+                    f"{self.label} has two published rows for {described(point) or 'all points'}."
+                )
+
+    def variants(self) -> tuple[Method, ...]:
+        """Return one method for each point of the sweep; without a sweep the method itself."""
         if not self.sweep:
-            return [self]
-        points = [
-            dict(zip(self.sweep, values, strict=True)) for values in product(*self.sweep.values())
-        ]
-        return [
-            replace(
-                self,
-                label=f"{self.label} {described(point)}",
-                options={**self.options, **point},
-                sweep={},
-            )
-            for point in points
-        ]
+            return (self,)
+        return tuple(self._at(point) for point in self.sweep)
+
+    def _at(self, point: Mapping[str, Value]) -> Method:
+        options = {**self.options, **point}
+        rows = tuple(row for row in self.published if row.is_of(options))
+        label = f"{self.label} {described(point)}"
+        return replace(self, label=label, options=options, sweep=(), published=rows)
+
+    @property
+    def is_swept(self) -> bool:
+        """Whether there is anything to choose: more than one point."""
+        return len(self.sweep) > 1
+
+    @property
+    def row(self) -> Published | None:
+        """The published row to compare it with; None where the paper has none, and of sweeps."""
+        return None if self.is_swept or not self.published else self.published[0]
 
     @cached_property
     def asynchronous(self) -> bool:
         """Whether it acts on every update at once, not on rounds of them."""
-        from raceme.strategies import STRATEGIES, AsyncStrategy
-
-        return issubclass(STRATEGIES[self.strategy], AsyncStrategy)
+        return not getattr(STRATEGIES[self.strategy].parameters_type, "in_rounds", False)
 
 
 @dataclass(frozen=True)
@@ -131,6 +152,14 @@ class Suite:
         Client updates of an asynchronous and of a round-based method; None: ``max-updates``.
     sweep_scale : float
         By how much the runs are shortened that try the points of a sweep.
+    validation_fraction : float or None
+        Share of each client's training samples on which these runs are tested, so that no point is
+        chosen on the test samples that are reported. None: it is not known, in results of earlier
+        versions, whose points were chosen on test samples.
+    timing : Timing
+        Which time of the runs is compared.
+    shows_unrest : bool
+        Whether the table tells how far the accuracy falls back on its way.
     reference : str or None
         Label of the method whose speed-up over the others is shown.
     notes : tuple[str, ...]
@@ -146,6 +175,9 @@ class Suite:
     async_updates: int | None = None
     sync_updates: int | None = None
     sweep_scale: float = 1.0
+    validation_fraction: float | None = VALIDATION
+    timing: Timing = Timing.TARGET
+    shows_unrest: bool = False
     reference: str | None = None
     notes: tuple[str, ...] = ()
     scale: float = 1.0
@@ -157,6 +189,9 @@ class Suite:
             raise UserError(f"seeds must be different numbers from 0, got {list(self.seeds)}.")
         if not 0 < self.sweep_scale <= 1:
             raise UserError(f"sweep-scale must be above 0 and at most 1, got {self.sweep_scale:g}.")
+        share = self.validation_fraction
+        if share is not None and not 0 < share < 1:
+            raise UserError(f"validation-fraction must be above 0 and below 1, got {share:g}.")
         labels = [method.label for method in self.methods]
         every = [variant.label for method in self.methods for variant in method.variants()]
         for names in (labels, [slug(label) for label in every]):
@@ -166,11 +201,12 @@ class Suite:
         if self.reference is not None and self.reference not in labels:
             raise unknown_name("reference", self.reference, labels)
 
-    def config(self, method: Method, seed: int) -> RunConfig:
+    def config(self, method: Method, seed: int, trial: bool = False) -> RunConfig:
         """Return the configuration of one run.
 
         The target is recorded and does not end the run; the run trains in its own process, as
-        there are as many runs at a time as there are cores.
+        there are as many runs at a time as there are cores. A trial is shorter, and tested on
+        held-out training samples.
 
         Raises
         ------
@@ -190,7 +226,10 @@ class Suite:
         keys |= {"strategy": method.strategy, "seed": seed, "stop-at-target": False}
         if "workers" in _config_keys():
             keys["workers"] = 0
-        return self._shortened(RunConfig.from_mapping(keys))
+        if trial and self.validation_fraction is not None:
+            keys["validation-fraction"] = self.validation_fraction
+        scale = self.scale * (self.sweep_scale if trial else 1.0)
+        return _shortened(RunConfig.from_mapping(keys), scale)
 
     def _settings_for(self, method: Method) -> dict[str, Value]:
         """Return the settings without the hyper-parameters of other methods, after a check."""
@@ -202,18 +241,6 @@ class Suite:
             else:
                 own[name] = value
         return own
-
-    def _shortened(self, config: RunConfig) -> RunConfig:
-        if self.scale == 1.0:
-            return config
-        # At least one round of every client, or there would be nothing to evaluate.
-        from raceme.datasets import with_clients
-
-        least = min(with_clients(config).num_clients, config.max_updates)
-        return config.with_values(
-            max_updates=max(least, round(config.max_updates * self.scale)),
-            max_time=config.max_time * self.scale,
-        )
 
     def scaled(self, scale: float) -> Suite:
         """Return the suite with its updates and times shortened in proportion.
@@ -238,8 +265,10 @@ class Suite:
         compared = {method.strategy for method in self.methods}
         for name, value in settings.items():
             strategy, dot, _ = name.partition(".")
-            if dot and strategy not in compared:
-                check_key(name, value)
+            if not dot or strategy in compared:
+                continue
+            key, converted = check_key(name, value)
+            if written(converted) != key.default:
                 raise UserError(
                     f"{name} is read by strategy {strategy}; this comparison has "
                     f"{', '.join(sorted(compared))}."
@@ -278,8 +307,6 @@ def of_names(strategies: Sequence[str], settings: Mapping[str, Value] | None = N
     UserError
         There is no such strategy.
     """
-    from raceme.strategies import STRATEGIES
-
     for name in strategies:
         if name not in STRATEGIES:
             raise unknown_name("strategy", name, STRATEGIES)
@@ -287,52 +314,9 @@ def of_names(strategies: Sequence[str], settings: Mapping[str, Value] | None = N
     return replace(suite, title=f"Comparison on {suite.dataset}").with_settings(settings or {})
 
 
-def load_suite(path: Path) -> Suite:
-    """Read a suite from a TOML file.
-
-    Raises
-    ------
-    UserError
-        The file is missing or is not TOML, or has a key that does not exist.
-    """
-    tree = _tree(path, ())
-    methods = _table(path, "methods", tree.get("methods", {}))
-    return Suite(
-        title=str(tree.get("title", path.stem)),
-        methods=tuple(_method(path, label, entry) for label, entry in methods.items()),
-        settings=_settings(path, tree.get("settings", {})),
-        seeds=_seeds(path, tree.get("seeds", [0])),
-        async_updates=_count(path, "async-updates", tree.get("async-updates")),
-        sync_updates=_count(path, "sync-updates", tree.get("sync-updates")),
-        sweep_scale=_share(path, "sweep-scale", tree.get("sweep-scale", 1.0)),
-        reference=tree.get("reference"),
-        notes=tuple(str(note) for note in tree.get("notes", [])),
-    )
-
-
-def all_shipped() -> dict[str, dict[str, Path]]:
-    """Return the reproductions that come with the package: the file of each variant, by name."""
-    found: dict[str, dict[str, Path]] = {}
-    for path in sorted(SHIPPED.glob("*.toml")):
-        name, _, variant = path.stem.partition(".")
-        # A file without a variant is one that others extend.
-        if variant:
-            found.setdefault(name, {})[variant] = path
-    return found
-
-
-def shipped(name: str) -> dict[str, Path]:
-    """Return the suites of a reproduction, by variant.
-
-    Raises
-    ------
-    UserError
-        There is no such reproduction.
-    """
-    found = all_shipped()
-    if name not in found:
-        raise unknown_name("reproduction", name, found)
-    return found[name]
+def grid(values: Mapping[str, Sequence[Value]]) -> tuple[Mapping[str, Value], ...]:
+    """Return every combination of some hyper-parameters' values as points of a sweep."""
+    return tuple(dict(zip(values, point, strict=True)) for point in product(*values.values()))
 
 
 def described(options: Mapping[str, Value]) -> str:
@@ -349,108 +333,14 @@ def _config_keys() -> set[str]:
     return {item.name.replace("_", "-") for item in fields(RunConfig)}
 
 
-def _tree(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
-    """Read a file, and what it extends: its own keys win, tables are merged."""
-    try:
-        tree = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"Cannot read the suite {path}: {error.strerror}.") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"The suite {path} is not valid TOML: {error}.") from None
-    for name in tree:
-        if name not in _SUITE_KEYS:
-            raise unknown_name(f"key of the suite {path}", name, _SUITE_KEYS)
-    if "extends" not in tree:
-        return tree
-    base = path.parent / str(tree.pop("extends"))
-    if base in seen:
-        raise UserError(f"The suite {path} extends itself.")
-    return _merged(_tree(base, (*seen, path)), tree)
+def _shortened(config: RunConfig, scale: float) -> RunConfig:
+    if scale == 1.0:
+        return config
+    # At least one round of every client, or there would be nothing to evaluate.
+    from raceme.experiment import resolve
 
-
-def _merged(base: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(base)
-    for name, value in other.items():
-        inner = merged.get(name)
-        both = isinstance(inner, dict) and isinstance(value, dict)
-        merged[name] = _merged(inner, value) if both and inner is not None else value
-    return merged
-
-
-def _table(path: Path, name: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise UserError(f"{name} in the suite {path} must be a table, got {value!r}.")
-    return value
-
-
-def _settings(path: Path, table: Any) -> dict[str, Value]:
-    """Flatten the settings: a table holds the hyper-parameters of a strategy."""
-    flat: dict[str, Value] = {}
-    for name, value in _table(path, "settings", table).items():
-        inner = {f"{name}.{key}": v for key, v in value.items()} if isinstance(value, dict) else {}
-        flat |= inner or {name: value}
-    return flat
-
-
-def _method(path: Path, label: str, table: Any) -> Method:
-    where = f"methods.{label}"
-    entry = _table(path, where, table)
-    _check_keys(path, where, entry, _METHOD_KEYS)
-    sweep = _table(path, f"{where}.sweep", entry.get("sweep", {}))
-    for name, values in sweep.items():
-        if not isinstance(values, list) or not values:
-            raise UserError(f"{where}.sweep.{name} in {path} must list values, got {values!r}.")
-    strategy = str(entry.get("strategy", label))
-    from raceme.strategies import STRATEGIES
-
-    if strategy not in STRATEGIES:
-        raise unknown_name("strategy", strategy, STRATEGIES)
-    return Method(
-        label=label,
-        strategy=strategy,
-        options=_table(path, f"{where}.options", entry.get("options", {})),
-        sweep={name: tuple(values) for name, values in sweep.items()},
-        published=_published(path, where, entry.get("published")),
+    least = min(resolve(config).num_clients, config.max_updates)
+    return config.with_values(
+        max_updates=max(least, round(config.max_updates * scale)),
+        max_time=config.max_time * scale,
     )
-
-
-def _published(path: Path, where: str, table: Any) -> Published | None:
-    if table is None:
-        return None
-    where = f"{where}.published"
-    entry = _table(path, where, table)
-    _check_keys(path, where, entry, _PUBLISHED_KEYS)
-    numbers: dict[str, float] = {}
-    for name, value in entry.items():
-        if name == "time" and value == NEVER:
-            numbers[name] = math.inf
-        elif isinstance(value, int | float) and not isinstance(value, bool):
-            numbers[name] = float(value)
-        else:
-            raise UserError(f"{where}.{name} in {path} must be a number, got {value!r}.")
-    return Published(**numbers)
-
-
-def _check_keys(path: Path, where: str, entry: Mapping[str, Any], valid: Sequence[str]) -> None:
-    for name in entry:
-        if name not in valid:
-            raise unknown_name(f"key of {where} in the suite {path}", name, valid)
-
-
-def _seeds(path: Path, value: Any) -> tuple[int, ...]:
-    whole = isinstance(value, list) and all(type(seed) is int for seed in value)
-    if not whole:
-        raise UserError(f"seeds in the suite {path} must be whole numbers, got {value!r}.")
-    return tuple(value)
-
-
-def _count(path: Path, name: str, value: Any) -> int | None:
-    if value is not None and (type(value) is not int or value < 1):
-        raise UserError(f"{name} in the suite {path} must be a whole number from 1: {value!r}.")
-    return value
-
-
-def _share(path: Path, name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise UserError(f"{name} in the suite {path} must be a number, got {value!r}.")
-    return float(value)

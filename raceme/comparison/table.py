@@ -15,7 +15,8 @@ from rich.table import Table
 
 import raceme
 from raceme.comparison.results import Comparison, Result, Spread
-from raceme.comparison.suites import NEVER, described
+from raceme.comparison.suites import NEVER, Timing, described
+from raceme.records.convergence import WITHIN
 
 UNKNOWN = "-"
 
@@ -96,15 +97,26 @@ def main_table(comparison: Comparison) -> Text:
     if comparison.has_published:
         factor = f"× {comparison.suite.reference or 'reference'}"
         columns = (*_REPRODUCTION, f"{factor}\npaper", f"{factor}\nours", "purity")
+    elif comparison.suite.timing is Timing.CONVERGENCE:
+        columns = tuple(_TO_CONVERGENCE if name == _TO_TARGET else name for name in columns)
     rows = tuple(make(comparison, result) for result in comparison.results)
+    if comparison.suite.shows_unrest:
+        columns = (*columns, "unrest")
+        unrests = (_percent(result.unrest) for result in comparison.results)
+        rows = tuple((*row, cell) for row, cell in zip(rows, unrests, strict=True))
     suite, target = comparison.suite, comparison.target
     of = f", target {target:.1%}" if target is not None else ""
+    if suite.timing is Timing.CONVERGENCE:
+        of = ", time to convergence"
     seeds = f"{len(suite.seeds)} seeds" if len(suite.seeds) > 1 else f"seed {suite.seeds[0]}"
     return Text(f"{suite.title} ({seeds}{of})", columns, rows, _lines(comparison))
 
 
 def sweep_table(comparison: Comparison) -> Text | None:
-    """Return what was tried of the swept methods; None if nothing was swept."""
+    """Return what was tried of the swept methods; None if nothing was swept.
+
+    Its accuracies are those of the held-out training samples by which the points are chosen.
+    """
     chosen = {result.method.label for result in comparison.results}
     rows = tuple(
         (
@@ -120,7 +132,9 @@ def sweep_table(comparison: Comparison) -> Text | None:
         return None
     suite = comparison.suite
     length = "" if suite.sweep_scale == 1.0 else f", {suite.sweep_scale:g} of the runs' length"
-    title = f"Swept hyper-parameters (seed {suite.seeds[0]}{length})"
+    share = suite.validation_fraction
+    held_out = "" if share is None else f", tested on {share:.0%} of the training samples"
+    title = f"Swept hyper-parameters (seed {suite.seeds[0]}{length}{held_out})"
     return Text(title, ("method", "acc %", "time", ""), rows)
 
 
@@ -128,7 +142,8 @@ def to_csv(comparison: Comparison) -> str:
     """Return one line for each run, those that were only tried included."""
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
-    writer.writerow(["method", "strategy", "options", "seed", "target", "time_to_target", *_CSV])
+    time = f"time_to_{comparison.suite.timing}"
+    writer.writerow(["method", "strategy", "options", "seed", "target", time, *_CSV])
     done: set[str] = set()
     tried = [result for results in comparison.sweeps.values() for result in results]
     for result in (*comparison.results, *tried):
@@ -152,6 +167,9 @@ def to_json(comparison: Comparison) -> str:
         "seeds": list(suite.seeds),
         "scale": suite.scale,
         "sweep-scale": suite.sweep_scale,
+        "validation-fraction": suite.validation_fraction,
+        "timing": suite.timing.value,
+        "shows-unrest": suite.shows_unrest,
         "target": comparison.target,
         "reference": suite.reference,
         "methods": [_entry(comparison, result) for result in comparison.results],
@@ -168,7 +186,8 @@ def to_json(comparison: Comparison) -> str:
     return json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-_COLUMNS = ("method", "acc %", "time to target", "ratio to best", "purity", "updates")
+_TO_TARGET, _TO_CONVERGENCE = "time to target", "time to convergence"
+_COLUMNS = ("method", "acc %", _TO_TARGET, "ratio to best", "purity", "updates")
 _REPRODUCTION = (
     "method",
     "acc %\npaper",
@@ -191,7 +210,7 @@ def _row(comparison: Comparison, result: Result) -> tuple[str, ...]:
 
 
 def _reproduction_row(comparison: Comparison, result: Result) -> tuple[str, ...]:
-    published = result.method.published
+    published = result.published
     accuracy = None if published is None else published.accuracy
     time = None if published is None else published.time
     return (
@@ -222,12 +241,24 @@ def _lines(comparison: Comparison) -> tuple[str, ...]:
         lines.append(f"Kendall's τ between the paper's order of the methods and ours: {shown}.")
         lines.append("The paper's times are in a unit of its own: compare their ratios.")
         if suite.reference is not None:
-            lines.append(f"× {suite.reference}: time to target over its time.")
+            what = _TO_CONVERGENCE if suite.timing is Timing.CONVERGENCE else _TO_TARGET
+            lines.append(f"× {suite.reference}: {what} over its time.")
+    if suite.timing is Timing.CONVERGENCE:
+        lines.append(
+            f"Time to convergence: when the accuracy last comes within {100 * WITHIN:g} point of "
+            "its final value (our rule)."
+        )
+    if suite.shows_unrest:
+        lines.append(
+            "Unrest: by how many points the accuracy is below its best so far, on the mean over "
+            "the evaluations of a run."
+        )
     if comparison.sweeps:
         swept = ", ".join(comparison.sweeps)
         lines.append(f"Swept on the first seed and shown at the most accurate point: {swept}.")
     if any(result.time_above is not None for result in comparison.results):
-        lines.append("'>': a run that did not reach the target counts with its length.")
+        missed = "converge" if suite.timing is Timing.CONVERGENCE else "reach the target"
+        lines.append(f"'>': a run that did not {missed} counts with its length.")
     lines += [
         f"{result.label}, seed {seed} FAILED: {error}"
         for result in comparison.results
@@ -237,7 +268,7 @@ def _lines(comparison: Comparison) -> tuple[str, ...]:
 
 
 def _entry(comparison: Comparison, result: Result) -> dict[str, Any]:
-    method, published = result.method, result.method.published
+    method, published = result.method, result.published
     return {
         "label": result.label,
         "variant": method.label,
@@ -245,7 +276,8 @@ def _entry(comparison: Comparison, result: Result) -> dict[str, Any]:
         "asynchronous": method.asynchronous,
         "options": dict(method.options),
         "accuracy": _plain(result.accuracy),
-        "time_to_target": _plain(result.time),
+        f"time_to_{comparison.suite.timing}": _plain(result.time),
+        "unrest": _plain(result.unrest),
         "purity": _plain(result.purity),
         "ratio_to_best": comparison.ratio(result),
         "time_above": result.time_above,

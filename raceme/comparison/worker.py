@@ -18,8 +18,8 @@ from typing import Any
 from raceme.checkpoints import CHECKPOINTS
 from raceme.comparison.jobs import ERROR
 from raceme.config import RunConfig, Value
-from raceme.errors import UserError
-from raceme.events import Evaluated, Event, UpdateApplied
+from raceme.config.errors import UserError
+from raceme.protocol.events import Evaluated, Event, UpdateApplied
 
 _REPORT_SECONDS = 0.2
 _CHECKPOINT_SECONDS = 60.0
@@ -51,7 +51,7 @@ class Finished:
 def serve(connection: Connection[Any, Any]) -> None:
     """Run each configuration that comes, and send :class:`Progress` and then :class:`Finished`.
 
-    If its folder exists, a run of it is half-done there and goes on.
+    If its folder exists, a run of it is half-done there and is resumed.
     """
     # Ctrl-C reaches all processes of a terminal; the comparison ends its own.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -90,9 +90,7 @@ def _run(keys: Mapping[str, Value], connection: Connection[Any, Any]) -> Finishe
             connection.send(Progress(event.seq, event.time, accuracy))
 
     try:
-        complete = simulate(config, observe).complete
-        if passing and complete:
-            shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
+        outcome = simulate(config, observe)
     except Exception as error:
         # The run may have failed because nothing can be written there.
         with suppress(OSError):
@@ -100,4 +98,8 @@ def _run(keys: Mapping[str, Value], connection: Connection[Any, Any]) -> Finishe
             (folder / ERROR).write_text(traceback.format_exc(), encoding="utf-8")
         kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
         return Finished(kind + (" ".join(str(error).split()) or "no reason given"))
+    if not outcome.complete:
+        return Finished(f"it ended early: {outcome.summary['reason']}")
+    if passing:
+        shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
     return Finished(None)

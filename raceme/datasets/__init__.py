@@ -9,6 +9,8 @@ import logging
 from functools import lru_cache
 
 from raceme.config import RunConfig
+from raceme.config.errors import UserError
+from raceme.config.registry import DATASETS, DRIFTS, PARTITIONERS
 from raceme.datasets.dealt import Dealt
 from raceme.datasets.drift import Drift, Schedule, drift_of, drift_type, schedule_of
 from raceme.datasets.partition import (
@@ -20,8 +22,6 @@ from raceme.datasets.partition import (
 )
 from raceme.datasets.source import ClientData, Dataset, DataShape, Source, generator
 from raceme.datasets.suited import suited
-from raceme.errors import UserError
-from raceme.registry import DATASETS, DRIFTS, PARTITIONERS
 
 __all__ = [
     "DATASETS",
@@ -52,7 +52,7 @@ _LOADING = ("dataset", "data_root", "download", "clients", "test_fraction", "see
 _DEALING = (*_LOADING, "partition")
 """What decides, beside the options of the dataset and the partition, who gets which samples."""
 
-_CHANGING = (*_DEALING, "drift")
+_CHANGING = (*_DEALING, "validation_fraction", "drift")
 """What decides, beside the drift's own options too, what clients have and see at each step."""
 
 

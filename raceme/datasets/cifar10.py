@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 
 from raceme.config import RunConfig
+from raceme.config.errors import UserError
 from raceme.datasets.image_folder import images, read_tree
 from raceme.datasets.source import Dataset, DataShape, Source
 from raceme.datasets.torchvision_guard import import_datasets
-from raceme.errors import UserError
 
 BATCHES = "cifar-10-batches-py"
 """The folder of torchvision's files under data-root."""

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raceme.config import RunConfig
+from raceme.config.errors import UserError
 from raceme.datasets.partition import Partition
 from raceme.datasets.skew import is_skewed, skew
 from raceme.datasets.source import ClientData, Dataset, Indices, generator
@@ -58,12 +59,23 @@ class Dealt:
     def indices(self, client: int) -> tuple[Indices, Indices]:
         """Return the training and the test samples of a client: at least one of each."""
         position = self._position(client)
-        own = self.partition.indices[position]
+        own, config = self.partition.indices[position], self.config
         if self.dataset.test_users is not None:
-            return own, self.dataset.test_users[position]
-        shuffled = generator(self.config.seed, "train and test", position).permutation(own)
-        num_test = int(np.clip(round(self.config.test_fraction * len(own)), 1, len(own) - 1))
-        return np.sort(shuffled[num_test:]), np.sort(shuffled[:num_test])
+            train, test = own, self.dataset.test_users[position]
+        else:
+            train, test = _divided(
+                own, config.test_fraction, config.seed, "train and test", position
+            )
+        if config.validation_fraction:
+            if len(train) < 2:
+                raise UserError(
+                    f"Client {client} has a single training sample: with validation-fraction every "
+                    "client needs two."
+                )
+            # What is chosen by these has not seen the test samples.
+            share = config.validation_fraction
+            train, test = _divided(train, share, config.seed, "validation", position)
+        return train, test
 
     def inputs(
         self, samples: Indices, group: int | None, client: int, part: str
@@ -98,3 +110,12 @@ class Dealt:
 
     def _position(self, client: int) -> int:
         return client if self.only is None else 0
+
+
+def _divided(
+    own: Indices, share: float, seed: int, purpose: str, position: int
+) -> tuple[Indices, Indices]:
+    """Divide samples at random into those that are kept, and a share: at least one of each."""
+    shuffled = generator(seed, purpose, position).permutation(own)
+    count = int(np.clip(round(share * len(own)), 1, len(own) - 1))
+    return np.sort(shuffled[count:]), np.sort(shuffled[:count])

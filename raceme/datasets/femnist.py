@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from raceme.config import RunConfig
+from raceme.config.errors import UserError
 from raceme.datasets.cache import Arrays, cached
 from raceme.datasets.source import Dataset, DataShape, Indices, Source
-from raceme.errors import UserError
 
 CLASSES = 62
 _PIXELS = 28 * 28

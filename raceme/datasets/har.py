@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raceme.config import RunConfig
+from raceme.config.errors import UserError
 from raceme.datasets.cache import Arrays, cached
 from raceme.datasets.source import Dataset, DataShape, Source
-from raceme.errors import UserError
 
 WINDOW = 100
 """Readings in a window of HARBox and IMU."""

@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raceme.config import RunConfig
+from raceme.config.errors import UserError
 from raceme.datasets.cache import cached
 from raceme.datasets.source import Dataset, DataShape, Source
 from raceme.datasets.torchvision_guard import import_datasets
-from raceme.errors import UserError
 
 FILES = (
     "train-images-idx3-ubyte",

@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raceme.config import RunConfig
+from raceme.config.errors import UserError
+from raceme.config.options import option
 from raceme.datasets.source import Dataset, DataShape, Indices, Source
-from raceme.errors import UserError
-from raceme.options import option
 
 CLIENT = "{client}"
 """Stands for the number of a client in ``data-file``."""

@@ -12,11 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raceme.config import RunConfig
+from raceme.config.errors import UserError
 from raceme.datasets import npz
 from raceme.datasets.cache import Arrays, cached
 from raceme.datasets.source import Dataset, Indices, Source
 from raceme.datasets.suited import SPECTRUM
-from raceme.errors import UserError
 
 _EXPECTED = (
     "Expected in each file: x, numbers of shape (samples, ...), and y, whole numbers from 0 of "

@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raceme.config import RunConfig
+from raceme.config.errors import UserError
+from raceme.config.options import option, reads
 from raceme.datasets.source import Indices
-from raceme.errors import UserError
-from raceme.options import option, reads
 
 _FITTING_ROUNDS = 1000
 """Most rounds of fitting; thirty are usual, a small alpha takes more."""

@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raceme.config import RunConfig
+from raceme.config.options import option
 from raceme.datasets.source import Dataset, DataShape, Source, generator
-from raceme.options import option
 
 FEATURES = 60
 CLASSES = 10

@@ -10,11 +10,11 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from raceme.config import RunConfig
+from raceme.config.errors import UserError
+from raceme.config.options import option
 from raceme.datasets import npz
 from raceme.datasets.cache import Arrays, cached
 from raceme.datasets.source import Dataset, Indices, Source
-from raceme.errors import UserError
-from raceme.options import option
 
 _EXPECTED = (
     "Expected in it: text, uint8 of shape (characters,), and offset, whole numbers of shape "

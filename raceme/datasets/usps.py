@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raceme.config import RunConfig
+from raceme.config.errors import UserError
 from raceme.datasets.cache import Arrays, cached
 from raceme.datasets.mnist import FILES
 from raceme.datasets.source import Dataset, DataShape, Source
-from raceme.errors import UserError
 
 _SIDE = 16
 _BYTES = 0x08

@@ -14,10 +14,11 @@ from torch import nn
 
 from raceme.compat import array_record
 from raceme.config import RunConfig
+from raceme.config.errors import UserError
+from raceme.config.registry import MODELS
 from raceme.datasets import DataShape, data_shape, with_defaults
-from raceme.errors import UserError
-from raceme.messages import to_array
-from raceme.registry import MODELS
+from raceme.models.batch_norm import has_batch_norm
+from raceme.protocol.messages import to_array
 
 __all__ = ["MODELS", "build", "initial_arrays"]
 
@@ -80,11 +81,15 @@ def initial_arrays(config: RunConfig, shape: DataShape | None = None) -> ArrayRe
     Raises
     ------
     UserError
-        There is no such network, or it does not fit the data.
+        There is no such network, or it does not fit the data or what is asked of it.
     """
     shape = data_shape(config) if shape is None else shape
     name = with_defaults(config).model
     module = build(str(name), shape.input_shape, shape.num_classes, config.seed, shape.tokens)
+    if config.batch_norm == "local" and not has_batch_norm(module):
+        raise UserError(
+            f"batch-norm=local keeps batch normalisation at home, but model '{name}' has none."
+        )
     state = module.state_dict()
     return array_record({name: to_array(values.numpy()) for name, values in state.items()})
 

@@ -1,8 +1,9 @@
-"""What a person sees in the terminal: a live line while a run goes on, a table at its end."""
+"""What a person sees in the terminal: a live line during a run, a table at its end."""
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -13,12 +14,21 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from raceme.events import ClusterSplit, Evaluated, Event, UpdateApplied, UpdateRejected
-from raceme.reporting.summary import RunSummary
+from raceme.protocol.events import (
+    ClusterChange,
+    ClustersChanged,
+    DataChanged,
+    Evaluated,
+    Event,
+    UpdateApplied,
+    UpdateRejected,
+)
+from raceme.records.membership import home
+from raceme.records.summary import RunSummary
 
 
 class RunProgress:
-    """Shows a run as it goes on; an observer of it, and a context manager around it.
+    """Shows the progress of a run; an observer of it, and a context manager around it.
 
     On a terminal it is one live line. Elsewhere it prints a plain line at each evaluation.
 
@@ -71,8 +81,13 @@ class RunProgress:
     def observe(self, event: Event) -> None:
         """Take note of an event, and show what is worth showing."""
         self._summary.observe(event)
-        if isinstance(event, ClusterSplit):
-            self._console.print(split_line(event), markup=False, soft_wrap=True)
+        if isinstance(event, ClustersChanged):
+            if is_news(event):
+                self._print(change_line(event))
+        elif isinstance(event, DataChanged):
+            # Of single clients there may be one for each update.
+            if event.client is None or self._each_update:
+                self._print(data_line(event))
         elif isinstance(event, UpdateRejected) and self._each_update:
             self._print(f"rejected  {event.client}: {event.reason}")
         elif isinstance(event, UpdateApplied) and self._each_update:
@@ -97,8 +112,9 @@ class RunProgress:
         summary = self._summary
         parts = [f"t = {summary.time:.1f} s"]
         if summary.accuracy is not None:
-            best = _number(summary.best_accuracy)
-            parts.append(f"accuracy {_number(summary.accuracy)} (best {best})")
+            of = _answered(summary.answered, summary.asked)
+            notes = ", ".join(filter(None, (of, f"best {_number(summary.best_accuracy)}")))
+            parts.append(f"accuracy {_number(summary.accuracy)} ({notes})")
         parts.append(f"{summary.clusters} cluster{'' if summary.clusters == 1 else 's'}")
         elapsed = time.perf_counter() - self._started
         if summary.updates and elapsed > 0:
@@ -108,10 +124,29 @@ class RunProgress:
         return " · ".join(parts)
 
 
-def split_line(event: ClusterSplit) -> str:
-    """Describe a split in one line."""
-    children = ", ".join(f"{k} ({len(members)})" for k, members in event.children.items())
-    return f"cluster {event.parent} → clusters {children} at update {event.updates}"
+def is_news(event: ClustersChanged) -> bool:
+    """Return whether a change of clusters is told: what a run begins with, and moves, are not."""
+    if event.change in (ClusterChange.SPLIT, ClusterChange.MERGE):
+        return True
+    return event.change in (ClusterChange.FOUND, ClusterChange.RETIRE) and event.updates > 0
+
+
+def change_line(event: ClustersChanged) -> str:
+    """Describe a change of clusters in one line: with clients, where they are named."""
+    sizes = Counter(home(weights) for weights in event.memberships.values())
+    made = ", ".join(f"{k} ({sizes[k]})" if sizes else str(k) for k in event.made)
+    gone = ", ".join(map(str, event.gone))
+    # "cluster 2 → clusters 3 (2), 4 (1)", "clusters 3, 4 → cluster 5 (3)", "new cluster 6".
+    before = f"cluster{'' if len(event.gone) == 1 else 's'} {gone}"
+    after = f"cluster{'' if len(event.made) == 1 else 's'} {made}"
+    what = f"{before} → {after}" if gone and made else f"new {after}" if made else f"{before} ended"
+    return f"{what} at update {event.updates}"
+
+
+def data_line(event: DataChanged) -> str:
+    """Describe a change of clients' data in one line."""
+    whose = "all clients" if event.client is None else event.client
+    return f"data of {whose}: step {event.step} at update {event.updates}"
 
 
 def update_line(event: UpdateApplied) -> str:
@@ -155,8 +190,11 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         to_target = "not reached"
     best = summary["best_accuracy"]
     rate = summary["updates_per_second"]
+    # Earlier versions did not tell how many answered.
+    of = _answered(summary.get("clients_answered"), summary.get("clients_asked"))
+    over = of or "clients"
     rows = [
-        ("accuracy", f"{_number(summary['accuracy'])} (best {_number(best)}), mean over clients"),
+        ("accuracy", f"{_number(summary['accuracy'])} (best {_number(best)}), mean over {over}"),
         (f"time to {target:g}" if target else "time to target", to_target),
         ("clusters", str(summary["clusters"])),
         ("purity", _number(summary["purity"])),
@@ -171,6 +209,13 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
+
+
+def _answered(answered: int | None, asked: int | None) -> str:
+    """Say how many clients an accuracy is the mean of, where that is not all that were asked."""
+    if answered is None or asked is None or answered >= asked:
+        return ""
+    return f"{answered} of {asked} clients"
 
 
 def _bytes(count: float) -> str:

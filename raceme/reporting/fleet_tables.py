@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
+from raceme.protocol.events import ClusterChange, ClustersChanged
+from raceme.records.membership import home
+from raceme.records.record import Client, RunRecord
 from raceme.reporting.page import PageTable, number, spread_over
-from raceme.reporting.record import Client, RunRecord
 from raceme.reporting.style import cluster_colour
 
 _MOST_CLIENTS = 200
 """A table of clients has at most so many of them."""
 _MOST_MEMBERS = 300
 """So many ids of a cluster's members are listed."""
-_MOST_SPLITS = 50
+_MOST_CHANGES = 50
+_MOST_OWN = 4
+"""So many of a client's clusters are named, those with the largest weights."""
 _MOST_CLUSTERS = 50
 
 
@@ -36,6 +40,8 @@ class Members:
         Members beyond them.
     counts : tuple of int
         Members of each true group, in the order of :attr:`Membership.groups`.
+    weight : float
+        Sum of the weights that all clients have here, those of other clusters included.
     """
 
     cluster: int
@@ -43,6 +49,7 @@ class Members:
     clients: tuple[str, ...]
     further: int
     counts: tuple[int, ...]
+    weight: float
 
     @property
     def size(self) -> int:
@@ -52,25 +59,43 @@ class Members:
 
 @dataclass(frozen=True)
 class Membership:
-    """Who is in which cluster at the end, against the true groups where these are known."""
+    """Who is in which cluster at the end, against the true groups where these are known.
+
+    Attributes
+    ----------
+    groups : tuple of str
+        Names of the true groups.
+    clusters : tuple of Members
+        The first clusters.
+    further : int
+        Clusters beyond them.
+    without : int
+        Clients without a cluster.
+    shared : int
+        Clients of several clusters, which are listed where their weight is largest.
+    """
 
     groups: tuple[str, ...]
     clusters: tuple[Members, ...]
     further: int
     without: int
+    shared: int
 
 
 def membership(record: RunRecord) -> Membership | None:
     """Return the clusters' members; None if all clients were in one cluster all the time."""
-    assignment = record.assignment()
-    if len({move.cluster for move in record.moves}) < 2:
+    if len({cluster for placed in record.placements for cluster in placed.weights}) < 2:
         return None
+    assignment, memberships = record.assignment(), record.memberships()
+    total: Counter[int] = Counter()
+    for weights in memberships.values():
+        total.update(weights)
     groups = record.groups
     known = sorted({group for group in groups.values() if group is not None})
     columns: list[int | None] = list(known)
     if known and any(groups.get(client) is None for client in assignment):
         columns.append(None)
-    clusters = sorted(set(assignment.values()))
+    clusters = sorted(total)
     listed = []
     for cluster in clusters[:_MOST_CLUSTERS]:
         clients = [client for client, place in assignment.items() if place == cluster]
@@ -82,11 +107,14 @@ def membership(record: RunRecord) -> Membership | None:
                 tuple(clients[:_MOST_MEMBERS]),
                 max(0, len(clients) - _MOST_MEMBERS),
                 tuple(counts[group] for group in columns),
+                float(total[cluster]),
             )
         )
     names = tuple("not known" if group is None else f"group {group}" for group in columns)
     without = sum(client.client not in assignment for client in record.clients)
-    return Membership(names, tuple(listed), max(0, len(clusters) - _MOST_CLUSTERS), without)
+    shared = sum(len(weights) > 1 for weights in memberships.values())
+    further = max(0, len(clusters) - _MOST_CLUSTERS)
+    return Membership(names, tuple(listed), further, without, shared)
 
 
 def clusters_table(record: RunRecord) -> PageTable | None:
@@ -116,25 +144,51 @@ def clusters_table(record: RunRecord) -> PageTable | None:
     return PageTable(f"Clusters at the last evaluation{more}", heads, tuple(rows))
 
 
-def splits_table(record: RunRecord) -> PageTable | None:
-    """Return what was split when; None if nothing was."""
-    if not record.splits:
+def changes_table(record: RunRecord) -> PageTable | None:
+    """Return what was split, merged, founded and given up when; None if nothing was.
+
+    What a run begins with is no change.
+    """
+    changes = [c for c in record.changes if (c.made or c.gone) and (c.gone or c.time > 0)]
+    if not changes:
         return None
     rows = tuple(
         (
-            number(float(split.time), 2),
-            number(split.updates),
-            str(split.parent),
-            ", ".join(f"{child} ({len(names)})" for child, names in split.children.items()),
-            number(float(split.gap)),
-            number(float(split.threshold)),
+            number(float(change.time), 2),
+            number(change.updates),
+            change.change.value,
+            ", ".join(map(str, change.gone)) or "–",
+            _sizes(change),
+            number(float(change.score)),
+            number(float(change.threshold)),
         )
-        for split in record.splits[:_MOST_SPLITS]
+        for change in changes[:_MOST_CHANGES]
     )
-    heads = ("time (s)", "updates", "cluster", "became (clients)", "measured", "bound")
-    count = len(record.splits)
-    shown = f"{_MOST_SPLITS} of {count}" if count > _MOST_SPLITS else str(count)
-    return PageTable(f"{shown} split{'' if count == 1 else 's'}", heads, rows, words=(3,))
+    heads = ("time (s)", "updates", "change", "of cluster", "to (clients)", "measured", "bound")
+    count = len(changes)
+    shown = f"{_MOST_CHANGES} of {count}" if count > _MOST_CHANGES else str(count)
+    title = f"{shown} change{'' if count == 1 else 's'} of the clusters"
+    return PageTable(title, heads, rows, words=(2, 3, 4))
+
+
+def _sizes(change: ClustersChanged) -> str:
+    """Name the new clusters with the number of clients that came into each."""
+    sizes = Counter(home(weights) for weights in change.memberships.values())
+    return ", ".join(f"{cluster} ({sizes[cluster]})" for cluster in change.made) or "–"
+
+
+def moves_table(record: RunRecord) -> PageTable | None:
+    """Return how often clients moved, if any did on its own."""
+    moved = [change for change in record.changes if change.change is ClusterChange.MOVE]
+    if not moved:
+        return None
+    of = Counter(client for change in moved for client in change.memberships)
+    rows = tuple((client, number(count)) for client, count in of.most_common(_MOST_CHANGES))
+    total = sum(of.values())
+    times = f"{total:,} time{'' if total == 1 else 's'}"
+    more = f", the {len(rows)} most often" if len(rows) < len(of) else ""
+    title = f"Clients moved, or their weights changed, {times}{more}"
+    return PageTable(title, ("client", "moves"), rows)
 
 
 def clients_table(record: RunRecord) -> PageTable:
@@ -160,7 +214,7 @@ def clients_table(record: RunRecord) -> PageTable:
 
 def _client_rows(record: RunRecord, clients: Iterable[Client]) -> Iterable[tuple[str, ...]]:
     updates, found = record.updates, record.client_evaluations
-    assignment = record.assignment()
+    memberships = record.memberships()
     rejected = Counter(record.rejections.client.tolist())
     last = found.evaluation == len(record.evaluations.time) - 1
     pairs = zip(found.client[last].tolist(), found.accuracy[last].tolist(), strict=True)
@@ -174,11 +228,10 @@ def _client_rows(record: RunRecord, clients: Iterable[Client]) -> Iterable[tuple
         own = order[low:high]
         online = sum((record.end if end is None else end) - start for start, end in client.online)
         busy = float(durations[own].sum()) / online if online > 0 else 0.0
-        cluster = assignment.get(client.client)
         yield (
             client.client,
             "–" if client.group is None else str(client.group),
-            "–" if cluster is None else str(cluster),
+            _own_clusters(memberships.get(client.client, {})),
             number(client.num_examples),
             number(len(own)),
             number(rejected[client.client]),
@@ -189,9 +242,10 @@ def _client_rows(record: RunRecord, clients: Iterable[Client]) -> Iterable[tuple
         )
 
 
-def compares(strategy: str) -> bool:
-    """Return whether a strategy compares its clients; also if it is not known."""
-    from raceme.strategies import STRATEGIES
-    from raceme.strategies.method import Method
-
-    return strategy not in STRATEGIES or STRATEGIES[strategy].similarity is not Method.similarity
+def _own_clusters(weights: Mapping[int, float]) -> str:
+    """Name a client's clusters, of several the weights too."""
+    if len(weights) < 2:
+        return ", ".join(map(str, weights)) or "–"
+    ranked = sorted(weights, key=lambda cluster: (-weights[cluster], cluster))
+    named = [f"{cluster} ({weights[cluster]:.2f})" for cluster in ranked[:_MOST_OWN]]
+    return ", ".join(named) + (", …" if len(ranked) > _MOST_OWN else "")

@@ -9,8 +9,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from raceme.events import ClusterSplit
-from raceme.reporting.record import ClientEvaluations, Floats, RunRecord, read_run
+from raceme.protocol.events import ClusterChange, ClustersChanged
+from raceme.records.record import ClientEvaluations, Floats, RunRecord, read_run
+from raceme.reporting.marks import drift_line, mark_drifts
 from raceme.reporting.style import (
     CLOCK,
     INK,
@@ -30,7 +31,9 @@ from raceme.reporting.style import (
 _MOST_CLUSTERS = 8
 """More clusters than this are not drawn one by one."""
 _MOST_LABELS = 4
-"""More splits than this are marked without words."""
+"""More splits and merges than this are marked without words."""
+_DRIFT_ROW = 0.06
+"""Room for the labels of drifts above an accuracy of 1, as a share of the axes."""
 _MOST_BANDS = 5
 """More runs than this are drawn without bands, and named beside the plot."""
 _EARLY = 0.1
@@ -41,6 +44,8 @@ def accuracy_figure(
     record: RunRecord, *, target: float | None = None, title: str = "", clock: str = CLOCK
 ) -> Figure:
     """Draw the mean accuracy over the clients, and the range in which most of them are.
+
+    Splits, merges, and the moments at which clients' data changed are marked.
 
     Parameters
     ----------
@@ -61,10 +66,10 @@ def accuracy_figure(
         axes.set_title(title or "Accuracy on the clients' own test data")
         if len(record.evaluations.time):
             _draw_accuracy(axes, record, seconds)
-            _mark_splits(axes, record.splits, seconds)
+            _mark_changes(axes, record.changes, seconds)
             if target is not None:
                 _mark_target(axes, record, target, seconds)
-            axes.legend(loc="lower right")
+            _legend(figure, axes, _mark_data(axes, record, seconds))
         else:
             say_empty(axes, "no evaluations")
         updates_axis(axes, record.updates.time, seconds)
@@ -190,6 +195,19 @@ def _draw_accuracy(axes: Axes, record: RunRecord, seconds: float) -> None:
         label="mean over clients",
         zorder=3,
     )
+    few = ~record.evaluations.counts
+    if few.any():
+        axes.plot(
+            times[few],
+            record.evaluations.accuracy[few],
+            ls="",
+            marker="o",
+            ms=3.5,
+            mfc="none",
+            mec=colour,
+            label="fewer than 9 of 10 answered",
+            zorder=3,
+        )
     for cluster, means in _cluster_means(record).items():
         axes.plot(
             times,
@@ -202,11 +220,11 @@ def _draw_accuracy(axes: Axes, record: RunRecord, seconds: float) -> None:
 
 
 def _cluster_means(record: RunRecord) -> dict[int, Floats]:
-    """Return the mean accuracy of each cluster that a split made, at every evaluation.
+    """Return the mean accuracy of each cluster that was made, at every evaluation.
 
-    Nothing if there were no splits, or so many that their lines would hide each other.
+    Nothing if there were none, or so many that their lines would hide each other.
     """
-    made = sorted({child for split in record.splits for child in split.children})
+    made = sorted({cluster for change in record.changes for cluster in change.made})
     if not 0 < len(made) <= _MOST_CLUSTERS:
         return {}
     evaluations = record.client_evaluations
@@ -221,21 +239,39 @@ def _cluster_means(record: RunRecord) -> dict[int, Floats]:
     return means
 
 
-def _mark_splits(axes: Axes, splits: Sequence[ClusterSplit], seconds: float) -> None:
-    """Draw a line at each split, with what it did as long as there is room for words."""
-    for index, split in enumerate(splits):
-        axes.axvline(split.time / seconds, color=MUTED, lw=0.9, ls=(0, (4, 3)), zorder=1)
-        if len(splits) <= _MOST_LABELS:
-            children = ", ".join(str(child) for child in split.children)
+def _mark_changes(axes: Axes, changes: Sequence[ClustersChanged], seconds: float) -> None:
+    """Draw a line at each split and merge, with what it did as long as there is room for words."""
+    shown = [c for c in changes if c.change in (ClusterChange.SPLIT, ClusterChange.MERGE)]
+    for index, change in enumerate(shown):
+        axes.axvline(change.time / seconds, color=MUTED, lw=0.9, ls=(0, (4, 3)), zorder=1)
+        if len(shown) <= _MOST_LABELS:
+            gone, made = (", ".join(map(str, ids)) for ids in (change.gone, change.made))
             axes.annotate(
-                f"{split.parent} \u2192 {children}",
-                (split.time / seconds, 0.02 + 0.06 * index),
+                f"{gone} \u2192 {made}",
+                (change.time / seconds, 0.02 + 0.06 * index),
                 xycoords=("data", "axes fraction"),
                 xytext=(4, 0),
                 textcoords="offset points",
                 color=MUTED,
                 fontsize=8,
             )
+
+
+def _mark_data(axes: Axes, record: RunRecord, seconds: float) -> bool:
+    """Mark when clients' data changed, above the curves; return whether there are lines."""
+    if not record.data_changes:
+        return False
+    axes.set_ylim(0.0, 1.0 / (1.0 - _DRIFT_ROW))
+    return mark_drifts(axes, record.data_changes, seconds, 1.0 - _DRIFT_ROW / 2)
+
+
+def _legend(figure: Figure, axes: Axes, drifts: bool) -> None:
+    """Say what is what: in the corner, or below where a drift may take the curves to the corner."""
+    if not drifts:
+        axes.legend(loc="lower right")
+        return
+    handles = [*axes.get_legend_handles_labels()[0], drift_line()]
+    figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 4))
 
 
 def _mark_target(axes: Axes, record: RunRecord, target: float, seconds: float) -> None:
@@ -262,9 +298,12 @@ def _is_early(runs: Iterable[RunRecord], target: float, end: float) -> bool:
 
 
 def _arrival(record: RunRecord, target: float) -> tuple[float, float] | None:
-    """Return when a run first reached the target, and its accuracy then; None if it never did."""
+    """Return when a run first reached the target, and its accuracy then; None if it never did.
+
+    An evaluation that few of the clients answered does not count.
+    """
     evaluations = record.evaluations
-    reached = np.flatnonzero(evaluations.accuracy >= target)
+    reached = np.flatnonzero(evaluations.counts & (evaluations.accuracy >= target))
     if not len(reached):
         return None
     return float(evaluations.time[reached[0]]), float(evaluations.accuracy[reached[0]])

@@ -10,16 +10,19 @@ from pathlib import Path
 from typing import Any
 
 from raceme.config import Value, read_toml
-from raceme.errors import UserError
+from raceme.config.errors import UserError
+from raceme.records.record import RunRecord, read_run
 from raceme.reporting.artefacts import draw_similarity
+from raceme.reporting.clusters_plot import clusters_figure
 from raceme.reporting.console import summary_rows
-from raceme.reporting.fleet_plots import clusters_figure, devices_figure
+from raceme.reporting.drift_tables import drifts_table, steps_table
+from raceme.reporting.fleet_plots import devices_figure
 from raceme.reporting.fleet_tables import (
+    changes_table,
     clients_table,
     clusters_table,
-    compares,
     membership,
-    splits_table,
+    moves_table,
 )
 from raceme.reporting.page import (
     PageTable,
@@ -32,7 +35,6 @@ from raceme.reporting.page import (
     versions_table,
 )
 from raceme.reporting.plots import accuracy_figure
-from raceme.reporting.record import RunRecord, read_run
 from raceme.reporting.repeat import repeat_command
 from raceme.reporting.similarity import read_similarity
 from raceme.reporting.staleness import staleness_figure
@@ -83,8 +85,11 @@ def run_page(folder: Path, links: str) -> str:
         accuracy=plot(accuracy_figure(record, target=target, clock=clock), "accuracy"),
         evaluations=_evaluations(record),
         clusters=plot(clusters_figure(record, clock=clock), "clusters") if members else None,
+        drifts=drifts_table(record),
+        steps=steps_table(record),
         cluster_table=clusters_table(record),
-        splits=splits_table(record),
+        changes=changes_table(record),
+        moves=moves_table(record),
         members=members,
         similarity=similarity,
         without_similarity=without,
@@ -106,9 +111,9 @@ def _read_summary(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         further = ""
         if (folder / "checkpoint").is_dir():
-            further = f"; to go on with it: raceme run --resume {folder}"
+            further = f"; to resume it: raceme run --resume {folder}"
         raise UserError(
-            f"{folder} has no summary.json: the run is still going on or was killed{further}."
+            f"{folder} has no summary.json: the run is not over yet or was killed{further}."
         )
     try:
         summary = json.loads(path.read_text(encoding="utf-8"))
@@ -160,12 +165,14 @@ def _evaluations(record: RunRecord) -> PageTable:
             number(float(found.accuracy[index])),
             number(float(found.loss[index])),
             number(int(found.clusters[index])),
+            f"{found.answered[index]:,} of {found.asked[index]:,}",
         )
         for index in chosen
     )
     shown = f"{len(rows)} of {len(found.time)}" if len(rows) < len(found.time) else f"{len(rows)}"
     title = f"The numbers: {shown} evaluation{'' if len(rows) == 1 else 's'}"
-    return PageTable(title, ("time (s)", "updates", "accuracy", "loss", "clusters"), rows, words=())
+    heads = ("time (s)", "updates", "accuracy", "loss", "clusters", "clients that answered")
+    return PageTable(title, heads, rows, words=())
 
 
 def _similarity(folder: Path, record: RunRecord, strategy: str) -> tuple[Plot | None, str]:
@@ -176,9 +183,7 @@ def _similarity(folder: Path, record: RunRecord, strategy: str) -> tuple[Plot | 
         return None, str(error)
     if similarity is not None:
         return plot(draw_similarity(record, similarity), "similarity"), ""
-    if compares(strategy):
-        return None, "The folder has no similarity.npz: the run is of an earlier version of Raceme."
-    return None, f"{strategy} does not compare clients."
+    return None, f"There is no similarity.npz: {strategy} did not compare clients in this run."
 
 
 def _staleness(record: RunRecord) -> Plot | None:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from raceme.config import RunConfig
-from raceme.errors import UserError
+from raceme.config.errors import UserError
 from raceme.simulation import pool
 from raceme.simulation.executor import Executor, InProcess
 from raceme.simulation.worker import load

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from importlib.resources import files
 from pathlib import Path
@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from raceme.errors import UserError, unknown_name
+from raceme.config.errors import UserError, unknown_name
 
 
 @dataclass(frozen=True)
@@ -194,27 +194,17 @@ def _build(
         if name not in ("description", "device", "group"):
             raise unknown_name(f"key in device profile {profile}:", name, ["device", "group"])
     common = dict(_section(profile, tree.get("device", {})))
+    groups = _groups(profile, tree.get("group", []))
+    counts = iter(_shared_out(_shares(profile, groups), clients))
     settings = [dict(common) for _ in range(clients)]
     free = [int(client) for client in rng.permutation(clients)]
-    taken = 0.0
-    for group in _groups(profile, tree.get("group", [])):
-        share, named = group.get("share"), group.get("clients")
-        if (share is None) == (named is None):
-            raise UserError(f"Device profile {profile}: a [[group]] takes either share or clients.")
-        if named is None:
-            part = _share(profile, share)
-            taken += part
-            # The tolerance is for sums such as 0.1 + 0.2 + 0.7.
-            if taken > 1 + 1e-9:
-                raise UserError(
-                    f"Device profile {profile}: the shares of the groups must not exceed 1 "
-                    f"together, got {taken:g}."
-                )
-            count = round(part * clients)
+    for group in groups:
+        if "share" in group:
+            count = next(counts)
             chosen, free = free[:count], free[count:]
         else:
             # A profile may name more clients than a run has.
-            chosen = [client for client in _clients(profile, named) if client < clients]
+            chosen = [c for c in _clients(profile, group["clients"]) if c < clients]
         special = dict(
             _section(profile, {k: v for k, v in group.items() if k not in ("share", "clients")})
         )
@@ -223,6 +213,37 @@ def _build(
         for client in chosen:
             settings[client].update(special)
     return [Device(**_draw(profile, values, rng)) for values in settings]
+
+
+def _shares(profile: str, groups: Sequence[Mapping[str, Any]]) -> list[float]:
+    """Return the shares of the groups that have one, which are at most 1 together."""
+    if any(("share" in group) == ("clients" in group) for group in groups):
+        raise UserError(f"Device profile {profile}: a [[group]] takes either share or clients.")
+    shares = [_share(profile, group["share"]) for group in groups if "share" in group]
+    # The tolerance is for sums such as 0.1 + 0.2 + 0.7.
+    if sum(shares) > 1 + 1e-9:
+        raise UserError(
+            f"Device profile {profile}: the shares of the groups must not exceed 1 together, "
+            f"got {sum(shares):g}."
+        )
+    return shares
+
+
+def _shared_out(shares: Sequence[float], clients: int) -> list[int]:
+    """Return how many clients each share is, by largest remainder.
+
+    Each share gets the whole part of what it is due; the clients that are left go one each to the
+    largest fractions, at a tie to the earlier share. What the shares leave of 1 takes part as the
+    last one. So no count is off by a whole client, and shares that add up to 1 leave nobody out.
+    """
+    # Rounded, so that 0.3 · 10 is 3, and ties are ties whatever the binary fractions are.
+    quotas = [round(share * clients, 6) for share in shares]
+    quotas.append(max(0.0, round(clients - sum(quotas), 6)))
+    counts = [math.floor(quota) for quota in quotas]
+    by_fraction = sorted(range(len(quotas)), key=lambda i: round(counts[i] - quotas[i], 6))
+    for index in by_fraction[: clients - sum(counts)]:
+        counts[index] += 1
+    return counts[:-1]
 
 
 def _groups(profile: str, groups: Any) -> list[Mapping[str, Any]]:

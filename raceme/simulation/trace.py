@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from raceme.errors import UserError
-from raceme.reporting.record import RunRecord, read_run
+from raceme.config.errors import UserError
+from raceme.records.record import RunRecord, read_run
 from raceme.simulation.devices import Device
 
 PREFIX = "trace:"
@@ -37,7 +37,7 @@ class Leg(NamedTuple):
     seconds : float
         From sending it to having its reply.
     lost : bool
-        The reply was of no use.
+        The reply was unusable.
     """
 
     seconds: float
@@ -140,7 +140,7 @@ def _legs(record: RunRecord, name: str) -> tuple[Leg, ...]:
         gap = sent - before
         seconds = returned - sent + (gap if asynchronous and 0 < gap < _SERVER_SECONDS else 0.0)
         legs.append(Leg(seconds, lost))
-        # After a reply of no use a method lets the client rest: a replay does so by itself.
+        # After an unusable reply a method lets the client rest: a replay does so by itself.
         before = -math.inf if lost else returned
     # What it was at when the run ended took longer than until then: a replay in which it would
     # come back earlier could not be the recorded run.

@@ -8,24 +8,52 @@ alone: results differ from :class:`~raceme.simulation.executor.InProcess` by rou
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from flwr.app import Context, Message, MessageType
+from flwr.app import ConfigRecord, Context, Message
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.func import functional_call, grad_and_value, vmap
-from torch.nn.functional import cross_entropy
 
 from raceme import client_app
-from raceme.client_app import Client, TrainingTask
-from raceme.errors import UserError
-from raceme.messages import ARRAYS, EVALUATE_FIRST, MASK, TRAIN_LOSS, ModelSpec
+from raceme.config.errors import UserError
+from raceme.protocol.messages import (
+    ARRAYS,
+    BATCH_SIZE,
+    COMPUTE_SCALE,
+    CONFIG,
+    EVALUATE,
+    KIND,
+    LOCAL_EPOCHS,
+    LOCAL_STEPS,
+    LR,
+    MASK,
+    PROXIMAL_MU,
+    ROUND,
+    STEP,
+    TASK,
+    TRAIN,
+    TRAIN_LOSS,
+    VERSION,
+    ModelSpec,
+)
 from raceme.simulation.executor import answer
-from raceme.training import Network, Samples, epochs, torch_seed
+from raceme.simulation.sample_store import SampleStore
+from raceme.training import (
+    Network,
+    TrainingSettings,
+    criterion,
+    epochs,
+    hits,
+    torch_seed,
+)
+from raceme.training.clients import Client
+from raceme.training.kinds import evaluation_answer, training_answer
+from raceme.training.work import ClientWork
 
 log = logging.getLogger("raceme")
 
@@ -37,6 +65,19 @@ _WEIGHT_COPIES = 6
 _ACTIVATIONS = 64
 """Memory that a network takes for one sample, in sizes of its input: a generous guess."""
 _TEST_BATCH = 2048
+
+_STACKED = {
+    TRAIN: (
+        {ARRAYS, MASK},
+        {
+            *(KIND, STEP, TASK, VERSION, ROUND, COMPUTE_SCALE),
+            *(LR, BATCH_SIZE, LOCAL_EPOCHS, LOCAL_STEPS, PROXIMAL_MU),
+        },
+    ),
+    EVALUATE: ({ARRAYS}, {KIND, STEP, TASK, VERSION, ROUND}),
+}
+"""Kinds of work that can be stacked, with the array records and the settings that are known here.
+A message with anything else is the ClientApp's."""
 
 _Gradients = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -67,7 +108,8 @@ class _Training:
     """
 
     message: Message
-    task: TrainingTask
+    work: ClientWork
+    settings: TrainingSettings
     spec: ModelSpec
     start: Tensor
     mask: Tensor | None
@@ -79,8 +121,8 @@ class Vectorised:
     """An executor that trains all clients whose work is pending together, on one device.
 
     What it cannot stack is answered by Raceme's ClientApp in this process, one by one: networks
-    with batch normalisation, buffers or random numbers, and messages other than training and
-    evaluation.
+    with batch normalisation, buffers or random numbers, optimisers other than plain SGD, and work
+    of other kinds than plain training and evaluation.
 
     Parameters
     ----------
@@ -106,8 +148,8 @@ class Vectorised:
         self._memory = memory
         self._jobs: dict[str, _Job] = {}
         self._replies: dict[str, Message] = {}
-        self._train_data = _Store(self._device)
-        self._test_data = _Store(self._device)
+        self._train_data = SampleStore(self._device)
+        self._test_data = SampleStore(self._device)
         self._gradients: dict[Network, _Gradients | None] = {}
 
     def submit(self, message: Message, context: Context, due: float) -> None:
@@ -129,7 +171,7 @@ class Vectorised:
     def close(self) -> None:
         """Drop all that is left, and the samples."""
         self._jobs, self._replies, self._gradients = {}, {}, {}
-        self._train_data, self._test_data = _Store(self._device), _Store(self._device)
+        self._train_data, self._test_data = SampleStore(self._device), SampleStore(self._device)
 
     def _exactness(self) -> AbstractContextManager[None]:
         """Let a GPU calculate as exactly as a CPU: convolutions would round inputs to 10 bits."""
@@ -146,21 +188,20 @@ class Vectorised:
         client = self._client_that_can_be_stacked(asked)
         if client is None:
             self._answer(message_id)
-        elif _is_of(asked.message, MessageType.EVALUATE):
-            same = _models_identity(asked.message)
-            pending = [
-                key
-                for key, job in self._jobs.items()
-                if _is_of(job.message, MessageType.EVALUATE)
-                and _models_identity(job.message) == same
-            ]
-            self._evaluate(pending, client.network)
-        else:
-            pending = sorted(
-                (key for key, job in self._jobs.items() if _is_plain_training(job.message)),
-                key=lambda key: (key != message_id, self._jobs[key].due),
-            )
+            return
+        kind = _stacked_kind(asked.message)
+        pending = sorted(
+            (key for key, job in self._jobs.items() if _stacked_kind(job.message) == kind),
+            key=lambda key: (key != message_id, self._jobs[key].due),
+        )
+        if kind == TRAIN:
             self._train(pending, client.network)
+        else:
+            same = _models_identity(asked.message)
+            self._evaluate(
+                [key for key in pending if _models_identity(self._jobs[key].message) == same],
+                client.network,
+            )
 
     def _answer(self, message_id: str) -> None:
         job = self._jobs.pop(message_id)
@@ -168,12 +209,12 @@ class Vectorised:
 
     def _client_that_can_be_stacked(self, job: _Job) -> Client | None:
         """Return the client of a message that can be worked on together with others."""
-        evaluation = _is_of(job.message, MessageType.EVALUATE)
-        if not evaluation and not _is_plain_training(job.message):
+        if _stacked_kind(job.message) is None:
             return None
-        client = _client(job)
-        if client is None:
+        work = _work(job)
+        if work is None:
             return None
+        client = work.client
         if client.network not in self._gradients:
             self._gradients[client.network] = self._gradients_of(client)
         return None if self._gradients[client.network] is None else client
@@ -202,6 +243,8 @@ class Vectorised:
     def _train(self, message_ids: Sequence[str], network: Network) -> None:
         """Train the clients of messages, as many of the first as memory allows."""
         chosen: dict[str, _Training] = {}
+        # A client whose data have changed between two messages does not train on both at once.
+        rows: dict[str, Client] = {}
         needed = 0
         budget = self._budget()
         for message_id in message_ids:
@@ -211,17 +254,18 @@ class Vectorised:
             except Exception:
                 self._answer(message_id)
                 continue
-            if training.task.client.network is not network:
+            client = training.work.client
+            if client.network is not network or rows.get(client.id, client) is not client:
                 continue
-            sample_bytes = training.task.client.train.x[:1].nbytes * _ACTIVATIONS
+            sample_bytes = client.train.x[:1].nbytes * _ACTIVATIONS
             needed += _WEIGHT_COPIES * training.start.nbytes
             needed += training.indices.shape[1] * sample_bytes
             if needed > budget and chosen:
                 break
-            chosen[message_id] = training
+            chosen[message_id], rows[client.id] = training, client
         if not chosen:
             return
-        self._train_data.add((t.task.client.id, t.task.client.train) for t in chosen.values())
+        self._train_data.hold({name: client.train for name, client in rows.items()})
         try:
             trained = self._descend(list(chosen.values()), network)
         except torch.cuda.OutOfMemoryError:
@@ -232,8 +276,11 @@ class Vectorised:
             return
         for (message_id, training), (weights, loss) in zip(chosen.items(), trained, strict=True):
             network.weights.copy_(weights)
-            self._replies[message_id] = client_app.training_reply(
-                training.message, training.task, network.write(training.spec), {TRAIN_LOSS: loss}
+            answered = training_answer(
+                training.work, network.write(training.spec), {TRAIN_LOSS: loss}
+            )
+            self._replies[message_id] = client_app.reply_to(
+                training.message, training.work, answered
             )
             del self._jobs[message_id]
 
@@ -259,8 +306,8 @@ class Vectorised:
         assert gradients is not None, "only networks that can be stacked come here"
         weights = self._stack([training.start for training in sorted_])
         start = weights.clone()
-        lr = self._column([training.task.sgd.lr for training in sorted_])
-        mu = self._column([training.task.sgd.proximal_mu for training in sorted_])
+        lr = self._column([training.settings.lr for training in sorted_])
+        mu = self._column([training.settings.proximal_mu for training in sorted_])
         frozen = None
         if any(training.mask is not None for training in sorted_):
             everything = torch.ones_like(sorted_[0].start, dtype=torch.bool)
@@ -295,7 +342,7 @@ class Vectorised:
         indices, shares = np.zeros(shape, np.int64), np.zeros(shape, np.float32)
         for client, training in enumerate(trainings):
             steps, width = training.indices.shape
-            offset = self._train_data.offset(training.task.client.id)
+            offset = self._train_data.offset(training.work.client.id)
             # Filling is a sample of the same step, so that it is finite whenever the step is.
             indices[:steps, client] = training.indices[:, :1] + offset
             indices[:steps, client, :width] = training.indices + offset
@@ -315,118 +362,93 @@ class Vectorised:
 
     def _evaluate(self, message_ids: Sequence[str], network: Network) -> None:
         """Test one model, which the network holds, on the samples of many clients."""
+        works: dict[str, ClientWork] = {}
         clients: dict[str, Client] = {}
         for message_id in message_ids:
-            client = _client(self._jobs[message_id])
-            if client is not None and client.network is network:
-                clients[message_id] = client
-        self._test_data.add((client.id, client.test) for client in clients.values())
+            work = _work(self._jobs[message_id])
+            if work is None or work.client.network is not network:
+                continue
+            if clients.setdefault(work.client.id, work.client) is work.client:
+                works[message_id] = work
+        self._test_data.hold({name: client.test for name, client in clients.items()})
         rows = [
-            np.arange(len(client.test)) + self._test_data.offset(client.id)
-            for client in clients.values()
+            np.arange(len(work.client.test)) + self._test_data.offset(work.client.id)
+            for work in works.values()
         ]
         indices = torch.from_numpy(np.concatenate(rows)).to(self._device)
         parameters = _parameters(network, network.weights.to(self._device))
         network.module.eval()
-        losses, hits = [], []
+        losses, right = [], []
         with torch.inference_mode():
             for part in torch.split(indices, _TEST_BATCH):
                 x, y = self._test_data.select(part)
                 scores = functional_call(network.module, parameters, (x,))
-                losses.append(cross_entropy(scores, y, reduction="none").cpu())
-                hits.append((scores.argmax(dim=1) == y).cpu())
-        lengths = [len(client.test) for client in clients.values()]
+                losses.append(criterion(scores, y, "none").cpu())
+                right.append(hits(scores, y).cpu())
+        lengths = [len(work.client.test) for work in works.values()]
         results = zip(
-            clients.items(),
+            works.items(),
             torch.split(torch.cat(losses), lengths),
-            torch.split(torch.cat(hits), lengths),
+            torch.split(torch.cat(right), lengths),
             strict=True,
         )
-        for (message_id, client), loss, hit in results:
-            job = self._jobs.pop(message_id)
-            self._replies[message_id] = client_app.evaluation_reply(
-                job.message, client, int(hit.sum()) / len(hit), float(loss.sum()) / len(loss)
+        for (message_id, work), loss, hit in results:
+            message = self._jobs.pop(message_id).message
+            answered = evaluation_answer(
+                work, int(hit.sum()) / len(hit), float(loss.sum()) / len(loss)
             )
+            self._replies[message_id] = client_app.reply_to(message, work, answered)
 
 
-class _Store:
-    """Samples of many clients on one device, one client's after another's.
-
-    Parameters
-    ----------
-    device : torch.device
-        Where they are kept.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._offsets: dict[str, int] = {}
-        self._shaped: Callable[[Tensor], Tensor] = torch.clone
-        self._x = torch.empty(0)
-        self._y = torch.empty(0)
-
-    def add(self, samples: Iterable[tuple[str, Samples]]) -> None:
-        """Add the samples of clients, by name, unless they are there."""
-        xs, ys = [self._x], [self._y]
-        for client, own in samples:
-            if client not in self._offsets:
-                self._offsets[client] = sum(len(y) for y in ys)
-                xs.append(own.x.to(self._device))
-                ys.append(own.y.to(self._device))
-                self._shaped = own.shaped
-        if len(ys) > 1:
-            first = 0 if len(self._y) else 1
-            self._x, self._y = torch.cat(xs[first:]), torch.cat(ys[first:])
-
-    def offset(self, client: str) -> int:
-        """Return where a client's samples begin."""
-        return self._offsets[client]
-
-    def select(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Return samples, in the shape of their indices, as a network takes them."""
-        flat = indices.reshape(-1)
-        x, y = self._shaped(self._x.index_select(0, flat)), self._y.index_select(0, flat)
-        return x.view(*indices.shape, *x.shape[1:]), y.view(indices.shape)
-
-
-def _client(job: _Job) -> Client | None:
-    """Return the client of a message, its network holding the model; None if that fails.
+def _work(job: _Job) -> ClientWork | None:
+    """Return the work of a message, its client's network holding the model; None if that fails.
 
     What is wrong is for the ClientApp to say, when it is asked to answer.
     """
     try:
-        client = client_app.client_of(job.context)
-        client.network.read(client_app.model_of(job.message))
+        work = client_app.work_of(job.message, job.context)
+        work.receive(work.model)
     except Exception:
         return None
-    return client
+    return work
 
 
 def _prepare(message: Message, context: Context) -> _Training:
-    """Read a training message, and draw its mini-batches."""
-    task = client_app.training_task(message, context)
-    network = task.client.network
-    spec = network.read(client_app.model_of(message))
-    mask = message.content.array_records.get(MASK)
-    indices, shares = _mini_batches(task)
+    """Read a training message, and draw its mini-batches.
+
+    Raises
+    ------
+    ValueError
+        It asks for something that cannot be stacked.
+    """
+    work = client_app.work_of(message, context)
+    settings, network = work.training_settings(), work.client.network
+    if settings.optimizer != "sgd" or settings.weight_decay:
+        raise ValueError("only plain stochastic gradient descent is stacked")
+    spec = work.receive(work.model)
+    indices, shares = _mini_batches(work, settings)
     return _Training(
         message=message,
-        task=task,
+        work=work,
+        settings=settings,
         spec=spec,
         start=network.weights.clone(),
-        mask=None if mask is None else network.read_mask(mask),
+        mask=network.read_mask(work.arrays[MASK]) if MASK in work.arrays else None,
         indices=indices,
         shares=shares,
     )
 
 
-def _mini_batches(task: TrainingTask) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+def _mini_batches(
+    work: ClientWork, settings: TrainingSettings
+) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     """Return the samples of each step and their shares, each of shape (steps, batch)."""
-    torch_seed(task.rng)
-    count = len(task.client.train)
-    size = min(task.sgd.batch_size, count)
+    rng = work.generator()
+    torch_seed(rng)
+    count = len(work.client.train)
+    size = min(settings.batch_size, count)
     rows, shares = [], []
-    for order in epochs(count, task.sgd, task.client.network.needs_pairs, task.rng):
+    for order in epochs(count, settings, work.client.network.needs_pairs, rng):
         steps = -(-len(order) // size)
         filled = np.full(steps * size, order[-1])
         filled[: len(order)] = order
@@ -441,7 +463,7 @@ def _stacked_gradients(network: Network) -> _Gradients:
 
     def loss(weights: Tensor, x: Tensor, y: Tensor, shares: Tensor) -> Tensor:
         scores = functional_call(network.module, _parameters(network, weights), (x,))
-        return (cross_entropy(scores, y, reduction="none") * shares).sum()
+        return (criterion(scores, y, "none") * shares).sum()
 
     stacked: _Gradients = vmap(grad_and_value(loss))
     return stacked
@@ -455,18 +477,18 @@ def _parameters(network: Network, weights: Tensor) -> dict[str, Tensor]:
     }
 
 
-def _is_of(message: Message, kind: str) -> bool:
-    """Return whether a message is of a kind, with its default action."""
-    return message.metadata.message_type in (kind, f"{kind}.default")
-
-
-def _is_plain_training(message: Message) -> bool:
-    """Return whether a message asks for training one model and nothing else."""
-    return (
-        _is_of(message, MessageType.TRAIN)
-        and set(message.content.array_records) - {MASK} == {ARRAYS}
-        and not any(c.get(EVALUATE_FIRST, False) for c in message.content.config_records.values())
-    )
+def _stacked_kind(message: Message) -> str | None:
+    """Return which kind of work a message asks for, if it is one that can be stacked."""
+    content = message.content
+    asked, _, action = message.metadata.message_type.partition(".")
+    if action not in ("", "default") or not {CONFIG} >= set(content.config_records):
+        return None
+    settings = content.config_records.get(CONFIG, ConfigRecord())
+    kind = settings.get(KIND, asked)
+    known_arrays, known_settings = _STACKED.get(str(kind), (set(), set()))
+    records = set(content.array_records)
+    fits = ARRAYS in records and records <= known_arrays and set(settings) <= known_settings
+    return str(kind) if fits else None
 
 
 def _models_identity(message: Message) -> tuple[int, ...]:

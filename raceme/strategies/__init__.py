@@ -1,10 +1,12 @@
 """Methods: one file each, as Flower strategies.
 
-A new method is a new file and one line in `STRATEGIES`, in `raceme/registry.py`.
+A new method is a new file and one line in `STRATEGIES`, in `raceme/config/registry.py`.
 """
 
-from raceme.registry import STRATEGIES
-from raceme.strategies.base import AsyncStrategy
+from raceme.config.registry import STRATEGIES
+from raceme.server.dispatch import RoundsParameters
+from raceme.server.method import Method
+from raceme.server.plan import Plan
 from raceme.strategies.casa import CASA, CASAParameters
 from raceme.strategies.casa_ablations import CASAC, CASAD
 from raceme.strategies.casa_plus import CASAPlus, CASAPlusParameters
@@ -22,8 +24,6 @@ from raceme.strategies.flower_rounds import (
 )
 from raceme.strategies.icfl import ICFL, ICFLAsync, ICFLAsyncParameters, ICFLParameters
 from raceme.strategies.ifca import IFCA, IFCAAsync, IFCAAsyncParameters, IFCAParameters
-from raceme.strategies.plan import Plan
-from raceme.strategies.rounds import Rounds, RoundsParameters
 from raceme.strategies.standalone import Standalone
 
 __all__ = [
@@ -34,7 +34,6 @@ __all__ = [
     "ICFL",
     "IFCA",
     "STRATEGIES",
-    "AsyncStrategy",
     "CASAParameters",
     "CASAPlus",
     "CASAPlusParameters",
@@ -60,8 +59,8 @@ __all__ = [
     "IFCAAsync",
     "IFCAAsyncParameters",
     "IFCAParameters",
+    "Method",
     "Plan",
-    "Rounds",
     "RoundsParameters",
     "Standalone",
 ]

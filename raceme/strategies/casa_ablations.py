@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from raceme.config import key
+from raceme.config.options import option
 from raceme.strategies.casa import CASA, CASAParameters
 
 
@@ -12,14 +12,14 @@ from raceme.strategies.casa import CASA, CASAParameters
 class CASACParameters(CASAParameters):
     """Hyper-parameters of CASA-C."""
 
-    clustering: bool = key(False, "split clusters (true: CASA)")
+    clustering: bool = option(False, "split clusters (true: CASA)")
 
 
 @dataclass(frozen=True)
 class CASADParameters(CASAParameters):
     """Hyper-parameters of CASA-D."""
 
-    bi_level: bool = key(False, "bi-level decay (true: CASA)")
+    bi_level: bool = option(False, "bi-level decay (true: CASA)")
 
 
 class CASAC(CASA):

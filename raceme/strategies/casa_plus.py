@@ -9,18 +9,16 @@ which takes it so much less time, and the server mixes only these in (eq 16).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
-from flwr.app import ArrayRecord
 from numpy.typing import NDArray
 
-from raceme.config import key
-from raceme.messages import COMPUTE_SCALE, MASK, Vector
+from raceme.config.options import option
+from raceme.protocol.messages import COMPUTE_SCALE, MASK, Vector
+from raceme.server.replies import Update
+from raceme.server.work import Task, Work
 from raceme.strategies.casa import CASA, CASAParameters, CASAState
-from raceme.strategies.model import Model
-from raceme.strategies.replies import Task, Update
 
 Mask = NDArray[np.bool_]
 
@@ -29,10 +27,10 @@ Mask = NDArray[np.bool_]
 class CASAPlusParameters(CASAParameters):
     """Hyper-parameters of CASA+; those of CASA, and how sparsely slow clients train."""
 
-    sparsity: float = key(
+    sparsity: float = option(
         0.5, "S0: initial sparsity; the paper's figure 9 tries several", low=0, high=1
     )
-    rounds: int = key(0, "R_end: updates over which sparsity ends (0: those of the run)", low=0)
+    rounds: int = option(0, "R_end: updates over which sparsity ends (0: those of the run)", low=0)
 
 
 @dataclass
@@ -61,15 +59,13 @@ class CASAPlus(CASA):
 
     # On its way out.
 
-    def attachments(self, client: str) -> Mapping[str, ArrayRecord]:
-        """Send the mask along, if there is one."""
+    def work_for(self, client: str) -> Work:
+        """Send the mask along, if there is one: training then takes 1 − S_i of the time."""
         mask = self.state.masks.get(client)
-        return {} if mask is None else {MASK: self._spec.pack_mask(mask)}
-
-    def train_config(self, client: str) -> Mapping[str, str | int | float | bool]:
-        """Tell the simulator that training takes 1 − S_i of the time."""
-        mask = self.state.masks.get(client)
-        return {} if mask is None else {COMPUTE_SCALE: float(mask.mean())}
+        if mask is None:
+            return Work(client)
+        arrays = {MASK: self.spec.pack_mask(mask)}
+        return Work(client, arrays=arrays, settings={COMPUTE_SCALE: float(mask.mean())})
 
     def on_dispatch(self, task: Task) -> None:
         """Note with which mask a client trains."""
@@ -85,17 +81,14 @@ class CASAPlus(CASA):
 
     # On its way in.
 
-    def _aggregate(self, k: int, update: Update, alpha: float) -> None:
+    def _mix(self, k: int, update: Update, alpha: float) -> None:
         """Mix in what was trained, eq (16), and choose what the client trains next, eq (17)."""
         state, client = self.state, update.task.client
         mask = state.sent.get(update.task.number)
-        if mask is None:
-            super()._aggregate(k, update, alpha)
-        else:
-            mix_masked(state.models[k], update.vector, alpha, mask)
+        self.models[k].mix(update.vector, alpha, where=mask)
         end = self.parameters.rounds or self.planned_updates
         s_i = sparsity(self.parameters.sparsity, self._alpha_c(k), alpha, state.round, end)
-        following = magnitude_mask(update.vector, s_i)
+        following = magnitude_mask(update.vector, s_i, self.trainable)
         if following.all():
             state.masks.pop(client, None)
         else:
@@ -112,19 +105,22 @@ def sparsity(s0: float, alpha_c: float, alpha_i: float, t: int, end: int) -> flo
     return s0 / 2 * (alpha_c - alpha_i) * (1 + math.cos((t - 1) * math.pi / end))
 
 
-def magnitude_mask(w_i: Vector, share: float) -> Mask:
-    """Return m_i: False for the given share of the smallest weights, True for the others."""
+def magnitude_mask(w_i: Vector, share: float, trainable: Mask | None = None) -> Mask:
+    """Return m_i: False for the given share of the smallest weights, True for the others.
+
+    Parameters
+    ----------
+    w_i : Vector
+        The client's model. Shape (d,).
+    share : float
+        S_i.
+    trainable : Mask, optional
+        Which numbers of it are weights; the others are never masked. Shape (d,); None for all.
+    """
     mask = np.ones(len(w_i), np.bool_)
-    dropped = int(share * len(w_i))
+    weights = np.arange(len(w_i)) if trainable is None else np.flatnonzero(trainable)
+    dropped = int(share * len(weights))
     if dropped > 0:
-        mask[np.argpartition(np.abs(w_i), dropped - 1)[:dropped]] = False
+        smallest = np.argpartition(np.abs(w_i[weights]), dropped - 1)[:dropped]
+        mask[weights[smallest]] = False
     return mask
-
-
-def mix_masked(model: Model, w_i: Vector, alpha: float, mask: Mask) -> None:
-    """Mix an update into a model where its mask is set, eq (16); elsewhere w_g stays."""
-    step = np.subtract(w_i, model.vector)
-    step *= np.float32(alpha)
-    step *= mask
-    model.vector += step
-    model.version += 1

@@ -8,88 +8,65 @@ step w ← w + η_g · mean.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
-from raceme.config import key
-from raceme.messages import Vector
-from raceme.strategies.base import AsyncStrategy
-from raceme.strategies.bases import Bases
-from raceme.strategies.model import Applied, Model
-from raceme.strategies.replies import Task, Update
+from raceme.clustering.clusters import Clusters
+from raceme.clustering.model import Model
+from raceme.config.options import option
+from raceme.protocol.messages import Vector
+from raceme.server.method import Applied, Method
+from raceme.server.replies import Update
 
 
 @dataclass(frozen=True)
 class FedBuffParameters:
     """Hyper-parameters; the defaults are those with which CASA's paper runs FedBuff."""
 
-    k: int = key(10, "updates K per server step", low=1)
-    server_lr: float = key(1.0, "server learning rate η_g", above=0)
+    k: int = option(10, "updates K per server step", low=1)
+    server_lr: float = option(1.0, "server learning rate η_g", above=0)
 
 
 @dataclass
 class FedBuffState:
-    """The global model, and what has been collected for its next version.
+    """What has been collected for the next version of the global model.
 
     Attributes
     ----------
-    model : Model
-        The global model; its version counts server steps.
     total : Vector
         Sum of the scaled deltas collected so far. Shape (d,).
     count : int
         How many they are.
-    bases : Bases
-        The versions that clients started from: a delta is taken against them.
     """
 
-    model: Model
     total: Vector
     count: int = 0
-    bases: Bases = field(default_factory=Bases)
 
 
-class FedBuff(AsyncStrategy):
+class FedBuff(Method):
     """One model, moved after every K updates by the mean of their staleness-scaled deltas."""
 
     parameters_type = FedBuffParameters
     state_type = FedBuffState
+    keeps_bases = True
     state: FedBuffState
     parameters: FedBuffParameters
 
     def initialize(self, vector: Vector) -> None:
         """Start from the initial model with nothing collected."""
-        self.state = FedBuffState(Model(vector), np.zeros_like(vector))
-
-    def on_dispatch(self, task: Task) -> None:
-        """Keep the version that the client starts from until its update has come."""
-        self.state.bases.hold(task, self.state.model)
-
-    def on_close(self, task: Task) -> None:
-        """Forget a past version once nobody trains from it."""
-        self.state.bases.release(task)
+        self.clusters = Clusters({0: Model(vector)})
+        self.state = FedBuffState(np.zeros_like(vector))
 
     def on_update(self, update: Update) -> Applied:
         """Collect the scaled delta; with K of them, take the server step."""
-        state, options = self.state, self.parameters
-        staleness = state.model.version - update.task.version
+        state, options, model = self.state, self.parameters, self.models[0]
+        staleness = model.version - update.task.version
         scale = 1.0 / math.sqrt(1.0 + staleness)
-        state.total += np.float32(scale) * state.bases.delta(update)
+        state.total += np.float32(scale) * self.delta(update)
         state.count += 1
         if state.count == options.k:
-            state.model.vector += np.float32(options.server_lr / options.k) * state.total
-            state.model.version += 1
+            model.move(np.float32(options.server_lr / options.k) * state.total)
             state.total[...] = 0.0
             state.count = 0
         return Applied(cluster=0, staleness=staleness, weight=options.server_lr * scale / options.k)
-
-    def cluster_of(self, client: str) -> int:
-        """Everybody gets the global model."""
-        return 0
-
-    @property
-    def models(self) -> Mapping[int, Model]:
-        """The global model."""
-        return {0: self.state.model}

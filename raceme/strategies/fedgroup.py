@@ -10,7 +10,6 @@ a share of the other groups' models.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -18,128 +17,143 @@ import numpy as np
 from numpy.typing import NDArray
 from sklearn.cluster import KMeans
 
-from raceme.config import key
-from raceme.messages import Vector
-from raceme.strategies.bipartition import complete_linkage, cosines
-from raceme.strategies.clusters import Clustered, Clusters, parts_of
-from raceme.strategies.fleet import Client
-from raceme.strategies.mixing import cosine
-from raceme.strategies.model import Applied, Model
-from raceme.strategies.replies import Update
-from raceme.strategies.rounds import Rounds, RoundsParameters
-from raceme.strategies.spectral import numbered
+from raceme.clustering.bipartition import cosines, linkage
+from raceme.clustering.clusters import Clusters, parts_of
+from raceme.clustering.mixing import cosine
+from raceme.clustering.model import Model
+from raceme.clustering.spectral import numbered
+from raceme.config.options import option
+from raceme.protocol.messages import Vector
+from raceme.server.dispatch import Dispatch, InRounds, RoundsParameters, sample
+from raceme.server.fleet import Client
+from raceme.server.method import Applied, Method, average_by_cluster
+from raceme.server.replies import Update
 
 _COLD = 0
-"""The cluster whose model is w0: where clients are that have no group yet."""
+"""The cluster whose model is w0 at the start: where clients are that have no group yet."""
 
 
 @dataclass(frozen=True)
 class FedGroupParameters(RoundsParameters):
     """Hyper-parameters of FedGroup; but for the number of groups the defaults are the paper's."""
 
-    groups: int = key(4, "m: number of groups", low=1)
-    pretrain: int = key(20, "α: clients per group that train before the groups are found", low=1)
-    measure: str = key("edc", "how updates are compared: edc or madc", among=("edc", "madc"))
-    eta_g: float = key(0.0, "η_g: weight of the other groups' models (0: none)", low=0)
+    groups: int = option(4, "m: number of groups", low=1)
+    pretrain: int = option(20, "α: clients per group that train before the groups are found", low=1)
+    measure: str = option("edc", "how updates are compared: edc or madc", among=("edc", "madc"))
+    eta_g: float = option(0.0, "η_g: weight of the other groups' models (0: none)", low=0)
 
 
 @dataclass
 class FedGroupState:
-    """The groups.
+    """What FedGroup knows beside its groups.
 
     Attributes
     ----------
-    clusters : Clusters
-        Groups and members; cluster 0 is w0, for clients without a group, until all have one.
     initial : Vector
         w0. Shape (d,).
     directions : dict[int, Vector]
         Δw0^(g) of each group.
     """
 
-    clusters: Clusters
     initial: Vector
     directions: dict[int, Vector] = field(default_factory=dict)
 
 
-class FedGroup(Clustered, Rounds):
-    """Static groups by the directions of the first updates; averaging inside them (FedGroup)."""
+class FedGroup(Method):
+    """Static groups by the directions of the first updates; averaging inside them (FedGroup).
+
+    Cluster 0 is w0, for clients without a group, until all have one.
+    """
 
     parameters_type = FedGroupParameters
     state_type = FedGroupState
     parameters: FedGroupParameters
     state: FedGroupState
 
+    def policy(self) -> Dispatch:
+        """Work in rounds: α m random clients before there are groups, then those of a round."""
+        return InRounds(participants=self._participants)
+
     def initialize(self, vector: Vector) -> None:
         """Keep w0; all clients are cold."""
-        self.state = FedGroupState(Clusters({_COLD: Model(vector)}), vector.copy())
+        self.clusters = Clusters({_COLD: Model(vector)})
+        self.state = FedGroupState(vector.copy())
 
     def add_client(self, client: Client) -> None:
         """Take a client in: cold, or back into its group."""
-        clusters = self.state.clusters
-        clusters.of.setdefault(client.client_id, _COLD)
-        clusters.online[client.client_id] = True
-        if clusters.of[client.client_id] == _COLD and _COLD not in clusters.models:
-            clusters.models[_COLD] = Model(self.state.initial.copy())
+        super().add_client(client)
+        if not self.clusters.is_placed(client.client_id):
+            self.clusters.assign(client.client_id, self._cold())
 
-    def participants(self) -> list[Client]:
-        """Return α m random clients before there are groups, then those of a round."""
+    def _participants(self, online: Sequence[Client], rng: np.random.Generator) -> Sequence[Client]:
         if not self.state.directions:
-            return self._sample(self.parameters.pretrain * self.parameters.groups)
-        return super().participants()
+            count = self.parameters.pretrain * self.parameters.groups
+        else:
+            count = int(self.parameters.fraction * len(online))
+        return sample(online, count, rng)
 
     def aggregate(self, updates: Sequence[Update]) -> list[Applied]:
         """Find the groups first; later place cold clients, and average inside each group."""
         if not self.state.directions:
             return self._start_groups(updates)
-        trained = [update for update in updates if update.task.cluster != _COLD]
+        is_group = self.state.directions
+        trained = [update for update in updates if update.task.cluster in is_group]
         for update in updates:
-            if update.task.cluster == _COLD:
+            if update.task.cluster not in is_group:
                 self._start_client(update)
         applied = {
             update.task.client: done
-            for update, done in zip(trained, self._average(trained), strict=True)
+            for update, done in zip(
+                trained, average_by_cluster(self.clusters, trained), strict=True
+            )
         }
         if self.parameters.eta_g:
-            groups = [model for group, model in self.models.items() if group != _COLD]
-            mix_groups(groups, self.parameters.eta_g)
+            groups = {self.clusters.main(update.task.client) for update in trained}
+            mix_groups([self.models[group] for group in sorted(groups)], self.parameters.eta_g)
         self._forget_w0()
         # What a cold client trained has placed it, and is no part of its group's model.
         return [
-            applied.get(client, Applied(self.cluster_of(client), staleness=0, weight=0.0))
+            applied.get(client, Applied(self.clusters.main(client), staleness=0, weight=0.0))
             for client in (update.task.client for update in updates)
         ]
 
     def _start_groups(self, updates: Sequence[Update]) -> list[Applied]:
         """Group the clients of the first round, Algorithm 3."""
-        state, clients = self.state, [update.task.client for update in updates]
-        deltas = np.stack([update.vector for update in updates]) - state.initial
+        state, clusters = self.state, self.clusters
+        clients = [update.task.client for update in updates]
+        deltas = np.stack([self.compared(u.vector) for u in updates]) - self.compared(state.initial)
         count = min(self.parameters.groups, len(updates))
         if self.parameters.measure == "edc":
             labels = group_by_edc(deltas, count, seed=int(self.rng.integers(2**31)))
         else:
-            labels = complete_linkage(madc(cosines(deltas, deltas)), count)
-        self._split(_COLD, parts_of(clients, labels), gap=math.nan, threshold=math.nan)
-        state.clusters.models[_COLD] = Model(state.initial.copy())
-        applied = self._average(updates, by_examples=False)
-        for group, model in self.models.items():
-            if group != _COLD:
-                state.directions[group] = model.vector - state.initial
-        self._forget_w0()
+            labels = linkage(madc(cosines(deltas, deltas)), count)
+        groups = clusters.split(_COLD, parts_of(clients, labels))
+        applied = average_by_cluster(clusters, updates, by_examples=False)
+        for group in groups:
+            direction = self.models[group].vector - state.initial
+            state.directions[group] = self.compared(direction)
+        for client in clusters.members:
+            if not clusters.is_placed(client):
+                clusters.assign(client, self._cold())
         return applied
 
     def _start_client(self, update: Update) -> None:
         """Put a cold client into the group g* = argmin (1 − cos(Δw0^(g), Δw_pre)) / 2, eq (8)."""
-        delta = np.asarray(update.vector - self.state.initial)
+        delta = self.compared(np.asarray(update.vector - self.state.initial))
         directions = self.state.directions
         best = min(directions, key=lambda group: (1 - cosine(directions[group], delta)) / 2)
-        self._assign(update.task.client, best)
+        self.clusters.assign(update.task.client, best)
+
+    def _cold(self) -> int:
+        """Return the cluster of w0; a newcomer brings it back."""
+        cold = [cluster for cluster in self.models if cluster not in self.state.directions]
+        return cold[0] if cold else self.clusters.found(Model(self.state.initial.copy()))
 
     def _forget_w0(self) -> None:
-        """Let w0 go once nobody is cold; a newcomer brings it back."""
-        clusters = self.state.clusters
-        if _COLD not in clusters.of.values():
-            clusters.models.pop(_COLD, None)
+        """Let w0 go once nobody is cold."""
+        for cluster in [cluster for cluster in self.models if cluster not in self.state.directions]:
+            if not self.clusters.clients(cluster, online_only=False):
+                self.clusters.retire(cluster)
 
 
 def group_by_edc(deltas: NDArray[np.float32], groups: int, seed: int) -> NDArray[np.int64]:
@@ -186,9 +200,27 @@ def madc(similarity: NDArray[np.floating]) -> NDArray[np.float64]:
 
 
 def mix_groups(models: Sequence[Model], eta_g: float) -> None:
-    """Add to each group η_g Σ_{l≠j} w̃_l / ‖w̃_l‖ of the others, Algorithm 2, line 21."""
-    units = [model.vector / (np.linalg.norm(model.vector) or 1.0) for model in models]
+    """Add to each group η_g Σ_{l≠j} w̃_l / ‖w̃_l‖ of the others, Algorithm 2, line 21.
+
+    As in the authors' code the sum is divided by 1 + η_g Σ_{l≠j} 1/‖w̃_l‖: a weighted mean of the
+    groups' models, w̃_j with weight 1. Without this, every round would add a norm of up to
+    η_g (m − 1).
+
+    Parameters
+    ----------
+    models : Sequence[Model]
+        The groups that trained in the round.
+    eta_g : float
+        η_g.
+    """
+    norms = [float(np.linalg.norm(model.vector)) or 1.0 for model in models]
+    units = [model.vector / np.float32(norm) for model, norm in zip(models, norms, strict=True)]
     total = np.sum(units, axis=0)
-    for model, own in zip(models, units, strict=True):
-        model.vector += np.float32(eta_g) * (total - own).astype(np.float32)
-        model.version += 1
+    shares = sum(1.0 / norm for norm in norms)
+    mixed = [
+        (model.vector + np.float32(eta_g) * (total - own))
+        / np.float32(1.0 + eta_g * (shares - 1.0 / norm))
+        for model, own, norm in zip(models, units, norms, strict=True)
+    ]
+    for model, vector in zip(models, mixed, strict=True):
+        model.replace(np.asarray(vector, np.float32))

@@ -7,7 +7,6 @@ means, centres that start at random clients.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,62 +14,49 @@ import numpy as np
 from numpy.typing import NDArray
 from sklearn.cluster import kmeans_plusplus
 
-from raceme.config import key
-from raceme.messages import Vector
-from raceme.strategies.clusters import UNASSIGNED, Clustered, Clusters, parts_of
-from raceme.strategies.model import Applied, Model
-from raceme.strategies.replies import Update
-from raceme.strategies.rounds import Rounds, RoundsParameters
+from raceme.clustering.clusters import parts_of
+from raceme.config.options import option
+from raceme.server.dispatch import Dispatch, InRounds, RoundsParameters
+from raceme.server.method import Applied, Method, average_by_cluster
+from raceme.server.replies import Update
 
 
 @dataclass(frozen=True)
 class FeSEMParameters(RoundsParameters):
     """Hyper-parameters of FeSEM."""
 
-    k: int = key(4, "K: number of centres", low=1)
-    start: str = key(
+    k: int = option(4, "K: number of centres", low=1)
+    start: str = option(
         "random",
         "first centres: random clients, or k-means++ among them (our addition)",
         among=("random", "k-means++"),
     )
 
 
-@dataclass
-class FeSEMState:
-    """The centres and their clients.
+class FeSEM(Method):
+    """K centres; each client goes to the one nearest to its model in l2 distance (FeSEM).
 
-    Attributes
-    ----------
-    clusters : Clusters
-        Cluster 0 with the initial model until the first round is over, then the K centres.
+    Cluster 0 holds the initial model until the first round is over; then there are the K centres.
     """
 
-    clusters: Clusters
-
-
-class FeSEM(Clustered, Rounds):
-    """K centres; each client goes to the one nearest to its model in l2 distance (FeSEM)."""
-
     parameters_type = FeSEMParameters
-    state_type = FeSEMState
     parameters: FeSEMParameters
-    state: FeSEMState
 
-    def initialize(self, vector: Vector) -> None:
-        """All clients train the initial model first."""
-        self.state = FeSEMState(Clusters({0: Model(vector)}))
+    def policy(self) -> Dispatch:
+        """Work in rounds."""
+        return InRounds(self.parameters.fraction)
 
     def aggregate(self, updates: Sequence[Update]) -> list[Applied]:
         """Let every client go to its nearest centre (E), then move the centres (M)."""
-        vectors = np.stack([update.vector for update in updates])
+        vectors = np.stack([self.compared(update.vector) for update in updates])
         if 0 in self.models:
             self._found_centres(updates, vectors)
         else:
-            labels = nearest_centre(vectors, np.stack([m.vector for m in self.models.values()]))
-            names = list(self.models)
+            centres = np.stack([self.compared(model.vector) for model in self.models.values()])
+            labels, names = nearest_centre(vectors, centres), list(self.models)
             for update, label in zip(updates, labels, strict=True):
-                self._assign(update.task.client, names[label])
-        return self._average(updates, by_examples=False)
+                self.clusters.assign(update.task.client, names[label])
+        return average_by_cluster(self.clusters, updates, by_examples=False)
 
     def _found_centres(self, updates: Sequence[Update], vectors: NDArray[np.float32]) -> None:
         """Make K clients' models the first centres; clients that took no part have none yet."""
@@ -83,13 +69,8 @@ class FeSEM(Clustered, Rounds):
         labels = nearest_centre(vectors, vectors[chosen])
         # A centre is its own nearest one, so that none is empty, unless two models are equal.
         labels[chosen] = np.arange(count)
-        self._split(
-            0, parts_of([u.task.client for u in updates], labels), gap=math.nan, threshold=math.nan
-        )
-        present = {update.task.client for update in updates}
-        for client in self.state.clusters.of:
-            if client not in present:
-                self.state.clusters.of[client] = UNASSIGNED
+        # Who took no part has no centre yet: the split places nobody but those it names.
+        self.clusters.split(0, parts_of([update.task.client for update in updates], labels))
 
 
 def nearest_centre(vectors: NDArray[np.float32], centres: NDArray[np.float32]) -> NDArray[np.int64]:

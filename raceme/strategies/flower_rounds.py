@@ -1,23 +1,28 @@
-"""Flower's own round-based strategies, under Raceme's limits, schedule and reports."""
+"""Flower's own round-based strategies, FedAvg and FedProx, under Raceme's loop.
+
+Flower's strategy decides who takes part in a round, with what settings, and how the updates are
+aggregated; the loop sends, waits, checks and reports as for every method.
+"""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.serverapp import Grid, strategy
 from flwr.serverapp.strategy import Strategy
 
-from raceme import messages as names
-from raceme.config import key
-from raceme.messages import Vector
-from raceme.strategies.model import Applied, Model
-from raceme.strategies.replies import Update
-from raceme.strategies.rounds import Rounds, RoundsParameters
+from raceme.config.options import option
+from raceme.protocol import messages as names
+from raceme.server.dispatch import Dispatch, InRounds, RoundsParameters
+from raceme.server.fleet import Client
+from raceme.server.method import Applied, Method
+from raceme.server.replies import Update
+from raceme.server.work import Work
 
 
 @dataclass(frozen=True)
@@ -29,17 +34,23 @@ class FedAvgParameters(RoundsParameters):
 class FedProxParameters(RoundsParameters):
     """Hyper-parameters of FedProx."""
 
-    proximal_mu: float = key(0.05, "weight μ of the proximal term", low=0)
+    proximal_mu: float = option(0.05, "weight μ of the proximal term", low=0)
 
 
 @dataclass
-class GlobalState:
-    """The global model."""
+class FlowerState:
+    """What Flower's strategy has said of the present round.
 
-    model: Model
+    Attributes
+    ----------
+    settings : dict[str, Any]
+        What the messages of the round say.
+    """
+
+    settings: dict[str, Any] = field(default_factory=dict)
 
 
-class FlowerRounds(Rounds):
+class FlowerRounds(Method):
     """Runs one of Flower's strategies, one that keeps a single model and no state of its own.
 
     Parameters
@@ -52,66 +63,70 @@ class FlowerRounds(Rounds):
         Decides which clients are sampled.
     """
 
-    state_type = GlobalState
-    state: GlobalState
+    state_type = FlowerState
+    state: FlowerState
+    dispatch: InRounds
 
-    def __init__(self, inner: Strategy, parameters: RoundsParameters, seed: int = 0) -> None:
+    def __init__(self, inner: Strategy, parameters: Any = None, seed: int = 0) -> None:
         super().__init__(parameters, seed)
         self.inner = inner
         self._seed = seed
 
-    def initialize(self, vector: Vector) -> None:
-        """Start from the initial model."""
-        self.state = GlobalState(Model(vector))
+    def policy(self) -> Dispatch:
+        """Work in rounds, with the participants that Flower's strategy chooses."""
+        return InRounds(participants=self._participants)
 
-    def cluster_of(self, client: str) -> int:
-        """Everybody gets the global model."""
-        return 0
-
-    @property
-    def models(self) -> Mapping[int, Model]:
-        """The global model."""
-        return {0: self.state.model}
-
-    def configure_train(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> list[Message]:
-        """Ask Flower's strategy which clients train, and with what settings."""
-        made = []
-        for message in self._asked(server_round, arrays, config, grid):
-            client = self.progress.fleet.by_node.get(message.metadata.dst_node_id)
-            if client is not None:  # Flower samples nodes that were refused, too.
-                self._drafts[message.metadata.dst_node_id] = self._parcel(client)[0]
-                made.append(message)
-        return made
-
-    def _asked(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> list[Message]:
-        """Return the messages that Flower's strategy makes; it samples with Python's `random`."""
+    def _participants(self, online: Sequence[Client], rng: np.random.Generator) -> Sequence[Client]:
+        """Ask Flower's strategy; it samples with Python's `random`."""
+        nodes = {client.node_id: client for client in online}
+        number = self.dispatch.state.number
         before = random.getstate()
-        random.seed(int(np.random.SeedSequence([self._seed, server_round]).generate_state(1)[0]))
+        random.seed(int(np.random.SeedSequence([self._seed, number]).generate_state(1)[0]))
         try:
-            return list(self.inner.configure_train(server_round, arrays, config, grid))
+            asked = list(
+                self.inner.configure_train(
+                    number,
+                    ArrayRecord(),
+                    ConfigRecord(dict(self.train_config)),
+                    cast(Grid, _Nodes(list(nodes))),
+                )
+            )
         finally:
             random.setstate(before)
+        self.state.settings = dict(asked[0].content[names.CONFIG]) if asked else {}
+        return [nodes[message.metadata.dst_node_id] for message in asked]
 
-    def aggregate_train(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Let Flower's strategy aggregate."""
-        replies = list(replies)
-        arrays, metrics = self.inner.aggregate_train(server_round, _uniform(replies))
-        if arrays is not None:
-            vector = self._spec.unpack(arrays)
-            self.state.model = Model(vector, self.state.model.version + 1)
-        super().aggregate_train(server_round, replies)
-        return arrays, metrics
+    def work_for(self, client: str) -> Work:
+        """Let a client train with the settings of Flower's strategy."""
+        return Work(client, settings=self.state.settings)
 
     def aggregate(self, updates: Sequence[Update]) -> list[Applied]:
-        """Say how much each update weighs in the mean that Flower has taken: by its examples."""
+        """Let Flower's strategy aggregate; it weighs updates by their examples."""
+        number = self.dispatch.state.number
+        arrays, metrics = self.inner.aggregate_train(number, self._replies(updates))
+        if arrays is not None:
+            self.models[0].replace(self.spec.unpack(arrays))
+        if metrics is not None:
+            self.result.train_metrics_clientapp[number] = metrics
         examples = sum(update.num_examples for update in updates)
         return [Applied(0, staleness=0, weight=u.num_examples / examples) for u in updates]
+
+    def _replies(self, updates: Sequence[Update]) -> Iterable[Message]:
+        """Return the updates as messages, with the metrics that all of them have.
+
+        Flower's strategies end the run when replies differ; one odd client must not be able to.
+        """
+        common = set.intersection(*(set(update.metrics) for update in updates))
+        replies = []
+        for update in updates:
+            metrics = {name: value for name, value in update.metrics.items() if name in common}
+            # A count, as Flower's weighted mean expects it.
+            metrics[names.NUM_EXAMPLES] = update.num_examples
+            arrays, measured = self.spec.pack(update.vector), MetricRecord(dict(metrics))
+            records = RecordDict({names.ARRAYS: arrays, names.METRICS: measured})
+            node = self.progress.fleet.clients[update.task.client].node_id or 0
+            replies.append(Message(records, node, MessageType.TRAIN))
+        return replies
 
     def summary(self) -> None:
         """Let Flower's strategy log its hyper-parameters."""
@@ -139,6 +154,16 @@ class FedProx(FlowerRounds):
         super().__init__(strategy.FedProx(**sampling, proximal_mu=mu), parameters, seed)
 
 
+class _Nodes:
+    """As much of a grid as Flower's strategies look at when they sample."""
+
+    def __init__(self, node_ids: list[int | None]) -> None:
+        self._node_ids = node_ids
+
+    def get_node_ids(self) -> list[int | None]:
+        return self._node_ids
+
+
 def _sampling(parameters: RoundsParameters) -> dict[str, Any]:
     """Return Flower's settings for a share of the clients.
 
@@ -151,19 +176,3 @@ def _sampling(parameters: RoundsParameters) -> dict[str, Any]:
         "min_evaluate_nodes": 1,
         "min_available_nodes": 1,
     }
-
-
-def _uniform(replies: list[Message]) -> list[Message]:
-    """Reduce replies to the metrics that all of them have, in records of the same names.
-
-    Flower's strategies end the run when replies differ; one odd client must not be able to.
-    """
-    metrics = [next(iter(reply.content.metric_records.values())) for reply in replies]
-    common = set.intersection(
-        *({name for name, value in m.items() if not isinstance(value, list)} for m in metrics)
-    )
-    for reply, measured in zip(replies, metrics, strict=True):
-        kept = {name: value for name, value in measured.items() if name in common}
-        arrays = next(iter(reply.content.array_records.values()))
-        reply.content = RecordDict({names.ARRAYS: arrays, names.METRICS: MetricRecord(kept)})
-    return replies

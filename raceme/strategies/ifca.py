@@ -13,22 +13,23 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from raceme.config import key
-from raceme.messages import COMPUTE_SCALE, ModelSpec, Vector
-from raceme.strategies.base import AsyncStrategy
-from raceme.strategies.clusters import Clustered, Clusters
+from raceme.clustering.clusters import Clusters
+from raceme.clustering.model import Model
+from raceme.config.options import option
+from raceme.protocol.messages import COMPUTE_SCALE, TRAIN, TRAIN_BEST, ModelSpec, Vector
+from raceme.server.dispatch import Dispatch, InRounds, RoundsParameters
+from raceme.server.method import Applied, Method, average_by_cluster, staleness_of
+from raceme.server.replies import Update
+from raceme.server.work import Work
 from raceme.strategies.fedasync import FedAsyncParameters, mix_by_staleness
-from raceme.strategies.model import Applied, Model
-from raceme.strategies.replies import Update
-from raceme.strategies.rounds import Rounds, RoundsParameters
 
 
 @dataclass(frozen=True)
 class _Choice:
     """What IFCA and IFCA-Async can be told in common."""
 
-    k: int = key(4, "K: number of models", low=1)
-    choosing_cost: float = key(
+    k: int = option(4, "K: number of models", low=1)
+    choosing_cost: float = option(
         0.0, "share of a round's computing that testing one model takes (our addition)", low=0
     )
 
@@ -37,7 +38,7 @@ class _Choice:
 class IFCAParameters(_Choice, RoundsParameters):
     """Hyper-parameters of IFCA."""
 
-    by_examples: bool = key(False, "weigh models by their examples (the paper: all alike)")
+    by_examples: bool = option(False, "weigh models by their examples (the paper: all alike)")
 
 
 @dataclass(frozen=True)
@@ -45,66 +46,73 @@ class IFCAAsyncParameters(_Choice, FedAsyncParameters):
     """Hyper-parameters of IFCA-Async."""
 
 
-@dataclass
-class IFCAState:
-    """The K models, and which of them each client has chosen last."""
-
-    clusters: Clusters
-
-
-class _IFCA(Clustered):
-    """What IFCA and IFCA-Async share: K models, all of which every client receives.
+class IFCA(Method):
+    """K models; each client trains the one with the least loss on its data, in rounds (IFCA).
 
     A client is tested with the model that it chose last; before its first choice with the one that
     most others have chosen, at the start the first.
     """
 
-    state_type = IFCAState
-    state: IFCAState
-    parameters: IFCAParameters | IFCAAsyncParameters
-
-    def initialize(self, vector: Vector) -> None:
-        """Start from K different models; the first is the initial model itself."""
-        others = range(1, self.parameters.k)
-        vectors = [vector, *(redrawn(vector, self.spec, self.rng) for _ in others)]
-        models = {k: Model(start) for k, start in enumerate(vectors)}
-        self.state = IFCAState(Clusters(models, next_cluster=len(models)))
-
-    def models_for(self, client: str) -> tuple[int, ...]:
-        """Everybody receives all models."""
-        return tuple(self.models)
-
-    def train_config(self, client: str) -> dict[str, float]:
-        """Let the simulator charge for the choice, if it is to cost anything."""
-        cost = self.parameters.choosing_cost * len(self.models)
-        return {COMPUTE_SCALE: 1.0 + cost} if cost else {}
-
-
-class IFCA(_IFCA, Rounds):
-    """K models; each client trains the one with the least loss on its data, in rounds (IFCA)."""
-
     parameters_type = IFCAParameters
     parameters: IFCAParameters
+
+    def policy(self) -> Dispatch:
+        """Work in rounds."""
+        return InRounds(self.parameters.fraction)
+
+    def initialize(self, vector: Vector) -> None:
+        """Start from K different models."""
+        self.clusters = different_models(vector, self.parameters.k, self._spec, self.rng)
+        self.state = self.state_type()
+
+    def work_for(self, client: str) -> Work:
+        """Let a client choose among all models, and train the one that it has chosen."""
+        return choose_and_train(client, self.clusters, self.parameters.choosing_cost)
 
     def aggregate(self, updates: Sequence[Update]) -> list[Applied]:
         """Average the models that were trained from the same one."""
         for update in updates:
-            self._assign(update.task.client, update.task.cluster)
-        return self._average(updates, by_examples=self.parameters.by_examples)
+            self.clusters.assign(update.task.client, update.task.cluster)
+        return average_by_cluster(self.clusters, updates, self.parameters.by_examples)
 
 
-class IFCAAsync(_IFCA, AsyncStrategy):
+class IFCAAsync(Method):
     """IFCA on every single update: mixed by staleness into the model that the client chose."""
 
     parameters_type = IFCAAsyncParameters
     parameters: IFCAAsyncParameters
 
+    def initialize(self, vector: Vector) -> None:
+        """Start from K different models."""
+        self.clusters = different_models(vector, self.parameters.k, self._spec, self.rng)
+        self.state = self.state_type()
+
+    def work_for(self, client: str) -> Work:
+        """Let a client choose among all models, and train the one that it has chosen."""
+        return choose_and_train(client, self.clusters, self.parameters.choosing_cost)
+
     def on_update(self, update: Update) -> Applied:
         """Mix the update into the chosen model."""
         chosen = update.task.cluster
-        self._assign(update.task.client, chosen)
-        staleness = self._tau(update, has_moved=False)
+        self.clusters.assign(update.task.client, chosen)
+        staleness = staleness_of(self, update, has_moved=False)
         return mix_by_staleness(self.models[chosen], update, chosen, staleness, self.parameters)
+
+
+def different_models(
+    vector: Vector, k: int, spec: ModelSpec | None, rng: np.random.Generator
+) -> Clusters:
+    """Return K clusters with different models; the first is the initial model itself."""
+    vectors = [vector, *(redrawn(vector, spec, rng) for _ in range(1, k))]
+    return Clusters({cluster: Model(start) for cluster, start in enumerate(vectors)})
+
+
+def choose_and_train(client: str, clusters: Clusters, choosing_cost: float) -> Work:
+    """Return work that sends all models; the simulator charges for the choice, if it is to cost."""
+    cost = choosing_cost * len(clusters.models)
+    kind = TRAIN_BEST if len(clusters.models) > 1 else TRAIN
+    settings = {COMPUTE_SCALE: 1.0 + cost} if cost else {}
+    return Work(client, kind, models=tuple(clusters.models), settings=settings)
 
 
 def redrawn(vector: Vector, spec: ModelSpec | None, rng: np.random.Generator) -> Vector:

@@ -6,14 +6,14 @@ for the other methods.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from raceme.messages import Vector
-from raceme.strategies.base import AsyncStrategy
-from raceme.strategies.fleet import Client
-from raceme.strategies.model import Applied, Model
-from raceme.strategies.replies import Update
+from raceme.clustering.clusters import Clusters
+from raceme.clustering.model import Model
+from raceme.protocol.messages import Vector
+from raceme.server.fleet import Client
+from raceme.server.method import Applied, Method
+from raceme.server.replies import Update
 
 
 @dataclass(frozen=True)
@@ -23,54 +23,38 @@ class StandaloneParameters:
 
 @dataclass
 class StandaloneState:
-    """One model per client.
+    """Where every client starts.
 
     Attributes
     ----------
     initial : Vector
-        Where every client starts. Shape (d,).
-    models : dict[int, Model]
-        The clients' models, by number.
-    numbers : dict[str, int]
-        Number of each client.
+        The initial model. Shape (d,).
     """
 
     initial: Vector
-    models: dict[int, Model] = field(default_factory=dict)
-    numbers: dict[str, int] = field(default_factory=dict)
 
 
-class Standalone(AsyncStrategy):
+class Standalone(Method):
     """No federation: every client keeps its own model (the lower reference)."""
 
     parameters_type = StandaloneParameters
     state_type = StandaloneState
+    exchanges = False
     state: StandaloneState
 
     def initialize(self, vector: Vector) -> None:
         """Keep the initial model for every client to come."""
+        self.clusters = Clusters()
         self.state = StandaloneState(vector)
 
     def add_client(self, client: Client) -> None:
-        """Give a new client a copy of the initial model."""
-        if client.client_id not in self.state.numbers:
-            number = len(self.state.numbers)
-            self.state.numbers[client.client_id] = number
-            self.state.models[number] = Model(self.state.initial.copy())
+        """Give a new client a cluster of its own, with a copy of the initial model."""
+        if client.client_id not in self.clusters.members:
+            self.clusters.found(Model(self.state.initial.copy()), [client.client_id])
+        self.clusters.join(client.client_id)
 
     def on_update(self, update: Update) -> Applied:
         """Replace the client's model by what it trained."""
-        number = self.state.numbers[update.task.client]
-        model = self.state.models[number]
-        model.vector[...] = update.vector
-        model.version += 1
-        return Applied(cluster=number, staleness=0, weight=1.0)
-
-    def cluster_of(self, client: str) -> int:
-        """A client is its own cluster."""
-        return self.state.numbers[client]
-
-    @property
-    def models(self) -> Mapping[int, Model]:
-        """The clients' models."""
-        return self.state.models
+        cluster = self.clusters.main(update.task.client)
+        self.models[cluster].replace(update.vector)
+        return Applied(cluster=cluster, staleness=0, weight=1.0)

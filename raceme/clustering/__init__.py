@@ -1,0 +1,1 @@
+"""What methods share: clusters and their models, similarity, decay, buffers, ways to divide."""

@@ -1,0 +1,42 @@
+"""What a client has changed: its model against the one that it started from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from raceme.protocol.messages import Vector
+
+
+@dataclass
+class Bases:
+    """Past models that clients are still training from; each version is stored once.
+
+    Attributes
+    ----------
+    vectors : dict[str, Vector]
+        The models, by a name of the version: ``<cluster>/<version>``.
+    users : dict[str, int]
+        Number of open tasks that started from each.
+    """
+
+    vectors: dict[str, Vector] = field(default_factory=dict)
+    users: dict[str, int] = field(default_factory=dict)
+
+    def hold(self, name: str, vector: Vector) -> None:
+        """Keep the model that a client is sent until its task is over."""
+        if name not in self.vectors:
+            self.vectors[name] = vector.copy()
+        self.users[name] = self.users.get(name, 0) + 1
+
+    def release(self, name: str) -> None:
+        """Note that a task is over; forget a model from which nobody trains any more."""
+        if name in self.users:
+            self.users[name] -= 1
+            if not self.users[name]:
+                del self.users[name], self.vectors[name]
+
+    def delta(self, name: str, w_i: Vector) -> Vector:
+        """Return Δ_i = w_i − the model from which client i started."""
+        return np.asarray(w_i - self.vectors[name])

@@ -1,0 +1,484 @@
+"""Dispatch policies: who is given work, and when what came back is acted on.
+
+A method has one. With `EveryIdle` it acts on every update at once, with `InRounds` on those of a
+round together, with `InWindows` on those of a stretch of time; with `OnRequest` each client is
+given work when its own schedule says so. A policy knows clients and times, no models.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import ClassVar
+
+import numpy as np
+
+from raceme.config.options import Value, option
+from raceme.protocol.messages import ROUND
+from raceme.server.fleet import Client, Fleet
+from raceme.server.idle import Idle
+from raceme.server.replies import InvalidReplyError, Update
+from raceme.server.work import Task
+
+_PATIENCE = 2.0
+"""A client's task of a round is given up after so many times what the client was seen to need."""
+_STRANGER_PATIENCE = 20.0
+"""The same for a client that has not answered yet, in times of the slowest answer of anyone."""
+_MOST_DOUBLINGS = 3
+"""How often a client is given twice the time after it was given up."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What a policy is told when it chooses.
+
+    Attributes
+    ----------
+    now : float
+        The time in seconds.
+    fleet : Fleet
+        The clients.
+    idle : Idle
+        Those of them that have nothing to do.
+    rng : numpy.random.Generator
+        Draws whatever is left to chance.
+    greeting : bool
+        Whether nodes that have come may still introduce themselves any moment.
+    """
+
+    now: float
+    fleet: Fleet
+    idle: Idle
+    rng: np.random.Generator
+    greeting: bool = False
+
+
+@dataclass
+class NoState:
+    """Nothing to remember."""
+
+
+class Dispatch(ABC):
+    """Decides who works, and which updates are acted on together.
+
+    Attributes
+    ----------
+    state : dataclass
+        All that decides what follows; part of every checkpoint.
+    waits_for_greetings : bool
+        Whether it looks at the whole fleet before it chooses anyone.
+    """
+
+    state: object
+
+    @abstractmethod
+    def choose(self, moment: Moment) -> Sequence[Client]:
+        """Return the idle clients that are given work now."""
+
+    def settings(self) -> Mapping[str, Value]:
+        """Return what every message of the policy says."""
+        return {}
+
+    def sent(self, task: Task, now: float) -> None:  # noqa: B027
+        """Note that a client was sent its work."""
+
+    def accept(self, update: Update, now: float) -> Sequence[Update]:
+        """Take an update; return those that the method is to act on now, together.
+
+        Raises
+        ------
+        InvalidReplyError
+            It comes too late to be of any use.
+        """
+        return [update]
+
+    def lost(self, task: Task, now: float) -> Sequence[Update]:
+        """Note that work brought no update; return what is to be acted on because of it."""
+        return []
+
+    def left(self, client: str, now: float) -> Sequence[Update]:
+        """Note that a client went offline; return what is to be acted on because of it."""
+        return []
+
+    def joined(self, client: str) -> None:  # noqa: B027
+        """Note that a client is there, for the first time or again."""
+
+    def wake_at(self) -> float:
+        """Return when it wants to be woken; infinity for never."""
+        return math.inf
+
+    def wake(self, now: float) -> tuple[Collection[int], Sequence[Update]]:
+        """Return the numbers of tasks to be given up, and updates to be acted on."""
+        return (), ()
+
+
+class EveryIdle(Dispatch):
+    """Everybody works all the time, and every update is acted on at once: asynchrony."""
+
+    state: NoState
+
+    def __init__(self) -> None:
+        self.state = NoState()
+
+    def choose(self, moment: Moment) -> Sequence[Client]:
+        """Return all who are idle."""
+        return moment.idle.ready(moment.now)
+
+
+@dataclass(frozen=True)
+class RoundsParameters:
+    """What every round-based method can be told."""
+
+    in_rounds: ClassVar[bool] = True
+    """Such a method's updates come in whole rounds, of which a suite may plan another number."""
+
+    fraction: float = option(
+        1.0, "share of the online clients that train in a round", above=0, high=1
+    )
+
+
+@dataclass
+class RoundState:
+    """A round.
+
+    Attributes
+    ----------
+    number : int
+        Number of the round, from 1; 0 before the first.
+    running : bool
+        Whether it is under way.
+    unsent : dict[str, bool]
+        Participants that have not been sent their work yet, in order.
+    open : dict[str, int]
+        Participants that work, to the number of their task.
+    sent_at : dict[str, float]
+        When they were sent it.
+    away : dict[str, bool]
+        Participants that went offline; one that comes back in time takes part again.
+    updates : list[Update]
+        What has come back so far, in order of arrival.
+    longest : dict[str, float]
+        Longest time from sending work to its update, of each client, in seconds.
+    misses : dict[str, int]
+        Tasks that were given up since a client's last update; clients without any are left out.
+    sits_out : dict[str, int]
+        Number of the round from which on a client that was given up may take part again.
+    """
+
+    number: int = 0
+    running: bool = False
+    unsent: dict[str, bool] = field(default_factory=dict)
+    open: dict[str, int] = field(default_factory=dict)
+    sent_at: dict[str, float] = field(default_factory=dict)
+    away: dict[str, bool] = field(default_factory=dict)
+    updates: list[Update] = field(default_factory=list)
+    longest: dict[str, float] = field(default_factory=dict)
+    misses: dict[str, int] = field(default_factory=dict)
+    sits_out: dict[str, int] = field(default_factory=dict)
+
+
+class InRounds(Dispatch):
+    """Some clients work, and when all are back their updates are acted on together.
+
+    A round waits for the slowest of its participants, but not for ever: work that takes twice as
+    long as its client ever needed is taken for lost (twenty times the slowest answer of anyone, for
+    a client that has never answered), as is that of a client that went offline. Without this rule
+    one lost message would cost a round the whole timeout of a task, which no deployment would wait
+    for (Bonawitz et al., MLSys 2019, section 2.2, closes rounds at a time limit too).
+
+    A client that was given up has twice the time at its next attempt, at most eight times, since
+    it may have become slower; after the m-th time in a row it sits out 2^(m−1) − 1 rounds, so that
+    one that is online but answers no more does not hold up every round. An update clears both.
+
+    Parameters
+    ----------
+    fraction : float
+        Share of the online clients that take part.
+    participants : Callable, optional
+        Chooses them, instead: from the online clients, with a generator.
+    """
+
+    state: RoundState
+
+    def __init__(
+        self,
+        fraction: float = 1.0,
+        participants: Callable[[Sequence[Client], np.random.Generator], Sequence[Client]]
+        | None = None,
+    ) -> None:
+        self._fraction = fraction
+        self._participants = participants or self._share
+        self.state = RoundState()
+
+    def _share(self, online: Sequence[Client], rng: np.random.Generator) -> Sequence[Client]:
+        return sample(online, int(self._fraction * len(online)), rng)
+
+    def choose(self, moment: Moment) -> Sequence[Client]:
+        """Begin a round if none is under way; return its participants that can be sent work."""
+        state = self.state
+        if not state.running:
+            self._begin(moment)
+        chosen = [
+            moment.fleet.clients[client]
+            for client in state.unsent
+            if client in moment.idle and moment.fleet.clients[client].ready_at <= moment.now
+        ]
+        return chosen
+
+    def _begin(self, moment: Moment) -> None:
+        """Choose participants among those online that need no rest."""
+        if moment.greeting:
+            return
+        state = self.state
+        online = [c for c in moment.fleet.online() if c.ready_at <= moment.now]
+        # If nobody else is there, nobody is held up.
+        online = [c for c in online if self._may_take_part(c)] or online
+        if not online:
+            return
+        state.number += 1
+        state.running = True
+        chosen = self._participants(online, moment.rng)
+        state.unsent = {client.client_id: True for client in chosen}
+
+    def settings(self) -> Mapping[str, Value]:
+        """State the number of the round, as the messages of Flower's own strategies do.
+
+        They carry no number of a task, so that with one seed a client trains alike under all
+        round-based methods.
+        """
+        return {ROUND: self.state.number}
+
+    def _may_take_part(self, client: Client) -> bool:
+        """Return whether a client need not sit out the next round."""
+        return self.state.number + 1 >= self.state.sits_out.get(client.client_id, 0)
+
+    def sent(self, task: Task, now: float) -> None:
+        """Note who has which task."""
+        state = self.state
+        state.unsent.pop(task.client, None)
+        state.away.pop(task.client, None)
+        state.open[task.client], state.sent_at[task.client] = task.number, now
+
+    def accept(self, update: Update, now: float) -> Sequence[Update]:
+        """Keep an update until the round is over; then return all of them."""
+        state, client = self.state, update.task.client
+        if state.open.get(client) != update.task.number:
+            raise InvalidReplyError("it came after its round was over")
+        del state.open[client]
+        state.away.pop(client, None)
+        took = now - state.sent_at.pop(client)
+        state.longest[client] = max(took, state.longest.get(client, 0.0))
+        state.misses.pop(client, None)
+        state.sits_out.pop(client, None)
+        state.updates.append(update)
+        return self._released()
+
+    def lost(self, task: Task, now: float) -> Sequence[Update]:
+        """Leave a client out of the round."""
+        state = self.state
+        if state.open.get(task.client) == task.number:
+            del state.open[task.client], state.sent_at[task.client]
+        return self._released()
+
+    def left(self, client: str, now: float) -> Sequence[Update]:
+        """Wait no more for a client; if it comes back while the round runs, it may take part."""
+        state = self.state
+        if client in state.open or client in state.unsent:
+            state.away[client] = True
+            state.unsent.pop(client, None)
+        return self._released()
+
+    def joined(self, client: str) -> None:
+        """Let a participant that was away take part again."""
+        state = self.state
+        if state.running and state.away.pop(client, False):
+            state.open.pop(client, None)
+            state.sent_at.pop(client, None)
+            state.unsent[client] = True
+
+    def wake_at(self) -> float:
+        """Return when the last of those who still work is taken for lost."""
+        waited_for = [client for client in self.state.open if client not in self.state.away]
+        if not waited_for:
+            return math.inf
+        middle = median(self.state.longest.values()) if self.state.longest else math.inf
+        return max(self._given_up_at(client, middle) for client in waited_for)
+
+    def wake(self, now: float) -> tuple[Collection[int], Sequence[Update]]:
+        """Give up the tasks for which the round has waited long enough."""
+        state = self.state
+        late = [client for client in state.open if client not in state.away]
+        for client in late:
+            misses = state.misses[client] = state.misses.get(client, 0) + 1
+            state.sits_out[client] = state.number + 2 ** min(misses - 1, 30)
+        return [state.open[client] for client in late], ()
+
+    def _given_up_at(self, client: str, middle: float) -> float:
+        """Return when a client's task is taken for lost."""
+        longest = self.state.longest
+        if client in longest:
+            patience = _PATIENCE * max(longest[client], middle)
+        else:
+            patience = _STRANGER_PATIENCE * max(longest.values(), default=math.inf)
+        doublings = min(self.state.misses.get(client, 0), _MOST_DOUBLINGS)
+        return self.state.sent_at[client] + math.ldexp(patience, doublings)
+
+    def _released(self) -> Sequence[Update]:
+        """Return the round's updates if it is over, and be ready for the next."""
+        state = self.state
+        if not state.running or state.unsent or any(c not in state.away for c in state.open):
+            return []
+        released = state.updates
+        state.running, state.updates = False, []
+        state.open, state.sent_at, state.away = {}, {}, {}
+        return released
+
+
+@dataclass
+class WindowState:
+    """A window of time.
+
+    Attributes
+    ----------
+    number : int
+        Number of the window, from 1; 0 before the first.
+    ends_at : float
+        When it ends; 0 before the first.
+    members : dict[str, bool]
+        Who takes part in it.
+    open : dict[str, int]
+        Members that work, to the number of their task.
+    """
+
+    number: int = 0
+    ends_at: float = 0.0
+    members: dict[str, bool] = field(default_factory=dict)
+    open: dict[str, int] = field(default_factory=dict)
+
+
+class InWindows(Dispatch):
+    """Time is cut into windows; in each, some clients work again and again until it ends.
+
+    Updates are acted on at once, those that would come after the end of their window are given up:
+    a client's budget in a window is its length.
+
+    Parameters
+    ----------
+    budget : float
+        Length of a window in seconds.
+    members : Callable
+        Chooses who takes part in a window: from the online clients, with a generator.
+    """
+
+    state: WindowState
+
+    def __init__(
+        self,
+        budget: float,
+        members: Callable[[Sequence[Client], np.random.Generator], Sequence[Client]],
+    ) -> None:
+        self._budget, self._members = budget, members
+        self.state = WindowState()
+
+    def choose(self, moment: Moment) -> Sequence[Client]:
+        """Return the window's members that are idle; begin a window if none is under way."""
+        state = self.state
+        if moment.now >= state.ends_at and not moment.greeting:
+            online = moment.fleet.online()
+            if online:
+                state.number += 1
+                state.ends_at = moment.now + self._budget
+                chosen = self._members(online, moment.rng)
+                state.members = {client.client_id: True for client in chosen}
+        ready = moment.idle.ready(moment.now)
+        return [client for client in ready if client.client_id in state.members]
+
+    def sent(self, task: Task, now: float) -> None:
+        """Note who works."""
+        self.state.open[task.client] = task.number
+
+    def accept(self, update: Update, now: float) -> Sequence[Update]:
+        """Act on an update of this window at once."""
+        if self.state.open.pop(update.task.client, None) != update.task.number:
+            raise InvalidReplyError("it came after its window was over")
+        return [update]
+
+    def lost(self, task: Task, now: float) -> Sequence[Update]:
+        """Note that a member has nothing to do."""
+        if self.state.open.get(task.client) == task.number:
+            del self.state.open[task.client]
+        return []
+
+    def wake_at(self) -> float:
+        """Return the end of the window."""
+        return self.state.ends_at if self.state.members else math.inf
+
+    def wake(self, now: float) -> tuple[Collection[int], Sequence[Update]]:
+        """End the window: what is not back by now is not counted."""
+        late = list(self.state.open.values())
+        self.state.members = {}
+        return late, ()
+
+
+@dataclass
+class RequestState:
+    """When each client asks next.
+
+    Attributes
+    ----------
+    due : dict[str, float]
+        Time in seconds, by client.
+    """
+
+    due: dict[str, float] = field(default_factory=dict)
+
+
+class OnRequest(Dispatch):
+    """Each client decides when it works; an update is acted on at once.
+
+    Parameters
+    ----------
+    next_request : Callable
+        Returns when a client asks next: given the client, the time now and a generator.
+    """
+
+    state: RequestState
+
+    def __init__(self, next_request: Callable[[Client, float, np.random.Generator], float]) -> None:
+        self._next_request = next_request
+        self.state = RequestState()
+
+    def choose(self, moment: Moment) -> Sequence[Client]:
+        """Return the idle clients whose time has come."""
+        due, chosen = self.state.due, []
+        for client in moment.idle.ready(moment.now):
+            if client.client_id not in due:
+                asks_at = self._next_request(client, moment.now, moment.rng)
+                due[client.client_id] = asks_at
+            if due[client.client_id] <= moment.now:
+                chosen.append(client)
+        return chosen
+
+    def sent(self, task: Task, now: float) -> None:
+        """Forget the request that was met."""
+        self.state.due.pop(task.client, None)
+
+    def left(self, client: str, now: float) -> Sequence[Update]:
+        """Forget the request of a client that is gone."""
+        self.state.due.pop(client, None)
+        return []
+
+    def wake_at(self) -> float:
+        """Return when the next client asks."""
+        return min(self.state.due.values(), default=math.inf)
+
+
+def sample(online: Sequence[Client], count: int, rng: np.random.Generator) -> Sequence[Client]:
+    """Draw clients, at least one, in order of greeting."""
+    if count >= len(online):
+        return online
+    drawn = rng.permutation(len(online))[: max(1, count)]
+    return [online[index] for index in sorted(drawn)]

@@ -1,0 +1,120 @@
+"""Evaluations: the models of one moment, tested by the clients that are online then.
+
+Where testing costs no time all clients answer at once. On real devices each client tests its model
+when it is next free, before it trains again; what is reported is how many have answered.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+from flwr.app import Message
+
+from raceme.protocol.events import Evaluated
+from raceme.protocol.messages import ACCURACY, CONFIG, LOSS, STEP
+
+
+@dataclass(frozen=True)
+class ClientScore:
+    """A client's test of the model that serves it.
+
+    Attributes
+    ----------
+    cluster : int
+        Its main cluster.
+    accuracy, loss : float
+        On the client's own test data.
+    step : int
+        Step of these data.
+    """
+
+    cluster: int
+    accuracy: float
+    loss: float
+    step: int = 0
+
+
+@dataclass
+class Sweep:
+    """An evaluation under way.
+
+    Attributes
+    ----------
+    time, updates, clusters : float, int, int
+        The moment of the models, updates applied by then, and how many models there were.
+    asked : int
+        Clients that were online then.
+    waiting : dict[str, int]
+        Clients that have not been asked yet, to their main cluster.
+    open : dict[str, str]
+        Message id to the client that was asked and has not answered.
+    placed : dict[str, int]
+        Main cluster of each client that was asked.
+    scores : dict[str, ClientScore]
+        What the clients have answered.
+    """
+
+    time: float
+    updates: int
+    clusters: int
+    asked: int
+    waiting: dict[str, int] = field(default_factory=dict)
+    open: dict[str, str] = field(default_factory=dict)
+    placed: dict[str, int] = field(default_factory=dict)
+    scores: dict[str, ClientScore] = field(default_factory=dict)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nobody is left who could answer."""
+        return not self.waiting and not self.open
+
+    def drop(self, client: str) -> None:
+        """Wait no more for a client: it is gone."""
+        self.waiting.pop(client, None)
+        self.open = {key: name for key, name in self.open.items() if name != client}
+
+    def report(self) -> Evaluated:
+        """Make the report, of those who have answered; at least one has."""
+        accuracy, loss = mean_scores(self.scores.values())
+        per_client = {
+            name: (score.cluster, score.accuracy, score.loss) for name, score in self.scores.items()
+        }
+        steps = {name: score.step for name, score in self.scores.items() if score.step}
+        return Evaluated(
+            self.time, self.updates, accuracy, loss, self.clusters, per_client, self.asked, steps
+        )
+
+
+def read_score(reply: Message, cluster: int) -> ClientScore | None:
+    """Take accuracy and loss out of a reply; None if it has none that are numbers."""
+    if reply.has_error() or len(reply.content.metric_records) != 1:
+        return None
+    stated = reply.content.config_records.get(CONFIG)
+    step = None if stated is None else stated.get(STEP)
+    step = step if isinstance(step, int) else 0
+    return score_from(next(iter(reply.content.metric_records.values())), cluster, step)
+
+
+def score_from(metrics: Mapping[str, object], cluster: int, step: int = 0) -> ClientScore | None:
+    """Take accuracy and loss out of a client's metrics; None if there is no finite accuracy."""
+    accuracy, loss = metrics.get(ACCURACY), metrics.get(LOSS, math.nan)
+    if not isinstance(accuracy, int | float) or not isinstance(loss, int | float):
+        return None
+    try:
+        score = ClientScore(cluster, float(accuracy), float(loss), step)
+    except OverflowError:
+        return None
+    return score if math.isfinite(score.accuracy) else None
+
+
+def mean_scores(scores: Collection[ClientScore]) -> tuple[float, float]:
+    """Return the unweighted means of accuracy and loss over clients.
+
+    The papers' accuracy: every client counts the same, however little data it has. Losses that
+    are not finite are left out of the mean loss.
+    """
+    accuracy = math.fsum(score.accuracy for score in scores) / len(scores)
+    losses = [score.loss for score in scores if math.isfinite(score.loss)]
+    return accuracy, math.fsum(losses) / len(losses) if losses else math.nan

@@ -1,0 +1,225 @@
+"""How evaluations are made: at once where that costs nothing, else by each client when free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
+from flwr.serverapp import Grid
+
+from raceme.protocol import messages as names
+from raceme.protocol.events import Evaluated
+from raceme.protocol.timeline import Timeline
+from raceme.server.evaluation import Sweep, read_score
+from raceme.server.idle import Idle
+from raceme.server.interface import Questions
+from raceme.server.packing import Packer
+from raceme.server.steps import Steps
+
+EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
+
+_LAST_SECONDS = 60.0
+"""How long the last evaluation of a run waits for clients that are still busy."""
+
+
+class Evaluator:
+    """Has the models of one moment tested by all clients that are online then.
+
+    Parameters
+    ----------
+    method : Questions
+        Whose models.
+    grid : Grid
+        Where the clients are.
+    clock : Timeline
+        The grid's.
+    packer : Packer
+        Makes records of models.
+    steps : Steps
+        Knows at which step clients' data are.
+    config : ConfigRecord
+        Sent along.
+    central : Callable, optional
+        Evaluates models on the server.
+    ttl : float
+        Time to live of the messages, in seconds.
+    """
+
+    def __init__(
+        self,
+        method: Questions,
+        grid: Grid,
+        clock: Timeline,
+        packer: Packer,
+        steps: Steps,
+        config: ConfigRecord,
+        central: EvaluateFn | None,
+        ttl: float,
+    ) -> None:
+        self._method, self._grid, self._clock, self._packer = method, grid, clock, packer
+        self._steps, self._config, self._central, self._ttl = steps, config, central, ttl
+        self._progress = method.progress
+        # The models of the moment, by client; they are packed once per cluster.
+        self._records: dict[str, ArrayRecord] = {}
+
+    def begin(self) -> Evaluated | None:
+        """Begin an evaluation; where it costs no time, return its report."""
+        method, progress = self._method, self._progress
+        progress.evaluated_at = progress.updates
+        online = progress.fleet.online()
+        waiting = {c.client_id: method.clusters.main(c.client_id) for c in online}
+        sweep = Sweep(self._clock.now(), progress.updates, len(method.models), len(online), waiting)
+        sweep.placed = dict(waiting)
+        self._records = {
+            client: self._packer.serve(method.models, method.placement(client))[0]
+            for client in waiting
+        }
+        progress.sweep = sweep
+        self._evaluate_centrally()
+        if not self._clock.free_evaluation:
+            return self.close_if_over()
+        messages = [self._message(client) for client in waiting]
+        by_node = progress.fleet.by_node
+        sweep.waiting = {}
+        for reply in self._grid.send_and_receive(messages):
+            client = by_node.get(reply.metadata.src_node_id)
+            if client is not None:
+                self._score(client, reply)
+        return self.close_if_over()
+
+    def ask(self, idle: Idle) -> None:
+        """Ask the clients that are free and have not been asked yet."""
+        sweep = self._progress.sweep
+        if sweep is None:
+            return
+        for client in [client for client in sweep.waiting if client in idle]:
+            if self._push(client):
+                idle.remove(client)
+
+    def is_asked(self, message_id: str) -> bool:
+        """Return whether a message was an evaluation's."""
+        return self._progress.sweep is not None and message_id in self._progress.sweep.open
+
+    def take_in(self, message_id: str, reply: Message) -> tuple[str, Evaluated | None]:
+        """Take a client's answer; return who it is, and the report if it was the last."""
+        assert self._progress.sweep is not None, "a message was asked about"
+        client = self._progress.sweep.open.pop(message_id)
+        self._score(client, reply)
+        return client, self.close_if_over()
+
+    def drop(self, client: str) -> None:
+        """Wait no more for a client that is gone."""
+        if self._progress.sweep is not None:
+            self._progress.sweep.drop(client)
+
+    def finish(self, another: bool) -> Iterable[Evaluated]:
+        """End with what the clients answer soon; yield the reports that come of it.
+
+        Parameters
+        ----------
+        another : bool
+            The models have changed since the last evaluation began: one more is due.
+        """
+        if self._progress.sweep is not None:
+            yield from self._wait()
+        if another:
+            report = self.begin()
+            if report is not None:
+                yield report
+            elif self._progress.sweep is not None:
+                yield from self._wait()
+
+    def _wait(self) -> Iterable[Evaluated]:
+        """Ask everyone who is left, busy or not, and wait a while."""
+        sweep, until = self._progress.sweep, self._clock.now() + min(_LAST_SECONDS, self._ttl)
+        assert sweep is not None, "an evaluation is under way"
+        for client in list(sweep.waiting):
+            self._push(client)
+        while sweep.open and self._clock.now() < until:
+            for reply in self._clock.wait(sweep.open.keys(), until):
+                self._score(sweep.open.pop(reply.metadata.reply_to_message_id), reply)
+        sweep.open = {}
+        report = self.close_if_over()
+        if report is not None:
+            yield report
+
+    def _push(self, client: str) -> bool:
+        """Ask one client; return whether the grid took the message."""
+        sweep = self._progress.sweep
+        assert sweep is not None, "an evaluation is under way"
+        del sweep.waiting[client]
+        message_id = next(iter(self._grid.push_messages([self._message(client)])), None)
+        if message_id:
+            sweep.open[message_id] = client
+        return message_id is not None
+
+    def _message(self, client: str) -> Message:
+        settings = dict(self._config)
+        step = self._steps.of(client)
+        if step is not None:
+            settings[names.STEP] = step
+        node = self._progress.fleet.clients[client].node_id
+        assert node is not None, "clients that left are dropped"
+        content = RecordDict(
+            {names.ARRAYS: self._records[client], names.CONFIG: ConfigRecord(settings)}
+        )
+        return Message(content, node, MessageType.EVALUATE, ttl=self._ttl)
+
+    def _score(self, client: str, reply: Message) -> None:
+        """Take a client's score, if it has one."""
+        sweep = self._progress.sweep
+        assert sweep is not None, "an evaluation is under way"
+        score = read_score(reply, sweep.placed[client])
+        if score is not None:
+            sweep.scores[client] = score
+
+    def close_if_over(self) -> Evaluated | None:
+        """Return the report of an evaluation to which nobody is left to answer."""
+        sweep = self._progress.sweep
+        if sweep is None or not sweep.is_over:
+            return None
+        self._progress.sweep, self._records = None, {}
+        if not sweep.scores:
+            return None
+        report = sweep.report()
+        self._method.result.evaluate_metrics_clientapp[report.updates] = MetricRecord(
+            {names.ACCURACY: report.accuracy, names.LOSS: report.loss}
+        )
+        return report
+
+    def _evaluate_centrally(self) -> None:
+        """Let the server's own function test every cluster's model; average over the clients."""
+        if self._central is None:
+            return
+        method, updates = self._method, self._progress.updates
+        sizes = dict.fromkeys(method.models, 0.0)
+        for client in self._progress.fleet.clients:
+            for cluster, weight in method.placement(client).items():
+                sizes[cluster] += weight
+        found: list[tuple[MetricRecord, float]] = []
+        for cluster, model in method.models.items():
+            measured = self._central(updates, self._packer.pack(cluster, model)[0])
+            if measured:
+                found.append((measured, sizes[cluster]))
+        if found:
+            self._method.result.evaluate_metrics_serverapp[updates] = mean_metrics(found)
+
+
+def mean_metrics(measured: list[tuple[MetricRecord, float]]) -> MetricRecord:
+    """Return the means of metrics that all records have, by weight; one record is its own mean.
+
+    Lists are left out, unless there is one record only.
+    """
+    if len(measured) == 1:
+        return measured[0][0]
+    if not any(weight for _, weight in measured):
+        measured = [(record, 1.0) for record, _ in measured]
+    total = sum(weight for _, weight in measured)
+    means = MetricRecord()
+    for name in measured[0][0]:
+        values = [record.get(name) for record, _ in measured]
+        numbers = [float(value) for value in values if isinstance(value, int | float)]
+        if len(numbers) == len(values):
+            weights = (weight for _, weight in measured)
+            means[name] = sum(n * w for n, w in zip(numbers, weights, strict=True)) / total
+    return means

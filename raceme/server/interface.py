@@ -1,0 +1,218 @@
+"""What the loop asks a method: the interface, with the answers of the simplest method."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+from flwr.app import ArrayRecord, ConfigRecord
+from flwr.serverapp.strategy import Result
+
+from raceme.clustering.bases import Bases
+from raceme.clustering.clusters import Clusters, Weights, blended
+from raceme.clustering.model import Model
+from raceme.protocol.messages import ModelSpec, Vector
+from raceme.server.dispatch import Dispatch, EveryIdle, Moment, NoState
+from raceme.server.fleet import Client
+from raceme.server.progress import Progress
+from raceme.server.replies import Answer, Update
+from raceme.server.work import Task, Work
+
+StopCheck = Callable[[], str]
+"""Called between two steps, when the state is whole and can be saved. What it returns, unless it
+is empty, ends the run: it is the reason."""
+
+
+def never_stop() -> str:
+    """Never stop."""
+    return ""
+
+
+@dataclass(frozen=True)
+class Applied:
+    """What a method did with an update.
+
+    Attributes
+    ----------
+    cluster : int
+        The cluster whose model it went into.
+    staleness : int
+        τ: changes of that model since the client received its own.
+    weight : float
+        α: share of the client's model in the new one.
+    """
+
+    cluster: int
+    staleness: int
+    weight: float
+
+
+@dataclass
+class RunResult(Result):
+    """Flower's result, with all clusters.
+
+    Attributes
+    ----------
+    arrays : ArrayRecord
+        The model of the largest cluster; with one cluster, the model.
+    clusters : dict[int, ArrayRecord]
+        The model of every cluster.
+    client_clusters : dict[str, dict[int, float]]
+        Client id to its clusters, with weights.
+    """
+
+    clusters: dict[int, ArrayRecord] = field(default_factory=dict)
+    client_clusters: dict[str, dict[int, float]] = field(default_factory=dict)
+
+
+class Questions(ABC):
+    """What a method says, and what the loop may look at.
+
+    A method says what becomes of an update (`on_update`), or of several together (`aggregate`).
+    All else may be left as it is: one model for all, every idle client trains.
+
+    Attributes
+    ----------
+    clusters : Clusters
+        The models, and which of them serve each client.
+    state : dataclass
+        What the method knows beside them: an object of its `state_type`.
+    dispatch : Dispatch
+        Who works when; what `policy` returned.
+    rng : numpy.random.Generator
+        Draws whatever is left to chance.
+    progress : Progress
+        What has happened so far.
+    result : RunResult
+        What the run leaves.
+    bases : Bases
+        Models that clients are training from, if the method keeps them.
+    train_config : ConfigRecord
+        The run's settings for local training.
+    """
+
+    state_type: ClassVar[type[Any]] = NoState
+    keeps_bases: ClassVar[bool] = False
+    """Whether the models that clients train from are kept until they are back; see `delta`."""
+    exchanges: ClassVar[bool] = True
+    """Whether models really travel; without it no traffic is reported."""
+
+    clusters: Clusters
+    state: Any
+    dispatch: Dispatch
+    rng: np.random.Generator
+    progress: Progress
+    result: RunResult
+    bases: Bases
+    train_config: ConfigRecord
+
+    def policy(self) -> Dispatch:
+        """Return who works when; by default everybody all the time."""
+        return EveryIdle()
+
+    def initialize(self, vector: Vector) -> None:
+        """Set `clusters` and `state` up from the initial model, which may be kept."""
+        self.clusters = Clusters({0: Model(vector)})
+        self.state = self.state_type()
+
+    def restored(self) -> None:  # noqa: B027
+        """Derive from a state that was just set up or loaded what makes it quick to work with."""
+
+    def on_update(self, update: Update) -> Applied:
+        """Do what the method does with one valid update."""
+        raise TypeError(f"{type(self).__name__} defines neither on_update() nor aggregate()")
+
+    def aggregate(self, updates: Sequence[Update]) -> Sequence[Applied]:
+        """Do what the method does with the updates that its policy releases together.
+
+        Returns
+        -------
+        Sequence[Applied]
+            What became of each of them, in the same order.
+        """
+        return [self.on_update(update) for update in updates]
+
+    def next_work(self, moment: Moment) -> Iterable[Work]:
+        """Return what is asked of whom now."""
+        return [self.work_for(client.client_id) for client in self.dispatch.choose(moment)]
+
+    def work_for(self, client: str) -> Work:
+        """Return the work of a client that the policy has chosen: training, by default."""
+        return Work(client)
+
+    def on_answer(self, answer: Answer) -> None:  # noqa: B027
+        """Take in the answer to work that was not training."""
+
+    def wake_at(self) -> float:
+        """Return when the method wants to be woken; infinity for never."""
+        return math.inf
+
+    def on_wake(self) -> None:  # noqa: B027
+        """Do what is due at the time that `wake_at` has named."""
+
+    def placement(self, client: str) -> Weights:
+        """Return the clusters that serve a client, with weights."""
+        return self.clusters.of(client)
+
+    def add_client(self, client: Client) -> None:
+        """Take in a client that was greeted, for the first time or again."""
+        self.clusters.join(client.client_id)
+
+    def remove_client(self, client: str) -> None:
+        """Note that a client went offline; it keeps its cluster."""
+        self.clusters.leave(client)
+
+    def on_dispatch(self, task: Task) -> None:  # noqa: B027
+        """Note that a client is given a task."""
+
+    def on_close(self, task: Task) -> None:  # noqa: B027
+        """Note that a task is over, whatever came of it."""
+
+    def similarity(self) -> tuple[list[str], np.ndarray] | None:
+        """Return clients and the matrix of their similarities (NaN: unknown), if there is one."""
+        return None
+
+    @property
+    def models(self) -> Mapping[int, Model]:
+        """The models by cluster."""
+        return self.clusters.models
+
+    def open_task(self, task: Task) -> None:
+        """Keep what a method that keeps bases needs, and tell the method of the task."""
+        if self.keeps_bases:
+            weights = self.placement(task.client)
+            whole = len(weights) == 1 or bool(task.candidates)
+            models = self.models
+            vector = models[task.cluster].vector if whole else blended(models, weights)
+            self.bases.hold(base_name(task, whole), vector)
+        self.on_dispatch(task)
+
+    def close_task(self, task: Task) -> None:
+        """Tell the method that a task is over, and forget what was kept for it."""
+        self.on_close(task)
+        if self.keeps_bases:
+            self.bases.release(base_name(task, True))
+            self.bases.release(base_name(task, False))
+
+    def delta(self, update: Update) -> Vector:
+        """Return Δ_i = w_i − the model from which client i started; for a method that keeps bases.
+
+        Shape (d,).
+        """
+        names = (base_name(update.task, whole) for whole in (True, False))
+        held = next(name for name in names if name in self.bases.vectors)
+        return self.bases.delta(held, update.vector)
+
+    @property
+    @abstractmethod
+    def spec(self) -> ModelSpec:
+        """Names and shapes of a model's arrays; known from the start of a run on."""
+
+
+def base_name(task: Task, whole: bool) -> str:
+    """Name the model that a task started from: a cluster's version, or a client's own mixture."""
+    return f"{task.cluster}/{task.version}" if whole else f"task {task.number}"

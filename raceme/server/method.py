@@ -1,0 +1,281 @@
+"""A method as a Flower strategy: what it says, its state, and the loop that it starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from logging import INFO, getLogger
+from typing import Any, ClassVar
+
+import numpy as np
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Strategy
+from numpy.typing import NDArray
+
+from raceme.clustering.bases import Bases
+from raceme.clustering.clusters import Clusters
+from raceme.protocol import events
+from raceme.protocol.messages import ModelSpec, Vector
+from raceme.server.dispatch import Dispatch, NoState
+from raceme.server.interface import Applied, Questions, RunResult, StopCheck, never_stop
+from raceme.server.loop import Loop
+from raceme.server.plan import Plan
+from raceme.server.probe import Probe
+from raceme.server.progress import Progress
+from raceme.server.replies import Update
+from raceme.server.state import from_tree, to_tree
+
+__all__ = ["Applied", "Method", "average_by_cluster", "staleness_of"]
+
+log = getLogger("raceme")
+
+
+class Method(Questions, Strategy):
+    """A method: a Flower strategy that says what the loop is to do.
+
+    A subclass says what becomes of an update (`on_update`), or of several together (`aggregate`);
+    see `Questions` for what else it can say.
+
+    Parameters
+    ----------
+    parameters : dataclass, optional
+        Hyper-parameters; by default the class's `parameters_type`, made without arguments.
+    seed : int
+        Decides whatever the method leaves to chance.
+
+    Attributes
+    ----------
+    planned_updates : int
+        Client updates after which the run ends, for schedules that depend on its length.
+    probe : Probe or None
+        Measures models on the server's own data, where a run has some.
+    """
+
+    parameters_type: ClassVar[type[Any]] = NoState
+
+    def __init__(self, parameters: Any = None, seed: int = 0) -> None:
+        self.parameters = self.parameters_type() if parameters is None else parameters
+        self.rng = np.random.default_rng(np.random.SeedSequence([seed, 0x57A7E9]))
+        self.progress = Progress()
+        self.clusters = Clusters()
+        self.state: Any = None
+        self.planned_updates = 0
+        self.probe: Probe | None = None
+        self.result = RunResult()
+        self.bases = Bases()
+        self.train_config = ConfigRecord()
+        self.dispatch: Dispatch = self.policy()
+        self._spec: ModelSpec | None = None
+        self._now: Callable[[], float] = lambda: 0.0
+        self._loaded = False
+
+    # What a method can ask.
+
+    @property
+    def spec(self) -> ModelSpec:
+        """Names and shapes of a model's arrays; known from the start of a run on."""
+        assert self._spec is not None, "start() sets the specification"
+        return self._spec
+
+    def now(self) -> float:
+        """Return the time on the grid's clock in seconds; before the start that of the state."""
+        return self._now()
+
+    @property
+    def trainable(self) -> NDArray[np.bool_] | None:
+        """Which numbers of a model are weights, shape (d,); None if all are."""
+        return None if self._spec is None else self._spec.trainable
+
+    def compared(self, vector: Vector) -> Vector:
+        """Return what of a model may be compared: its weights, no running statistics."""
+        return vector if self._spec is None else self._spec.compared(vector)
+
+    # Running.
+
+    def start(
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord,
+        num_rounds: int = 500,
+        timeout: float = 3600,
+        train_config: ConfigRecord | None = None,
+        evaluate_config: ConfigRecord | None = None,
+        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
+        *,
+        plan: Plan | None = None,
+        observe: events.Observer = events.ignore,
+        stop_check: StopCheck = never_stop,
+        probe: Probe | None = None,
+    ) -> RunResult:
+        """Run until a limit is reached, nobody is left, or the user interrupts.
+
+        A strategy that has run before, or was given a state, resumes: everybody is greeted again,
+        and tasks that were open then are given up; unless the grid was brought back to its own
+        state of that moment, and continues as if nothing had happened.
+
+        Parameters
+        ----------
+        grid : Grid
+            Any Flower grid.
+        initial_arrays : ArrayRecord
+            The initial model; its names and shapes are those of every model of the run.
+        num_rounds : int
+            Client updates to apply. A round-based method completes the round in which the limit
+            falls.
+        timeout : float
+            Seconds after which an unanswered task is lost, and after which a run without any
+            client ends.
+        train_config, evaluate_config : ConfigRecord, optional
+            Sent along with every training and every evaluation message.
+        evaluate_fn : Callable, optional
+            Called at every evaluation, once per cluster, with the number of updates and the
+            arrays of the cluster's model. What it returns is averaged over the clusters' clients.
+        plan : Plan, optional
+            Further limits, evaluation schedule, concurrency, drift.
+        observe : Observer
+            Called with everything that happens.
+        stop_check : StopCheck
+            Called between two steps, when `state_dict` is whole. What it returns, unless it is
+            empty, ends the run.
+        probe : Probe, optional
+            Measures models on data that the server has.
+
+        Returns
+        -------
+        RunResult
+            Models, evaluations by number of updates, and who is where.
+        """
+        self.planned_updates, self.probe = num_rounds, probe
+        self._spec = ModelSpec.of(initial_arrays)
+        self.result = RunResult()
+        self.train_config = train_config or ConfigRecord()
+        loop = Loop(
+            self,
+            grid,
+            plan or Plan(),
+            observe,
+            stop_check,
+            timeout=timeout,
+            train_config=self.train_config,
+            evaluate_config=evaluate_config or ConfigRecord(),
+            evaluate_fn=evaluate_fn,
+            time_before=self._now(),
+        )
+        self._now = loop.now
+        if self.state is None:
+            self.initialize(self.spec.unpack(initial_arrays))
+            self.restored()
+        nothing_missed, self._loaded = self._loaded and loop.keeps_messages, False
+        self.summary()
+        loop.run(num_rounds, nothing_missed)
+        ended_at = loop.now()
+        self._now = lambda: ended_at
+        return self.result
+
+    def summary(self) -> None:
+        """Log the hyper-parameters."""
+        log.log(INFO, "%s with %s", type(self).__name__, self.parameters)
+
+    # State.
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that decides how the run continues: a tree of plain values and arrays."""
+        return {
+            "method": type(self).__name__,
+            "clusters": to_tree(self.clusters),
+            "bases": to_tree(self.bases),
+            "state": to_tree(self.state),
+            "dispatch": to_tree(self.dispatch.state),
+            "progress": to_tree(self.progress),
+            "rng": to_tree(self.rng.bit_generator.state),
+            "time": self.now(),
+        }
+
+    def load_state_dict(self, tree: Mapping[str, Any]) -> None:
+        """Continue from what :meth:`state_dict` returned; `start` then resumes from there.
+
+        Raises
+        ------
+        ValueError
+            The state is another method's.
+        """
+        if tree.get("method") != type(self).__name__:
+            raise ValueError(f"the state is of {tree.get('method')}, not {type(self).__name__}")
+        self.clusters = from_tree(Clusters, tree["clusters"])
+        self.bases = from_tree(Bases, tree["bases"])
+        self.state = from_tree(self.state_type, tree["state"])
+        self.dispatch.state = from_tree(type(self.dispatch.state), tree["dispatch"])
+        self.progress = from_tree(Progress, tree["progress"])
+        self.rng.bit_generator.state = tree["rng"]
+        time_before = float(tree["time"])
+        self._now, self._loaded = lambda: time_before, True
+        self.restored()
+
+    # Flower's four questions of a round. The loop does not ask them: it takes each reply when it
+    # arrives. A subclass that runs one of Flower's own strategies hands them on.
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Make no messages: the loop does, from `next_work`."""
+        return []
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Aggregate nothing: the loop hands updates to `aggregate`."""
+        return None, None
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Make no messages: the loop evaluates all methods alike."""
+        return []
+
+    def aggregate_evaluate(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> MetricRecord | None:
+        """Aggregate nothing: the loop evaluates all methods alike."""
+        return None
+
+
+def average_by_cluster(
+    clusters: Clusters, updates: Sequence[Update], by_examples: bool = True
+) -> list[Applied]:
+    """Replace the model of each cluster by the mean of its clients' models.
+
+    Parameters
+    ----------
+    clusters : Clusters
+        Where the clients are.
+    updates : Sequence[Update]
+        What came back from some of them.
+    by_examples : bool
+        Weigh models by their clients' examples; else all alike.
+    """
+    together: dict[int, list[tuple[Update, float]]] = {}
+    for update in updates:
+        weight = float(update.num_examples) if by_examples else 1.0
+        together.setdefault(clusters.main(update.task.client), []).append((update, weight))
+    shares: dict[str, float] = {}
+    for cluster, group in together.items():
+        weights = [weight for _, weight in group]
+        clusters.models[cluster].average([update.vector for update, _ in group], weights)
+        for update, weight in group:
+            shares[update.task.client] = weight / sum(weights)
+    return [
+        Applied(clusters.main(u.task.client), staleness=0, weight=shares[u.task.client])
+        for u in updates
+    ]
+
+
+def staleness_of(method: Questions, update: Update, has_moved: bool) -> int:
+    """Return the staleness τ of an update that goes into the main cluster of its client.
+
+    Versions of different clusters say nothing about each other: of a client that has just moved
+    all updates are counted that were applied since it received its model.
+    """
+    if has_moved:
+        return method.progress.updates - update.task.updates
+    cluster = method.clusters.main(update.task.client)
+    return method.models[cluster].version - update.task.version

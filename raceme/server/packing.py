@@ -1,0 +1,60 @@
+"""Models as they travel: packed once per version, however many clients receive them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from flwr.app import ArrayRecord
+
+from raceme.clustering.clusters import Weights, blended
+from raceme.clustering.model import Model
+from raceme.protocol.messages import ARRAYS, ModelSpec, candidate
+
+
+class Packer:
+    """Turns models into records, and keeps the record of each cluster's present version.
+
+    Parameters
+    ----------
+    spec : ModelSpec
+        What a model looks like.
+    """
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self._spec = spec
+        self._packed: dict[int, tuple[Model, int, ArrayRecord, int]] = {}
+
+    def pack(self, cluster: int, model: Model) -> tuple[ArrayRecord, int]:
+        """Return a cluster's model as a record, and its size in bytes."""
+        packed = self._packed.get(cluster)
+        if packed is None or packed[0] is not model or packed[1] != model.version:
+            record = self._spec.pack(model.vector)
+            packed = (model, model.version, record, record.count_bytes())
+            self._packed[cluster] = packed
+        return packed[2], packed[3]
+
+    def serve(self, models: Mapping[int, Model], weights: Weights) -> tuple[ArrayRecord, int]:
+        """Return the model that serves a client of these clusters, and its size in bytes."""
+        if len(weights) == 1:
+            cluster = next(iter(weights))
+            return self.pack(cluster, models[cluster])
+        record = self._spec.pack(blended(models, weights))
+        return record, record.count_bytes()
+
+    def pack_some(
+        self, models: Mapping[int, Model], clusters: tuple[int, ...], numbered: bool
+    ) -> tuple[dict[str, ArrayRecord], int]:
+        """Return the models that a client is sent, by the names of their records, and their size.
+
+        A model to be trained is called ``arrays``; those of other work are numbered.
+        """
+        packed = [self.pack(cluster, models[cluster]) for cluster in clusters]
+        if len(packed) == 1 and not numbered:
+            return {ARRAYS: packed[0][0]}, packed[0][1]
+        records = {candidate(index): record for index, (record, _) in enumerate(packed)}
+        return records, sum(size for _, size in packed)
+
+    def keep_only(self, models: Mapping[int, Model]) -> None:
+        """Forget the records of clusters that do not exist any more."""
+        for cluster in self._packed.keys() - models.keys():
+            del self._packed[cluster]

@@ -1,0 +1,78 @@
+"""When to evaluate, how many clients to keep busy, and when to stop."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+from raceme.protocol.events import Evaluated
+
+
+class StepSchedule(Protocol):
+    """When clients' data move on to the next step.
+
+    Attributes
+    ----------
+    per_client : bool
+        Whether it counts each client's own uploads.
+    """
+
+    @property
+    def per_client(self) -> bool:
+        """Whether it counts each client's own uploads."""
+        ...
+
+    def step(self, time: float, updates: int, uploads: int) -> int:
+        """Return the step at a time, after so many updates, of them so many of the client's."""
+        ...
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Limits and schedule of a run, the same for every method.
+
+    Attributes
+    ----------
+    max_time : float or None
+        Stop at this time on the grid's clock, in seconds.
+    target_accuracy : float or None
+        Mean client accuracy to look out for.
+    stop_at_target : bool
+        Whether reaching it ends the run.
+    eval_every : int
+        Updates between two evaluations.
+    concurrency : int
+        Clients that train at a time; 0 means all that are online.
+    drift : StepSchedule or None
+        When clients' data change; None if they never do.
+    """
+
+    max_time: float | None = None
+    target_accuracy: float | None = None
+    stop_at_target: bool = True
+    eval_every: int = 20
+    concurrency: int = 0
+    drift: StepSchedule | None = None
+
+    @property
+    def deadline(self) -> float:
+        """Time at which to stop; infinity without a limit."""
+        return math.inf if self.max_time is None else self.max_time
+
+    def limit(self, updates: int, num_updates: int, now: float) -> str:
+        """Return which limit is reached, in words; empty if none is."""
+        if updates >= num_updates:
+            return f"{num_updates} updates were applied"
+        if now >= self.deadline:
+            return f"the time limit of {self.deadline:g} s was reached"
+        return ""
+
+    def is_reached(self, report: Evaluated) -> bool:
+        """Return whether an evaluation ends the run: enough clients answered, and well enough."""
+        return (
+            self.stop_at_target
+            and self.target_accuracy is not None
+            and report.counts
+            and report.accuracy >= self.target_accuracy
+        )

@@ -1,0 +1,58 @@
+"""Bookkeeping of the loop, whatever the method: the part of a run's state that no method owns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from raceme.server.evaluation import Sweep
+from raceme.server.fleet import Fleet
+from raceme.server.work import Task
+
+
+@dataclass
+class Progress:
+    """What has happened so far.
+
+    Attributes
+    ----------
+    updates, tasks, rejected : int
+        Updates applied, tasks handed out and replies refused so far.
+    rejected_in_a_row : int
+        Replies refused since the last valid one.
+    last_refusal : str
+        Why the last reply was refused, and whose it was.
+    checked_at, somebody_at : float
+        When the list of online nodes was last looked at, and when last anybody was there.
+    evaluated_at : int
+        Number of updates at the last evaluation; -1 before the first.
+    in_flight : dict[str, Task]
+        Open tasks by message id.
+    idle : dict[str, bool]
+        Clients without a task, in the order in which they got free.
+    uploads : dict[str, int]
+        Updates of each client that were applied.
+    step : int
+        Step of all clients' data, where the time or the number of updates decides it.
+    steps : dict[str, int]
+        Step of each client's data, where its own uploads decide it.
+    sweep : Sweep or None
+        The evaluation that is under way.
+    fleet : Fleet
+        The clients.
+    """
+
+    updates: int = 0
+    tasks: int = 0
+    rejected: int = 0
+    rejected_in_a_row: int = 0
+    last_refusal: str = ""
+    checked_at: float = 0.0
+    somebody_at: float = 0.0
+    evaluated_at: int = -1
+    in_flight: dict[str, Task] = field(default_factory=dict)
+    idle: dict[str, bool] = field(default_factory=dict)
+    uploads: dict[str, int] = field(default_factory=dict)
+    step: int = 0
+    steps: dict[str, int] = field(default_factory=dict)
+    sweep: Sweep | None = None
+    fleet: Fleet = field(default_factory=Fleet)

@@ -1,0 +1,262 @@
+"""Which replies are valid: checked once, where they enter."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from flwr.app import ArrayRecord, Message, RecordDict
+from numpy.typing import NDArray
+
+from raceme.protocol.messages import (
+    ARRAYS,
+    CHOSEN,
+    CONFIG,
+    KIND,
+    NUM_EXAMPLES,
+    NUMBERS,
+    STEP,
+    TASK,
+    TRAIN,
+    TRAIN_BEST,
+    TRAIN_LOSS,
+    VERSION,
+    InvalidModelError,
+    ModelSpec,
+    Vector,
+    from_array,
+)
+from raceme.server.work import Task
+
+_LONGEST_LINE = 300
+"""Letters of a client's own words that are reported."""
+_TRAINING = frozenset({TRAIN, TRAIN_BEST})
+"""Kinds of work whose reply is a trained model."""
+_MOST_NUMBERS = 50_000_000
+"""Numbers beside the model that a reply may bring."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A valid reply to work of any kind.
+
+    Attributes
+    ----------
+    task : Task
+        The work that it answers.
+    num_examples : int
+        Training examples of the client, n_i; 0 if it does not say.
+    metrics : Mapping[str, float]
+        What the client measured.
+    numbers : Mapping[str, NDArray]
+        Named arrays beside a model: losses per model and sample, label counts.
+    bytes_up : int
+        Size of the arrays that came back.
+    """
+
+    task: Task
+    num_examples: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    numbers: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    bytes_up: int = 0
+
+
+@dataclass(frozen=True)
+class Update:
+    """A valid reply to a training task.
+
+    Attributes
+    ----------
+    task : Task
+        The work that it answers: client, cluster, base version; of several models that were sent,
+        cluster and version are those of the one that the client has trained.
+    vector : Vector
+        The client's model after training, w_i. Shape (d,).
+    num_examples : int
+        Training examples of the client, n_i.
+    train_loss : float
+        Mean loss of the local training; NaN if the client does not say.
+    metrics : dict[str, float]
+        Whatever else the client measured.
+    bytes_up : int
+        Size of the arrays that came back.
+    numbers : dict[str, NDArray]
+        Named arrays beside the model.
+    arrived_at : float
+        When it arrived, on the grid's clock.
+    """
+
+    task: Task
+    vector: Vector
+    num_examples: int
+    train_loss: float
+    metrics: dict[str, float] = field(default_factory=dict)
+    bytes_up: int = 0
+    numbers: dict[str, NDArray[Any]] = field(default_factory=dict)
+    arrived_at: float = 0.0
+
+
+class InvalidReplyError(ValueError):
+    """A reply is not what was asked for; the message says why."""
+
+
+def read_reply(reply: Message, task: Task, spec: ModelSpec, now: float = 0.0) -> Update | Answer:
+    """Check a reply to a task of any kind, and take its content out.
+
+    Parameters
+    ----------
+    reply : Message
+        What came back.
+    task : Task
+        What was asked.
+    spec : ModelSpec
+        What a model looks like.
+    now : float
+        The time.
+
+    Raises
+    ------
+    InvalidReplyError
+        As for :func:`read_update`; or the reply answers another kind of work.
+    """
+    if task.kind in _TRAINING:
+        return read_update(reply, task, spec, now)
+    content, _, metrics = _checked(reply, task)
+    numbers = _numbers(content.array_records.get(NUMBERS))
+    if len(content.array_records) != (NUMBERS in content.array_records):
+        raise InvalidReplyError(
+            f"it brings arrays that work of kind '{task.kind}' was not asked for"
+        )
+    examples = metrics.get(NUM_EXAMPLES, 0.0)
+    if not (math.isfinite(examples) and examples >= 0):
+        raise InvalidReplyError("no examples")
+    size = sum(record.count_bytes() for record in content.array_records.values())
+    return Answer(task, int(examples), metrics, numbers, size)
+
+
+def read_update(reply: Message, task: Task, spec: ModelSpec, now: float = 0.0) -> Update:
+    """Check a reply to a training task and take its content out.
+
+    Raises
+    ------
+    InvalidReplyError
+        An error reply; records missing; a base version, task, kind or step other than the one
+        that was sent; no word on which of several models was trained; no examples; arrays of other
+        shapes; NaN, infinity, or numbers with which no mean could be taken.
+    """
+    content, stated, metrics = _checked(reply, task)
+    records = {name: rec for name, rec in content.array_records.items() if name != NUMBERS}
+    if len(records) != 1:
+        raise InvalidReplyError(f"missing records: {len(records)} ArrayRecords, not 1")
+    if task.kind == TRAIN_BEST:
+        task = _chosen(stated, task)
+    examples = metrics.get(NUM_EXAMPLES, 0.0)
+    if not (math.isfinite(examples) and examples >= 1):
+        raise InvalidReplyError("no examples")
+    arrays = records.get(ARRAYS) or next(iter(records.values()))
+    numbers = content.array_records.get(NUMBERS)
+    try:
+        vector = spec.unpack(arrays)
+    except InvalidModelError as error:
+        raise InvalidReplyError(str(error)) from None
+    return Update(
+        task=task,
+        vector=vector,
+        num_examples=int(examples),
+        train_loss=metrics.get(TRAIN_LOSS, math.nan),
+        metrics=metrics,
+        bytes_up=arrays.count_bytes() + (numbers.count_bytes() if numbers else 0),
+        numbers=_numbers(numbers),
+        arrived_at=now,
+    )
+
+
+def error_line(reply: Message) -> str:
+    """Return the first line of why a client could not do its work, of printable characters."""
+    lines = (reply.error.reason or "").strip().splitlines()
+    return printable(lines[0]) if lines else "no reason given"
+
+
+def printable(text: object) -> str:
+    """Return what a client says as it may stand in a log or a terminal: short, no controls."""
+    line = "".join(letter if letter.isprintable() else " " for letter in str(text)[:10_000])
+    return line.strip()[:_LONGEST_LINE] or "no reason given"
+
+
+def _checked(
+    reply: Message, task: Task
+) -> tuple[RecordDict, Mapping[str, object], dict[str, float]]:
+    """Return content, settings and metrics of a reply that answers what was asked."""
+    if reply.has_error():
+        raise InvalidReplyError(f"error {reply.error.code}: {error_line(reply)}")
+    content = reply.content
+    if len(content.metric_records) != 1:
+        raise InvalidReplyError(
+            f"missing records: {len(content.metric_records)} MetricRecords, not 1"
+        )
+    stated: Mapping[str, object] = content.config_records.get(CONFIG, {})
+    _check_echo(stated, task)
+    try:
+        metrics = {
+            name: float(value)
+            for name, value in next(iter(content.metric_records.values())).items()
+            if not isinstance(value, list)
+        }
+    except OverflowError:
+        raise InvalidReplyError("a metric is too large") from None
+    return content, stated, metrics
+
+
+def _check_echo(stated: Mapping[str, object], task: Task) -> None:
+    """Check what the reply says of its task.
+
+    A ClientApp that says nothing is taken on trust: Flower's message id ties the reply to its
+    task anyway.
+    """
+    if VERSION in stated and stated[VERSION] != task.version:
+        raise InvalidReplyError(
+            f"unknown base version {printable(stated[VERSION])}: it was sent {task.version}"
+        )
+    if TASK in stated and stated[TASK] != task.number:
+        raise InvalidReplyError(
+            f"repeated or foreign task {printable(stated[TASK])}: it was sent {task.number}"
+        )
+    if stated.get(KIND, task.kind) != task.kind:
+        raise InvalidReplyError(
+            f"it answers work of kind '{printable(stated[KIND])}': it was asked for '{task.kind}'"
+        )
+    if stated.get(STEP, task.step) != task.step:
+        raise InvalidReplyError(
+            f"it is about step {printable(stated[STEP])} of its data, not step {task.step}"
+        )
+
+
+def _chosen(stated: Mapping[str, object], task: Task) -> Task:
+    """Return the task with the model that the client has chosen among those that it was sent."""
+    index, count = stated.get(CHOSEN), len(task.candidates)
+    if not isinstance(index, int) or not 0 <= index < count:
+        raise InvalidReplyError(
+            f"it must state as '{CHOSEN}' which of the {count} models it has trained, "
+            f"got {printable(repr(index))}"
+        )
+    cluster, version = list(task.candidates.items())[index]
+    return replace(task, cluster=cluster, version=version)
+
+
+def _numbers(record: ArrayRecord | None) -> dict[str, NDArray[Any]]:
+    """Read the named arrays beside a model."""
+    numbers: dict[str, NDArray[Any]] = {}
+    for name, array in (record or {}).items():
+        try:
+            values = from_array(array)
+        except InvalidModelError as error:
+            raise InvalidReplyError(str(error)) from None
+        if values.dtype.kind not in "fiu" or values.size > _MOST_NUMBERS:
+            raise InvalidReplyError(f"unusable numbers '{printable(name)}': {values.dtype}")
+        if not np.isfinite(values).all():
+            raise InvalidReplyError(f"not finite: '{printable(name)}' holds NaN or infinity")
+        numbers[name] = values
+    return numbers

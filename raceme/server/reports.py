@@ -1,0 +1,62 @@
+"""What the loop reports of clients and updates."""
+
+from __future__ import annotations
+
+import math
+import time as clock
+
+from raceme.protocol.events import ClientJoined, UpdateApplied
+from raceme.protocol.messages import FINISHED_AT, STARTED_AT
+from raceme.server.fleet import Client
+from raceme.server.interface import Applied
+from raceme.server.replies import Update
+
+
+def joined(time: float, client: Client, returned: bool) -> ClientJoined:
+    """Report a client that answered its greeting."""
+    assert client.node_id is not None, "a client that answered is online"
+    return ClientJoined(
+        time, client.client_id, client.node_id, client.num_examples, client.group, returned
+    )
+
+
+def applied_update(
+    time: float, seq: int, update: Update, applied: Applied, exchanges: bool
+) -> UpdateApplied:
+    """Report what became of a valid update.
+
+    Parameters
+    ----------
+    time : float
+        When it arrived.
+    seq : int
+        Its number.
+    update : Update
+        It.
+    applied : Applied
+        What the method did with it.
+    exchanges : bool
+        Whether models really travel; without it there is no traffic to report.
+    """
+    task = update.task
+    return UpdateApplied(
+        seq=seq,
+        time=time,
+        client=task.client,
+        cluster=applied.cluster,
+        base_version=task.version,
+        staleness=applied.staleness,
+        weight=applied.weight,
+        dispatched_at=task.sent_at,
+        train_loss=update.train_loss,
+        bytes_down=task.bytes_down if exchanges else 0,
+        bytes_up=update.bytes_up if exchanges else 0,
+        started_at=_run_time(update.metrics.get(STARTED_AT, math.nan), time),
+        finished_at=_run_time(update.metrics.get(FINISHED_AT, math.nan), time),
+        step=task.step,
+    )
+
+
+def _run_time(stated: float, now: float) -> float | None:
+    """Return what a client states on its machine's clock as a time of the run, if it does."""
+    return now - (clock.time() - stated) if math.isfinite(stated) else None

@@ -1,0 +1,57 @@
+"""Data that change: at which step each client's data are, and the report when they move on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from raceme.protocol.events import DataChanged, Observer
+from raceme.server.plan import StepSchedule
+from raceme.server.progress import Progress
+
+
+class Steps:
+    """Keeps track of the steps of clients' data.
+
+    Parameters
+    ----------
+    schedule : StepSchedule or None
+        When data change; None if they never do.
+    progress : Progress
+        Where the steps are noted.
+    now : Callable
+        Returns the time in seconds.
+    observe : Observer
+        Told of every change.
+    """
+
+    def __init__(
+        self,
+        schedule: StepSchedule | None,
+        progress: Progress,
+        now: Callable[[], float],
+        observe: Observer,
+    ) -> None:
+        self._schedule, self._progress = schedule, progress
+        self._now, self._observe = now, observe
+
+    def look(self) -> None:
+        """Report that all clients' data have moved on, if they have."""
+        schedule, progress = self._schedule, self._progress
+        if schedule is None or schedule.per_client:
+            return
+        step = schedule.step(self._now(), progress.updates, 0)
+        if step != progress.step:
+            progress.step = step
+            self._observe(DataChanged(self._now(), progress.updates, None, step))
+
+    def of(self, client: str) -> int | None:
+        """Return the step of a client's data now; None if data never change."""
+        schedule, progress = self._schedule, self._progress
+        if schedule is None:
+            return None
+        self.look()
+        step = schedule.step(self._now(), progress.updates, progress.uploads.get(client, 0))
+        if schedule.per_client and step != progress.steps.get(client, 0):
+            progress.steps[client] = step
+            self._observe(DataChanged(self._now(), progress.updates, client, step))
+        return step

@@ -1,0 +1,154 @@
+"""A network on one flat vector of weights.
+
+All weights are views into one vector and all gradients into another, so that a step, the proximal
+term and whatever else acts on weights is one operation on a vector, whatever the number of layers,
+and a received model is copied once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+import numpy as np
+import torch
+from flwr.app import Array, ArrayRecord
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from raceme.compat import array_record
+from raceme.models.batch_norm import batch_norm_arrays, has_batch_norm
+from raceme.protocol.messages import InvalidModelError, ModelSpec, from_array, to_array
+
+
+class Network:
+    """A torch network whose weights lie in one flat vector.
+
+    Parameters
+    ----------
+    module : nn.Module
+        The network. Its parameters become views into :attr:`weights`, and their gradients views
+        into :attr:`gradient`.
+
+    Attributes
+    ----------
+    weights, gradient : Tensor
+        All parameters and their gradients, shape (d,), float32.
+    slices : dict[str, slice]
+        Where each parameter lies in them.
+    needs_pairs : bool
+        True if a mini-batch of one sample is unusable: batch normalisation.
+    batch_norm : tuple[str, ...]
+        Names of the arrays of its batch normalisation: weights, statistics and counters.
+    channels_last : bool
+        True if it convolves: images are then best kept in that order of memory.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        parameters = list(module.parameters())
+        self.weights = torch.cat([p.detach().reshape(-1) for p in parameters]).float()
+        self.gradient = torch.zeros_like(self.weights)
+        self.slices: dict[str, slice] = {}
+        start = 0
+        for name, parameter in module.named_parameters():
+            end = start + parameter.numel()
+            parameter.data = self.weights[start:end].view_as(parameter)
+            parameter.grad = self.gradient[start:end].view_as(parameter)
+            self.slices[name] = slice(start, end)
+            start = end
+        # Parameters and buffers as numpy sees the very same memory.
+        self._state: dict[str, NDArray[np.generic]] = {
+            name: values.numpy() for name, values in module.state_dict().items()
+        }
+        self.needs_pairs = has_batch_norm(module)
+        self.batch_norm = batch_norm_arrays(module)
+        self.channels_last = any(isinstance(layer, nn.Conv2d) for layer in module.modules())
+
+    def read(self, record: ArrayRecord) -> ModelSpec:
+        """Take over a received model, buffers included.
+
+        Returns
+        -------
+        ModelSpec
+            Names, shapes and types of the record, for :meth:`write`.
+
+        Raises
+        ------
+        InvalidModelError
+            The arrays are not those of this network.
+        """
+        spec = ModelSpec.of(record)
+        if set(spec.names) != set(self._state):
+            raise InvalidModelError(
+                f"The received model has the arrays {list(spec.names)}; "
+                f"this client's network has {list(self._state)}."
+            )
+        self._take(record.items())
+        return spec
+
+    def restore(self, record: ArrayRecord) -> None:
+        """Take over some of the arrays, those of :meth:`keep`.
+
+        Raises
+        ------
+        InvalidModelError
+            They are not those of this network.
+        """
+        foreign = [name for name in record if name not in self._state]
+        if foreign:
+            raise InvalidModelError(f"This client's network has no arrays {foreign}.")
+        self._take(record.items())
+
+    def _take(self, arrays: Iterable[tuple[str, Array]]) -> None:
+        for name, array in arrays:
+            values, own = from_array(array), self._state[name]
+            if values.shape != own.shape or values.dtype.kind not in "fiu":
+                raise InvalidModelError(
+                    f"The received array '{name}' is {values.dtype} of shape {values.shape}; "
+                    f"this client's network has shape {own.shape}."
+                )
+            np.copyto(own, values, casting="unsafe")
+
+    def read_mask(self, record: ArrayRecord) -> Tensor:
+        """Return which weights a record of zeros and ones lets a client train.
+
+        Parameters
+        ----------
+        record : ArrayRecord
+            One array per parameter, of its name and shape; arrays of bool or integers.
+
+        Returns
+        -------
+        Tensor
+            Shape (d,), bool, in the order of :attr:`weights`.
+
+        Raises
+        ------
+        InvalidModelError
+            A parameter is missing, or an array has another shape or type.
+        """
+        mask = torch.empty(len(self.weights), dtype=torch.bool)
+        for name, where in self.slices.items():
+            if name not in record:
+                raise InvalidModelError(f"The received mask says nothing of '{name}'.")
+            values, shape = from_array(record[name]), self._state[name].shape
+            if values.shape != shape or values.dtype.kind not in "biu":
+                raise InvalidModelError(
+                    f"The received mask of '{name}' is {values.dtype} of shape {values.shape}; "
+                    f"it must be bool or uint8 of shape {shape}."
+                )
+            mask[where] = torch.from_numpy(values.reshape(-1) != 0)
+        return mask
+
+    def write(self, spec: ModelSpec) -> ArrayRecord:
+        """Return the model as it is now, in the order and types of the one that was read."""
+        return array_record(
+            {
+                name: to_array(self._state[name].astype(dtype, copy=False))
+                for name, dtype in zip(spec.names, spec.dtypes, strict=True)
+            }
+        )
+
+    def keep(self, names: Collection[str]) -> ArrayRecord:
+        """Return some of the arrays as they are now, by name."""
+        return array_record({name: to_array(self._state[name]) for name in names})

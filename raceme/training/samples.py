@@ -1,0 +1,57 @@
+"""A client's samples as tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+_GATHERED = 64
+"""Mini-batches whose samples are gathered at once: less work per step, and bounded memory."""
+
+
+class Samples:
+    """Inputs and labels as tensors.
+
+    Parameters
+    ----------
+    x : NDArray[np.float32]
+        Inputs, shape (n, ...).
+    y : NDArray[np.int64]
+        Labels, shape (n,).
+    channels_last : bool
+        Keep inputs of shape (n, channels, height, width) in the order of memory that
+        convolutions work on fastest.
+    """
+
+    def __init__(
+        self, x: NDArray[np.float32], y: NDArray[np.int64], channels_last: bool = False
+    ) -> None:
+        self._channels_last = channels_last and x.ndim == 4
+        # Kept as (n, height, width, channels): what is cut out of that is "channels last", which
+        # selecting from a tensor that merely has such strides would lose. numpy rather than torch
+        # brings it into this order, because with a single channel torch takes it to be so already
+        # and keeps strides that its kernels do not recognise.
+        values = np.array(np.moveaxis(x, 1, -1), order="C") if self._channels_last else x
+        self.x = torch.from_numpy(np.ascontiguousarray(values))
+        self.y = torch.from_numpy(np.ascontiguousarray(y))
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+    def mini_batches(self, order: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the samples at `order`, `size` at a time."""
+        for block in torch.split(order, size * _GATHERED):
+            x, y = self.shaped(self.x.index_select(0, block)), self.y.index_select(0, block)
+            yield from zip(torch.split(x, size), torch.split(y, size), strict=True)
+
+    def slices(self, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield all samples in order, `size` at a time, without copying."""
+        return zip(torch.split(self.shaped(self.x), size), torch.split(self.y, size), strict=True)
+
+    def shaped(self, x: Tensor) -> Tensor:
+        """Return inputs cut out of :attr:`x` as a network takes them."""
+        return x.permute(0, 3, 1, 2) if self._channels_last else x

@@ -1,0 +1,84 @@
+"""What else than the loss a step follows: terms that change its gradient.
+
+A further term is one function here and its line in ``TERMS``: it is given the network as it was
+received, the hyper-parameters, and every record of named arrays that came with the model, and
+returns None where it was not asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from flwr.app import ArrayRecord
+from torch import Tensor
+
+from raceme.protocol.messages import MASK
+from raceme.training.network import Network
+from raceme.training.settings import TrainingSettings
+
+Term = Callable[[Tensor, Tensor], None]
+"""Changes the gradient of a step in place, given the weights: ``term(weights, gradient)``."""
+
+TermBuilder = Callable[[Network, TrainingSettings, Mapping[str, ArrayRecord]], Term | None]
+
+
+def weight_decay(
+    network: Network, settings: TrainingSettings, arrays: Mapping[str, ArrayRecord]
+) -> Term | None:
+    """Return the gradient λ w of λ/2 ‖w‖².
+
+    A term like any other rather than torch's own, which would also shrink what a mask freezes.
+    """
+    if not settings.weight_decay:
+        return None
+
+    def shrink(weights: Tensor, gradient: Tensor) -> None:
+        gradient.add_(weights, alpha=settings.weight_decay)
+
+    return shrink
+
+
+def proximal(
+    network: Network, settings: TrainingSettings, arrays: Mapping[str, ArrayRecord]
+) -> Term | None:
+    """Return FedProx's term (Li et al. 2020): the gradient μ (w - w₀) of μ/2 ‖w - w₀‖²."""
+    if not settings.proximal_mu:
+        return None
+    start = network.weights.clone()
+
+    def pull(weights: Tensor, gradient: Tensor) -> None:
+        gradient.add_(weights - start, alpha=settings.proximal_mu)
+
+    return pull
+
+
+def masked(
+    network: Network, settings: TrainingSettings, arrays: Mapping[str, ArrayRecord]
+) -> Term | None:
+    """Return the term that keeps weights at their received values where the mask is 0."""
+    if MASK not in arrays:
+        return None
+    frozen = ~network.read_mask(arrays[MASK])
+
+    def clear(weights: Tensor, gradient: Tensor) -> None:
+        gradient.masked_fill_(frozen, 0.0)
+
+    return clear
+
+
+# The mask is last: nothing may move what it freezes.
+TERMS: tuple[TermBuilder, ...] = (weight_decay, proximal, masked)
+
+
+def terms_of(
+    network: Network, settings: TrainingSettings, arrays: Mapping[str, ArrayRecord]
+) -> list[Term]:
+    """Return the terms that a piece of work asks for, in the order in which they act.
+
+    Raises
+    ------
+    InvalidModelError
+        A record does not fit the network.
+    """
+    built = (build(network, settings, arrays) for build in TERMS)
+    return [term for term in built if term is not None]

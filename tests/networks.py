@@ -1,0 +1,33 @@
+"""Networks that tests name as a user would: ``module:function``."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from raceme.datasets.torchvision_guard import import_datasets
+
+
+def batch_norm_only(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
+    """Batch normalisation and nothing else: its outputs are the scores."""
+    return nn.BatchNorm1d(num_classes)
+
+
+def small_batch_norm(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
+    """A convolution with batch normalisation, and a linear layer."""
+    return nn.Sequential(
+        nn.Conv2d(input_shape[0], 4, 3),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(16, num_classes),
+    )
+
+
+def resnet18(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
+    """torchvision's ResNet-18."""
+    import_datasets()
+    from torchvision.models import resnet18 as build
+
+    module: nn.Module = build(num_classes=num_classes)
+    return module
