@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from raceme import datasets, experiment, models, training
 from raceme.config import RunConfig
-from raceme.events import Event, UpdateApplied
+from raceme.protocol.events import Event, UpdateApplied
 
 
 def training_seconds(config: RunConfig, clients: list[int]) -> float:

@@ -27,9 +27,9 @@ from threadpoolctl import threadpool_limits
 
 from raceme import experiment, models
 from raceme.config import RunConfig
-from raceme.events import Event, UpdateApplied
+from raceme.protocol.events import Event, UpdateApplied
 from raceme.simulation import Device, Node, VirtualGrid
-from raceme.strategies import Method, FedAsync, Plan, Rounds
+from raceme.strategies import FedAsync, Method, Plan, Rounds
 
 NEVER = 10**9
 

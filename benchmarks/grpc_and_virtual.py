@@ -25,7 +25,7 @@ from matplotlib.patches import Patch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from raceme.reporting.record import RunRecord, read_run  # noqa: E402
+from raceme.records.record import RunRecord, read_run  # noqa: E402
 from raceme.reporting.style import (  # noqa: E402
     FAINT,
     INK,

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from raceme.simulation import Device, Node, VirtualGrid
-from raceme.strategies import CASA, Method, FedAsync, Plan
+from raceme.strategies import CASA, FedAsync, Method, Plan
 from raceme.strategies.casa import CASAParameters
 
 METHODS: dict[str, Callable[[], Method]] = {

@@ -23,10 +23,10 @@ from rich.console import Console
 from rich.table import Table
 from threadpoolctl import threadpool_limits
 
-from raceme.strategies import CASA, CASAParameters, FedAsync
 from raceme.server.fleet import Client
 from raceme.server.replies import Update
 from raceme.server.work import Task
+from raceme.strategies import CASA, CASAParameters, FedAsync
 
 PHASES = {"_compare": "compare", "_split_if_due": "split", "_buffer": "buffer"}
 GROUPS = 4
@@ -63,7 +63,7 @@ def measure(strategy: Any, clients: int, size: int, updates: int) -> dict[str, f
     sent: dict[int, Task] = {}
 
     def dispatch(client: int, number: int) -> None:
-        cluster = strategy.cluster_of(str(client))
+        cluster = strategy.clusters.main(str(client))
         version = strategy.models[cluster].version
         sent[client] = Task(number, str(client), cluster, version, number, 0.0, 0)
         strategy.on_dispatch(sent[client])

@@ -1,23 +1,16 @@
-"""The command line: `raceme run`, `raceme compare`, `raceme list` and others."""
+"""The command line: every command of `raceme`, by name."""
 
 from __future__ import annotations
 
-import logging
 import sys
-from collections.abc import Mapping
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from raceme import __version__
-from raceme.command_keys import KeyCommand, with_keys
-from raceme.comparison import commands as comparison_commands
-from raceme.config import RunConfig, Value, all_keys
-from raceme.deployment import commands as deployment_commands
-from raceme.errors import UserError
-from raceme.reporting import commands as reporting_commands
+from raceme.commands import certs, compare, device, listing, report, reproduce, run, suites, up
+from raceme.commands.keys import KeyCommand, with_keys
+from raceme.config.errors import UserError
 
 app = typer.Typer(
     help="Asynchronous, clustered federated learning on Flower.",
@@ -25,74 +18,14 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-comparison_commands.register(app)
-reporting_commands.register(app)
-deployment_commands.register(app)
-
-
-def run(keys: Mapping[str, Value]) -> None:
-    """Run a method on virtual time, and leave a table, plots and all numbers.
-
-    Keys come from --config, then the options, then --set; the later one wins. With --resume they
-    are those of the earlier run.
-    """
-    from raceme.checkpoints import StopRequest
-    from raceme.experiment import simulate
-    from raceme.reporting.console import RunProgress, print_summary
-
-    settings = RunConfig.from_mapping(keys)
-
-    _quiet_flower()
-    with StopRequest() as stop, RunProgress(max_updates=settings.max_updates) as progress:
-        outcome = simulate(settings, progress.observe, stop=stop)
-    print_summary(outcome.summary, outcome.out)
-    if outcome.unwritten:
-        failed = ", ".join(outcome.unwritten)
-        print(f"raceme: {failed} could not be written; see run.log there.", file=sys.stderr)
-    if outcome.interrupted:
-        raise typer.Exit(130)
-    if not outcome.complete:
-        raise typer.Exit(1)
-
-
-app.command(cls=KeyCommand)(with_keys(run))
-
-
-@app.command("list")
-def list_names(
-    keys: Annotated[bool, typer.Option("--keys", help="also list every key of a run")] = False,
-) -> None:
-    """Show the strategies, datasets, partitions, drifts, models and device profiles."""
-    from raceme.registry import DATASETS, DRIFTS, MODELS, PARTITIONERS, STRATEGIES
-    from raceme.simulation import devices
-
-    sections = {
-        "strategies": STRATEGIES.summaries(),
-        "datasets": DATASETS.summaries(),
-        "partitions": PARTITIONERS.summaries(),
-        "drifts": DRIFTS.summaries(),
-        "models": MODELS.summaries(),
-        "device profiles": devices.summaries(),
-    }
-    console = Console()
-    width = max(len(name) for entries in sections.values() for name in entries)
-    for title, entries in sections.items():
-        console.print(_table(title, entries, width))
-    if keys:
-        described = {
-            name: f"{key.help} [default: {key.default if key.default != '' else 'empty'}]"
-            for name, key in all_keys().items()
-        }
-        console.print(_table("keys", described, max(len(name) for name in described)))
-
-
-def _table(title: str, entries: dict[str, str], width: int) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 2))
-    table.add_column(no_wrap=True, min_width=width, style="cyan")
-    table.add_column()
-    for name, summary in entries.items():
-        table.add_row(name, summary.replace("[", r"\["))
-    return table
+app.command(cls=KeyCommand)(with_keys(run.run))
+app.command("list")(listing.list_names)
+app.command(cls=KeyCommand)(with_keys(compare.compare, compare.SHOWN))
+app.command(cls=KeyCommand)(with_keys(reproduce.reproduce, suites.SHARED))
+app.command()(report.report)
+app.command()(device.device)
+app.command()(certs.certs)
+app.command(cls=KeyCommand)(with_keys(up.up, up.SHOWN))
 
 
 def _version(value: bool) -> None:
@@ -108,17 +41,6 @@ def _root(
     ] = False,
 ) -> None:
     """Asynchronous, clustered federated learning on Flower."""
-
-
-def _quiet_flower() -> None:
-    """Keep Flower's and Raceme's log lines off the progress display; a run logs to a file."""
-    logging.getLogger("flwr").setLevel(logging.ERROR)
-    logging.getLogger("raceme").propagate = False
-    logging.getLogger("raceme").addHandler(logging.NullHandler())
-    # What becomes of checkpoints is the person's business, and rare.
-    checkpoints = logging.getLogger("raceme.checkpoints")
-    checkpoints.setLevel(logging.INFO)
-    checkpoints.handlers = [logging.StreamHandler(sys.stderr)]
 
 
 def main() -> None:

@@ -20,8 +20,7 @@ from flwr.app import ConfigRecord, Context, Message, MessageType, MetricRecord, 
 from flwr.clientapp import ClientApp
 
 from raceme.compat import array_record
-from raceme.deployment import hardware
-from raceme.messages import (
+from raceme.protocol.messages import (
     ARRAYS,
     CLIENT_ID,
     CONFIG,
@@ -45,7 +44,7 @@ from raceme.messages import (
     VERSION,
     to_array,
 )
-from raceme.training import kinds
+from raceme.training import hardware, kinds
 from raceme.training.clients import ClientCache, load
 from raceme.training.work import Answer, ClientWork
 
@@ -143,7 +142,7 @@ def reply_to(message: Message, work: ClientWork, answer: Answer) -> Message:
 
 
 def forget() -> None:
-    """Drop the data of all clients: for a process that goes on to another run."""
+    """Drop the data of all clients: for a process that begins another run."""
     _clients.forget()
 
 

@@ -15,16 +15,17 @@ from flwr.serverapp import Grid
 from threadpoolctl import threadpool_limits
 
 from raceme import datasets, models
-from raceme import messages as names
 from raceme.checkpoints import CheckpointFolder, Keeper, Schedule, only_writer, restore
 from raceme.config import RunConfig, write_toml
+from raceme.config.errors import UserError
 from raceme.datasets.drift import schedule_of
-from raceme.errors import UserError
-from raceme.events import Ending, Event, Observer
-from raceme.messages import ModelSpec
+from raceme.protocol import messages as names
+from raceme.protocol.events import Ending, Event, Observer
+from raceme.protocol.messages import ModelSpec
+from raceme.protocol.timeline import timeline_of
+from raceme.records.store import RunStore, read_events
+from raceme.records.summary import RunSummary
 from raceme.reporting.artefacts import write_all
-from raceme.reporting.store import RunStore, read_events
-from raceme.reporting.summary import RunSummary
 from raceme.server.interface import StopCheck, never_stop
 from raceme.simulation import (
     Node,
@@ -36,7 +37,6 @@ from raceme.simulation import (
 )
 from raceme.simulation.trace import PREFIX, traced_fleet
 from raceme.strategies import STRATEGIES, Method, Plan
-from raceme.timeline import timeline_of
 
 _FIRST_NODE_ID = 1000
 _CLIENT_APP = "raceme.client_app:app"
@@ -80,7 +80,8 @@ def resolve(config: RunConfig) -> RunConfig:
         The dataset does not exist, or nobody reads an option that is set.
     """
     config.check_options()
-    config = datasets.with_defaults(config.with_absolute_paths())
+    config = datasets.with_fitting_groups(config.with_absolute_paths())
+    config = datasets.with_defaults(config)
     source = datasets.source_of(config)
     target, stop = config.target_accuracy, config.stop_at_target
     return config.with_values(
@@ -102,6 +103,28 @@ def build_strategy(config: RunConfig) -> Method:
     method = STRATEGIES[config.strategy]
     strategy: Method = method(config.parameters(), seed=config.seed)
     return strategy
+
+
+def check_parts(config: RunConfig) -> None:
+    """Find out whether a run's data, devices and model are possible, before any work starts.
+
+    Parameters
+    ----------
+    config : RunConfig
+        A resolved configuration.
+
+    Raises
+    ------
+    UserError
+        They are not.
+    """
+    fleet(config.devices, config.num_clients, config.seed)
+    datasets.true_groups(config)
+    # A client with a single training sample has none to hold out.
+    first = 0 if config.validation_fraction else config.num_clients - 1
+    for client in range(first, config.num_clients):
+        datasets.client_data(config, client)
+    models.initial_arrays(config)
 
 
 def build_grid(config: RunConfig) -> VirtualGrid:
@@ -172,10 +195,14 @@ def simulate(config: RunConfig, *observers: Observer, stop: StopCheck = never_st
     config = resolve(config)
     strategy = build_strategy(config)
     grid = build_grid(config)
+    from raceme.client_app import forget
+
     try:
         return conduct(config, strategy, grid, *observers, stop=stop)
     finally:
         grid.close()
+        # The clients' samples, a copy of the whole dataset as floats, are this run's only.
+        forget()
 
 
 def conduct(
@@ -187,7 +214,7 @@ def conduct(
 ) -> Outcome:
     """Run a strategy on any grid, and leave the artefacts, however the run ends.
 
-    With the key ``resume`` it goes on with an earlier run, in its folder, from its last checkpoint.
+    With the key ``resume`` it resumes an earlier run, in its folder, from its last checkpoint.
 
     Parameters
     ----------
@@ -207,10 +234,10 @@ def conduct(
     ------
     UserError
         The model does not exist or does not fit the data; the folder cannot be used; there is no
-        checkpoint to go on from.
+        checkpoint to resume from.
     """
     initial = models.initial_arrays(config)
-    out = continued_folder(config) if config.resume else prepare_folder(config)
+    out = resumed_folder(config) if config.resume else prepare_folder(config)
     with only_writer(out, 0.0 if timeline_of(grid).is_virtual else _WRITER_SECONDS):
         return _conduct_in(out, initial, config, strategy, grid, observers, stop)
 
@@ -260,7 +287,7 @@ def _conduct_in(
             updates=lambda: strategy.progress.updates,
             wall_time=lambda: time.perf_counter() - started,
             stop=stop,
-            going_on=restored is not None,
+            resumed=restored is not None,
         )
         strategy.start(
             grid,
@@ -270,7 +297,7 @@ def _conduct_in(
             train_config=training_settings(config, report_timing=not virtual),
             plan=plan(config),
             observe=observe,
-            stop_check=keeper.at_rest,
+            stop_check=keeper.stop_check,
         )
     result = summary.result(
         strategy=config.strategy,
@@ -369,14 +396,14 @@ def prepare_folder(config: RunConfig) -> Path:
         raise UserError(f"{out} holds a run already; choose another folder with --out.")
     try:
         out.mkdir(parents=True, exist_ok=True)
-        write_toml(config.with_values(out="", resume=""), out / "config.toml")
+        write_toml(config.with_values(out="", resume="").to_mapping(), out / "config.toml")
     except OSError as error:
         raise UserError(f"Cannot write to {out}: {error.strerror}.") from None
     return out
 
 
-def continued_folder(config: RunConfig) -> Path:
-    """Return the folder of the run to go on with.
+def resumed_folder(config: RunConfig) -> Path:
+    """Return the folder of the run to resume.
 
     Raises
     ------
@@ -385,9 +412,9 @@ def continued_folder(config: RunConfig) -> Path:
     """
     out = Path(config.resume)
     if not (out / "run.sqlite").is_file():
-        raise UserError(f"There is no run in {out} to go on with; expected a folder of results.")
+        raise UserError(f"There is no run in {out} to resume; expected a folder of results.")
     if config.out and Path(_absolute(config.out)) != out:
-        raise UserError(f"A run goes on in its own folder, {out}: leave out --out.")
+        raise UserError(f"A run resumes in its own folder, {out}: leave out --out.")
     return out
 
 
@@ -398,7 +425,7 @@ def forget_end(config: RunConfig, out: Path) -> None:
     """
     for path in (out / "clusters").glob("*.safetensors"):
         path.unlink()
-    write_toml(config.with_values(out="", resume=""), out / "config.toml")
+    write_toml(config.with_values(out="", resume="").to_mapping(), out / "config.toml")
 
 
 def _unused(path: Path) -> Path:

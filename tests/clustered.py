@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from fleets import MODEL, grid_of, pulled_app
 
-from raceme import events
 from raceme.clustering.model import Model
+from raceme.protocol import events
 from raceme.server.dispatch import InRounds
 from raceme.server.fleet import Client
 from raceme.server.replies import Update

@@ -11,9 +11,9 @@ import pytest
 from raceme import datasets, strategies
 from raceme.comparison.suite_file import load_suite
 from raceme.config import RunConfig, all_keys
+from raceme.config.registry import Registry
 from raceme.datasets import DATASETS
 from raceme.experiment import simulate
-from raceme.registry import Registry
 from raceme.strategies import STRATEGIES
 
 PAGE = Path(__file__).parent.parent / "docs" / "extending.md"
@@ -67,6 +67,8 @@ def test_the_dataset_of_the_page(
     keys = {"dataset": "iris", "strategy": "fedasync", "clients": 5, "partition": "iid"}
     config = RunConfig.from_mapping({**keys, "max-updates": 50, "out": str(tmp_path / "run")})
     assert datasets.data_shape(config).input_shape == (4,)
+    narrow = RunConfig.from_mapping({**keys, "set": "measurements=2"})
+    assert datasets.data_shape(narrow).input_shape == (2,)
     assert simulate(config).summary["updates"] == 50
     monkeypatch.delitem(sys.modules, module)
 

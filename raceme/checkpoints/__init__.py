@@ -2,7 +2,7 @@
 
 from raceme.checkpoints.files import DamagedError, read_tree, write_tree
 from raceme.checkpoints.folder import CHECKPOINTS, CheckpointFolder
-from raceme.checkpoints.keeper import Keeper, Restored, Schedule, can_go_on, restore
+from raceme.checkpoints.keeper import Keeper, Restored, Schedule, can_resume, restore
 from raceme.checkpoints.orphan import end_with_parent
 from raceme.checkpoints.stop import StopRequest
 from raceme.checkpoints.writer import only_writer
@@ -15,7 +15,7 @@ __all__ = [
     "Restored",
     "Schedule",
     "StopRequest",
-    "can_go_on",
+    "can_resume",
     "end_with_parent",
     "only_writer",
     "read_tree",

@@ -1,4 +1,4 @@
-"""Trees of plain values and arrays in one safetensors file, which is there whole or not at all.
+"""Trees of plain values and arrays in one safetensors file, written atomically.
 
 A tree consists of dicts with text keys, lists, numbers, text, bytes, booleans, None and numpy
 arrays. Arrays and bytes are tensors of the file, everything else is JSON in one more tensor.
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from raceme.reporting.files import written_whole
+from raceme.records.files import atomic_write
 
 FORMAT = "raceme-checkpoint-1"
 
@@ -61,7 +61,7 @@ def write_tree(path: Path, tree: Any, note: Mapping[str, str]) -> None:
     tensors = {_TREE: np.frombuffer(text, np.uint8), **packer.tensors}
     metadata = {**note, "format": FORMAT}
     metadata[_HASH] = _digest(metadata, tensors)
-    with written_whole(path) as file:
+    with atomic_write(path) as file:
         save_file(tensors, file, metadata=metadata)
         _flush(file)
     _flush(path.parent)

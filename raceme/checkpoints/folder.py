@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from raceme.checkpoints.files import DamagedError, read_tree, write_tree
-from raceme.errors import UserError
+from raceme.config.errors import UserError
 
 log = logging.getLogger("raceme.checkpoints")
 
@@ -73,9 +73,9 @@ class CheckpointFolder:
                 return tree, path
             refused.append(f"The checkpoint {path} cannot be used: {reason}.")
         if refused:
-            raise UserError(f"{' '.join(refused)} There is no other to go on from.")
+            raise UserError(f"{' '.join(refused)} There is no other to resume from.")
         raise UserError(
-            f"There is no checkpoint in {self.path}: go on from the folder of a run that was "
+            f"There is no checkpoint in {self.path}: resume from the folder of a run that was "
             "started with checkpoint-every or checkpoint-seconds, or start anew."
         )
 

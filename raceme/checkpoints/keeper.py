@@ -1,4 +1,4 @@
-"""When checkpoints of a run are written, what is in them, and how a run goes on from one."""
+"""When checkpoints of a run are written, what is in them, and how a run is resumed from one."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from flwr.serverapp import Grid
 import raceme
 from raceme.checkpoints.folder import CheckpointFolder
 from raceme.config import RunConfig, Value
-from raceme.errors import UserError
-from raceme.reporting.store import FILE_NAME, RunStore
-from raceme.timeline import Resumable
+from raceme.config.errors import UserError
+from raceme.protocol.timeline import Resumable
+from raceme.records.store import FILE_NAME, RunStore
 
 log = logging.getLogger("raceme.checkpoints")
 
@@ -39,7 +39,7 @@ _FREE = frozenset(
         "workers",
     }
 )
-"""Keys that may be others when a run goes on: they do not change what has been learned so far."""
+"""Keys that may differ when a run is resumed: they do not change what was learned so far."""
 
 
 class Stateful(Protocol):
@@ -50,7 +50,7 @@ class Stateful(Protocol):
         ...
 
     def load_state_dict(self, tree: Mapping[str, Any]) -> None:
-        """Go on from a state."""
+        """Continue from a state."""
         ...
 
 
@@ -77,7 +77,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Restored:
-    """What a run that goes on has to know beside its strategy's and its grid's state.
+    """What a resumed run has to know beside its strategy's and its grid's state.
 
     Attributes
     ----------
@@ -104,11 +104,12 @@ class Keeper:
     schedule : Schedule
         When.
     config : RunConfig
-        The resolved configuration, which a run that goes on must share.
+        The resolved configuration, which a resumed run must share.
     strategy : Stateful
         The strategy.
     grid : Grid
-        Saved if it can be (:class:`~raceme.timeline.Resumable`), with clock and open messages.
+        Saved with its clock and open messages, if it is a
+        :class:`~raceme.protocol.timeline.Resumable`.
     store : RunStore
         The run store; everything observed so far is written to it first.
     updates : Callable
@@ -117,8 +118,8 @@ class Keeper:
         Returns the seconds that the run has taken.
     stop : Callable
         Returns why the run is to end now; nothing if it is not.
-    going_on : bool
-        The run has just gone on from a checkpoint.
+    resumed : bool
+        The run has just been resumed from a checkpoint.
     """
 
     def __init__(
@@ -133,21 +134,21 @@ class Keeper:
         updates: Callable[[], int],
         wall_time: Callable[[], float],
         stop: Callable[[], str],
-        going_on: bool,
+        resumed: bool,
     ) -> None:
         self._folder, self._schedule = folder, schedule
         self._config, self._strategy, self._grid, self._store = config, strategy, grid, store
         self._updates, self._wall_time, self._stop = updates, wall_time, stop
-        self._saved_updates = updates() if going_on else -1
+        self._saved_updates = updates() if resumed else -1
         self._saved_at = wall_time()
 
-    def at_rest(self) -> str:
+    def stop_check(self) -> str:
         """Write a checkpoint if one is due; return why the run is to end, if it is."""
         reason = self._stop()
         if reason or self._is_due():
             path = self._save()
             if reason:
-                log.info("The run can go on from %s", path)
+                log.info("The run can be resumed from %s", path)
         return reason
 
     def _is_due(self) -> bool:
@@ -206,9 +207,9 @@ def restore(
         reason = _other_config(tree["config"], identity(config))
         if not reason and (tree["grid"] is None) != (resumable is None):
             reason = (
-                "it is of a run on real time: go on with `flwr run`"
+                "it is of a run on real time: resume it with `flwr run`"
                 if tree["grid"] is None
-                else "it is of a run on virtual time: go on with `raceme run --resume`"
+                else "it is of a run on virtual time: resume it with `raceme run --resume`"
             )
         if reason:
             return reason
@@ -221,11 +222,11 @@ def restore(
     tree, path = folder.load(check)
     if resumable is not None:
         resumable.load_state_dict(tree["grid"])
-    log.info("Going on from %s", path)
+    log.info("Resuming from %s", path)
     return Restored(int(tree["events"]), float(tree["wall-time"]), path)
 
 
-def can_go_on(run: Path, config: RunConfig) -> bool:
+def can_resume(run: Path, config: RunConfig) -> bool:
     """Return whether a run's folder holds a checkpoint of this configuration and this version.
 
     Parameters

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from raceme.errors import UserError
+from raceme.config.errors import UserError
 
 log = logging.getLogger("raceme.checkpoints")
 
@@ -21,7 +21,7 @@ _PAUSE_SECONDS = 0.2
 def only_writer(run: Path, patience: float = 0.0) -> Iterator[None]:
     """Keep all others from writing to the folder of a run; a process that dies lets go of it.
 
-    Two that go on from one checkpoint would each write its own updates.
+    Two that resume from one checkpoint would each write its own updates.
 
     Parameters
     ----------

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from raceme.messages import Vector
+from raceme.protocol.messages import Vector
 
 
 @dataclass

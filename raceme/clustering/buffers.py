@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raceme.clustering.encoding import Code
-from raceme.messages import Vector
+from raceme.protocol.messages import Vector
 
 _EMPTY = -1
 

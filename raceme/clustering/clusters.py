@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from raceme.clustering.bipartition import cosines
 from raceme.clustering.model import Model
-from raceme.events import ClusterChange, ClustersChanged
-from raceme.messages import Vector
+from raceme.protocol.events import ClusterChange, ClustersChanged
+from raceme.protocol.messages import Vector
 
 Weights = Mapping[int, float]
 """Clusters of a client, and how much each counts for it: positive, sum 1."""

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from sklearn.random_projection import SparseRandomProjection
 
-from raceme.messages import Vector
+from raceme.protocol.messages import Vector
 
 
 @dataclass(frozen=True)

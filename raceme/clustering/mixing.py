@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from raceme.messages import Vector
+from raceme.protocol.messages import Vector
 
 
 def cosine(a: Vector, b: Vector) -> float:

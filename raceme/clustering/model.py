@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from raceme.messages import Vector
+from raceme.protocol.messages import Vector
 
 _BLOCK = 1 << 16
 """Elements that are mixed at a time: as much as stays in a core's cache between the operations."""

@@ -18,8 +18,8 @@ from raceme.comparison.read import read_first_runs
 from raceme.comparison.results import Comparison, best_of, gather
 from raceme.comparison.runner import run_jobs
 from raceme.comparison.suites import Suite
-from raceme.errors import UserError
-from raceme.reporting.files import written_whole
+from raceme.config.errors import UserError
+from raceme.records.files import atomic_write
 from raceme.reporting.plots import comparison_figure
 from raceme.reporting.staleness import staleness_figure
 from raceme.reporting.style import save_figure
@@ -82,8 +82,8 @@ def compare(plan: Plan, processes: int, console: Console) -> Comparison:
 
     Points of a sweep are tried on the first seed and judged by samples that are held out of its
     training samples; the most accurate one is then run on all seeds, as the other methods are.
-    Finished runs are kept, and a killed one goes on from its last checkpoint; it starts anew if it
-    has none that can be used.
+    Finished runs are kept, and a killed one is resumed from its last checkpoint; it starts anew if
+    it has none that can be used.
 
     Parameters
     ----------
@@ -145,7 +145,7 @@ def write(comparison: Comparison, out: Path) -> None:
         "compare.md": "\n".join(text.markdown() for text in texts if text is not None),
     }
     for name, content in files.items():
-        with written_whole(out / name) as file:
+        with atomic_write(out / name) as file:
             file.write_text(content, encoding="utf-8")
     records, missing = read_first_runs(out, comparison)
     for label in missing:
@@ -182,8 +182,8 @@ def _say_resumed(
     for job in finished:
         progress.say(f"{job.name}: finished before, kept")
     for job in half:
-        if job.can_go_on:
-            progress.say(f"{job.name}: half-done, goes on from its last checkpoint")
+        if job.can_resume:
+            progress.say(f"{job.name}: half-done, resumed from its last checkpoint")
         else:
             lost.append(job)
             progress.say(f"{job.name}: half-written, removed and done again")

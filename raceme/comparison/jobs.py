@@ -13,11 +13,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from raceme.checkpoints import can_go_on
+from raceme.checkpoints import can_resume
 from raceme.comparison.suites import Method, Suite, slug
 from raceme.config import RunConfig, read_toml
-from raceme.errors import UserError
-from raceme.events import Ending
+from raceme.config.errors import UserError
+from raceme.protocol.events import Ending
 
 CONFIG = "config.toml"
 SUMMARY = "summary.json"
@@ -67,9 +67,9 @@ class Job:
         return Path(self.config.out)
 
     @property
-    def can_go_on(self) -> bool:
-        """True if a killed run left a checkpoint in the folder to go on from."""
-        return can_go_on(self.folder, self.config)
+    def can_resume(self) -> bool:
+        """True if a killed run left a checkpoint in the folder to resume from."""
+        return can_resume(self.folder, self.config)
 
     def summary(self) -> dict[str, Any] | None:
         """Return the content of its summary; None if it is not finished.
@@ -132,9 +132,7 @@ def check(jobs: Iterable[Job]) -> None:
     UserError
         One is not: its data, its model, its devices or its hyper-parameters.
     """
-    from raceme import datasets, models
-    from raceme.experiment import build_strategy
-    from raceme.simulation import fleet
+    from raceme.experiment import build_strategy, check_parts
 
     dealt: set[tuple[int, str]] = set()
     for job in jobs:
@@ -146,13 +144,7 @@ def check(jobs: Iterable[Job]) -> None:
             shared = str([item for item in keys if item[0] != "strategy" and "." not in item[0]])
             if (job.seed, shared) not in dealt:
                 dealt.add((job.seed, shared))
-                fleet(config.devices, config.num_clients, config.seed)
-                datasets.true_groups(config)
-                # A client with a single training sample has none to hold out.
-                first = 0 if config.validation_fraction else config.num_clients - 1
-                for client in range(first, config.num_clients):
-                    datasets.client_data(config, client)
-                models.initial_arrays(config)
+                check_parts(config)
         except UserError as error:
             raise UserError(f"{job.method.label} cannot run: {error}") from None
 

@@ -9,9 +9,9 @@ from raceme.comparison import figures, table
 from raceme.comparison.read import read_comparison, read_first_runs
 from raceme.comparison.results import Comparison, Result
 from raceme.comparison.suites import Timing, described
+from raceme.records.record import RunRecord
 from raceme.reporting.page import PageTable, Plot, Tile, number, plot, render, versions_table
 from raceme.reporting.plots import comparison_figure
-from raceme.reporting.record import RunRecord
 from raceme.reporting.staleness import staleness_figure
 
 _FILES = ("compare.json", "compare.csv", "compare.md")

@@ -13,9 +13,9 @@ from raceme.comparison.worker import Finished, Progress
 
 
 class SuiteProgress:
-    """Shows a suite as it goes on; a context manager.
+    """Shows the progress of a suite; a context manager.
 
-    On a terminal it is one line for the suite and one for each run that goes on. Every run that
+    On a terminal it is one line for the suite and one for each run under way. Every run that
     ends leaves a plain line, on a terminal and elsewhere.
 
     Parameters

@@ -10,8 +10,8 @@ from typing import Any
 
 from raceme.comparison.results import Comparison, Result, Run
 from raceme.comparison.suites import NEVER, Method, Published, Suite, Timing
-from raceme.errors import UserError
-from raceme.reporting.record import RunRecord, read_run
+from raceme.config.errors import UserError
+from raceme.records.record import RunRecord, read_run
 
 FILE_NAME = "compare.json"
 

@@ -61,7 +61,7 @@ def run_jobs(jobs: Sequence[Job], processes: int, report: Report) -> dict[Job, s
                 if message.error is not None:
                     failed[worker.job] = message.error
                 if waiting and worker.process.is_alive():
-                    # A process that goes on keeps what it has imported and loaded.
+                    # A process that continues keeps what it has imported and loaded.
                     worker.job = waiting.popleft()
                     report(worker.job, None)
                     # If it has just died, the next receive says so.

@@ -18,7 +18,7 @@ from raceme.comparison.suites import (
     grid,
 )
 from raceme.config import Value
-from raceme.errors import UserError, unknown_name
+from raceme.config.errors import UserError, unknown_name
 
 SHIPPED = Path(__file__).parent / "suites"
 """The folder of the suites that come with the package."""
@@ -143,7 +143,7 @@ def _method(path: Path, label: str, table: Any) -> Method:
     entry = _table(path, where, table)
     _check_keys(path, where, entry, _METHOD_KEYS)
     strategy = str(entry.get("strategy", label))
-    from raceme.strategies import STRATEGIES
+    from raceme.config.registry import STRATEGIES
 
     if strategy not in STRATEGIES:
         raise unknown_name("strategy", strategy, STRATEGIES)

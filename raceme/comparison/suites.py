@@ -15,7 +15,9 @@ from functools import cached_property
 from itertools import product
 
 from raceme.config import RunConfig, Value, check_key
-from raceme.errors import UserError, unknown_name
+from raceme.config.errors import UserError, unknown_name
+from raceme.config.options import written
+from raceme.config.registry import STRATEGIES
 
 NEVER = "/"
 """How a suite writes that a method did not reach the target."""
@@ -129,10 +131,7 @@ class Method:
     @cached_property
     def asynchronous(self) -> bool:
         """Whether it acts on every update at once, not on rounds of them."""
-        from raceme.server.dispatch import RoundsParameters
-        from raceme.strategies import STRATEGIES
-
-        return not issubclass(STRATEGIES[self.strategy].parameters_type, RoundsParameters)
+        return not getattr(STRATEGIES[self.strategy].parameters_type, "in_rounds", False)
 
 
 @dataclass(frozen=True)
@@ -266,8 +265,10 @@ class Suite:
         compared = {method.strategy for method in self.methods}
         for name, value in settings.items():
             strategy, dot, _ = name.partition(".")
-            if dot and strategy not in compared:
-                check_key(name, value)
+            if not dot or strategy in compared:
+                continue
+            key, converted = check_key(name, value)
+            if written(converted) != key.default:
                 raise UserError(
                     f"{name} is read by strategy {strategy}; this comparison has "
                     f"{', '.join(sorted(compared))}."
@@ -306,8 +307,6 @@ def of_names(strategies: Sequence[str], settings: Mapping[str, Value] | None = N
     UserError
         There is no such strategy.
     """
-    from raceme.strategies import STRATEGIES
-
     for name in strategies:
         if name not in STRATEGIES:
             raise unknown_name("strategy", name, STRATEGIES)
@@ -338,9 +337,9 @@ def _shortened(config: RunConfig, scale: float) -> RunConfig:
     if scale == 1.0:
         return config
     # At least one round of every client, or there would be nothing to evaluate.
-    from raceme.datasets import with_clients
+    from raceme.experiment import resolve
 
-    least = min(with_clients(config).num_clients, config.max_updates)
+    least = min(resolve(config).num_clients, config.max_updates)
     return config.with_values(
         max_updates=max(least, round(config.max_updates * scale)),
         max_time=config.max_time * scale,

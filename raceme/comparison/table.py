@@ -16,7 +16,7 @@ from rich.table import Table
 import raceme
 from raceme.comparison.results import Comparison, Result, Spread
 from raceme.comparison.suites import NEVER, Timing, described
-from raceme.reporting.convergence import WITHIN
+from raceme.records.convergence import WITHIN
 
 UNKNOWN = "-"
 

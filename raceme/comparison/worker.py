@@ -18,8 +18,8 @@ from typing import Any
 from raceme.checkpoints import CHECKPOINTS
 from raceme.comparison.jobs import ERROR
 from raceme.config import RunConfig, Value
-from raceme.errors import UserError
-from raceme.events import Evaluated, Event, UpdateApplied
+from raceme.config.errors import UserError
+from raceme.protocol.events import Evaluated, Event, UpdateApplied
 
 _REPORT_SECONDS = 0.2
 _CHECKPOINT_SECONDS = 60.0
@@ -51,7 +51,7 @@ class Finished:
 def serve(connection: Connection[Any, Any]) -> None:
     """Run each configuration that comes, and send :class:`Progress` and then :class:`Finished`.
 
-    If its folder exists, a run of it is half-done there and goes on.
+    If its folder exists, a run of it is half-done there and is resumed.
     """
     # Ctrl-C reaches all processes of a terminal; the comparison ends its own.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -5,16 +5,23 @@ A process loads a dataset and partitions it once; asking again is cheap.
 
 from __future__ import annotations
 
+import logging
 from functools import lru_cache
 
 from raceme.config import RunConfig
+from raceme.config.errors import UserError
+from raceme.config.registry import DATASETS, DRIFTS, PARTITIONERS
 from raceme.datasets.dealt import Dealt
 from raceme.datasets.drift import Drift, Schedule, drift_of, drift_type, schedule_of
-from raceme.datasets.partition import Partition
+from raceme.datasets.partition import (
+    GroupOptions,
+    LabelGroupOptions,
+    Partition,
+    SizeOptions,
+    fitting_groups,
+)
 from raceme.datasets.source import ClientData, Dataset, DataShape, Source, generator
 from raceme.datasets.suited import suited
-from raceme.errors import UserError
-from raceme.registry import DATASETS, DRIFTS, PARTITIONERS
 
 __all__ = [
     "DATASETS",
@@ -34,15 +41,18 @@ __all__ = [
     "true_groups",
     "with_clients",
     "with_defaults",
+    "with_fitting_groups",
 ]
 
-_LOADING = ("dataset", "data_root", "download", "clients", "seed")
+log = logging.getLogger("raceme.defaults")
+
+_LOADING = ("dataset", "data_root", "download", "clients", "test_fraction", "seed")
 """What decides, beside the dataset's own options, what is loaded."""
 
 _DEALING = (*_LOADING, "partition")
 """What decides, beside the options of the dataset and the partition, who gets which samples."""
 
-_CHANGING = (*_DEALING, "test_fraction", "validation_fraction", "drift")
+_CHANGING = (*_DEALING, "validation_fraction", "drift")
 """What decides, beside the drift's own options too, what clients have and see at each step."""
 
 
@@ -90,6 +100,31 @@ def with_defaults(config: RunConfig) -> RunConfig:
     )
 
 
+def with_fitting_groups(config: RunConfig) -> RunConfig:
+    """Return a configuration whose groups are not more than its clients, or labels, and say so.
+
+    Raises
+    ------
+    UserError
+        There is no such dataset or partition, or the shares cannot be read.
+    """
+    config = with_clients(config)
+    options_type = PARTITIONERS.options_type(config.partition) or SizeOptions
+    if source_of(config).has_clients or not issubclass(options_type, GroupOptions):
+        return config
+    groups = config.read(options_type).groups
+    divides_labels = issubclass(options_type, LabelGroupOptions)
+    labels = data_shape(config).num_classes if divides_labels else None
+    fitting = fitting_groups(groups, config.num_clients, labels)
+    if fitting == groups:
+        return config
+    there = f"clients={config.num_clients}" + (f", {labels} labels" if divides_labels else "")
+    log.warning(
+        "groups '%s' are more than there can be (%s): joined to '%s'", groups, there, fitting
+    )
+    return config.with_values(groups=fitting)
+
+
 def load(config: RunConfig) -> Dataset:
     """Return the samples of all clients together.
 
@@ -103,7 +138,7 @@ def load(config: RunConfig) -> Dataset:
 
 def data_shape(config: RunConfig) -> DataShape:
     """Return what a model has to fit; loads nothing where the source knows it."""
-    return _data_shape(with_clients(config).narrowed(*_LOADING))
+    return _data_shape(config.narrowed(*_LOADING))
 
 
 def client_data(config: RunConfig, client: int, step: int = 0) -> ClientData:
@@ -147,7 +182,7 @@ def all_clients(config: RunConfig, step: int = 0) -> list[ClientData]:
         The data cannot be loaded or dealt out as asked.
     """
     config = with_clients(config)
-    _deal(config.narrowed(*_DEALING))
+    true_groups(config, step)
     return [client_data(config, client, step) for client in range(config.num_clients)]
 
 
@@ -190,6 +225,9 @@ def _deal(config: RunConfig) -> Partition:
 @lru_cache(maxsize=4)
 def _drift(config: RunConfig, dealing: RunConfig, only: int | None) -> Drift:
     """Return what gives clients their data at each step, once it is known that it can."""
+    if dealing == config.narrowed(*_DEALING):
+        config = with_fitting_groups(config)
+        dealing = config.narrowed(*_DEALING)
     drift = drift_of(config, Dealt(config, load(dealing), _deal(dealing), only))
     drift.check()
     return drift

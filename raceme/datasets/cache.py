@@ -94,7 +94,7 @@ def _load(folder: Path) -> Arrays | None:
 
 
 def _store(folder: Path, arrays: Arrays) -> None:
-    """Write arrays so that their folder is there whole or not at all."""
+    """Write a folder of arrays atomically."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:

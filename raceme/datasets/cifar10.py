@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 
 from raceme.config import RunConfig
+from raceme.config.errors import UserError
 from raceme.datasets.image_folder import images, read_tree
 from raceme.datasets.source import Dataset, DataShape, Source
 from raceme.datasets.torchvision_guard import import_datasets
-from raceme.errors import UserError
 
 BATCHES = "cifar-10-batches-py"
 """The folder of torchvision's files under data-root."""
@@ -28,6 +28,7 @@ class Cifar10(Source):
     default_model = "cnn"
     default_lr = 0.01
     target_accuracy = 0.8
+    default_clients = 100
 
     def load(self, config: RunConfig) -> Dataset:
         """Return train and test images pooled, shape (60000, 3, 32, 32).

@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raceme.config import RunConfig
+from raceme.config.errors import UserError
 from raceme.datasets.partition import Partition
 from raceme.datasets.skew import is_skewed, skew
 from raceme.datasets.source import ClientData, Dataset, Indices, generator
-from raceme.errors import UserError
 
 
 @dataclass(frozen=True, eq=False)

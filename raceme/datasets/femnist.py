@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from raceme.config import RunConfig
+from raceme.config.errors import UserError
 from raceme.datasets.cache import Arrays, cached
 from raceme.datasets.source import Dataset, DataShape, Indices, Source
-from raceme.errors import UserError
 
 CLASSES = 62
 _PIXELS = 28 * 28
@@ -32,15 +32,12 @@ class Femnist(Source):
     default_model = "cnn"
     default_lr = 0.01
     target_accuracy = 0.95
+    default_clients = 100
+    has_clients = True
 
     def load(self, config: RunConfig) -> Dataset:
         """Return the samples of the writers with the most of them, a client for each writer."""
-        if not config.data_root:
-            raise UserError(
-                "femnist needs the folder with LEAF's files: --data-root DIR. " + _HOW_TO_FETCH
-            )
-        train, test = _files(Path(config.data_root))
-        arrays = cached("femnist", [*train, *test], (len(train),), lambda: _read(train, test))
+        arrays, with_test = self._arrays(config)
         chosen = largest(arrays["writer"], config.num_clients)
         tests = np.asarray(arrays["test"], np.bool_)
         members = [np.flatnonzero(arrays["writer"] == writer) for writer in chosen]
@@ -51,8 +48,25 @@ class Femnist(Source):
             mean=0.9637,
             std=0.1592,
             users=tuple(own[~tests[own]] for own in members),
-            test_users=tuple(own[tests[own]] for own in members) if test else None,
+            test_users=tuple(own[tests[own]] for own in members) if with_test else None,
         )
+
+    def _arrays(self, config: RunConfig) -> tuple[Arrays, bool]:
+        """Return all writers' samples, and whether some of them are given as test samples."""
+        if not config.data_root:
+            raise UserError(
+                "femnist needs the folder with LEAF's files: --data-root DIR. " + _HOW_TO_FETCH
+            )
+        train, test = _files(Path(config.data_root))
+        arrays = cached("femnist", [*train, *test], (len(train),), lambda: _read(train, test))
+        return arrays, bool(test)
+
+    def count_clients(self, config: RunConfig) -> int:
+        """Return 100, the number of the papers' runs, or all writers where there are fewer."""
+        if not config.data_root:
+            return self.default_clients
+        sizes = np.bincount(self._arrays(config)[0]["writer"])
+        return max(1, min(self.default_clients, int(np.sum(sizes >= _FEWEST))))
 
     def shape(self, config: RunConfig) -> DataShape:
         """Return the shape without loading."""

@@ -1,8 +1,8 @@
 """Human activity from motion sensors, a client for each person.
 
 HARBox and IMU are the two datasets of Ouyang et al., "ClusterFL: a similarity-aware federated
-learning system for human activity recognition", 2021, in the folders in which they are published;
-`har` takes any other as one .npz file per person.
+learning system for human activity recognition", 2021, in the folders in which they are published.
+Any other is taken by ``npz-folder``.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raceme.config import RunConfig
-from raceme.datasets import npz
+from raceme.config.errors import UserError
 from raceme.datasets.cache import Arrays, cached
-from raceme.datasets.source import Dataset, DataShape, Indices, Source
-from raceme.errors import UserError
+from raceme.datasets.source import Dataset, DataShape, Source
 
 WINDOW = 100
 """Readings in a window of HARBox and IMU."""
@@ -57,6 +55,8 @@ class HarBox(Source):
     default_model = "mlp"
     default_lr = 0.01
     target_accuracy = 0.75
+    default_clients = 120
+    has_clients = True
 
     activities = ("Call", "Hop", "typing", "Walk", "Wave")
     folders = ("large_scale_HARBox", "HARBox", "harbox")
@@ -74,6 +74,12 @@ class HarBox(Source):
     def shape(self, config: RunConfig) -> DataShape:
         """Return the shape without loading."""
         return DataShape((WINDOW * AXES,), len(self.activities))
+
+    def count_clients(self, config: RunConfig) -> int:
+        """Return the number of people with files; of all, where files are not needed."""
+        if not config.data_root:
+            return self.default_clients
+        return len(self._people(_folder(config, "harbox", self.folders)))
 
     def _people(self, root: Path) -> list[Person]:
         """Find ``<number>/<activity>_train.txt``."""
@@ -93,6 +99,8 @@ class Imu(Source):
     default_model = "mlp"
     default_lr = 0.01
     target_accuracy = 0.8
+    default_clients = 7
+    has_clients = True
 
     activities = ("walk", "up", "down")
     folders = ("imu_data_7", "IMU", "imu")
@@ -110,6 +118,12 @@ class Imu(Source):
         """Return the shape without loading."""
         return DataShape((WINDOW * AXES,), len(self.activities))
 
+    def count_clients(self, config: RunConfig) -> int:
+        """Return the number of people with files; of all, where files are not needed."""
+        if not config.data_root:
+            return self.default_clients
+        return len(self._people(_folder(config, "imu", self.folders)))
+
     def _people(self, root: Path) -> list[Person]:
         """Find ``<letters>_<number>_<activity>_nor.txt``."""
         pattern = re.compile(rf"(([a-z]+)_?\d+)_({'|'.join(self.activities)})(_nor)?\.txt", re.I)
@@ -123,54 +137,6 @@ class Imu(Source):
                 places[name] = place
         order = sorted(set(places.values()))
         return [Person(name, files[name], order.index(places[name])) for name in sorted(files)]
-
-
-class Har(Source):
-    """Sensor windows by person: DIR/*.npz, each with x and y, or with x_train, y_train, … ."""
-
-    default_model = "mlp"
-    default_lr = 0.01
-    target_accuracy = 0.8
-
-    def load(self, config: RunConfig) -> Dataset:
-        """Return the windows of the first files, in the order of the numbers in their names."""
-        folder = _folder(config, "har", ("har", ""))
-        paths = sorted(folder.glob("*.npz"), key=_natural)
-        if len(paths) < config.num_clients:
-            raise UserError(
-                f"har needs an .npz file for each of {config.num_clients} clients in {folder}; "
-                f"there are {len(paths)}. Take fewer clients, or another --data-root."
-            )
-        parts = [_person_file(path) for path in paths[: config.num_clients]]
-        shapes = {part.x.shape[1:] for part in parts}
-        if len(shapes) > 1:
-            raise UserError(f"The files in {folder} hold windows of different shapes: {shapes}.")
-        with_test = {part.train is not None for part in parts}
-        if len(with_test) > 1:
-            raise UserError(
-                f"Some files in {folder} have test windows (x_test, y_test) and others have not."
-            )
-        starts = np.cumsum([0, *(len(part.y) for part in parts)])
-        cut = [len(part.y) if part.train is None else part.train for part in parts]
-        spans = list(zip(pairwise(starts), cut, strict=True))
-        return Dataset(
-            x=np.concatenate([part.x for part in parts]),
-            y=np.concatenate([part.y for part in parts]),
-            num_classes=max(int(part.y.max()) for part in parts) + 1,
-            users=tuple(np.arange(start, start + train) for (start, _), train in spans),
-            test_users=tuple(np.arange(start + train, end) for (start, end), train in spans)
-            if with_test == {True}
-            else None,
-        )
-
-
-@dataclass(frozen=True)
-class _PersonFile:
-    """One person's windows; `train` of them for training, None where that is not said."""
-
-    x: NDArray[np.float32]
-    y: Indices
-    train: int | None
 
 
 def standardised(x: NDArray[Any]) -> _Window:
@@ -199,7 +165,7 @@ def _folder(config: RunConfig, name: str, candidates: Sequence[str]) -> Path:
     if root.name in candidates and root.is_dir():
         found.append(root)
     if not found:
-        wanted = " or ".join(f"{inner}/" for inner in candidates if inner)
+        wanted = " or ".join(f"{inner}/" for inner in candidates)
         raise UserError(f"{name} is not under {root}: expected {wanted} there, from {_WHERE}.")
     return found[0]
 
@@ -277,28 +243,3 @@ def _numbers(path: Path, delimiter: str | None) -> NDArray[np.float64]:
     if values.size == 0 or not np.isfinite(values).all():
         raise UserError(f"{path} is empty, or holds numbers that are not finite.")
     return values
-
-
-def _person_file(path: Path) -> _PersonFile:
-    """Read one person's .npz file."""
-    with npz.explained(path):
-        archive = np.load(path, allow_pickle=False)
-        names = set(getattr(archive, "files", ()))
-        if not {"x", "y"} <= names:
-            file = npz.read(path)
-            return _PersonFile(
-                np.concatenate([file.x_train, file.x_test]),
-                np.concatenate([file.y_train, file.y_test]),
-                len(file.y_train),
-            )
-        with archive:
-            x, y = archive["x"], archive["y"]
-    inputs = npz.checked_inputs(path, "x", x)
-    if len(inputs) < 2:
-        raise UserError(f"{path} holds one window: at least 2 are needed.")
-    return _PersonFile(inputs, npz.checked_labels(path, "y", y, len(inputs)), None)
-
-
-def _natural(path: Path) -> list[tuple[int, str]]:
-    """Order person-2 before person-10."""
-    return [(int(part) if part.isdigit() else -1, part) for part in re.split(r"(\d+)", path.stem)]

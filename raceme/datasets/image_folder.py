@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
 from raceme.config import RunConfig
+from raceme.config.errors import UserError
+from raceme.config.options import option
 from raceme.datasets.cache import cached
 from raceme.datasets.source import Dataset, Indices, Source
-from raceme.errors import UserError
-from raceme.options import option
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
 """Files with other endings are left out."""

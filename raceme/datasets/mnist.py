@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raceme.config import RunConfig
+from raceme.config.errors import UserError
 from raceme.datasets.cache import cached
 from raceme.datasets.source import Dataset, DataShape, Source
 from raceme.datasets.torchvision_guard import import_datasets
-from raceme.errors import UserError
 
 FILES = (
     "train-images-idx3-ubyte",
@@ -29,6 +29,7 @@ class Mnist(Source):
     default_model = "cnn"
     default_lr = 0.01
     target_accuracy = 0.95
+    default_clients = 100
 
     name = "mnist"
     folder = "MNIST"

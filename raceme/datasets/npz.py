@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raceme.config import RunConfig
+from raceme.config.errors import UserError
+from raceme.config.options import option
 from raceme.datasets.source import Dataset, DataShape, Indices, Source
-from raceme.errors import UserError
-from raceme.options import option
 
 CLIENT = "{client}"
 """Stands for the number of a client in ``data-file``."""
@@ -51,9 +52,10 @@ class NpzOptions:
 class Npz(Source):
     """A device's own .npz file with x_train, y_train, x_test, y_test (data-file)."""
 
-    default_model = "mlp"
+    default_model = None
     default_lr = 0.05
     target_accuracy = 0.9
+    has_clients = True
     options_type = NpzOptions
 
     def load(self, config: RunConfig) -> Dataset:
@@ -97,9 +99,18 @@ class Npz(Source):
         A device has only its own; a simulation has all of them, and every client must build the
         same network although its own labels may stop short of the largest.
         """
-        paths = [_path(config, client) for client in range(config.num_clients)]
+        clients = self.count_clients(config) if config.clients is None else config.clients
+        paths = [_path(config, client) for client in range(clients)]
         present = [path for path in dict.fromkeys(paths) if path.is_file()] or paths[:1]
         return _common_shape({path: read(path) for path in present})
+
+    def count_clients(self, config: RunConfig) -> int:
+        """Return the number of files, numbered from 0, or 1 for a device's own file."""
+        numbers = itertools.count()
+        if CLIENT not in config.read(NpzOptions).data_file:
+            return 1
+        found = next(number for number in numbers if not _path(config, number).is_file())
+        return max(1, found)
 
     def for_client(self, config: RunConfig, client: int) -> tuple[RunConfig, int]:
         """Narrow the configuration to the client's own file, the only one that a device has."""
@@ -133,7 +144,7 @@ def read(path: Path) -> _File:
     y_train = checked_labels(path, "y_train", arrays["y_train"], len(x_train))
     y_test = checked_labels(path, "y_test", arrays["y_test"], len(x_test))
     found = int(max(y_train.max(), y_test.max())) + 1
-    num_classes = _num_classes(path, arrays.get("num_classes"), found)
+    num_classes = num_classes_of(path, arrays.get("num_classes"), found)
     return _File(x_train, y_train, x_test, y_test, num_classes)
 
 
@@ -148,14 +159,14 @@ def _path(config: RunConfig, client: int) -> Path:
 
 
 @contextmanager
-def explained(path: Path) -> Iterator[None]:
-    """Turn what numpy raises for a bad file into a UserError."""
+def explained(path: Path, expected: str = _EXPECTED) -> Iterator[None]:
+    """Turn what numpy raises for a bad file into a UserError that says what is expected."""
     try:
         yield
     except FileNotFoundError:
-        raise UserError(f"There is no data file {path}. {_EXPECTED}.") from None
+        raise UserError(f"There is no data file {path}. {expected}.") from None
     except (OSError, EOFError, ValueError, BadZipFile) as error:
-        raise UserError(f"Cannot read {path} as .npz: {error}. {_EXPECTED}.") from None
+        raise UserError(f"Cannot read {path} as .npz: {error}. {expected}.") from None
 
 
 def checked_inputs(path: Path, name: str, values: NDArray[np.generic]) -> NDArray[np.float32]:
@@ -187,7 +198,7 @@ def checked_labels(
     return labels
 
 
-def _num_classes(path: Path, values: NDArray[np.generic] | None, found: int) -> int:
+def num_classes_of(path: Path, values: NDArray[np.generic] | None, found: int) -> int:
     """Return the stated number of classes, or else the one found in the labels."""
     if values is None:
         return found

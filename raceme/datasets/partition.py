@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raceme.config import RunConfig
+from raceme.config.errors import UserError
+from raceme.config.options import option, reads
 from raceme.datasets.source import Indices
-from raceme.errors import UserError
-from raceme.options import option, reads
 
 _FITTING_ROUNDS = 1000
 """Most rounds of fitting; thirty are usual, a small alpha takes more."""
@@ -174,6 +174,39 @@ def parse_groups(text: str) -> Shares:
         )
     normalised: Shares = shares / shares.sum()
     return normalised
+
+
+def fitting_groups(text: str, clients: int, labels: int | None = None) -> str:
+    """Return the key ``groups`` with as many groups as there are clients, and labels, for them.
+
+    Of shares that fit nothing changes. A group that would get none is joined with the smaller one
+    of its neighbours, since neighbours have neighbouring labels.
+
+    Parameters
+    ----------
+    text : str
+        The shares.
+    clients : int
+        Number of clients to be divided.
+    labels : int, optional
+        Number of labels to be divided by the same shares.
+
+    Raises
+    ------
+    UserError
+        The shares cannot be read.
+    """
+    shares = parse_groups(text)
+    totals = [clients] if labels is None else [clients, labels]
+    counts = np.min([largest_remainder(total, shares) for total in totals], axis=0)
+    if counts.min() > 0 or len(shares) == 1:
+        return text
+    empty = int(np.argmin(counts))
+    beside = [i for i in (empty - 1, empty + 1) if 0 <= i < len(shares)]
+    first = min(empty, min(beside, key=lambda i: float(shares[i])))
+    joined = [*shares[:first], shares[first] + shares[first + 1], *shares[first + 2 :]]
+    # As text, since that is what is read again: rounding decides between equal remainders.
+    return fitting_groups(",".join(f"{share:.9g}" for share in joined), clients, labels)
 
 
 def largest_remainder(total: int, shares: Shares) -> Indices:

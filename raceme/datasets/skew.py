@@ -14,6 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raceme.config import RunConfig
+from raceme.config.errors import UserError
+from raceme.config.options import option, reads
 from raceme.datasets.partition import (
     GroupOptions,
     Partition,
@@ -22,8 +24,6 @@ from raceme.datasets.partition import (
     parse_groups,
 )
 from raceme.datasets.source import Indices, generator
-from raceme.errors import UserError
-from raceme.options import option, reads
 
 Inputs = NDArray[np.float32]
 

@@ -42,14 +42,15 @@ class Dataset:
     Attributes
     ----------
     x : NDArray
-        Inputs, shape (N, ...): float32, or uint8 as stored, a quarter of the memory, which
-        :meth:`inputs` turns into float32 for the samples that are asked for.
+        Inputs, shape (N, ...): float32, or as stored in less memory, float16, uint8 or token ids,
+        which :meth:`inputs` turns into float32 for the samples that are asked for.
     y : NDArray[np.int64]
         Labels, shape (N,), from 0 to ``num_classes - 1``.
     num_classes : int
         Number of classes.
-    mean, std : float
+    mean, std : float or NDArray
         :meth:`inputs` subtracts the one and divides by the other; of uint8 inputs scaled to [0, 1].
+        Arrays have a shape that fits one input.
     users : tuple[Indices, ...] or None
         Samples of each client where the data come with clients of their own; None where a
         partitioner has to deal them out.
@@ -66,8 +67,8 @@ class Dataset:
     x: NDArray[np.generic]
     y: NDArray[np.int64]
     num_classes: int
-    mean: float = 0.0
-    std: float = 1.0
+    mean: float | NDArray[np.float32] = 0.0
+    std: float | NDArray[np.float32] = 1.0
     users: tuple[Indices, ...] | None = None
     test_users: tuple[Indices, ...] | None = None
     groups: tuple[int | None, ...] | None = None
@@ -85,8 +86,8 @@ class Dataset:
             return values
         if self.x.dtype == np.uint8:
             values /= np.float32(255)
-        values -= np.float32(self.mean)
-        values /= np.float32(self.std)
+        values -= np.asarray(self.mean, np.float32)
+        values /= np.asarray(self.std, np.float32)
         return values
 
 
@@ -153,8 +154,12 @@ class Source:
         raise TypeError(f"{type(self).__name__} does not define load().")
 
     def shape(self, config: RunConfig) -> DataShape:
-        """Return what a model has to fit; a source that knows it need not load anything."""
-        return self.load(config).shape
+        """Return what a model has to fit; a source that knows it need not load anything.
+
+        The configuration's number of clients may be open.
+        """
+        clients = self.count_clients(config) if config.clients is None else config.clients
+        return self.load(config.with_values(clients=clients)).shape
 
     def count_clients(self, config: RunConfig) -> int:
         """Return the number of clients of a run that names none.

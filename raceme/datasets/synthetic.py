@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raceme.config import RunConfig
+from raceme.config.options import option
 from raceme.datasets.source import Dataset, DataShape, Source, generator
-from raceme.options import option
 
 FEATURES = 60
 CLASSES = 10
@@ -40,6 +40,8 @@ class Synthetic(Source):
     default_model = "mclr"
     default_lr = 0.01
     target_accuracy = 0.6
+    default_clients = 30
+    has_clients = True
     options_type = SyntheticOptions
 
     def load(self, config: RunConfig) -> Dataset:

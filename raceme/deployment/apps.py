@@ -15,7 +15,7 @@ from raceme import __version__
 from raceme.compat import INVALID_APP, LOAD_APP_EXCEPTION, fleet
 from raceme.compat.fleet import Run
 from raceme.config import Value
-from raceme.errors import UserError
+from raceme.config.errors import UserError
 
 _OWN = "raceme/raceme"
 

@@ -27,7 +27,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from raceme.errors import UserError
+from raceme.config.errors import UserError
 
 _AUTHORITY_DAYS = 3650
 _LOCAL = ("localhost", "127.0.0.1")

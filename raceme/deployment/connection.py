@@ -12,9 +12,9 @@ from flwr.app import Message
 
 from raceme.compat import fleet
 from raceme.compat.fleet import Endpoint, Keys, Run
+from raceme.config.errors import UserError
 from raceme.deployment.polling import Pause
 from raceme.deployment.stopping import StopSignal
-from raceme.errors import UserError
 
 log = logging.getLogger("raceme.device")
 

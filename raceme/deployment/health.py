@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from raceme.errors import UserError
+from raceme.config.errors import UserError
 
 _INTERVAL_SECONDS = 5.0
 

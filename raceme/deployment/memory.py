@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 from pathlib import Path
 
-from raceme.errors import UserError
+from raceme.config.errors import UserError
 
 _MIB = 1024 * 1024
 
@@ -15,7 +15,7 @@ def limit_memory(mebibytes: int) -> None:
 
     The limit counts the process's own data (heap, stacks, private writable mappings), not
     libraries and address space: torch reserves many times more address space than it uses, which
-    is why ``RLIMIT_AS`` would be of no use. A task that needs more fails with an error reply, and
+    is why ``RLIMIT_AS`` would be useless. A task that needs more fails with an error reply, and
     the device goes on.
 
     Parameters

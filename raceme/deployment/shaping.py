@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
-from raceme.errors import UserError
+from raceme.config.errors import UserError
 from raceme.simulation import Device
 
 _PERIOD_SECONDS = 0.1

@@ -1,4 +1,4 @@
-"""Being told to stop, from a signal handler."""
+"""A stop flag that is safe to set in a signal handler."""
 
 from __future__ import annotations
 

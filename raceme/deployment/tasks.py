@@ -21,7 +21,7 @@ from raceme.compat import (
 from raceme.config import Value
 from raceme.deployment.apps import Apps, RefusedAppError
 from raceme.deployment.connection import Link, RejoinError
-from raceme.messages import CONFIG, TASK
+from raceme.protocol.messages import CONFIG, TASK
 
 log = logging.getLogger("raceme.device")
 

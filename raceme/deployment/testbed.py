@@ -26,8 +26,8 @@ import tomli_w
 
 import raceme
 from raceme.config import RunConfig, Value
+from raceme.config.errors import UserError
 from raceme.deployment.shaping import CpuShare, Place, Shape, check, places, shapes_of
-from raceme.errors import UserError
 
 _START_SECONDS = 60.0
 _GRACE_SECONDS = 15.0
@@ -288,7 +288,7 @@ def run_testbed(config: RunConfig, show: Show, shapes: Sequence[Shape] | None = 
     if not (out / "summary.json").is_file():
         raise UserError(
             f"The run ended without results in {out}; what it printed is above. "
-            "If there is a checkpoint, --resume goes on with it."
+            "If there is a checkpoint, --resume resumes from it."
         )
     return out
 

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable
 from importlib import import_module
+from inspect import signature
 
 import torch
 from flwr.app import ArrayRecord
@@ -13,33 +14,38 @@ from torch import nn
 
 from raceme.compat import array_record
 from raceme.config import RunConfig
+from raceme.config.errors import UserError
+from raceme.config.registry import MODELS
 from raceme.datasets import DataShape, data_shape, with_defaults
-from raceme.errors import UserError
-from raceme.messages import to_array
 from raceme.models.batch_norm import has_batch_norm
-from raceme.registry import MODELS
+from raceme.protocol.messages import to_array
 
 __all__ = ["MODELS", "build", "initial_arrays"]
 
-_Builder = Callable[[tuple[int, ...], int], nn.Module]
+_Builder = Callable[..., nn.Module]
 _PROBE = 2
 """Samples in the batch that tries out a network."""
 
 
-def build(name: str, input_shape: tuple[int, ...], num_classes: int, seed: int = 0) -> nn.Module:
+def build(
+    name: str, input_shape: tuple[int, ...], num_classes: int, seed: int = 0, tokens: int = 0
+) -> nn.Module:
     """Build a network with seeded initial weights, and check that it fits the data.
 
     Parameters
     ----------
     name : str
         A registered name, or ``module:function``: a function that takes `input_shape` and
-        `num_classes` and returns a network. The current folder is searched for the module too.
+        `num_classes`, and `tokens` if it has a parameter of that name, and returns a network. The
+        current folder is searched for the module too.
     input_shape : tuple[int, ...]
         Shape of one input.
     num_classes : int
         Number of outputs.
     seed : int
         Seed of the initial weights. torch's global generator is left as it was.
+    tokens : int
+        Size of the vocabulary where inputs are token ids; 0 where they are quantities.
 
     Raises
     ------
@@ -47,10 +53,11 @@ def build(name: str, input_shape: tuple[int, ...], num_classes: int, seed: int =
         There is no such network, or it does not fit the data.
     """
     builder: _Builder = _own_builder(name) if ":" in name else MODELS[name]
+    vocabulary = {"tokens": tokens} if "tokens" in signature(builder).parameters else {}
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         try:
-            module = builder(input_shape, num_classes)
+            module = builder(input_shape, num_classes, **vocabulary)
         except Exception as error:
             raise _unfit(name, input_shape, num_classes, error) from error
         if not isinstance(module, nn.Module):
@@ -78,7 +85,7 @@ def initial_arrays(config: RunConfig, shape: DataShape | None = None) -> ArrayRe
     """
     shape = data_shape(config) if shape is None else shape
     name = with_defaults(config).model
-    module = build(str(name), shape.input_shape, shape.num_classes, config.seed)
+    module = build(str(name), shape.input_shape, shape.num_classes, config.seed, shape.tokens)
     if config.batch_norm == "local" and not has_batch_norm(module):
         raise UserError(
             f"batch-norm=local keeps batch normalisation at home, but model '{name}' has none."

@@ -12,14 +12,14 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
+from raceme.records.files import atomic_write
+from raceme.records.record import RunRecord, read_run
+from raceme.records.summary import write_summary
 from raceme.reporting.clusters_plot import clusters_figure
-from raceme.reporting.files import written_whole
 from raceme.reporting.fleet_plots import devices_figure, similarity_figure
 from raceme.reporting.plots import accuracy_figure
-from raceme.reporting.record import RunRecord, read_run
 from raceme.reporting.similarity import Similarity
 from raceme.reporting.style import CLOCK, save_figure
-from raceme.reporting.summary import write_summary
 
 log = logging.getLogger("raceme")
 
@@ -80,14 +80,14 @@ def write_all(
 
 
 def save_model(path: Path, arrays: Arrays, description: str) -> None:
-    """Write a model as safetensors, whole or not at all, with a description in its header.
+    """Write a model as safetensors, atomically, with a description in its header.
 
     The same model gives the same bytes: safetensors writes several header entries in any order,
     so there is one.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     plain = {name: np.ascontiguousarray(values) for name, values in arrays.items()}
-    with written_whole(path) as file:
+    with atomic_write(path) as file:
         save_file(plain, file, metadata={"description": description})
 
 

@@ -9,9 +9,9 @@ from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
+from raceme.records.record import RunRecord
 from raceme.reporting.marks import drift_line, mark_changes, mark_drifts
-from raceme.reporting.record import RunRecord
-from raceme.reporting.streams import Bands, Streams
+from raceme.reporting.streams import Bands, Shapes, Streams, extent
 from raceme.reporting.style import (
     CLOCK,
     MUTED,
@@ -25,6 +25,10 @@ from raceme.reporting.style import (
 
 _MOST_PIECES = 40_000
 """Clusters are followed at so many points of time that their bands have about so many pieces."""
+_BEND = 0.03
+"""Length of a bend, as a share of the run; changes that come sooner one after another are one."""
+_MOST_ROOM = 0.05
+"""Changes that are this share of the run apart are drawn one by one, however many clients."""
 _LABELLED = 12
 """More clusters than this are drawn without words."""
 _ROW = 0.055
@@ -50,44 +54,42 @@ def clusters_figure(record: RunRecord, *, clock: str = CLOCK) -> Figure:
         streams = Streams(record.placements, record.groups, record.end)
         span = max(record.end, 1e-9)
         changes = [time for time in streams.changes if 0 < time <= span]
-        times = [0.0, *_thinned(changes, span, max(20, _MOST_PIECES // streams.thickness))]
-        drawn = [(time, streams.bands(time)) for time in times]
-        pieces = list(streams.pieces(drawn, 0.025 * span, span))
-        colours = [cluster_colour(piece.cluster) for piece in pieces]
-        # All at once: matplotlib takes a thousand times as long for one after another.
-        axes.add_collection(
-            PolyCollection(
-                [piece.corners / (seconds, 1.0) for piece in pieces],
-                facecolors=colours,
-                edgecolors=colours,
-                linewidths=0.35,
-            ),
-            autolim=False,
-        )
+        room = max(_BEND, min(streams.thickness / _MOST_PIECES, _MOST_ROOM)) * span
+        drawn = streams.bands([(0.0, 0.0), *_together(changes, room)])
+        _fill(axes, streams.bodies(drawn, _BEND * span, span), seconds, edge=0.0)
+        for shapes in streams.pieces(drawn, _BEND * span, span):
+            _fill(axes, shapes, seconds, edge=0.35)
         axes.set_yticks([])
         axes.set_ylabel(f"{len(streams.order)} clients")
         axes.spines["left"].set_visible(False)
         axes.grid(False)
-        _mark(figure, axes, record, seconds, _extent(drawn, streams.gap))
+        low, high = extent(drawn)
+        _mark(figure, axes, record, seconds, (low - streams.gap / 2, high + streams.gap / 2))
         final = drawn[-1][1]
         _label_clusters(axes, final)
         _draw_groups(axes, record.groups, final)
         return figure
 
 
-def _extent(drawn: Sequence[tuple[float, Mapping[str, Bands]]], gap: float) -> tuple[float, float]:
-    """Return the heights between which all bands are, and some room."""
-    bands = [band for _, found in drawn for own in found.values() for band in own.values()]
-    low = min((y for y, _ in bands), default=0.0)
-    high = max((y + height for y, height in bands), default=1.0)
-    return low - gap / 2, high + gap / 2
+def _fill(axes: Axes, shapes: Shapes, seconds: float, edge: float) -> None:
+    """Draw shapes, all at once: one after another takes matplotlib a thousand times as long."""
+    colours = [cluster_colour(cluster) for cluster in shapes.clusters]
+    axes.add_collection(
+        PolyCollection(
+            list(shapes.corners / (seconds, 1.0)),
+            facecolors=colours,
+            edgecolors=colours,
+            linewidths=edge,
+        ),
+        autolim=False,
+    )
 
 
 def _mark(
-    figure: Figure, axes: Axes, record: RunRecord, seconds: float, extent: tuple[float, float]
+    figure: Figure, axes: Axes, record: RunRecord, seconds: float, heights: tuple[float, float]
 ) -> None:
     """Mark changes of clusters and of data in rows above the bands, and say what is what."""
-    low, high = extent
+    low, high = heights
     entries = mark_changes(axes, record.changes, seconds, 1 - _ROW / 2)
     rows = 1 if entries else 0
     if record.data_changes:
@@ -100,11 +102,15 @@ def _mark(
         figure.legend(handles=entries, loc="outside lower center", ncols=len(entries))
 
 
-def _thinned(times: Sequence[float], span: float, most: int) -> list[float]:
-    """Return the last time of each of `most` equal parts of a span; all if they are no more."""
-    if len(times) <= most:
-        return list(times)
-    return list({int(most * time / span): time for time in times}.values())
+def _together(times: Sequence[float], room: float) -> list[tuple[float, float]]:
+    """Return for times that come one after another, with less room between, first and last."""
+    found: list[tuple[float, float]] = []
+    for time in times:
+        if found and time < found[-1][0] + room:
+            found[-1] = (found[-1][0], time)
+        else:
+            found.append((time, time))
+    return found
 
 
 def _label_clusters(axes: Axes, final: Mapping[str, Bands]) -> None:

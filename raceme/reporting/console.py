@@ -1,4 +1,4 @@
-"""What a person sees in the terminal: a live line while a run goes on, a table at its end."""
+"""What a person sees in the terminal: a live line during a run, a table at its end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from raceme.events import (
+from raceme.protocol.events import (
     ClusterChange,
     ClustersChanged,
     DataChanged,
@@ -23,12 +23,12 @@ from raceme.events import (
     UpdateApplied,
     UpdateRejected,
 )
-from raceme.reporting.membership import home
-from raceme.reporting.summary import RunSummary
+from raceme.records.membership import home
+from raceme.records.summary import RunSummary
 
 
 class RunProgress:
-    """Shows a run as it goes on; an observer of it, and a context manager around it.
+    """Shows the progress of a run; an observer of it, and a context manager around it.
 
     On a terminal it is one live line. Elsewhere it prints a plain line at each evaluation.
 

@@ -6,9 +6,9 @@ import math
 
 import numpy as np
 
+from raceme.records.record import Flags, Floats, Integers, RunRecord
 from raceme.reporting.marks import Drift, drifts
 from raceme.reporting.page import PageTable, number
-from raceme.reporting.record import Flags, Floats, Integers, RunRecord
 
 _MOST_DRIFTS = 50
 _MOST_STEPS = 50

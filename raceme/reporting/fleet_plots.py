@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 from numpy.typing import NDArray
 
-from raceme.reporting.record import RunRecord, Updates
+from raceme.records.record import RunRecord, Updates
 from raceme.reporting.style import (
     CLOCK,
     FAINT,

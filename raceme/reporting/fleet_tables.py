@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from raceme.events import ClusterChange, ClustersChanged
-from raceme.reporting.membership import home
+from raceme.protocol.events import ClusterChange, ClustersChanged
+from raceme.records.membership import home
+from raceme.records.record import Client, RunRecord
 from raceme.reporting.page import PageTable, number, spread_over
-from raceme.reporting.record import Client, RunRecord
 from raceme.reporting.style import cluster_colour
 
 _MOST_CLIENTS = 200
@@ -249,11 +249,3 @@ def _own_clusters(weights: Mapping[int, float]) -> str:
     ranked = sorted(weights, key=lambda cluster: (-weights[cluster], cluster))
     named = [f"{cluster} ({weights[cluster]:.2f})" for cluster in ranked[:_MOST_OWN]]
     return ", ".join(named) + (", …" if len(ranked) > _MOST_OWN else "")
-
-
-def compares(strategy: str) -> bool:
-    """Return whether a strategy compares its clients; also if it is not known."""
-    from raceme.server.interface import Questions
-    from raceme.strategies import STRATEGIES
-
-    return strategy not in STRATEGIES or STRATEGIES[strategy].similarity is not Questions.similarity

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.path import Path as Outline
 
-from raceme.events import ClusterChange, ClustersChanged, DataChanged
+from raceme.protocol.events import ClusterChange, ClustersChanged, DataChanged
 from raceme.reporting.style import INK, MUTED
 
 _MOST_DRIFTS = 24
@@ -72,7 +72,8 @@ class Drift:
     @property
     def label(self) -> str:
         """What stands beside its mark."""
-        step = f"step {self.step}"
+        low, high = self.steps
+        step = f"step{'' if low == high else 's'} {self.step}"
         return step if self.clients is None else f"{self.who}: {step}"
 
 
@@ -126,7 +127,7 @@ def mark_drifts(axes: Axes, changes: Sequence[DataChanged], seconds: float, y: f
     left, right = axes.get_xlim()
     for drift in found:
         x = drift.time / seconds
-        axes.plot([x, x], [0.0, y - 0.03], transform=across, color=INK, lw=1.0, ls=(0, (1, 1.4)))
+        axes.plot([x, x], [0.0, y - 0.03], transform=across, color=INK, lw=0.9)
         width = _LETTER * len(drift.label) * (right - left)
         begin = min(max(x - width / 2, left), right - width)
         if begin >= free:
@@ -137,7 +138,7 @@ def mark_drifts(axes: Axes, changes: Sequence[DataChanged], seconds: float, y: f
 
 def drift_line() -> Line2D:
     """Return the legend's entry for the lines of :func:`mark_drifts`."""
-    return Line2D([], [], color=INK, lw=1.0, ls=(0, (1, 1.4)), label="clients' data change")
+    return Line2D([], [], color=INK, lw=0.9, label="clients' data change")
 
 
 def mark_changes(

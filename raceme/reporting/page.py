@@ -13,8 +13,8 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 
 import raceme
-from raceme.errors import UserError
-from raceme.reporting.files import written_whole
+from raceme.config.errors import UserError
+from raceme.records.files import atomic_write
 from raceme.reporting.svg import inline_svg
 
 FILE_NAME = "report.html"
@@ -114,7 +114,7 @@ def render(template: str, **content: Any) -> str:
 
 
 def write_page(path: Path, text: str) -> None:
-    """Write a page, whole or not at all, in the place of an earlier one.
+    """Write a page atomically, in the place of an earlier one.
 
     Raises
     ------
@@ -123,7 +123,7 @@ def write_page(path: Path, text: str) -> None:
     """
     check_writable(path)
     try:
-        with written_whole(path) as file:
+        with atomic_write(path) as file:
             file.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(f"Cannot write {path}: {error.strerror}.") from None

@@ -9,9 +9,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from raceme.events import ClusterChange, ClustersChanged
+from raceme.protocol.events import ClusterChange, ClustersChanged
+from raceme.records.record import ClientEvaluations, Floats, RunRecord, read_run
 from raceme.reporting.marks import drift_line, mark_drifts
-from raceme.reporting.record import ClientEvaluations, Floats, RunRecord, read_run
 from raceme.reporting.style import (
     CLOCK,
     INK,

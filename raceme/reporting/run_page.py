@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from raceme.config import Value, read_toml
-from raceme.errors import UserError
+from raceme.config.errors import UserError
+from raceme.records.record import RunRecord, read_run
 from raceme.reporting.artefacts import draw_similarity
 from raceme.reporting.clusters_plot import clusters_figure
 from raceme.reporting.console import summary_rows
@@ -20,7 +21,6 @@ from raceme.reporting.fleet_tables import (
     changes_table,
     clients_table,
     clusters_table,
-    compares,
     membership,
     moves_table,
 )
@@ -35,7 +35,6 @@ from raceme.reporting.page import (
     versions_table,
 )
 from raceme.reporting.plots import accuracy_figure
-from raceme.reporting.record import RunRecord, read_run
 from raceme.reporting.repeat import repeat_command
 from raceme.reporting.similarity import read_similarity
 from raceme.reporting.staleness import staleness_figure
@@ -112,9 +111,9 @@ def _read_summary(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         further = ""
         if (folder / "checkpoint").is_dir():
-            further = f"; to go on with it: raceme run --resume {folder}"
+            further = f"; to resume it: raceme run --resume {folder}"
         raise UserError(
-            f"{folder} has no summary.json: the run is still going on or was killed{further}."
+            f"{folder} has no summary.json: the run is not over yet or was killed{further}."
         )
     try:
         summary = json.loads(path.read_text(encoding="utf-8"))
@@ -184,9 +183,7 @@ def _similarity(folder: Path, record: RunRecord, strategy: str) -> tuple[Plot | 
         return None, str(error)
     if similarity is not None:
         return plot(draw_similarity(record, similarity), "similarity"), ""
-    if compares(strategy):
-        return None, "The folder has no similarity.npz: the run is of an earlier version of Raceme."
-    return None, f"{strategy} does not compare clients."
+    return None, f"There is no similarity.npz: {strategy} did not compare clients in this run."
 
 
 def _staleness(record: RunRecord) -> Plot | None:

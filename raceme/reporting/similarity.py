@@ -9,8 +9,8 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from raceme.errors import UserError
-from raceme.reporting.files import written_whole
+from raceme.config.errors import UserError
+from raceme.records.files import atomic_write
 
 FILE_NAME = "similarity.npz"
 MOST_CLIENTS = 1000
@@ -47,8 +47,8 @@ class Similarity:
         return cls(tuple(clients[index] for index in chosen), kept, len(clients))
 
     def save(self, folder: Path) -> None:
-        """Write it into a run's folder, whole or not at all; the same one gives the same bytes."""
-        with written_whole(folder / FILE_NAME) as path, path.open("wb") as file:
+        """Write it into a run's folder, atomically; the same one gives the same bytes."""
+        with atomic_write(folder / FILE_NAME) as path, path.open("wb") as file:
             np.savez_compressed(
                 file,
                 clients=np.array(self.clients, np.str_),

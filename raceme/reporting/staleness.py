@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from raceme.reporting.record import Integers, RunRecord
+from raceme.records.record import Integers, RunRecord
 from raceme.reporting.style import MUTED, new_figure, say_empty, series_colour, style
 
 

@@ -7,54 +7,81 @@ rest goes over from the clusters that lose to those that gain.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from operator import itemgetter
+from typing import NamedTuple
 
 import numpy as np
 
-from raceme.reporting.membership import Placement, home
-from raceme.reporting.record import Floats
+from raceme.records.membership import Placement, home
+from raceme.records.record import Floats
 
 Weights = Mapping[int, float]
 Bands = dict[int, tuple[float, float]]
 """Cluster to where a client's band in it begins, and how high it is."""
+Drawn = tuple[float, dict[str, Bands]]
+"""A time, and each client's bands from then on."""
+_Part = tuple["Flow", float, float, float]
+"""A flow with its start, the length of its bend, and its length."""
 
 _LEAST = 1e-9
 """Weights that differ by less are the same."""
+_LATER = 0.4
+"""By at most this share of a bend its trailing edge is behind the leading one."""
+_SQUARE = 2.3
+"""Width of a drawing in its heights: a band that goes down steeply is as wide as it is high."""
+_DENSE = 0.6
+"""What goes from a cluster to another is close together if it is this share of its extent."""
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A part of a client's band: a bend, and level from there.
+class Shapes:
+    """Parts of a drawing.
 
     Attributes
     ----------
-    cluster : int
-        Where it goes.
+    clusters : list[int]
+        Whose colour each of them has.
     corners : ndarray
-        Corners of its outline: time in seconds and height. Shape (n, 2).
+        Time in seconds and height. Shape (shapes, corners, 2).
     """
 
-    cluster: int
+    clusters: list[int]
     corners: Floats
 
 
-@dataclass(frozen=True)
-class Flow:
-    """What goes from a band to a band: from where, to where, and how high it is at both ends."""
+class Flow(NamedTuple):
+    """What goes from a band to a band.
 
+    Attributes
+    ----------
+    source, cluster : int
+        From which cluster to which; the same for what stays.
+    begins, ends : float
+        Where it is before and after.
+    height_before, height : float
+        How high it is before and after: they differ for what comes from nowhere or goes there.
+    """
+
+    source: int
     cluster: int
     begins: float
     height_before: float
     ends: float
     height: float
 
+    @property
+    def stays(self) -> bool:
+        """Whether it stays in its cluster."""
+        return self.source == self.cluster
+
 
 class Streams:
-    """The bands of all clients of a run, at any time.
+    """The bands of all clients of a run.
 
     Parameters
     ----------
@@ -68,7 +95,7 @@ class Streams:
     Attributes
     ----------
     order : list[str]
-        The clients from top to bottom.
+        The clients from top to bottom, as they begin.
     gap : float
         Room between two clusters, in heights of a client.
     """
@@ -80,11 +107,13 @@ class Streams:
         for placed in placements:
             paths.setdefault(placed.client, []).append((placed.time, placed.weights))
         self._paths = paths
+        self._end = end
+        # Whoever goes the same way is side by side: a split parts two neighbours only.
         self.order = sorted(
             paths, key=lambda client: (_homes(paths[client]), _known(groups, client))
         )
         self.gap = max(1.0, 0.03 * len(self.order))
-        self._place = self._places(end)
+        self._place = self._places()
 
     @property
     def changes(self) -> list[float]:
@@ -96,14 +125,94 @@ class Streams:
         """Number of bands that the clients have at most, all together."""
         return sum(max(len(weights) for _, weights in path) for path in self._paths.values())
 
-    def bands(self, time: float) -> dict[str, Bands]:
+    def bands(self, moments: Iterable[tuple[float, float]]) -> list[Drawn]:
+        """Return the bands of all clients at some times.
+
+        Parameters
+        ----------
+        moments : Iterable of (float, float)
+            Ascending times: from when bands are drawn, and the time whose clusters they show.
+        """
+        order, drawn = self.order, list[Drawn]()
+        for start, time in moments:
+            bands = self._bands(order, time)
+            drawn.append((start, bands))
+            # Clients stay in order of height, so that lines cross only where they have to.
+            heights = {client: _middle(own) for client, own in bands.items()}
+            order = sorted(self.order, key=lambda client: heights.get(client, math.inf))
+        return drawn
+
+    def bodies(self, drawn: Sequence[Drawn], width: float, end: float) -> Shapes:
+        """Return the outlines of whole clusters, which are to be drawn behind all bands.
+
+        They fill the holes that clients leave for a moment where others come and go. The
+        parameters are those of :meth:`pieces`.
+        """
+        parts: list[_Part] = []
+        stops = [*(start for start, _ in drawn[1:]), end]
+        before: dict[str, Bands] = {}
+        for index, ((start, bands), stop) in enumerate(zip(drawn, stops, strict=True)):
+            turn = max(0.0, min(width, stop - start)) if index else 0.0
+            together = [
+                flow
+                for client, own in bands.items()
+                if client in before
+                for flow in flows(before[client], own, self._place)
+            ]
+            level = [Flow(k, k, y, h, y, h) for own in bands.values() for k, (y, h) in own.items()]
+            parts += ((hull, start, turn, turn) for hull in _hulls(together))
+            rest = max(0.0, stop - start - turn)
+            parts += ((hull, start + turn, 0.0, rest) for hull in _hulls(level))
+            before = bands
+        return _outlines(parts)
+
+    def pieces(self, drawn: Sequence[Drawn], width: float, end: float) -> tuple[Shapes, Shapes]:
+        """Return the outlines of all clients' bands: where they stay, and where they go over.
+
+        Parameters
+        ----------
+        drawn : Sequence
+            What :meth:`bands` returns.
+        width : float
+            How long a bend takes, in seconds.
+        end : float
+            Where the last bands end.
+
+        Returns
+        -------
+        tuple[Shapes, Shapes]
+            The second ones are to be drawn in front.
+        """
+        parts = [part for client in self.order for part in self._parts(client, drawn, width, end)]
+        low, high = extent(drawn)
+        return (
+            _outlines([part for part in parts if part[0].stays]),
+            _outlines([part for part in parts if not part[0].stays], end / (high - low) / _SQUARE),
+        )
+
+    def _parts(
+        self, client: str, drawn: Sequence[Drawn], width: float, end: float
+    ) -> Iterator[_Part]:
+        """Yield a client's flows, each one until something changes for this client."""
+        states = [(time, bands.get(client, {})) for time, bands in drawn]
+        kept = [states[0], *(new for old, new in pairwise(states) if new[1] != old[1])]
+        stops = [*(time for time, _ in kept[1:]), end]
+        before = kept[0][1]
+        for index, ((start, bands), stop) in enumerate(zip(kept, stops, strict=True)):
+            turn = max(0.0, min(width, stop - start)) if index else 0.0
+            for flow in flows(before, bands, self._place):
+                # What leaves all clusters has no level part.
+                yield flow, start, turn, max(stop - start, turn) if flow.height else turn
+            before = bands
+
+    def _bands(self, order: Sequence[str], time: float) -> dict[str, Bands]:
         """Return the bands of each client that has a cluster at a time.
 
         The whole is centred, so that a tree grows to both sides.
         """
         members: dict[int, list[tuple[str, float]]] = {}
         present = 0
-        for client in self.order:
+        for client in order:
             path = self._paths[client]
             index = bisect_right(path, time, key=itemgetter(0))
             weights = path[index - 1][1] if index else {}
@@ -111,7 +220,7 @@ class Streams:
             for cluster, weight in weights.items():
                 members.setdefault(cluster, []).append((client, weight))
         found: dict[str, Bands] = {}
-        y = (len(self.order) - present - self.gap * max(0, len(members) - 1)) / 2
+        y = (len(order) - present - self.gap * max(0, len(members) - 1)) / 2
         for cluster in sorted(members, key=self._place.__getitem__):
             for client, weight in members[cluster]:
                 found.setdefault(client, {})[cluster] = (y, weight)
@@ -119,36 +228,7 @@ class Streams:
             y += self.gap
         return found
 
-    def pieces(
-        self, drawn: Sequence[tuple[float, Mapping[str, Bands]]], width: float, end: float
-    ) -> Iterator[Piece]:
-        """Yield the outlines of all clients' bands.
-
-        Parameters
-        ----------
-        drawn : Sequence
-            Times, ascending, and the bands from then on.
-        width : float
-            How long a bend takes, in seconds.
-        end : float
-            Where the last bands end.
-        """
-        for client in self.order:
-            states = [(time, bands.get(client, {})) for time, bands in drawn]
-            # A piece goes on for as long as nothing changes for this client.
-            kept = [states[0], *(new for old, new in pairwise(states) if new[1] != old[1])]
-            stops = [*(time for time, _ in kept[1:]), end]
-            before: Bands = {}
-            for (start, bands), stop in zip(kept, stops, strict=True):
-                first = start == drawn[0][0]
-                turn = 0.0 if first else max(0.0, min(width, stop - start))
-                for flow in flows(bands if first else before, bands, self._place):
-                    # What leaves the clusters for nowhere has no level part.
-                    until = max(stop, start + turn) if flow.height else start + turn
-                    yield Piece(flow.cluster, _outline(flow, start, turn, until))
-                before = bands
-
-    def _places(self, end: float) -> dict[int, int]:
+    def _places(self) -> dict[int, int]:
         """Return for each cluster where it stands among the others: by its members' mean place.
 
         It stays there all the time, so that clusters do not change places when clients move.
@@ -157,10 +237,10 @@ class Streams:
         ranks: dict[int, float] = {}
         for rank, client in enumerate(self.order):
             path = self._paths[client]
-            stops = [*(time for time, _ in path[1:]), end]
+            stops = [*(time for time, _ in path[1:]), self._end]
             for (start, weights), stop in zip(path, stops, strict=True):
                 # Who was there for a moment only has little say, yet where no other was, it has.
-                stay = max(stop - start, 1e-6 * end, _LEAST)
+                stay = max(stop - start, 1e-6 * self._end, _LEAST)
                 for cluster, weight in weights.items():
                     total[cluster] = total.get(cluster, 0.0) + stay * weight
                     ranks[cluster] = ranks.get(cluster, 0.0) + stay * weight * rank
@@ -178,10 +258,14 @@ def flows(before: Bands, after: Bands, place: Mapping[int, int]) -> list[Flow]:
     place : Mapping[int, int]
         Order of the clusters, so that what goes up leaves and arrives above what goes down.
     """
+    if len(before) == len(after) == 1:
+        ((source, (begin, h)),) = before.items()
+        ((target, (stop, _)),) = after.items()
+        return [Flow(source, target, begin, h, stop, h)]
     if not before:
-        return [Flow(k, y + h / 2, 0.0, y, h) for k, (y, h) in after.items()]
+        return [Flow(k, k, y + h / 2, 0.0, y, h) for k, (y, h) in after.items()]
     if not after:
-        return [Flow(k, y, h, y + h / 2, 0.0) for k, (y, h) in before.items()]
+        return [Flow(k, k, y, h, y + h / 2, 0.0) for k, (y, h) in before.items()]
     amounts = _amounts(before, after, place)
     leaving = {k: y for k, (y, _) in before.items()}
     arriving = {k: y for k, (y, _) in after.items()}
@@ -192,9 +276,7 @@ def flows(before: Bands, after: Bands, place: Mapping[int, int]) -> list[Flow]:
     for source, target in sorted(amounts, key=lambda pair: place[pair[0]]):
         ends[source, target] = arriving[target]
         arriving[target] += amounts[source, target]
-    return [
-        Flow(pair[1], begins[pair], amount, ends[pair], amount) for pair, amount in amounts.items()
-    ]
+    return [Flow(*pair, begins[pair], h, ends[pair], h) for pair, h in amounts.items()]
 
 
 def _amounts(before: Bands, after: Bands, place: Mapping[int, int]) -> dict[tuple[int, int], float]:
@@ -213,14 +295,61 @@ def _amounts(before: Bands, after: Bands, place: Mapping[int, int]) -> dict[tupl
     return found
 
 
-def _outline(flow: Flow, start: float, turn: float, stop: float) -> Floats:
-    """Return the corners around a flow: below from left to right, and back above."""
-    ease = np.linspace(0.0, 1.0, 12)
-    bend = np.append(ease * ease * (3 - 2 * ease), 1.0)
-    x = np.append(start + turn * ease, stop)
-    low = flow.begins + (flow.ends - flow.begins) * bend
-    high = low + flow.height_before + (flow.height - flow.height_before) * bend
-    return np.concatenate([np.column_stack([x, low]), np.column_stack([x, high])[::-1]])
+def _hulls(found: Iterable[Flow]) -> Iterator[Flow]:
+    """Yield what holds all flows from a cluster to a cluster, if they are close together."""
+    together: dict[tuple[int, int], list[Flow]] = {}
+    for flow in found:
+        together.setdefault((flow.source, flow.cluster), []).append(flow)
+    for (source, cluster), own in together.items():
+        begins, ends = min(flow.begins for flow in own), min(flow.ends for flow in own)
+        before = max(flow.begins + flow.height_before for flow in own) - begins
+        after = max(flow.ends + flow.height for flow in own) - ends
+        held = sum(flow.height for flow in own)
+        if source == cluster or held >= _DENSE * max(before, after):
+            yield Flow(source, cluster, begins, before, ends, after)
+
+
+def _outlines(parts: Sequence[_Part], slope: float = 0.0) -> Shapes:
+    """Return the corners around flows: one edge from left to right, and the other back.
+
+    Parameters
+    ----------
+    parts : Sequence
+        Flows with their start, the length of their bend, and their length.
+    slope : float
+        Seconds that are as wide as a client's band is high. With it, the trailing edge of a flow
+        is behind the leading one: where it is steep it would be a thread otherwise.
+    """
+    bounds = np.array([part[0][2:] for part in parts], np.float64).reshape(-1, 4)
+    times = np.array([part[1:] for part in parts], np.float64).reshape(-1, 3)
+    begins, height_before, ends, height = (bounds[:, [i]] for i in range(4))
+    start, turn, length = (times[:, [i]] for i in range(3))
+    way = ends - begins
+    share = np.abs(way) / np.maximum(np.abs(way) + height, _LEAST)
+    lag = share * np.minimum(_LATER * turn, slope * height)
+    ease = np.linspace(0.0, 1.0, 24 if slope else 12)
+    bend = ease * ease * (3 - 2 * ease)
+    ahead = np.hstack([start, start + (turn - lag) * ease, start + length])
+    behind = np.hstack([start, start + lag + (turn - lag) * ease, start + length])
+    # The trailing edge is the first one of what goes to larger heights.
+    first, second = np.where(way > 0, behind, ahead), np.where(way > 0, ahead, behind)
+    bend = np.concatenate([[0.0], bend, [1.0]])
+    low = begins + way * bend
+    high = begins + height_before + (way + height - height_before) * bend
+    edges = np.stack([first, low], axis=2), np.stack([second, high], axis=2)[:, ::-1]
+    return Shapes([part[0].cluster for part in parts], np.concatenate(edges, axis=1))
+
+
+def extent(drawn: Sequence[Drawn]) -> tuple[float, float]:
+    """Return the heights between which all bands are."""
+    bands = [band for _, found in drawn for own in found.values() for band in own.values()]
+    low = min((y for y, _ in bands), default=0.0)
+    return low, max((y + height for y, height in bands), default=low + 1.0)
+
+
+def _middle(bands: Bands) -> float:
+    """Return where a client is in the mean."""
+    return sum(height * (y + height / 2) for y, height in bands.values())
 
 
 def _homes(path: Sequence[tuple[float, Weights]]) -> list[int]:

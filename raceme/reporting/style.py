@@ -14,8 +14,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from raceme.reporting.files import written_whole
-from raceme.reporting.record import Floats
+from raceme.records.files import atomic_write
+from raceme.records.record import Floats
 
 INK = "#22272e"
 MUTED = "#7a828c"
@@ -100,8 +100,8 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def save_figure(figure: Figure, path: Path) -> None:
-    """Write a figure as PNG, whole or not at all."""
-    with written_whole(path) as file, style():
+    """Write a figure as PNG, atomically."""
+    with atomic_write(path) as file, style():
         figure.savefig(file, format="png", metadata={"Software": "Raceme"})
 
 

@@ -12,11 +12,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
+from typing import ClassVar
 
 import numpy as np
 
-from raceme.messages import ROUND
-from raceme.options import Value, option
+from raceme.config.options import Value, option
+from raceme.protocol.messages import ROUND
 from raceme.server.fleet import Client, Fleet
 from raceme.server.idle import Idle
 from raceme.server.replies import InvalidReplyError, Update
@@ -66,7 +67,7 @@ class Dispatch(ABC):
     Attributes
     ----------
     state : dataclass
-        All that decides how it goes on; part of every checkpoint.
+        All that decides what follows; part of every checkpoint.
     waits_for_greetings : bool
         Whether it looks at the whole fleet before it chooses anyone.
     """
@@ -131,6 +132,9 @@ class EveryIdle(Dispatch):
 class RoundsParameters:
     """What every round-based method can be told."""
 
+    in_rounds: ClassVar[bool] = True
+    """Such a method's updates come in whole rounds, of which a suite may plan another number."""
+
     fraction: float = option(
         1.0, "share of the online clients that train in a round", above=0, high=1
     )
@@ -145,7 +149,7 @@ class RoundState:
     number : int
         Number of the round, from 1; 0 before the first.
     running : bool
-        Whether it goes on.
+        Whether it is under way.
     unsent : dict[str, bool]
         Participants that have not been sent their work yet, in order.
     open : dict[str, int]

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 from flwr.app import Message
 
-from raceme.events import Evaluated
-from raceme.messages import ACCURACY, CONFIG, LOSS, STEP
+from raceme.protocol.events import Evaluated
+from raceme.protocol.messages import ACCURACY, CONFIG, LOSS, STEP
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterable
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 
-from raceme import messages as names
-from raceme.events import Evaluated
+from raceme.protocol import messages as names
+from raceme.protocol.events import Evaluated
+from raceme.protocol.timeline import Timeline
 from raceme.server.evaluation import Sweep, read_score
 from raceme.server.idle import Idle
 from raceme.server.interface import Questions
 from raceme.server.packing import Packer
 from raceme.server.steps import Steps
-from raceme.timeline import Timeline
 
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from flwr.app import Message
 
 from raceme.compat import CLIENT_APP_RAISED_EXCEPTION, INVALID_APP, LOAD_APP_EXCEPTION
-from raceme.messages import CLIENT_ID, CONFIG, GROUP, NUM_EXAMPLES
+from raceme.protocol.messages import CLIENT_ID, CONFIG, GROUP, NUM_EXAMPLES
 from raceme.server.replies import error_line
 
 _NO_QUERY = "No query function registered"

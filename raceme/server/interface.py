@@ -15,7 +15,7 @@ from flwr.serverapp.strategy import Result
 from raceme.clustering.bases import Bases
 from raceme.clustering.clusters import Clusters, Weights, blended
 from raceme.clustering.model import Model
-from raceme.messages import ModelSpec, Vector
+from raceme.protocol.messages import ModelSpec, Vector
 from raceme.server.dispatch import Dispatch, EveryIdle, Moment, NoState
 from raceme.server.fleet import Client
 from raceme.server.progress import Progress

@@ -14,9 +14,10 @@ from logging import INFO, getLogger
 from flwr.app import ConfigRecord, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
-from raceme import events
 from raceme.clustering.model import NonFiniteModelError
-from raceme.events import Ending
+from raceme.protocol import events
+from raceme.protocol.events import Ending
+from raceme.protocol.timeline import timeline_of
 from raceme.server.dispatch import Moment
 from raceme.server.evaluator import EvaluateFn, Evaluator
 from raceme.server.idle import Idle
@@ -28,7 +29,6 @@ from raceme.server.replies import Answer, InvalidReplyError, Update, read_reply
 from raceme.server.reports import applied_update, joined
 from raceme.server.steps import Steps
 from raceme.server.work import Task
-from raceme.timeline import timeline_of
 
 log = getLogger("raceme")
 

@@ -12,10 +12,10 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 from numpy.typing import NDArray
 
-from raceme import events
 from raceme.clustering.bases import Bases
 from raceme.clustering.clusters import Clusters
-from raceme.messages import ModelSpec, Vector
+from raceme.protocol import events
+from raceme.protocol.messages import ModelSpec, Vector
 from raceme.server.dispatch import Dispatch, NoState
 from raceme.server.interface import Applied, Questions, RunResult, StopCheck, never_stop
 from raceme.server.loop import Loop
@@ -179,7 +179,7 @@ class Method(Questions, Strategy):
     # State.
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that decides how the run goes on: a tree of plain values and arrays."""
+        """Return all that decides how the run continues: a tree of plain values and arrays."""
         return {
             "method": type(self).__name__,
             "clusters": to_tree(self.clusters),

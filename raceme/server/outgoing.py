@@ -6,7 +6,7 @@ from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
 
-from raceme import messages as names
+from raceme.protocol import messages as names
 from raceme.server.interface import Questions
 from raceme.server.packing import Packer
 from raceme.server.steps import Steps

@@ -8,7 +8,7 @@ from flwr.app import ArrayRecord
 
 from raceme.clustering.clusters import Weights, blended
 from raceme.clustering.model import Model
-from raceme.messages import ARRAYS, ModelSpec, candidate
+from raceme.protocol.messages import ARRAYS, ModelSpec, candidate
 
 
 class Packer:

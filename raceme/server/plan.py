@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Protocol
 
-from raceme.events import Evaluated
+from raceme.protocol.events import Evaluated
 
 
 class StepSchedule(Protocol):

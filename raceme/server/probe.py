@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from raceme.messages import Vector
+from raceme.protocol.messages import Vector
 
 
 class Probe(Protocol):

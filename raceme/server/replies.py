@@ -11,7 +11,7 @@ import numpy as np
 from flwr.app import ArrayRecord, Message, RecordDict
 from numpy.typing import NDArray
 
-from raceme.messages import (
+from raceme.protocol.messages import (
     ARRAYS,
     CHOSEN,
     CONFIG,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import time as clock
 
-from raceme.events import ClientJoined, UpdateApplied
-from raceme.messages import FINISHED_AT, STARTED_AT
+from raceme.protocol.events import ClientJoined, UpdateApplied
+from raceme.protocol.messages import FINISHED_AT, STARTED_AT
 from raceme.server.fleet import Client
 from raceme.server.interface import Applied
 from raceme.server.replies import Update

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from raceme.events import DataChanged, Observer
+from raceme.protocol.events import DataChanged, Observer
 from raceme.server.plan import StepSchedule
 from raceme.server.progress import Progress
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from flwr.app import ArrayRecord
 
-from raceme.messages import TRAIN
+from raceme.protocol.messages import TRAIN
 
 Value = str | int | float | bool
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from raceme.config import RunConfig
-from raceme.errors import UserError
+from raceme.config.errors import UserError
 from raceme.simulation import pool
 from raceme.simulation.executor import Executor, InProcess
 from raceme.simulation.worker import load
@@ -90,7 +90,10 @@ def training_seconds(config: RunConfig, examples: Sequence[int]) -> float:
     from raceme.training import Network, step
 
     shape = datasets.data_shape(config)
-    network = Network(models.build(str(config.model), shape.input_shape, shape.num_classes))
+    module = models.build(
+        str(config.model), shape.input_shape, shape.num_classes, tokens=shape.tokens
+    )
+    network = Network(module)
     x = torch.rand(max(2, config.batch_size), *shape.input_shape)
     y = torch.zeros(len(x), dtype=torch.int64)
     threads = torch.get_num_threads()
@@ -103,7 +106,8 @@ def training_seconds(config: RunConfig, examples: Sequence[int]) -> float:
         times.append(time.perf_counter() - start)
     torch.set_num_threads(threads)
     steps = sum(math.ceil(count / config.batch_size) for count in examples) / len(examples)
-    return min(times) * steps * config.local_epochs * config.max_updates
+    steps_per_update = config.local_steps or steps * config.local_epochs
+    return min(times) * steps_per_update * config.max_updates
 
 
 def _count(workers: str | int, seconds: Callable[[], float] | None) -> int:

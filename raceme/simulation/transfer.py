@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 from raceme import compat
-from raceme.errors import UserError
+from raceme.config.errors import UserError
 
 Value = str | int | float | bool
 

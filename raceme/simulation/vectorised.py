@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.func import functional_call, grad_and_value, vmap
 
 from raceme import client_app
-from raceme.errors import UserError
-from raceme.messages import (
+from raceme.config.errors import UserError
+from raceme.protocol.messages import (
     ARRAYS,
     BATCH_SIZE,
     COMPUTE_SCALE,

@@ -1,9 +1,9 @@
 """Methods: one file each, as Flower strategies.
 
-A new method is a new file and one line in `STRATEGIES`, in `raceme/registry.py`.
+A new method is a new file and one line in `STRATEGIES`, in `raceme/config/registry.py`.
 """
 
-from raceme.registry import STRATEGIES
+from raceme.config.registry import STRATEGIES
 from raceme.server.dispatch import RoundsParameters
 from raceme.server.method import Method
 from raceme.server.plan import Plan

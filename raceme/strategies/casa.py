@@ -22,8 +22,8 @@ from raceme.clustering.decay import client_decay, cluster_decay, omega, stalenes
 from raceme.clustering.encoding import Code, Encoder, Sketches, WholeModels
 from raceme.clustering.model import Model
 from raceme.clustering.split_watch import SplitWatch
-from raceme.messages import Vector
-from raceme.options import option
+from raceme.config.options import option
+from raceme.protocol.messages import Vector
 from raceme.server.fleet import Client
 from raceme.server.method import Applied, Method, staleness_of
 from raceme.server.replies import Update

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from raceme.options import option
+from raceme.config.options import option
 from raceme.strategies.casa import CASA, CASAParameters
 
 

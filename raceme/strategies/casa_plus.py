@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from raceme.messages import COMPUTE_SCALE, MASK, Vector
-from raceme.options import option
+from raceme.config.options import option
+from raceme.protocol.messages import COMPUTE_SCALE, MASK, Vector
 from raceme.server.replies import Update
 from raceme.server.work import Task, Work
 from raceme.strategies.casa import CASA, CASAParameters, CASAState

@@ -23,8 +23,8 @@ from raceme.clustering.bipartition import (
     should_bipartition,
 )
 from raceme.clustering.clusters import nearest, parts_of
-from raceme.messages import Vector
-from raceme.options import option
+from raceme.config.options import option
+from raceme.protocol.messages import Vector
 from raceme.server.dispatch import Dispatch, InRounds, RoundsParameters
 from raceme.server.method import Applied, Method, average_by_cluster, staleness_of
 from raceme.server.replies import Update

@@ -11,7 +11,7 @@ from typing import cast
 
 from raceme.clustering.decay import StalenessFunction, staleness_factor
 from raceme.clustering.model import Model
-from raceme.options import option
+from raceme.config.options import option
 from raceme.server.method import Applied, Method
 from raceme.server.replies import Update
 

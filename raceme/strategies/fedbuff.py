@@ -14,8 +14,8 @@ import numpy as np
 
 from raceme.clustering.clusters import Clusters
 from raceme.clustering.model import Model
-from raceme.messages import Vector
-from raceme.options import option
+from raceme.config.options import option
+from raceme.protocol.messages import Vector
 from raceme.server.method import Applied, Method
 from raceme.server.replies import Update
 

@@ -22,8 +22,8 @@ from raceme.clustering.clusters import Clusters, parts_of
 from raceme.clustering.mixing import cosine
 from raceme.clustering.model import Model
 from raceme.clustering.spectral import numbered
-from raceme.messages import Vector
-from raceme.options import option
+from raceme.config.options import option
+from raceme.protocol.messages import Vector
 from raceme.server.dispatch import Dispatch, InRounds, RoundsParameters, sample
 from raceme.server.fleet import Client
 from raceme.server.method import Applied, Method, average_by_cluster

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from sklearn.cluster import kmeans_plusplus
 
 from raceme.clustering.clusters import parts_of
-from raceme.options import option
+from raceme.config.options import option
 from raceme.server.dispatch import Dispatch, InRounds, RoundsParameters
 from raceme.server.method import Applied, Method, average_by_cluster
 from raceme.server.replies import Update

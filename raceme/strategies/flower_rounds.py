@@ -16,8 +16,8 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricReco
 from flwr.serverapp import Grid, strategy
 from flwr.serverapp.strategy import Strategy
 
-from raceme import messages as names
-from raceme.options import option
+from raceme.config.options import option
+from raceme.protocol import messages as names
 from raceme.server.dispatch import Dispatch, InRounds, RoundsParameters
 from raceme.server.fleet import Client
 from raceme.server.method import Applied, Method

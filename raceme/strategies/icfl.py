@@ -24,8 +24,8 @@ from raceme.clustering.clusters import parts_of
 from raceme.clustering.mixing import unit
 from raceme.clustering.model import Model
 from raceme.clustering.similarity import MeanSimilarity
-from raceme.messages import Vector
-from raceme.options import option
+from raceme.config.options import option
+from raceme.protocol.messages import Vector
 from raceme.server.dispatch import Dispatch, InRounds, RoundsParameters
 from raceme.server.fleet import Client
 from raceme.server.method import Applied, Method, average_by_cluster, staleness_of

@@ -15,8 +15,8 @@ import numpy as np
 
 from raceme.clustering.clusters import Clusters
 from raceme.clustering.model import Model
-from raceme.messages import COMPUTE_SCALE, TRAIN, TRAIN_BEST, ModelSpec, Vector
-from raceme.options import option
+from raceme.config.options import option
+from raceme.protocol.messages import COMPUTE_SCALE, TRAIN, TRAIN_BEST, ModelSpec, Vector
 from raceme.server.dispatch import Dispatch, InRounds, RoundsParameters
 from raceme.server.method import Applied, Method, average_by_cluster, staleness_of
 from raceme.server.replies import Update

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from raceme.clustering.clusters import Clusters
 from raceme.clustering.model import Model
-from raceme.messages import Vector
+from raceme.protocol.messages import Vector
 from raceme.server.fleet import Client
 from raceme.server.method import Applied, Method
 from raceme.server.replies import Update

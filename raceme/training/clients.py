@@ -124,7 +124,7 @@ def load(run_items: _Items, node_items: _Items, step: int) -> Client:
     config = config.with_values(clients=int(node.get("num-partitions", config.num_clients)))
     position = _position(config, node)
     data, shape = datasets.client_data(config, position, step), datasets.data_shape(config)
-    network = _network(str(config.model), shape.input_shape, shape.num_classes)
+    network = _network(str(config.model), shape)
     return Client(
         id=str(node.get("device-id", f"client-{position}")),
         config=config,
@@ -157,6 +157,7 @@ def _position(config: RunConfig, node: Mapping[str, Value]) -> int:
 
 
 @lru_cache(maxsize=8)
-def _network(name: str, input_shape: tuple[int, ...], num_classes: int) -> Network:
+def _network(name: str, shape: datasets.DataShape) -> Network:
     """Build a network; its weights are overwritten by every message that it serves."""
-    return Network(models.build(name, input_shape, num_classes))
+    module = models.build(name, shape.input_shape, shape.num_classes, tokens=shape.tokens)
+    return Network(module)

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from raceme.compat import array_record
-from raceme.messages import InvalidModelError, ModelSpec, from_array, to_array
 from raceme.models.batch_norm import batch_norm_arrays, has_batch_norm
+from raceme.protocol.messages import InvalidModelError, ModelSpec, from_array, to_array
 
 
 class Network:
@@ -36,7 +36,7 @@ class Network:
     slices : dict[str, slice]
         Where each parameter lies in them.
     needs_pairs : bool
-        True if a mini-batch of one sample is of no use: batch normalisation.
+        True if a mini-batch of one sample is unusable: batch normalisation.
     batch_norm : tuple[str, ...]
         Names of the arrays of its batch normalisation: weights, statistics and counters.
     channels_last : bool

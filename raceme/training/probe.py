@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from raceme.messages import ModelSpec, Vector
+from raceme.protocol.messages import ModelSpec, Vector
 from raceme.training.local import losses
 from raceme.training.network import Network
 from raceme.training.samples import Samples

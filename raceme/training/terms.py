@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from flwr.app import ArrayRecord
 from torch import Tensor
 
-from raceme.messages import MASK
+from raceme.protocol.messages import MASK
 from raceme.training.network import Network
 from raceme.training.settings import TrainingSettings
 

@@ -11,7 +11,7 @@ from flwr.app import ArrayRecord, ConfigRecord, RecordDict
 from numpy.typing import NDArray
 
 from raceme.config import Value
-from raceme.messages import (
+from raceme.protocol.messages import (
     ARRAYS,
     BATCH_SIZE,
     LOCAL_EPOCHS,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from raceme.config import RunConfig
+from raceme.config.registry import DRIFTS
 from raceme.datasets.dealt import Dealt
 from raceme.datasets.drift.base import Drift
 from raceme.datasets.drift.schedule import Schedule, parse_schedule
-from raceme.registry import DRIFTS
 
 __all__ = ["Drift", "Schedule", "drift_of", "drift_type", "parse_schedule", "schedule_of"]
 

@@ -9,9 +9,9 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from raceme.config.options import option
 from raceme.datasets.dealt import Dealt
 from raceme.datasets.source import ClientData, generator
-from raceme.options import option
 
 State = TypeVar("State")
 _KEPT = 4

@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from raceme.config.errors import UserError
+from raceme.config.options import option
 from raceme.datasets.drift.base import Drift, DriftOptions
 from raceme.datasets.skew import rotated
 from raceme.datasets.source import ClientData
-from raceme.errors import UserError
-from raceme.options import option
 
 _QUARTERS = 4
 """Steps of a gradual drift in a run, if nothing else is asked for."""

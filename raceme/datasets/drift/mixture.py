@@ -13,12 +13,12 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from raceme.config.errors import UserError
+from raceme.config.options import option
 from raceme.datasets.drift.base import Drift, DriftOptions
 from raceme.datasets.partition import largest_remainder
 from raceme.datasets.skew import Inputs
 from raceme.datasets.source import ClientData, Indices
-from raceme.errors import UserError
-from raceme.options import option
 
 _SHARES = (0.5, 2.0)
 """Smallest and largest size of a draw, relative to the mean client, if no size is given."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-from raceme.errors import UserError
+from raceme.config.errors import UserError
 
 Unit = Literal["seconds", "updates", "uploads"]
 

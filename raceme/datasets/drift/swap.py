@@ -13,11 +13,11 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from raceme.config.errors import UserError
+from raceme.config.options import option
 from raceme.datasets.dealt import Dealt
 from raceme.datasets.drift.base import Drift, DriftOptions, Evolution
 from raceme.datasets.source import ClientData, Indices
-from raceme.errors import UserError
-from raceme.options import option
 
 
 @dataclass(frozen=True)

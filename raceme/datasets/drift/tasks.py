@@ -7,10 +7,10 @@ from functools import cached_property
 
 import numpy as np
 
+from raceme.config.errors import UserError
+from raceme.config.options import option
 from raceme.datasets.drift.base import Drift, DriftOptions
 from raceme.datasets.source import ClientData, Indices
-from raceme.errors import UserError
-from raceme.options import option
 
 _MOST = 5
 """Tasks of a sequence, if no number is given and the clients have labels enough."""

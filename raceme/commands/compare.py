@@ -1,0 +1,56 @@
+"""`raceme compare`: several methods on the same clients, devices and seeds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from raceme.commands.suites import SHARED, Out, Processes, Seeds, run_suites, with_seeds
+from raceme.config import Value
+from raceme.config.errors import UserError
+
+SHOWN = ("dataset", "model", "partition", "target-accuracy", *SHARED)
+"""Keys of a run that the help shows."""
+
+
+def compare(
+    keys: Mapping[str, Value],
+    methods: Annotated[
+        list[str] | None, typer.Argument(help="strategies, or methods of the suite")
+    ] = None,
+    every: Annotated[bool, typer.Option("--all", help="all strategies")] = False,
+    suite: Annotated[
+        Path | None, typer.Option("--suite", help="TOML file with a suite", show_default=False)
+    ] = None,
+    seeds: Seeds = None,
+    out: Out = None,
+    processes: Processes = 0,
+) -> None:
+    """Run several methods on the same clients, devices and seeds, and compare them.
+
+    The target accuracy is recorded and does not end a run. Runs that are finished in --out are
+    kept.
+    """
+    from raceme.comparison.suite_file import load_suite
+    from raceme.comparison.suites import of_names
+
+    if suite is not None and every:
+        raise UserError("Give --suite or --all, not both.")
+    if suite is not None:
+        chosen = load_suite(suite)
+        chosen = (chosen.only(methods) if methods else chosen).with_settings(keys)
+    else:
+        chosen = of_names(_all_strategies() if every else methods or [], keys)
+    chosen = with_seeds(chosen, seeds)
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    run_suites([(chosen, out or Path("runs") / f"{stamp}-compare-{chosen.dataset}")], processes)
+
+
+def _all_strategies() -> list[str]:
+    from raceme.config.registry import STRATEGIES
+
+    return list(STRATEGIES)

@@ -1,0 +1,71 @@
+"""`raceme reproduce`: a paper's experiment, with the published numbers beside ours."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from raceme.commands.suites import Out, Processes, Seeds, run_suites, with_seeds
+from raceme.config import Value
+from raceme.config.errors import UserError
+
+
+def reproduce(
+    keys: Mapping[str, Value],
+    name: Annotated[str, typer.Argument(help="e.g. casa-table1; without: show all")] = "",
+    dataset: Annotated[
+        str | None,
+        typer.Option("--dataset", help="variant, e.g. mnist or cifar10", show_default=False),
+    ] = None,
+    methods: Annotated[
+        str, typer.Option("--methods", help="only these, e.g. casa,fedavg", show_default=False)
+    ] = "",
+    scale: Annotated[float, typer.Option("--scale", help="shorten the suite to this part")] = 1.0,
+    seeds: Seeds = None,
+    out: Out = None,
+    processes: Processes = 0,
+) -> None:
+    """Run a paper's experiment, and show the published numbers beside ours."""
+    from raceme.comparison.suite_file import all_shipped, load_suite
+
+    if not name:
+        for shown, variants in all_shipped().items():
+            print(f"{shown}: {', '.join(variants)}")
+        return
+    planned = []
+    chosen = _variants(name, dataset)
+    for path in chosen:
+        suite = load_suite(path)
+        if methods:
+            suite = suite.only([label.strip() for label in methods.split(",")])
+        suite = with_seeds(suite.with_settings(keys), seeds).scaled(scale)
+        folder = path.stem if scale == 1.0 else f"{path.stem}-scale-{scale:g}"
+        if out is not None:
+            folder_path = out / path.stem if len(chosen) > 1 else out
+        else:
+            folder_path = Path("runs") / folder
+        planned.append((suite, folder_path))
+    run_suites(planned, processes)
+
+
+def _variants(name: str, dataset: str | None) -> list[Path]:
+    """Return the suites of a reproduction: one variant, or all that use the same dataset."""
+    from raceme.comparison.suite_file import load_suite, shipped
+    from raceme.config.errors import unknown_name
+
+    variants = shipped(name)
+    if dataset is not None:
+        if dataset in variants:
+            return [variants[dataset]]
+        found = [path for path in variants.values() if load_suite(path).dataset == dataset]
+        if not found:
+            raise unknown_name(f"dataset of {name}", dataset, variants)
+        return found
+    if len({load_suite(path).dataset for path in variants.values()}) > 1:
+        raise UserError(
+            f"{name} has several datasets: choose one with --dataset ({', '.join(variants)})."
+        )
+    return list(variants.values())

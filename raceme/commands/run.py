@@ -1,0 +1,48 @@
+"""`raceme run`: a method on virtual time."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping
+
+import typer
+
+from raceme.config import RunConfig, Value
+
+
+def run(keys: Mapping[str, Value]) -> None:
+    """Run a method on virtual time, and leave a table, plots and all numbers.
+
+    Keys come from --config, then the options, then --set; the later one wins. With --resume they
+    are those of the earlier run.
+    """
+    from raceme.checkpoints import StopRequest
+    from raceme.experiment import simulate
+    from raceme.reporting.console import RunProgress, print_summary
+
+    settings = RunConfig.from_mapping(keys)
+
+    _quiet_flower()
+    with StopRequest() as stop, RunProgress(max_updates=settings.max_updates) as progress:
+        outcome = simulate(settings, progress.observe, stop=stop)
+    print_summary(outcome.summary, outcome.out)
+    if outcome.unwritten:
+        failed = ", ".join(outcome.unwritten)
+        print(f"raceme: {failed} could not be written; see run.log there.", file=sys.stderr)
+    if outcome.interrupted:
+        raise typer.Exit(130)
+    if not outcome.complete:
+        raise typer.Exit(1)
+
+
+def _quiet_flower() -> None:
+    """Keep Flower's and Raceme's log lines off the progress display; a run logs to a file."""
+    logging.getLogger("flwr").setLevel(logging.ERROR)
+    logging.getLogger("raceme").propagate = False
+    logging.getLogger("raceme").addHandler(logging.NullHandler())
+    # What becomes of checkpoints, and defaults that did not fit, are the person's business: rare.
+    for name in ("raceme.checkpoints", "raceme.defaults"):
+        logger = logging.getLogger(name)
+        logger.setLevel(logging.INFO)
+        logger.handlers = [logging.StreamHandler(sys.stderr)]

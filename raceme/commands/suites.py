@@ -1,0 +1,83 @@
+"""What `raceme compare` and `raceme reproduce` share: running suites and printing their tables."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from raceme.comparison.suites import Suite
+from raceme.config.errors import UserError
+
+SHARED = ("data-root", "download", "clients", "devices", "max-updates", "max-time", "eval-every")
+"""Keys of a run that the help of both commands shows."""
+
+Out = Annotated[
+    Path | None,
+    typer.Option(
+        "--out", help="folder for the results; the same folder again continues from there"
+    ),
+]
+Seeds = Annotated[str | None, typer.Option("--seeds", help="seeds, e.g. 0,1,2", show_default=False)]
+Processes = Annotated[
+    int, typer.Option("--processes", help="runs at a time (0: one per core)", min=0)
+]
+
+
+def run_suites(planned: Sequence[tuple[Suite, Path]], processes: int) -> None:
+    """Run suites one after another, after all of them were checked, and print their tables."""
+    from raceme.comparison.compare import compare as run_suite
+    from raceme.comparison.compare import prepare
+    from raceme.comparison.runner import cores
+    from raceme.comparison.table import main_table, sweep_table
+
+    logging.getLogger("flwr").setLevel(logging.ERROR)
+    console = Console(highlight=False)
+    prepared = [prepare(suite, out) for suite, out in planned]
+    failed = False
+    for plan in prepared:
+        suite = plan.suite
+        if suite.scale != 1.0:
+            console.print(f"{suite.title}: SHORTENED, --scale {suite.scale:g}", markup=False)
+        try:
+            comparison = run_suite(plan, processes or cores(), console)
+        except KeyboardInterrupt:
+            console.print(
+                f"\nInterrupted. Finished runs are kept; to continue, the same command with "
+                f"--out {plan.out}",
+                markup=False,
+                soft_wrap=True,
+            )
+            raise typer.Exit(130) from None
+        for text in (main_table(comparison), sweep_table(comparison)):
+            if text is not None:
+                console.print()
+                console.print(text.rich())
+                for line in text.lines:
+                    console.print(line, markup=False, soft_wrap=True)
+        console.print(f"\nTables, plots and runs: {plan.out}", markup=False, soft_wrap=True)
+        failed = failed or any(result.errors for result in comparison.results)
+    if failed:
+        raise typer.Exit(1)
+
+
+def with_seeds(suite: Suite, text: str | None) -> Suite:
+    """Return a suite with other seeds, as a person writes them: ``"0,1,2"``.
+
+    Raises
+    ------
+    UserError
+        They are not numbers with commas.
+    """
+    if text is None:
+        return suite
+    try:
+        seeds = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise UserError(f"--seeds takes numbers with commas, e.g. 0,1,2; got '{text}'.") from None
+    return replace(suite, seeds=seeds)

@@ -1,0 +1,267 @@
+"""What a run reports meanwhile: one small record per happening.
+
+A strategy calls its ``observe`` function with these; the run store, the progress line and tests
+are such functions. Times are seconds on the clock of the grid: virtual in the simulator, since
+the start of the run on Flower's grids.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+@dataclass(frozen=True)
+class ClientJoined:
+    """A client was greeted for the first time, or came back.
+
+    Attributes
+    ----------
+    client : str
+        The stable id that the client states.
+    node_id : int
+        Flower's id of the node where it runs now.
+    num_examples : int
+        Its number of training examples.
+    group : int or None
+        The true group of its data where that is known, for reporting purity only.
+    returned : bool
+        True if it was known before.
+    """
+
+    time: float
+    client: str
+    node_id: int
+    num_examples: int
+    group: int | None
+    returned: bool = False
+
+
+@dataclass(frozen=True)
+class ClientLeft:
+    """A client is no longer online."""
+
+    time: float
+    client: str
+
+
+@dataclass(frozen=True)
+class UpdateApplied:
+    """A client's update was accepted.
+
+    Attributes
+    ----------
+    seq : int
+        Number of this update, from 1.
+    cluster : int
+        The cluster whose model it went into.
+    base_version : int
+        Version of the model that the client started from.
+    staleness : int
+        Aggregations into that model since, τ.
+    weight : float
+        Share of the update in the new model, α.
+    dispatched_at : float
+        When the client was given the work.
+    train_loss : float
+        Mean loss of the local training.
+    started_at, finished_at : float or None
+        When the client began its work and when it was done with it, by the clock of its own
+        machine; on real devices only.
+    step : int
+        Step of the client's data that it trained on; 0 for data that never change.
+    """
+
+    seq: int
+    time: float
+    client: str
+    cluster: int
+    base_version: int
+    staleness: int
+    weight: float
+    dispatched_at: float
+    train_loss: float
+    bytes_down: int
+    bytes_up: int
+    started_at: float | None = None
+    finished_at: float | None = None
+    step: int = 0
+
+
+@dataclass(frozen=True)
+class UpdateRejected:
+    """A reply was not used: an error, a lost task, or content that is not a valid update."""
+
+    time: float
+    client: str
+    reason: str
+    dispatched_at: float
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """The models of one moment were tested by the clients that were online then.
+
+    Each client tests the model that serves it, on its own test data.
+
+    Attributes
+    ----------
+    time, updates : float, int
+        The moment of the models: when it was, and the updates applied by then. On real devices
+        the clients' answers come later.
+    accuracy, loss : float
+        Unweighted means over the clients that answered.
+    clusters : int
+        Number of cluster models at that moment.
+    per_client : Mapping[str, tuple[int, float, float]]
+        Client id to (cluster, accuracy, loss), for the clients that answered; the cluster is the
+        one with the largest weight.
+    asked : int
+        Clients that were online at that moment.
+    steps : Mapping[str, int]
+        Client id to the step of the data that it was tested on, for the clients that answered;
+        those at step 0 are left out.
+    """
+
+    time: float
+    updates: int
+    accuracy: float
+    loss: float
+    clusters: int
+    per_client: Mapping[str, tuple[int, float, float]] = field(default_factory=dict)
+    asked: int = 0
+    steps: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def answered(self) -> int:
+        """Number of clients that answered."""
+        return len(self.per_client)
+
+    @property
+    def counts(self) -> bool:
+        """Whether enough of the clients answered for a target to count: nine tenths."""
+        return 10 * self.answered >= 9 * self.asked
+
+
+class ClusterChange(StrEnum):
+    """The verbs by which clients and clusters change; see `ClustersChanged`."""
+
+    ASSIGN = "assign"
+    """A client that had no cluster was given one, or several with weights."""
+    MOVE = "move"
+    """A client went to another cluster, or its weights changed."""
+    SPLIT = "split"
+    """A cluster was replaced by several."""
+    MERGE = "merge"
+    """Several clusters were replaced by one."""
+    FOUND = "found"
+    """A new cluster was founded beside the others."""
+    RETIRE = "retire"
+    """A cluster without members was given up."""
+
+
+@dataclass(frozen=True)
+class ClustersChanged:
+    """Who belongs where has changed: the one report of all of `Clusters`' verbs.
+
+    Attributes
+    ----------
+    change : ClusterChange
+        The verb.
+    memberships : Mapping[str, Mapping[int, float]]
+        The clients whose clusters changed, to the weight of each of their clusters from now on
+        (positive, sum 1). Clients that are not named stay where they were.
+    gone : tuple[int, ...]
+        Clusters that do not exist any more: the parent of a split, the sources of a merge.
+    made : tuple[int, ...]
+        Clusters that are new: the children of a split, the target of a merge. Ids are never used
+        twice.
+    score, threshold : float
+        What was measured, and the bound that it passed; NaN where the method measures nothing.
+        CASA: the eigengap to the power γ, and α_c. CFL: the largest norm of a client's update, and
+        ε2. ICFL: 1 − the smallest pairwise similarity, and 1 − α*(t).
+    """
+
+    time: float
+    updates: int
+    change: ClusterChange
+    memberships: Mapping[str, Mapping[int, float]]
+    gone: tuple[int, ...] = ()
+    made: tuple[int, ...] = ()
+    score: float = math.nan
+    threshold: float = math.nan
+
+
+@dataclass(frozen=True)
+class DataChanged:
+    """Clients' data moved on to another step: drift, or the next task.
+
+    Attributes
+    ----------
+    client : str or None
+        Whose data; None stands for all clients at once.
+    step : int
+        The step from now on.
+    """
+
+    time: float
+    updates: int
+    client: str | None
+    step: int
+
+
+class Ending(StrEnum):
+    """Why a run ended."""
+
+    LIMIT = "limit"
+    """The planned number of updates, or the time limit."""
+    TARGET = "target"
+    """The target accuracy."""
+    INTERRUPTED = "interrupted"
+    """The user, or a signal."""
+    NO_CLIENTS = "no-clients"
+    """All clients are gone."""
+    USELESS_REPLIES = "useless-replies"
+    """Too many replies in a row were unusable."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the run did what it was to do."""
+        return self in (Ending.LIMIT, Ending.TARGET)
+
+
+@dataclass(frozen=True)
+class RunEnded:
+    """The run is over.
+
+    Attributes
+    ----------
+    reason : str
+        One line for the person: which limit was reached, or what ended it early.
+    ending : Ending
+        The kind of end.
+    """
+
+    time: float
+    updates: int
+    reason: str
+    ending: Ending = Ending.LIMIT
+
+
+Event = (
+    ClientJoined
+    | ClientLeft
+    | UpdateApplied
+    | UpdateRejected
+    | Evaluated
+    | ClustersChanged
+    | DataChanged
+    | RunEnded
+)
+Observer = Callable[[Event], None]
+
+
+def ignore(event: Event) -> None:
+    """Observe nothing."""

@@ -1,0 +1,339 @@
+"""What travels in Flower messages, and how a model becomes a flat vector and back.
+
+Names of records and keys are those of Flower's own strategies (``arrays``, ``config``,
+``num-examples``), so that a Raceme strategy works with any Flower ClientApp that answers training
+with its arrays, and Raceme's ClientApp with Flower's strategies.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property, lru_cache
+from math import prod
+from typing import TypeVar
+
+import numpy as np
+from flwr.app import Array, ArrayRecord
+from numpy.typing import NDArray
+
+from raceme.compat import array, array_record
+
+Vector = NDArray[np.float32]
+"""A whole model, flat: shape (d,), float32."""
+
+Number = TypeVar("Number", bound=np.generic)
+
+ARRAYS = "arrays"
+CONFIG = "config"
+METRICS = "metrics"
+NUMBERS = "numbers"
+"""Record of what a client measured sample by sample or class by class: named arrays."""
+
+KIND = "kind"
+"""What a message asks of a client. Without it a message asks for what its Flower type says."""
+TRAIN = "train"
+TRAIN_BEST = "train-best"
+"""Of several models, train the one with the least loss on the training samples."""
+LOSSES = "losses"
+"""The loss of every sample under each of several models: the kind of work, and the numbers that
+answer it, float32, shape (models, samples)."""
+LABEL_COUNTS = "label-counts"
+"""Training samples per class: the kind of work, and the numbers, int64, shape (classes,)."""
+EVALUATE = "evaluate"
+DESCRIBE = "describe"
+"""Who the client is and what it has: what every client is asked first."""
+ON = "on"
+"""Samples that losses are asked for: ``"train"``, as if nothing is said, or ``"test"``."""
+
+TASK = "task"
+"""Number of a piece of work, unique in a run; a reply states the one that it answers."""
+VERSION = "version"
+"""Version of the model that a message carries; a reply states the one it started from."""
+STEP = "step"
+"""Step of the data that change: the client works on its samples of this step, from 0."""
+CLIENT_ID = "client-id"
+NUM_EXAMPLES = "num-examples"
+NUM_TEST_EXAMPLES = "num-test-examples"
+GROUP = "group"
+TRAIN_LOSS = "train-loss"
+ACCURACY = "accuracy"
+LOSS = "loss"
+LR = "lr"
+BATCH_SIZE = "batch-size"
+LOCAL_EPOCHS = "local-epochs"
+LOCAL_STEPS = "local-steps"
+"""Mini-batches to train for, instead of passes over the samples."""
+OPTIMIZER = "optimizer"
+MOMENTUM = "momentum"
+WEIGHT_DECAY = "weight-decay"
+PROXIMAL_MU = "proximal-mu"
+COMPUTE_SCALE = "compute-scale"
+"""Share of a full local round's computation that a task asks for; only the simulator reads it."""
+REPORT_TIMING = "report-timing"
+"""Asks a client to state when it began its work and when it was done; never on virtual time."""
+STARTED_AT = "started-at"
+FINISHED_AT = "finished-at"
+"""Seconds since 1970 on the clock of the client's machine."""
+ROUND = "server-round"
+"""Flower's own number of a round, in the messages of round-based strategies."""
+
+MASK = "mask"
+"""Record with one array of 0 and 1 for each of the model's: which weights a client trains."""
+CHOSEN = "chosen"
+"""Which of several models a client has trained, counted from 0; a reply states it."""
+
+_STYPE = "numpy.ndarray"
+_LARGEST_SQUARE = 1e30
+"""Squared length of a model from which on it is refused. No network that works comes near it, and
+below it sums, differences and distances over very many clients stay finite in float32."""
+
+
+def candidate(index: int) -> str:
+    """Name the record of one of several models among which a client chooses: ``arrays-2``."""
+    return f"{ARRAYS}-{index}"
+
+
+def passes(settings: Mapping[str, object], examples: int) -> float:
+    """Return how often a training message lets a client go through its samples.
+
+    Parameters
+    ----------
+    settings : Mapping
+        The message's.
+    examples : int
+        Number of the client's training samples.
+    """
+    steps, epochs = settings.get(LOCAL_STEPS, 0), settings.get(LOCAL_EPOCHS, 1)
+    if isinstance(steps, int) and steps > 0:
+        size = settings.get(BATCH_SIZE, 1)
+        return steps * (size if isinstance(size, int) else 1) / max(1, examples)
+    return float(epochs) if isinstance(epochs, int | float) else 1.0
+
+
+class InvalidModelError(ValueError):
+    """An ArrayRecord does not hold a usable model; the message says why."""
+
+
+class Role(Enum):
+    """What one array of a model is.
+
+    TRAINABLE
+        Weights: mixed and compared.
+    STATISTICS
+        Running mean and variance of a normalisation layer: mixed like weights, never compared.
+    COUNTER
+        A number of batches or the like: copied from the latest update, never mixed.
+    """
+
+    TRAINABLE = "trainable"
+    STATISTICS = "statistics"
+    COUNTER = "counter"
+
+    @classmethod
+    def of(cls, name: str, dtype: str) -> Role:
+        """Tell an array's role from its name, as torch names it, and its type on the wire."""
+        last = name.rpartition(".")[2]
+        if last == "num_batches_tracked" or np.dtype(dtype).kind != "f":
+            return cls.COUNTER
+        return cls.STATISTICS if last in ("running_mean", "running_var") else cls.TRAINABLE
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Names, shapes and dtypes of a model's arrays, in the order of its flat vector.
+
+    Attributes
+    ----------
+    names : tuple[str, ...]
+        Keys in the ArrayRecord.
+    shapes : tuple[tuple[int, ...], ...]
+        Shape of each array.
+    dtypes : tuple[str, ...]
+        Data type of each array on the wire; the flat vector is always float32.
+    """
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+
+    @classmethod
+    def of(cls, record: ArrayRecord) -> ModelSpec:
+        """Read the specification off a record."""
+        arrays = list(record.values())
+        return cls(
+            names=tuple(record.keys()),
+            shapes=tuple(tuple(array.shape) for array in arrays),
+            dtypes=tuple(array.dtype for array in arrays),
+        )
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Number of elements of each array."""
+        return tuple(prod(shape) for shape in self.shapes)
+
+    @cached_property
+    def size(self) -> int:
+        """Number of parameters, d."""
+        return sum(self.sizes)
+
+    @cached_property
+    def num_bytes(self) -> int:
+        """Bytes of the arrays' data on the wire, headers not counted."""
+        return sum(n * np.dtype(t).itemsize for n, t in zip(self.sizes, self.dtypes, strict=True))
+
+    @cached_property
+    def roles(self) -> tuple[Role, ...]:
+        """Role of each array."""
+        return tuple(Role.of(*array) for array in zip(self.names, self.dtypes, strict=True))
+
+    @cached_property
+    def trainable(self) -> NDArray[np.bool_] | None:
+        """Which elements of the flat vector are weights, shape (d,); None if all are."""
+        mask = self._elements(Role.TRAINABLE)
+        return None if mask.all() else mask
+
+    @cached_property
+    def counters(self) -> NDArray[np.bool_] | None:
+        """Which elements of the flat vector only count, shape (d,); None if none does."""
+        mask = self._elements(Role.COUNTER)
+        return mask if mask.any() else None
+
+    def _elements(self, role: Role) -> NDArray[np.bool_]:
+        of_role = np.array([array is role for array in self.roles], np.bool_)
+        mask = np.repeat(of_role, np.array(self.sizes, np.intp))
+        # Properties of a specification are shared: nobody may change them.
+        mask.flags.writeable = False
+        return mask
+
+    def compared(self, vector: NDArray[Number]) -> NDArray[Number]:
+        """Return what of a model may be compared, decayed, sketched or bounded: its weights.
+
+        Running statistics and counters, whose size has nothing to do with the direction of
+        training, are left out.
+
+        Parameters
+        ----------
+        vector : NDArray
+            Shape (..., d).
+
+        Returns
+        -------
+        NDArray
+            Shape (..., weights): `vector` itself if all of it are weights, else a copy.
+        """
+        return vector if self.trainable is None else vector[..., self.trainable]
+
+    def copy_counters(self, source: Vector, target: Vector) -> None:
+        """Set the counters of one flat model to those of another, for after the two were mixed."""
+        if self.counters is not None:
+            target[self.counters] = source[self.counters]
+
+    def views(self, vector: NDArray[Number]) -> dict[str, NDArray[Number]]:
+        """Return the arrays as views into a flat vector, by name."""
+        views: dict[str, NDArray[Number]] = {}
+        start = 0
+        for name, shape, size in zip(self.names, self.shapes, self.sizes, strict=True):
+            views[name] = vector[start : start + size].reshape(shape)
+            start += size
+        return views
+
+    def pack(self, vector: Vector) -> ArrayRecord:
+        """Turn a flat vector into the ArrayRecord that it came from. Copies once."""
+        views = self.views(vector)
+        return array_record(
+            {
+                name: to_array(views[name].astype(dtype, copy=False))
+                for name, dtype in zip(self.names, self.dtypes, strict=True)
+            }
+        )
+
+    def pack_mask(self, mask: NDArray[np.bool_]) -> ArrayRecord:
+        """Turn a flat mask into the record that travels with a model: bytes of 0 and 1."""
+        views = self.views(mask)
+        return array_record({name: to_array(views[name].astype(np.uint8)) for name in self.names})
+
+    def unpack(self, record: ArrayRecord) -> Vector:
+        """Turn an ArrayRecord into a flat vector. Copies once.
+
+        Raises
+        ------
+        InvalidModelError
+            Arrays are missing, have other shapes or types, hold NaN or infinity, or numbers so
+            large that arithmetic with several models could overflow.
+        """
+        if len(record) != len(self.names) or any(name not in record for name in self.names):
+            raise InvalidModelError(
+                f"wrong arrays: expected {len(self.names)}, got {sorted(record)}"
+            )
+        vector = np.empty(self.size, np.float32)
+        for name, view in self.views(vector).items():
+            values = from_array(record[name])
+            if values.shape != view.shape:
+                raise InvalidModelError(
+                    f"wrong shape of '{name}': {values.shape}, not {view.shape}"
+                )
+            if values.dtype.kind not in "fiu":
+                raise InvalidModelError(f"wrong type of '{name}': {values.dtype}")
+            # A number too large for float32 becomes infinity, and is refused as such below.
+            with np.errstate(over="ignore", invalid="ignore"):
+                view[...] = values
+        # NaN and infinity survive in the squared norm: one pass, no temporary array.
+        with np.errstate(over="ignore", invalid="ignore"):
+            squared_norm = np.dot(vector, vector)
+        if not squared_norm <= _LARGEST_SQUARE:
+            if not np.isfinite(vector).all():
+                raise InvalidModelError("not finite: the model holds NaN or infinity")
+            length = float(np.linalg.norm(vector.astype(np.float64)))
+            raise InvalidModelError(f"too large: the model's length is {length:.1e}")
+        return vector
+
+
+def to_array(values: NDArray[np.generic]) -> Array:
+    """Serialise an array as Flower does (the .npy format), copying its data once."""
+    if not values.flags.c_contiguous:
+        values = np.ascontiguousarray(values)
+    data = b"".join((_header(values.dtype.str, values.shape), values.data))
+    return array(str(values.dtype), tuple(values.shape), _STYPE, data)
+
+
+def from_array(array: Array) -> NDArray[np.generic]:
+    """Read an array without copying its data; the result is read-only.
+
+    Raises
+    ------
+    InvalidModelError
+        The bytes are not a plain array in .npy format.
+    """
+    data = array.data
+    length = 10 + int.from_bytes(data[8:10], "little")
+    try:
+        shape, fortran, dtype = _parse_header(data[:length])
+        values = np.frombuffer(data, dtype, count=prod(shape), offset=length)
+        return values.reshape(shape, order="F" if fortran else "C")
+    # numpy reads the header as Python source: bytes made to do harm can raise almost anything.
+    except Exception as error:
+        raise InvalidModelError(f"unreadable array: {error}") from None
+
+
+@lru_cache(maxsize=1024)
+def _header(dtype: str, shape: tuple[int, ...]) -> bytes:
+    """Return the .npy header of a C-ordered array."""
+    buffer = io.BytesIO()
+    description = {"descr": dtype, "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(buffer, description)
+    return buffer.getvalue()
+
+
+@lru_cache(maxsize=1024)
+def _parse_header(header: bytes) -> tuple[tuple[int, ...], bool, np.dtype[np.generic]]:
+    """Read shape, order and type from a .npy header of version 1.0, numpy's own choice."""
+    stream = io.BytesIO(header)
+    if np.lib.format.read_magic(stream) != (1, 0):
+        raise ValueError("not in .npy format 1.0")
+    shape, fortran, dtype = np.lib.format.read_array_header_1_0(stream)
+    if dtype.hasobject:
+        raise ValueError("objects are not accepted")
+    return shape, fortran, dtype

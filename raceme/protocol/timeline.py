@@ -1,0 +1,149 @@
+"""What a Flower Grid lacks: a clock with a wait for replies, and what can be relied on there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+from flwr.app import Message
+from flwr.serverapp import Grid
+
+
+@runtime_checkable
+class Timeline(Protocol):
+    """A clock, the wait for replies, and what this clock and its grid are capable of.
+
+    Whoever needs to know asks for a capability, never for a class.
+
+    Attributes
+    ----------
+    is_virtual : bool
+        True where seconds are not those of the wall clock: two runs with one seed are identical,
+        and nothing that the machine's own clock says belongs in their results.
+    free_evaluation : bool
+        True where an evaluation message costs no time on this clock, so that a sweep over all
+        clients disturbs nothing.
+    keeps_messages : bool
+        True for one that was restored together with all its open messages: whoever waited for their
+        replies can keep waiting.
+    """
+
+    is_virtual: bool
+    free_evaluation: bool
+    keeps_messages: bool
+
+    def now(self) -> float:
+        """Return the time in seconds."""
+        ...
+
+    def wait(self, message_ids: Collection[str], until: float | None = None) -> list[Message]:
+        """Wait for the next replies.
+
+        Parameters
+        ----------
+        message_ids : Collection[str]
+            Ids of the messages whose replies are wanted.
+        until : float, optional
+            Time at which to give up.
+
+        Returns
+        -------
+        list[Message]
+            At least one reply in order of arrival, or none: the deadline has come, or clients
+            came online or went offline.
+        """
+        ...
+
+    def forget(self, message_ids: Iterable[str]) -> None:
+        """Give up on replies: nobody will wait for those to these messages.
+
+        Parameters
+        ----------
+        message_ids : Iterable[str]
+            Ids of messages, answered already or not; unknown ones are ignored.
+        """
+        ...
+
+
+@runtime_checkable
+class Resumable(Protocol):
+    """A grid that a checkpoint can save, with its clock and its open messages."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that decides how the run continues: a tree of plain values and arrays."""
+        ...
+
+    def load_state_dict(self, tree: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned, on a new grid of the same fleet."""
+        ...
+
+
+class WallTimeline:
+    """The wall clock, and polling with back-off, for any Grid of Flower's.
+
+    Parameters
+    ----------
+    grid : Grid
+        Where replies come from.
+    shortest, longest : float
+        Bounds in seconds of the pause between two polls; it starts at the shortest after every
+        reply and grows by half each time nothing has come.
+    clock, sleep : Callable
+        Replaceable for tests.
+    start : float
+        What time it is now.
+    """
+
+    is_virtual = False
+    free_evaluation = False
+    keeps_messages = False
+
+    def __init__(
+        self,
+        grid: Grid,
+        shortest: float = 0.02,
+        longest: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+        start: float = 0.0,
+    ) -> None:
+        self._grid = grid
+        self._shortest = shortest
+        self._longest = longest
+        self._clock = clock
+        self._sleep = sleep
+        self._start = clock() - start
+
+    def now(self) -> float:
+        """Return the seconds since this object was made, and of a resumed run those before."""
+        return self._clock() - self._start
+
+    def wait(self, message_ids: Collection[str], until: float | None = None) -> list[Message]:
+        """Poll until a reply has come or the deadline has passed."""
+        pause = self._shortest
+        while True:
+            replies = list(self._grid.pull_messages(list(message_ids))) if message_ids else []
+            if replies:
+                return replies
+            left = float("inf") if until is None else until - self.now()
+            if left <= 0:
+                return []
+            self._sleep(min(pause, left))
+            pause = min(pause * 1.5, self._longest)
+
+    def forget(self, message_ids: Iterable[str]) -> None:
+        """Do nothing: Flower has no way to take a message back, and only asked-for replies come."""
+
+
+def timeline_of(grid: Grid, start: float = 0.0) -> Timeline:
+    """Return the grid itself if it keeps a clock of its own, else the wall clock on it.
+
+    Parameters
+    ----------
+    grid : Grid
+        Any Flower grid.
+    start : float
+        What time it is on the wall clock, in a resumed run.
+    """
+    return grid if isinstance(grid, Timeline) else WallTimeline(grid, start=start)

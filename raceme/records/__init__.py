@@ -1,0 +1,1 @@
+"""What a run leaves: its events on disk, and what can be read off them."""

@@ -1,0 +1,317 @@
+"""The tables of a run store, and how events become their rows and rows become events again."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from typing import Any
+
+from raceme.protocol.events import (
+    ClientJoined,
+    ClientLeft,
+    ClusterChange,
+    ClustersChanged,
+    DataChanged,
+    Ending,
+    Evaluated,
+    Event,
+    RunEnded,
+    UpdateApplied,
+    UpdateRejected,
+)
+
+FORMAT = 3
+"""Formats 1 and 2 are those of :mod:`raceme.records.old_stores`."""
+
+SCHEMA = """
+CREATE TABLE client_events (
+    event INTEGER PRIMARY KEY, time REAL NOT NULL, client TEXT NOT NULL,
+    kind TEXT NOT NULL CHECK (kind IN ('joined', 'returned', 'left')),
+    num_examples INTEGER, group_id INTEGER);
+CREATE VIEW clients AS
+    SELECT client, time AS joined_at, num_examples, group_id, min(event) AS event
+    FROM client_events WHERE kind IN ('joined', 'returned') GROUP BY client ORDER BY event;
+CREATE TABLE updates (
+    seq INTEGER NOT NULL UNIQUE, time REAL NOT NULL, client TEXT NOT NULL,
+    cluster INTEGER NOT NULL, base_version INTEGER NOT NULL, staleness INTEGER NOT NULL,
+    weight REAL, dispatched_at REAL NOT NULL, train_loss REAL,
+    bytes_down INTEGER NOT NULL, bytes_up INTEGER NOT NULL, started_at REAL, finished_at REAL,
+    step INTEGER NOT NULL, event INTEGER PRIMARY KEY);
+CREATE TABLE rejections (
+    event INTEGER PRIMARY KEY, time REAL NOT NULL, client TEXT NOT NULL, reason TEXT NOT NULL,
+    dispatched_at REAL NOT NULL);
+CREATE TABLE evaluations (
+    event INTEGER PRIMARY KEY, updates INTEGER NOT NULL, time REAL NOT NULL,
+    accuracy REAL, loss REAL, clusters INTEGER NOT NULL,
+    asked INTEGER NOT NULL, answered INTEGER NOT NULL);
+CREATE TABLE client_evaluations (
+    event INTEGER NOT NULL REFERENCES evaluations, updates INTEGER NOT NULL, client TEXT NOT NULL,
+    cluster INTEGER NOT NULL, accuracy REAL, loss REAL, step INTEGER NOT NULL,
+    PRIMARY KEY (event, client)) WITHOUT ROWID;
+CREATE TABLE cluster_changes (
+    event INTEGER PRIMARY KEY, time REAL NOT NULL, updates INTEGER NOT NULL,
+    change TEXT NOT NULL, score REAL, threshold REAL);
+CREATE TABLE changed_clusters (
+    event INTEGER NOT NULL REFERENCES cluster_changes, cluster INTEGER NOT NULL,
+    fate TEXT NOT NULL CHECK (fate IN ('gone', 'made')),
+    UNIQUE (event, fate, cluster));
+CREATE TABLE memberships (
+    event INTEGER NOT NULL REFERENCES cluster_changes, client TEXT NOT NULL,
+    cluster INTEGER NOT NULL, weight REAL NOT NULL,
+    UNIQUE (event, client, cluster));
+CREATE TABLE data_changes (
+    event INTEGER PRIMARY KEY, time REAL NOT NULL, updates INTEGER NOT NULL,
+    client TEXT, step INTEGER NOT NULL);
+CREATE TABLE endings (
+    event INTEGER PRIMARY KEY, time REAL NOT NULL, updates INTEGER NOT NULL,
+    ending TEXT NOT NULL, reason TEXT NOT NULL);
+"""
+
+TABLES = {
+    "client_events": (6, "event"),
+    "updates": (15, "event"),
+    "rejections": (5, "event"),
+    "evaluations": (8, "event"),
+    "client_evaluations": (7, "event, client"),
+    "cluster_changes": (6, "event"),
+    "changed_clusters": (3, "event, fate, cluster"),
+    "memberships": (4, "event, client, cluster"),
+    "data_changes": (5, "event"),
+    "endings": (5, "event"),
+}
+"""Number of columns and key of each table."""
+
+# Conversions with int() and float() let numpy's scalars in, which sqlite3 does not know.
+
+Rows = defaultdict[str, list[tuple[Any, ...]]]
+"""Rows that are not written yet, by table."""
+
+
+def _write_joined(rows: Rows, number: int, event: ClientJoined) -> None:
+    kind = "returned" if event.returned else "joined"
+    group = None if event.group is None else int(event.group)
+    examples = int(event.num_examples)
+    rows["client_events"].append((number, float(event.time), event.client, kind, examples, group))
+
+
+def _write_left(rows: Rows, number: int, event: ClientLeft) -> None:
+    rows["client_events"].append((number, float(event.time), event.client, "left", None, None))
+
+
+def _write_update(rows: Rows, number: int, event: UpdateApplied) -> None:
+    rows["updates"].append(
+        (
+            int(event.seq),
+            float(event.time),
+            event.client,
+            int(event.cluster),
+            int(event.base_version),
+            int(event.staleness),
+            float(event.weight),
+            float(event.dispatched_at),
+            float(event.train_loss),
+            int(event.bytes_down),
+            int(event.bytes_up),
+            event.started_at,
+            event.finished_at,
+            int(event.step),
+            number,
+        )
+    )
+
+
+def _write_rejection(rows: Rows, number: int, event: UpdateRejected) -> None:
+    rows["rejections"].append(
+        (number, float(event.time), event.client, event.reason, float(event.dispatched_at))
+    )
+
+
+def _write_evaluation(rows: Rows, number: int, event: Evaluated) -> None:
+    updates, steps = int(event.updates), event.steps
+    rows["evaluations"].append(
+        (
+            number,
+            updates,
+            float(event.time),
+            float(event.accuracy),
+            float(event.loss),
+            int(event.clusters),
+            int(event.asked),
+            event.answered,
+        )
+    )
+    rows["client_evaluations"].extend(
+        (
+            number,
+            updates,
+            client,
+            int(cluster),
+            float(accuracy),
+            float(loss),
+            int(steps.get(client, 0)),
+        )
+        for client, (cluster, accuracy, loss) in event.per_client.items()
+    )
+
+
+def _write_change(rows: Rows, number: int, event: ClustersChanged) -> None:
+    score, threshold = float(event.score), float(event.threshold)
+    rows["cluster_changes"].append(
+        (number, float(event.time), int(event.updates), event.change.value, score, threshold)
+    )
+    rows["changed_clusters"].extend((number, int(cluster), "gone") for cluster in event.gone)
+    rows["changed_clusters"].extend((number, int(cluster), "made") for cluster in event.made)
+    rows["memberships"].extend(
+        (number, client, int(cluster), float(weight))
+        for client, weights in event.memberships.items()
+        for cluster, weight in weights.items()
+    )
+
+
+def _write_data_change(rows: Rows, number: int, event: DataChanged) -> None:
+    updates, step = int(event.updates), int(event.step)
+    rows["data_changes"].append((number, float(event.time), updates, event.client, step))
+
+
+def _write_ending(rows: Rows, number: int, event: RunEnded) -> None:
+    rows["endings"].append(
+        (number, float(event.time), int(event.updates), event.ending.value, event.reason)
+    )
+
+
+WRITERS: dict[type[Any], Callable[[Rows, int, Any], None]] = {
+    ClientJoined: _write_joined,
+    ClientLeft: _write_left,
+    UpdateApplied: _write_update,
+    UpdateRejected: _write_rejection,
+    Evaluated: _write_evaluation,
+    ClustersChanged: _write_change,
+    DataChanged: _write_data_change,
+    RunEnded: _write_ending,
+}
+"""How an event of each type becomes rows."""
+
+Numbered = Iterator[tuple[int, Event]]
+"""Events with their numbers."""
+
+
+def number_of(value: float | None) -> float:
+    """Return a number, or NaN where SQLite stored NULL for it."""
+    return float("nan") if value is None else value
+
+
+def columns_of(connection: sqlite3.Connection, table: str) -> set[str]:
+    """Return the columns that a table has: older formats have fewer."""
+    return {name for _, name, *_ in connection.execute(f"PRAGMA table_info({table})")}
+
+
+def read_clients(connection: sqlite3.Connection) -> Numbered:
+    """Read who came and left."""
+    query = (
+        "SELECT event, time, client, kind, num_examples, group_id FROM client_events "
+        "WHERE kind IN ('joined', 'returned', 'left')"
+    )
+    for event, time, client, kind, num_examples, group in connection.execute(query):
+        if kind == "left":
+            yield event, ClientLeft(time, client)
+        else:
+            yield event, ClientJoined(time, client, 0, num_examples, group, kind == "returned")
+
+
+def read_updates(connection: sqlite3.Connection) -> Numbered:
+    """Read the updates that were accepted."""
+    stored = columns_of(connection, "updates")
+    names = [item.name for item in fields(UpdateApplied) if item.name in stored]
+    for number, *values in connection.execute(f"SELECT event, {', '.join(names)} FROM updates"):
+        update = dict(zip(names, values, strict=True))
+        update["weight"] = number_of(update["weight"])
+        update["train_loss"] = number_of(update["train_loss"])
+        yield number, UpdateApplied(**update)
+
+
+def read_rejections(connection: sqlite3.Connection) -> Numbered:
+    """Read the replies that were not used."""
+    query = "SELECT event, time, client, reason, dispatched_at FROM rejections"
+    for number, *values in connection.execute(query):
+        yield number, UpdateRejected(*values)
+
+
+def read_evaluations(connection: sqlite3.Connection) -> Numbered:
+    """Read the evaluations; in a store that does not say who was asked, all who answered were."""
+    per_client: defaultdict[int, dict[str, tuple[int, float, float]]] = defaultdict(dict)
+    steps: defaultdict[int, dict[str, int]] = defaultdict(dict)
+    step_of = "step" if "step" in columns_of(connection, "client_evaluations") else "0"
+    query = f"SELECT event, client, cluster, accuracy, loss, {step_of} FROM client_evaluations"
+    for number, client, cluster, accuracy, loss, step in connection.execute(query):
+        per_client[number][client] = (cluster, number_of(accuracy), number_of(loss))
+        if step:
+            steps[number][client] = step
+    asked_of = "asked" if "asked" in columns_of(connection, "evaluations") else "NULL"
+    query = f"SELECT event, time, updates, accuracy, loss, clusters, {asked_of} FROM evaluations"
+    for number, time, updates, accuracy, loss, clusters, asked in connection.execute(query):
+        scores = per_client.get(number, {})
+        yield (
+            number,
+            Evaluated(
+                time,
+                updates,
+                number_of(accuracy),
+                number_of(loss),
+                clusters,
+                scores,
+                len(scores) if asked is None else asked,
+                steps.get(number, {}),
+            ),
+        )
+
+
+def _read_changes(connection: sqlite3.Connection) -> Numbered:
+    fates: defaultdict[tuple[int, str], list[int]] = defaultdict(list)
+    query = "SELECT event, fate, cluster FROM changed_clusters ORDER BY rowid"
+    for number, fate, cluster in connection.execute(query):
+        fates[number, fate].append(cluster)
+    memberships: defaultdict[int, dict[str, dict[int, float]]] = defaultdict(dict)
+    query = "SELECT event, client, cluster, weight FROM memberships ORDER BY rowid"
+    for number, client, cluster, weight in connection.execute(query):
+        memberships[number].setdefault(client, {})[cluster] = weight
+    query = "SELECT event, time, updates, change, score, threshold FROM cluster_changes"
+    for number, time, updates, change, score, threshold in connection.execute(query):
+        yield (
+            number,
+            ClustersChanged(
+                time,
+                updates,
+                ClusterChange(change),
+                memberships.get(number, {}),
+                tuple(fates.get((number, "gone"), ())),
+                tuple(fates.get((number, "made"), ())),
+                number_of(score),
+                number_of(threshold),
+            ),
+        )
+
+
+def _read_data_changes(connection: sqlite3.Connection) -> Numbered:
+    query = "SELECT event, time, updates, client, step FROM data_changes"
+    for number, *values in connection.execute(query):
+        yield number, DataChanged(*values)
+
+
+def _read_endings(connection: sqlite3.Connection) -> Numbered:
+    query = "SELECT event, time, updates, reason, ending FROM endings"
+    for number, time, updates, reason, ending in connection.execute(query):
+        yield number, RunEnded(time, updates, reason, Ending(ending))
+
+
+READERS: tuple[Callable[[sqlite3.Connection], Numbered], ...] = (
+    read_clients,
+    read_updates,
+    read_rejections,
+    read_evaluations,
+    _read_changes,
+    _read_data_changes,
+    _read_endings,
+)
+"""What reads the tables of this format, each in any order."""

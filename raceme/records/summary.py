@@ -1,0 +1,288 @@
+"""The numbers of a run: gathered during the run, written as ``summary.json`` at its end."""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Protocol
+
+import raceme
+from raceme.protocol.events import (
+    ClientJoined,
+    ClustersChanged,
+    Ending,
+    Evaluated,
+    Event,
+    RunEnded,
+    UpdateApplied,
+    UpdateRejected,
+)
+from raceme.records.convergence import convergence_index, unrest
+from raceme.records.files import atomic_write
+from raceme.records.membership import Membership, purity
+
+__all__ = ["Evaluation", "RunSummary", "purity", "summarise", "time_to_target", "write_summary"]
+
+
+class Evaluation(Protocol):
+    """What the search for a target needs to know of an evaluation."""
+
+    @property
+    def time(self) -> float:
+        """When, in seconds."""
+        ...
+
+    @property
+    def updates(self) -> int:
+        """Updates applied by then."""
+        ...
+
+    @property
+    def accuracy(self) -> float:
+        """Mean accuracy over the clients."""
+        ...
+
+    @property
+    def counts(self) -> bool:
+        """Whether enough of the clients answered."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Point:
+    """An evaluation that counts, without its clients."""
+
+    time: float
+    updates: int
+    accuracy: float
+    counts: bool = True
+
+
+def time_to_target(
+    evaluations: Iterable[Evaluation], target: float | None
+) -> dict[str, float | int] | None:
+    """Find the first evaluation that counts and is at or above a target accuracy.
+
+    Returns
+    -------
+    dict or None
+        ``target``, ``virtual_time`` in seconds and ``updates``; None if the target was never
+        reached, or if there is none.
+    """
+    if target is None:
+        return None
+    for evaluation in evaluations:
+        if evaluation.counts and evaluation.accuracy >= target:
+            return {
+                "target": float(target),
+                "virtual_time": float(evaluation.time),
+                "updates": int(evaluation.updates),
+            }
+    return None
+
+
+class RunSummary:
+    """The numbers of a run so far, an observer of it.
+
+    Attributes
+    ----------
+    time : float
+        Time of the latest event in seconds.
+    updates, rejected : int
+        Updates applied, and replies that were not used.
+    accuracy, best_accuracy : float or None
+        Mean client accuracy of the latest evaluation, and of the best one that counts; None
+        before the first.
+    asked, answered : int or None
+        Clients that were asked in the latest evaluation, and of them those that answered.
+    bytes_down, bytes_up : int
+        Traffic of the updates applied, to the clients and from them.
+    clusters : int
+        Number of cluster models now.
+    membership : Membership
+        Which client is in which clusters.
+    reason : str or None
+        Why the run ended, in words; None before its end.
+    ending : Ending or None
+        The kind of end; None before it.
+    """
+
+    def __init__(self) -> None:
+        self.time = 0.0
+        self.updates = 0
+        self.rejected = 0
+        self.accuracy: float | None = None
+        self.best_accuracy: float | None = None
+        self.asked: int | None = None
+        self.answered: int | None = None
+        self.bytes_down = 0
+        self.bytes_up = 0
+        self.clusters = 0
+        self.membership = Membership()
+        self.reason: str | None = None
+        self.ending: Ending | None = None
+        self._evaluations: list[_Point] = []
+        self._pure_since: int | None = None
+
+    def observe(self, event: Event) -> None:
+        """Take note of an event."""
+        self.time = max(self.time, float(event.time))
+        if isinstance(event, UpdateApplied):
+            self.updates = int(event.seq)
+            self.bytes_down += int(event.bytes_down)
+            self.bytes_up += int(event.bytes_up)
+        elif isinstance(event, Evaluated):
+            self._observe_evaluation(event)
+        elif isinstance(event, UpdateRejected):
+            self.rejected += 1
+        elif isinstance(event, RunEnded):
+            # Tasks that nobody was left to answer may have been given up later than this.
+            self.reason, self.ending, self.time = event.reason, event.ending, float(event.time)
+        elif isinstance(event, ClustersChanged | ClientJoined):
+            self._observe_clusters(event)
+
+    def purity(self) -> float | None:
+        """Return the clusters' purity now; None if no true groups are known."""
+        return self.membership.purity()
+
+    def result(
+        self,
+        *,
+        strategy: str,
+        dataset: str,
+        seed: int,
+        wall_time: float,
+        target: float | None = None,
+        model: str | None = None,
+    ) -> dict[str, Any]:
+        """Return the summary of the run, ready for JSON.
+
+        Parameters
+        ----------
+        strategy, dataset, model : str
+            Names, as the user typed them.
+        seed : int
+            Seed of everything random.
+        wall_time : float
+            Seconds that the run took on this machine.
+        target : float, optional
+            Target accuracy.
+        """
+        rate = self.updates / wall_time if wall_time > 0 else None
+        return {
+            "strategy": strategy,
+            "dataset": dataset,
+            "model": model,
+            "seed": int(seed),
+            "clients": len(self.membership.groups),
+            "reason": self.reason,
+            "ending": None if self.ending is None else self.ending.value,
+            "updates": self.updates,
+            "virtual_time": self.time,
+            "wall_time": float(wall_time),
+            "updates_per_second": rate,
+            "accuracy": _finite(self.accuracy),
+            "best_accuracy": _finite(self.best_accuracy),
+            "clients_asked": self.asked,
+            "clients_answered": self.answered,
+            "target": target,
+            "time_to_target": time_to_target(self._evaluations, target),
+            "time_to_convergence": self._time_to_convergence(),
+            "unrest": unrest([point.accuracy for point in self._evaluations]),
+            "clusters": self.clusters,
+            "cluster_sizes": {str(k): size for k, size in self.membership.sizes().items()},
+            "purity": self.purity(),
+            "purity_reached_at_update": self._pure_since,
+            "bytes_up": self.bytes_up,
+            "bytes_down": self.bytes_down,
+            "rejected_updates": self.rejected,
+            "versions": {
+                "raceme": raceme.__version__,
+                "flwr": _version("flwr"),
+                "torch": _version("torch"),
+                "numpy": _version("numpy"),
+                "python": platform.python_version(),
+            },
+        }
+
+    def _time_to_convergence(self) -> dict[str, float | int] | None:
+        index = convergence_index([point.accuracy for point in self._evaluations])
+        if index is None:
+            return None
+        reached = self._evaluations[index]
+        return {"virtual_time": reached.time, "updates": reached.updates}
+
+    def _observe_evaluation(self, event: Evaluated) -> None:
+        accuracy = float(event.accuracy)
+        self.clusters = int(event.clusters)
+        self.accuracy, self.asked, self.answered = accuracy, int(event.asked), event.answered
+        if not event.counts:
+            return
+        self._evaluations.append(_Point(float(event.time), int(event.updates), accuracy))
+        best = -math.inf if self.best_accuracy is None else self.best_accuracy
+        # False for NaN, which a run that diverged may give.
+        if accuracy > best:
+            self.best_accuracy = accuracy
+
+    def _observe_clusters(self, event: ClustersChanged | ClientJoined) -> None:
+        self.membership.observe(event)
+        if isinstance(event, ClustersChanged):
+            # An evaluation counts clusters too that no event has named, e.g. without members.
+            changed = self.clusters + len(event.made) - len(event.gone)
+            self.clusters = max(changed, len(self.membership.existing))
+        if self.purity() != 1.0:
+            self._pure_since = None
+        elif self._pure_since is None:
+            self._pure_since = self.updates
+
+
+def summarise(
+    events: Iterable[Event],
+    *,
+    strategy: str,
+    dataset: str,
+    seed: int,
+    wall_time: float,
+    target: float | None = None,
+    model: str | None = None,
+) -> dict[str, Any]:
+    """Summarise a run from its events, e.g. those of a run store.
+
+    See :meth:`RunSummary.result` for the other parameters.
+    """
+    run = RunSummary()
+    for event in events:
+        run.observe(event)
+    return run.result(
+        strategy=strategy,
+        dataset=dataset,
+        seed=seed,
+        wall_time=wall_time,
+        target=target,
+        model=model,
+    )
+
+
+def write_summary(path: Path, summary: Mapping[str, Any]) -> None:
+    """Write a summary as indented JSON, atomically."""
+    text = json.dumps(summary, indent=2, allow_nan=False, ensure_ascii=False)
+    with atomic_write(path) as file:
+        file.write_text(text + "\n", encoding="utf-8")
+
+
+def _finite(value: float | None) -> float | None:
+    """Return a number, or None for NaN and infinity, which JSON does not have."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _version(package: str) -> str | None:
+    """Return the installed version of a package without importing it."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,22 @@
+"""Messages to an executor, and its replies."""
+
+from __future__ import annotations
+
+from flwr.app import Context, Message, RecordDict
+
+from raceme import compat
+from raceme.simulation import Executor
+
+_made = iter(range(10**9))
+
+
+def message_to(node: int, action: str, **records: object) -> Message:
+    compat.identify_process(run_id=1)
+    message = Message(RecordDict(records), node, action, ttl=500.0, group_id="7")
+    compat.set_message_id(message, f"{next(_made):08d}")
+    return message
+
+
+def ask(executor: Executor, message: Message, context: Context, due: float = 0.0) -> Message:
+    executor.submit(message, context, due)
+    return executor.result(message.metadata.message_id)

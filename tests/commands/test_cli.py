@@ -1,0 +1,173 @@
+"""The command line as a user types it, in processes of its own."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from forking import Commands
+from processes import as_in_a_terminal
+
+RACEME = [sys.executable, "-c", "from raceme.cli import main; main()"]
+SMALL = ["--clients", "8", "--max-updates", "24", "--workers", "0"]
+FILES = {
+    "accuracy.png",
+    "clusters",
+    "clusters.png",
+    "config.toml",
+    "devices.png",
+    "run.log",
+    "run.sqlite",
+    "similarity.npz",
+    "similarity.png",
+    "summary.json",
+}
+
+
+def raceme(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Type a command in a folder."""
+    return subprocess.run(
+        [*RACEME, *arguments], cwd=folder, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def contents(out: Path) -> list[str]:
+    """Return all that a run's database holds."""
+    with sqlite3.connect(out / "run.sqlite") as connection:
+        return list(connection.iterdump())
+
+
+def models(out: Path) -> dict[str, bytes]:
+    """Return a run's models, byte for byte."""
+    return {path.name: path.read_bytes() for path in sorted((out / "clusters").iterdir())}
+
+
+def test_a_run_leaves_everything_and_its_configuration_repeats_it(tmp_path: Path) -> None:
+    first = raceme(tmp_path, "run", *SMALL, "--out", "one")
+    assert first.returncode == 0, first.stderr
+    assert {path.name for path in (tmp_path / "one").iterdir()} == FILES
+    assert "accuracy" in first.stdout
+    assert "\x1b" not in first.stdout, "piped output has no control characters"
+    summary = json.loads((tmp_path / "one" / "summary.json").read_text())
+    assert summary["updates"] == 24
+    assert summary["strategy"] == "casa"
+    again = raceme(tmp_path, "run", "--config", "one/config.toml", "--out", "two")
+    assert again.returncode == 0, again.stderr
+    assert contents(tmp_path / "one") == contents(tmp_path / "two")
+    assert models(tmp_path / "one") == models(tmp_path / "two")
+    refused = raceme(tmp_path, "run", *SMALL, "--out", "one")
+    assert refused.returncode == 2
+    assert "holds a run already" in refused.stderr
+    assert refused.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--strategy", "cas"], "Did you mean 'casa'"),
+        (["--dataset", "mnits"], "Did you mean 'mnist'"),
+        (["--model", "cnnn"], "Did you mean 'cnn'"),
+        (["--devices", "slow30x"], "Did you mean 'slow30x"),
+        (["--partition", "label-group"], "Did you mean 'label-groups'"),
+        (["--set", "casa.gama=1"], "Did you mean 'casa.gamma'"),
+        (["--set", "sed=1"], "Did you mean 'seed'"),
+        (["--max-update", "5"], "Did you mean 'max-updates'"),
+        (["--dirichlet-alpha", "0.5", "--partition", "iid"], "this run has partition iid."),
+        (["--strategy", "fedavg", "--set", "casa.gamma=0.2"], "this run has strategy fedavg."),
+        (["--set", "seed"], "--set takes key=value"),
+        (["--clients", "0"], "clients must be at least 1"),
+        (["--clients", "5000"], "Too many clients"),
+        (["--set", "lr=0"], "lr must be greater than 0"),
+        (["--set", "lr=fast"], "lr must be a number"),
+        (["--max-time", "-1"], "max-time must be at least 0"),
+        (["--target-accuracy", "1.5"], "target-accuracy must be at most 1"),
+        (["--model", "missing_module:build"], "Cannot import 'missing_module'"),
+        (["--model", "fits_nothing:build"], "fits_nothing"),
+        (["--dataset", "mnist"], "--data-root DIR"),
+        (["--dataset", "mnist", "--data-root", "nowhere"], "train-images-idx3-ubyte"),
+        (["--config", "missing.toml"], "Cannot read the configuration file"),
+        (["--config", "broken.toml"], "is not valid TOML"),
+    ],
+)
+def test_bad_input_is_one_line_before_any_work(
+    command: Commands, tmp_path: Path, arguments: list[str], expected: str
+) -> None:
+    (tmp_path / "broken.toml").write_text("clients = ")
+    (tmp_path / "fits_nothing.py").write_text(
+        "from torch import nn\n\ndef build(input_shape, num_classes):\n    return nn.Linear(3, 4)\n"
+    )
+    output = tmp_path / "output.txt"
+    assert command.run("run", *arguments, "--out", "out", output=output) == 2
+    (line,) = output.read_text().splitlines()
+    assert line.startswith("raceme: ")
+    assert expected in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_interrupted_runs_keep_what_was_done(tmp_path: Path) -> None:
+    command = [*RACEME, "run", "--max-updates", "1000000", "--workers", "0", "--out", "out"]
+    with subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        preexec_fn=as_in_a_terminal,
+    ) as process:
+        assert process.stdout is not None
+        seen = [line for line, _ in zip(process.stdout, range(3), strict=False)]
+        process.send_signal(signal.SIGINT)
+        rest = process.stdout.read()
+        assert process.wait(60) == 130, "".join(seen) + rest
+    out = tmp_path / "out"
+    assert {path.name for path in out.iterdir()} >= FILES
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["reason"] == "interrupted by the user"
+    assert summary["updates"] > 0
+    with sqlite3.connect(out / "run.sqlite") as connection:
+        assert (
+            connection.execute("select count(*) from updates").fetchone()[0] == summary["updates"]
+        )
+
+
+def test_help_shows_types_and_units(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    shown = " ".join(raceme(tmp_path, "run", "--help").stdout.split())
+    for text in (
+        "--max-time SECONDS stop at this time",
+        "--eval-every INTEGER|auto",
+        "--data-root PATH",
+        "--device cpu|cuda",
+        "--set KEY=VALUE",
+    ):
+        assert text in shown
+    assert "--clients INTEGER" in " ".join(raceme(tmp_path, "up", "--help").stdout.split())
+
+
+def test_a_fleet_that_is_gone_ends_the_run(tmp_path: Path) -> None:
+    (tmp_path / "fleet.toml").write_text("[device]\njitter = 0.1\nonline = [[0, 4]]\n")
+    keys = ["--clients", "8", "--devices", "fleet.toml", "--workers", "0"]
+    finished = raceme(tmp_path, "run", *keys, "--out", "out")
+    assert finished.returncode == 1
+    assert "all clients are gone" in finished.stdout
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert summary["updates"] > 0
+    assert summary["virtual_time"] <= 4.0
+    assert {path.name for path in (tmp_path / "out").iterdir()} == FILES
+
+
+def test_lists_and_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    listed = raceme(tmp_path, "list", "--keys").stdout
+    for name in ("casa", "fedasync", "digits", "label-groups", "cnn", "slow30x5", "casa.gamma"):
+        assert name in listed
+    (line,) = (line for line in listed.splitlines() if line.strip().startswith("max-time "))
+    assert line.split()[:4] == ["max-time", "NUMBER", "s", "0.0"]
+    (line,) = (line for line in listed.splitlines() if line.strip().startswith("noise-std "))
+    assert "noise-groups: deviation of the noise" in line
+    assert raceme(tmp_path, "--version").stdout.startswith("raceme ")

@@ -1,0 +1,450 @@
+"""Data that change: what each generator does to a client's data, and when the step moves."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raceme import datasets
+from raceme.config import RunConfig
+from raceme.config.errors import UserError
+from raceme.config.registry import DRIFTS
+from raceme.datasets import ClientData
+from raceme.datasets.drift import Schedule, parse_schedule, schedule_of
+from raceme.datasets.drift.base import Evolution
+from raceme.datasets.skew import rotated
+
+CHANGING = sorted(name for name in DRIFTS if name != "none")
+
+
+def config_of(drift: str, **keys: object) -> RunConfig:
+    given = {"clients": 12, "drift": drift, **keys}
+    return RunConfig.from_mapping({k.replace("_", "-"): v for k, v in given.items()})
+
+
+def all_at(config: RunConfig, step: int) -> list[ClientData]:
+    return datasets.all_clients(config, step)
+
+
+def same(one: ClientData, other: ClientData) -> bool:
+    return all(
+        np.array_equal(getattr(one, name), getattr(other, name))
+        for name in ("x_train", "y_train", "x_test", "y_test")
+    )
+
+
+# When the step moves.
+
+
+def test_moments_move_the_step_one_by_one_and_at_the_moment_itself() -> None:
+    schedule = parse_schedule("120s, 240s")
+    steps = [schedule.step(time, 9999, 9999) for time in (0.0, 119.9, 120.0, 239.9, 240.0, 1e9)]
+    assert steps == [0, 0, 1, 1, 2, 2]
+    assert [schedule.next_time(time) for time in (0.0, 120.0, 240.0)] == [120.0, 240.0, math.inf]
+
+
+def test_a_period_moves_the_step_again_and_again() -> None:
+    assert [parse_schedule("every 60s").step(t, 0, 0) for t in (0, 59.9, 60, 179, 180)] == [
+        *(0, 0, 1, 2, 3)
+    ]
+    # 0.3 / 0.1 is 2.9999999999999996.
+    assert parse_schedule("every 0.1s").step(0.3, 0, 0) == 3
+    assert parse_schedule("every 60s").next_time(60.0) == 120.0
+
+
+@pytest.mark.parametrize(
+    ("text", "schedule"),
+    [
+        ("500 updates", Schedule("updates", (500.0,))),
+        ("1 update, 20 updates", Schedule("updates", (1.0, 20.0))),
+        ("every upload", Schedule("uploads", every=1.0)),
+        ("Every 3 Uploads", Schedule("uploads", every=3.0)),
+        ("2min,1h", Schedule("seconds", (120.0, 3600.0))),
+        ("1.5 s", Schedule("seconds", (1.5,))),
+    ],
+)
+def test_what_can_be_written(text: str, schedule: Schedule) -> None:
+    assert parse_schedule(text) == schedule
+
+
+def test_only_uploads_are_counted_by_client() -> None:
+    updates, uploads = parse_schedule("every 3 updates"), parse_schedule("every 3 uploads")
+    assert (updates.per_client, uploads.per_client) == (False, True)
+    assert (updates.step(7.0, 6, 1), uploads.step(7.0, 6, 1)) == (2, 0)
+    assert uploads.next_time(0.0) == math.inf
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "cannot be read"),
+        ("soon", "cannot be read: write moments"),
+        ("60", "cannot be read"),
+        ("60 days", "units: s, min, h, updates, uploads"),
+        ("upload", "cannot be read"),
+        ("60s, 500 updates", "mixes seconds and updates"),
+        ("every 60s, 70s", "more than one period"),
+        ("240s, 120s", "later and later"),
+        ("0s", "a number above 0 of seconds"),
+        ("2.5 updates", "a whole number from 1 of updates"),
+        ("every 0 uploads", "a whole number from 1 of uploads"),
+        ("-5s", "cannot be read"),
+    ],
+)
+def test_a_schedule_that_cannot_be_meant_is_one_clear_line(text: str, message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        parse_schedule(text)
+    assert "\n" not in str(caught.value)
+    assert text in str(caught.value)
+
+
+def test_every_drift_has_a_schedule_of_its_own_and_none_has_none() -> None:
+    assert schedule_of(RunConfig(clients=12)) is None
+    for name in CHANGING:
+        assert isinstance(schedule_of(config_of(name)), Schedule)
+    assert schedule_of(config_of("mixture")) == Schedule("uploads", every=1.0)
+    assert schedule_of(config_of("swap-all")) == Schedule("updates", every=12.0)
+    assert schedule_of(config_of("rotate", drift_at="9s")) == Schedule("seconds", (9.0,))
+
+
+def test_when_data_change_is_nothing_to_say_of_data_that_do_not() -> None:
+    with pytest.raises(UserError, match=r"drift-at is read by drift .*; this run has no drift"):
+        RunConfig.from_mapping({"drift-at": "60s"})
+
+
+# What all of them have in common.
+
+
+@pytest.mark.parametrize("name", CHANGING)
+def test_a_step_is_the_same_whoever_asks_and_whatever_was_asked_before(name: str) -> None:
+    config = config_of(name)
+    straight = datasets.client_data(config, 3, 2)
+    datasets._drift.cache_clear()
+    for step in (5, 0, 1, 4):
+        datasets.client_data(config, 3, step)
+    assert same(datasets.client_data(config, 3, 2), straight)
+
+
+@pytest.mark.parametrize("name", ["swap-all", "swap-part", "rotate", "label-shift", "noise"])
+def test_step_zero_is_what_was_dealt_out(name: str) -> None:
+    # Of incremental, mixture and tasks it is the first part, draw and task.
+    still = datasets.all_clients(RunConfig(clients=12))
+    for before, after in zip(still, all_at(config_of(name, drift_seed=5), 0), strict=True):
+        assert same(before, after)
+
+
+@pytest.mark.parametrize("name", ["swap-all", "incremental", "noise", "mixture", "tasks"])
+def test_a_drift_draws_from_its_own_seed_or_else_from_that_of_the_run(name: str) -> None:
+    keys = {"swap_chance": 1.0} if name == "swap-all" else {}
+    default, run, other = (
+        all_at(config_of(name, **keys, **seeds), 1)
+        for seeds in ({}, {"drift_seed": 0}, {"drift_seed": 1})
+    )
+    assert all(map(same, default, run))
+    assert not all(map(same, default, other))
+
+
+@pytest.mark.parametrize("name", CHANGING)
+@pytest.mark.parametrize("partition", ["label-groups", "rotation-groups", "classes"])
+def test_every_client_can_train_and_test_at_every_step(name: str, partition: str) -> None:
+    config = config_of(name, partition=partition, drift_seed=3)
+    try:
+        datasets.true_groups(config)
+    except UserError:
+        return
+    for step in range(4):
+        for data in all_at(config, step):
+            assert len(data.x_train) == len(data.y_train) > 0
+            assert len(data.x_test) == len(data.y_test) > 0
+            assert data.x_train.dtype == np.float32
+
+
+# Exchanges.
+
+
+def test_swap_all_moves_whole_clients_with_their_groups_and_loses_nothing() -> None:
+    config = config_of("swap-all", swap_chance=1.0)
+    before, after = all_at(config, 0), all_at(config, 1)
+    origins = [next(i for i, old in enumerate(before) if same(old, new)) for new in after]
+    # Everybody is in one pair: the exchange undoes itself, and nobody keeps what it had.
+    assert all(origins[origins[client]] == client != origins[client] for client in range(12))
+    assert [data.group for data in after] == [before[origin].group for origin in origins]
+    assert datasets.true_groups(config, 1) == tuple(data.group for data in after)
+
+
+def test_about_one_pair_in_twenty_swaps_per_step_by_default() -> None:
+    config = config_of("swap-all", clients=100, partition="iid")
+    drift = datasets._drift(
+        config.narrowed(*datasets._CHANGING), config.narrowed(*datasets._DEALING), None
+    )
+    count = sum(len(drift.pairs(100, step)) for step in range(400))  # type: ignore[attr-defined]
+    # 400 steps of 50 pairs: 1,000 expected, deviation 31.
+    assert 880 < count < 1120
+
+
+def test_swap_part_exchanges_a_label_of_its_own_for_one_of_the_other() -> None:
+    config = config_of("swap-part", clients=2, groups="0.5,0.5", swap_chance=1.0)
+    before, after = all_at(config, 0), all_at(config, 1)
+    had = [set(data.y_train) | set(data.y_test) for data in before]
+    has = [set(data.y_train) | set(data.y_test) for data in after]
+    assert had == [{0, 1, 2, 3, 4}, {5, 6, 7, 8, 9}]
+    (given,), (taken,) = had[0] - has[0], has[0] - had[0]
+    assert (given < 5, taken >= 5) == (True, True)
+    assert (has[1] - had[1], had[1] - has[1]) == ({given}, {taken})
+    # All the samples of a label go, and none is lost.
+    for part in ("y_train", "y_test"):
+        old, new = (np.concatenate([getattr(d, part) for d in all_]) for all_ in (before, after))
+        assert np.bincount(old).tolist() == np.bincount(new).tolist()
+    moved = {x.tobytes() for x in before[0].x_train[before[0].y_train == given]}
+    assert moved == {x.tobytes() for x in after[1].x_train[after[1].y_train == given]}
+
+
+def test_swap_part_goes_on_from_what_the_clients_have() -> None:
+    config = config_of("swap-part", swap_chance=1.0)
+    everything = sorted(np.concatenate([d.y_train for d in all_at(config, 0)]).tolist())
+    for step in (1, 2, 7):
+        assert sorted(np.concatenate([d.y_train for d in all_at(config, step)])) == everything
+
+
+def test_an_evolution_keeps_few_states_and_reaches_any() -> None:
+    made: list[int] = []
+
+    def advance(state: int, step: int) -> int:
+        made.append(step)
+        return state + step
+
+    evolution = Evolution(0, advance)
+    assert [evolution.at(step) for step in (3, 4, 1, 4)] == [6, 10, 1, 10]
+    # From 3 to 4 is one step; back to 1 starts from the beginning; 4 was kept.
+    assert made == [1, 2, 3, 4, 1]
+    assert evolution.at(2000) == 2000 * 2001 // 2
+    assert len(evolution._kept) == 4
+
+
+# Changes of what a client has.
+
+
+def test_images_turn_by_so_many_degrees_per_step() -> None:
+    config = config_of("rotate", rotate_degrees=90)
+    before, after = all_at(config, 0)[4], all_at(config, 3)[4]
+    assert np.array_equal(after.x_train, rotated(before.x_train, 270.0))
+    assert np.array_equal(after.x_test, np.rot90(before.x_test, 3, axes=(2, 3)))
+    assert np.array_equal(after.y_train, before.y_train)
+    assert same(all_at(config, 4)[4], before)
+
+
+def test_labels_shift_in_a_circle_in_training_and_test_samples_alike() -> None:
+    config = config_of("label-shift", label_shift=3)
+    before, after = all_at(config, 0)[11], all_at(config, 2)[11]
+    # Twice 3 is 6: 7, 8 and 9 become 3, 4 and 5.
+    assert np.array_equal(after.y_train, before.y_train - 4)
+    assert np.array_equal(after.y_test, before.y_test - 4)
+    assert np.array_equal(after.x_train, before.x_train)
+
+
+def test_noise_grows_with_the_step_and_is_another_one_for_training_and_test() -> None:
+    config = config_of("noise", noise_growth=0.5)
+    still, one, four = (all_at(config, step)[2] for step in (0, 1, 4))
+    first, fourth = one.x_train - still.x_train, four.x_train - still.x_train
+    assert first.std() == pytest.approx(0.5, rel=0.05)
+    np.testing.assert_allclose(fourth, 4 * first, atol=1e-5)
+    tested = one.x_test - still.x_test
+    assert not np.allclose(tested, first[: len(tested)])
+
+
+def test_a_share_of_the_clients_drifts_and_stays_the_same_share() -> None:
+    config = config_of("label-shift", drift_share=0.25)
+    before = all_at(config, 0)
+    changed = [
+        [i for i, now in enumerate(all_at(config, step)) if not same(before[i], now)]
+        for step in (1, 2)
+    ]
+    assert len(changed[0]) == 3
+    assert changed[0] == changed[1]
+
+
+def test_a_quarter_more_training_samples_come_with_every_step_and_none_goes() -> None:
+    config = config_of("incremental")
+    whole = datasets.client_data(RunConfig(clients=12), 5)
+    count = len(whole.y_train)
+    seen: set[bytes] = set()
+    for step, share in enumerate((0.25, 0.5, 0.75, 1.0, 1.0)):
+        data = datasets.client_data(config, 5, step)
+        assert len(data.y_train) == round(share * count)
+        now = {x.tobytes() for x in data.x_train}
+        assert seen <= now
+        seen = now
+        assert np.array_equal(data.x_test, whole.x_test)
+    assert same(data, whole)
+
+
+# Mixtures.
+
+
+def test_a_mixture_has_its_main_group_and_the_others_share_what_is_left() -> None:
+    config = config_of("mixture", clients=4, mixture_size_low=100, mixture_size_high=200)
+    labels = [{0, 1}, {2, 3}, {4, 5, 6}, {7, 8, 9}]
+    mains = []
+    for step in range(40):
+        for client, data in enumerate(all_at(config, step)):
+            assert 100 <= len(data.y_train) == len(data.y_test) <= 200
+            assert data.mixture is not None
+            assert sum(data.mixture) == pytest.approx(1.0)
+            for part in (data.y_train, data.y_test):
+                shares = [np.isin(part, list(own)).mean() for own in labels]
+                np.testing.assert_allclose(shares, data.mixture, atol=1e-12)
+            others = np.delete(data.mixture, client)
+            # Whole samples: the others may differ by one of at least 100.
+            assert others.max() - others.min() <= 0.0101
+            mains.append(data.mixture[client])
+    assert 0.39 < min(mains) < 0.45
+    assert 0.85 < max(mains) < 0.91
+    # 160 draws from 0.4 to 0.9: deviation of the mean 0.011.
+    assert np.mean(mains) == pytest.approx(0.65, abs=0.04)
+
+
+def test_every_upload_brings_another_draw_and_no_test_sample_is_trained_with() -> None:
+    config = config_of("mixture")
+    first, second = (datasets.client_data(config, 1, step) for step in (0, 1))
+    assert not same(first, second)
+    trained, tested = set(), set()
+    for step in range(3):
+        for data in all_at(config, step):
+            trained |= {x.tobytes() for x in data.x_train}
+            tested |= {x.tobytes() for x in data.x_test}
+    assert not trained & tested
+
+
+def test_of_groups_that_see_things_differently_a_mixture_holds_all_views() -> None:
+    config = config_of("mixture", clients=2, groups="0.5,0.5", partition="rotation-groups")
+    data = datasets.client_data(config, 0)
+    images = datasets.load(config)
+    whole = images.inputs(np.arange(len(images.y)))
+    upright = {x.tobytes() for x in whole}
+    turned = {x.tobytes() for x in rotated(whole, 180.0)}
+    seen = np.mean([x.tobytes() in upright for x in data.x_train])
+    assert data.mixture is not None
+    # A few digits look the same upside down.
+    assert seen == pytest.approx(data.mixture[0], abs=0.01)
+    assert all(x.tobytes() in upright | turned for x in data.x_train)
+
+
+def test_options_of_a_mixture() -> None:
+    redrawn = config_of("mixture", mixture_main="redrawn")
+    mains = {datasets.client_data(redrawn, 0, step).group for step in range(30)}
+    assert mains == {0, 1, 2, 3}
+    assert datasets.true_groups(redrawn, 7)[0] == datasets.client_data(redrawn, 0, 7).group
+    uneven = datasets.client_data(config_of("mixture", mixture_rest="dirichlet"), 0).mixture
+    assert uneven is not None
+    assert max(uneven[1:]) - min(uneven[1:]) > 0.05
+
+
+# Tasks.
+
+
+def test_tasks_split_the_labels_and_come_one_after_another() -> None:
+    config = config_of("tasks", partition="iid", tasks_order="same")
+    whole = datasets.client_data(RunConfig(clients=12, partition="iid"), 0)
+    met = [set(datasets.client_data(config, 0, step).y_train.tolist()) for step in range(6)]
+    assert [len(labels) for labels in met[:5]] == [2] * 5
+    assert set().union(*met[:5]) == set(range(10))
+    assert met[5] == met[0]
+    for step in range(5):
+        data = datasets.client_data(config, 0, step)
+        own = np.isin(whole.y_train, list(met[step]))
+        assert np.array_equal(data.x_train, whole.x_train[own])
+        assert set(data.y_test.tolist()) <= met[step]
+    other = [set(datasets.client_data(config, 7, step).y_train.tolist()) for step in range(5)]
+    assert other == met[:5]
+
+
+def test_every_client_has_its_own_order_of_the_same_tasks() -> None:
+    config = config_of("tasks", partition="iid")
+    orders = [
+        [frozenset(datasets.client_data(config, client, s).y_train.tolist()) for s in range(5)]
+        for client in (0, 1, 2)
+    ]
+    assert set(orders[0]) == set(orders[1]) == set(orders[2])
+    assert len({tuple(order) for order in orders}) > 1
+
+
+def test_as_many_tasks_as_the_client_with_the_fewest_labels_has() -> None:
+    # The smallest of the four label groups has two labels.
+    config = config_of("tasks")
+    met = [frozenset(datasets.client_data(config, 11, s).y_train.tolist()) for s in range(4)]
+    assert met[0] == met[2] != met[1] == met[3]
+
+
+def test_a_task_without_a_test_sample_of_its_own_borrows_one(tmp_path: Path) -> None:
+    y_train, y_test = np.repeat([0, 1], [4, 4]), np.array([0, 0])
+    x = np.arange(10, dtype=np.float32)[:, None]
+    parts = {"x_train": x[:8], "y_train": y_train, "x_test": x[8:], "y_test": y_test}
+    np.savez(tmp_path / "own.npz", **parts)
+    config = config_of("tasks", clients=1, dataset="npz", data_file=str(tmp_path / "own.npz"))
+    steps = [datasets.client_data(config, 0, step) for step in (0, 1)]
+    counts = {int(d.y_train[0]): (len(d.y_train), len(d.y_test)) for d in steps}
+    assert counts == {0: (4, 2), 1: (3, 1)}
+
+
+# Data that cannot change so.
+
+
+@pytest.mark.parametrize(
+    ("drift", "keys", "message"),
+    [
+        ("swap-all", {"clients": 1}, "at least 2: take more clients"),
+        ("swap-part", {"partition": "iid"}, "no two clients have such"),
+        ("rotate", {"dataset": "synthetic"}, r"synthetic has inputs of shape \(60,\)"),
+        ("label-shift", {"label_shift": 10}, "leaves the labels of 10 classes as they are"),
+        ("mixture", {"partition": "iid"}, "these clients have no groups"),
+        ("mixture", {"groups": "1"}, "these clients have only one"),
+        ("mixture", {"mixture_main_low": 0.95}, "mixture-main-low 0.95 is above"),
+        ("mixture", {"mixture_size_high": 2}, "mixture-size-low .* is above mixture-size-high 2"),
+        ("tasks", {"tasks_count": 3}, r"needs 3 labels .* client \d+ has 2"),
+        ("rotat", {}, "Unknown drift 'rotat'. Did you mean 'rotate'"),
+    ],
+)
+def test_data_that_cannot_change_so_are_one_clear_line(
+    drift: str, keys: dict[str, object], message: str
+) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        datasets.true_groups(config_of(drift, **keys))
+    assert "\n" not in str(caught.value)
+
+
+def test_an_option_of_another_drift_is_refused() -> None:
+    with pytest.raises(UserError, match="swap-chance is read by drift swap-all and swap-part"):
+        config_of("rotate", swap_chance=0.5)
+
+
+def test_a_device_that_has_only_its_own_file_can_drift_alone(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(6, 3)).astype(np.float32), np.arange(6) % 3
+    np.savez(tmp_path / "own.npz", x_train=x, y_train=y, x_test=x, y_test=y)
+    keys = {"dataset": "npz", "data_file": str(tmp_path / "own.npz"), "clients": 5}
+    data = datasets.client_data(config_of("label-shift", **keys), 3, 1)
+    assert data.y_train.tolist() == [1, 2, 0, 1, 2, 0]
+    with pytest.raises(UserError, match="one file for 5 clients"):
+        datasets.client_data(config_of("swap-all", **keys), 3, 1)
+
+
+@given(st.integers(0, 30), st.integers(0, 2**31))
+def test_swaps_are_a_permutation_at_any_step(step: int, seed: int) -> None:
+    config = config_of("swap-all", swap_chance=0.5, drift_seed=seed)
+    drift = datasets._drift(
+        config.narrowed(*datasets._CHANGING), config.narrowed(*datasets._DEALING), None
+    )
+    origins = drift._origins.at(step)  # type: ignore[attr-defined]
+    assert sorted(origins.tolist()) == list(range(12))
+
+
+def test_client_data_can_be_told_apart_by_their_mixture() -> None:
+    data = datasets.client_data(RunConfig(clients=12), 0)
+    assert data.mixture is None
+    assert same(data, replace(data, group=None))

@@ -1,0 +1,307 @@
+"""Folders of .npz files, text by role and USPS: small generated files, and real ones if present."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from raceme import datasets, models
+from raceme.config import RunConfig
+from raceme.config.errors import UserError
+from raceme.datasets import DataShape
+from raceme.datasets.suited import suited
+from raceme.datasets.usps import read_idx
+
+REAL = Path(os.environ.get("RACEME_TEST_DATA", Path(__file__).parents[2] / "shared" / "data"))
+
+
+@pytest.fixture(autouse=True)
+def _nothing_loaded() -> None:
+    for cache in (datasets._load, datasets._deal, datasets._drift, datasets._data_shape):
+        cache.cache_clear()
+
+
+def folder(root: Path, **keys: object) -> RunConfig:
+    return RunConfig(dataset="npz-folder", data_root=str(root), **keys)  # type: ignore[arg-type]
+
+
+def write(root: Path, name: str, count: int = 6, shape: tuple[int, ...] = (3,), **more: object):
+    rng = np.random.default_rng(count)
+    arrays = {"x": rng.normal(3.0, 2.0, (count, *shape)), "y": np.arange(count) % 3}
+    np.savez(root / f"{name}.npz", **(arrays | more))
+
+
+# Folders.
+
+
+def test_every_file_is_a_client_in_the_order_of_the_numbers(tmp_path: Path) -> None:
+    for person, count in ((10, 5), (2, 10)):
+        write(tmp_path, f"person-{person}", count)
+    config = datasets.with_defaults(folder(tmp_path))
+    assert (config.clients, config.model) == (2, "mlp")
+    data = datasets.client_data(config, 0)
+    # 2 comes before 10; four fifths of ten samples are for training.
+    assert (len(data.y_train), len(data.y_test)) == (8, 2)
+    assert datasets.data_shape(config) == DataShape((3,), 3)
+    assert len(datasets.all_clients(folder(tmp_path, clients=1))) == 1
+    with pytest.raises(UserError, match=r"Too many clients: 3, .* only 2 \.npz files"):
+        datasets.load(folder(tmp_path, clients=3))
+
+
+def test_the_old_name_and_the_old_folder_are_taken_still(tmp_path: Path) -> None:
+    (tmp_path / "har").mkdir()
+    write(tmp_path / "har", "1")
+    config = RunConfig(dataset="har", data_root=str(tmp_path))
+    assert len(datasets.all_clients(config)) == 1
+    assert "har" not in list(datasets.DATASETS)
+
+
+def test_what_is_held_out_is_tested_with_and_nothing_else(tmp_path: Path) -> None:
+    held = np.array([False, True, False, False, True, False])
+    write(tmp_path, "1", heldout=held)
+    data = datasets.client_data(folder(tmp_path), 0)
+    assert (data.y_train.tolist(), data.y_test.tolist()) == ([0, 2, 0, 2], [1, 1])
+
+
+def test_files_may_hold_the_four_arrays_of_a_devices_own_file(tmp_path: Path) -> None:
+    parts = {"x_train": np.ones((3, 6)), "y_train": [0, 1, 2]}
+    np.savez(tmp_path / "1.npz", **parts, x_test=np.zeros((2, 6)), y_test=[1, 1])
+    data = datasets.client_data(folder(tmp_path), 0)
+    assert (data.y_train.tolist(), data.y_test.tolist()) == ([0, 1, 2], [1, 1])
+    write(tmp_path, "2", shape=(6,))
+    with pytest.raises(UserError, match=r"have test samples .* and others have not"):
+        datasets.load(folder(tmp_path))
+
+
+def test_windows_are_normalised_by_channel_over_what_is_not_held_out(tmp_path: Path) -> None:
+    # Two channels of four readings: the second is a hundred times larger, and constant.
+    x = np.zeros((4, 2, 4), np.float16)
+    x[:, 0] = [[[1, 3, 1, 3]], [[1, 3, 1, 3]], [[9, 9, 9, 9]], [[1, 3, 1, 3]]][0]
+    x[:, 1] = 200.0
+    x[2, 0] = 9.0
+    held = np.array([False, False, True, False])
+    np.savez(tmp_path / "1.npz", x=x, y=[0, 1, 1, 0], heldout=held)
+    data = datasets.client_data(folder(tmp_path), 0)
+    # Mean 2 and deviation 1 of what is trained with; 9 becomes 7.
+    assert data.x_train.dtype == np.float32
+    assert data.x_train[0].tolist() == [[-1.0, 1.0, -1.0, 1.0], [0.0] * 4]
+    assert data.x_test[0, 0].tolist() == [7.0] * 4
+
+
+@pytest.mark.parametrize(
+    ("shape", "axis"), [((2, 5), 1), ((5, 2), 2), ((4, 4), 1), ((3, 8, 8), 1), ((7,), 1)]
+)
+def test_which_axis_is_that_of_the_channels(
+    tmp_path: Path, shape: tuple[int, ...], axis: int
+) -> None:
+    write(tmp_path, "1", 200, shape, heldout=np.arange(200) > 149)
+    data = datasets.client_data(folder(tmp_path), 0)
+    rest = tuple(i for i in range(data.x_train.ndim) if i != axis)
+    np.testing.assert_allclose(data.x_train.mean(axis=rest), 0.0, atol=1e-5)
+    np.testing.assert_allclose(data.x_train.std(axis=rest), 1.0, atol=1e-5)
+
+
+def test_bytes_are_images_and_whole_numbers_in_a_row_are_text(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    write(tmp_path, "1", 6, x=rng.integers(0, 256, (6, 12, 12), dtype=np.uint8))
+    config = datasets.with_defaults(folder(tmp_path))
+    assert (config.model, datasets.data_shape(config).input_shape) == ("cnn", (1, 12, 12))
+    (tmp_path / "text").mkdir()
+    write(tmp_path / "text", "1", 6, x=rng.integers(0, 30, (6, 12)), y=np.full(6, 40))
+    config = datasets.with_defaults(folder(tmp_path / "text"))
+    # Labels may be tokens too: the vocabulary holds the largest of both.
+    assert config.model == "gru"
+    assert datasets.data_shape(config) == DataShape((12,), 41, 41)
+    data = datasets.client_data(config, 0)
+    assert np.array_equal(data.x_train, np.round(data.x_train))
+    assert data.x_train.max() > 1
+
+
+def test_groups_are_stated_or_told_from_the_names(tmp_path: Path) -> None:
+    for name in ("lab_1", "field_1", "lab_2", "field_02"):
+        write(tmp_path, name)
+    assert datasets.true_groups(folder(tmp_path)) == (0, 0, 1, 1)
+    stated = tmp_path / "stated"
+    stated.mkdir()
+    for number, name in enumerate(("lab_1", "field_1", "lab_2", "field_02")):
+        write(stated, name, group=np.array(number % 2 + 5))
+    assert datasets.true_groups(folder(stated)) == (6, 6, 5, 5)
+    alike = tmp_path / "alike"
+    alike.mkdir()
+    for name in ("person_1", "person_2"):
+        write(alike, name)
+    assert datasets.true_groups(folder(alike)) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"x": np.full((2, 3), np.nan)}, "must be finite"),
+        ({"x": np.zeros(6)}, "must hold numbers"),
+        ({"y": np.zeros(6)}, "whole numbers"),
+        ({"y": np.zeros(5, int)}, r"shape \(6,\)"),
+        ({"heldout": np.zeros(6)}, "heldout must hold one bool for each of 6"),
+        ({"heldout": np.zeros(6, bool)}, "at least one sample to train with and one to test"),
+        ({"group": np.array(-1)}, "group must be one whole number"),
+        ({"num_classes": np.array(2)}, "num_classes must be one whole number, at least 3"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_said(
+    tmp_path: Path, arrays: dict[str, object], message: str
+) -> None:
+    write(tmp_path, "7", **arrays)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=message) as caught:
+        datasets.load(folder(tmp_path))
+    assert "7.npz" in str(caught.value)
+
+
+def test_what_is_wrong_with_a_folder_is_said(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="npz-folder needs the folder"):
+        datasets.load(RunConfig(dataset="npz-folder"))
+    with pytest.raises(UserError, match=r"no .npz files in .*Expected in each file"):
+        datasets.load(folder(tmp_path))
+    write(tmp_path, "1")
+    write(tmp_path, "2", shape=(4,))
+    with pytest.raises(UserError, match=r"different shapes: \(3,\), \(4,\)"):
+        datasets.load(folder(tmp_path))
+    np.savez(tmp_path / "1.npz", x=np.ones((3, 2)))
+    with pytest.raises(UserError, match=r"1.npz lacks y. Expected"):
+        datasets.load(folder(tmp_path, clients=1))
+
+
+# Models that suit.
+
+
+@pytest.mark.parametrize(
+    ("shape", "model"),
+    [
+        (DataShape((9, 128), 6), "cnn1d"),
+        (DataShape((128, 9), 6), "cnn1d"),
+        (DataShape((2048,), 7), "cnn1d"),
+        (DataShape((128,), 6), "mlp"),
+        (DataShape((1, 28, 28), 62), "cnn"),
+        (DataShape((3, 3, 3), 2), "mlp"),
+        (DataShape((80,), 77, tokens=77), "gru"),
+    ],
+)
+def test_the_model_that_suits_fits(shape: DataShape, model: str) -> None:
+    name, lr = suited(shape)
+    assert (name, lr > 0) == (model, True)
+    models.build(name, shape.input_shape, shape.num_classes, tokens=shape.tokens)
+
+
+# Text.
+
+
+def write_text(path: Path, said: dict[str, str]) -> None:
+    offset = np.cumsum([0, *(len(words) for words in said.values())])
+    text = np.frombuffer("".join(said.values()).encode(), np.uint8)
+    np.savez(path / "roles.npz", text=text, offset=offset, names=list(said))
+
+
+def text_config(root: Path, **keys: object) -> RunConfig:
+    return RunConfig.from_mapping({"dataset": "text", "data-root": str(root), **keys})
+
+
+def test_text_becomes_the_next_character_from_those_before(tmp_path: Path) -> None:
+    write_text(tmp_path, {"A": "abc", "B": "abcdefghij" * 2})
+    config = text_config(tmp_path, **{"text-length": 3, "text-step": 2, "test-fraction": 0.5})
+    # Too short for two samples: A is no client.
+    assert datasets.with_defaults(config).clients == 1
+    data = datasets.client_data(config, 0)
+    # abcdefghij|abcdefghij: from 0, 2, 4 and 6, and the same again in the half for testing.
+    assert data.x_train.tolist() == [[0, 1, 2], [2, 3, 4], [4, 5, 6], [6, 7, 8]]
+    assert data.y_train.tolist() == [3, 5, 7, 9]
+    assert data.x_test.tolist() == data.x_train.tolist()
+    assert datasets.data_shape(config) == DataShape((3,), 10, 10)
+    assert datasets.with_defaults(config).model == "gru"
+    with pytest.raises(UserError, match="Too many clients: 2, but only 1 roles"):
+        datasets.load(config.with_values(clients=2))
+
+
+def test_a_gru_learns_which_character_comes_next(tmp_path: Path) -> None:
+    import torch
+
+    from raceme.training import Network, Samples, Sgd, evaluate, train
+
+    write_text(tmp_path, {"A": "abcd" * 300})
+    config = text_config(tmp_path, **{"text-length": 8, "text-step": 1})
+    data, shape = datasets.client_data(config, 0), datasets.data_shape(config)
+    network = Network(models.build("gru", shape.input_shape, 4, tokens=shape.tokens))
+    torch.set_num_threads(1)
+    train(network, Samples(data.x_train, data.y_train), Sgd(0.5), np.random.default_rng(0))
+    assert evaluate(network, Samples(data.x_test, data.y_test))[0] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"text": np.zeros(9, np.uint8)}, "lacks offset"),
+        ({"text": np.zeros(9), "offset": [0, 9]}, "does not fit together"),
+        ({"text": np.zeros(9, np.uint8), "offset": [0, 10]}, "does not fit together"),
+        ({"text": np.zeros(9, np.uint8), "offset": [5, 0]}, "does not fit together"),
+    ],
+)
+def test_what_is_wrong_with_text_is_said(
+    tmp_path: Path, arrays: dict[str, object], message: str
+) -> None:
+    with pytest.raises(UserError, match="text needs the folder"):
+        datasets.load(RunConfig(dataset="text"))
+    with pytest.raises(UserError, match="there is not one"):
+        datasets.load(text_config(tmp_path))
+    np.savez(tmp_path / "roles.npz", **arrays)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=message):
+        datasets.load(text_config(tmp_path))
+
+
+# USPS.
+
+
+def test_idx_files_of_16_by_16_pixels(tmp_path: Path) -> None:
+    (tmp_path / "usps").mkdir()
+    for name, count in (("train", 60), ("t10k", 20)):
+        images = np.full((count, 16, 16), count, np.uint8)
+        for kind, axes, values in (("images", 3, images), ("labels", 1, np.arange(count) % 10)):
+            head = bytes([0, 0, 8, axes]) + np.array(values.shape, ">u4").tobytes()
+            body = np.asarray(values, np.uint8).tobytes()
+            (tmp_path / "usps" / f"{name}-{kind}-idx{axes}-ubyte").write_bytes(head + body)
+    data = datasets.load(RunConfig(dataset="usps", data_root=str(tmp_path)))
+    assert (data.x.shape, data.x[0].max(), data.x[-1].max()) == ((80, 1, 16, 16), 60, 20)
+    path = tmp_path / "usps" / "t10k-labels-idx1-ubyte"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(UserError, match="is cut short"):
+        read_idx(path)
+    path.write_bytes(b"no idx")
+    with pytest.raises(UserError, match="not an idx file"):
+        read_idx(path)
+    with pytest.raises(UserError, match="usps is not under"):
+        datasets.load(RunConfig(dataset="usps"))
+
+
+# Real files.
+
+
+@pytest.mark.parametrize(
+    ("name", "clients", "model", "shape", "groups"),
+    [
+        ("uci_har_by_person", 30, "cnn1d", DataShape((9, 128), 6), 0),
+        ("unipen_by_writer", 248, "cnn", DataShape((1, 28, 28), 62), 15),
+        ("omniglot_small_by_drawer", 160, "cnn", DataShape((1, 28, 28), 47), 8),
+        ("fsdd_by_speaker", 6, "cnn1d", DataShape((32, 32), 10), 0),
+        ("gas_drift_batches", 8, "mlp", DataShape((128,), 6), 0),
+        ("hit_bearing_by_machine", 6, "cnn1d", DataShape((2048,), 7), 2),
+    ],
+)
+def test_real_folders(name: str, clients: int, model: str, shape: DataShape, groups: int) -> None:
+    if not (REAL / name).is_dir():
+        pytest.skip(f"no {name}")
+    config = datasets.with_defaults(folder(REAL / name))
+    assert (config.clients, config.model, datasets.data_shape(config)) == (clients, model, shape)
+    assert len(set(datasets.true_groups(config)) - {None}) == groups
+    x = datasets.client_data(config, 0).x_train
+    assert x.dtype == np.float32
+    assert abs(x.mean()) < 1.0
+    assert 0.3 < x.std() < 3.0

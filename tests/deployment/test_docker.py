@@ -1,0 +1,164 @@
+"""Images, compose files and units: linted, and checked for what they promise; no engine needed."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from raceme.cli import app
+
+DOCKER = Path(__file__).resolve().parents[2] / "docker"
+DOCKERFILES = sorted(DOCKER.glob("*.Dockerfile"))
+COMPOSE = sorted(DOCKER.glob("compose.*.yaml"))
+UNITS = sorted((DOCKER / "systemd").glob("*.service"))
+
+# The attributes of the compose specification that are used here, and how they look.
+TYPES = {
+    "build": dict,
+    "cap_drop": list,
+    "command": list,
+    "environment": dict,
+    "image": str,
+    "logging": dict,
+    "mem_limit": str,
+    "pids_limit": int,
+    "ports": list,
+    "read_only": bool,
+    "restart": str,
+    "runtime": str,
+    "security_opt": list,
+    "stop_grace_period": str,
+    "tmpfs": list,
+    "user": str,
+    "volumes": list,
+}
+VARIABLE = re.compile(r"\$\{[A-Z_]+(:[-?][^{}]*)?\}")
+
+
+def services(path: Path) -> dict[str, dict[str, Any]]:
+    document = yaml.safe_load(path.read_text())
+    assert set(document) <= {"name", "services"}
+    return dict(document["services"])
+
+
+def filled_in(text: str) -> str:
+    """Return a value with its variables replaced by their defaults."""
+    return VARIABLE.sub(lambda found: (found.group(1) or ":-")[2:], text)
+
+
+def is_name(path: Path) -> str:
+    return path.name
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=is_name)
+def test_hadolint_finds_nothing(path: Path) -> None:
+    scripts = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    hadolint = shutil.which("hadolint", path=scripts)
+    assert hadolint, "install the extra 'dev'"
+    done = subprocess.run([hadolint, str(path)], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.returncode) == ("", 0)
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=is_name)
+def test_images_are_pinned_built_in_two_stages_and_run_as_nobody_special(path: Path) -> None:
+    text = path.read_text()
+    assert re.search(r"^ARG BASE=python:3\.11\.\d+-slim-bookworm$", text, re.M)
+    assert len(re.findall(r"^FROM ", text, re.M)) == 2
+    last = text[text.rindex("\nFROM ") :]
+    assert re.search(r"^USER 1000:1000$", last, re.M)
+    assert "HEALTHCHECK" in last
+    assert "pip install" not in last
+    for installed in re.findall(r"install --no-cache-dir (virtualenv\S*)", text):
+        assert "==" in installed
+
+
+@pytest.mark.parametrize("path", COMPOSE, ids=is_name)
+def test_compose_files_are_well_formed(path: Path) -> None:
+    for service in services(path).values():
+        assert set(service) <= set(TYPES)
+        for name, value in service.items():
+            assert isinstance(value, TYPES[name]), name
+        for port in service.get("ports", []):
+            assert re.fullmatch(r"([\d.]+:)?\d+:\d+", port)
+        for volume in service.get("volumes", []):
+            assert re.fullmatch(r"[./\w]+:/[\w./]+(:ro)?", filled_in(volume))
+        for entry in service.get("tmpfs", []):
+            assert re.fullmatch(r"/\w+:size=\d+m,mode=1777", entry)
+        assert re.fullmatch(r"\d+[mg]", filled_in(service.get("mem_limit", "1g")))
+        assert re.fullmatch(r"\d+s", service.get("stop_grace_period", "1s"))
+        assert all(isinstance(word, str) for word in service.get("command", []))
+
+
+@pytest.mark.parametrize("name", ["server", "device"])
+def test_containers_have_no_more_rights_than_they_need(name: str) -> None:
+    (service,) = services(DOCKER / f"compose.{name}.yaml").values()
+    assert service["read_only"] is True
+    assert service["cap_drop"] == ["ALL"]
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    assert filled_in(service["user"]) == "1000:1000"
+    assert service["restart"] == "unless-stopped"
+    assert service["image"].partition(":")[2] not in ("", "latest")
+    build = service["build"]
+    assert (DOCKER / build["context"] / build["dockerfile"]).is_file()
+    secrets = [volume for volume in service["volumes"] if "/certs/" in volume]
+    assert secrets
+    assert all(volume.endswith(":ro") for volume in secrets)
+
+
+def test_the_server_offers_its_control_interface_to_its_own_host_only() -> None:
+    (service,) = services(DOCKER / "compose.server.yaml").values()
+    assert service["ports"] == ["9092:9092", "127.0.0.1:8000:8000"]
+    assert "--enable-supernode-auth" in service["command"]
+    assert "--insecure" not in service["command"]
+
+
+def options_of(words: list[str]) -> set[str]:
+    return {word.partition("=")[0] for word in words if word.startswith("--")}
+
+
+def test_the_options_that_are_passed_exist() -> None:
+    (device,) = services(DOCKER / "compose.device.yaml").values()
+    image = (DOCKER / "device.Dockerfile").read_text()
+    unit = (DOCKER / "systemd" / "raceme-device.service").read_text()
+    passed = options_of(device["command"]) | {"--health-file"}
+    passed |= set(re.findall(r"(?<= )--[a-z-]+", unit))
+    assert '"--health-file", "/tmp/raceme-health"' in image
+    known = CliRunner().invoke(app, ["device", "--help"], env={"COLUMNS": "200", "TERM": "dumb"})
+    assert all(option in known.output for option in passed)
+
+
+def test_the_options_of_the_superlink_exist() -> None:
+    from flwr.superlink.cli.flower_superlink import _parse_args_run_superlink
+
+    (server,) = services(DOCKER / "compose.server.yaml").values()
+    words = ["--fleet-api-type", "grpc-rere", *server["command"]]
+    unit = (DOCKER / "systemd" / "raceme-superlink.service").read_text()
+    command = re.search(r"ExecStart=\S+ ((?:.*\\\n)*.*)\n", unit)
+    assert command
+    for arguments in (words, command.group(1).replace("\\\n", " ").split()):
+        parsed = _parse_args_run_superlink().parse_args(arguments)
+        assert parsed.enable_supernode_auth
+        assert parsed.fleet_api_address == "0.0.0.0:9092"
+
+
+@pytest.mark.parametrize("path", UNITS, ids=is_name)
+def test_systemd_accepts_the_units(path: Path, tmp_path: Path) -> None:
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("no systemd here")
+    # The programs of the unit are not installed here; any other program will do for the check.
+    unit = tmp_path / path.name
+    unit.write_text(re.sub(r"ExecStart=\S+", "ExecStart=/bin/true", path.read_text()))
+    done = subprocess.run(
+        ["systemd-analyze", "verify", str(unit)], capture_output=True, text=True, check=False
+    )
+    complaints = [line for line in done.stderr.splitlines() if path.name in line]
+    assert (complaints, done.returncode) == ([], 0)

@@ -1,0 +1,75 @@
+"""Hierarchy: clusters with a shared parent model, as a newcomer writes it from the docs.
+
+Every update goes into the parent and into its client's cluster; a client is served their weighted
+mean. A client's first update founds a cluster, unless it points the way of one that there is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from raceme.clustering.clusters import Clusters
+from raceme.clustering.mixing import cosine
+from raceme.clustering.model import Model
+from raceme.config.options import option
+from raceme.protocol.messages import Vector
+from raceme.server.method import Applied, Method
+from raceme.server.replies import Update
+
+PARENT = 0
+
+
+@dataclass(frozen=True)
+class HierarchyParameters:
+    """Hyper-parameters."""
+
+    share: float = option(0.3, "share of the parent in the model that a client gets", low=0, high=1)
+    alpha: float = option(0.5, "share of an update in a cluster's model", above=0, high=1)
+    near: float = option(0.5, "cosine from which two directions are the same", low=-1, high=1)
+
+
+@dataclass
+class HierarchyState:
+    """The direction of the update that founded each cluster."""
+
+    directions: dict[int, Vector] = field(default_factory=dict)
+
+
+class Hierarchy(Method):
+    """Clusters with a shared parent model, asynchronously (an example)."""
+
+    parameters_type = HierarchyParameters
+    state_type = HierarchyState
+    keeps_bases = True
+    parameters: HierarchyParameters
+    state: HierarchyState
+
+    def initialize(self, vector: Vector) -> None:
+        """There is the parent only."""
+        self.clusters = Clusters({PARENT: Model(vector)})
+        self.state = HierarchyState()
+
+    def on_update(self, update: Update) -> Applied:
+        """Place the client if it is new, then mix its model into its cluster and the parent."""
+        client = update.task.client
+        if set(self.clusters.of(client)) == {PARENT}:
+            self.place(client, update)
+        cluster = next(k for k in self.clusters.of(client) if k != PARENT)
+        staleness = self.models[PARENT].version - update.task.version
+        self.models[cluster].mix(update.vector, self.parameters.alpha)
+        self.models[PARENT].mix(update.vector, self.parameters.alpha / (1 + staleness))
+        return Applied(cluster=cluster, staleness=staleness, weight=self.parameters.alpha)
+
+    def place(self, client: str, update: Update) -> None:
+        """Move a client under the cluster of its direction, or under a new one."""
+        direction = self.compared(self.delta(update))
+        known = self.state.directions
+        near = {k: cosine(direction, other) for k, other in known.items()}
+        best = max(near, key=lambda k: near[k], default=PARENT)
+        if best == PARENT or near[best] < self.parameters.near:
+            best = self.clusters.found(Model(np.array(self.models[PARENT].vector)))
+            known[best] = direction
+        share = self.parameters.share
+        self.clusters.move(client, {best: 1 - share, PARENT: share} if share else best)

@@ -1,0 +1,202 @@
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from raceme import models
+from raceme.config import RunConfig
+from raceme.config.errors import UserError
+from raceme.datasets import DataShape
+from raceme.protocol.messages import ModelSpec, from_array
+
+OWN = """
+import torch
+from torch import nn
+
+def good(input_shape, num_classes):
+    return nn.Sequential(nn.Flatten(), nn.LazyLinear(num_classes))
+
+def doubles(input_shape, num_classes):
+    return good(input_shape, num_classes).double()
+
+def normalised(input_shape, num_classes):
+    return nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64), nn.Linear(64, num_classes))
+
+def wrong_width(input_shape, num_classes):
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, num_classes + 1))
+
+def wrong_input(input_shape, num_classes):
+    return nn.Sequential(nn.Flatten(), nn.Linear(63, num_classes))
+
+def no_network(input_shape, num_classes):
+    return "network"
+
+def no_tensor(input_shape, num_classes):
+    class Pair(nn.Module):
+        def forward(self, x):
+            return x, x
+    return Pair()
+
+def crash(input_shape, num_classes):
+    raise RuntimeError("out of ideas")
+
+number = 3
+"""
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A user's own module in the current folder, which is not on Python's path."""
+    folder: Path = tmp_path_factory.mktemp("own")
+    (folder / "own_networks.py").write_text(OWN)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr("sys.path", [path for path in sys.path if path])
+        yield "own_networks"
+
+
+def size(module: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "parameters"),
+    [
+        # 784 * 10 + 10
+        ("mclr", (1, 28, 28), 7_850),
+        # 64 * 64 + 64 + 64 * 10 + 10
+        ("mlp", (1, 8, 8), 4_810),
+        # 1*10*25 + 10, 10*20*25 + 20, 320*50 + 50 (20 channels of 4x4), 50*10 + 10
+        ("cnn", (1, 28, 28), 21_840),
+        # 3*10*25 + 10, 5020, 500*50 + 50 (20 channels of 5x5), 510
+        ("cnn", (3, 32, 32), 31_340),
+        # 1*10*9 + 10, 10*20*9 + 20, 80*50 + 50 (20 channels of 2x2), 510
+        ("cnn", (1, 8, 8), 6_480),
+        ("mlp", (60,), 4_554),
+    ],
+)
+def test_networks_have_the_size_they_should(
+    name: str, shape: tuple[int, ...], parameters: int
+) -> None:
+    module = models.build(name, shape, 10)
+    assert size(module) == parameters
+    assert module(torch.zeros(3, *shape)).shape == (3, 10)
+
+
+@pytest.mark.parametrize("shape", [(1, 4, 4), (1, 15, 15), (3, 16, 16), (2, 5, 40), (4, 64, 64)])
+def test_cnn_takes_images_of_many_sizes(shape: tuple[int, ...]) -> None:
+    assert models.build("cnn", shape, 3)(torch.zeros(1, *shape)).shape == (1, 3)
+
+
+def test_a_seed_decides_the_weights_and_torchs_own_generator_stays_as_it_was() -> None:
+    before = torch.get_rng_state()
+    first, again, other = (models.build("mlp", (4,), 2, seed) for seed in (1, 1, 2))
+    assert torch.equal(torch.get_rng_state(), before)
+    weights = [module.state_dict()["hidden.weight"] for module in (first, again, other)]
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+
+
+def test_initial_arrays_are_the_layers_of_the_network_that_the_dataset_asks_for() -> None:
+    record = models.initial_arrays(RunConfig(seed=4))
+    module = models.build("mlp", (1, 8, 8), 10, seed=4)
+    spec = ModelSpec.of(record)
+    assert spec.names == ("hidden.weight", "hidden.bias", "output.weight", "output.bias")
+    assert set(spec.dtypes) == {"float32"}
+    for name, values in module.state_dict().items():
+        assert np.array_equal(from_array(record[name]), values.numpy())
+
+
+def test_initial_arrays_hold_buffers_and_whole_numbers_stay_whole(own: str) -> None:
+    record = models.initial_arrays(RunConfig(model=f"{own}:normalised"), DataShape((64,), 2))
+    spec = ModelSpec.of(record)
+    types = dict(zip(spec.names, spec.dtypes, strict=True))
+    assert types["1.running_mean"] == "float32"
+    assert types["1.num_batches_tracked"] == "int64"
+    assert from_array(record["1.running_var"]).tolist() == [1.0] * 64
+
+
+def test_a_users_own_network_is_built_by_module_and_function(own: str) -> None:
+    module = models.build(f"{own}:good", (1, 8, 8), 10, seed=1)
+    assert size(module) == 650
+    again = models.build(f"{own}:good", (1, 8, 8), 10, seed=1)
+    assert torch.equal(module[1].weight, again[1].weight)
+
+
+def test_a_users_own_network_is_made_single_precision(own: str) -> None:
+    module = models.build(f"{own}:doubles", (64,), 10)
+    assert {parameter.dtype for parameter in module.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("mpl", "Unknown model 'mpl'. Did you mean 'mlp'"),
+        (
+            "no_such_module:build",
+            "Cannot import 'no_such_module'.*cnn1d, gru, mclr, mlp, or module:func",
+        ),
+        (":build", "Cannot import ''"),
+        ("{own}:none", r"has no function 'none' .*def none\(input_shape, num_classes\)"),
+        ("{own}:number", "has no function 'number'"),
+        ("{own}:no_network", "must return a torch.nn.Module, got str"),
+        ("{own}:no_tensor", r"output for 2 samples is tuple, not \(2, 10\)"),
+        ("{own}:wrong_width", r"output for 2 samples is \(2, 11\), not \(2, 10\)"),
+        ("{own}:wrong_input", r"does not fit the data, inputs of shape \(1, 8, 8\) and 10 classes"),
+        ("{own}:crash", "out of ideas"),
+    ],
+)
+def test_what_is_no_network_for_the_data_is_said(own: str, name: str, message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        models.build(name.replace("{own}", own), (1, 8, 8), 10)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("shape", [(60,), (8, 8), (1, 3, 3)])
+def test_cnn_says_that_it_takes_images(shape: tuple[int, ...]) -> None:
+    with pytest.raises(UserError, match=r"'cnn' does not fit the data.*images.*mlp and mclr"):
+        models.build("cnn", shape, 10)
+
+
+def test_every_network_introduces_itself_in_one_line() -> None:
+    for line in models.MODELS.summaries().values():
+        assert 20 < len(line) < 100
+        assert line.endswith((".", ")"))
+
+
+@pytest.mark.parametrize("shape", [(9, 128), (128, 9), (2048,), (32, 32), (3, 40), (1, 7), (4,)])
+def test_cnn1d_takes_windows_waves_and_spectra_of_any_length(shape: tuple[int, ...]) -> None:
+    assert models.build("cnn1d", shape, 6)(torch.randn(2, *shape)).shape == (2, 6)
+
+
+def test_the_longer_axis_of_a_window_is_time() -> None:
+    channels_first = models.build("cnn1d", (9, 128), 6, seed=3)
+    time_first = models.build("cnn1d", (128, 9), 6, seed=3)
+    x = torch.randn(4, 9, 128)
+    torch.testing.assert_close(channels_first(x), time_first(x.transpose(1, 2)))
+    # 9*16*9 + 16, 2*16, 16*32*9 + 32, 2*32, 32*8*64 + 64, 64*6 + 6
+    assert size(channels_first) == 22_886
+
+
+def test_gru_needs_a_vocabulary_and_reads_ids_that_came_as_floats() -> None:
+    module = models.build("gru", (5,), 3, tokens=7)
+    x = torch.tensor([[0.0, 1.0, 6.0, 2.0, 0.0]])
+    assert module(x).shape == (1, 3)
+    # The last token counts, and so does the first.
+    for position in (0, 4):
+        other = x.clone()
+        other[0, position] = 3.0
+        assert not torch.allclose(module(x), module(other))
+    with pytest.raises(UserError, match="it takes token ids"):
+        models.build("gru", (5,), 3)
+
+
+@pytest.mark.parametrize("name", ["cnn1d", "gru"])
+def test_models_of_sequences_do_not_take_images(name: str) -> None:
+    with pytest.raises(UserError, match=f"'{name}' does not fit the data.*it takes"):
+        models.build(name, (1, 8, 8), 10)

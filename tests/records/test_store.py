@@ -1,0 +1,415 @@
+"""The run store: what goes in comes out, in order, and nothing that is there is overwritten."""
+
+from __future__ import annotations
+
+import math
+import sqlite3
+from collections.abc import Iterable
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raceme.config.errors import UserError
+from raceme.protocol.events import (
+    ClientJoined,
+    ClientLeft,
+    ClusterChange,
+    ClustersChanged,
+    DataChanged,
+    Ending,
+    Evaluated,
+    Event,
+    RunEnded,
+    UpdateApplied,
+    UpdateRejected,
+)
+from raceme.records.store import FILE_NAME, RunStore, read_events
+
+UPDATE = UpdateApplied(
+    seq=1,
+    time=2.5,
+    client="b",
+    cluster=0,
+    base_version=3,
+    staleness=2,
+    weight=0.25,
+    dispatched_at=0.5,
+    train_loss=1.75,
+    bytes_down=100,
+    bytes_up=90,
+)
+SPLIT = ClustersChanged(
+    3.5,
+    2,
+    ClusterChange.SPLIT,
+    {"b": {2: 1.0}, "a": {1: 1.0}, "c": {2: 0.25, 1: 0.75}},
+    gone=(0,),
+    made=(2, 1),
+    score=0.5,
+    threshold=0.25,
+)
+ONE_OF_EACH: list[Event] = [
+    ClientJoined(0.0, "b", 0, 12, 1),
+    ClientJoined(0.0, "a", 0, 7, None),
+    UPDATE,
+    UpdateRejected(3.0, "a", "task lost", 0.25),
+    replace(UPDATE, seq=2, time=3.5, client="a", started_at=100.5, finished_at=103.0),
+    Evaluated(3.5, 2, 0.5, 1.25, 1, {"b": (0, 0.75, 1.0), "a": (0, 0.25, 1.5)}, 2),
+    SPLIT,
+    ClientLeft(4.0, "a"),
+    ClientJoined(5.0, "a", 0, 8, None, returned=True),
+    DataChanged(5.0, 2, None, 1),
+    DataChanged(5.5, 2, "a", 2),
+    replace(UPDATE, seq=3, time=5.75, step=1),
+    Evaluated(5.75, 3, 0.5, 1.0, 2, {"b": (2, 0.5, 1.0), "c": (1, 0.5, 1.0)}, 3, {"b": 1}),
+    RunEnded(6.0, 3, "all clients are gone", Ending.NO_CLIENTS),
+]
+
+
+def write(folder: Path, events: Iterable[Event]) -> Path:
+    with RunStore(folder) as store:
+        for event in events:
+            store.observe(event)
+    return folder / FILE_NAME
+
+
+def dump(path: Path) -> list[str]:
+    with closing(sqlite3.connect(path)) as connection:
+        return list(connection.iterdump())
+
+
+def count(path: Path, table: str) -> int:
+    with closing(sqlite3.connect(path)) as connection:
+        (rows,) = connection.execute(f"SELECT count(*) FROM {table}").fetchone()
+    return int(rows)
+
+
+def test_the_sample_has_every_type_of_event() -> None:
+    assert {type(event) for event in ONE_OF_EACH} == set(Event.__args__)
+
+
+def test_every_type_of_event_comes_back_in_order(tmp_path: Path) -> None:
+    path = write(tmp_path / "new" / "run", ONE_OF_EACH)
+    assert read_events(path) == ONE_OF_EACH
+    assert read_events(path.parent) == ONE_OF_EACH
+
+
+@pytest.mark.parametrize("event", ONE_OF_EACH, ids=lambda event: type(event).__name__)
+def test_each_event_comes_back_alone(tmp_path: Path, event: Event) -> None:
+    assert read_events(write(tmp_path, [event])) == [event]
+
+
+def test_an_empty_run_has_no_events(tmp_path: Path) -> None:
+    assert read_events(write(tmp_path, [])) == []
+
+
+def test_node_ids_are_not_kept(tmp_path: Path) -> None:
+    path = write(tmp_path, [ClientJoined(0.0, "a", 2**63 + 5, 7, 0)])
+    assert read_events(path) == [ClientJoined(0.0, "a", 0, 7, 0)]
+
+
+@pytest.mark.parametrize("change", ClusterChange)
+def test_each_change_of_clusters_comes_back(tmp_path: Path, change: ClusterChange) -> None:
+    # Also without clients, without clusters, and with neither.
+    events: list[Event] = [
+        ClustersChanged(1.0, 1, change, {"a": {3: 0.5, 1: 0.5}}, (2, 1), (3, 4), 0.5, 0.25),
+        ClustersChanged(2.0, 2, change, {}, (3,), (), 0.5, 0.25),
+        ClustersChanged(3.0, 3, change, {}, (), (5,), 0.5, 0.25),
+        ClustersChanged(4.0, 4, change, {}, (), (), 0.5, 0.25),
+    ]
+    assert read_events(write(tmp_path, events)) == events
+
+
+@pytest.mark.parametrize("ending", Ending)
+def test_each_kind_of_end_comes_back(tmp_path: Path, ending: Ending) -> None:
+    events: list[Event] = [RunEnded(1.0, 1, "so", ending)]
+    assert read_events(write(tmp_path, events)) == events
+
+
+def test_the_tables_say_who_belongs_where_and_who_answered(tmp_path: Path) -> None:
+    with closing(sqlite3.connect(write(tmp_path, ONE_OF_EACH))) as connection:
+        members = connection.execute("SELECT client, cluster, weight FROM memberships").fetchall()
+        fates = connection.execute("SELECT fate, cluster FROM changed_clusters").fetchall()
+        asked = connection.execute("SELECT asked, answered FROM evaluations").fetchall()
+        steps = connection.execute(
+            "SELECT client, step FROM client_evaluations ORDER BY event DESC, client LIMIT 2"
+        ).fetchall()
+    assert members == [("b", 2, 1.0), ("a", 1, 1.0), ("c", 2, 0.25), ("c", 1, 0.75)]
+    assert fates == [("gone", 0), ("made", 2), ("made", 1)]
+    assert asked == [(2, 2), (3, 2)]
+    assert steps == [("b", 1), ("c", 0)]
+
+
+def test_nan_comes_back_as_nan(tmp_path: Path) -> None:
+    nan = float("nan")
+    path = write(
+        tmp_path,
+        [
+            replace(SPLIT, score=nan, threshold=nan),
+            replace(UPDATE, weight=nan, train_loss=nan),
+            Evaluated(1.0, 1, nan, nan, 1, {"a": (1, nan, nan)}),
+        ],
+    )
+    split, update, evaluated = read_events(path)
+    assert isinstance(split, ClustersChanged)
+    assert isinstance(update, UpdateApplied)
+    assert isinstance(evaluated, Evaluated)
+    cluster, *values = evaluated.per_client["a"]
+    assert cluster == 1
+    values += [split.score, split.threshold, update.weight, update.train_loss]
+    values += [evaluated.accuracy, evaluated.loss]
+    assert all(math.isnan(value) for value in values)
+
+
+def test_numpy_scalars_are_stored_as_numbers(tmp_path: Path) -> None:
+    one: Any = np.int64(1)
+    half: Any = np.float32(0.5)
+    given_update = replace(UPDATE, seq=one, weight=half / 2, dispatched_at=half)
+    evaluated = Evaluated(3.0, one, half, 2 * half, one, {"a": (one, half, half)}, one, {"a": one})
+    change = ClustersChanged(
+        half, one, ClusterChange.SPLIT, {"a": {one: 2 * half}}, (one,), (one,), half, half
+    )
+    path = write(tmp_path, [given_update, evaluated, change, DataChanged(half, one, "a", one)])
+    assert read_events(path) == [
+        UPDATE,
+        Evaluated(3.0, 1, 0.5, 1.0, 1, {"a": (1, 0.5, 0.5)}, 1, {"a": 1}),
+        ClustersChanged(0.5, 1, ClusterChange.SPLIT, {"a": {1: 1.0}}, (1,), (1,), 0.5, 0.5),
+        DataChanged(0.5, 1, "a", 1),
+    ]
+
+
+_TIMES = st.floats(0, 1e9)
+_NUMBERS = st.floats(allow_nan=False)
+_COUNTS = st.integers(0, 2**62)
+_CLIENTS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8)
+_CLUSTERS = st.lists(_COUNTS, max_size=3, unique=True).map(tuple)
+_WEIGHTS = st.dictionaries(_COUNTS, st.floats(0, 1, exclude_min=True), min_size=1, max_size=3)
+_EVENTS = st.one_of(
+    st.builds(
+        ClientJoined,
+        _TIMES,
+        _CLIENTS,
+        st.just(0),
+        _COUNTS,
+        st.none() | _COUNTS,
+        st.booleans(),
+    ),
+    st.builds(ClientLeft, _TIMES, _CLIENTS),
+    st.builds(DataChanged, _TIMES, _COUNTS, st.none() | _CLIENTS, _COUNTS),
+    st.builds(UpdateRejected, _TIMES, _CLIENTS, _CLIENTS, _TIMES),
+    st.builds(
+        Evaluated,
+        _TIMES,
+        _COUNTS,
+        _NUMBERS,
+        _NUMBERS,
+        _COUNTS,
+        st.dictionaries(_CLIENTS, st.tuples(_COUNTS, _NUMBERS, _NUMBERS), max_size=3),
+        _COUNTS,
+    ),
+    st.builds(
+        ClustersChanged,
+        _TIMES,
+        _COUNTS,
+        st.sampled_from(ClusterChange),
+        st.dictionaries(_CLIENTS, _WEIGHTS, max_size=3),
+        _CLUSTERS,
+        _CLUSTERS,
+        _NUMBERS,
+        _NUMBERS,
+    ),
+    st.builds(RunEnded, _TIMES, _COUNTS, _CLIENTS, st.sampled_from(Ending)),
+)
+
+
+# Each example makes a file: a few are enough.
+@settings(max_examples=25, deadline=None)
+@given(events=st.lists(_EVENTS, max_size=8))
+def test_any_events_come_back(
+    events: list[Event], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    assert read_events(write(tmp_path_factory.mktemp("run"), events)) == events
+
+
+def test_the_same_events_give_the_same_contents(tmp_path: Path) -> None:
+    first = write(tmp_path / "first", ONE_OF_EACH)
+    # Flower draws its node ids at random: they are the one thing that may differ.
+    others = [
+        replace(event, node_id=99) if isinstance(event, ClientJoined) else event
+        for event in ONE_OF_EACH
+    ]
+    assert dump(write(tmp_path / "second", others)) == dump(first)
+    assert dump(write(tmp_path / "third", ONE_OF_EACH[:-1])) != dump(first)
+
+
+def test_the_contents_do_not_depend_on_when_they_were_written(tmp_path: Path) -> None:
+    with RunStore(tmp_path / "often") as store:
+        for event in ONE_OF_EACH:
+            store.observe(event)
+            store.commit()
+    assert dump(store.path) == dump(write(tmp_path / "once", ONE_OF_EACH))
+
+
+def test_what_was_done_is_there_after_an_exception(tmp_path: Path) -> None:
+    done = ONE_OF_EACH[:5]
+
+    def fail() -> None:
+        with RunStore(tmp_path) as store:
+            for event in done:
+                store.observe(event)
+            raise RuntimeError("the run broke")
+
+    with pytest.raises(RuntimeError, match="the run broke"):
+        fail()
+    assert read_events(tmp_path) == done
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_what_was_done_is_there_after_an_interruption(
+    tmp_path: Path, error: type[BaseException]
+) -> None:
+    with pytest.raises(error), RunStore(tmp_path) as store:  # noqa: PT012
+        store.observe(UPDATE)
+        raise error
+    assert read_events(tmp_path) == [UPDATE]
+
+
+def test_an_evaluation_or_500_events_are_on_disk_at_once(tmp_path: Path) -> None:
+    with RunStore(tmp_path) as store:
+        store.observe(UPDATE)
+        assert count(store.path, "updates") == 0
+        store.observe(Evaluated(3.0, 1, 0.5, 1.0, 1))
+        assert count(store.path, "updates") == count(store.path, "evaluations") == 1
+        for seq in range(2, 501):
+            store.observe(replace(UPDATE, seq=seq))
+        assert count(store.path, "updates") == 1
+        store.observe(replace(UPDATE, seq=501))
+        assert count(store.path, "updates") == 501
+
+
+def test_a_closed_store_takes_nothing_more(tmp_path: Path) -> None:
+    store = RunStore(tmp_path)
+    store.observe(UPDATE)
+    store.close()
+    store.close()
+    assert read_events(tmp_path) == [UPDATE]
+    with pytest.raises(ValueError, match="closed"):
+        store.commit()
+
+
+def test_the_view_lists_each_client_as_it_joined_first(tmp_path: Path) -> None:
+    with closing(sqlite3.connect(write(tmp_path, ONE_OF_EACH))) as connection:
+        rows = connection.execute("SELECT * FROM clients").fetchall()
+    assert rows == [("b", 0.0, 12, 1, 1), ("a", 0.0, 7, None, 2)]
+
+
+def test_an_existing_run_is_refused_and_left_alone(tmp_path: Path) -> None:
+    before = dump(write(tmp_path, ONE_OF_EACH))
+    with pytest.raises(UserError, match=r"holds a run already.*--out"):
+        RunStore(tmp_path)
+    assert dump(tmp_path / FILE_NAME) == before
+
+
+def test_an_existing_run_can_be_replaced(tmp_path: Path) -> None:
+    write(tmp_path, ONE_OF_EACH)
+    with RunStore(tmp_path, replace=True) as store:
+        store.observe(UPDATE)
+    assert read_events(tmp_path) == [UPDATE]
+
+
+@pytest.mark.parametrize("after", range(len(ONE_OF_EACH) + 1))
+def test_resumed_gives_the_same_contents_as_one_run(tmp_path: Path, after: int) -> None:
+    whole = dump(write(tmp_path / "whole", ONE_OF_EACH))
+    path = write(tmp_path / "resumed", ONE_OF_EACH)
+    with RunStore(path.parent, after=after) as store:
+        store.commit()
+        assert read_events(path) == ONE_OF_EACH[:after]
+        for event in ONE_OF_EACH[after:]:
+            store.observe(event)
+        assert store.commit() == len(ONE_OF_EACH)
+    assert dump(path) == whole
+
+
+def test_resumed_with_fewer_events_than_expected_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, ONE_OF_EACH)
+    with pytest.raises(UserError, match="events are missing"):
+        RunStore(tmp_path, after=len(ONE_OF_EACH) + 1)
+    assert read_events(tmp_path) == ONE_OF_EACH
+
+
+def test_resumed_with_nothing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no run store"):
+        RunStore(tmp_path, after=3)
+    assert not (tmp_path / FILE_NAME).exists()
+
+
+def test_reading_nothing_is_refused(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "missing", tmp_path / FILE_NAME):
+        with pytest.raises(UserError, match="There is no run store"):
+            read_events(path)
+
+
+def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / FILE_NAME
+    path.write_bytes(b"time,accuracy\n" * 100)
+    with pytest.raises(UserError, match="not a run store"):
+        read_events(path)
+    with pytest.raises(UserError, match="not a run store"):
+        RunStore(tmp_path, after=1)
+    assert path.read_bytes() == b"time,accuracy\n" * 100
+
+
+def test_another_database_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / FILE_NAME
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("CREATE TABLE updates (event INTEGER)")
+        connection.commit()
+    before = path.read_bytes()
+    with pytest.raises(UserError, match="another SQLite database"):
+        read_events(path)
+    with pytest.raises(UserError, match="another SQLite database"):
+        RunStore(tmp_path, after=0)
+    assert path.read_bytes() == before
+
+
+def test_a_store_of_a_later_format_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, ONE_OF_EACH)
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("PRAGMA user_version = 99")
+    with pytest.raises(UserError, match="format 99"):
+        read_events(path)
+
+
+@pytest.mark.parametrize(
+    ("table", "column"), [("cluster_changes", "change"), ("endings", "ending")]
+)
+def test_a_word_that_does_not_exist_is_said_to_be_damage(
+    tmp_path: Path, table: str, column: str
+) -> None:
+    path = write(tmp_path, ONE_OF_EACH)
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute(f"UPDATE {table} SET {column} = 'explode'")
+        connection.commit()
+    with pytest.raises(UserError, match=r"damaged.*explode"):
+        read_events(path)
+
+
+def test_a_store_without_its_tables_is_said_to_be_damaged(tmp_path: Path) -> None:
+    path = write(tmp_path, ONE_OF_EACH)
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("DROP TABLE endings")
+        connection.commit()
+    with pytest.raises(UserError, match="damaged"):
+        read_events(path)
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="Cannot write"):
+        RunStore(tmp_path / "file" / "run")

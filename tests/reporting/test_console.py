@@ -1,0 +1,279 @@
+"""What a person sees: plain lines in a file, a live line on a terminal, a table at the end."""
+
+from __future__ import annotations
+
+import math
+import re
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from raceme.protocol.events import (
+    ClientJoined,
+    ClusterChange,
+    ClustersChanged,
+    DataChanged,
+    Ending,
+    Evaluated,
+    Event,
+    RunEnded,
+    UpdateApplied,
+    UpdateRejected,
+)
+from raceme.records.summary import summarise
+from raceme.reporting.console import (
+    RunProgress,
+    change_line,
+    data_line,
+    print_summary,
+    update_line,
+)
+
+UPDATE = UpdateApplied(
+    seq=7,
+    time=4.5,
+    client="pi-3",
+    cluster=2,
+    base_version=5,
+    staleness=3,
+    weight=0.125,
+    dispatched_at=2.25,
+    train_loss=1.5,
+    bytes_down=1500,
+    bytes_up=900,
+)
+SPLIT = ClustersChanged(
+    4.5,
+    7,
+    ClusterChange.SPLIT,
+    {"pi-3": {3: 1.0}, "pi-4": {3: 1.0}, "pi-5": {4: 1.0}},
+    gone=(2,),
+    made=(3, 4),
+)
+RUN: list[Event] = [
+    ClientJoined(0.0, "pi-3", 0, 10, 0),
+    ClustersChanged(0.0, 0, ClusterChange.ASSIGN, {"pi-3": {2: 1.0}}),
+    Evaluated(0.0, 0, 0.1, 2.0, 1),
+    UPDATE,
+    UpdateRejected(4.5, "pi-4", "the update [weights] is not finite", 1.0),
+    SPLIT,
+    Evaluated(5.0, 7, 0.625, 1.0, 2),
+    Evaluated(6.0, 8, 0.5, 1.0, 2, {"pi-3": (3, 0.5, 1.0)}, 3),
+    RunEnded(6.0, 8, "reached max-updates"),
+]
+
+
+def shown(
+    events: list[Event],
+    *,
+    terminal: bool = False,
+    each_update: bool = False,
+    width: int = 100,
+) -> str:
+    """Return what is printed for some events."""
+    out = StringIO()
+    # The environment may force colours or claim a dumb terminal; here it has no say.
+    console = Console(
+        file=out, force_terminal=terminal, width=width, highlight=False, _environ={"TERM": "xterm"}
+    )
+    with RunProgress(500, each_update, console) as progress:
+        for event in events:
+            progress.observe(event)
+    return out.getvalue()
+
+
+def without_rate(text: str) -> list[str]:
+    """Return the lines without the rate, which is the one thing that differs from run to run."""
+    return re.sub(r" · \d+/s", "", text).splitlines()
+
+
+def controls(text: str) -> set[str]:
+    return {char for char in text if ord(char) < 32 and char != "\n"} | ({"\x7f"} & set(text))
+
+
+def test_piped_there_is_a_line_for_each_evaluation_and_split() -> None:
+    text = shown(RUN)
+    assert not controls(text)
+    assert without_rate(text) == [
+        "evaluated at 0 updates: t = 0.0 s · accuracy 0.100 (best 0.100) · 1 cluster",
+        "cluster 2 → clusters 3 (2), 4 (1) at update 7",
+        "evaluated at 7 updates: t = 5.0 s · accuracy 0.625 (best 0.625) · 2 clusters · 1 rejected",
+        "evaluated at 8 updates: t = 6.0 s · accuracy 0.500 (1 of 3 clients, best 0.625) · "
+        "2 clusters · 1 rejected",
+    ]
+
+
+def test_piped_lines_are_not_broken_or_cut() -> None:
+    assert without_rate(shown(RUN, width=20)) == without_rate(shown(RUN))
+
+
+def test_piped_a_run_without_evaluations_prints_nothing() -> None:
+    assert shown([UPDATE, RunEnded(1.0, 1, "interrupted", Ending.INTERRUPTED)]) == ""
+
+
+def test_each_update_has_its_line() -> None:
+    text = shown(RUN, each_update=True)
+    assert not controls(text)
+    assert without_rate(text)[1:4] == [
+        "update    7  pi-3  cluster 2  staleness 3  weight 0.125  loss 1.500  took 2.2 s",
+        # What is in brackets is no markup.
+        "rejected  pi-4: the update [weights] is not finite",
+        "cluster 2 → clusters 3 (2), 4 (1) at update 7",
+    ]
+
+
+def test_each_update_is_a_plain_line_on_a_terminal_too() -> None:
+    text = shown(RUN, each_update=True, terminal=True)
+    assert "\x1b[2K" not in text
+    assert without_rate(text) == without_rate(shown(RUN, each_update=True))
+
+
+def test_a_terminal_has_a_live_line() -> None:
+    text = shown(RUN, terminal=True, width=160)
+    assert "\x1b[" in text
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+    assert "cluster 2 → clusters 3 (2), 4 (1) at update 7" in plain
+    last = plain.strip().splitlines()[-1]
+    assert "7/500 t = 6.0 s" in last
+    assert "t = 6.0 s · accuracy 0.500 (1 of 3 clients, best 0.625) · 2 clusters" in last
+    assert "evaluated at" not in plain
+
+
+def test_a_terminal_gets_its_cursor_back_after_an_error() -> None:
+    out = StringIO()
+    console = Console(file=out, force_terminal=True, _environ={"TERM": "xterm"})
+    with pytest.raises(RuntimeError, match="broke"), RunProgress(10, console=console):
+        raise RuntimeError("broke")
+    text = out.getvalue()
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
+
+
+def test_a_diverged_run_is_shown() -> None:
+    nan = Evaluated(1.0, 1, math.nan, math.nan, 1)
+    assert "accuracy nan" in shown([Evaluated(0.5, 0, 0.5, 1.0, 1), nan])
+    # Nothing better was seen before: there is no best accuracy.
+    assert "accuracy nan" in shown([nan])
+
+
+def test_an_evaluation_that_all_answered_does_not_say_so() -> None:
+    text = shown([Evaluated(1.0, 1, 0.5, 1.0, 1, {"a": (0, 0.5, 1.0)}, 1)])
+    assert "accuracy 0.500 (best 0.500) · " in text
+
+
+WEIGHTS = {client: {5: 0.5, 6: 0.5} for client in "ab"}
+
+
+def change(kind: ClusterChange, gone: tuple[int, ...], made: tuple[int, ...]) -> ClustersChanged:
+    return ClustersChanged(1.0, 9, kind, WEIGHTS, gone, made)
+
+
+@pytest.mark.parametrize(
+    ("event", "line"),
+    [
+        (SPLIT, "cluster 2 → clusters 3 (2), 4 (1) at update 7"),
+        (change(ClusterChange.MERGE, (3, 4), (5,)), "clusters 3, 4 → cluster 5 (2) at update 9"),
+        (change(ClusterChange.FOUND, (), (5,)), "new cluster 5 (2) at update 9"),
+        (
+            ClustersChanged(1.0, 9, ClusterChange.FOUND, {}, made=(5,)),
+            "new cluster 5 at update 9",
+        ),
+        (
+            ClustersChanged(1.0, 9, ClusterChange.RETIRE, {}, gone=(5,)),
+            "cluster 5 ended at update 9",
+        ),
+    ],
+)
+def test_changes_of_clusters_have_their_lines(event: ClustersChanged, line: str) -> None:
+    assert change_line(event) == line
+    assert shown([event]) == f"{line}\n"
+
+
+def test_moves_and_what_a_run_begins_with_are_not_told() -> None:
+    first = ClustersChanged(0.0, 0, ClusterChange.FOUND, {"a": {0: 1.0}}, made=(0,))
+    assign = change(ClusterChange.ASSIGN, (), ())
+    assert shown([first, assign, change(ClusterChange.MOVE, (), ())], each_update=True) == ""
+
+
+def test_data_of_single_clients_are_told_among_updates_only() -> None:
+    everybody, one = DataChanged(1.0, 7, None, 2), DataChanged(1.0, 7, "pi-3", 2)
+    assert shown([everybody, one]) == "data of all clients: step 2 at update 7\n"
+    assert shown([one], each_update=True) == "data of pi-3: step 2 at update 7\n"
+
+
+def test_lines_of_events() -> None:
+    assert data_line(DataChanged(1.0, 7, "a", 2)) == "data of a: step 2 at update 7"
+    assert update_line(UPDATE) == (
+        "update    7  pi-3  cluster 2  staleness 3  weight 0.125  loss 1.500  took 2.2 s"
+    )
+
+
+def printed(summary: dict[str, Any], out: Path) -> str:
+    file = StringIO()
+    print_summary(summary, out, Console(file=file, width=100, highlight=False))
+    return file.getvalue()
+
+
+def summary_of(
+    events: list[Event], *, wall_time: float, dataset: str = "digits", target: float | None = None
+) -> dict[str, Any]:
+    return summarise(
+        events, strategy="casa", dataset=dataset, seed=0, wall_time=wall_time, target=target
+    )
+
+
+def test_the_summary_of_a_run() -> None:
+    text = printed(summary_of(RUN, wall_time=2.0, target=0.6), Path("/elsewhere/run"))
+    assert not controls(text)
+    title, *rows = [line.strip() for line in text.strip().splitlines()[:10]]
+    assert title == "casa on digits: reached max-updates"
+    assert dict(re.split(r"\s{2,}", row) for row in rows) == {
+        "accuracy": "0.500 (best 0.625), mean over 1 of 3 clients",
+        "time to 0.6": "5.0 s, 7 updates",
+        "clusters": "2",
+        "purity": "1.000",
+        "clients": "1",
+        "updates": "7 (1 rejected)",
+        "virtual time": "6.0 s",
+        "wall time": "2.0 s (4 updates/s)",
+        "traffic": "900 B up, 1.5 kB down",
+    }
+    assert text.splitlines()[-1] == "Results, plots and models: /elsewhere/run"
+
+
+def test_what_is_not_known_is_a_dash() -> None:
+    text = printed(summary_of([], wall_time=0.0), Path("/elsewhere/run"))
+    assert "None" not in text.split("\n", 2)[2]
+    assert "- (best -), mean over clients" in text
+    assert "time to target  not reached" in re.sub(r"target +", "target  ", text)
+    assert re.search(r"purity +-", text)
+    assert "0.0 s (0 updates/s)" in text
+
+
+def test_a_run_that_has_not_ended_has_no_reason() -> None:
+    title = printed(summary_of([], wall_time=0.0), Path("/elsewhere/run")).splitlines()[1]
+    assert title.strip() == "casa on digits"
+
+
+def test_names_in_brackets_are_no_markup() -> None:
+    events: list[Event] = [RunEnded(1.0, 0, "ended by [/quit] of [someone]")]
+    text = printed(summary_of(events, wall_time=1.0, dataset="[own]"), Path("/a/[b]"))
+    assert "casa on [own]: ended by [/quit] of [someone]" in text
+    assert "/a/[b]" in text
+
+
+def test_a_folder_below_is_shown_from_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = printed(summary_of(RUN, wall_time=1.0), tmp_path / "runs" / "mine")
+    assert text.endswith("Results, plots and models: runs/mine\n")
+
+
+@pytest.mark.parametrize(
+    ("count", "expected"),
+    [(0, "0 B"), (999, "999 B"), (1500, "1.5 kB"), (2_340_000, "2.34 MB"), (5e9, "5 GB")],
+)
+def test_traffic_has_units_that_suit(count: int, expected: str) -> None:
+    summary = summary_of([], wall_time=1.0) | {"bytes_up": count}
+    assert f"{expected} up," in printed(summary, Path("/elsewhere"))

@@ -1,0 +1,510 @@
+"""Every figure of every kind of run can be drawn, without a warning, and shows what there is."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+import pytest
+from matplotlib.collections import PolyCollection
+from matplotlib.figure import Figure
+from PIL import Image
+
+from raceme.protocol.events import (
+    ClientJoined,
+    ClientLeft,
+    ClusterChange,
+    ClustersChanged,
+    DataChanged,
+    Evaluated,
+    Event,
+    RunEnded,
+    UpdateApplied,
+    UpdateRejected,
+)
+from raceme.records.record import RunRecord
+from raceme.records.store import RunStore
+from raceme.reporting.clusters_plot import clusters_figure
+from raceme.reporting.fleet_plots import devices_figure, similarity_figure
+from raceme.reporting.plots import accuracy_figure, client_band, compare_curves, comparison_figure
+from raceme.reporting.style import cluster_colour, save_figure, time_unit
+
+
+@pytest.fixture(autouse=True)
+def _no_warnings() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+def joined(groups: dict[str, int | None]) -> list[Event]:
+    """Return the reports of clients that join the only cluster."""
+    return [
+        event
+        for client, group in groups.items()
+        for event in (ClientJoined(0.0, client, 0, 10, group), assigned(0.0, {client: 0}))
+    ]
+
+
+def changed(
+    change: ClusterChange,
+    time: float,
+    clusters: dict[str, int],
+    gone: tuple[int, ...] = (),
+    made: tuple[int, ...] = (),
+) -> ClustersChanged:
+    memberships = {client: {cluster: 1.0} for client, cluster in clusters.items()}
+    return ClustersChanged(time, int(time), change, memberships, gone, made)
+
+
+def assigned(time: float, clusters: dict[str, int]) -> ClustersChanged:
+    return changed(ClusterChange.ASSIGN, time, clusters)
+
+
+def moved(time: float, clusters: dict[str, int]) -> ClustersChanged:
+    return changed(ClusterChange.MOVE, time, clusters)
+
+
+def split(time: float, parent: int, children: dict[int, tuple[str, ...]]) -> ClustersChanged:
+    clusters = {client: child for child, clients in children.items() for client in clients}
+    return changed(ClusterChange.SPLIT, time, clusters, (parent,), tuple(children))
+
+
+def updates(clients: str, cluster: int, first: int) -> list[Event]:
+    """Return an update of each client in turn, one a second; faster clients come first."""
+    return [
+        UpdateApplied(
+            seq,
+            float(seq),
+            client,
+            cluster,
+            seq - 1,
+            0,
+            0.5,
+            max(0.0, seq - 1.0 - clients.index(client)),
+            1.0,
+            100,
+            100,
+        )
+        for seq, client in enumerate(clients, first)
+    ]
+
+
+def evaluated(time: float, accuracy: dict[str, tuple[int, float]]) -> Evaluated:
+    values = [value for _, value in accuracy.values()]
+    return Evaluated(
+        time,
+        int(time),
+        float(np.mean(values)),
+        1.0,
+        len({cluster for cluster, _ in accuracy.values()}),
+        {client: (cluster, value, 1.0) for client, (cluster, value) in accuracy.items()},
+    )
+
+
+def normal(groups: dict[str, int | None] | None = None) -> list[Event]:
+    return [
+        *joined(groups or {"a": 0, "b": 0, "c": 1, "d": 1}),
+        *updates("abcd", 0, 1),
+        evaluated(4.0, {"a": (0, 0.2), "b": (0, 0.4), "c": (0, 0.6), "d": (0, 0.8)}),
+        split(4.0, 0, {1: ("a", "b"), 2: ("c", "d")}),
+        *updates("ab", 1, 5),
+        *updates("cd", 2, 7),
+        evaluated(8.0, {"a": (1, 0.7), "b": (1, 0.9), "c": (2, 0.8), "d": (2, 1.0)}),
+        RunEnded(8.0, 8, "reached max-updates"),
+    ]
+
+
+RUNS: dict[str, list[Event]] = {
+    "split": normal(),
+    "nothing": [],
+    "no updates": [*joined({"a": 0, "b": 1}), RunEnded(0.0, 0, "no client replied")],
+    "evaluated before any update": [*joined({"a": 0}), evaluated(0.0, {"a": (0, 0.1)})],
+    "one client": [
+        *joined({"a": 0}),
+        *updates("aa", 0, 1),
+        evaluated(2.0, {"a": (0, 0.5)}),
+        RunEnded(2.0, 2, "reached max-updates"),
+    ],
+    "no groups": normal(dict.fromkeys("abcd")),
+    "some groups": normal({"a": 0, "b": None, "c": 1, "d": None}),
+    "rejected": [
+        *normal(),
+        UpdateRejected(8.5, "a", "not finite", 7.0),
+        UpdateRejected(9.0, "stranger", "not a client", 8.0),
+    ],
+    "only rejected": [*joined({"a": 0}), UpdateRejected(3.0, "a", "not finite", 0.0)],
+    "leaver and newcomer": [
+        *normal(),
+        ClientLeft(8.5, "a"),
+        ClientJoined(9.0, "e", 0, 5, 1),
+        assigned(9.0, {"e": 2}),
+        *updates("e", 2, 10),
+        ClientJoined(11.0, "a", 0, 10, 0, returned=True),
+        moved(11.0, {"a": 1}),
+        RunEnded(12.0, 9, "reached max-updates"),
+    ],
+    "joined and never in a cluster": [*normal(), ClientJoined(9.0, "e", 0, 5, None)],
+    "merge, found, retire": [
+        *normal(),
+        changed(ClusterChange.FOUND, 9.0, {"b": 3}, made=(3,)),
+        changed(ClusterChange.FOUND, 9.5, {}, made=(5,)),
+        changed(ClusterChange.MERGE, 10.0, dict.fromkeys("abcd", 4), (1, 2, 3), (4,)),
+        changed(ClusterChange.RETIRE, 11.0, {}, gone=(5,)),
+        evaluated(12.0, dict.fromkeys("abcd", (4, 0.5))),
+        RunEnded(12.0, 12, "reached max-updates"),
+    ],
+    "several clusters each": [
+        *normal(),
+        ClustersChanged(
+            9.0, 8, ClusterChange.MOVE, {"a": {1: 0.75, 2: 0.25}, "b": {1: 0.5, 2: 0.5}}
+        ),
+        ClustersChanged(10.0, 8, ClusterChange.MOVE, {"a": {2: 1.0}}),
+        RunEnded(12.0, 12, "reached max-updates"),
+    ],
+    "a cluster given up with its members": [
+        *normal(),
+        changed(ClusterChange.RETIRE, 9.0, {}, (2,)),
+    ],
+    "drift": [
+        *normal(),
+        DataChanged(8.5, 8, None, 1),
+        DataChanged(11.0, 8, "a", 1),
+        DataChanged(11.0, 8, "b", 2),
+        evaluated(12.0, dict.fromkeys("abcd", (1, 0.5))),
+        RunEnded(12.0, 8, "reached max-updates"),
+    ],
+    "drift at every update": [
+        *normal(),
+        *(DataChanged(8.0 + index / 100, 8, "a", index) for index in range(1, 100)),
+    ],
+    "diverged": [*normal(), Evaluated(9.0, 8, math.nan, math.nan, 2, {"a": (1, math.nan, 1.0)})],
+    "evaluations without clients": [*updates("ab", 0, 1), Evaluated(2.0, 2, 0.5, 1.0, 1)],
+    "many clusters": [
+        *joined({f"c{i}": i for i in range(20)}),
+        split(1.0, 0, {i + 1: (f"c{i}",) for i in range(20)}),
+        evaluated(2.0, {f"c{i}": (i + 1, i / 20) for i in range(20)}),
+    ],
+    "split at once": [
+        *joined({"a": 0, "b": 1}),
+        split(0.0, 0, {1: ("a",), 2: ("b",)}),
+        *updates("a", 1, 1),
+    ],
+}
+KINDS = pytest.mark.parametrize("events", RUNS.values(), ids=RUNS)
+FIGURES: dict[str, Callable[[RunRecord], Figure]] = {
+    "accuracy": lambda record: accuracy_figure(record, target=0.7, title="casa on digits"),
+    "clusters": clusters_figure,
+    "devices": devices_figure,
+}
+
+
+def saved(figure: Figure, path: Path) -> tuple[int, int]:
+    """Save a figure and return its size, having read it again."""
+    save_figure(figure, path)
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+    with Image.open(path) as image:
+        image.verify()
+        assert image.format == "PNG"
+        return image.size
+
+
+def texts(figure: Figure) -> set[str]:
+    return {text.get_text() for axes in figure.axes for text in axes.texts}
+
+
+@pytest.mark.parametrize("draw", FIGURES.values(), ids=FIGURES)
+@KINDS
+def test_each_figure_of_each_run_is_saved(
+    tmp_path: Path, events: list[Event], draw: Callable[[RunRecord], Figure]
+) -> None:
+    width, height = saved(draw(RunRecord.of(events)), tmp_path / "figure.png")
+    assert (width, height) >= (1000, 600)
+
+
+@KINDS
+def test_similarities_of_each_run_are_saved(tmp_path: Path, events: list[Event]) -> None:
+    record = RunRecord.of(events)
+    clients = [client.client for client in record.clients]
+    random = np.random.default_rng(0).random((len(clients), len(clients)))
+    matrix = (random + random.T) / 2
+    saved(similarity_figure(clients, matrix, record.assignment()), tmp_path / "figure.png")
+
+
+@KINDS
+def test_each_run_is_compared_with_another(tmp_path: Path, events: list[Event]) -> None:
+    path = tmp_path / "curves.png"
+    runs = {"this": RunRecord.of(events), "other": RunRecord.of(RUNS["split"])}
+    compare_curves(runs, path, target=0.7)
+    with Image.open(path) as image:
+        image.verify()
+
+
+def test_runs_are_compared_from_their_folders(tmp_path: Path) -> None:
+    for name in ("split", "no updates"):
+        with RunStore(tmp_path / name) as store:
+            for event in RUNS[name]:
+                store.observe(event)
+    compare_curves({"one": tmp_path / "split", "two": tmp_path / "no updates"}, tmp_path / "c.png")
+    assert (tmp_path / "c.png").stat().st_size > 0
+
+
+def test_time_is_logarithmic_if_the_target_is_reached_early() -> None:
+    def run(reached: float) -> RunRecord:
+        curve = [(0.0, 0.1), (2.0, 0.5), (reached, 0.9), (200.0, 0.95)]
+        events = [evaluated(time, {"a": (0, accuracy)}) for time, accuracy in curve]
+        return RunRecord.of([*joined({"a": 0}), *events, RunEnded(200.0, 200, "max-updates")])
+
+    def scale(runs: dict[str, RunRecord], target: float) -> tuple[str, float, float]:
+        axes = comparison_figure(runs, target=target).axes[0]
+        return axes.get_xscale(), *axes.get_xlim()
+
+    early, late = run(19.0), run(21.0)
+    assert scale({"late": late, "early": early}, 0.9) == ("log", 2.0, 200.0)
+    assert scale({"late": late}, 0.9) == ("linear", 0.0, 200.0)
+    # A target that is reached before anything happened says nothing.
+    assert scale({"early": early}, 0.1) == ("linear", 0.0, 200.0)
+
+
+def test_a_comparison_of_nothing_says_so(tmp_path: Path) -> None:
+    figure = comparison_figure({}, target=0.5)
+    assert "no runs" in texts(figure)
+    saved(figure, tmp_path / "figure.png")
+
+
+def test_the_same_run_gives_the_same_bytes(tmp_path: Path) -> None:
+    for name, draw in FIGURES.items():
+        paths = [tmp_path / f"{name}{index}.png" for index in range(2)]
+        for path in paths:
+            save_figure(draw(RunRecord.of(RUNS["split"])), path)
+        assert paths[0].read_bytes() == paths[1].read_bytes()
+
+
+def test_the_accuracy_figure_shows_mean_target_and_split() -> None:
+    figure = accuracy_figure(RunRecord.of(RUNS["split"]), target=0.7, title="casa on digits")
+    axes = figure.axes[0]
+    lines = {str(line.get_label()): line for line in axes.get_lines()}
+    x, y = np.asarray(lines["mean over clients"].get_data())
+    assert list(x) == [4.0, 8.0]
+    assert list(y) == pytest.approx([0.5, 0.85])
+    # Before the split nobody was in cluster 1: there is no line.
+    np.testing.assert_allclose(np.asarray(lines["mean of cluster 1"].get_ydata()), [np.nan, 0.8])
+    np.testing.assert_allclose(np.asarray(lines["mean of cluster 2"].get_ydata()), [np.nan, 0.9])
+    assert lines["mean of cluster 1"].get_color() == cluster_colour(1)
+    assert {"target 0.7", "0 \u2192 1, 2"} <= texts(figure)
+    assert axes.get_title(loc="left") == "casa on digits"
+    assert axes.get_xlabel() == "virtual time (s)"
+
+
+def test_the_band_holds_the_middle_of_the_clients() -> None:
+    low, high = client_band(RunRecord.of(RUNS["split"]).client_evaluations, 2)
+    # Of 0.2, 0.4, 0.6 and 0.8 the 10th percentile is 0.3 of the way from the first to the second.
+    assert low == pytest.approx([0.26, 0.73])
+    assert high == pytest.approx([0.74, 0.97])
+    low, high = client_band(RunRecord.of(RUNS["nothing"]).client_evaluations, 1)
+    assert np.isnan([low, high]).all()
+
+
+def bands_of(events: list[Event]) -> list[np.ndarray[tuple[int, int], np.dtype[np.float64]]]:
+    """Return the corners of the clients' bands in the figure of the clusters, movers last."""
+    _, *bands = clusters_figure(RunRecord.of(events)).axes[0].collections
+    for found in bands:
+        assert isinstance(found, PolyCollection)
+    return [np.asarray(path.vertices) for found in bands for path in found.get_paths()]
+
+
+def test_the_bands_of_clients_follow_their_clusters() -> None:
+    found = bands_of(
+        [
+            *joined({"a": 0, "b": 0}),
+            *updates("ab", 0, 1),
+            split(5.0, 0, {1: ("a",), 2: ("b",)}),
+            RunEnded(10.0, 2, "max-updates"),
+        ]
+    )
+    # One piece each until the split, one after. A gap of one client's height parts the two from
+    # then on: half of it to either side.
+    # Its first edge from left to right, and its other edge from right to left.
+    corners = []
+    for band in found:
+        half = len(band) // 2
+        corners.append(tuple(np.concatenate(band[[0, half - 1, half, -2]]).tolist()))
+    assert corners == [
+        (0.0, 0.0, 5.0, 0.0, 5.0, 1.0, 0.0, 1.0),
+        (0.0, 1.0, 5.0, 1.0, 5.0, 2.0, 0.0, 2.0),
+        (5.0, 0.0, 10.0, -0.5, 10.0, 0.5, 5.0, 1.0),
+        (5.0, 1.0, 10.0, 1.5, 10.0, 2.5, 5.0, 2.0),
+    ]
+
+
+def test_changes_that_come_all_the_time_are_drawn_together() -> None:
+    events = joined({"a": 0, "b": 1})
+    for time in range(1, 1001):
+        events.append(moved(float(time), {"a" if time % 2 else "b": time % 7}))
+    bands = bands_of([*events, RunEnded(1000.0, 1000, "max-updates")])
+    # Three hundredths of the run apart, and the beginning: not 1,000 of each client.
+    assert 34 < len(bands) <= 2 * 35
+
+
+def test_changes_show_what_marks_them() -> None:
+    figure = clusters_figure(RunRecord.of(RUNS["merge, found, retire"]))
+    words = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert words == ["split", "merge", "new cluster", "cluster given up"]
+    marks = [np.asarray(line.get_xdata()).tolist() for line in figure.axes[0].get_lines()]
+    assert marks == [[4.0], [10.0], [9.0, 9.5], [11.0]]
+    assert "cluster 4 · 4 clients" in texts(figure)
+
+
+def test_changes_of_one_kind_that_are_too_many_are_counted() -> None:
+    found = [changed(ClusterChange.FOUND, 1.0 + k, {"a": k}, made=(k,)) for k in range(1, 82)]
+    figure = clusters_figure(RunRecord.of([*joined({"a": 0}), *found]))
+    assert [t.get_text() for t in figure.legends[0].get_texts()] == ["new cluster: 81 times"]
+    assert not figure.axes[0].get_lines()
+
+
+def test_what_a_run_begins_with_is_not_marked() -> None:
+    found = [changed(ClusterChange.FOUND, 0.0, {f"c{k}": k}, made=(k,)) for k in range(4)]
+    assert not clusters_figure(RunRecord.of([*found, RunEnded(1.0, 0, "so")])).legends
+
+
+def test_clients_of_several_clusters_are_told_with_their_weights() -> None:
+    shares = ClustersChanged(0.0, 0, ClusterChange.ASSIGN, {"a": {0: 0.75, 1: 0.25}, "b": {1: 1.0}})
+    shown = texts(clusters_figure(RunRecord.of([shares, RunEnded(1.0, 0, "so")])))
+    assert {"cluster 0 · 1 client, weight 0.8", "cluster 1 · 2 clients, weight 1.2"} <= shown
+
+
+@pytest.mark.parametrize("draw", [accuracy_figure, clusters_figure])
+def test_each_drift_is_marked(draw: Callable[[RunRecord], Figure]) -> None:
+    figure = draw(RunRecord.of(RUNS["drift"]))
+    lines = [np.asarray(line.get_xdata()).tolist() for line in figure.axes[0].get_lines()]
+    assert [8.5, 8.5] in lines
+    assert [11.0, 11.0] in lines
+    # Both clients' data changed at 11 s: that is one moment.
+    assert {"step 1", "2 clients: steps 1-2"} <= texts(figure)
+    words = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert "clients' data change" in words
+
+
+@pytest.mark.parametrize("draw", [accuracy_figure, clusters_figure])
+def test_more_drifts_than_can_be_told_apart_are_counted(
+    draw: Callable[[RunRecord], Figure],
+) -> None:
+    figure = draw(RunRecord.of(RUNS["drift at every update"]))
+    assert "the clients' data changed at 99 moments, which are not marked" in texts(figure)
+    lines = [np.asarray(line.get_xdata()).tolist() for line in figure.axes[0].get_lines()]
+    assert not any(len(x) == 2 and x[0] == x[1] > 8.0 for x in lines)
+
+
+def test_labels_of_drifts_do_not_lie_on_each_other() -> None:
+    drifts = [DataChanged(10.0 + index, 1, None, index) for index in range(1, 21)]
+    figure = clusters_figure(RunRecord.of([*joined({"a": 0}), *drifts, RunEnded(100.0, 1, "so")]))
+    axes = figure.axes[0]
+    assert len(axes.get_lines()) == 20
+    figure.draw_without_rendering()
+    boxes = [t.get_window_extent() for t in axes.texts if t.get_text().startswith("step")]
+    assert 2 <= len(boxes) < 20
+    assert all(left.x1 <= right.x0 for left, right in pairwise(boxes))
+
+
+def test_a_target_that_few_clients_answered_is_not_reached() -> None:
+    def curve(answered: int) -> RunRecord:
+        scores = {f"c{i}": (0, 0.95, 1.0) for i in range(answered)}
+        return RunRecord.of(
+            [
+                Evaluated(1.0, 1, 0.95, 1.0, 1, scores, 10),
+                Evaluated(2.0, 2, 0.5, 1.0, 1, scores, answered),
+            ]
+        )
+
+    def labels(record: RunRecord) -> list[str]:
+        return [str(line.get_label()) for line in accuracy_figure(record).axes[0].get_lines()]
+
+    few, enough = curve(8), curve(9)
+    assert few.evaluations.counts.tolist() == [False, True]
+    assert (few.evaluations.asked[0], few.evaluations.answered[0]) == (10, 8)
+    assert "fewer than 9 of 10 answered" in labels(few)
+    assert "fewer than 9 of 10 answered" not in labels(enough)
+    reached = [
+        sum(line.get_markersize() == 6 and line.get_marker() == "o" for line in axes.get_lines())
+        for axes in (accuracy_figure(r, target=0.9).axes[0] for r in (few, enough))
+    ]
+    assert reached[1] - reached[0] == 1
+
+
+def test_the_clusters_figure_names_each_final_cluster() -> None:
+    shown = texts(clusters_figure(RunRecord.of(RUNS["leaver and newcomer"])))
+    assert {"cluster 1 · 2 clients", "cluster 2 · 3 clients", "true groups"} <= shown
+    assert "true groups" not in texts(clusters_figure(RunRecord.of(RUNS["no groups"])))
+
+
+def test_empty_figures_say_so() -> None:
+    record = RunRecord.of([])
+    assert "no evaluations" in texts(accuracy_figure(record))
+    assert "no clients" in texts(clusters_figure(record))
+    assert "no devices" in texts(devices_figure(record))
+    assert "no pair has been compared" in texts(similarity_figure([], np.empty((0, 0)), {}))
+
+
+def test_the_devices_figure_has_a_bar_for_each_task() -> None:
+    figure = devices_figure(RunRecord.of(RUNS["rejected"]))
+    applied, refused = figure.axes[0].collections
+    # The client that never joined has no row.
+    assert (len(applied.get_paths()), len(refused.get_paths())) == (8, 1)
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == [
+        *("cluster 0", "cluster 1", "cluster 2", "rejected")
+    ]
+    assert figure.axes[0].get_ylabel() == "4 of 4 devices"
+
+
+def test_a_long_run_shows_its_first_tasks_and_some_devices(tmp_path: Path) -> None:
+    names = [f"c{i}" for i in range(300)]
+    tasks = [
+        UpdateApplied(i + 1, i + 1.0, names[i % 300], 0, 0, 0, 0.5, float(i), 1.0, 1, 1)
+        for i in range(4000)
+    ]
+    figure = devices_figure(RunRecord.of([*joined(dict.fromkeys(names)), *tasks]))
+    assert figure.axes[0].get_ylabel() == "120 of 300 devices"
+    title = figure.axes[0].get_title(loc="left")
+    assert title == "Devices at work (the first 3,000 s of the run)"
+    saved(figure, tmp_path / "figure.png")
+
+
+def test_similar_clients_stand_side_by_side(tmp_path: Path) -> None:
+    matrix = np.array([[1.0, 0.1, 0.9], [0.1, 1.0, np.nan], [0.9, np.nan, 1.0]])
+    figure = similarity_figure(["a", "b", "c"], matrix, {"a": 1, "b": 2, "c": 1})
+    (image,) = figure.axes[0].images
+    expected = [[1.0, 0.9, 0.1], [0.9, 1.0, np.nan], [0.1, np.nan, 1.0]]
+    shown = np.asarray(image.get_array())
+    np.testing.assert_array_equal(shown, expected)
+    labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    assert labels == ["cluster 1", "cluster 2"]
+    saved(figure, tmp_path / "figure.png")
+
+
+@pytest.mark.parametrize(
+    "matrix", [np.full((2, 2), np.nan), np.ones((2, 2)), np.ones((2, 2), np.float32)]
+)
+def test_similarities_without_a_range_are_drawn(
+    tmp_path: Path, matrix: np.ndarray[tuple[int, int], np.dtype[np.floating]]
+) -> None:
+    saved(similarity_figure(["a", "b"], matrix, {}), tmp_path / "figure.png")
+
+
+@pytest.mark.parametrize(
+    ("span", "unit"),
+    [(0.0, (1.0, "s")), (5400.0, (1.0, "s")), (7200.0, (60.0, "min")), (1e5, (3600.0, "h"))],
+)
+def test_the_unit_of_time_suits_the_run(span: float, unit: tuple[float, str]) -> None:
+    assert time_unit(span) == unit
+
+
+def test_the_settings_of_the_user_are_left_alone() -> None:
+    with matplotlib.rc_context({"font.size": 21.0}):
+        before = dict(matplotlib.rcParams)
+        accuracy_figure(RunRecord.of(RUNS["split"]))
+        assert dict(matplotlib.rcParams) == before

@@ -1,0 +1,283 @@
+"""Device profiles: the built-in ones, a person's own, and what is said about mistakes in them."""
+
+import copy
+from collections import Counter
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from raceme.config.errors import UserError
+from raceme.simulation import PROFILES, Device, fleet
+from raceme.simulation.device_model import DROPPED, TOO_SLOW, DeviceModel, Outcome, Workload
+from raceme.simulation.devices import summaries
+
+
+def profile(folder: Path, text: str) -> str:
+    """Write a profile and return its path."""
+    path = folder / "mine.toml"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def speeds(devices: list[Device]) -> Counter[float]:
+    return Counter(device.seconds_per_round for device in devices)
+
+
+# The built-in ones.
+
+
+def test_the_built_in_profiles_have_one_line_of_description_each() -> None:
+    assert set(PROFILES) == {"uniform", "slow30x5", "slow30x10", "range1to5"}
+    assert all(text and "\n" not in text for text in summaries().values())
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("uniform", {1.0: 40}),
+        ("slow30x5", {1.0: 28, 5.0: 12}),
+        ("slow30x10", {1.0: 28, 10.0: 12}),
+    ],
+)
+def test_shares_are_exact(name: str, expected: dict[float, int]) -> None:
+    for seed in range(5):
+        assert speeds(fleet(name, 40, seed)) == expected
+
+
+def test_a_range_gives_every_device_its_own_speed() -> None:
+    drawn = [device.seconds_per_round for device in fleet("range1to5", 200, 0)]
+    assert min(drawn) >= 1.0
+    assert max(drawn) <= 5.0
+    assert np.mean(drawn) == pytest.approx(3.0, abs=0.3)
+    assert len(set(drawn)) == 200
+
+
+@pytest.mark.parametrize("name", ["slow30x5", "range1to5"])
+def test_the_seed_decides_who_is_slow(name: str) -> None:
+    assert fleet(name, 40, 1) == fleet(name, 40, 1)
+    assert fleet(name, 40, 1) != fleet(name, 40, 2)
+
+
+# A person's own.
+
+
+def test_groups_are_laid_over_what_is_common(tmp_path: Path) -> None:
+    text = """
+        description = "two named ones, and half of all with a weak line"
+        [device]
+        seconds-per-round = 2
+        bandwidth-down = 1e6
+        [[group]]
+        share = 0.5
+        bandwidth-down = 1000.0
+        [[group]]
+        clients = [0, 3, 99]
+        seconds-per-round = 9.0
+        online = [[0, 10], [20, inf]]
+    """
+    devices = fleet(profile(tmp_path, text), 10, 0)
+    assert Counter(device.bandwidth_down for device in devices) == {1000.0: 5, 1e6: 5}
+    assert [index for index, d in enumerate(devices) if d.seconds_per_round == 9.0] == [0, 3]
+    assert devices[3].online == ((0.0, 10.0), (20.0, float("inf")))
+    assert devices[1].online == ()
+
+
+def test_shares_do_not_overlap_and_may_add_up_to_everybody(tmp_path: Path) -> None:
+    text = "".join(
+        f"[[group]]\nshare = {share}\nseconds-per-round = {seconds}\n"
+        for share, seconds in ((0.1, 3), (0.2, 4), (0.7, 5))
+    )
+    assert speeds(fleet(profile(tmp_path, text), 10, 0)) == {3.0: 1, 4.0: 2, 5.0: 7}
+
+
+@pytest.mark.parametrize(
+    ("shares", "clients", "expected"),
+    [
+        # 2.5 and 2.5: one client is left, and at a tie the earlier group has it.
+        ((0.5, 0.5), 5, (3, 2, 0)),
+        # 1.665 each and 0.005 without a group: two are left for the three fractions of 0.665.
+        ((0.333, 0.333, 0.333), 5, (2, 2, 1, 0)),
+        # 1.2 and 1.2, 1.6 without a group: the largest fraction is that of those without.
+        ((0.3, 0.3), 4, (1, 1, 2)),
+        # 0.2, 0.2, 0.2 and 1.4: the one that is left has no group, as most of them.
+        ((0.1, 0.1, 0.1), 2, (0, 0, 0, 2)),
+        ((0.29,), 100, (29, 71)),
+        ((0.3,), 0, (0, 0)),
+        ((1.0, 0.0), 7, (7, 0, 0)),
+    ],
+)
+def test_shares_are_rounded_together(
+    tmp_path: Path, shares: tuple[float, ...], clients: int, expected: tuple[int, ...]
+) -> None:
+    text = "[device]\nseconds-per-round = 99\n" + "".join(
+        f"[[group]]\nshare = {share}\nseconds-per-round = {index}\n"
+        for index, share in enumerate(shares)
+    )
+    found = speeds(fleet(profile(tmp_path, text), clients, 0))
+    assert tuple(found[group] for group in (*range(len(shares)), 99)) == expected
+
+
+@pytest.mark.parametrize("share", [0.1, 0.25, 0.5, 0.7])
+def test_a_single_share_is_rounded_to_the_nearest(tmp_path: Path, share: float) -> None:
+    path = profile(tmp_path, f"[[group]]\nshare = {share}\nseconds-per-round = 7.0")
+    for clients in range(1, 60):
+        count = speeds(fleet(path, clients, 0))[7.0]
+        assert abs(count - share * clients) < 0.501
+
+
+def test_an_empty_profile_is_a_fleet_of_default_devices(tmp_path: Path) -> None:
+    assert fleet(profile(tmp_path, ""), 2, 0) == [Device(), Device()]
+
+
+# Coming and going.
+
+
+def test_set_periods_switch_at_their_ends() -> None:
+    device = Device(online=((0, 5), (7, float("inf"))))
+    assert device.starts_online()
+    assert list(device.switches(np.random.default_rng(0))) == [5, 7]
+    late = Device(online=((2, 5),))
+    assert not late.starts_online()
+    assert list(late.switches(np.random.default_rng(0))) == [2, 5]
+    assert list(Device().switches(np.random.default_rng(0))) == []
+
+
+def test_random_periods_have_their_means() -> None:
+    device = Device(mean_online=9.0, mean_offline=3.0)
+    times = [0.0, *islice(device.switches(np.random.default_rng(0)), 20_000)]
+    lengths = np.diff(times)
+    assert lengths.min() > 0
+    assert lengths[0::2].mean() == pytest.approx(9.0, rel=0.05)
+    assert lengths[1::2].mean() == pytest.approx(3.0, rel=0.05)
+
+
+def test_jitter_takes_one_number_whether_it_is_used_or_not() -> None:
+    for device in (Device(), Device(jitter=0.5)):
+        rng = np.random.default_rng(7)
+        device.duration(10, 1, 100, 100, 1.0, rng)
+        assert rng.uniform() == np.random.default_rng(7).uniform(size=2)[1]
+
+
+# A device over time.
+
+
+LOAD = Workload(epochs=1, bytes_down=0, bytes_up=0, scale=1.0)
+
+
+def model_of(device: Device) -> DeviceModel:
+    return DeviceModel(device, examples=10, seed=np.random.SeedSequence(3))
+
+
+def test_jitter_is_as_often_faster_as_slower() -> None:
+    model = model_of(Device(seconds_per_round=10.0, jitter=0.2))
+    ends = [model.begin(LOAD, 0.0, np.inf).due for _ in range(2000)]
+    durations = np.diff(ends)
+    assert 8.0 <= durations.min() < 8.1
+    assert 11.9 < durations.max() <= 12.0
+    assert durations.mean() == pytest.approx(10.0, abs=0.1)
+
+
+def test_tasks_queue_on_a_device_until_it_stops() -> None:
+    model = model_of(Device(seconds_per_round=2.0))
+    assert [model.begin(LOAD, 1.0, 9.0).due for _ in range(2)] == [3.0, 5.0]
+    model.stop()
+    assert model.begin(LOAD, 1.5, 9.0).due == 3.5
+
+
+def test_a_task_that_ends_too_late_is_lost_when_it_expires_and_keeps_the_device_busy() -> None:
+    model = model_of(Device(seconds_per_round=2.0))
+    assert model.begin(LOAD, 0.0, 1.5) == Outcome(1.5, TOO_SLOW)
+    assert model.begin(LOAD, 1.5, 9.0) == Outcome(4.0, None)
+
+
+def test_a_dropped_task_takes_its_time_on_the_device_too() -> None:
+    model = model_of(Device(seconds_per_round=2.0, drop=0.5))
+    outcomes = [model.begin(LOAD, 0.0, 1e9) for _ in range(400)]
+    for number, (due, lost) in enumerate(outcomes, start=1):
+        assert (due, lost) in [(2.0 * number, None), (1e9, DROPPED)]
+    assert sum(lost is not None for _, lost in outcomes) == pytest.approx(200, abs=40)
+
+
+def test_a_saved_device_continues_as_if_it_had_not_been_saved() -> None:
+    device = Device(jitter=0.5, drop=0.2, mean_online=5.0, mean_offline=2.0)
+    model, restored = model_of(device), model_of(device)
+    for _ in range(5):
+        model.begin(LOAD, 0.0, 100.0)
+        model.next_switch()
+    restored.load_state_dict(copy.deepcopy(model.state_dict()))
+    assert restored.next_switch() == model.next_switch()
+    for _ in range(5):
+        assert restored.begin(LOAD, 1.0, 100.0) == model.begin(LOAD, 1.0, 100.0)
+
+
+# Mistakes.
+
+
+def test_an_unknown_profile_is_met_with_the_nearest_one() -> None:
+    with pytest.raises(UserError, match=r"Unknown device profile 'slow30x6'.*Did you mean 'slow30"):
+        fleet("slow30x6", 4, 0)
+
+
+def test_a_missing_file_is_named() -> None:
+    with pytest.raises(UserError, match=r"Cannot read .*nowhere/a.toml: No such file"):
+        fleet("nowhere/a.toml", 4, 0)
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "binary.toml"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UserError, match="not a text file"):
+        fleet(str(path), 4, 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("seconds = [", "not valid TOML"),
+        ("[devcie]", r"Unknown key .*'devcie'. Did you mean 'device'"),
+        ("[device]\nsecond-per-round = 1", "Did you mean 'seconds-per-round'"),
+        ("[[group]]\nshare = 0.1\njiter = 1", "Did you mean 'jitter'"),
+        ("[[group]]\nshare = 0.0\njitter = 'x'", "jitter must be a number"),
+        ("device = 3", "device must be a table"),
+        ("group = 3", r"written as \[\[group\]\]"),
+        ("[group]\nshare = 0.1", r"written as \[\[group\]\]"),
+        ("group = [1]", r"written as \[\[group\]\]"),
+        ("[[group]]\njitter = 0.1", "either share or clients"),
+        ("[[group]]\nshare = 0.1\nclients = [0]", "either share or clients"),
+        ("[[group]]\nshare = 'many'", "share must be a number"),
+        ("[[group]]\nshare = true", "share must be a number"),
+        ("[[group]]\nshare = 1.2", "between 0 and 1"),
+        ("[[group]]\nshare = -0.2", "between 0 and 1"),
+        ("[[group]]\nshare = nan", "between 0 and 1"),
+        ("[[group]]\nshare = 0.6\n[[group]]\nshare = 0.5", "must not exceed 1 together, got 1.1"),
+        ("[[group]]\nclients = 3", "clients takes a list"),
+        ("[[group]]\nclients = [-1]", "clients takes a list"),
+        ("[[group]]\nclients = ['a']", "clients takes a list"),
+        ("[[group]]\nclients = [1.5]", "clients takes a list"),
+        ("[device]\nseconds-per-round = -1", "seconds-per-round must be a number from 0 on"),
+        ("[device]\nseconds-per-round = nan", "seconds-per-round must be a number from 0 on"),
+        ("[device]\nbandwidth-up = inf", "bandwidth-up must be a number from 0 on"),
+        ("[device]\nseconds-per-round = 'slow'", "seconds-per-round must be a number"),
+        ("[device]\nseconds-per-round = [1]", r"takes \[low, high\]"),
+        ("[device]\nseconds-per-round = [5, 1]", r"takes \[low, high\]"),
+        ("[device]\nseconds-per-round = [1, 'x']", "must be a number"),
+        ("[device]\njitter = 1.5", "between 0 and 1"),
+        ("[device]\ndrop = 2", "between 0 and 1"),
+        ("[device]\nmean-online = 2", "go together"),
+        ("[device]\nonline = 3", r"online takes \[\[from, to\]"),
+        ("[device]\nonline = [3, 4]", r"online takes \[\[from, to\]"),
+        ("[device]\nonline = ['ab']", r"online takes \[\[from, to\]"),
+        ("[device]\nonline = [[1, 'x']]", "online must be a number"),
+        ("[device]\nonline = [[5, 3]]", "must be in order"),
+        ("[device]\nonline = [[3, 3]]", "must be in order"),
+        ("[device]\nonline = [[-1, 3]]", "must be in order"),
+        ("[device]\nonline = [[0, 5], [4, 8]]", "must be in order"),
+        ("[device]\nonline = [[0, nan]]", "must be in order"),
+        ("[device]\nonline = [[0, inf], [inf, inf]]", "must be in order"),
+    ],
+)
+def test_mistakes_in_a_profile_are_explained(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        fleet(profile(tmp_path, text), 4, 0)

@@ -1,0 +1,300 @@
+"""Executors: the same results wherever the work is done, and whatever happens to the workers."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pool_apps
+import pytest
+import torch
+from asking import ask, message_to
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+
+from raceme import client_app, compat, experiment, models
+from raceme.config import RunConfig
+from raceme.config.errors import UserError
+from raceme.protocol import events
+from raceme.protocol.messages import from_array, to_array
+from raceme.simulation import Executor, InProcess, Node, Pool, VirtualGrid, executor_for
+from raceme.simulation.devices import Device
+from raceme.simulation.vectorised import Vectorised
+
+APP = "raceme.client_app:app"
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    """Two workers with the small apps, and very little shared memory."""
+    executor = Pool("pool_apps:app", workers=2, slot_bytes=2000)
+    yield executor
+    executor.close()
+
+
+def context_of(node: int = 1, **run_config: object) -> Context:
+    config = {"name": "a run", **run_config}
+    return Context(1, node, {"partition-id": node - 1}, RecordDict(), config)
+
+
+def both(pool: Pool, node: int, action: str, **records: object) -> tuple[Message, Message]:
+    """Return the replies to a message from this process and from a worker."""
+    executors = InProcess(pool_apps.app), pool
+    one, other = (
+        ask(executor, message_to(node, action, **records), context_of(node))
+        for executor in executors
+    )
+    return one, other
+
+
+# A whole run.
+
+
+def casa(executor: Executor, kill_at: int | None = None) -> tuple[list[str], list[np.ndarray]]:
+    """Run CASA on the digits; return all that it reports, and its models."""
+    config = experiment.resolve(RunConfig(max_updates=120, workers="0"))
+    grid = experiment.build_grid(config)
+    grid = VirtualGrid(client_app.app, grid.nodes, config.to_mapping(), executor=executor)
+    strategy, seen = experiment.build_strategy(config), []
+
+    def observe(event: events.Event) -> None:
+        seen.append(repr(event))
+        if len(seen) == kill_at:
+            workers = [p for p in multiprocessing.active_children() if p.name == "raceme-worker"]
+            os.kill(workers[0].pid, signal.SIGKILL)
+
+    strategy.start(
+        grid,
+        models.initial_arrays(config),
+        num_rounds=config.max_updates,
+        train_config=experiment.training_settings(config),
+        plan=experiment.plan(config),
+        observe=observe,
+    )
+    return seen, [strategy.models[key].vector for key in sorted(strategy.models)]
+
+
+@pytest.fixture(scope="module")
+def plain_run() -> tuple[list[str], list[np.ndarray]]:
+    return casa(InProcess(client_app.app))
+
+
+Run = tuple[list[str], list[np.ndarray]]
+
+
+def test_a_run_in_a_pool_is_the_run_in_one_process_even_if_a_worker_is_killed(
+    plain_run: Run,
+) -> None:
+    pool = Pool(APP, workers=2)
+    try:
+        seen, vectors = casa(pool, kill_at=60)
+    finally:
+        pool.close()
+    assert seen == plain_run[0]
+    for one, other in zip(plain_run[1], vectors, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_run_with_stacked_clients_is_the_same_but_for_rounding(plain_run: Run) -> None:
+    seen, vectors = casa(Vectorised())
+    assert [event.split("(")[0] for event in seen] == [e.split("(")[0] for e in plain_run[0]]
+    for one, other in zip(plain_run[1], vectors, strict=True):
+        np.testing.assert_allclose(other, one, atol=1e-4)
+
+
+# A pool and its messages.
+
+
+def test_a_pool_passes_all_kinds_of_records_in_order(pool: Pool) -> None:
+    records = {
+        "zeta": ArrayRecord(
+            {"b": Array(np.arange(6.0).reshape(2, 3)), "a": Array(np.array([True, False]))}
+        ),
+        "metrics": MetricRecord({"n": 3, "losses": [0.5, 0.25]}),
+        "config": ConfigRecord({"name": "x", "blob": b"\0\1", "flags": [True, False]}),
+        "empty": ArrayRecord(),
+    }
+    one, other = both(pool, 3, "query.echo", **records)
+    assert other.content == one.content
+    assert list(other.content) == ["zeta", "metrics", "config", "empty", "who"]
+    assert dict(other.content["who"]) == {"partition-id": 2, "run": "a run"}
+
+
+def test_a_pools_reply_is_addressed_as_a_reply_is(pool: Pool) -> None:
+    one, other = both(pool, 3, "query.double")
+    for name in ("run_id", "src_node_id", "dst_node_id", "group_id", "message_type"):
+        assert getattr(other.metadata, name) == getattr(one.metadata, name)
+    assert 490 < other.metadata.ttl <= 500
+
+
+@pytest.mark.parametrize("size", [10, 499, 501, 300_000])
+def test_arrays_larger_than_the_shared_memory_come_through_too(pool: Pool, size: int) -> None:
+    # 2,000 bytes of shared memory hold 499 - 32 numbers and their header; 300,000 do not fit
+    # into a pipe at once, and all four are on their way at the same time.
+    values = np.arange(size, dtype=np.float32)
+    record = ArrayRecord({"w": to_array(values)})
+    sent = [message_to(1, "query.double", arrays=record) for _ in range(4)]
+    for message in sent:
+        pool.submit(message, context_of(), due=0.0)
+    for message in sent:
+        reply = pool.result(message.metadata.message_id)
+        np.testing.assert_array_equal(from_array(reply.content["arrays"]["w"]), values * 2)
+
+
+def test_an_exception_in_a_worker_is_the_same_error_reply(pool: Pool) -> None:
+    one, other = both(pool, 1, "query.fail")
+    assert other.error.code == one.error.code == compat.CLIENT_APP_RAISED_EXCEPTION
+    assert other.error.reason == one.error.reason
+    assert other.error.reason.startswith("ValueError: this client cannot\nTraceback")
+
+
+def test_a_client_keeps_its_state_in_order_of_the_results(pool: Pool) -> None:
+    # All are begun at once, on no state at all; what an earlier one leaves must reach the later.
+    context, sent = context_of(), []
+    for step in (1, 2, 3):
+        sent.append(message_to(1, "query.count", config=ConfigRecord({"step": step})))
+        pool.submit(sent[-1], context, due=float(step))
+    replies = [pool.result(message.metadata.message_id) for message in sent]
+    assert [reply.content["metrics"]["sum"] for reply in replies] == [1, 12, 123]
+    assert context.state["seen"]["n"] == 3
+    assert ask(pool, message_to(1, "query.echo"), context).has_content()
+    assert context.state["seen"]["n"] == 3
+
+
+def test_a_cancelled_message_has_no_result_and_disturbs_no_other(pool: Pool) -> None:
+    config = ConfigRecord({"step": 1})
+    context = context_of()
+    sent = [message_to(1, "query.count", config=config) for _ in range(6)]
+    for message in sent:
+        pool.submit(message, context, due=0.0)
+    for message in sent[::2]:
+        pool.cancel(message.metadata.message_id)
+    for n, message in enumerate(sent[1::2], start=1):
+        assert pool.result(message.metadata.message_id).content["metrics"]["n"] == n
+    with pytest.raises(KeyError):
+        pool.result(sent[0].metadata.message_id)
+
+
+def test_a_grid_on_a_pool_answers_more_messages_than_it_works_ahead(pool: Pool) -> None:
+    nodes = [Node(node, Device(seconds_per_round=1.0)) for node in range(1, 101)]
+    grid = VirtualGrid(pool_apps.app, nodes, {"name": "a run"}, executor=pool)
+    step = ConfigRecord({"step": 1})
+    messages = [
+        Message(RecordDict({"config": step}), node, "query.count")
+        for node in range(1, 101)
+        for _ in range(2)
+    ]
+    replies = list(grid.send_and_receive(messages))
+    assert [reply.content["metrics"]["n"] for reply in replies] == [1, 2] * 100
+
+
+def test_the_tasks_of_a_worker_that_dies_are_done_again(tmp_path: Path) -> None:
+    pool = Pool("pool_apps:app", workers=1)
+    config = ConfigRecord({"mark": str(tmp_path / "mark"), "step": 1})
+    sent = [
+        message_to(1, "query.stumble", config=config),
+        message_to(2, "query.count", config=config),
+    ]
+    for message in sent:
+        pool.submit(message, context_of(message.metadata.dst_node_id), due=0.0)
+    assert pool.result(sent[0].metadata.message_id).content["config"] == config
+    assert pool.result(sent[1].metadata.message_id).content["metrics"]["n"] == 1
+    pool.close()
+
+
+def test_a_task_at_which_workers_die_again_and_again_is_named() -> None:
+    pool = Pool("pool_apps:app", workers=1)
+    with pytest.raises(UserError, match=r"3 worker processes died \(exit code 7\).*node 5"):
+        ask(pool, message_to(5, "query.die"), context_of(5))
+    pool.close()
+
+
+@pytest.mark.parametrize(
+    ("target", "reason"),
+    [
+        ("no_such_module:app", "ModuleNotFoundError: No module named 'no_such_module'"),
+        ("pool_apps:no_app", "AttributeError: no_app"),
+        ("pool_apps:with_dropout", "must be a flwr.clientapp.ClientApp, got function"),
+        ("pool_apps:vanishing", r"end before they have loaded .* \(exit code 3\)"),
+    ],
+)
+def test_a_worker_that_cannot_start_is_the_users_to_know(target: str, reason: str) -> None:
+    pool = Pool(target, workers=1)
+    with pytest.raises(UserError, match=reason) as caught:
+        ask(pool, message_to(1, "query.echo"), context_of())
+    assert "--workers 0" in str(caught.value)
+    pool.close()
+
+
+def test_too_little_shared_memory_is_said_with_the_amount() -> None:
+    pool = Pool("pool_apps:app", workers=1, slot_bytes=5 * 10**15)
+    record = ArrayRecord({"w": Array(np.zeros(3))})
+    with pytest.raises(UserError, match=r"10,000,000,000 MB of shared memory.*--workers 0"):
+        ask(pool, message_to(1, "query.echo", arrays=record), context_of())
+    pool.close()
+
+
+def test_workers_end_with_the_process_that_started_them() -> None:
+    script = (
+        "import os, signal; from raceme.simulation import Pool; "
+        "Pool('pool_apps:app', workers=2); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    here = str(Path(__file__).parents[1])
+    # The workers have its standard output too: it ends when the last one does.
+    subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([here, *sys.path])},
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_a_script_that_does_not_guard_its_run_can_have_workers(tmp_path: Path) -> None:
+    script = tmp_path / "study.py"
+    script.write_text(
+        "from raceme.config import RunConfig\nfrom raceme.experiment import simulate\n"
+        f"out = {str(tmp_path / 'run')!r}\n"
+        "config = RunConfig(clients=4, max_updates=4, workers='1', out=out)\n"
+        "print('updates', simulate(config).summary['updates'])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.stdout == "updates 4\n", done.stderr
+
+
+# Which executor a run gets.
+
+
+def test_auto_starts_no_workers_for_little_work() -> None:
+    assert isinstance(executor_for(APP, seconds=lambda: 1.0), InProcess)
+
+
+def test_the_default_run_is_too_short_for_workers() -> None:
+    grid = experiment.build_grid(experiment.resolve(RunConfig()))
+    assert isinstance(grid._executor, InProcess)
+
+
+@pytest.mark.parametrize(("workers", "kind"), [("0", InProcess), (0, InProcess), ("1", Pool)])
+def test_the_number_of_workers_can_be_given(workers: str | int, kind: type) -> None:
+    executor = executor_for(APP, workers)
+    assert type(executor) is kind
+    executor.close()
+
+
+@pytest.mark.parametrize("workers", ["many", "-1", "1.5"])
+def test_an_impossible_number_of_workers_is_refused(workers: str) -> None:
+    with pytest.raises(UserError, match="workers must be auto, 0 for none, or a number"):
+        executor_for(APP, workers)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_said() -> None:
+    with pytest.raises(UserError, match=r"--device cuda.*finds no CUDA GPU.*--device cpu"):
+        executor_for(APP, device="cuda")

@@ -1,0 +1,231 @@
+"""CASA step by step: a short sequence of updates traced by hand, splits, newcomers."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from clustered import at_version, homes, placed
+from fleets import MODEL, grid_of, pulled_app
+
+from raceme.protocol import events
+from raceme.protocol.events import ClusterChange
+from raceme.server.fleet import Client
+from raceme.server.replies import Update
+from raceme.server.work import Task
+from raceme.simulation import Device
+from raceme.strategies import CASA, CASAParameters, Plan
+
+
+def casa_with(clients: int, size: int = 2, **parameters: float | str | bool) -> CASA:
+    """CASA with a model of zeros, of two by default, and clients that have all been sent it."""
+    strategy = CASA(CASAParameters(**parameters))  # type: ignore[arg-type]
+    strategy.initialize(np.zeros(size, np.float32))
+    for index in range(clients):
+        strategy.add_client(Client(f"c{index}", num_examples=10 * (index + 1)))
+        strategy.on_dispatch(task(f"c{index}"))
+    return strategy
+
+
+def task(client: str, version: int = 0, cluster: int = 0, updates: int = 0) -> Task:
+    return Task(0, client, cluster, version, updates, sent_at=0.0, bytes_down=0)
+
+
+def update(client: str, values: Sequence[float], version: int = 0) -> Update:
+    return Update(task(client, version), np.array(values, np.float32), 10, 0.0)
+
+
+def test_three_updates_by_hand() -> None:
+    strategy = casa_with(3)
+    # |C| = 3: α_c = 2 Ω(t) / log2(6) = 0.773706 Ω(t), and r_c = 3 (2 − Ω(t)) > 3.
+    # Ω(t) = 0.970815^(t / 1000): Ω(1) = 0.99997038, Ω(2) = 0.99994076, Ω(3) = 0.99991114.
+    first = strategy.on_update(update("c0", (1.0, 0.0)))
+    assert first.staleness == 0
+    assert first.weight == pytest.approx(0.773683, abs=1e-6)
+    model = strategy.models[0]
+    assert model.version == 1
+    assert model.vector.tolist() == pytest.approx([0.773683, 0.0], abs=1e-6)
+    # c0's model is now in the buffers of c1 and c2. c1 returns (3, 4): cos = 3/5.
+    second = strategy.on_update(update("c1", (3.0, 4.0)))
+    assert second.staleness == 1
+    assert second.weight == pytest.approx(0.773660, abs=1e-6)
+    # 0.77366 · (3, 4) + 0.22634 · (0.773683, 0) = (2.496096, 3.094640).
+    assert model.vector.tolist() == pytest.approx([2.496096, 3.094640], abs=1e-5)
+    names, similarity = strategy.similarity()
+    assert names == ["c0", "c1", "c2"]
+    assert similarity[0, 1] == similarity[1, 0] == pytest.approx(0.6)
+    assert np.isnan(similarity[0, 2])
+    # c2 has the models of both; (0, 2) has cosines 0 and 4/5 with them.
+    strategy.on_update(update("c2", (0.0, 2.0)))
+    _, similarity = strategy.similarity()
+    assert similarity[2].tolist() == pytest.approx([0.0, 0.8, 1.0])
+
+
+def test_staleness_beyond_the_bound_is_damped() -> None:
+    strategy = casa_with(1, gamma=1.0)
+    # |C| = 1: α_c = 2 Ω / log2(4) = Ω(t), r_c = 2 − Ω(t) = 1.0000…; version 16 makes τ = 16.
+    at_version(strategy, 16)
+    applied = strategy.on_update(update("c0", (1.0, 1.0), version=0))
+    assert applied.staleness == 16
+    assert applied.weight == pytest.approx(0.99997038 / 4, abs=1e-7)
+
+
+def test_global_staleness_counts_all_updates() -> None:
+    strategy = casa_with(2, staleness_unit="global")
+    strategy.progress.updates = 7
+    assert strategy.on_update(update("c0", (1.0, 0.0))).staleness == 7
+
+
+def test_constant_decay_is_the_ablation_casa_d() -> None:
+    strategy = casa_with(2, bi_level=False, constant_alpha=0.3)
+    at_version(strategy, 1000)
+    assert strategy.on_update(update("c0", (1.0, 0.0))).weight == 0.3
+
+
+def test_recurring_models_are_not_buffered_twice() -> None:
+    strategy = casa_with(3)
+    strategy.on_update(update("c0", (1.0, 0.0)))
+    strategy.on_update(update("c0", (0.0, 1.0), version=1))
+    # c1 still holds c0's first model: cos((1, 0), (1, 0)) = 1.
+    strategy.on_update(update("c1", (1.0, 0.0)))
+    assert strategy.similarity()[1][0, 1] == pytest.approx(1.0)
+
+
+def test_models_from_too_far_apart_are_not_compared() -> None:
+    strategy = casa_with(2, gap_range=5.0)
+    strategy.on_dispatch(task("c1", version=5))
+    strategy.on_update(update("c0", (1.0, 0.0), version=0))
+    strategy.on_update(update("c1", (1.0, 0.0), version=5))
+    # |0 − 5| ≥ 5: redundant, in both directions.
+    assert np.isnan(strategy.similarity()[1][0, 1])
+    strategy.on_dispatch(task("c1", version=4))
+    strategy.on_update(update("c0", (1.0, 0.0), version=0))
+    strategy.on_update(update("c1", (1.0, 0.0), version=4))
+    assert strategy.similarity()[1][0, 1] == pytest.approx(1.0)
+
+
+def feed_two_groups(strategy: CASA) -> None:
+    """Let six clients in two groups (0, 1, 2 and 3, 4, 5) update until every pair is compared."""
+    for _ in range(2):
+        for client in range(6):
+            angle = 0.1 * (client % 3) + (0.0 if client < 3 else 1.2)
+            strategy.on_update(update(f"c{client}", (np.cos(angle), np.sin(angle))))
+
+
+def test_a_cluster_splits_into_its_groups_and_children_inherit() -> None:
+    strategy = casa_with(6, gap_range=1000.0)
+    seen: list[events.Event] = []
+    strategy.clusters.report_to(seen.append)
+    feed_two_groups(strategy)
+    (split,) = placed(seen, ClusterChange.SPLIT)
+    assert split.memberships == {
+        **{client: {1: 1.0} for client in ("c0", "c1", "c2")},
+        **{client: {2: 1.0} for client in ("c3", "c4", "c5")},
+    }
+    assert split.score > split.threshold
+    assert (split.gone, split.made) == ((0,), (1, 2))
+    assert set(strategy.models) == {1, 2}
+    # The split comes with the sixth update, after five aggregations into the parent; its own goes
+    # into its new cluster, and the second pass brings three more to each.
+    assert strategy.models[strategy.clusters.main("c0")].version == 5 + 3
+    assert strategy.models[strategy.clusters.main("c5")].version == 5 + 1 + 3
+
+
+def test_no_split_before_every_pair_is_known_nor_without_clustering() -> None:
+    strategy = casa_with(6, gap_range=1000.0)
+    for client in range(5):
+        strategy.on_update(update(f"c{client}", (1.0, float(client))))
+    assert len(strategy.models) == 1
+    ablation = casa_with(6, gap_range=1000.0, clustering=False)
+    feed_two_groups(ablation)
+    assert len(ablation.models) == 1
+
+
+def feed_one_group(strategy: CASA, rounds: int) -> None:
+    """Let ten clients update whose models differ by noise alone."""
+    rng = np.random.default_rng(0)
+    for _ in range(rounds):
+        for client in range(10):
+            strategy.on_update(update(f"c{client}", (1.0, *rng.normal(0, 0.01, 50))))
+
+
+def test_a_guard_against_noise_keeps_one_group_together_and_divides_two() -> None:
+    # So small an α that any gap is large enough.
+    unguarded = casa_with(10, size=51, gap_range=1000.0, alpha0=0.01)
+    feed_one_group(unguarded, rounds=4)
+    assert len(unguarded.models) > 1
+    guarded = casa_with(10, size=51, gap_range=1000.0, alpha0=0.01, noise_guard=2.0)
+    feed_one_group(guarded, rounds=20)
+    assert len(guarded.models) == 1
+    two = casa_with(6, gap_range=1000.0, noise_guard=2.0)
+    feed_two_groups(two)
+    assert len(two.models) == 2
+
+
+def test_a_client_that_left_does_not_hold_up_a_split_and_keeps_its_company() -> None:
+    strategy = casa_with(7, gap_range=1000.0)
+    strategy.on_update(update("c6", (1.0, 0.05)))
+    strategy.remove_client("c6")
+    feed_two_groups(strategy)
+    assert len(strategy.models) == 2
+    # Its one model was compared with everybody's first: it is nearest to c0, c1, c2.
+    assert strategy.clusters.main("c6") == strategy.clusters.main("c0")
+
+
+def test_a_newcomer_joins_the_cluster_whose_buffered_models_it_resembles() -> None:
+    strategy = casa_with(6, gap_range=1000.0)
+    feed_two_groups(strategy)
+    strategy.add_client(Client("new", num_examples=10))
+    cluster = strategy.clusters.main("new")
+    assert cluster in strategy.models
+    strategy.on_dispatch(task("new", cluster=cluster))
+    strategy.on_update(update("c0", (1.0, 0.0)))
+    strategy.on_update(update("c4", (np.cos(1.3), np.sin(1.3))))
+    strategy.on_update(update("new", (np.cos(1.2), np.sin(1.2))))
+    assert strategy.clusters.main("new") == strategy.clusters.main("c4")
+
+
+def test_without_buffered_models_a_newcomer_is_compared_with_the_clusters_models() -> None:
+    strategy = casa_with(6, gap_range=1000.0)
+    feed_two_groups(strategy)
+    strategy.add_client(Client("new", num_examples=10))
+    strategy.on_dispatch(task("new"))
+    # rep_k is w_{g,k}: the model of c0's cluster lies nearer to the first axis.
+    strategy.on_update(update("new", (1.0, 0.0)))
+    assert strategy.clusters.main("new") == strategy.clusters.main("c0")
+
+
+def test_a_returning_client_is_back_in_its_cluster() -> None:
+    strategy = casa_with(6, gap_range=1000.0)
+    feed_two_groups(strategy)
+    before = strategy.clusters.main("c4")
+    strategy.remove_client("c4")
+    strategy.add_client(Client("c4", num_examples=10))
+    assert strategy.clusters.main("c4") == before
+
+
+def test_on_a_grid_the_groups_are_found_and_reported() -> None:
+    rng = np.random.default_rng(0)
+    centres = 0.5 + 3.0 * np.eye(3, 8)
+    groups = [index % 3 for index in range(12)]
+    targets = [centres[group] + 0.01 * rng.normal(size=8) for group in groups]
+    devices = [Device(seconds_per_round=5.0 if index % 4 == 0 else 1.0) for index in range(12)]
+    strategy, seen = CASA(), []
+    result = strategy.start(
+        grid_of(pulled_app(targets), devices, groups),
+        MODEL,
+        num_rounds=400,
+        plan=Plan(eval_every=50),
+        observe=seen.append,
+    )
+    clients = strategy.progress.fleet.clients.values()
+    found = Counter((strategy.clusters.main(c.client_id), c.group) for c in clients)
+    assert sorted(found.values()) == [4, 4, 4]
+    assert len(strategy.models) == 3
+    last = [event for event in seen if isinstance(event, events.Evaluated)][-1]
+    assert last.accuracy > 0.9
+    assert set(result.evaluate_metrics_clientapp) == set(range(0, 401, 50))
+    assert list(result.arrays) == ["w", "b"]
+    assert result.arrays is result.clusters[strategy.clusters.largest()]
+    assert set(result.clusters) == set(strategy.models)
+    assert result.client_clusters == {c: {k: 1.0} for c, k in homes(strategy).items()}

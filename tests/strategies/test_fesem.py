@@ -1,0 +1,84 @@
+"""FeSEM: nearest centres, simple means, groups on a grid."""
+
+import numpy as np
+import pytest
+from clustered import (
+    check_it_can_be_restored,
+    found,
+    homes,
+    last_accuracy,
+    placed,
+    round_of,
+    run_on,
+    three_groups,
+    with_clients,
+)
+
+from raceme.protocol.events import ClusterChange
+from raceme.server.fleet import Client
+from raceme.strategies import FeSEM, FeSEMParameters
+from raceme.strategies.fesem import nearest_centre
+
+
+def test_nearest_centre_by_hand() -> None:
+    # From (1, 1): 1.41 to (0, 0), 1 to (2, 1). From (−3, 0): 3 and 5.1. From (1, 0.5): 1.118 twice.
+    vectors = np.array([[1.0, 1.0], [-3.0, 0.0], [1.0, 0.5]], np.float32)
+    centres = np.array([[0.0, 0.0], [2.0, 1.0]], np.float32)
+    assert nearest_centre(vectors, centres).tolist() == [1, 0, 0]
+
+
+def test_rounds_by_hand() -> None:
+    strategy = with_clients(FeSEM(FeSEMParameters(k=2, start="k-means++")), 4)
+    # Two far apart pairs: k-means++ starts at one of each.
+    applied = round_of(strategy, (0, 0), (10, 10), (0, 1), (10, 14))
+    of = homes(strategy)
+    assert of["c0"] == of["c2"] != of["c1"] == of["c3"]
+    assert [a.weight for a in applied] == [0.5] * 4
+    first, second = of["c0"], of["c1"]
+    assert strategy.models[first].vector.tolist() == [0.0, 0.5]
+    assert strategy.models[second].vector.tolist() == [10.0, 12.0]
+    # c3 has come nearer to the first centre: it belongs there now, and the mean moves.
+    round_of(strategy, (0, 0), (10, 10), (0, 1), (3, 2))
+    assert strategy.clusters.main("c3") == first
+    assert strategy.models[first].vector.tolist() == [1.0, 1.0]
+    assert strategy.models[second].vector.tolist() == [10.0, 10.0]
+    # A newcomer trains the larger cluster's model, and goes where it ends up.
+    strategy.add_client(Client("c4", num_examples=10))
+    assert strategy.clusters.main("c4") == first
+    round_of(strategy, (0, 0), (10, 10), (0, 1), (3, 2), (9, 9))
+    assert strategy.clusters.main("c4") == second
+
+
+def test_there_are_no_more_centres_than_clients_and_absent_ones_come_later() -> None:
+    strategy = with_clients(FeSEM(FeSEMParameters(k=5)), 3)
+    round_of(strategy, (0, 0), (4, 4))
+    of = homes(strategy)
+    assert of.pop("c2") is None
+    assert sorted(of.values()) == [1, 2]
+    round_of(strategy, (0, 0), (4, 4), (4, 5))
+    assert strategy.clusters.main("c2") == strategy.clusters.main("c1")
+
+
+def test_the_groups_are_found_and_reported() -> None:
+    strategy = FeSEM(FeSEMParameters(k=3, start="k-means++"))
+    seen = run_on(strategy, three_groups())
+    assert found(strategy) == [4, 4, 4]
+    assert last_accuracy(seen) > 0.9
+    (split,) = placed(seen, ClusterChange.SPLIT)
+    assert (split.gone, split.made) == ((0,), (1, 2, 3))
+    assert len(split.memberships) == 12
+
+
+def test_it_can_be_restored() -> None:
+    check_it_can_be_restored(FeSEM)
+
+
+@pytest.mark.parametrize("start", ["random", "k-means++"])
+def test_the_seed_decides_the_first_centres(start: str) -> None:
+    def clusters(seed: int) -> dict[str, int | None]:
+        strategy = with_clients(FeSEM(FeSEMParameters(k=3, start=start), seed), 9)
+        round_of(strategy, *((float(index), float(index**2)) for index in range(9)))
+        return homes(strategy)
+
+    assert clusters(3) == clusters(3)
+    assert len({tuple(clusters(seed).values()) for seed in range(6)}) > 1

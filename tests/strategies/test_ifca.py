@@ -1,0 +1,205 @@
+"""IFCA: different starts, the client's choice, K models in a message, groups on a grid."""
+
+import numpy as np
+import pytest
+from clustered import (
+    CENTRES,
+    at_version,
+    check_it_can_be_restored,
+    found,
+    last_accuracy,
+    placed,
+    run_on,
+    three_groups,
+    with_clients,
+)
+from fleets import MODEL, Change, grid_of, pulled_app
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+
+from raceme import models
+from raceme.client_app import app
+from raceme.clustering.model import Model
+from raceme.compat import identify_process
+from raceme.config import RunConfig
+from raceme.protocol import events
+from raceme.protocol.events import ClusterChange
+from raceme.protocol.messages import ModelSpec
+from raceme.server.replies import Update
+from raceme.server.work import Task
+from raceme.simulation import Device
+from raceme.strategies import IFCA, IFCAAsync, IFCAAsyncParameters, IFCAParameters
+from raceme.strategies.ifca import redrawn
+
+DIGITS = RunConfig(clients=20, partition="iid", model="mclr")
+STARTS = models.initial_arrays(DIGITS)
+SPEC = ModelSpec.of(STARTS)
+
+
+def test_other_starts_have_the_same_numbers_array_by_array() -> None:
+    spec = ModelSpec.of(MODEL)
+    vector = np.arange(8, dtype=np.float32)
+    drawn = redrawn(vector, spec, np.random.default_rng(0))
+    assert not np.array_equal(drawn, vector)
+    assert sorted(drawn[:4]) == [0, 1, 2, 3]
+    assert sorted(drawn[4:]) == [4, 5, 6, 7]
+    assert vector.tolist() == list(range(8))
+
+
+def test_the_first_model_is_the_initial_one_and_the_seed_decides_the_others() -> None:
+    def starts(seed: int) -> list[bytes]:
+        strategy = IFCA(seed=seed)
+        strategy.initialize(np.arange(20, dtype=np.float32))
+        return [model.vector.tobytes() for model in strategy.models.values()]
+
+    first = starts(1)
+    assert first[0] == np.arange(20, dtype=np.float32).tobytes()
+    assert len(set(first)) == 4
+    assert starts(1) == first
+    assert starts(2) != first
+
+
+def chose(
+    client: str, cluster: int, *values: float, examples: int = 10, version: int = 0
+) -> Update:
+    task = Task(0, client, cluster, version, 0, sent_at=0.0, bytes_down=0)
+    return Update(task, np.array(values, np.float32), examples, 0.0)
+
+
+@pytest.mark.parametrize(("by_examples", "expected"), [(False, 2.0), (True, 2.5)])
+def test_a_round_by_hand(by_examples: bool, expected: float) -> None:
+    strategy = with_clients(IFCA(IFCAParameters(k=3, by_examples=by_examples)), 3)
+    # Nobody has chosen yet: all are tested with the first model.
+    assert [strategy.clusters.main(f"c{i}") for i in range(3)] == [0, 0, 0]
+    applied = strategy.aggregate(
+        [
+            chose("c0", 1, 1.0, 0.0),
+            chose("c1", 2, 5.0, 5.0),
+            chose("c2", 1, 3.0, 0.0, examples=30),
+        ]
+    )
+    # Model 1: (1 + 3) / 2, or (10 · 1 + 30 · 3) / 40.
+    assert strategy.models[1].vector.tolist() == [expected, 0.0]
+    assert strategy.models[2].vector.tolist() == [5.0, 5.0]
+    assert [strategy.models[k].version for k in range(3)] == [0, 1, 1]
+    assert [a.cluster for a in applied] == [1, 2, 1]
+    assert [strategy.clusters.main(f"c{i}") for i in range(3)] == [1, 2, 1]
+
+
+def test_async_by_hand() -> None:
+    strategy = with_clients(IFCAAsync(IFCAAsyncParameters(k=2)), 1)
+    at_version(strategy, 10, cluster=1)
+    # τ = 10 − 1 = 9, hinge with a = 1 and b = 4: 0.3 / (9 − 4 + 1) = 0.05.
+    applied = strategy.on_update(chose("c0", 1, 2.0, 4.0, version=1))
+    assert (applied.cluster, applied.staleness, applied.weight) == (1, 9, pytest.approx(0.05))
+    assert strategy.models[1].vector.tolist() == pytest.approx([0.1, 0.2])
+    assert strategy.models[0].vector.tolist() == [0.0, 0.0]
+
+
+# The client.
+
+
+@pytest.fixture
+def node() -> Context:
+    identify_process()
+    config = {"partition-id": 3, "num-partitions": 20}
+    return Context(1, 7, config, RecordDict(), DIGITS.to_mapping())  # type: ignore[arg-type]
+
+
+def candidates(*records: ArrayRecord, **settings: float) -> Message:
+    content = RecordDict({f"arrays-{index}": record for index, record in enumerate(records)})
+    content["config"] = ConfigRecord({"task": 4, "kind": "train-best", "lr": 0.02, **settings})
+    return Message(content=content, dst_node_id=7, message_type="train")
+
+
+def alone(record: ArrayRecord) -> Message:
+    content = RecordDict({"arrays": record, "config": ConfigRecord({"task": 4, "lr": 0.02})})
+    return Message(content=content, dst_node_id=7, message_type="train")
+
+
+def test_a_client_trains_the_model_with_the_least_loss_on_its_training_data(node: Context) -> None:
+    trained = app(alone(STARTS), node).content.array_records["arrays"]
+    spoiled = SPEC.pack(-SPEC.unpack(trained))
+    nan = SPEC.pack(np.full(SPEC.size, np.nan, np.float32))
+    reply = app(candidates(nan, STARTS, trained, spoiled), node).content
+    assert dict(reply.config_records["config"]) == {"task": 4, "kind": "train-best", "chosen": 2}
+    again = app(alone(trained), node).content
+    assert list(reply.array_records) == ["arrays"]
+    answers = [SPEC.unpack(content.array_records["arrays"]) for content in (reply, again)]
+    assert np.array_equal(*answers)
+
+
+def test_of_equal_models_it_trains_the_first(node: Context) -> None:
+    reply = app(candidates(STARTS, STARTS), node).content
+    assert reply.config_records["config"]["chosen"] == 0
+
+
+# On a grid.
+
+
+def distinct(strategy: IFCA | IFCAAsync) -> IFCA | IFCAAsync:
+    """Start near different centres: shuffling a model of zeros gives zeros again."""
+    initialize = strategy.initialize
+
+    def near(vector: np.ndarray) -> None:
+        initialize(vector)
+        for cluster, centre in enumerate(CENTRES):
+            strategy.clusters.models[cluster] = Model(np.float32(0.3) * centre)
+
+    strategy.initialize = near  # type: ignore[method-assign]
+    return strategy
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        distinct(IFCA(IFCAParameters(k=3))),
+        distinct(IFCAAsync(IFCAAsyncParameters(k=3, decay="constant"))),
+    ],
+    ids=["rounds", "async"],
+)
+def test_the_groups_are_found_and_reported(strategy: IFCA | IFCAAsync) -> None:
+    seen = run_on(strategy, three_groups(), 240)
+    assert found(strategy) == [4, 4, 4]
+    assert last_accuracy(seen) > 0.9
+    updates = [event for event in seen if isinstance(event, events.UpdateApplied)]
+    size = MODEL.count_bytes()
+    assert {(u.bytes_down, u.bytes_up) for u in updates} == {(3 * size, size)}
+    assigned = [client for one in placed(seen, ClusterChange.ASSIGN) for client in one.memberships]
+    assert sorted(assigned) == sorted(f"c{index}" for index in range(12))
+    assert not placed(seen, ClusterChange.MOVE)
+
+
+def says(chosen: object) -> Change:
+    def change(reply: Message, index: int) -> Message:
+        if chosen is None:
+            del reply.content["config"]["chosen"]
+        else:
+            reply.content["config"]["chosen"] = chosen
+        return reply
+
+    return change
+
+
+@pytest.mark.parametrize("chosen", [None, 3, -1, 0.5, "1"])
+@pytest.mark.parametrize("method", [IFCA, IFCAAsync])
+def test_a_reply_must_say_which_model_was_trained(
+    method: type[IFCA | IFCAAsync], chosen: object
+) -> None:
+    parameters = method.parameters_type(k=3)
+    grid = grid_of(pulled_app(change=says(chosen)), [Device()])
+    seen = run_on(method(parameters), grid, 2)
+    rejected = [event for event in seen if isinstance(event, events.UpdateRejected)]
+    assert "which of the 3 models" in rejected[0].reason
+    assert not any(isinstance(event, events.UpdateApplied) for event in seen)
+
+
+def test_choosing_can_be_made_to_cost_time() -> None:
+    grid = grid_of(pulled_app(), [Device(seconds_per_round=2.0)])
+    seen = run_on(IFCA(IFCAParameters(k=3, choosing_cost=0.1)), grid, 1)
+    (applied,) = [event for event in seen if isinstance(event, events.UpdateApplied)]
+    assert applied.time == pytest.approx(2.0 * 1.3)
+
+
+@pytest.mark.parametrize("method", [IFCA, IFCAAsync])
+def test_it_can_be_restored(method: type[IFCA | IFCAAsync]) -> None:
+    check_it_can_be_restored(method)

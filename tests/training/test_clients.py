@@ -1,0 +1,104 @@
+"""Clients in memory: what stays, what is dropped, and what a device need not import."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+
+import pytest
+from flwr.app import Message, RecordDict
+from nodes import (
+    CONFIG,
+    context,
+    write_device,
+)
+
+from raceme.client_app import forget, work_of
+from raceme.compat import identify_process
+from raceme.config import RunConfig
+from raceme.training import Samples
+from raceme.training.clients import Client, ClientCache
+
+
+@pytest.fixture(autouse=True)
+def _identity() -> None:
+    identify_process()
+
+
+class Loaded:
+    """Stands for a client's data."""
+
+
+def cache() -> tuple[ClientCache, list[tuple[object, int]]]:
+    loaded: list[tuple[object, int]] = []
+
+    def load(run: object, node: object, step: int) -> Client:
+        loaded.append((dict(node)["partition-id"], step))  # type: ignore[call-overload]
+        return Loaded()  # type: ignore[return-value]
+
+    return ClientCache(load), loaded
+
+
+def test_a_client_is_loaded_once_and_again_for_each_step_of_its_data() -> None:
+    clients, loaded = cache()
+    first = clients.client(context(0))
+    assert clients.client(context(0)) is first
+    later = clients.client(context(0), step=1)
+    assert later is not first
+    assert clients.client(context(0)) is first
+    assert clients.client(context(1), step=1) is not later
+    assert loaded == [(0, 0), (0, 1), (1, 1)]
+
+
+def test_of_a_client_no_more_than_two_steps_stay() -> None:
+    clients, _ = cache()
+    seen = [weakref.ref(clients.client(context(0), step)) for step in range(100)]
+    gc.collect()
+    assert [step for step, client in enumerate(seen) if client() is not None] == [98, 99]
+
+
+def test_nothing_of_a_run_stays_when_another_begins() -> None:
+    def loaded(**keys: object) -> weakref.ref[Samples]:
+        node = context(0, CONFIG.with_values(**keys))
+        work = work_of(Message(RecordDict(), dst_node_id=7, message_type="query"), node)
+        return weakref.ref(work.client.train)
+
+    first = loaded()
+    assert first() is not None
+    second = loaded(seed=1)
+    gc.collect()
+    assert first() is None
+    assert second() is not None
+    forget()
+    gc.collect()
+    assert second() is None
+
+
+def test_a_device_imports_nothing_that_only_a_server_needs(tmp_path: Path) -> None:
+    write_device(tmp_path / "own.npz")
+    config = RunConfig(dataset="npz", model="mclr")
+    config = config.with_values(data_file=str(tmp_path / "own.npz"))
+    script = (
+        "import json, sys\n"
+        "from flwr.app import Context, Message, RecordDict\n"
+        "from raceme.client_app import app\n"
+        "from raceme.compat import identify_process\n"
+        "identify_process()\n"
+        "run = json.loads(sys.argv[1])\n"
+        "context = Context(1, 7, {'device-id': 'a'}, RecordDict(), run)\n"
+        "print(app(Message(RecordDict(), 7, 'query'), context).content['config']['client-id'])\n"
+        "print(*{'matplotlib', 'sklearn', 'torchvision'} & set(sys.modules))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, json.dumps(config.to_mapping())],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.splitlines() == ["a", ""]

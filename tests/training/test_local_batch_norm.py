@@ -1,0 +1,153 @@
+"""Batch normalisation that stays at home (FedBN), by hand and in every kind of work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from nodes import (
+    CONFIG,
+    message,
+    node_context,
+    several,
+)
+
+from raceme import models
+from raceme.client_app import app
+from raceme.compat import identify_process, set_message_id
+from raceme.config import RunConfig
+from raceme.config.errors import UserError
+from raceme.protocol.messages import from_array, to_array
+from raceme.simulation import InProcess, Pool
+
+
+@pytest.fixture(autouse=True)
+def _identity() -> None:
+    identify_process()
+
+
+# Two samples, one of each class. Normalised they are (1, -1) and (-1, 1), whatever their size.
+PAIR = np.array([[5.0, 1.0], [1.0, 3.0]], np.float32)
+LABELS = np.array([0, 1])
+
+
+def own_batch_norm(folder: Path, **keys: object) -> Context:
+    """A device whose network is one layer of batch normalisation; it trains for one step."""
+    np.savez(folder / "pair.npz", x_train=PAIR, y_train=LABELS, x_test=PAIR + 0.5, y_test=LABELS)
+    config = RunConfig(
+        dataset="npz",
+        model="networks:batch_norm_only",
+        lr=1.0,
+        batch_norm="local",
+    )
+    config = config.with_values(data_file=str(folder / "pair.npz"), **keys)
+    return node_context({"device-id": "a"}, config)
+
+
+def batch_norm(weight: float, mean: float, count: int) -> ArrayRecord:
+    arrays = {
+        "weight": np.full(2, weight, np.float32),
+        "bias": np.zeros(2, np.float32),
+        "running_mean": np.full(2, mean, np.float32),
+        "running_var": np.ones(2, np.float32),
+        "num_batches_tracked": np.array(count),
+    }
+    return ArrayRecord({name: to_array(values) for name, values in arrays.items()})
+
+
+def numbers(record: ArrayRecord) -> dict[str, np.ndarray]:
+    return {name: from_array(array) for name, array in record.items()}
+
+
+def test_local_batch_normalisation_over_two_rounds_by_hand(tmp_path: Path) -> None:
+    node = own_batch_norm(tmp_path)
+    # The first feature is +γ for one sample and -γ for the other, the second the other way
+    # round: both have the right class with p = 1 / (1 + exp(-2γ)), and the gradient of γ is p - 1.
+    gamma, mean, var = 1.0, np.zeros(2), np.ones(2)
+    for count, received in ((1, batch_norm(1.0, 0.0, 0)), (2, batch_norm(7.0, 9.0, 100))):
+        gamma += 1 - 1 / (1 + np.exp(-2 * gamma))
+        mean = 0.9 * mean + 0.1 * np.array([3.0, 2.0])
+        var = 0.9 * var + 0.1 * np.array([8.0, 2.0])  # of two samples, divided by n - 1
+        reply = app(message("train", {"task": count}, received), node).content
+        # What travels is what came.
+        assert reply["arrays"] == received
+        own = numbers(node.state["batch-norm"])  # type: ignore[arg-type]
+        assert own["weight"] == pytest.approx(gamma, rel=1e-4)
+        assert own["bias"] == pytest.approx(0, abs=1e-6)
+        assert own["running_mean"] == pytest.approx(mean, rel=1e-5)
+        assert own["running_var"] == pytest.approx(var, rel=1e-5)
+        assert own["num_batches_tracked"] == count
+    tested = app(message("evaluate", arrays=batch_norm(-1.0, 50.0, 0)), node).content["metrics"]
+    scores = gamma * (PAIR + 0.5 - mean) / np.sqrt(var + 1e-5)
+    expected = np.log1p(np.exp(scores[[0, 1], 1 - LABELS] - scores[[0, 1], LABELS])).mean()
+    assert tested["loss"] == pytest.approx(expected, rel=1e-4)
+    assert tested["accuracy"] == (scores.argmax(axis=1) == LABELS).mean()
+
+
+def test_shared_batch_normalisation_travels_and_leaves_nothing(tmp_path: Path) -> None:
+    node = own_batch_norm(tmp_path, batch_norm="shared")
+    reply = app(message("train", {"task": 1}, batch_norm(1.0, 0.0, 0)), node).content
+    own = numbers(reply["arrays"])
+    assert own["running_mean"] == pytest.approx([0.3, 0.2])
+    assert own["num_batches_tracked"] == 1
+    assert not node.state
+
+
+def test_every_kind_of_work_uses_the_clients_own_batch_normalisation(tmp_path: Path) -> None:
+    node = own_batch_norm(tmp_path)
+    app(message("train", {"task": 1}, batch_norm(1.0, 0.0, 0)), node)
+    one, other = batch_norm(-1.0, 4.0, 3), batch_norm(2.0, -4.0, 5)
+    content = RecordDict({**several(one, other), "config": ConfigRecord({"kind": "losses"})})
+    asked = Message(content, dst_node_id=7, message_type="train")
+    measured = from_array(app(asked, node).content["numbers"]["losses"])
+    # Nothing of these models is not batch normalisation.
+    assert measured[0].tolist() == measured[1].tolist()
+
+
+def test_of_a_residual_network_all_but_batch_normalisation_travels(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(6, 3, 32, 32)).astype(np.float32)
+    np.savez(
+        tmp_path / "x.npz", x_train=x, y_train=np.arange(6) % 3, x_test=x, y_test=np.zeros(6, int)
+    )
+    config = RunConfig(dataset="npz", model="networks:resnet18", lr=0.01, batch_norm="local")
+    config = config.with_values(data_file=str(tmp_path / "x.npz"))
+    initial = models.initial_arrays(config)
+    node = node_context({"device-id": "a"}, config)
+    reply = app(message("train", {"task": 1}, initial), node).content["arrays"]
+    own = node.state["batch-norm"]
+    assert isinstance(own, ArrayRecord)
+    assert len(own) == 20 * 5
+    for name in initial:
+        travelled = not np.array_equal(from_array(reply[name]), from_array(initial[name]))
+        assert travelled == (name not in own), name
+    moved = [name for name in own if own[name].data != initial[name].data]
+    assert len(moved) == len(own)
+
+
+def test_what_a_client_keeps_is_the_same_in_worker_processes(tmp_path: Path) -> None:
+    replies, states = [], []
+    for executor in (InProcess(app), Pool("raceme.client_app:app", workers=1)):
+        identify_process()
+        node = own_batch_norm(tmp_path)
+        models_sent = (batch_norm(1.0, 0.0, 0), batch_norm(7.0, 9.0, 100))
+        kinds = ("train", "train", "evaluate")
+        for number, (kind, sent) in enumerate(
+            zip(kinds, (*models_sent, models_sent[0]), strict=True)
+        ):
+            asked = message(kind, {"task": number}, sent)
+            set_message_id(asked, f"m{number}")
+            executor.submit(asked, node, due=0.0)
+        replies.append([executor.result(f"m{number}").content for number in range(3)])
+        states.append(node.state)
+        executor.close()
+    assert replies[0] == replies[1]
+    assert states[0] == states[1]
+    assert states[0]
+
+
+def test_a_network_without_batch_normalisation_has_none_to_keep_at_home() -> None:
+    with pytest.raises(UserError, match=r"batch-norm=local .* model 'mlp' has none"):
+        models.initial_arrays(CONFIG.with_values(batch_norm="local"))

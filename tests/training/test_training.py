@@ -1,0 +1,411 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ArrayRecord
+from torch import nn
+
+from raceme import models
+from raceme.protocol.messages import InvalidModelError, ModelSpec, from_array, to_array
+from raceme.training import (
+    Network,
+    Samples,
+    TrainingSettings,
+    epochs,
+    evaluate,
+    losses,
+    train,
+)
+from raceme.training.local import step
+
+
+def rng(seed: int = 0) -> np.random.Generator:
+    return np.random.default_rng(seed)
+
+
+def mclr(features: int = 2, classes: int = 2) -> Network:
+    network = Network(models.build("mclr", (features,), classes))
+    network.weights.zero_()
+    return network
+
+
+def random_samples(count: int, features: int = 2, classes: int = 2) -> Samples:
+    x = rng(count).normal(size=(count, features)).astype(np.float32)
+    return Samples(x, rng(count + 1).integers(0, classes, count))
+
+
+def reference(
+    weights: np.ndarray, x: np.ndarray, y: np.ndarray, classes: int
+) -> tuple[float, np.ndarray]:
+    """Loss and gradient of logistic regression, flat: the matrix row by row, then the bias."""
+    matrix = weights[:-classes].reshape(classes, -1)
+    scores = x @ matrix.T + weights[-classes:]
+    shares = np.exp(scores) / np.exp(scores).sum(axis=1, keepdims=True)
+    errors = (shares - np.eye(classes)[y]) / len(y)
+    loss = -np.log(shares[np.arange(len(y)), y]).mean()
+    return float(loss), np.concatenate([(errors.T @ x).ravel(), errors.sum(axis=0)])
+
+
+# One sample x = (1, 2) of class 1, two classes, all weights zero. Both classes get the share 1/2,
+# so the loss is log 2, the errors are (1/2, -1/2), and the gradient is
+# (1/2, 1; -1/2, -1) for the matrix and (1/2, -1/2) for the bias.
+X = np.array([[1.0, 2.0]], np.float32)
+Y = np.array([1])
+MASK = ArrayRecord(
+    {
+        "output.weight": to_array(np.array([[1, 0], [1, 0]], np.uint8)),
+        "output.bias": to_array(np.array([1, 0], np.uint8)),
+    }
+)
+GRADIENT = np.array([0.5, 1.0, -0.5, -1.0, 0.5, -0.5], np.float32)
+
+
+def test_one_step_by_hand() -> None:
+    network = mclr()
+    loss = train(network, Samples(X, Y), TrainingSettings(lr=0.1), rng())
+    assert loss == pytest.approx(np.log(2))
+    assert network.weights.numpy() == pytest.approx(-0.1 * GRADIENT)
+
+
+def test_the_first_step_does_not_feel_the_proximal_term_and_the_second_does_by_hand() -> None:
+    network, free = mclr(), mclr()
+    train(free, Samples(X, Y), TrainingSettings(lr=0.1, local_epochs=2), rng())
+    train(network, Samples(X, Y), TrainingSettings(lr=0.1, local_epochs=2, proximal_mu=0.5), rng())
+    # At the second step the weights are -0.1 g away from the start: the term adds 0.5 * -0.1 g to
+    # the gradient, and so 0.1 * 0.05 g to the weights.
+    assert (network.weights - free.weights).numpy() == pytest.approx(0.005 * GRADIENT, rel=1e-4)
+
+
+def test_epochs_and_mini_batches_agree_with_numpy() -> None:
+    samples = random_samples(23, features=5, classes=3)
+    network = Network(models.build("mclr", (5,), 3, seed=1))
+    weights = network.weights.numpy().astype(np.float64)
+    x, y = samples.x.numpy().astype(np.float64), samples.y.numpy()
+    loss = train(network, samples, TrainingSettings(lr=0.3, batch_size=10, local_epochs=2), rng(7))
+    # The same order: the first number that a task draws seeds torch, then comes one permutation
+    # per epoch, and mini-batches of 10, 10 and 3 samples.
+    shuffle = rng(7)
+    shuffle.integers(2**63)
+    total = 0.0
+    for _ in range(2):
+        order = shuffle.permutation(23)
+        for batch in (order[:10], order[10:20], order[20:]):
+            batch_loss, gradient = reference(weights, x[batch], y[batch], 3)
+            weights -= 0.3 * gradient
+            total += batch_loss * len(batch)
+    assert network.weights.numpy() == pytest.approx(weights, abs=1e-5)
+    assert loss == pytest.approx(total / 46, abs=1e-5)
+
+
+def test_a_strong_proximal_term_keeps_the_model_near_its_start() -> None:
+    samples = random_samples(40, 4, 3)
+    distances = []
+    for mu in (0.0, 1.0, 9.0):
+        network = mclr(4, 3)
+        train(network, samples, TrainingSettings(lr=0.1, local_epochs=20, proximal_mu=mu), rng())
+        distances.append(float(network.weights.norm()))
+    assert distances[0] > 2 * distances[1] > 4 * distances[2] > 0
+
+
+def test_masked_weights_stay_as_they_were() -> None:
+    network = mclr()
+    train(network, Samples(X, Y), TrainingSettings(lr=0.1), rng(), {"mask": MASK})
+    assert network.weights.numpy() == pytest.approx(-0.1 * GRADIENT * [1, 0, 1, 0, 1, 0])
+
+
+# --- optimisers, weight decay, steps ------------------------------------------------------------
+
+
+def two_gradients(lr: float, decay: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
+    """The gradient of the one sample at zero, and after a plain step from there."""
+    first = reference(np.zeros(6), X, Y, 2)[1]
+    return first, reference(-lr * first, X, Y, 2)[1] - decay * lr * first
+
+
+def test_momentum_adds_to_a_step_its_share_of_the_former_one_by_hand() -> None:
+    network = mclr()
+    settings = TrainingSettings(lr=0.1, local_epochs=2, optimizer="momentum", momentum=0.5)
+    train(network, Samples(X, Y), settings, rng())
+    first, second = two_gradients(0.1)
+    # w2 = -lr g1 - lr (0.5 g1 + g2).
+    assert network.weights.numpy() == pytest.approx(-0.1 * (1.5 * first + second), rel=1e-5)
+
+
+def test_adams_first_step_goes_by_the_sign_of_the_gradient() -> None:
+    network = mclr()
+    train(network, Samples(X, Y), TrainingSettings(lr=0.1, optimizer="adam"), rng())
+    assert network.weights.numpy() == pytest.approx(-0.1 * np.sign(GRADIENT), rel=1e-5)
+
+
+def test_an_optimiser_remembers_nothing_of_the_work_before() -> None:
+    settings = TrainingSettings(lr=0.1, optimizer="momentum")
+    network, again = mclr(), mclr()
+    train(network, Samples(X, Y), settings, rng())
+    once = network.weights.clone()
+    network.weights.zero_()
+    train(network, Samples(X, Y), settings, rng())
+    train(again, Samples(X, Y), settings, rng())
+    assert torch.equal(network.weights, once)
+    assert torch.equal(again.weights, once)
+
+
+def test_an_unknown_optimiser_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="one of sgd, momentum, adam, got 'lion'"):
+        train(mclr(), Samples(X, Y), TrainingSettings(lr=0.1, optimizer="lion"), rng())
+
+
+def test_weight_decay_pulls_to_zero_by_hand() -> None:
+    network = mclr()
+    settings = TrainingSettings(lr=0.1, local_epochs=2, weight_decay=0.5)
+    train(network, Samples(X, Y), settings, rng())
+    first, second = two_gradients(0.1, decay=0.5)
+    assert network.weights.numpy() == pytest.approx(-0.1 * (first + second), rel=1e-5)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam"])
+def test_no_optimiser_moves_what_a_mask_freezes(optimizer: str) -> None:
+    network = mclr()
+    network.weights.fill_(0.5)
+    settings = TrainingSettings(
+        0.1, local_epochs=3, optimizer=optimizer, weight_decay=0.1, proximal_mu=0.1
+    )
+    train(network, random_samples(20), settings, rng(), {"mask": MASK})
+    assert (network.weights == 0.5).tolist() == [False, True, False, True, False, True]
+
+
+def test_local_steps_are_so_many_mini_batches_through_the_epochs_they_take() -> None:
+    samples = random_samples(23, features=5, classes=3)
+    network = Network(models.build("mclr", (5,), 3, seed=1))
+    weights = network.weights.numpy().astype(np.float64)
+    x, y = samples.x.numpy().astype(np.float64), samples.y.numpy()
+    loss = train(network, samples, TrainingSettings(lr=0.3, local_steps=5), rng(7))
+    # Three mini-batches of the first epoch, of 10, 10 and 3 samples, and two of the second.
+    shuffle = rng(7)
+    shuffle.integers(2**63)
+    first, second = shuffle.permutation(23), shuffle.permutation(23)
+    total = 0.0
+    for batch in (first[:10], first[10:20], first[20:], second[:10], second[10:20]):
+        batch_loss, gradient = reference(weights, x[batch], y[batch], 3)
+        weights -= 0.3 * gradient
+        total += batch_loss * len(batch)
+    assert network.weights.numpy() == pytest.approx(weights, abs=1e-5)
+    assert loss == pytest.approx(total / 43, abs=1e-5)
+
+
+def test_fewer_local_steps_than_an_epoch_has_end_before_it_does() -> None:
+    (order,) = epochs(23, TrainingSettings(lr=0.1, local_steps=2), False, rng(3))
+    assert order.tolist() == rng(3).permutation(23)[:20].tolist()
+
+
+def test_a_whole_batch_counts_as_one_step_however_large_it_might_be() -> None:
+    settings = TrainingSettings(lr=0.1, batch_size=100, local_steps=3)
+    assert [len(order) for order in epochs(23, settings, False, rng())] == [23, 23, 23]
+
+
+def test_the_loss_of_each_sample_has_the_mean_of_the_test() -> None:
+    network = Network(models.build("mlp", (2,), 3, seed=2))
+    samples = random_samples(300, 2, 3)
+    measured = losses(network, samples)
+    assert measured.shape == (300,)
+    assert measured.dtype == np.float32
+    assert measured.mean() == pytest.approx(evaluate(network, samples)[1], rel=1e-5)
+    network.weights.zero_()
+    assert losses(network, samples) == pytest.approx(np.log(3))
+
+
+@pytest.mark.parametrize("name", ["mclr", "mlp", "cnn"])
+def test_the_same_seed_gives_the_same_bits(name: str) -> None:
+    x = rng().normal(size=(25, 1, 8, 8)).astype(np.float32)
+    samples = Samples(x, np.arange(25) % 4, channels_last=name == "cnn")
+    results = []
+    for seed in (1, 1, 2):
+        network = Network(models.build(name, (1, 8, 8), 4))
+        loss = train(network, samples, TrainingSettings(lr=0.1), rng(seed))
+        results.append((loss, network.weights.numpy().tobytes()))
+    assert results[0] == results[1]
+    assert results[0][1] != results[2][1]
+
+
+def test_dropout_is_seeded_by_the_task_and_torchs_own_generator_stays_as_it_was() -> None:
+    def trained(seed: int) -> torch.Tensor:
+        torch.manual_seed(99)
+        module = nn.Sequential(nn.Linear(2, 16), nn.Dropout(0.5), nn.Linear(16, 2))
+        torch.manual_seed(seed)  # what the process did before must not matter
+        before = torch.get_rng_state()
+        network = Network(module)
+        train(network, random_samples(20), TrainingSettings(lr=0.1), rng(3))
+        assert torch.equal(torch.get_rng_state(), before)
+        return network.weights
+
+    assert torch.equal(trained(1), trained(2))
+
+
+def test_training_lowers_the_loss_and_finds_separable_classes() -> None:
+    x = np.repeat([[2.0, 0.0], [-2.0, 0.0]], 30, axis=0) + rng().normal(0, 0.3, (60, 2))
+    samples = Samples(x.astype(np.float32), np.repeat([0, 1], 30))
+    network = mclr()
+    before = evaluate(network, samples)
+    train(network, samples, TrainingSettings(lr=0.5, local_epochs=5), rng())
+    accuracy, loss = evaluate(network, samples)
+    assert before[1] == pytest.approx(np.log(2))
+    assert accuracy == 1.0
+    assert loss < 0.1
+
+
+@pytest.mark.parametrize("count", [1, 255, 256, 257, 1000])
+def test_evaluation_in_batches_is_evaluation_of_all(count: int) -> None:
+    network = Network(models.build("mlp", (2,), 3, seed=2))
+    samples = random_samples(count, 2, 3)
+    accuracy, loss = evaluate(network, samples)
+    with torch.no_grad():
+        scores = network.module(samples.x)
+        expected = nn.functional.cross_entropy(scores, samples.y)
+    assert accuracy == pytest.approx(float((scores.argmax(1) == samples.y).float().mean()))
+    assert loss == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_images_are_the_same_in_any_order_of_memory() -> None:
+    x = rng().normal(size=(30, 3, 8, 8)).astype(np.float32)
+    y = np.arange(30) % 5
+    results = []
+    for channels_last in (False, True):
+        network = Network(models.build("cnn", (3, 8, 8), 5))
+        samples = Samples(x, y, channels_last)
+        train(network, samples, TrainingSettings(lr=0.1), rng())
+        results.append((network.weights.numpy(), evaluate(network, samples)[1]))
+    assert results[0][0] == pytest.approx(results[1][0], abs=1e-5)
+    assert results[0][1] == pytest.approx(results[1][1], abs=1e-4)
+
+
+def test_weights_of_all_layers_lie_in_one_vector() -> None:
+    network = Network(models.build("mlp", (2,), 2))
+    network.weights.fill_(0.25)
+    for parameter in network.module.parameters():
+        assert (parameter == 0.25).all()
+    step(network, *(torch.from_numpy(values) for values in (X, Y)), lr=0.0)
+    parameters = list(network.module.parameters())
+    together = torch.cat([p.grad.reshape(-1) for p in parameters if p.grad is not None])
+    assert torch.equal(together, network.gradient)
+    assert network.gradient.abs().sum() > 0
+
+
+# --- models as records --------------------------------------------------------------------------
+
+
+def normalised() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+
+
+def test_all_arrays_of_batch_normalisation_are_known_by_name() -> None:
+    layer = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
+    assert Network(normalised()).batch_norm == tuple(f"1.{name}" for name in layer)
+    assert Network(nn.BatchNorm1d(2)).batch_norm == layer
+    bare = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, track_running_stats=False))
+    assert Network(bare).batch_norm == ("1.weight", "1.bias")
+    assert Network(nn.Sequential(nn.GroupNorm(1, 2), nn.Linear(2, 2))).batch_norm == ()
+
+
+def test_some_arrays_can_be_kept_and_restored() -> None:
+    network = Network(normalised())
+    network.weights.fill_(2.0)
+    kept = network.keep(network.batch_norm)
+    network.weights.fill_(3.0)
+    network.restore(kept)
+    values = {name: set(array.flat) for name, array in record_of(network.module).items()}
+    assert values["1.weight"] == values["1.bias"] == {2.0}
+    assert values["0.weight"] == values["2.weight"] == {3.0}
+    with pytest.raises(InvalidModelError, match=r"no arrays \['extra'\]"):
+        network.restore(as_record({"extra": np.zeros(2, np.float32)}))
+
+
+def record_of(module: nn.Module) -> dict[str, np.ndarray]:
+    return {name: values.numpy().copy() for name, values in module.state_dict().items()}
+
+
+def as_record(arrays: dict[str, np.ndarray]) -> ArrayRecord:
+    return ArrayRecord({name: to_array(values) for name, values in arrays.items()})
+
+
+def test_a_model_goes_in_and_comes_out_in_the_order_and_types_it_came() -> None:
+    arrays = {
+        "output.bias": np.array([1.0, 2.0], np.float64),
+        "output.weight": np.arange(4, dtype=np.float16).reshape(2, 2),
+    }
+    network = mclr()
+    spec = network.read(as_record(arrays))
+    assert network.weights.tolist() == [0, 1, 2, 3, 1, 2]
+    written = network.write(spec)
+    assert ModelSpec.of(written) == ModelSpec.of(as_record(arrays)) == spec
+    for name, values in arrays.items():
+        assert np.array_equal(from_array(written[name]), values)
+
+
+def test_a_written_model_does_not_change_when_training_goes_on() -> None:
+    network = mclr()
+    written = network.write(network.read(as_record(record_of(network.module))))
+    train(network, Samples(X, Y), TrainingSettings(lr=0.1), rng())
+    assert not from_array(written["output.weight"]).any()
+
+
+def test_buffers_of_batch_normalisation_travel_with_the_model() -> None:
+    torch.manual_seed(0)
+    network, other = Network(normalised()), Network(normalised())
+    samples = random_samples(21)
+    spec = network.read(as_record(record_of(network.module)))
+    train(network, samples, TrainingSettings(lr=0.1, batch_size=10), rng())
+    written = network.write(spec)
+    # 21 samples are two mini-batches of 10 and one sample that has no variance: left out.
+    assert from_array(written["1.num_batches_tracked"]) == 2
+    assert from_array(written["1.running_mean"]).any()
+    other.read(written)
+    assert evaluate(other, samples) == evaluate(network, samples)
+
+
+def test_batch_normalisation_with_single_samples_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"at least 2 samples; this client has 1 samples"):
+        train(Network(normalised()), random_samples(1), TrainingSettings(lr=0.1), rng())
+    with pytest.raises(ValueError, match="batch-size 1"):
+        train(
+            Network(normalised()), random_samples(4), TrainingSettings(lr=0.1, batch_size=1), rng()
+        )
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"output.weight": np.zeros((3, 2), np.float32)}, r"'output.weight' is .*\(3, 2\)"),
+        ({"output.weight": np.full((2, 2), "a")}, "'output.weight' is <U1"),
+        ({"extra": np.zeros(2, np.float32)}, "this client's network has"),
+    ],
+)
+def test_arrays_of_another_model_are_refused(changed: dict[str, np.ndarray], message: str) -> None:
+    network = mclr()
+    with pytest.raises(InvalidModelError, match=message):
+        network.read(as_record(record_of(network.module) | changed))
+
+
+def test_a_missing_array_is_refused() -> None:
+    with pytest.raises(InvalidModelError, match="has the arrays"):
+        mclr().read(as_record({"output.bias": np.zeros(2, np.float32)}))
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"lr": 0.0}, "lr must be greater than 0"),
+        ({"lr": -1.0}, "lr must be greater than 0"),
+        ({"lr": float("nan")}, "lr must be greater than 0"),
+        ({"lr": float("inf")}, "lr must be greater than 0"),
+        ({"lr": 0.1, "batch_size": 0}, "batch-size must be at least 1"),
+        ({"lr": 0.1, "local_epochs": 0}, "local-epochs must be at least 1"),
+        ({"lr": 0.1, "local_steps": -1}, "local-steps must be at least 0"),
+        ({"lr": 0.1, "momentum": 1.0}, "momentum must be at least 0 and below 1"),
+        ({"lr": 0.1, "weight_decay": float("inf")}, "weight-decay must be at least 0"),
+        ({"lr": 0.1, "proximal_mu": -0.1}, "proximal-mu must be at least 0"),
+        ({"lr": 0.1, "proximal_mu": float("nan")}, "proximal-mu must be at least 0"),
+    ],
+)
+def test_impossible_hyper_parameters_are_refused(keys: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TrainingSettings(**keys)  # type: ignore[arg-type]
