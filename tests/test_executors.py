@@ -318,6 +318,20 @@ def answers(
     return [executor.result(message.metadata.message_id).content for message in messages[asked]]
 
 
+@pytest.mark.parametrize("kind", ["train", "evaluate"])
+def test_work_with_a_setting_that_stacking_does_not_know_is_not_stacked(kind: str) -> None:
+    config = experiment.resolve(RunConfig(clients=4))
+    alone, stacked = (
+        answers(executor, config, kind=kind, **{"some-new-setting": 1.0})
+        for executor in (InProcess(client_app.app), Vectorised())
+    )
+    # Bit for bit: stacked training would differ by rounding.
+    for one, other in zip(alone, stacked, strict=True):
+        assert one["metrics"] == other["metrics"]
+        if kind == "train":
+            assert all(one["arrays"][k].data == a.data for k, a in other["arrays"].items())
+
+
 def assert_close(one: RecordDict, other: RecordDict) -> None:
     assert one["config"] == other["config"]
     assert one["metrics"].keys() == other["metrics"].keys()

@@ -122,7 +122,7 @@ class DeviceModel:
         }
 
     def load_state_dict(self, tree: Mapping[str, Any]) -> None:
-        """Go on from a state that was saved, in a model that has not got further than that."""
+        """Restore what :meth:`state_dict` returned, on a new model of the same device and seed."""
         self._busy_until, self._tasks = tree["busy-until"], tree["tasks"]
         self._rng.bit_generator.state = tree["rng"]
         while self._switched < tree["switched"]:

@@ -23,7 +23,21 @@ from torch.nn.functional import cross_entropy
 from raceme import client_app
 from raceme.client_app import Client, TrainingTask
 from raceme.errors import UserError
-from raceme.messages import ARRAYS, EVALUATE_FIRST, MASK, TRAIN_LOSS, ModelSpec
+from raceme.messages import (
+    ARRAYS,
+    BATCH_SIZE,
+    COMPUTE_SCALE,
+    EVALUATE_FIRST,
+    LOCAL_EPOCHS,
+    LR,
+    MASK,
+    PROXIMAL_MU,
+    ROUND,
+    TASK,
+    TRAIN_LOSS,
+    VERSION,
+    ModelSpec,
+)
 from raceme.simulation.executor import answer
 from raceme.training import Network, Samples, epochs, torch_seed
 
@@ -37,6 +51,10 @@ _WEIGHT_COPIES = 6
 _ACTIVATIONS = 64
 """Memory that a network takes for one sample, in sizes of its input: a generous guess."""
 _TEST_BATCH = 2048
+_UNDERSTOOD = frozenset(
+    {TASK, VERSION, ROUND, LR, BATCH_SIZE, LOCAL_EPOCHS, PROXIMAL_MU, COMPUTE_SCALE}
+)
+"""Settings that stacked work takes account of, or may leave out of account."""
 
 _Gradients = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -79,8 +97,8 @@ class Vectorised:
     """An executor that trains all clients whose work is pending together, on one device.
 
     What it cannot stack is answered by Raceme's ClientApp in this process, one by one: networks
-    with batch normalisation, buffers or random numbers, and messages other than training and
-    evaluation.
+    with batch normalisation, buffers or random numbers, messages other than training and
+    evaluation, and those with a setting that is unknown here.
 
     Parameters
     ----------
@@ -151,8 +169,7 @@ class Vectorised:
             pending = [
                 key
                 for key, job in self._jobs.items()
-                if _is_of(job.message, MessageType.EVALUATE)
-                and _models_identity(job.message) == same
+                if _is_plain_evaluation(job.message) and _models_identity(job.message) == same
             ]
             self._evaluate(pending, client.network)
         else:
@@ -168,8 +185,7 @@ class Vectorised:
 
     def _client_that_can_be_stacked(self, job: _Job) -> Client | None:
         """Return the client of a message that can be worked on together with others."""
-        evaluation = _is_of(job.message, MessageType.EVALUATE)
-        if not evaluation and not _is_plain_training(job.message):
+        if not _is_plain_evaluation(job.message) and not _is_plain_training(job.message):
             return None
         client = _client(job)
         if client is None:
@@ -465,7 +481,25 @@ def _is_plain_training(message: Message) -> bool:
     return (
         _is_of(message, MessageType.TRAIN)
         and set(message.content.array_records) - {MASK} == {ARRAYS}
-        and not any(c.get(EVALUATE_FIRST, False) for c in message.content.config_records.values())
+        and _is_understood(message)
+    )
+
+
+def _is_plain_evaluation(message: Message) -> bool:
+    """Return whether a message asks for testing one model and nothing else."""
+    return (
+        _is_of(message, MessageType.EVALUATE)
+        and set(message.content.array_records) == {ARRAYS}
+        and _is_understood(message)
+    )
+
+
+def _is_understood(message: Message) -> bool:
+    """Return whether a message has no setting that stacked work would ignore."""
+    return all(
+        name in _UNDERSTOOD or (name == EVALUATE_FIRST and not value)
+        for settings in message.content.config_records.values()
+        for name, value in settings.items()
     )
 
 

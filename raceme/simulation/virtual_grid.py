@@ -268,7 +268,7 @@ class VirtualGrid(Grid):
         self._executor.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that decides how the simulation goes on: a tree of plain values and arrays.
+        """Return all that decides how the simulation continues: a tree of plain values and arrays.
 
         Work in progress is not in it. Its messages are: it is done again, with the same result.
         """
@@ -298,7 +298,7 @@ class VirtualGrid(Grid):
         }
 
     def load_state_dict(self, tree: Mapping[str, Any]) -> None:
-        """Go back to where a grid of the same fleet and seed was; for a grid that is new."""
+        """Restore what :meth:`state_dict` returned, on a new grid of the same fleet and seed."""
         self._queue.load_state_dict(tree["queue"])
         self._pushed = tree["pushed"]
         self._online = dict.fromkeys(tree["online"])
