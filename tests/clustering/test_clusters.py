@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from raceme.events import ClusterChange, ClustersChanged
+from raceme.protocol.events import ClusterChange, ClustersChanged
 
 from raceme.clustering.clusters import Clusters, blended
 from raceme.clustering.model import Model
