@@ -131,7 +131,9 @@ def test_members_without_a_say_go_to_those_whom_they_are_most_similar_to() -> No
     seen: list[events.Event] = []
     strategy.clusters.report_to(seen.append)
     w = strategy.models[0].vector.copy()
-    round_of(strategy, tuple(w + (1, 0)), tuple(w + (1, 0.1)), tuple(w + (0, 1)))
+    round_of(
+        strategy, tuple(np.add(w, (1, 0))), tuple(np.add(w, (1, 0.1))), tuple(np.add(w, (0, 1)))
+    )
     expected = {"c0": 1, "c1": 1, "c2": 2, "c3": 2, "c4": 1}
     assert homes(strategy) == expected
     # The report lists those who are offline, too.
