@@ -98,7 +98,6 @@ class Loop:
             evaluate_fn,
             timeout,
         )
-        self._greeted_at = -_GREETING_SECONDS
         self._held: list[events.Event] | None = None
         self._num_updates = 0
         self._ending: tuple[Ending, str] | None = None
@@ -224,7 +223,8 @@ class Loop:
 
     def _greeting_is_open(self) -> bool:
         """Return whether a node that has come may introduce itself any moment."""
-        return bool(self._fleet.greeted) and self.now() < self._greeted_at + _GREETING_SECONDS
+        recent = self.now() < self._progress.greeted_at + _GREETING_SECONDS
+        return recent and bool(self._fleet.greeted)
 
     def _next_moment(self) -> float:
         """Return until when to wait for replies at most."""
@@ -296,7 +296,7 @@ class Loop:
             message_id = self._push(greeting)
             if message_id:
                 self._fleet.greeted[node] = message_id
-                self._greeted_at = self.now()
+                self._progress.greeted_at = self.now()
 
     def _introduce(self, node_id: int, reply: Message) -> None:
         """Welcome the client that answered a greeting, and let it have work."""
