@@ -63,7 +63,7 @@ def measure(strategy: Any, clients: int, size: int, updates: int) -> dict[str, f
     sent: dict[int, Task] = {}
 
     def dispatch(client: int, number: int) -> None:
-        cluster = strategy.cluster_of(str(client))
+        cluster = strategy.clusters.main(str(client))
         version = strategy.models[cluster].version
         sent[client] = Task(number, str(client), cluster, version, number, 0.0, 0)
         strategy.on_dispatch(sent[client])

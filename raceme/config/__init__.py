@@ -455,6 +455,3 @@ def _absolute(path: Any) -> str:
 def _listed(names: tuple[str, ...]) -> str:
     *first, last = names
     return f"{', '.join(first)} and {last}" if first else last
-
-
-key = option

@@ -72,8 +72,6 @@ WEIGHT_DECAY = "weight-decay"
 PROXIMAL_MU = "proximal-mu"
 COMPUTE_SCALE = "compute-scale"
 """Share of a full local round's computation that a task asks for; only the simulator reads it."""
-EVALUATE_FIRST = "evaluate-first"
-"""Asks a client to test the model that it receives before it trains."""
 REPORT_TIMING = "report-timing"
 """Asks a client to state when it began its work and when it was done; never on virtual time."""
 STARTED_AT = "started-at"
@@ -88,6 +86,9 @@ CHOSEN = "chosen"
 """Which of several models a client has trained, counted from 0; a reply states it."""
 
 _STYPE = "numpy.ndarray"
+_LARGEST_SQUARE = 1e30
+"""Squared length of a model from which on it is refused. No network that works comes near it, and
+below it sums, differences and distances over very many clients stay finite in float32."""
 
 
 def candidate(index: int) -> str:
@@ -108,7 +109,7 @@ def passes(settings: Mapping[str, object], examples: int) -> float:
     steps, epochs = settings.get(LOCAL_STEPS, 0), settings.get(LOCAL_EPOCHS, 1)
     if isinstance(steps, int) and steps > 0:
         size = settings.get(BATCH_SIZE, 1)
-        return steps * (size if isinstance(size, int) else 1) / examples
+        return steps * (size if isinstance(size, int) else 1) / max(1, examples)
     return float(epochs) if isinstance(epochs, int | float) else 1.0
 
 
@@ -260,7 +261,8 @@ class ModelSpec:
         Raises
         ------
         InvalidModelError
-            Arrays are missing, have other shapes or types, or hold NaN or infinity.
+            Arrays are missing, have other shapes or types, hold NaN or infinity, or numbers so
+            large that arithmetic with several models could overflow.
         """
         if len(record) != len(self.names) or any(name not in record for name in self.names):
             raise InvalidModelError(
@@ -278,12 +280,14 @@ class ModelSpec:
             # A number too large for float32 becomes infinity, and is refused as such below.
             with np.errstate(over="ignore", invalid="ignore"):
                 view[...] = values
-        # NaN and infinity survive in the squared norm: one pass, no temporary array. A finite
-        # vector can overflow it, and is then checked element by element.
+        # NaN and infinity survive in the squared norm: one pass, no temporary array.
         with np.errstate(over="ignore", invalid="ignore"):
             squared_norm = np.dot(vector, vector)
-        if not np.isfinite(squared_norm) and not np.isfinite(vector).all():
-            raise InvalidModelError("not finite: the model holds NaN or infinity")
+        if not squared_norm <= _LARGEST_SQUARE:
+            if not np.isfinite(vector).all():
+                raise InvalidModelError("not finite: the model holds NaN or infinity")
+            length = float(np.linalg.norm(vector.astype(np.float64)))
+            raise InvalidModelError(f"too large: the model's length is {length:.1e}")
         return vector
 
 

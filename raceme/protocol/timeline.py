@@ -56,7 +56,7 @@ class Timeline(Protocol):
         ...
 
     def forget(self, message_ids: Iterable[str]) -> None:
-        """Take back the wish for replies: those to these messages will not be waited for.
+        """Give up on replies: nobody will wait for those to these messages.
 
         Parameters
         ----------

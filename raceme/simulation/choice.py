@@ -106,7 +106,8 @@ def training_seconds(config: RunConfig, examples: Sequence[int]) -> float:
         times.append(time.perf_counter() - start)
     torch.set_num_threads(threads)
     steps = sum(math.ceil(count / config.batch_size) for count in examples) / len(examples)
-    return min(times) * steps * config.local_epochs * config.max_updates
+    steps_per_update = config.local_steps or steps * config.local_epochs
+    return min(times) * steps_per_update * config.max_updates
 
 
 def _count(workers: str | int, seconds: Callable[[], float] | None) -> int:

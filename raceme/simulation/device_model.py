@@ -19,7 +19,7 @@ class Workload(NamedTuple):
 
     Attributes
     ----------
-    epochs : int
+    epochs : float
         Passes over the device's training examples.
     bytes_down, bytes_up : int
         Size of the transfers.
@@ -27,7 +27,7 @@ class Workload(NamedTuple):
         Factor on the compute time, e.g. the share of a model that is trained.
     """
 
-    epochs: int
+    epochs: float
     bytes_down: int
     bytes_up: int
     scale: float
@@ -63,7 +63,7 @@ class DeviceModel:
 
     def __init__(self, device: Device, examples: int, seed: np.random.SeedSequence) -> None:
         self.device = device
-        self._examples = examples
+        self.examples = examples
         tasks, absences = seed.spawn(2)
         self._rng = np.random.default_rng(tasks)
         self._busy_until = 0.0
@@ -86,7 +86,7 @@ class DeviceModel:
         number = self._tasks
         self._tasks += 1
         duration = self.device.duration(
-            examples=self._examples,
+            examples=self.examples,
             epochs=load.epochs,
             bytes_down=load.bytes_down,
             bytes_up=load.bytes_up,
@@ -122,7 +122,7 @@ class DeviceModel:
         }
 
     def load_state_dict(self, tree: Mapping[str, Any]) -> None:
-        """Continue from a state that was saved, in a model that has not got further than that."""
+        """Restore what :meth:`state_dict` returned, on a new model of the same device and seed."""
         self._busy_until, self._tasks = tree["busy-until"], tree["tasks"]
         self._rng.bit_generator.state = tree["rng"]
         while self._switched < tree["switched"]:

@@ -1,4 +1,4 @@
-"""Devices: how long work and transfers take, and when a device is there at all.
+"""Devices: how long work and transfers take, and when a device is online.
 
 A profile describes a fleet in TOML. ``[device]`` holds what is common to all, each ``[[group]]``
 what is special to a share of them (``share = 0.3``) or to named ones (``clients = [0, 3]``)::
@@ -48,7 +48,7 @@ class Device:
     drop : float
         Probability that a task is lost on the way.
     online : tuple[tuple[float, float], ...]
-        Periods in which the device is there; empty means always. The last may end at infinity.
+        Periods in which the device is online; empty means always. The last may end at infinity.
     mean_online, mean_offline : float
         Mean lengths of exponential periods for devices that come and go at random; 0 means never.
     """
@@ -83,7 +83,7 @@ class Device:
     def duration(
         self,
         examples: int,
-        epochs: int,
+        epochs: float,
         bytes_down: int,
         bytes_up: int,
         scale: float,
@@ -94,8 +94,8 @@ class Device:
 
         Parameters
         ----------
-        examples, epochs : int
-            Size of the work.
+        examples, epochs : int, float
+            Size of the work: training examples, and passes over them.
         bytes_down, bytes_up : int
             Size of the transfers.
         scale : float
@@ -116,7 +116,7 @@ class Device:
         return False
 
     def starts_online(self) -> bool:
-        """Return whether the device is there at time 0."""
+        """Return whether the device is online at time 0."""
         return not self.online or self.online[0][0] <= 0
 
     def switches(self, rng: np.random.Generator) -> Iterator[float]:

@@ -81,8 +81,9 @@ class EventQueue:
         IndexError
             There is none.
         """
-        self.advance(self.next_time())
-        _, priority, _, key = heapq.heappop(self._heap)
+        self.next_time()
+        time, priority, _, key = heapq.heappop(self._heap)
+        self.advance(time)
         return priority, key
 
     def advance(self, time: float) -> None:
@@ -98,7 +99,7 @@ class EventQueue:
         }
 
     def load_state_dict(self, tree: Mapping[str, Any]) -> None:
-        """Go back to a state that was saved."""
+        """Restore what :meth:`state_dict` returned."""
         self.now, self._scheduled = tree["now"], tree["scheduled"]
         self._heap = [(time, priority, n, key) for time, priority, n, key in tree["events"]]
         heapq.heapify(self._heap)

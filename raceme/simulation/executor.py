@@ -27,7 +27,7 @@ class Executor(Protocol):
             What is asked; it is known by its message id from here on, and does not change.
         context : Context
             Of the client that is asked. The ClientApp finds its state as it is when the result is
-            asked for, or as good as: whatever was done early on another state is done again.
+            asked for: work that was done early, on another state, is done again.
         due : float
             When the result will be asked for, on any clock: work that is due first comes first.
         """
@@ -38,7 +38,7 @@ class Executor(Protocol):
         ...
 
     def cancel(self, message_id: str) -> None:
-        """Forget a submitted message: its device is gone."""
+        """Drop a submitted message: its device went offline, or nobody wants its reply."""
         ...
 
     def close(self) -> None:

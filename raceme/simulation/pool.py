@@ -178,7 +178,7 @@ class Pool:
         return result.reply
 
     def cancel(self, message_id: str) -> None:
-        """Forget a submitted message; if a worker is at it, what it makes of it is thrown away."""
+        """Drop a submitted message; if a worker is at it, what it makes of it is thrown away."""
         self._tasks.pop(message_id, None)
         self._results.pop(message_id, None)
 
@@ -432,7 +432,7 @@ def _context() -> Any:
 def _script_hidden(target: str) -> Iterator[None]:
     """Let a process that is started here not run the user's script again, as Python has it do.
 
-    It is useless to a worker, costs it the script's imports, and a script that does not guard
+    A worker does not need it, it costs the script's imports, and a script that does not guard
     what it does by ``if __name__ == "__main__"`` would start the run again.
     """
     if target.partition(":")[0] == "__main__":

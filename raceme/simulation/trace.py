@@ -1,8 +1,8 @@
 """Traces: what an earlier run has recorded of its devices, played again on virtual time.
 
 Each client takes for its tasks as long as it took then, one after the other, from sending to reply,
-and is there when it was there then. What is sent and what is learned from it may be something else
-entirely: so another method can be tried on the fleet that one has.
+and is online when it was online then. What is sent and what is learned from it may be something
+else entirely: so another method can be tried on the fleet that one has.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class TracedDevice(Device):
     def duration(
         self,
         examples: int,
-        epochs: int,
+        epochs: float,
         bytes_down: int,
         bytes_up: int,
         scale: float,
@@ -153,7 +153,7 @@ def _legs(record: RunRecord, name: str) -> tuple[Leg, ...]:
 def _online(
     periods: Sequence[tuple[float, float | None]],
 ) -> tuple[tuple[float, float], ...]:
-    """Return when a client was there; empty if it always was."""
+    """Return when a client was online; empty if it always was."""
     spans = [(start, math.inf if end is None else end) for start, end in periods]
     spans = [(start, end) for start, end in spans if end > start]
     if spans == [(0.0, math.inf)]:

@@ -14,7 +14,7 @@ from flwr.serverapp import Grid
 
 from raceme import compat
 from raceme.compat import Run
-from raceme.protocol.messages import COMPUTE_SCALE, CONFIG, LOCAL_EPOCHS
+from raceme.protocol.messages import COMPUTE_SCALE, CONFIG, KIND, TRAIN, TRAIN_BEST, passes
 from raceme.simulation.device_model import DeviceModel, Workload
 from raceme.simulation.devices import Device
 from raceme.simulation.event_queue import EventQueue
@@ -298,7 +298,7 @@ class VirtualGrid(Grid):
         }
 
     def load_state_dict(self, tree: Mapping[str, Any]) -> None:
-        """Go back to where a grid of the same fleet and seed was; for a grid that is new."""
+        """Restore what :meth:`state_dict` returned, on a new grid of the same fleet and seed."""
         self._queue.load_state_dict(tree["queue"])
         self._pushed = tree["pushed"]
         self._online = dict.fromkeys(tree["online"])
@@ -335,7 +335,9 @@ class VirtualGrid(Grid):
         elif node_id not in self._online:
             pending.lost, pending.due = "the device is offline", expires
         elif metadata.message_type.split(".")[0] == MessageType.TRAIN:
-            pending.due, pending.lost = client.device.begin(workload_of(message), now, expires)
+            pending.due, pending.lost = client.device.begin(
+                workload_of(message, client.device.examples), now, expires
+            )
         if pending.lost is None:
             self._work_on(message_id, pending)
         pending.event = self._queue.schedule(pending.due, _REPLY, message_id)
@@ -448,17 +450,25 @@ class VirtualGrid(Grid):
             self._queue.schedule(time, _SWITCH, node_id)
 
 
-def workload_of(message: Message) -> Workload:
+def workload_of(message: Message, examples: int) -> Workload:
     """Return what a training message costs the device that it is sent to.
 
-    All arrays go down. What comes back is one model, as large as the first one that went.
+    All arrays go down. What comes back of training is one model, as large as the first one that
+    went; the numbers that answer other work are small, and take no time.
+
+    Parameters
+    ----------
+    message : Message
+        Work that takes a device's time.
+    examples : int
+        Training examples of the device.
     """
     config = message.content.config_records.get(CONFIG, ConfigRecord())
     sizes = [record.count_bytes() for record in message.content.array_records.values()]
     return Workload(
-        epochs=int(config.get(LOCAL_EPOCHS, 1)),  # type: ignore[arg-type]
+        epochs=passes(config, examples),
         bytes_down=sum(sizes),
-        bytes_up=sizes[0] if sizes else 0,
+        bytes_up=sizes[0] if sizes and config.get(KIND, TRAIN) in (TRAIN, TRAIN_BEST) else 0,
         scale=float(config.get(COMPUTE_SCALE, 1.0)),  # type: ignore[arg-type]
     )
 

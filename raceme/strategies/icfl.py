@@ -179,7 +179,7 @@ def planned_rounds(method: ICFL | ICFLAsync, fraction: float = 1.0) -> float:
     fraction : float
         Share of the clients that take part in a round.
     """
-    clients = max(1.0, fraction * len(method.clusters.members))
+    clients = max(1, int(fraction * len(method.clusters.members)))
     return method.parameters.rounds or max(1.0, method.planned_updates / clients)
 
 

@@ -17,12 +17,10 @@ from raceme import training
 from raceme.protocol.messages import (
     ACCURACY,
     CHOSEN,
-    EVALUATE_FIRST,
     LABEL_COUNTS,
     LOSS,
     LOSSES,
     NUM_EXAMPLES,
-    NUM_TEST_EXAMPLES,
     ON,
     TRAIN_LOSS,
 )
@@ -105,9 +103,5 @@ def _train(
     client, network = work.client, work.client.network
     settings, rng = work.training_settings(), work.generator()
     spec = work.receive(received)
-    metrics: dict[str, int | float] = {}
-    if work.settings.get(EVALUATE_FIRST, False):
-        metrics[ACCURACY], metrics[LOSS] = training.evaluate(network, client.test)
-        metrics[NUM_TEST_EXAMPLES] = len(client.test)
-    metrics[TRAIN_LOSS] = training.train(network, client.train, settings, rng, work.arrays)
-    return training_answer(work, work.give(spec, received), metrics, told)
+    loss = training.train(network, client.train, settings, rng, work.arrays)
+    return training_answer(work, work.give(spec, received), {TRAIN_LOSS: loss}, told)

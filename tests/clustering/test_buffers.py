@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raceme.clustering.buffers import ModelBuffers
+from raceme.clustering.buffers import ModelBuffers, alpha_class
 from raceme.clustering.encoding import Code, WholeModels
 
 
@@ -69,6 +69,33 @@ def test_budget_drops_computed_pairs_first_then_buffers_of_large_alpha() -> None
     assert buffers.owners(1).tolist() == []
     assert buffers.owners(0).tolist() == [2]
     assert buffers.owners(2).tolist() == [3]
+
+
+def test_alphas_are_told_apart_in_tenths() -> None:
+    # 1.1^−13 = 0.28966 and 1.1^−12 = 0.31863; a client without an update has none.
+    classes = alpha_class(np.array([0.0, 0.2896, 0.2897, 0.318, 0.319, 1.0]))
+    assert classes.tolist() == [-np.inf, -14, -13, -13, -12, 0]
+
+
+def dropped(alphas: list[float], times: int) -> list[int]:
+    """Drop one of the items in the buffers of c0, c1 and c2; return how often it was whose."""
+    counts = [0, 0, 0]
+    for seed in range(times):
+        buffers = buffers_for(4)
+        buffers.insert(3, code(1, 0), ids(0, 1, 2))
+        computed = np.eye(4, dtype=bool)
+        buffers.enforce(2, computed, np.array([*alphas, 0.5]), np.random.default_rng(seed))
+        (empty,) = (j for j in range(3) if not len(buffers.owners(j)))
+        counts[empty] += 1
+    return counts
+
+
+def test_among_equal_alphas_chance_decides_whose_buffer_is_spared() -> None:
+    counts = dropped([0.31, 0.29, 0.3], times=300)
+    assert sum(counts) == 300
+    # 100 ± 8.2 each.
+    assert min(counts) > 70
+    assert dropped([0.31, 0.28, 0.33], times=20) == [0, 0, 20]
 
 
 @given(

@@ -59,6 +59,19 @@ def test_three_blocks_suggest_three_parts() -> None:
     assert gap.parts == 3
 
 
+@pytest.mark.parametrize("size", [2, 36])
+def test_ten_eigenvalues_are_looked_at(size: int) -> None:
+    # Of k separate groups k eigenvalues are 0, and λ_{k+1} is not: the tenth shows nine groups, and
+    # ten groups look as if they had no gap. 36 clients in each are enough for Lanczos.
+    nine = largest_gap(blocks([size] * 9, inside=0.9, across=0.0))
+    ten = largest_gap(blocks([size] * 10, inside=0.9, across=0.0))
+    assert nine is not None
+    assert ten is not None
+    assert nine.parts == 9
+    assert nine.size > 0.9
+    assert ten.size < 1e-6
+
+
 @pytest.mark.parametrize("size", [1, 2])
 def test_too_few_clients_have_no_gap(size: int) -> None:
     assert largest_gap(np.ones((size, size))) is None

@@ -278,7 +278,7 @@ def test_a_key_that_nobody_reads_may_have_its_default() -> None:
 
 
 def test_a_device_leaves_out_what_it_does_not_read() -> None:
-    keys = {"partition": "iid", "dirichlet-alpha": 0.5, "casa.gama": 1, "sizes": "power-law"}
+    keys = {"partition": "iid", "dirichlet-alpha": 0.5, "casa.gamma": 1, "sizes": "power-law"}
     assert RunConfig.from_mapping(keys, lenient=True).options == {"sizes": "power-law"}
 
 

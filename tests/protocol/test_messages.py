@@ -135,10 +135,17 @@ def test_what_is_not_such_a_model_is_refused(record: ArrayRecord, message: str) 
 
 
 @pytest.mark.filterwarnings("error")
-def test_large_finite_numbers_are_fine_although_their_squares_overflow() -> None:
-    assert PAIR.unpack(record_of(w=np.float32([3e38, -3e38]))).tolist() == [
-        np.float32(3e38),
-        -np.float32(3e38),
+@pytest.mark.parametrize("value", [3.4e38, -3.4e38, 8e14])
+def test_numbers_that_would_overflow_on_the_server_are_refused(value: float) -> None:
+    with pytest.raises(InvalidModelError, match="too large: the model's length is"):
+        PAIR.unpack(record_of(w=np.float32([value, value])))
+
+
+@pytest.mark.filterwarnings("error")
+def test_numbers_that_are_merely_large_are_fine() -> None:
+    assert PAIR.unpack(record_of(w=np.float32([7e14, -7e14]))).tolist() == [
+        np.float32(7e14),
+        -np.float32(7e14),
     ]
     with pytest.raises(InvalidModelError, match="not finite"):
         PAIR.unpack(record_of(w=np.array([1e39, 0.0])))

@@ -1,4 +1,4 @@
-"""Dispatch policies traced by hand: who works when, what is given up, what is acted on."""
+"""Dispatch policies, traced by hand: who works, what is given up, what is acted on together."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_who_has_answered_has_twice_what_it_or_half_of_all_have_needed() -> None
 
 def test_after_it_was_given_up_a_client_has_twice_the_time_and_then_sits_out() -> None:
     bench, now, waited, took_part = second_round(), 10.0, [], []
-    for _ in range(9):
+    for _ in range(24):
         for client in ("c0", "c1"):
             bench.answer(client, now + 3.0)
         if "c2" in took_part[-1:] or not took_part:
@@ -139,9 +139,10 @@ def test_after_it_was_given_up_a_client_has_twice_the_time_and_then_sits_out() -
             bench.wake(bench.policy.wake_at())
         now += 100.0
         took_part.append("c2" if "c2" in bench.work(now) else "")
-    # Its 5 s twice, doubled after each time at most three times; 0, 1 and 3 rounds without it.
-    assert waited == [10.0, 20.0, 40.0, 80.0]
-    assert took_part == ["c2", "", "c2", "", "", "", "c2", "", ""]
+    # Its 5 s twice, doubled after each time at most three times; 0, 1, 3 and 7 rounds without it.
+    assert waited == [10.0, 20.0, 40.0, 80.0, 80.0]
+    sat_out = "".join("x" if took else "." for took in took_part)
+    assert sat_out == "x" + ".x" + "...x" + ".......x" + "." * 9
 
 
 def test_an_update_makes_up_for_all_that_was_given_up() -> None:
@@ -171,6 +172,10 @@ def test_who_sits_out_takes_part_when_nobody_else_is_there() -> None:
     assert bench.leave("c2", 12.0) == ["c1"]
     bench.policy.state.sits_out["c1"] = 99  # type: ignore[attr-defined]
     assert bench.work(12.0) == ["c1"]
+    assert bench.answer("c1", 13.0) == ["c1"]
+    # Having answered, it takes part with others again.
+    bench.come_back("c0", 14.0)
+    assert sorted(bench.work(14.0)) == ["c0", "c1"]
 
 
 def test_what_comes_after_its_round_is_refused() -> None:
@@ -221,7 +226,28 @@ def test_who_was_taken_for_gone_but_answers_counts() -> None:
     bench.work(0.0)
     bench.leave("c0", 1.0)
     assert bench.answer("c0", 2.0) == []
+    # It has had its turn: when it is back it is not asked again.
+    bench.come_back("c0", 2.5)
+    assert bench.work(2.5) == []
     assert bench.answer("c1", 3.0) == ["c0", "c1"]
+
+
+def test_a_round_waits_for_participants_that_are_still_busy_with_something_else() -> None:
+    bench = Bench(InRounds(), 2)
+    bench.idle.remove("c1")
+    assert bench.work(0.0) == ["c0"]
+    assert bench.answer("c0", 1.0) == []
+    bench.idle.add("c1")
+    assert bench.work(2.0) == ["c1"]
+    assert bench.answer("c1", 3.0) == ["c0", "c1"]
+
+
+def test_a_round_does_not_wait_for_who_left_before_it_could_be_sent_work() -> None:
+    bench = Bench(InRounds(), 2)
+    bench.idle.remove("c1")
+    bench.work(0.0)
+    assert bench.answer("c0", 1.0) == []
+    assert bench.leave("c1", 2.0) == ["c0"]
 
 
 def test_a_share_of_the_clients_takes_part() -> None:
@@ -264,6 +290,10 @@ def test_a_window_begins_when_greetings_are_over_and_somebody_is_there() -> None
     bench.leave("c0", 0.0)
     assert bench.work(0.0) == []
     assert bench.policy.wake_at() == math.inf
+    bench.fleet.clients["c0"].node_id = 5
+    bench.idle.add("c0")
+    assert bench.work(3.0) == ["c0"]
+    assert bench.policy.wake_at() == 13.0
 
 
 # On request.

@@ -116,6 +116,8 @@ def test_standalone_clients_never_meet() -> None:
     ]
     assert strategy.models[0].vector.tolist() == [7.0] * 8
     assert strategy.models[1].vector.tolist() == [-4.0] * 8
+    # Nothing travels.
+    assert {(u.bytes_down, u.bytes_up) for u in of(events.UpdateApplied, seen)} == {(0, 0)}
 
 
 def test_the_result_holds_models_and_evaluations() -> None:

@@ -79,6 +79,8 @@ def fails_silently(reply: Message, index: int) -> Message:
 INVALID = [
     pytest.param(with_arrays(np.nan * ONES), "not finite", id="NaN"),
     pytest.param(with_arrays(np.inf * ONES), "not finite", id="infinity"),
+    pytest.param(with_arrays(3.4e38 * ONES), "too large", id="largest number"),
+    pytest.param(with_arrays(-3.4e38 * ONES), "too large", id="smallest number"),
     pytest.param(with_arrays(ArrayRecord({"w": Array(ONES)})), "wrong arrays", id="one array"),
     pytest.param(
         with_arrays(ArrayRecord({"w": Array(ONES), "b": Array(ONES)})), "wrong shape", id="shape"

@@ -124,7 +124,6 @@ def test_stacking_keeps_to_its_memory_and_the_outcome_is_close_all_the_same() ->
 @pytest.mark.parametrize(
     "settings",
     [
-        {"evaluate-first": True},
         {"lr": -1.0},
         {"mask": None},
         {"optimizer": "adam"},

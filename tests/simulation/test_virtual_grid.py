@@ -314,6 +314,7 @@ def test_a_saved_grid_remembers_what_was_forgotten(state: bool) -> None:
         grid.load_state_dict(tree)
         assert grid.keeps_messages
         replies = [reply for _ in (1, 2) for reply in grid.pull_messages(ids)]
+        assert {reply.metadata.reply_to_message_id for reply in replies} == set(ids[1:])
         return [(grid.now(), r.metadata.src_node_id, worked.count(1)) for r in replies]
 
     assert restored(0.0) == restored(1.0) != []
@@ -380,6 +381,14 @@ def test_a_device_back_in_time_does_not_find_its_old_task() -> None:
     (reply,) = grid.pull_messages(lost)
     assert reply.has_error()
     assert grid.now() == 30.0
+
+
+def test_a_device_that_goes_offline_twice_loses_its_task_once() -> None:
+    grid = grid_of(Device(seconds_per_round=5.0, online=((0, 4), (6, 8))))
+    (reply,) = grid.send_and_receive([train(1, ttl=5.0)])
+    assert "went offline" in reply.error.reason
+    assert [grid.wait([]), grid.wait([])] == [[], []]
+    assert (grid.now(), grid.get_node_ids()) == (8.0, [])
 
 
 def test_a_message_to_nobody_is_refused_at_once() -> None:
@@ -523,3 +532,16 @@ def test_everything_is_answered_once_in_order_of_time(
 @given(devices=DEVICES, plan=PLANS, seed=st.integers(0, 5))
 def test_the_same_seed_is_the_same_run(devices: list[Device], plan: list, seed: int) -> None:
     assert play(devices, plan, seed)[0] == play(devices, plan, seed)[0]
+
+
+def test_local_steps_cost_the_share_of_an_epoch_that_they_are() -> None:
+    # 10 examples at 0.1 s each: 4 mini-batches of 5 are two passes, whatever local-epochs says.
+    device = Device(seconds_per_round=2.0, seconds_per_sample=0.1)
+    settings = {"local_steps": 4, "batch_size": 5}
+    assert arrival(grid_of(device), train(1, **settings)) == pytest.approx(2 + 2)
+
+
+def test_numbers_that_answer_a_question_cost_no_upload() -> None:
+    # 100 bytes down at 50 B/s, 2 s of work; nothing of a model's size comes back.
+    device = Device(seconds_per_round=2.0, bandwidth_down=50.0, bandwidth_up=20.0)
+    assert arrival(grid_of(device), train(1, kind="losses")) == pytest.approx(2 + 2)

@@ -104,6 +104,21 @@ def test_models_from_too_far_apart_are_not_compared() -> None:
     assert strategy.similarity()[1][0, 1] == pytest.approx(1.0)
 
 
+def test_with_global_staleness_starts_are_told_apart_by_all_updates() -> None:
+    def compared(first: Task, second: Task) -> bool:
+        strategy = casa_with(2, gap_range=5.0, staleness_unit="global")
+        for one in (first, second):
+            strategy.on_dispatch(one)
+        for one in (first, second):
+            strategy.on_update(Update(one, np.ones(2, np.float32), 10, 0.0))
+        return not np.isnan(strategy.similarity()[1][0, 1])
+
+    # Versions that are far apart, as those of a cluster that is new, at the same time; and the same
+    # version at times that are five updates apart.
+    assert compared(task("c0", version=0, updates=40), task("c1", version=40, updates=44))
+    assert not compared(task("c0", version=7, updates=40), task("c1", version=7, updates=45))
+
+
 def feed_two_groups(strategy: CASA) -> None:
     """Let six clients in two groups (0, 1, 2 and 3, 4, 5) update until every pair is compared."""
     for _ in range(2):
@@ -163,13 +178,72 @@ def test_a_guard_against_noise_keeps_one_group_together_and_divides_two() -> Non
 
 
 def test_a_client_that_left_does_not_hold_up_a_split_and_keeps_its_company() -> None:
-    strategy = casa_with(7, gap_range=1000.0)
-    strategy.on_update(update("c6", (1.0, 0.05)))
+    strategy = casa_with(8, gap_range=1000.0)
+    strategy.on_update(update("c6", (np.cos(1.25), np.sin(1.25))))
     strategy.remove_client("c6")
+    strategy.remove_client("c7")
+    seen: list[events.Event] = []
+    strategy.clusters.report_to(seen.append)
     feed_two_groups(strategy)
-    assert len(strategy.models) == 2
-    # Its one model was compared with everybody's first: it is nearest to c0, c1, c2.
-    assert strategy.clusters.main("c6") == strategy.clusters.main("c0")
+    # c6's one model was compared with everybody's first: it is nearest to c3, c4, c5, though the
+    # other part is as large and comes first. Of c7 nothing is known. The report lists both.
+    expected = {**dict.fromkeys(("c0", "c1", "c2", "c7"), 1), **dict.fromkeys(("c3", "c4"), 2)}
+    expected |= {"c5": 2, "c6": 2}
+    assert homes(strategy) == expected
+    (split,) = placed(seen, ClusterChange.SPLIT)
+    assert split.memberships == {client: {k: 1.0} for client, k in expected.items()}
+
+
+def test_clients_that_are_away_are_not_given_models_to_compare_with() -> None:
+    strategy = casa_with(3)
+    strategy.remove_client("c1")
+    strategy.on_update(update("c0", (1.0, 0.0)))
+    assert [strategy.state.buffers.owners(i).tolist() for i in range(3)] == [[], [], [0]]
+
+
+def test_an_only_member_that_is_taken_for_gone_counts_as_one() -> None:
+    strategy = casa_with(1)
+    strategy.remove_client("c0")
+    # |C| = 1: α_c = 2 Ω(1) / log2(4) = 0.99997. With |C| = 0 it would be 2 / log2(3) = 1.26.
+    assert strategy.on_update(update("c0", (1.0, 0.0))).weight == pytest.approx(0.99997038)
+
+
+def test_alpha_is_a_share_whatever_alpha0_is() -> None:
+    assert casa_with(1, alpha0=5.0).on_update(update("c0", (1.0, 0.0))).weight == 1.0
+
+
+def test_the_updates_of_clients_that_are_taken_for_gone_do_not_divide_one_group() -> None:
+    strategy, rng = casa_with(5, size=21, gap_range=1000.0), np.random.default_rng(0)
+
+    def send(client: int) -> None:
+        strategy.on_update(update(f"c{client}", (1.0, *rng.normal(0, 0.01, 20))))
+
+    for client in range(4):
+        send(client)
+    strategy.remove_client("c4")
+    # c4 has the models of all four, of whom nobody has c4's: these pairs are not missing now.
+    for client in (4, 0, 4, 1, 2, 3):
+        send(client)
+        watch = strategy._watch(0)
+        assert watch.members.tolist() == [0, 1, 2, 3]
+        known = strategy.state.computed[:4, :4]
+        assert watch.missing == (16 - np.count_nonzero(known)) // 2
+    assert set(strategy.models) == {0}
+    _, similarity = strategy.similarity()
+    assert not np.isnan(similarity).any()
+    assert strategy.clusters.clients(0) == ["c0", "c1", "c2", "c3"]
+
+
+def test_what_is_known_of_a_client_that_is_away_does_not_stand_for_what_is_missing() -> None:
+    strategy = casa_with(4, gap_range=1000.0)
+    for client in ("c0", "c1"):
+        strategy.on_update(update(client, (1.0, 0.0)))
+    strategy.remove_client("c3")
+    strategy.on_update(update("c1", (1.0, 0.0)))
+    # Missing are (0, 2) and (1, 2). c3 brings two pairs with c0 and c1: nothing is known of c2 yet,
+    # whose similarities of 0 would divide the cluster.
+    strategy.on_update(update("c3", (1.0, 0.0)))
+    assert set(strategy.models) == {0}
 
 
 def test_a_newcomer_joins_the_cluster_whose_buffered_models_it_resembles() -> None:
@@ -183,6 +257,43 @@ def test_a_newcomer_joins_the_cluster_whose_buffered_models_it_resembles() -> No
     strategy.on_update(update("c4", (np.cos(1.3), np.sin(1.3))))
     strategy.on_update(update("new", (np.cos(1.2), np.sin(1.2))))
     assert strategy.clusters.main("new") == strategy.clusters.main("c4")
+
+
+def two_clusters(**parameters: float | str) -> CASA:
+    """c0 and c1 in cluster 1, c2 in cluster 2; nothing is compared yet, and nobody divides them."""
+    strategy = casa_with(3, clustering=False, **parameters)
+    strategy.clusters.split(0, [["c0", "c1"], ["c2"]])
+    strategy.restored()
+    return strategy
+
+
+def test_a_representative_counts_clients_by_their_data() -> None:
+    strategy = two_clusters(gap_range=1000.0)
+    for name, examples in (("c0", 1000), ("c1", 10), ("new", 10)):
+        strategy.add_client(Client(name, num_examples=examples))
+    strategy.on_dispatch(task("new", cluster=1))
+    angles = {"c0": 0.0, "c1": np.pi / 2, "c2": 1.2, "new": 0.9}
+    for client, angle in angles.items():
+        strategy.on_update(update(client, (np.cos(angle), np.sin(angle))))
+    # Eq (15): rep_1 is (1000 (1, 0) + 10 (0, 1)) / 1010, at 0.01; rep_2 is at 1.2, 0.3 away. The
+    # plain mean of c0 and c1 would be at 0.785, 0.115 away.
+    assert strategy.clusters.main("new") == 2
+
+
+def test_a_newcomers_first_update_counts_as_if_it_had_started_from_its_cluster() -> None:
+    strategy = two_clusters()
+    at_version(strategy, 100, cluster=1)
+    at_version(strategy, 3, cluster=2)
+    strategy.on_dispatch(task("c2", version=3, cluster=2))
+    strategy.add_client(Client("new", num_examples=10))
+    # It was sent the larger cluster's model, whose versions say nothing about the other's.
+    strategy.on_dispatch(task("new", version=100, cluster=1))
+    strategy.on_update(update("c2", (0.0, 1.0), version=3))
+    strategy.on_dispatch(task("c2", version=4, cluster=2))
+    strategy.on_update(update("new", (0.1, 1.0), version=100))
+    assert strategy.clusters.main("new") == 2
+    owners = strategy.state.buffers.owners(2).tolist()
+    assert [strategy.state.clients[owner] for owner in owners] == ["new"]
 
 
 def test_without_buffered_models_a_newcomer_is_compared_with_the_clusters_models() -> None:

@@ -62,6 +62,56 @@ def test_complete_linkage_on_four_clients() -> None:
     assert linkage(distances, 4).tolist() == [0, 1, 2, 3]
 
 
+THREE_WAYS = np.array(
+    [[0.0, 0.6, 0.4, 0.7], [0.6, 0.0, 0.3, 0.8], [0.4, 0.3, 0.0, 0.1], [0.7, 0.8, 0.1, 0.0]]
+)
+"""First 2 and 3 are joined (0.1). Then 0 and 1 are at 0.6 of each other, and at 0.7 and 0.8 of the
+farther, 0.4 and 0.3 of the nearer, 0.55 and 0.55 of the mean of 2 and 3."""
+
+
+def test_complete_and_single_linkage_differ() -> None:
+    # Complete: 0 and 1 are joined. Single: 1 is joined to 2 and 3. (By the mean it would be 0.)
+    assert linkage(THREE_WAYS, 2, "complete").tolist() == [0, 0, 1, 1]
+    assert linkage(THREE_WAYS, 2).tolist() == [0, 0, 1, 1]
+    assert linkage(THREE_WAYS, 2, "single").tolist() == [0, 1, 1, 1]
+
+
+def test_single_linkage_makes_the_largest_similarity_across_the_parts_smallest() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        deltas = rng.normal(size=(6, 3))
+        similarity = cosines(deltas, deltas)
+
+        def across(labels: np.ndarray, similarity: np.ndarray = similarity) -> float:
+            return float(similarity[np.ix_(labels == 0, labels == 1)].max())
+
+        divisions = [np.array([0, *map(int, f"{code:05b}")]) for code in range(1, 32)]
+        best = min(across(labels) for labels in divisions)
+        assert across(linkage(1.0 - similarity, 2, "single")) == pytest.approx(best)
+
+
+def after_a_round(updates: int = 0, **options: object) -> list[int | None]:
+    """Let four clients pull at 0, 50, 90 and 120 degrees; return their clusters."""
+    parameters = CFLParameters(eps1=9.0, eps2=0.7, **options)  # type: ignore[arg-type]
+    strategy = with_clients(CFL(parameters), 4)
+    strategy.progress.updates = updates
+    angles = np.deg2rad([0.0, 50.0, 90.0, 120.0])
+    round_of(strategy, *((float(np.cos(a)), float(np.sin(a))) for a in angles))
+    return list(homes(strategy).values())
+
+
+def test_the_options_of_dividing() -> None:
+    # 90° and 120° are joined. 50° is 40° from the nearer and 70° from the farther of them, and 50°
+    # from 0°.
+    assert after_a_round() == [1, 1, 2, 2]
+    assert after_a_round(linkage="single") == [1, 2, 2, 2]
+    # A round of all are four updates; a cluster has four members.
+    assert after_a_round(updates=19, wait_rounds=5) == [0] * 4
+    assert after_a_round(updates=20, wait_rounds=5) == [1, 1, 2, 2]
+    assert after_a_round(least_members=5) == [0] * 4
+    assert after_a_round(least_members=4) == [1, 1, 2, 2]
+
+
 def test_a_round_without_and_one_with_a_split() -> None:
     strategy = with_clients(CFL(CFLParameters(eps1=0.4, eps2=0.7)), 4)
     # Mean (0.5, 0): its norm is above 0.4, so that the round is one of federated averaging.
@@ -87,6 +137,39 @@ def test_members_without_a_say_go_where_their_last_update_fits() -> None:
     # is known of c5: it goes to the larger part.
     round_of(strategy, (1.4, 0.4), (1.4, 0.4), (-1.0, 0.4))
     assert homes(strategy) == {"c0": 1, "c1": 1, "c2": 2, "c3": 1, "c4": 1, "c5": 1}
+
+
+def test_members_without_a_say_may_fit_the_smaller_part() -> None:
+    strategy = with_clients(CFL(CFLParameters(eps1=0.4, eps2=0.7)), 6)
+    # The mean (0.4, 0.2) is no rest: 0.447.
+    round_of(strategy, (1, 0), (1, 0), (1, 0), (-1, 0), (0, 1))
+    strategy.remove_client("c3")
+    strategy.remove_client("c5")
+    # Now c0 and c1 pull against c2; c3's last pull was against the first axis, as c2's is. c4's
+    # was at right angles to all, and of c5, who was never there, nothing is known.
+    seen: list[events.Event] = []
+    strategy.clusters.report_to(seen.append)
+    round_of(strategy, (1.2, 0.2), (1.2, 0.2), (-1.2, 0.2))
+    expected = {"c0": 1, "c1": 1, "c2": 2, "c3": 2, "c4": 1, "c5": 1}
+    assert homes(strategy) == expected
+    # The report lists those who are offline, too.
+    (split,) = placed(seen, ClusterChange.SPLIT)
+    assert split.memberships == {client: {k: 1.0} for client, k in expected.items()}
+
+
+def test_after_a_split_the_updates_to_the_old_cluster_are_forgotten() -> None:
+    parameters = CFLAsyncParameters(alpha=0.5, decay="constant", eps1=0.4, eps2=1.0)
+    strategy = with_clients(CFLAsync(parameters), 4)
+    for client, x in (("c0", 2.0), ("c1", 2.0), ("c2", 2.0)):
+        step(strategy, client, *np.add(strategy.models[0].vector, (x, 0.0)))
+    # Deltas (2, 0) three times and (−6, 0): their mean is 0.
+    step(strategy, "c3", *np.add(strategy.models[0].vector, (-6.0, 0.0)))
+    assert [homes(strategy)[f"c{i}"] for i in range(4)] == [1, 1, 1, 2]
+    # c0's Δ = (−4, 0) and the (2, 0) that c1 and c2 sent to the old cluster would have mean 0, and
+    # divide the new one.
+    step(strategy, "c0", *np.add(strategy.models[1].vector, (-4.0, 0.0)))
+    assert set(strategy.models) == {1, 2}
+    assert list(strategy.state.deltas) == ["c0"]
 
 
 def test_a_newcomer_joins_the_cluster_whose_updates_are_like_its_own() -> None:

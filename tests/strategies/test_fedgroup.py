@@ -11,6 +11,7 @@ from clustered import (
     round_of,
     run_on,
     three_groups,
+    update,
     with_clients,
 )
 
@@ -79,6 +80,26 @@ def test_cold_starts_by_hand(measure: str) -> None:
     strategy.add_client(Client("c6", num_examples=10))
     assert strategy.clusters.main("c6") == 4
     assert strategy.models[4].vector.tolist() == [0.0, 0.0]
+
+
+def test_a_group_starts_from_the_plain_mean_and_continues_with_a_weighted_one() -> None:
+    strategy = with_clients(FedGroup(FedGroupParameters(groups=2)), 4)
+
+    def round_with_many_examples_at_c0(*models: tuple[float, float]) -> None:
+        examples = [30, 10, 10, 10]
+        strategy.aggregate(
+            [
+                update(strategy, f"c{i}", *model, examples=count)
+                for i, (model, count) in enumerate(zip(models, examples, strict=True))
+            ]
+        )
+
+    # Algorithm 3: (2 + 4) / 2, however many examples c0 has.
+    round_with_many_examples_at_c0((2, 0), (0, 1), (4, 0), (0, 3))
+    assert [strategy.models[k].vector.tolist() for k in (1, 2)] == [[3.0, 0.0], [0.0, 2.0]]
+    # Algorithm 2: (30 · 2 + 10 · 4) / 40.
+    round_with_many_examples_at_c0((2, 0), (0, 1), (4, 0), (0, 3))
+    assert [strategy.models[k].vector.tolist() for k in (1, 2)] == [[2.5, 0.0], [0.0, 2.0]]
 
 
 def test_pretraining_takes_some_clients_per_group() -> None:

@@ -27,6 +27,12 @@ def test_nearest_centre_by_hand() -> None:
     assert nearest_centre(vectors, centres).tolist() == [1, 0, 0]
 
 
+def test_the_distance_is_the_euclidean_one() -> None:
+    # From the origin: 4.24 to (3, 3) and 5 to (0, 5); by single steps it would be 6 and 5.
+    centres = np.array([[3.0, 3.0], [0.0, 5.0]], np.float32)
+    assert nearest_centre(np.zeros((1, 2), np.float32), centres).tolist() == [0]
+
+
 def test_rounds_by_hand() -> None:
     strategy = with_clients(FeSEM(FeSEMParameters(k=2, start="k-means++")), 4)
     # Two far apart pairs: k-means++ starts at one of each.

@@ -42,6 +42,20 @@ def test_t_is_a_round_or_a_hundredth_of_an_update() -> None:
     assert own.threshold() == pytest.approx(0.979700, abs=1e-6)
 
 
+def test_t_counts_those_who_take_part_in_a_round() -> None:
+    # A quarter of 10 clients are 2: 1,000 updates come in 500 rounds, and α* ends at 1 − 0.15 e^−4.
+    strategy = with_clients(ICFL(ICFLParameters(fraction=0.25)), 10)
+    strategy.planned_updates, strategy.dispatch.state.number = 1000, 500
+    assert strategy.threshold() == pytest.approx(0.997253, abs=1e-6)
+
+
+def test_t_of_a_run_in_which_a_share_takes_part() -> None:
+    strategy = ICFL(ICFLParameters(fraction=0.25))
+    run_on(strategy, three_groups(), 30)
+    assert strategy.dispatch.state.number == 10
+    assert strategy.threshold() == pytest.approx(0.997253, abs=1e-6)
+
+
 def test_running_means_by_hand() -> None:
     similarity = MeanSimilarity()
     for client in "abc":
@@ -103,6 +117,28 @@ def test_a_newcomer_joins_the_most_similar_cluster_or_founds_one() -> None:
     assert strategy.clusters.main("c4") == 2
     assert homes(strategy)["c5"] == 3
     assert strategy.models[3].vector == pytest.approx(one - x - y)
+
+
+def test_members_without_a_say_go_to_those_whom_they_are_most_similar_to() -> None:
+    # c0 and c1 pull along the first axis, c2 and c3 along the second. c3 leaves before they are
+    # divided; c4 is of the cluster but was never compared.
+    strategy = with_clients(ICFL(ICFLParameters(rounds=1, alpha_start=-0.9, epsilon=0.0)), 5)
+    round_of(strategy, (1, 0), (1, 0.1), (0, 1), (0.1, 1))
+    assert set(strategy.models) == {0}
+    for client in ("c3", "c4"):
+        strategy.remove_client(client)
+    strategy.parameters = ICFLParameters(alpha_start=0.5, epsilon=0.0, moves=False)
+    seen: list[events.Event] = []
+    strategy.clusters.report_to(seen.append)
+    w = strategy.models[0].vector.copy()
+    round_of(
+        strategy, tuple(np.add(w, (1, 0))), tuple(np.add(w, (1, 0.1))), tuple(np.add(w, (0, 1)))
+    )
+    expected = {"c0": 1, "c1": 1, "c2": 2, "c3": 2, "c4": 1}
+    assert homes(strategy) == expected
+    # The report lists those who are offline, too.
+    (split,) = placed(seen, ClusterChange.SPLIT)
+    assert split.memberships == {client: {k: 1.0} for client, k in expected.items()}
 
 
 @pytest.mark.parametrize("moves", [True, False])

@@ -16,7 +16,7 @@ from clustered import (
 from fleets import MODEL, Change, grid_of, pulled_app
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 
-from raceme import datasets, models
+from raceme import models
 from raceme.client_app import app
 from raceme.clustering.model import Model
 from raceme.compat import identify_process
@@ -29,7 +29,6 @@ from raceme.server.work import Task
 from raceme.simulation import Device
 from raceme.strategies import IFCA, IFCAAsync, IFCAAsyncParameters, IFCAParameters
 from raceme.strategies.ifca import redrawn
-from raceme.training import Network, Samples, evaluate
 
 DIGITS = RunConfig(clients=20, partition="iid", model="mclr")
 STARTS = models.initial_arrays(DIGITS)
@@ -132,16 +131,6 @@ def test_a_client_trains_the_model_with_the_least_loss_on_its_training_data(node
 def test_of_equal_models_it_trains_the_first(node: Context) -> None:
     reply = app(candidates(STARTS, STARTS), node).content
     assert reply.config_records["config"]["chosen"] == 0
-
-
-def test_a_client_that_evaluates_first_tests_its_choice(node: Context) -> None:
-    trained = app(alone(STARTS), node).content.array_records["arrays"]
-    message = candidates(STARTS, trained, **{"evaluate-first": True})
-    metrics = app(message, node).content.metric_records["metrics"]
-    data, network = datasets.client_data(DIGITS, 3), Network(models.build("mclr", (1, 8, 8), 10))
-    network.read(trained)
-    accuracy, loss = evaluate(network, Samples(data.x_test, data.y_test))
-    assert (metrics["accuracy"], metrics["loss"]) == pytest.approx((accuracy, loss))
 
 
 # On a grid.

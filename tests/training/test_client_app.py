@@ -59,15 +59,6 @@ def test_a_training_reply_holds_model_metrics_and_what_it_answers() -> None:
     assert not np.array_equal(vector(content), start())
 
 
-def test_a_client_that_evaluates_first_tests_what_it_received() -> None:
-    metrics = train({"evaluate-first": True, "lr": 10.0}).metric_records["metrics"]
-    data = datasets.client_data(CONFIG, 0)
-    network = Network(models.build("mlp", (1, 8, 8), 10, CONFIG.seed))
-    expected = evaluate(network, Samples(data.x_test, data.y_test))
-    assert (metrics["accuracy"], metrics["loss"]) == pytest.approx(expected)
-    assert metrics["num-test-examples"] == len(data.y_test)
-
-
 def test_a_reply_depends_on_the_message_and_the_client_and_nothing_else() -> None:
     first = vector(train({"task": 1}))
     train({"task": 2, "lr": 0.9}, client=3)
@@ -190,15 +181,6 @@ def test_of_equal_models_the_first_is_trained() -> None:
     assert reply.config_records["config"]["chosen"] == 0
     only = ask({"kind": "train-best"}, {"arrays": INITIAL})
     assert only.config_records["config"]["chosen"] == 0
-
-
-def test_a_client_that_evaluates_first_tests_its_choice() -> None:
-    better = train({"lr": 0.1, "local-epochs": 5}, client=3).array_records["arrays"]
-    settings: Settings = {"kind": "train-best", "evaluate-first": True}
-    metrics = ask(settings, several(INITIAL, better)).metric_records["metrics"]
-    expected = ask({}, {"arrays": better}, kind="evaluate").metric_records["metrics"]
-    assert metrics["accuracy"] == expected["accuracy"]
-    assert metrics["loss"] == expected["loss"]
 
 
 def test_several_models_are_not_chosen_from_unless_that_is_asked_for() -> None:
