@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from raceme.protocol.events import ClusterChange, ClustersChanged
 
 from raceme.clustering.clusters import Clusters, blended
 from raceme.clustering.model import Model
+from raceme.protocol.events import ClusterChange, ClustersChanged
 
 
 def model(*values: float, version: int = 0) -> Model:
