@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from clustered import at_version, homes, placed
+from clustered import at_version, found, homes, placed, run_on
 from fleets import MODEL, grid_of, pulled_app
 
 from raceme.protocol import events
@@ -313,6 +313,19 @@ def test_a_returning_client_is_back_in_its_cluster() -> None:
     strategy.remove_client("c4")
     strategy.add_client(Client("c4", num_examples=10))
     assert strategy.clusters.main("c4") == before
+
+
+def test_with_a_small_budget_no_buffer_starves() -> None:
+    # 20 items for 20 buffers. Were those of the largest α and, of equal ones, of the last clients
+    # always dropped, some pairs would never be compared and nothing ever divided.
+    rng = np.random.default_rng(0)
+    targets = [0.5 + np.eye(4, 8)[i % 4] + 0.05 * rng.normal(size=8) for i in range(20)]
+    devices = [Device(seconds_per_round=1.0 if i % 3 else 5.0, jitter=0.2) for i in range(20)]
+    strategy = CASA(CASAParameters(budget=20))
+    grid = grid_of(pulled_app(targets), devices, groups=[i % 4 for i in range(20)])
+    seen = run_on(strategy, grid, 700)
+    assert [change.made for change in placed(seen, ClusterChange.SPLIT)] == [(1, 2, 3, 4)]
+    assert found(strategy) == [5, 5, 5, 5]
 
 
 def test_on_a_grid_the_groups_are_found_and_reported() -> None:

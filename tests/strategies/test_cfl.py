@@ -161,13 +161,13 @@ def test_after_a_split_the_updates_to_the_old_cluster_are_forgotten() -> None:
     parameters = CFLAsyncParameters(alpha=0.5, decay="constant", eps1=0.4, eps2=1.0)
     strategy = with_clients(CFLAsync(parameters), 4)
     for client, x in (("c0", 2.0), ("c1", 2.0), ("c2", 2.0)):
-        step(strategy, client, *np.add(strategy.models[0].vector, (x, 0.0)))
+        step(strategy, client, *(strategy.models[0].vector + np.array([x, 0])))
     # Deltas (2, 0) three times and (−6, 0): their mean is 0.
-    step(strategy, "c3", *np.add(strategy.models[0].vector, (-6.0, 0.0)))
+    step(strategy, "c3", *(strategy.models[0].vector + np.array([-6, 0])))
     assert [homes(strategy)[f"c{i}"] for i in range(4)] == [1, 1, 1, 2]
     # c0's Δ = (−4, 0) and the (2, 0) that c1 and c2 sent to the old cluster would have mean 0, and
     # divide the new one.
-    step(strategy, "c0", *np.add(strategy.models[1].vector, (-4.0, 0.0)))
+    step(strategy, "c0", *(strategy.models[1].vector + np.array([-4, 0])))
     assert set(strategy.models) == {1, 2}
     assert list(strategy.state.deltas) == ["c0"]
 

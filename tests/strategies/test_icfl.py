@@ -130,10 +130,8 @@ def test_members_without_a_say_go_to_those_whom_they_are_most_similar_to() -> No
     strategy.parameters = ICFLParameters(alpha_start=0.5, epsilon=0.0, moves=False)
     seen: list[events.Event] = []
     strategy.clusters.report_to(seen.append)
-    w = strategy.models[0].vector.copy()
-    round_of(
-        strategy, tuple(np.add(w, (1, 0))), tuple(np.add(w, (1, 0.1))), tuple(np.add(w, (0, 1)))
-    )
+    pulls = np.array([[1, 0], [1, 0.1], [0, 1]])
+    round_of(strategy, *map(tuple, strategy.models[0].vector + pulls))
     expected = {"c0": 1, "c1": 1, "c2": 2, "c3": 2, "c4": 1}
     assert homes(strategy) == expected
     # The report lists those who are offline, too.
