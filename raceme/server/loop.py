@@ -390,7 +390,7 @@ class Loop:
                 self._answered(update)
             else:
                 self._accept(update)
-        except InvalidReplyError as error:
+        except (InvalidReplyError, NonFiniteModelError) as error:
             self._refuse(task, str(error))
 
     def _accept(self, update: Update) -> None:
