@@ -98,7 +98,6 @@ class Loop:
             evaluate_fn,
             timeout,
         )
-        self._greeted_at = -_GREETING_SECONDS
         self._held: list[events.Event] | None = None
         self._num_updates = 0
         self._ending: tuple[Ending, str] | None = None
@@ -187,11 +186,13 @@ class Loop:
         """Evaluate if that is due; return whether a limit is reached, and note which."""
         progress = self._progress
         report = self._evaluator.close_if_over()
-        if report is None and self._evaluation_is_due():
-            self._steps.look()
-            report = self._evaluator.begin()
         if report is not None:
             self._evaluated(report)
+        if self._evaluation_is_due():
+            self._steps.look()
+            report = self._evaluator.begin()
+            if report is not None:
+                self._evaluated(report)
         if self._ending is None:
             limit = self._plan.limit(progress.updates, self._num_updates, self.now())
             if limit:
@@ -224,7 +225,7 @@ class Loop:
 
     def _greeting_is_open(self) -> bool:
         """Return whether a node that has come may introduce itself any moment."""
-        return bool(self._fleet.greeted) and self.now() < self._greeted_at + _GREETING_SECONDS
+        return bool(self._fleet.greeted) and self.now() < self._progress.greeted_at + _GREETING_SECONDS
 
     def _next_moment(self) -> float:
         """Return until when to wait for replies at most."""
@@ -233,6 +234,7 @@ class Loop:
             progress.checked_at + _FLEET_CHECK_SECONDS,
             self._plan.deadline,
             self._idle.next_ready(now),
+            self._steps.next_time(),
         ]
         # What is due and could not be done, because its client is busy, waits for a reply.
         wakes = (self._method.dispatch.wake_at(), self._method.wake_at())
@@ -296,7 +298,7 @@ class Loop:
             message_id = self._push(greeting)
             if message_id:
                 self._fleet.greeted[node] = message_id
-                self._greeted_at = self.now()
+                self._progress.greeted_at = self.now()
 
     def _introduce(self, node_id: int, reply: Message) -> None:
         """Welcome the client that answered a greeting, and let it have work."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from raceme.server.evaluation import Sweep
@@ -23,6 +24,8 @@ class Progress:
         Why the last reply was refused, and whose it was.
     checked_at, somebody_at : float
         When the list of online nodes was last looked at, and when last anybody was there.
+    greeted_at : float
+        When a node was greeted last; -infinity before the first.
     evaluated_at : int
         Number of updates at the last evaluation; -1 before the first.
     in_flight : dict[str, Task]
@@ -48,6 +51,7 @@ class Progress:
     last_refusal: str = ""
     checked_at: float = 0.0
     somebody_at: float = 0.0
+    greeted_at: float = -math.inf
     evaluated_at: int = -1
     in_flight: dict[str, Task] = field(default_factory=dict)
     idle: dict[str, bool] = field(default_factory=dict)
