@@ -49,7 +49,7 @@ def pulled_app(
             mask = message.content.array_records.get("mask")
             flat = moved if mask is None else np.where(read(mask), moved, flat)
         config = message.content["config"]
-        echo = ConfigRecord({key: config[key] for key in ("task", "version") if key in config})
+        echo = echo_of(config)
         if chosen is not None:
             echo["chosen"] = chosen
         metrics = MetricRecord(
@@ -66,9 +66,15 @@ def pulled_app(
         metrics = MetricRecord(
             {"accuracy": 1 / (1 + distance), "loss": distance, "num-examples": 5}
         )
-        return Message(RecordDict({"metrics": metrics}), reply_to=message)
+        echo = echo_of(message.content["config"])
+        return Message(RecordDict({"metrics": metrics, "config": echo}), reply_to=message)
 
     return app
+
+
+def echo_of(config: ConfigRecord) -> ConfigRecord:
+    """Return what a reply states of its message."""
+    return ConfigRecord({key: config[key] for key in ("task", "version", "step") if key in config})
 
 
 def received(content: RecordDict, wanted: np.ndarray | None) -> tuple[np.ndarray, int | None]:

@@ -186,11 +186,13 @@ class Loop:
         """Evaluate if that is due; return whether a limit is reached, and note which."""
         progress = self._progress
         report = self._evaluator.close_if_over()
-        if report is None and self._evaluation_is_due():
-            self._steps.look()
-            report = self._evaluator.begin()
         if report is not None:
             self._evaluated(report)
+        if self._evaluation_is_due():
+            self._steps.look()
+            report = self._evaluator.begin()
+            if report is not None:
+                self._evaluated(report)
         if self._ending is None:
             limit = self._plan.limit(progress.updates, self._num_updates, self.now())
             if limit:
@@ -233,6 +235,7 @@ class Loop:
             progress.checked_at + _FLEET_CHECK_SECONDS,
             self._plan.deadline,
             self._idle.next_ready(now),
+            self._steps.next_time(),
         ]
         # What is due and could not be done, because its client is busy, waits for a reply.
         wakes = (self._method.dispatch.wake_at(), self._method.wake_at())

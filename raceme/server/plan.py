@@ -27,6 +27,10 @@ class StepSchedule(Protocol):
         """Return the step at a time, after so many updates, of them so many of the client's."""
         ...
 
+    def next_time(self, time: float) -> float:
+        """Return when time moves the step next; infinity if it never does."""
+        ...
+
 
 @dataclass(frozen=True)
 class Plan:

@@ -25,7 +25,7 @@ class Progress:
     checked_at, somebody_at : float
         When the list of online nodes was last looked at, and when last anybody was there.
     greeted_at : float
-        When a node that had come was last greeted.
+        When a node was greeted last; -infinity before the first.
     evaluated_at : int
         Number of updates at the last evaluation; -1 before the first.
     in_flight : dict[str, Task]

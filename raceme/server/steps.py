@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from raceme.protocol.events import DataChanged, Observer
@@ -43,6 +44,10 @@ class Steps:
         if step != progress.step:
             progress.step = step
             self._observe(DataChanged(self._now(), progress.updates, None, step))
+
+    def next_time(self) -> float:
+        """Return when time moves clients' data on next; infinity if it never does."""
+        return math.inf if self._schedule is None else self._schedule.next_time(self._now())
 
     def of(self, client: str) -> int | None:
         """Return the step of a client's data now; None if data never change."""

@@ -1,0 +1,120 @@
+"""Evaluations where testing is no longer free: one set of models, each client when it is free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import pytest
+from fleets import MODEL, grid_of, pulled_app
+from flwr.app import Message, MessageType
+from runs import ONES, devices, half, of, run
+
+from raceme.protocol import events
+from raceme.protocol.events import Ending, Evaluated
+from raceme.simulation import Device, Node, VirtualGrid
+from raceme.strategies import FedAvg, Plan
+
+
+def costly(grid: VirtualGrid) -> VirtualGrid:
+    """Let evaluations be messages in time, as on devices."""
+    grid.free_evaluation = False
+    return grid
+
+
+def accuracy(*distances: float) -> float:
+    """Return the mean accuracy of clients that are so far from their targets in each number."""
+    return float(np.mean([1 / (1 + abs(d) * np.sqrt(8)) for d in distances]))
+
+
+def test_all_test_the_models_of_one_moment_each_when_it_is_next_free() -> None:
+    # Targets 8 and −8; c0 needs 1 s, c1 3 s. The model is 2 at 1 s and 3.5 at 2 s; at 3 s c1's
+    # −4 makes it −0.25, and then c0's (3.5 + 8) / 2 = 5.75 makes it 2.75.
+    grid = costly(grid_of(pulled_app([8 * ONES, -8 * ONES]), devices(1.0, 3.0)))
+    seen = run(half(), grid, num_rounds=4, eval_every=1)
+    first, second, last = of(Evaluated, seen)
+    assert (first.time, first.updates, first.accuracy) == (0.0, 0, pytest.approx(accuracy(8, 8)))
+    # c1 is free at 3 s, and tests the model of 1 s.
+    assert (second.time, second.updates) == (1.0, 1)
+    assert second.accuracy == pytest.approx(accuracy(6, 10))
+    assert (second.answered, second.asked, second.counts) == (2, 2, True)
+    assert [(u.time, u.client) for u in of(events.UpdateApplied, seen)] == [
+        (1.0, "c0"),
+        (2.0, "c0"),
+        (3.0, "c1"),
+        (3.0, "c0"),
+    ]
+    # The evaluation that begins when that one is over is the run's last.
+    assert (last.updates, last.accuracy) == (4, pytest.approx(accuracy(2.75 - 8, 2.75 + 8)))
+    index = [seen.index(event) for event in (second, last)]
+    assert seen.index(of(events.UpdateApplied, seen)[1]) < index[0] < index[1]
+
+
+def test_a_target_does_not_count_before_enough_have_answered() -> None:
+    # c0 is near its target from the first update on; c1, which is far from its own, leaves at
+    # 2.5 s before it could be asked. The next evaluation is of c0 alone, when it is free at 3 s.
+    leaver = Device(seconds_per_round=10.0, online=((0.0, 2.5),))
+    grid = costly(grid_of(pulled_app([2 * ONES, -8 * ONES]), [Device(), leaver]))
+    seen = run(half(), grid, num_rounds=50, eval_every=1, target_accuracy=0.15)
+    _, alone, second = of(Evaluated, seen)[:3]
+    assert alone.accuracy == pytest.approx(accuracy(1.5))
+    assert alone.accuracy > 0.15
+    assert (alone.time, alone.answered, alone.asked, alone.counts) == (1.0, 1, 2, False)
+    assert (second.time, second.answered, second.asked, second.counts) == (2.5, 1, 1, True)
+    assert (seen[-1].time, seen[-1].ending) == (3.0, Ending.TARGET)
+
+
+@pytest.mark.parametrize(("answered", "asked", "counts"), [(9, 10, True), (8, 9, False)])
+def test_nine_tenths_are_enough(answered: int, asked: int, counts: bool) -> None:
+    scores = {f"c{index}": (0, 1.0, 0.0) for index in range(answered)}
+    report = Evaluated(0.0, 0, 1.0, 0.0, 1, scores, asked)
+    assert report.counts is counts
+    assert Plan(target_accuracy=0.9).is_reached(report) is counts
+
+
+class Refusing(VirtualGrid):
+    """A grid that does not take evaluations for one node."""
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        taken = [
+            message
+            for message in messages
+            if (message.metadata.message_type, message.metadata.dst_node_id)
+            != (MessageType.EVALUATE, 101)
+        ]
+        return super().push_messages(taken)
+
+
+def test_a_client_whose_evaluation_cannot_be_sent_trains_nevertheless() -> None:
+    nodes = [
+        Node(100 + index, Device(), {"partition-id": index, "num-partitions": 2})
+        for index in range(2)
+    ]
+    seen = run(half(), costly(Refusing(pulled_app(), nodes)), num_rounds=8, eval_every=2)
+    assert [(e.updates, e.answered, e.asked) for e in of(Evaluated, seen)] == [
+        (updates, 1, 2) for updates in (0, 2, 4, 6, 8)
+    ]
+    assert len([u for u in of(events.UpdateApplied, seen) if u.client == "c1"]) == 4
+
+
+def test_rounds_are_evaluated_by_the_same_rule() -> None:
+    seen: list[events.Event] = []
+    grid = costly(grid_of(pulled_app([8 * ONES, -8 * ONES]), devices(1.0, 3.0)))
+    FedAvg().start(grid, MODEL, 4, plan=Plan(eval_every=2), observe=seen.append)
+    found = [(e.time, e.updates, e.answered, e.asked) for e in of(Evaluated, seen)]
+    assert found == [(0.0, 0, 2, 2), (3.0, 2, 2, 2), (6.0, 4, 2, 2)]
+    assert [u.time for u in of(events.UpdateApplied, seen)] == [1.0, 3.0, 4.0, 6.0]
+
+
+def test_who_asks_a_run_to_stop_does_not_wait_for_evaluations() -> None:
+    seen: list[events.Event] = []
+    grid = costly(grid_of(pulled_app(), devices(1.0)))
+    half().start(
+        grid,
+        MODEL,
+        observe=seen.append,
+        plan=Plan(eval_every=100),
+        stop_check=lambda: "asked to stop" if grid.now() >= 2.0 else "",
+    )
+    assert [e.updates for e in of(Evaluated, seen)] == [0]
+    assert seen[-1].ending is Ending.INTERRUPTED
