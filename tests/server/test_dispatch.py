@@ -373,7 +373,8 @@ def test_a_request_that_must_wait_its_turn_does_not_stop_the_clock() -> None:
 def test_windows_on_virtual_time() -> None:
     # c0 needs 4, c1 12 s: in a window of 10 s c0 is back twice, c1 never. A device that was given
     # up is busy with its old work until 12 s, of which the server hears nothing.
-    seen = run(Windowed(), [Device(seconds_per_round=4.0), Device(12.0), Device()], updates=4)
+    grid, seen = grid_of(pulled_app(), [Device(4.0), Device(12.0), Device()]), []
+    Windowed().start(grid, MODEL, 4, plan=Plan(eval_every=1000), observe=seen.append)
     assert updates_of(seen) == [
         (0.0, "c0", 4.0),
         (4.0, "c0", 8.0),
@@ -382,3 +383,5 @@ def test_windows_on_virtual_time() -> None:
     ]
     rejected = [(e.time, e.client) for e in seen if isinstance(e, events.UpdateRejected)]
     assert sorted(rejected) == [(10.0, "c0"), (10.0, "c1")]
+    # What was given up is not kept for anybody.
+    assert grid.state_dict()["arrived"] == []
