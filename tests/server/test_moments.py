@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+
 import pytest
 from fleets import MODEL, grid_of, pulled_app
 from flwr.app import Context, Message
