@@ -27,7 +27,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from bundles import write_app  # noqa: E402
 from processes import Loopback, Process, free_port, loopback  # noqa: E402
 
-from raceme.deployment.hardware import resident_memory  # noqa: E402
+from raceme.training.hardware import resident_memory  # noqa: E402
 
 DEVICES = 2
 MIB = 1024 * 1024

@@ -29,7 +29,7 @@ from raceme import experiment, models
 from raceme.config import RunConfig
 from raceme.protocol.events import Event, UpdateApplied
 from raceme.simulation import Device, Node, VirtualGrid
-from raceme.strategies import FedAsync, Method, Plan, Rounds
+from raceme.strategies import FedAsync, Method, Plan
 
 NEVER = 10**9
 
@@ -72,7 +72,7 @@ def configured(config: RunConfig) -> ClientApp:
 
 def on_ray(
     app: ClientApp,
-    strategy: Method | Rounds,
+    strategy: Method,
     arrays: ArrayRecord,
     nodes: int,
     updates: int,
@@ -108,7 +108,7 @@ def on_ray(
 
 def on_virtual_grid(
     grid: VirtualGrid,
-    strategy: Method | Rounds,
+    strategy: Method,
     arrays: ArrayRecord,
     nodes: int,
     updates: int,

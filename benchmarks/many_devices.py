@@ -30,9 +30,9 @@ from processes import Loopback, Process, loopback  # noqa: E402
 from raceme.compat import identify_process  # noqa: E402
 from raceme.compat.fleet import Endpoint, generate_keys  # noqa: E402
 from raceme.deployment.connection import RejoinError, RunOverError, StoppedError, join  # noqa: E402
-from raceme.deployment.hardware import resident_memory  # noqa: E402
 from raceme.deployment.polling import Pause  # noqa: E402
 from raceme.deployment.stopping import StopSignal  # noqa: E402
+from raceme.training.hardware import resident_memory  # noqa: E402
 
 MIB = 1024 * 1024
 THREADS = 50

@@ -61,7 +61,7 @@ def test_the_strategy_of_the_page(
 def test_the_dataset_of_the_page(
     page: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source, line = page[2:]
+    source, line = page[2:4]
     module = registered(DATASETS, line, "datasets")
     (tmp_path / f"{module}.py").write_text(source)
     keys = {"dataset": "iris", "strategy": "fedasync", "clients": 5, "partition": "iid"}

@@ -213,6 +213,8 @@ def restore(
             )
         if reason:
             return reason
+        if note.get("raceme") != raceme.__version__:
+            return f"it is of version {note.get('raceme')} of Raceme, and this is another"
         try:
             strategy.load_state_dict(tree["strategy"])
         except (ValueError, KeyError, TypeError) as error:
@@ -221,7 +223,13 @@ def restore(
 
     tree, path = folder.load(check)
     if resumable is not None:
-        resumable.load_state_dict(tree["grid"])
+        try:
+            resumable.load_state_dict(tree["grid"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"The checkpoint {path} cannot be used: the state of its grid does not fit this "
+                f"version of Raceme ({error})."
+            ) from None
     log.info("Resuming from %s", path)
     return Restored(int(tree["events"]), float(tree["wall-time"]), path)
 

@@ -22,5 +22,5 @@ def suited(shape: DataShape) -> tuple[str, float]:
     if len(size) == 3 and min(size[1:]) >= _SMALLEST_IMAGE:
         return "cnn", 0.01
     if len(size) == 2 or (len(size) == 1 and size[0] >= SPECTRUM):
-        return "cnn1d", 0.1
+        return "cnn1d", 0.05
     return "mlp", 0.05

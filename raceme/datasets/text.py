@@ -29,7 +29,7 @@ class TextOptions:
     """How text becomes samples; the length is that of LEAF's Shakespeare."""
 
     text_length: int = option(80, "characters that the next one is told from", low=1)
-    text_step: int = option(20, "characters from one sample to the next", low=1)
+    text_step: int = option(80, "characters from one sample to the next", low=1)
 
 
 class Text(Source):

@@ -6,7 +6,7 @@ from collections import OrderedDict
 
 from torch import Tensor, nn
 
-CHANNELS = (16, 32)
+CHANNELS = (32, 64)
 HIDDEN = 64
 KERNEL = 9
 GROUPS = 4

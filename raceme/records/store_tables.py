@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sqlite3
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -199,7 +200,7 @@ Numbered = Iterator[tuple[int, Event]]
 
 def number_of(value: float | None) -> float:
     """Return a number, or NaN where SQLite stored NULL for it."""
-    return float("nan") if value is None else value
+    return math.nan if value is None else value
 
 
 def columns_of(connection: sqlite3.Connection, table: str) -> set[str]:

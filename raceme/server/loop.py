@@ -225,7 +225,8 @@ class Loop:
 
     def _greeting_is_open(self) -> bool:
         """Return whether a node that has come may introduce itself any moment."""
-        return bool(self._fleet.greeted) and self.now() < self._progress.greeted_at + _GREETING_SECONDS
+        recent = self.now() < self._progress.greeted_at + _GREETING_SECONDS
+        return recent and bool(self._fleet.greeted)
 
     def _next_moment(self) -> float:
         """Return until when to wait for replies at most."""

@@ -306,9 +306,9 @@ def test_copies_take_options_by_attribute_too() -> None:
 
 
 def test_the_part_that_decides_the_data_is_equal_whatever_else_differs() -> None:
-    config = config_of(dataset="synthetic", synthetic_alpha=0.5, sizes="power-law", lr=0.5)
+    config = config_of(dataset="image-folder", image_size=8, sizes="power-law", lr=0.5)
     data = config.narrowed("dataset", "clients")
-    assert data == RunConfig(dataset="synthetic", options={"synthetic-alpha": 0.5})
+    assert data == RunConfig(dataset="image-folder", options={"image-size": 8})
     assert config.narrowed("partition").options == {"sizes": "power-law"}
     assert hash(data) == hash(config.with_values(seed=3).narrowed("dataset", "clients"))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raceme import datasets
@@ -114,7 +114,7 @@ def test_every_drift_has_a_schedule_of_its_own_and_none_has_none() -> None:
 
 
 def test_when_data_change_is_nothing_to_say_of_data_that_do_not() -> None:
-    with pytest.raises(UserError, match=r"drift-at is read by drift .*; this run has no drift"):
+    with pytest.raises(UserError, match=r"drift-at is read by drift .*; this run has drift none"):
         RunConfig.from_mapping({"drift-at": "60s"})
 
 
@@ -210,6 +210,31 @@ def test_swap_part_goes_on_from_what_the_clients_have() -> None:
     everything = sorted(np.concatenate([d.y_train for d in all_at(config, 0)]).tolist())
     for step in (1, 2, 7):
         assert sorted(np.concatenate([d.y_train for d in all_at(config, step)])) == everything
+
+
+def test_swap_part_counts_what_everybody_has() -> None:
+    config = config_of("swap-part", swap_chance=1.0)
+    parts = (config.narrowed(*datasets._CHANGING), config.narrowed(*datasets._DEALING), None)
+    held = datasets._drift(*parts)._held.at(6)  # type: ignore[attr-defined]
+    for client, data in enumerate(all_at(config, 6)):
+        assert np.bincount(data.y_train, minlength=10).tolist() == held.train[client].tolist()
+        assert np.bincount(data.y_test, minlength=10).tolist() == held.test[client].tolist()
+
+
+def test_no_exchange_leaves_a_client_without_test_samples(tmp_path: Path) -> None:
+    # Each client can test only one of its two labels: to get the other's other one for it is out.
+    for client, (tested, other) in enumerate([(0, 1), (2, 3)]):
+        x = np.full((2, 1), client)
+        parts = {"x_train": x, "y_train": [tested, other], "x_test": x[:1], "y_test": [tested]}
+        np.savez(tmp_path / f"{client}.npz", **parts)
+    data_file = str(tmp_path / "{client}.npz")
+    exchanged = 0
+    for seed in range(12):
+        keys = {"dataset": "npz", "data_file": data_file, "clients": 2, "swap_chance": 1.0}
+        both = all_at(config_of("swap-part", drift_seed=seed, **keys), 1)
+        assert [len(data.y_test) for data in both] == [1, 1]
+        exchanged += both[0].y_train.tolist() != [0, 1]
+    assert 0 < exchanged < 12
 
 
 def test_an_evolution_keeps_few_states_and_reaches_any() -> None:
@@ -333,6 +358,10 @@ def test_of_groups_that_see_things_differently_a_mixture_holds_all_views() -> No
     # A few digits look the same upside down.
     assert seen == pytest.approx(data.mixture[0], abs=0.01)
     assert all(x.tobytes() in upright | turned for x in data.x_train)
+    # Each distribution is all samples as its group sees them: also those that the other client has.
+    others = datasets.client_data(replace(config, drift="none"), 1).x_train
+    own = {x.tobytes() for x in data.x_train}
+    assert any(rotated(x[None], 180.0).tobytes() in own for x in others)
 
 
 def test_options_of_a_mixture() -> None:
@@ -435,6 +464,7 @@ def test_a_device_that_has_only_its_own_file_can_drift_alone(tmp_path: Path) -> 
 
 
 @given(st.integers(0, 30), st.integers(0, 2**31))
+@settings(max_examples=20, deadline=None)
 def test_swaps_are_a_permutation_at_any_step(step: int, seed: int) -> None:
     config = config_of("swap-all", swap_chance=0.5, drift_seed=seed)
     drift = datasets._drift(

@@ -15,7 +15,7 @@ from raceme.datasets import DataShape
 from raceme.datasets.suited import suited
 from raceme.datasets.usps import read_idx
 
-REAL = Path(os.environ.get("RACEME_TEST_DATA", Path(__file__).parents[2] / "shared" / "data"))
+REAL = Path(os.environ.get("RACEME_TEST_DATA", "../shared/data"))
 
 
 @pytest.fixture(autouse=True)
@@ -225,14 +225,15 @@ def test_text_becomes_the_next_character_from_those_before(tmp_path: Path) -> No
 def test_a_gru_learns_which_character_comes_next(tmp_path: Path) -> None:
     import torch
 
-    from raceme.training import Network, Samples, Sgd, evaluate, train
+    from raceme.training import Network, Samples, TrainingSettings, evaluate, train
 
     write_text(tmp_path, {"A": "abcd" * 300})
     config = text_config(tmp_path, **{"text-length": 8, "text-step": 1})
     data, shape = datasets.client_data(config, 0), datasets.data_shape(config)
     network = Network(models.build("gru", shape.input_shape, 4, tokens=shape.tokens))
     torch.set_num_threads(1)
-    train(network, Samples(data.x_train, data.y_train), Sgd(0.5), np.random.default_rng(0))
+    samples = Samples(data.x_train, data.y_train)
+    train(network, samples, TrainingSettings(0.5), np.random.default_rng(0))
     assert evaluate(network, Samples(data.x_test, data.y_test))[0] == 1.0
 
 

@@ -179,8 +179,8 @@ def test_the_longer_axis_of_a_window_is_time() -> None:
     time_first = models.build("cnn1d", (128, 9), 6, seed=3)
     x = torch.randn(4, 9, 128)
     torch.testing.assert_close(channels_first(x), time_first(x.transpose(1, 2)))
-    # 9*16*9 + 16, 2*16, 16*32*9 + 32, 2*32, 32*8*64 + 64, 64*6 + 6
-    assert size(channels_first) == 22_886
+    # 9*32*9 + 32, 2*32, 32*64*9 + 64, 2*64, 64*8*64 + 64, 64*6 + 6
+    assert size(channels_first) == 54_534
 
 
 def test_gru_needs_a_vocabulary_and_reads_ids_that_came_as_floats() -> None:

@@ -189,6 +189,13 @@ def test_a_client_that_was_assigned_is_placed_then_and_moved_after(tmp_path: Pat
     ]
 
 
+def test_a_client_that_was_assigned_later_is_not_there_before(tmp_path: Path) -> None:
+    store = OldStore(tmp_path)
+    store.client(0.0, "a", "joined")
+    store.client(3.0, "a", "assigned", 0)
+    assert read_events(tmp_path) == [ClientJoined(0.0, "a", 0, 10, None), placed(3.0, 0, "a", 0)]
+
+
 @pytest.mark.parametrize(
     ("reason", "ending"),
     [

@@ -89,19 +89,19 @@ def test_bands_are_as_high_as_weights() -> None:
     assert {cluster: height for cluster, (_, height) in bands["a"].items()} == {1: 0.25, 2: 0.75}
 
 
-def test_who_comes_from_above_comes_in_above() -> None:
-    streams = Streams([*placed(0.0, a=1, b=1, c=2, d=2, e=3), *placed(5.0, a=2, e=2)], {}, 10.0)
-    _, late = heights(streams, 0.0, 5.0)
-    order = sorted(
-        (y, client) for client, own in late.items() for k, (y, _) in own.items() if k == 2
-    )
-    assert [client for _, client in order] == ["a", "c", "d", "e"]
+def test_who_comes_from_below_comes_in_below_wherever_it_began() -> None:
+    moves = [*placed(0.0, a=1, b=1, c=2, d=2, e=3), *placed(2.0, a=3), *placed(5.0, a=2, b=2)]
+    *_, late = heights(Streams(moves, {}, 10.0), 0.0, 2.0, 5.0)
+    order = sorted((own[2][0], client) for client, own in late.items() if 2 in own)
+    assert [client for _, client in order] == ["b", "c", "d", "a"]
 
 
 def test_clusters_do_not_change_places_when_clients_move() -> None:
-    moves = [*placed(0.0, a=1, b=1, c=2, d=2), *placed(5.0, a=2), *placed(6.0, c=1)]
+    # The client that goes from the first cluster to the second was at the top of all.
+    moves = [*placed(0.0, a=1, b=1, c=2, d=2), *placed(5.0, a=2), *placed(9.0, b=3)]
     streams = Streams(moves, {}, 10.0)
-    for bands in heights(streams, 0.0, 5.0, 6.0):
+    assert streams.order[0] == "a"
+    for bands in heights(streams, 0.0, 5.0):
         tops = {k: y for own in bands.values() for k, (y, _) in own.items()}
         assert tops[1] < tops[2]
 

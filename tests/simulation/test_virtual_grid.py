@@ -314,6 +314,7 @@ def test_a_saved_grid_remembers_what_was_forgotten(state: bool) -> None:
         grid.load_state_dict(tree)
         assert grid.keeps_messages
         replies = [reply for _ in (1, 2) for reply in grid.pull_messages(ids)]
+        assert {reply.metadata.reply_to_message_id for reply in replies} == set(ids[1:])
         return [(grid.now(), r.metadata.src_node_id, worked.count(1)) for r in replies]
 
     assert restored(0.0) == restored(1.0) != []
@@ -380,6 +381,14 @@ def test_a_device_back_in_time_does_not_find_its_old_task() -> None:
     (reply,) = grid.pull_messages(lost)
     assert reply.has_error()
     assert grid.now() == 30.0
+
+
+def test_a_device_that_goes_offline_twice_loses_its_task_once() -> None:
+    grid = grid_of(Device(seconds_per_round=5.0, online=((0, 4), (6, 8))))
+    (reply,) = grid.send_and_receive([train(1, ttl=5.0)])
+    assert "went offline" in reply.error.reason
+    assert [grid.wait([]), grid.wait([])] == [[], []]
+    assert (grid.now(), grid.get_node_ids()) == (8.0, [])
 
 
 def test_a_message_to_nobody_is_refused_at_once() -> None:
