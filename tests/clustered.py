@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from fleets import MODEL, grid_of, pulled_app
 
 from raceme.clustering.model import Model
 from raceme.protocol import events
+from raceme.protocol.messages import Vector
 from raceme.server.dispatch import InRounds
 from raceme.server.fleet import Client
 from raceme.server.replies import Update
@@ -21,6 +23,11 @@ from raceme.strategies import Method, Plan
 GROUPS = [index % 3 for index in range(12)]
 CENTRES = 0.5 + 3.0 * np.eye(3, 8)
 """Where the clients of three groups pull the model."""
+
+
+def centre_losses(vectors: Sequence[Vector], proxy: int = 0) -> np.ndarray:
+    """A probe: how far models are from the centre of a group."""
+    return np.array([[np.linalg.norm(vector - CENTRES[proxy])] for vector in vectors], np.float32)
 
 
 def three_groups() -> VirtualGrid:

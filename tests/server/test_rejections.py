@@ -24,7 +24,8 @@ from runs import ONES, devices, half, of, run
 from raceme import compat
 from raceme.protocol import events
 from raceme.protocol.messages import ModelSpec
-from raceme.server.replies import InvalidReplyError, read_update
+from raceme.server.interface import Applied
+from raceme.server.replies import InvalidReplyError, Update, read_update
 from raceme.server.work import Task
 from raceme.simulation import Device
 from raceme.strategies import (
@@ -225,3 +226,23 @@ def test_any_reply_is_a_valid_update_or_a_rejection(content: RecordDict) -> None
     stated = content.config_records.get("config", {})
     assert stated.get("version", TASK.version) == TASK.version
     assert stated.get("task", TASK.number) == TASK.number
+
+
+def test_a_change_that_would_spoil_a_model_is_refused_and_what_was_placed_is_reported() -> None:
+    class Spoils(FedAsync):
+        """Founds a cluster, and then takes a step into nowhere, once."""
+
+        def on_update(self, update: Update) -> Applied:
+            if len(self.models) == 1:
+                self.clusters.found(self.models[0].copy(), ["c0"])
+                self.models[0].move(np.inf * ONES)
+            return super().on_update(update)
+
+    strategy = Spoils()
+    seen = run(strategy, grid_of(pulled_app([8 * ONES]), devices(1.0)), num_rounds=2)
+    (rejected,) = of(events.UpdateRejected, seen)
+    assert (rejected.time, rejected.reason) == (1.0, "the model would hold NaN or infinity")
+    assert [u.time for u in of(events.UpdateApplied, seen)] == [2.0, 3.0]
+    assert np.isfinite(strategy.models[0].vector).all()
+    found = [e for e in of(events.ClustersChanged, seen) if e.made]
+    assert [(e.time, e.memberships) for e in found] == [(1.0, {"c0": {1: 1.0}})]

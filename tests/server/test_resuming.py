@@ -9,8 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from clustered import CENTRES, GROUPS, plain
+from budgeted import Budgeted
+from clustered import CENTRES, GROUPS, centre_losses, plain
 from fleets import MODEL, grid_of, pulled_app
+from soft_clusters import SoftClusters
 
 from raceme.datasets.drift.schedule import Schedule
 from raceme.protocol import events
@@ -31,7 +33,10 @@ from raceme.strategies import (
     Plan,
 )
 
-METHODS = [FedAvg, FedProx, CFL, FeSEM, ICFL, IFCA, FedGroup, CASA, CASAPlus, CFLAsync, ICFLAsync]
+METHODS = [
+    *(FedAvg, FedProx, CFL, FeSEM, ICFL, IFCA, FedGroup),
+    *(CASA, CASAPlus, CFLAsync, ICFLAsync, SoftClusters, Budgeted),
+]
 UPDATES = 90
 TIMEOUT = 60.0
 
@@ -77,14 +82,31 @@ def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(method: type[Method]
             saved.append((len(seen), whole(strategy, grid)))
         return ""
 
-    strategy.start(grid, MODEL, UPDATES, TIMEOUT, plan=plan, observe=seen.append, stop_check=save)
+    strategy.start(
+        grid,
+        MODEL,
+        UPDATES,
+        TIMEOUT,
+        plan=plan,
+        observe=seen.append,
+        stop_check=save,
+        probe=centre_losses,
+    )
     assert len(saved) == 3
     assert saved[0][1]["strategy"]["progress"]["fleet"]["greeted"]
     for before, state in saved:
         again, restored, new_grid = [], method(seed=99), troubled_fleet()
         restored.load_state_dict(state["strategy"])
         new_grid.load_state_dict(state["grid"])
-        restored.start(new_grid, MODEL, UPDATES, TIMEOUT, plan=plan, observe=again.append)
+        restored.start(
+            new_grid,
+            MODEL,
+            UPDATES,
+            TIMEOUT,
+            plan=plan,
+            observe=again.append,
+            probe=centre_losses,
+        )
         assert again == seen[before:]
         assert plain(restored.state_dict()) == plain(strategy.state_dict())
 

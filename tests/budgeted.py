@@ -1,0 +1,72 @@
+"""A sketch in the manner of CSAFL: groups by direction and latency, and windows with a budget."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from raceme.clustering.bipartition import cosines
+from raceme.clustering.clusters import parts_of
+from raceme.clustering.spectral import partition
+from raceme.protocol.messages import Vector
+from raceme.server.dispatch import Dispatch, InWindows, sample
+from raceme.server.fleet import Client
+from raceme.server.method import Applied, Method
+from raceme.server.replies import Update
+
+BUDGET, PICKED, GROUPS, STALEST, TIME_WEIGHT = 12.0, 6, 3, 4, 0.1
+
+
+@dataclass
+class BudgetedState:
+    """What pre-training has brought: each client's update and how long it took."""
+
+    deltas: dict[str, Vector] = field(default_factory=dict)
+    latency: dict[str, float] = field(default_factory=dict)
+    grouped: bool = False
+
+
+class Budgeted(Method):
+    """All pre-train in the first window; then a few of all work in each, in their groups."""
+
+    state_type = BudgetedState
+    keeps_bases = True
+    dispatch: InWindows
+    state: BudgetedState
+
+    def policy(self) -> Dispatch:
+        return InWindows(BUDGET, self.members)
+
+    def members(self, online: Sequence[Client], rng: np.random.Generator) -> Sequence[Client]:
+        return sample(online, PICKED, rng) if self.state.grouped else online
+
+    def on_update(self, update: Update) -> Applied:
+        client, window = update.task.client, self.dispatch.state
+        home = self.clusters.main(client)
+        if not self.state.grouped:
+            self.state.deltas[client] = self.delta(update)
+            self.state.latency[client] = update.arrived_at - update.task.sent_at
+            return Applied(home, 0, 0.0)
+        staleness = self.models[home].version - update.task.version
+        together = [c for c in self.clusters.clients(home) if c in window.members]
+        examples = sum(self.progress.fleet.clients[c].num_examples for c in together)
+        share = update.num_examples / examples if staleness <= STALEST else 0.0
+        if share:
+            self.models[home].mix(update.vector, share)
+        return Applied(home, staleness, share)
+
+    def wake_at(self) -> float:
+        return np.inf if self.state.grouped else self.dispatch.state.ends_at or np.inf
+
+    def on_wake(self) -> None:
+        clients = list(self.state.deltas)
+        directions = np.stack(list(self.state.deltas.values()))
+        seconds = np.array(list(self.state.latency.values()))
+        z = (seconds - seconds.mean()) / (seconds.std() or 1.0)
+        rows = np.column_stack([TIME_WEIGHT * z, cosines(directions, directions)])
+        squares = ((rows[:, None] - rows[None]) ** 2).sum(axis=2)
+        labels = partition(np.exp(-squares), GROUPS, seed=int(self.rng.integers(2**31)))
+        self.clusters.split(0, parts_of(clients, labels))
+        self.state.grouped = True
