@@ -169,13 +169,14 @@ def test_a_lost_task_is_given_up_at_its_timeout_if_that_is_sooner() -> None:
 
 
 def test_lost_tasks_cost_rounds_little() -> None:
-    # 40 clients, of which a quarter needs 10 s; each loses 5 % of its tasks.
-    seconds = [10.0 if index % 4 == 0 else 1.0 for index in range(40)]
-    whole = ends_of_rounds(devices(*seconds), updates=4000)
+    # 10 clients, of which two need 10 s; each loses 5 % of its tasks.
+    seconds = [10.0 if index % 5 == 0 else 1.0 for index in range(10)]
+    whole = ends_of_rounds(devices(*seconds), updates=1000)
     fleet = [Device(seconds_per_round=value, drop=0.05) for value in seconds]
-    lossy = ends_of_rounds(fleet, updates=4000)
+    lossy = ends_of_rounds(fleet, updates=1000)
     assert whole[-1] == 1000.0
-    assert lossy[-1] < 2.2 * whole[-1]
+    # A round in which a slow client's task is lost takes 20 instead of 10 s: one in ten.
+    assert lossy[-1] < 1.5 * whole[-1]
 
 
 def test_a_client_that_comes_back_takes_part_in_the_round_again() -> None:
