@@ -152,19 +152,31 @@ def versions_of(events: Sequence[Event]) -> list[dict[int, int]]:
     """
     versions, after = {0: 0}, [{0: 0}]
     newcomers = set()
+    first: UpdateApplied | None = None
+
+    def count(event: UpdateApplied) -> None:
+        if event.client not in newcomers:
+            assert event.base_version + event.staleness == versions[event.cluster], event
+        # A newcomer's first model was another cluster's.
+        newcomers.discard(event.client)
+        versions[event.cluster] += 1
+        after.append(dict(versions))
+
     for event in events:
         if isinstance(event, ClustersChanged) and event.change is ClusterChange.SPLIT:
             version = versions.pop(event.gone[0])
-            versions |= dict.fromkeys(event.made, version)
+            versions.update(dict.fromkeys(event.made, version))
+            if first is not None:
+                count(first)
+                first = None
         elif isinstance(event, ClustersChanged) and len(versions) > 1:
             newcomers.update(event.memberships)
         elif isinstance(event, UpdateApplied):
-            if event.client not in newcomers:
-                assert event.base_version + event.staleness == versions[event.cluster], event
-            # A newcomer's first model was another cluster's.
-            newcomers.discard(event.client)
-            versions[event.cluster] += 1
-            after.append(dict(versions))
+            # A split is reported after the update that gave rise to it, which went into a part.
+            if event.cluster in versions:
+                count(event)
+            else:
+                first = event
     return after
 
 
