@@ -88,12 +88,13 @@ class Clusters:
         ]
 
     def largest(self) -> int:
-        """Return the cluster with the most clients, by weight; of equal ones the first."""
+        """Return the cluster with the most clients online, by weight; of equal ones the first."""
         sizes = dict.fromkeys(self.models, 0.0)
         if len(sizes) > 1:
-            for weights in self.members.values():
-                for cluster, weight in weights.items():
-                    sizes[cluster] += weight
+            for client, weights in self.members.items():
+                if self.online[client]:
+                    for cluster, weight in weights.items():
+                        sizes[cluster] += weight
         return max(sizes, key=lambda cluster: sizes[cluster])
 
     # Verbs.
