@@ -56,5 +56,7 @@ class Packer:
 
     def keep_only(self, models: Mapping[int, Model]) -> None:
         """Forget the records of clusters that do not exist any more."""
-        for cluster in self._packed.keys() - models.keys():
-            del self._packed[cluster]
+        # Asked after every update: looked at only when there are records too many.
+        if len(self._packed) > len(models):
+            for cluster in self._packed.keys() - models.keys():
+                del self._packed[cluster]
