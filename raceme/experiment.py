@@ -194,6 +194,7 @@ def simulate(config: RunConfig, *observers: Observer, stop: StopCheck = never_st
     """
     config = resolve(config)
     strategy = build_strategy(config)
+    strategy.check(config.num_clients)
     grid = build_grid(config)
     from raceme.client_app import forget
 

@@ -197,6 +197,9 @@ class Loop:
             limit = self._plan.limit(progress.updates, self._num_updates, self.now())
             if limit:
                 self._ending = Ending.LIMIT, limit
+        hopeless = self._method.dispatch.hopeless()
+        if self._ending is None and hopeless:
+            self._ending = Ending.USELESS_REPLIES, hopeless
         if self._ending is None:
             useless = max(100, 10 * len(self._fleet.clients))
             if progress.rejected_in_a_row >= useless:
@@ -260,8 +263,8 @@ class Loop:
         late = [message_id for message_id, task in open_tasks if task.number in numbers]
         self._clock.forget(late)
         for message_id in late:
-            task = self._progress.in_flight.pop(message_id)
-            self._refuse(task, "it took too long: the others waited for it")
+            task, dispatch = self._progress.in_flight.pop(message_id), self._method.dispatch
+            self._refuse(task, dispatch.given_up_because, rests=dispatch.rests_when_late)
 
     def _awaited(self) -> Collection[str]:
         """Return the ids of all messages without an answer."""
@@ -445,7 +448,7 @@ class Loop:
         for event in held:
             self._observe(event)
 
-    def _refuse(self, task: Task, reason: str) -> None:
+    def _refuse(self, task: Task, reason: str, rests: bool = True) -> None:
         """Count and report an unusable reply; its client rests longer each time in a row."""
         self._method.close_task(task)
         now, client = self.now(), self._fleet.clients[task.client]
@@ -455,8 +458,9 @@ class Loop:
         progress.last_refusal = f"{task.client}: {reason}"
         log.warning("The update of %s was rejected: %s", task.client, reason)
         self._observe(events.UpdateRejected(now, task.client, reason, task.sent_at))
-        client.ready_at = now + _REST_SECONDS[min(client.failures, len(_REST_SECONDS) - 1)]
-        client.failures += 1
+        if rests:
+            client.ready_at = now + _REST_SECONDS[min(client.failures, len(_REST_SECONDS) - 1)]
+            client.failures += 1
         self._free(task.client)
         self._apply(self._method.dispatch.lost(task, now))
 
