@@ -55,7 +55,7 @@ class CSAFLParameters:
 
     update: str = option("semi-asynchronous", "how the members of a group update", among=UPDATES)
     grouping: str = option("spectral", "how clients are grouped", among=GROUPINGS)
-    groups: int = option(3, "m: number of groups", low=1)
+    groups: int = option(4, "m: number of groups", low=1)
     budget: float = option(10.0, "T: time budget of a communication round", unit=SECONDS, above=0)
     picked: int = option(20, "K: clients picked at random for a communication round", low=1)
     threshold: int = option(5, "staleness δ beyond which a group updates together", low=0)

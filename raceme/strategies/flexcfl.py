@@ -13,8 +13,7 @@ FedGroup, a preliminary version, is FlexCFL without this migration. Ablations of
 
 Label counts tell the server what a client has, if not the samples: of a person's photographs how
 many show what, of a ward how many had which illness. ``detect=direction`` does without them (our
-own): a client is placed anew when the direction of its latest update has moved away from that of
-its group's.
+own): a client is placed anew when its latest update is nearer to the direction of another group.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ import numpy as np
 from flwr.app import ArrayRecord
 
 from raceme.clustering.clusters import Clusters, parts_of
-from raceme.clustering.cold_start import ColdStart, LatestDirections, find_groups
+from raceme.clustering.cold_start import ColdStart, find_groups
 from raceme.clustering.model import Model
 from raceme.config.errors import UserError
 from raceme.config.options import option
@@ -67,9 +66,6 @@ class ColdStartParameters:
         among=("label-counts", "direction", "none"),
     )
     tolerance: float = option(0.2, "share of a client's samples that may change", low=0)
-    deviations: float = option(
-        3.0, "standard deviations from its group's at which a direction is another one", above=0
-    )
 
 
 @dataclass(frozen=True)
@@ -99,8 +95,6 @@ class FlexCFLState:
     ----------
     start : ColdStart
         What places clients.
-    latest : LatestDirections
-        Where updates go, for ``detect=direction``.
     picked : dict[str, bool]
         Clients that train in this round; others take part only to be placed.
     asked : dict[str, bool]
@@ -112,7 +106,6 @@ class FlexCFLState:
     """
 
     start: ColdStart
-    latest: LatestDirections = field(default_factory=LatestDirections)
     picked: dict[str, bool] = field(default_factory=dict)
     asked: dict[str, bool] = field(default_factory=dict)
     asked_in: int = -1
@@ -254,10 +247,10 @@ class FlexCFL(Method):
         return self.clusters.main(update.task.client)
 
     def _look_at_directions(self, updates: Sequence[Update]) -> None:
-        """Note whose update does not go where those of its group go: its data have changed."""
+        """Note whose update goes where another group's go: its data may have changed."""
         for update in updates:
-            delta, deviations = self.compared(self.delta(update)), self.parameters.deviations
-            if self.state.latest.is_foreign(self._home(update), delta, deviations):
+            delta = self.compared(self.delta(update))
+            if self.state.start.looks_foreign(self._home(update), delta):
                 self._cold[update.task.client] = True
 
 

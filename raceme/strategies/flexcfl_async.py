@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from raceme.clustering.clusters import Clusters
-from raceme.clustering.cold_start import ColdStart, LatestDirections
+from raceme.clustering.cold_start import ColdStart
 from raceme.clustering.model import Model
 from raceme.protocol.messages import LABEL_COUNTS, Vector
 from raceme.server.dispatch import Dispatch, EveryIdle, InRounds, sample
@@ -52,14 +52,11 @@ class FlexCFLAsyncState:
     ----------
     start : ColdStart
         What places clients.
-    latest : LatestDirections
-        Where updates go, for ``detect=direction``.
     told : dict[str, bool]
         Clients that have said their label counts since they were last given other work.
     """
 
     start: ColdStart
-    latest: LatestDirections = field(default_factory=LatestDirections)
     told: dict[str, bool] = field(default_factory=dict)
 
 
@@ -138,10 +135,9 @@ class FlexCFLAsync(Method):
         group = self.clusters.main(client)
         if update.task.cluster != group:
             return Applied(group, staleness=0, weight=0.0)
-        if self.parameters.detect == "direction":
-            delta, deviations = self.compared(self.delta(update)), self.parameters.deviations
-            if self.state.latest.is_foreign(group, delta, deviations):
-                start.cold[client] = True
+        looks_at_it = self.parameters.detect == "direction"
+        if looks_at_it and start.looks_foreign(group, self.compared(self.delta(update))):
+            start.cold[client] = True
         model = self.models[group]
         return mix_by_staleness(
             model, update, group, model.version - update.task.version, self.parameters
