@@ -78,6 +78,11 @@ class Dispatch(ABC):
     def choose(self, moment: Moment) -> Sequence[Client]:
         """Return the idle clients that are given work now."""
 
+    @property
+    def rounds(self) -> int | None:
+        """Rounds, or windows, that are over; None if there are none."""
+        return None
+
     def settings(self) -> Mapping[str, Value]:
         """Return what every message of the policy says."""
         return {}
@@ -212,6 +217,11 @@ class InRounds(Dispatch):
         self._fraction = fraction
         self._participants = participants or self._share
         self.state = RoundState()
+
+    @property
+    def rounds(self) -> int:
+        """Rounds that are over."""
+        return self.state.number - self.state.running
 
     def _share(self, online: Sequence[Client], rng: np.random.Generator) -> Sequence[Client]:
         return sample(online, int(self._fraction * len(online)), rng)
@@ -382,6 +392,11 @@ class InWindows(Dispatch):
     ) -> None:
         self._budget, self._members = budget, members
         self.state = WindowState()
+
+    @property
+    def rounds(self) -> int:
+        """Windows that are over."""
+        return self.state.number - bool(self.state.members)
 
     def choose(self, moment: Moment) -> Sequence[Client]:
         """Return the window's members that are idle; begin a window if none is under way."""
