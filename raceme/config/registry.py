@@ -171,6 +171,12 @@ MODELS = Registry(
         "mlp": "raceme.models.mlp:build",
         "cnn": "raceme.models.cnn:build",
         "cnn1d": "raceme.models.cnn1d:build",
-        "gru": "raceme.models.gru:build",
+        "gru": "raceme.models.recurrent:gru",
+        "lstm": "raceme.models.recurrent:lstm",
+        "mlp128": "raceme.models.mlp:mlp128",
+        "mlp512": "raceme.models.mlp:mlp512",
+        "cnn3x3": "raceme.models.paper_cnns:cnn3x3",
+        "cnn6": "raceme.models.paper_cnns:cnn6",
+        "cnn5x5-wide": "raceme.models.paper_cnns:cnn5x5_wide",
     },
 )
