@@ -126,6 +126,7 @@ DATASETS = Registry(
         "npz": "raceme.datasets.npz:Npz",
         "cifar10": "raceme.datasets.cifar10:Cifar10",
         "image-folder": "raceme.datasets.image_folder:ImageFolder",
+        "characters": "raceme.datasets.characters:Characters",
         "femnist": "raceme.datasets.femnist:Femnist",
         "npz-folder": "raceme.datasets.npz_folder:NpzFolder",
         "harbox": "raceme.datasets.har:HarBox",
