@@ -98,10 +98,16 @@ def build_strategy(config: RunConfig) -> Method:
     Raises
     ------
     UserError
-        There is no such strategy.
+        There is no such strategy, or it works in no rounds and data are to change by them.
     """
     method = STRATEGIES[config.strategy]
     strategy: Method = method(config.parameters(), seed=config.seed)
+    drift = schedule_of(config)
+    if drift is not None and drift.in_rounds and strategy.dispatch.rounds is None:
+        raise UserError(
+            f"drift-at counts rounds, and {config.strategy} works in none: count seconds, updates "
+            "or uploads."
+        )
     return strategy
 
 

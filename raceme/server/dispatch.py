@@ -84,6 +84,11 @@ class Dispatch(ABC):
     def choose(self, moment: Moment) -> Sequence[Client]:
         """Return the idle clients that are given work now."""
 
+    @property
+    def rounds(self) -> int | None:
+        """Rounds, or windows, that are over; None if there are none."""
+        return None
+
     def settings(self) -> Mapping[str, Value]:
         """Return what every message of the policy says."""
         return {}
@@ -238,6 +243,11 @@ class InRounds(Dispatch):
         self._participants = participants or self._share
         self._prepares, self._returns = prepares, returns
         self.state = RoundState()
+
+    @property
+    def rounds(self) -> int:
+        """Rounds that are over."""
+        return self.state.number - self.state.running
 
     def _share(self, online: Sequence[Client], rng: np.random.Generator) -> Sequence[Client]:
         return sample(online, int(self._fraction * len(online)), rng)

@@ -86,7 +86,9 @@ class Loop:
         self._fleet = method.progress.fleet
         self._idle = Idle(self._progress.idle, self._fleet.clients)
         self._packer = Packer(method.spec)
-        self._steps = Steps(plan.drift, self._progress, self.now, self._observe)
+        self._steps = Steps(
+            plan.drift, self._progress, self.now, lambda: method.dispatch.rounds, self._observe
+        )
         self._outgoing = Outgoing(method, self._packer, self._steps, train_config, timeout)
         self._evaluator = Evaluator(
             method,
@@ -189,7 +191,7 @@ class Loop:
         if report is not None:
             self._evaluated(report)
         if self._evaluation_is_due():
-            self._steps.look()
+            self._steps.look_before_test()
             report = self._evaluator.begin()
             if report is not None:
                 self._evaluated(report)

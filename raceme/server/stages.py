@@ -34,6 +34,11 @@ class Then(Dispatch):
         return self.second if self._is_over() else self.first
 
     @property
+    def rounds(self) -> int | None:
+        """Rounds or windows of the second policy that are over; None if it has none."""
+        return self.second.rounds
+
+    @property
     def given_up_because(self) -> str:  # type: ignore[override]
         """Why a task that `wake` gives up is of no use any more."""
         return self.current.given_up_because

@@ -124,6 +124,11 @@ class InWindows(Dispatch):
         """Return whether an update that was released is one of several made together."""
         return update.task.number in self.state.joint
 
+    @property
+    def rounds(self) -> int:
+        """Windows that are over."""
+        return self.state.number - bool(self.state.members)
+
     # Who works.
 
     def choose(self, moment: Moment) -> Sequence[Client]:
