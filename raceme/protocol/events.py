@@ -123,6 +123,9 @@ class Evaluated:
     steps : Mapping[str, int]
         Client id to the step of the data that it was tested on, for the clients that answered;
         those at step 0 are left out.
+    weighted_accuracy : float
+        Mean over the clients that answered, weighted by their numbers of test examples; NaN where
+        one of them does not state its number.
     """
 
     time: float
@@ -133,6 +136,7 @@ class Evaluated:
     per_client: Mapping[str, tuple[int, float, float]] = field(default_factory=dict)
     asked: int = 0
     steps: Mapping[str, int] = field(default_factory=dict)
+    weighted_accuracy: float = math.nan
 
     @property
     def answered(self) -> int:

@@ -71,6 +71,7 @@ class Evaluations:
     time: Floats
     updates: Integers
     accuracy: Floats
+    weighted_accuracy: Floats
     loss: Floats
     clusters: Integers
     asked: Integers

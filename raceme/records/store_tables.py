@@ -23,8 +23,11 @@ from raceme.protocol.events import (
     UpdateRejected,
 )
 
-FORMAT = 3
-"""Formats 1 and 2 are those of :mod:`raceme.records.old_stores`."""
+FORMAT = 4
+"""Format 3 has less, and is read alike; 1 and 2 are those of :mod:`raceme.records.old_stores`."""
+
+READ_ALIKE = (3, FORMAT)
+"""Formats that the readers of this module read."""
 
 SCHEMA = """
 CREATE TABLE client_events (
@@ -46,7 +49,7 @@ CREATE TABLE rejections (
 CREATE TABLE evaluations (
     event INTEGER PRIMARY KEY, updates INTEGER NOT NULL, time REAL NOT NULL,
     accuracy REAL, loss REAL, clusters INTEGER NOT NULL,
-    asked INTEGER NOT NULL, answered INTEGER NOT NULL);
+    asked INTEGER NOT NULL, answered INTEGER NOT NULL, weighted_accuracy REAL);
 CREATE TABLE client_evaluations (
     event INTEGER NOT NULL REFERENCES evaluations, updates INTEGER NOT NULL, client TEXT NOT NULL,
     cluster INTEGER NOT NULL, accuracy REAL, loss REAL, step INTEGER NOT NULL,
@@ -74,7 +77,7 @@ TABLES = {
     "client_events": (6, "event"),
     "updates": (15, "event"),
     "rejections": (5, "event"),
-    "evaluations": (8, "event"),
+    "evaluations": (9, "event"),
     "client_evaluations": (7, "event, client"),
     "cluster_changes": (6, "event"),
     "changed_clusters": (3, "event, fate, cluster"),
@@ -141,6 +144,7 @@ def _write_evaluation(rows: Rows, number: int, event: Evaluated) -> None:
             int(event.clusters),
             int(event.asked),
             event.answered,
+            float(event.weighted_accuracy),
         )
     )
     rows["client_evaluations"].extend(
@@ -249,9 +253,17 @@ def read_evaluations(connection: sqlite3.Connection) -> Numbered:
         per_client[number][client] = (cluster, number_of(accuracy), number_of(loss))
         if step:
             steps[number][client] = step
-    asked_of = "asked" if "asked" in columns_of(connection, "evaluations") else "NULL"
-    query = f"SELECT event, time, updates, accuracy, loss, clusters, {asked_of} FROM evaluations"
-    for number, time, updates, accuracy, loss, clusters, asked in connection.execute(query):
+    stored = columns_of(connection, "evaluations")
+    asked_of, weighted_of = (
+        name if name in stored else "NULL" for name in ("asked", "weighted_accuracy")
+    )
+    query = (
+        "SELECT event, time, updates, accuracy, loss, clusters, "
+        f"{asked_of}, {weighted_of} FROM evaluations"
+    )
+    for number, time, updates, accuracy, loss, clusters, asked, weighted in connection.execute(
+        query
+    ):
         scores = per_client.get(number, {})
         yield (
             number,
@@ -264,6 +276,7 @@ def read_evaluations(connection: sqlite3.Connection) -> Numbered:
                 scores,
                 len(scores) if asked is None else asked,
                 steps.get(number, {}),
+                number_of(weighted),
             ),
         )
 

@@ -98,6 +98,8 @@ class RunSummary:
     accuracy, best_accuracy : float or None
         Mean client accuracy of the latest evaluation, and of the best one that counts; None
         before the first.
+    weighted_accuracy, best_weighted_accuracy : float or None
+        The same, weighted by the clients' numbers of test examples.
     asked, answered : int or None
         Clients that were asked in the latest evaluation, and of them those that answered.
     bytes_down, bytes_up : int
@@ -118,6 +120,8 @@ class RunSummary:
         self.rejected = 0
         self.accuracy: float | None = None
         self.best_accuracy: float | None = None
+        self.weighted_accuracy: float | None = None
+        self.best_weighted_accuracy: float | None = None
         self.asked: int | None = None
         self.answered: int | None = None
         self.bytes_down = 0
@@ -188,6 +192,8 @@ class RunSummary:
             "updates_per_second": rate,
             "accuracy": _finite(self.accuracy),
             "best_accuracy": _finite(self.best_accuracy),
+            "weighted_accuracy": _finite(self.weighted_accuracy),
+            "best_weighted_accuracy": _finite(self.best_weighted_accuracy),
             "clients_asked": self.asked,
             "clients_answered": self.answered,
             "target": target,
@@ -220,14 +226,14 @@ class RunSummary:
     def _observe_evaluation(self, event: Evaluated) -> None:
         accuracy = float(event.accuracy)
         self.clusters = int(event.clusters)
+        weighted = float(event.weighted_accuracy)
         self.accuracy, self.asked, self.answered = accuracy, int(event.asked), event.answered
+        self.weighted_accuracy = weighted
         if not event.counts:
             return
         self._evaluations.append(_Point(float(event.time), int(event.updates), accuracy))
-        best = -math.inf if self.best_accuracy is None else self.best_accuracy
-        # False for NaN, which a run that diverged may give.
-        if accuracy > best:
-            self.best_accuracy = accuracy
+        self.best_accuracy = _better(accuracy, self.best_accuracy)
+        self.best_weighted_accuracy = _better(weighted, self.best_weighted_accuracy)
 
     def _observe_clusters(self, event: ClustersChanged | ClientJoined) -> None:
         self.membership.observe(event)
@@ -273,6 +279,13 @@ def write_summary(path: Path, summary: Mapping[str, Any]) -> None:
     text = json.dumps(summary, indent=2, allow_nan=False, ensure_ascii=False)
     with atomic_write(path) as file:
         file.write_text(text + "\n", encoding="utf-8")
+
+
+def _better(value: float, best: float | None) -> float | None:
+    """Return the larger one; NaN, which a run that diverged may give, is no value."""
+    if math.isnan(value):
+        return best
+    return value if best is None else max(best, value)
 
 
 def _finite(value: float | None) -> float | None:

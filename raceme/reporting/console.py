@@ -195,6 +195,7 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     over = of or "clients"
     rows = [
         ("accuracy", f"{_number(summary['accuracy'])} (best {_number(best)}), mean over {over}"),
+        *_weighted_row(summary),
         (f"time to {target:g}" if target else "time to target", to_target),
         ("clusters", str(summary["clusters"])),
         ("purity", _number(summary["purity"])),
@@ -205,6 +206,20 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("traffic", f"{_bytes(summary['bytes_up'])} up, {_bytes(summary['bytes_down'])} down"),
     ]
     return rows
+
+
+def _weighted_row(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the accuracy by test examples where it says more than the mean over clients.
+
+    Clients with the same number of test examples all count the same. Earlier versions did not
+    tell it.
+    """
+    last, best = summary.get("weighted_accuracy"), summary.get("best_weighted_accuracy")
+    shown = f"{_number(last)} (best {_number(best)})"
+    plain = f"{_number(summary['accuracy'])} (best {_number(summary['best_accuracy'])})"
+    if (last is None and best is None) or shown == plain:
+        return []
+    return [("by test examples", f"{shown}, clients weighted by their test examples")]
 
 
 def _number(value: float | None) -> str:

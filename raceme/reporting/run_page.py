@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from raceme.config import Value, read_toml
 from raceme.config.errors import UserError
 from raceme.records.record import RunRecord, read_run
@@ -158,11 +160,14 @@ def _tiles(summary: Mapping[str, Any]) -> list[Tile]:
 def _evaluations(record: RunRecord) -> PageTable:
     found = record.evaluations
     chosen = spread_over(len(found.time), _MOST_EVALUATIONS)
+    known = np.isfinite(found.weighted_accuracy)
+    weighted = not np.allclose(found.weighted_accuracy[known], found.accuracy[known])
     rows = tuple(
         (
             number(float(found.time[index]), 2),
             number(int(found.updates[index])),
             number(float(found.accuracy[index])),
+            *([number(float(found.weighted_accuracy[index]))] if weighted else []),
             number(float(found.loss[index])),
             number(int(found.clusters[index])),
             f"{found.answered[index]:,} of {found.asked[index]:,}",
@@ -171,7 +176,11 @@ def _evaluations(record: RunRecord) -> PageTable:
     )
     shown = f"{len(rows)} of {len(found.time)}" if len(rows) < len(found.time) else f"{len(rows)}"
     title = f"The numbers: {shown} evaluation{'' if len(rows) == 1 else 's'}"
-    heads = ("time (s)", "updates", "accuracy", "loss", "clusters", "clients that answered")
+    heads = (
+        *("time (s)", "updates", "accuracy"),
+        *(["by test examples"] if weighted else []),
+        *("loss", "clusters", "clients that answered"),
+    )
     return PageTable(title, heads, rows, words=())
 
 

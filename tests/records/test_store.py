@@ -67,7 +67,7 @@ ONE_OF_EACH: list[Event] = [
     DataChanged(5.0, 2, None, 1),
     DataChanged(5.5, 2, "a", 2),
     replace(UPDATE, seq=3, time=5.75, step=1),
-    Evaluated(5.75, 3, 0.5, 1.0, 2, {"b": (2, 0.5, 1.0), "c": (1, 0.5, 1.0)}, 3, {"b": 1}),
+    Evaluated(5.75, 3, 0.5, 1.0, 2, {"b": (2, 0.5, 1.0), "c": (1, 0.5, 1.0)}, 3, {"b": 1}, 0.25),
     RunEnded(6.0, 3, "all clients are gone", Ending.NO_CLIENTS),
 ]
 
@@ -384,6 +384,20 @@ def test_a_store_of_a_later_format_is_refused(tmp_path: Path) -> None:
         connection.execute("PRAGMA user_version = 99")
     with pytest.raises(UserError, match="format 99"):
         read_events(path)
+
+
+def test_a_store_of_format_3_lacks_what_came_later(tmp_path: Path) -> None:
+    path = write(tmp_path, ONE_OF_EACH)
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("ALTER TABLE evaluations DROP COLUMN weighted_accuracy")
+        connection.execute("PRAGMA user_version = 3")
+    expected = [
+        replace(event, weighted_accuracy=math.nan) if isinstance(event, Evaluated) else event
+        for event in ONE_OF_EACH
+    ]
+    assert read_events(path) == expected
+    with pytest.raises(UserError, match="format 3, and format 4 is needed"):
+        RunStore(tmp_path, after=3)
 
 
 @pytest.mark.parametrize(

@@ -51,9 +51,12 @@ def evaluated(
     clusters: int = 1,
     answered: int = 4,
     asked: int = 4,
+    weighted: float = math.nan,
 ) -> Evaluated:
     scores = {f"c{i}": (0, accuracy, 1.0) for i in range(answered)}
-    return Evaluated(time, updates, accuracy, 1.0, clusters, scores, asked)
+    return Evaluated(
+        time, updates, accuracy, 1.0, clusters, scores, asked, weighted_accuracy=weighted
+    )
 
 
 def changed(
@@ -156,13 +159,13 @@ RUN: list[Event] = [
     update(1, "a", 0, 1.0),
     update(2, "b", 0, 2.0),
     # Of four clients three are fewer than nine tenths: neither target nor best.
-    evaluated(2.0, 2, 0.95, answered=3),
+    evaluated(2.0, 2, 0.95, answered=3, weighted=0.875),
     UpdateRejected(2.5, "c", "not finite", 2.0),
     update(3, "c", 0, 3.0),
-    evaluated(3.0, 3, 0.9),
+    evaluated(3.0, 3, 0.9, weighted=0.625),
     split(0, {1: ("a", "b"), 2: ("c", "d")}),
     update(4, "d", 2, 4.0),
-    evaluated(4.0, 4, 0.75, clusters=2),
+    evaluated(4.0, 4, 0.75, clusters=2, weighted=0.5),
     ClientLeft(4.5, "d"),
     RunEnded(5.0, 4, "reached max-updates", Ending.LIMIT),
 ]
@@ -188,6 +191,8 @@ def test_the_summary_by_hand() -> None:
         "updates_per_second": 2.0,
         "accuracy": 0.75,
         "best_accuracy": 0.9,
+        "weighted_accuracy": 0.5,
+        "best_weighted_accuracy": 0.625,
         "clients_asked": 4,
         "clients_answered": 4,
         "target": 0.7,
@@ -210,6 +215,7 @@ def test_an_empty_run_has_no_accuracy() -> None:
     assert set(result) >= KEYS
     unknown = ("accuracy", "best_accuracy", "time_to_target", "purity", "reason")
     unknown += ("ending", "time_to_convergence", "unrest")
+    unknown += ("weighted_accuracy", "best_weighted_accuracy")
     assert [result[key] for key in unknown] == [None] * len(unknown)
     zero = ("clients", "updates", "virtual_time", "clusters", "bytes_up", "rejected_updates")
     assert [result[key] for key in zero] == [0] * len(zero)
