@@ -29,6 +29,7 @@ _SUITE_KEYS = (
     "seeds",
     "async-updates",
     "sync-updates",
+    "rounds",
     "sweep-scale",
     "validation-fraction",
     "timing",
@@ -59,6 +60,7 @@ def load_suite(path: Path) -> Suite:
         seeds=_seeds(path, tree.get("seeds", [0])),
         async_updates=_count(path, "async-updates", tree.get("async-updates")),
         sync_updates=_count(path, "sync-updates", tree.get("sync-updates")),
+        rounds=_count(path, "rounds", tree.get("rounds")),
         sweep_scale=_share(path, "sweep-scale", tree.get("sweep-scale", 1.0)),
         validation_fraction=_share(
             path, "validation-fraction", tree.get("validation-fraction", VALIDATION)

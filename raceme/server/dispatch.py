@@ -74,6 +74,11 @@ class Dispatch(ABC):
 
     state: object
 
+    @property
+    def rounds(self) -> int | None:
+        """Rounds or windows that are over; None for a policy that has none."""
+        return None
+
     @abstractmethod
     def choose(self, moment: Moment) -> Sequence[Client]:
         """Return the idle clients that are given work now."""
@@ -138,6 +143,10 @@ class RoundsParameters:
     fraction: float = option(
         1.0, "share of the online clients that train in a round", above=0, high=1
     )
+
+    def participants(self, clients: int) -> int:
+        """Return how many of so many clients take part in a round."""
+        return max(1, int(self.fraction * clients))
 
 
 @dataclass
@@ -212,6 +221,11 @@ class InRounds(Dispatch):
         self._fraction = fraction
         self._participants = participants or self._share
         self.state = RoundState()
+
+    @property
+    def rounds(self) -> int:
+        """Rounds that are over."""
+        return self.state.number - self.state.running
 
     def _share(self, online: Sequence[Client], rng: np.random.Generator) -> Sequence[Client]:
         return sample(online, int(self._fraction * len(online)), rng)
@@ -382,6 +396,11 @@ class InWindows(Dispatch):
     ) -> None:
         self._budget, self._members = budget, members
         self.state = WindowState()
+
+    @property
+    def rounds(self) -> int:
+        """Windows that are over."""
+        return self.state.number - bool(self.state.members)
 
     def choose(self, moment: Moment) -> Sequence[Client]:
         """Return the window's members that are idle; begin a window if none is under way."""

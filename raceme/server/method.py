@@ -46,7 +46,8 @@ class Method(Questions, Strategy):
     Attributes
     ----------
     planned_updates : int
-        Client updates after which the run ends, for schedules that depend on its length.
+        Client updates after which the run ends, or is expected to, for schedules that depend on its
+        length.
     probe : Probe or None
         Measures models on the server's own data, where a run has some.
     """
@@ -120,8 +121,8 @@ class Method(Questions, Strategy):
         initial_arrays : ArrayRecord
             The initial model; its names and shapes are those of every model of the run.
         num_rounds : int
-            Client updates to apply. A round-based method completes the round in which the limit
-            falls.
+            Client updates to apply; 0: no limit but the plan's. A round-based method completes the
+            round in which the limit falls.
         timeout : float
             Seconds after which an unanswered task is lost, and after which a run without any
             client ends.
@@ -145,14 +146,15 @@ class Method(Questions, Strategy):
         RunResult
             Models, evaluations by number of updates, and who is where.
         """
-        self.planned_updates, self.probe = num_rounds, probe
+        plan = plan or Plan()
+        self.planned_updates, self.probe = num_rounds or plan.planned_updates, probe
         self._spec = ModelSpec.of(initial_arrays)
         self.result = RunResult()
         self.train_config = train_config or ConfigRecord()
         loop = Loop(
             self,
             grid,
-            plan or Plan(),
+            plan,
             observe,
             stop_check,
             timeout=timeout,

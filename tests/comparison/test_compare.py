@@ -320,6 +320,9 @@ def test_results_of_earlier_versions_are_finished_if_they_are_long_enough(
         ("seeds = 3\n[methods.casa]", "must be whole numbers"),
         ("sweep-scale = 0\n[methods.casa]", "sweep-scale must be above 0 and at most 1, got 0"),
         ("sweep-scale = 'short'\n[methods.casa]", "must be a number"),
+        ("rounds = 0\n[methods.fedavg]", "rounds in the suite .* must be a whole number from 1"),
+        ("rounds = 3\nsync-updates = 5\n[methods.fedavg]", "exclude each other"),
+        ("[methods.fedavg]\n[settings]\nmax-rounds = 3", "a suite has rounds beside them"),
         ("title = 'x'", "nothing to compare"),
         ("not toml", "not valid TOML"),
         ("[methods.casa]\n[settings]\ndataset = 'synthetic'\nmodel = 'cnn'", "casa cannot run"),
@@ -518,6 +521,31 @@ def test_a_method_that_missed_the_target_with_one_seed_gets_no_bar() -> None:
     assert [bar.get_width() for bar in axes.patches] == [3.0]
     assert [text.get_text() for text in axes.texts] == ["not within 131 s with 1 of 2 seeds"]
     assert [list(dots.get_xdata()) for dots in axes.lines] == [[2.0, 4.0], [1.0]]
+
+
+def test_rounds_without_a_method_that_has_any_are_an_error() -> None:
+    with pytest.raises(UserError, match="no method of this comparison works in them"):
+        of_names(["casa", "fedasync"], {"max-rounds": 3})
+
+
+def test_rounds_are_for_the_methods_that_have_them(tmp_path: Path) -> None:
+    path = tmp_path / "suite.toml"
+    path.write_text("rounds = 300\nasync-updates = 900\n[methods.fedavg]\n[methods.fedasync]\n")
+    suite = load_suite(path)
+
+    def limits(suite: Suite) -> list[tuple[int, int | None]]:
+        configs = (suite.config(method, 0) for method in suite.methods)
+        return [(config.max_rounds, config.max_updates) for config in configs]
+
+    assert limits(suite) == [(300, None), (0, 900)]
+    assert limits(suite.scaled(0.1)) == [(30, None), (0, 90)]
+    assert limits(suite.scaled(0.001)) == [(1, None), (0, 40)]
+    assert limits(suite.with_settings({"max-rounds": "5"})) == [(5, None), (0, 900)]
+    assert limits(suite.with_settings({"max-updates": 70})) == [(0, 70), (0, 70)]
+    assert limits(suite.with_settings({"max-rounds": 0})) == [(0, None), (0, 900)]
+    (job, _) = make_jobs(suite, suite.methods, (0,), tmp_path)
+    # 40 clients, all of them in each round.
+    assert (job.config.max_updates, job.config.planned_updates) == (None, 12000)
 
 
 def test_a_shortened_suite_says_so() -> None:
