@@ -100,7 +100,7 @@ def compare(plan: Plan, processes: int, console: Console) -> Comparison:
         The folder cannot be written.
     """
     finished, half = survey(plan.every)
-    done, timing = set(finished), plan.suite.timing
+    done, compared = set(finished), (plan.suite.timing, plan.suite.score)
     _make_folder(plan.out)
     certain = [*plan.plain, *plan.trials]
     with SuiteProgress(len(certain), len(done & set(certain)), console) as progress:
@@ -115,7 +115,7 @@ def compare(plan: Plan, processes: int, console: Console) -> Comparison:
         done |= set(certain)
         tried = {
             method.label: [
-                gather(point, method.label, plan.trials, errors, timing)
+                gather(point, method.label, plan.trials, errors, *compared)
                 for point in method.variants()
             ]
             for method in plan.suite.methods
@@ -127,7 +127,9 @@ def compare(plan: Plan, processes: int, console: Console) -> Comparison:
         errors |= run(further)
     jobs = [*plan.plain, *further]
     results = [
-        gather(chosen.get(method.label, method.variants()[0]), method.label, jobs, errors, timing)
+        gather(
+            chosen.get(method.label, method.variants()[0]), method.label, jobs, errors, *compared
+        )
         for method in plan.suite.methods
     ]
     sweeps = {label: tuple(points) for label, points in tried.items()}

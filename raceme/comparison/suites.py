@@ -43,6 +43,20 @@ class Timing(StrEnum):
     """When the accuracy last comes within a point of its final value."""
 
 
+class Score(StrEnum):
+    """Which accuracy of a run is compared."""
+
+    FINAL = "final"
+    """The mean over the clients at the end."""
+    BEST_WEIGHTED = "best-weighted"
+    """The best evaluation of the run, clients weighted by their numbers of test examples."""
+
+    @property
+    def key(self) -> str:
+        """The key of a summary that has it."""
+        return "accuracy" if self is Score.FINAL else "best_weighted_accuracy"
+
+
 @dataclass(frozen=True)
 class Published:
     """What a paper reports of a method: one row of its table.
@@ -167,6 +181,8 @@ class Suite:
         versions, whose points were chosen on test samples.
     timing : Timing
         Which time of the runs is compared.
+    score : Score
+        Which accuracy of the runs is shown, ranked, and compared with the published one.
     shows_unrest : bool
         Whether the table tells how far the accuracy falls back on its way.
     reference : str or None
@@ -187,6 +203,7 @@ class Suite:
     sweep_scale: float = 1.0
     validation_fraction: float | None = VALIDATION
     timing: Timing = Timing.TARGET
+    score: Score = Score.FINAL
     shows_unrest: bool = False
     reference: str | None = None
     notes: tuple[str, ...] = ()

@@ -18,9 +18,10 @@ from raceme.cli import app
 from raceme.comparison.compare import compare, prepare
 from raceme.comparison.figures import times_figure
 from raceme.comparison.jobs import make_jobs
+from raceme.comparison.read import read_comparison
 from raceme.comparison.results import Comparison, Result, Run, Spread, best_of
 from raceme.comparison.suite_file import load_suite
-from raceme.comparison.suites import Method, Published, Suite, Timing, grid, of_names
+from raceme.comparison.suites import Method, Published, Score, Suite, Timing, grid, of_names
 from raceme.comparison.table import main_table, to_json
 from raceme.config import read_toml
 from raceme.config.errors import UserError
@@ -310,6 +311,7 @@ def test_results_of_earlier_versions_are_finished_if_they_are_long_enough(
             "points of methods.ifca.sweep .* the same keys",
         ),
         ("timing = 'targets'\n[methods.casa]", "Did you mean 'target'"),
+        ("score = 'best'\n[methods.casa]", "Unknown score .* 'best'. Valid: best-weighted, final"),
         ("shows-unrest = 1\n[methods.casa]", "must be true or false"),
         ("validation-fraction = 0\n[methods.casa]", "must be above 0 and below 1, got 0"),
         (
@@ -486,6 +488,29 @@ def test_times_to_convergence_may_be_what_is_compared() -> None:
     axes = times_figure(comparison).axes[0]
     assert axes.get_title(loc="left") == "Virtual time to convergence"
     assert json.loads(to_json(comparison))["methods"][0]["time_to_convergence"]["mean"] == 30.0
+
+
+def test_the_best_accuracy_by_test_examples_may_be_what_is_compared(tmp_path: Path) -> None:
+    def scored(label: str, final: float, best: float, paper: float) -> Result:
+        row, numbers = Published(paper), {"best_weighted_accuracy": best, "seed": 0}
+        run_ = Run(0, label, {**summary(final, 5.0), **numbers}, score=Score.BEST_WEIGHTED)
+        return Result(Method(label, "casa", published=(row,)), label, (run_,))
+
+    # By the accuracy at the end the order would be the other way round.
+    low, high = scored("low", 0.9, 0.7, 71.0), scored("high", 0.6, 0.8, 79.0)
+    suite = Suite("t", (low.method, high.method), score=Score.BEST_WEIGHTED)
+    comparison = Comparison(suite, (low, high))
+    assert comparison.tau("accuracy") == pytest.approx(1.0)
+    assert best_of(comparison.results) is high
+    table = main_table(comparison)
+    assert table.title == "t (seed 0, target 90.0%, best accuracy by test examples)"
+    assert [row[1:3] for row in table.rows] == [("71.00", "70.00"), ("79.00", "80.00")]
+    assert any("weighted by their numbers of test examples" in line for line in table.lines)
+    # The page of the same comparison shows the same.
+    (tmp_path / "compare.json").write_text(to_json(comparison))
+    again = read_comparison(tmp_path)
+    assert again.suite.score is Score.BEST_WEIGHTED
+    assert main_table(again).rows == table.rows
 
 
 def test_the_table_shows_unrest_if_that_is_what_a_suite_is_about() -> None:
