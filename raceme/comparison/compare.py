@@ -20,6 +20,7 @@ from raceme.comparison.runner import run_jobs
 from raceme.comparison.suites import Suite
 from raceme.config.errors import UserError
 from raceme.records.files import atomic_write
+from raceme.reporting.idle_plot import idle_figure
 from raceme.reporting.plots import comparison_figure
 from raceme.reporting.staleness import staleness_figure
 from raceme.reporting.style import save_figure
@@ -162,6 +163,8 @@ def write(comparison: Comparison, out: Path) -> None:
             records, target=comparison.target, title=title
         )
         plots["staleness.png"] = lambda: staleness_figure(records)
+    if any(len(record.idle_times.share) for record in records.values()):
+        plots["idle.png"] = lambda: idle_figure(records)
     for name, draw in plots.items():
         try:
             save_figure(draw(), out / name)

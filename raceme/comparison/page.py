@@ -10,6 +10,7 @@ from raceme.comparison.read import read_comparison, read_first_runs
 from raceme.comparison.results import Comparison, Result
 from raceme.comparison.suites import Score, Timing, described
 from raceme.records.record import RunRecord
+from raceme.reporting.idle_plot import idle_figure
 from raceme.reporting.page import PageTable, Plot, Tile, number, plot, render, versions_table
 from raceme.reporting.plots import comparison_figure
 from raceme.reporting.staleness import staleness_figure
@@ -75,6 +76,8 @@ def _plots(comparison: Comparison, records: Mapping[str, RunRecord]) -> list[Plo
     plots.append(plot(figures.purity_figure(comparison), "purity"))
     if records:
         plots.append(plot(staleness_figure(records), "staleness"))
+    if any(len(record.idle_times.share) for record in records.values()):
+        plots.append(plot(idle_figure(records), "idle"))
     return plots
 
 

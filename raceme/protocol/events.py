@@ -216,6 +216,35 @@ class DataChanged:
     step: int
 
 
+@dataclass(frozen=True)
+class ClientIdled:
+    """A window of time is over, in which a client had to wait for others.
+
+    Reported by methods in windows, for every client that took part; one that never waited has 0
+    seconds.
+
+    Attributes
+    ----------
+    window : int
+        Number of the window, from 1.
+    seconds : float
+        How long the client waited in it for others, in all.
+    budget : float
+        Length of the window in seconds.
+    """
+
+    time: float
+    client: str
+    window: int
+    seconds: float
+    budget: float
+
+    @property
+    def share(self) -> float:
+        """Share of the window that was spent waiting."""
+        return self.seconds / self.budget
+
+
 class Ending(StrEnum):
     """Why a run ended."""
 
@@ -262,6 +291,7 @@ Event = (
     | Evaluated
     | ClustersChanged
     | DataChanged
+    | ClientIdled
     | RunEnded
 )
 Observer = Callable[[Event], None]

@@ -10,6 +10,7 @@ from dataclasses import fields
 from typing import Any
 
 from raceme.protocol.events import (
+    ClientIdled,
     ClientJoined,
     ClientLeft,
     ClusterChange,
@@ -68,6 +69,9 @@ CREATE TABLE memberships (
 CREATE TABLE data_changes (
     event INTEGER PRIMARY KEY, time REAL NOT NULL, updates INTEGER NOT NULL,
     client TEXT, step INTEGER NOT NULL);
+CREATE TABLE idle_times (
+    event INTEGER PRIMARY KEY, time REAL NOT NULL, client TEXT NOT NULL, window INTEGER NOT NULL,
+    seconds REAL NOT NULL, budget REAL NOT NULL);
 CREATE TABLE endings (
     event INTEGER PRIMARY KEY, time REAL NOT NULL, updates INTEGER NOT NULL,
     ending TEXT NOT NULL, reason TEXT NOT NULL);
@@ -83,6 +87,7 @@ TABLES = {
     "changed_clusters": (3, "event, fate, cluster"),
     "memberships": (4, "event, client, cluster"),
     "data_changes": (5, "event"),
+    "idle_times": (6, "event"),
     "endings": (5, "event"),
 }
 """Number of columns and key of each table."""
@@ -180,6 +185,13 @@ def _write_data_change(rows: Rows, number: int, event: DataChanged) -> None:
     rows["data_changes"].append((number, float(event.time), updates, event.client, step))
 
 
+def _write_idle(rows: Rows, number: int, event: ClientIdled) -> None:
+    seconds, budget = float(event.seconds), float(event.budget)
+    rows["idle_times"].append(
+        (number, float(event.time), event.client, int(event.window), seconds, budget)
+    )
+
+
 def _write_ending(rows: Rows, number: int, event: RunEnded) -> None:
     rows["endings"].append(
         (number, float(event.time), int(event.updates), event.ending.value, event.reason)
@@ -194,6 +206,7 @@ WRITERS: dict[type[Any], Callable[[Rows, int, Any], None]] = {
     Evaluated: _write_evaluation,
     ClustersChanged: _write_change,
     DataChanged: _write_data_change,
+    ClientIdled: _write_idle,
     RunEnded: _write_ending,
 }
 """How an event of each type becomes rows."""
@@ -313,6 +326,15 @@ def _read_data_changes(connection: sqlite3.Connection) -> Numbered:
         yield number, DataChanged(*values)
 
 
+def _read_idle(connection: sqlite3.Connection) -> Numbered:
+    if not columns_of(connection, "idle_times"):
+        # Format 3 has no such table.
+        return
+    query = "SELECT event, time, client, window, seconds, budget FROM idle_times"
+    for number, *values in connection.execute(query):
+        yield number, ClientIdled(*values)
+
+
 def _read_endings(connection: sqlite3.Connection) -> Numbered:
     query = "SELECT event, time, updates, reason, ending FROM endings"
     for number, time, updates, reason, ending in connection.execute(query):
@@ -326,6 +348,7 @@ READERS: tuple[Callable[[sqlite3.Connection], Numbered], ...] = (
     read_evaluations,
     _read_changes,
     _read_data_changes,
+    _read_idle,
     _read_endings,
 )
 """What reads the tables of this format, each in any order."""

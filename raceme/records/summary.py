@@ -13,7 +13,9 @@ from typing import Any, Protocol
 
 import raceme
 from raceme.protocol.events import (
+    ClientIdled,
     ClientJoined,
+    ClusterChange,
     ClustersChanged,
     Ending,
     Evaluated,
@@ -24,7 +26,8 @@ from raceme.protocol.events import (
 )
 from raceme.records.convergence import convergence_index, unrest
 from raceme.records.files import atomic_write
-from raceme.records.membership import Membership, purity
+from raceme.records.idle import IdleShares
+from raceme.records.membership import Membership, home, purity
 
 __all__ = ["Evaluation", "RunSummary", "purity", "summarise", "time_to_target", "write_summary"]
 
@@ -106,6 +109,10 @@ class RunSummary:
         Traffic of the updates applied, to the clients and from them.
     clusters : int
         Number of cluster models now.
+    moves : int
+        How often a client went to another cluster on its own, no cluster being split or merged.
+    idle : IdleShares
+        How much of windows clients spent waiting.
     membership : Membership
         Which client is in which clusters.
     reason : str or None
@@ -127,6 +134,8 @@ class RunSummary:
         self.bytes_down = 0
         self.bytes_up = 0
         self.clusters = 0
+        self.moves = 0
+        self.idle = IdleShares()
         self.membership = Membership()
         self.reason: str | None = None
         self.ending: Ending | None = None
@@ -147,6 +156,8 @@ class RunSummary:
         elif isinstance(event, RunEnded):
             # Tasks that nobody was left to answer may have been given up later than this.
             self.reason, self.ending, self.time = event.reason, event.ending, float(event.time)
+        elif isinstance(event, ClientIdled):
+            self.idle.observe(event)
         elif isinstance(event, ClustersChanged | ClientJoined):
             self._observe_clusters(event)
 
@@ -202,11 +213,13 @@ class RunSummary:
             "unrest": unrest([point.accuracy for point in self._evaluations]),
             "clusters": self.clusters,
             "cluster_sizes": {str(k): size for k, size in self.membership.sizes().items()},
+            "moves": self.moves,
             "purity": self.purity(),
             "purity_reached_at_update": self._pure_since,
             "bytes_up": self.bytes_up,
             "bytes_down": self.bytes_down,
             "rejected_updates": self.rejected,
+            **self.idle.result(),
             "versions": {
                 "raceme": raceme.__version__,
                 "flwr": _version("flwr"),
@@ -236,6 +249,13 @@ class RunSummary:
         self.best_weighted_accuracy = _better(weighted, self.best_weighted_accuracy)
 
     def _observe_clusters(self, event: ClustersChanged | ClientJoined) -> None:
+        before = self.membership.weights
+        if isinstance(event, ClustersChanged) and event.change is ClusterChange.MOVE:
+            # Weights may change without a client's main cluster becoming another.
+            self.moves += sum(
+                home(before.get(client, {})) != home(weights)
+                for client, weights in event.memberships.items()
+            )
         self.membership.observe(event)
         if isinstance(event, ClustersChanged):
             # An evaluation counts clusters too that no event has named, e.g. without members.

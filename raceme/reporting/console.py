@@ -198,6 +198,7 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         *_weighted_row(summary),
         (f"time to {target:g}" if target else "time to target", to_target),
         ("clusters", str(summary["clusters"])),
+        *_moves_row(summary),
         ("purity", _number(summary["purity"])),
         ("clients", str(summary["clients"])),
         ("updates", f"{summary['updates']} ({summary['rejected_updates']} rejected)"),
@@ -220,6 +221,13 @@ def _weighted_row(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     if (last is None and best is None) or shown == plain:
         return []
     return [("by test examples", f"{shown}, clients weighted by their test examples")]
+
+
+def _moves_row(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return how often clients moved, if any did; earlier versions did not tell it."""
+    moves = summary.get("moves")
+    times = "once" if moves == 1 else f"{moves} times"
+    return [("clients moved", f"{times}, each to another cluster on its own")] if moves else []
 
 
 def _number(value: float | None) -> str:

@@ -26,6 +26,7 @@ from raceme.reporting.fleet_tables import (
     membership,
     moves_table,
 )
+from raceme.reporting.idle_plot import idle_figure
 from raceme.reporting.page import (
     PageTable,
     Plot,
@@ -98,6 +99,7 @@ def run_page(folder: Path, links: str) -> str:
         devices=plot(devices_figure(record, clock=clock), "devices"),
         clients=clients_table(record),
         staleness=_staleness(record),
+        idle=_idle(record),
         rejections=_rejections(record),
         settings=_settings(config, keys),
         versions=versions,
@@ -199,6 +201,12 @@ def _staleness(record: RunRecord) -> Plot | None:
     if not len(record.updates.seq) or record.updates.staleness.max() == 0:
         return None
     return plot(staleness_figure({"": record}, height=1.5), "staleness")
+
+
+def _idle(record: RunRecord) -> Plot | None:
+    if not len(record.idle_times.share):
+        return None
+    return plot(idle_figure({"": record}), "idle")
 
 
 def _rejections(record: RunRecord) -> PageTable | None:

@@ -123,6 +123,7 @@ class Loop:
         """
         self._num_updates = num_updates
         self._method.clusters.report_to(self._clusters_changed)
+        self._method.report = self._observe
         ended_at = None
         try:
             if not nothing_missed:

@@ -65,6 +65,7 @@ class Method(Questions, Strategy):
         self.result = RunResult()
         self.bases = Bases()
         self.train_config = ConfigRecord()
+        self.report: events.Observer = events.ignore
         self.dispatch: Dispatch = self.policy()
         self._spec: ModelSpec | None = None
         self._now: Callable[[], float] = lambda: 0.0

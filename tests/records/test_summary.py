@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import raceme
 from raceme.protocol.events import (
+    ClientIdled,
     ClientJoined,
     ClientLeft,
     ClusterChange,
@@ -202,12 +203,39 @@ def test_the_summary_by_hand() -> None:
         "unrest": pytest.approx(0.075),
         "clusters": 2,
         "cluster_sizes": {"1": 2, "2": 2},
+        "moves": 0,
         "purity": 1.0,
         "purity_reached_at_update": 3,
         "bytes_up": 40,
         "bytes_down": 400,
         "rejected_updates": 1,
+        "idle_share_mean": None,
+        "idle_over_30_percent": None,
+        "idle_over_50_percent": None,
     }
+
+
+def test_moves_are_counted_by_client_and_only_to_another_main_cluster() -> None:
+    weights = {"a": {0: 0.6, 1: 0.4}, "b": {0: 0.4, 1: 0.6}}
+    events = [
+        *joined(a=0, b=0, c=1),
+        assigned(a=0, b=0, c=0),
+        moved(a=1, b=1),
+        split(1, {2: ("a",), 3: ("b",)}),
+        moved(a=0),
+        moved(b=0),
+        # Only b is in another cluster than before most of all.
+        ClustersChanged(1.0, 0, ClusterChange.MOVE, weights),
+    ]
+    assert summary_of(events)["moves"] == 5
+
+
+def test_shares_of_windows_that_clients_waited() -> None:
+    # Shares 0, 0.3, 0.4 and 0.9: their mean is 0.4, two are above 0.3 and one is above 0.5.
+    waited = [("a", 1, 0.0, 4.0), ("b", 1, 1.5, 5.0), ("a", 2, 2.0, 5.0), ("b", 2, 4.5, 5.0)]
+    result = summary_of([ClientIdled(9.0, *values) for values in waited])
+    assert result["idle_share_mean"] == pytest.approx(0.4)
+    assert (result["idle_over_30_percent"], result["idle_over_50_percent"]) == (0.5, 0.25)
 
 
 def test_an_empty_run_has_no_accuracy() -> None:

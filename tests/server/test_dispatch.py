@@ -20,7 +20,7 @@ from raceme.server.dispatch import (
 )
 from raceme.server.fleet import Client, Fleet
 from raceme.server.idle import Idle
-from raceme.server.method import Method
+from raceme.server.method import Applied, Method
 from raceme.server.replies import InvalidReplyError, Update
 from raceme.server.work import Task
 from raceme.simulation import Device
@@ -358,6 +358,14 @@ class Asking(FedAsync):
         return OnRequest(every(self._seconds))
 
 
+class Idling(FedAsync):
+    """FedAsync that says of every update how long its client has waited."""
+
+    def on_update(self, update: Update) -> Applied:
+        self.report(events.ClientIdled(self.now(), update.task.client, 1, 2.0, 8.0))
+        return super().on_update(update)
+
+
 class Windowed(FedAsync):
     """FedAsync in windows of 10 s, with the first two clients."""
 
@@ -375,6 +383,17 @@ def run(strategy: Method, devices: list[Device], updates: int, **plan: float) ->
 def updates_of(seen: list[events.Event]) -> list[tuple[float, str, float]]:
     return [
         (e.dispatched_at, e.client, e.time) for e in seen if isinstance(e, events.UpdateApplied)
+    ]
+
+
+def test_what_a_method_reports_comes_after_the_update_that_gave_rise_to_it() -> None:
+    seen = run(Idling(), [Device(4.0)], updates=2)
+    kinds = (events.UpdateApplied, events.ClientIdled)
+    assert [(type(e), e.time) for e in seen if isinstance(e, kinds)] == [
+        (kinds[0], 4.0),
+        (kinds[1], 4.0),
+        (kinds[0], 8.0),
+        (kinds[1], 8.0),
     ]
 
 
