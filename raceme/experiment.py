@@ -84,7 +84,9 @@ def resolve(config: RunConfig) -> RunConfig:
     config = datasets.with_defaults(config)
     source = datasets.source_of(config)
     target, stop = config.target_accuracy, config.stop_at_target
+    unlimited = config.max_rounds and config.max_updates is None
     return config.with_values(
+        max_updates=None if unlimited else config.planned_updates,
         target_accuracy=source.target_accuracy if target is None else target,
         stop_at_target=target is not None if stop is None else stop,
         eval_every=config.num_clients if config.eval_every is None else config.eval_every,
@@ -98,7 +100,7 @@ def build_strategy(config: RunConfig) -> Method:
     Raises
     ------
     UserError
-        There is no such strategy, or it works in no rounds and data are to change by them.
+        There is no such strategy, or it works in no rounds that could be counted.
     """
     method = STRATEGIES[config.strategy]
     strategy: Method = method(config.parameters(), seed=config.seed)
@@ -107,6 +109,11 @@ def build_strategy(config: RunConfig) -> Method:
         raise UserError(
             f"drift-at counts rounds, and {config.strategy} works in none: count seconds, updates "
             "or uploads."
+        )
+    if config.max_rounds and strategy.dispatch.rounds is None:
+        raise UserError(
+            f"max-rounds counts rounds or windows, and {config.strategy} works in neither: "
+            "give max-updates or max-time."
         )
     return strategy
 
@@ -299,7 +306,7 @@ def _conduct_in(
         strategy.start(
             grid,
             initial,
-            num_rounds=config.max_updates,
+            num_rounds=config.max_updates or 0,
             timeout=config.task_timeout,
             train_config=training_settings(config, report_timing=not virtual),
             plan=plan(config),
@@ -343,6 +350,8 @@ def plan(config: RunConfig) -> Plan:
         eval_every=config.eval_every or config.num_clients,
         concurrency=config.concurrency,
         drift=schedule_of(config),
+        max_rounds=config.max_rounds or None,
+        planned_updates=config.planned_updates,
     )
 
 

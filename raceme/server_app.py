@@ -34,7 +34,7 @@ def main(grid: Grid, context: Context) -> None:
     strategy = experiment.build_strategy(config)
     with (
         StopRequest() as stop,
-        RunProgress(max_updates=config.max_updates, each_update=True) as progress,
+        RunProgress(max_updates=config.planned_updates, each_update=True) as progress,
     ):
         outcome = experiment.conduct(config, strategy, grid, progress.observe, stop=stop)
     logging.getLogger("raceme").info("Results are in %s", outcome.out)

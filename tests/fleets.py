@@ -19,12 +19,16 @@ Change = Callable[[Message, int], Message]
 
 
 def pulled_app(
-    targets: Sequence[np.ndarray] | None = None, step: float = 0.5, change: Change | None = None
+    targets: Sequence[np.ndarray] | None = None,
+    step: float = 0.5,
+    change: Change | None = None,
+    test_examples: Sequence[int] | None = None,
 ) -> ClientApp:
     """An app whose clients move the model a step towards a target of their own.
 
     Its accuracy is 1 at the target and falls with the distance; without targets a client returns
-    what it was sent. Of several models it trains the one nearest to its target, and with a mask
+    what it was sent. It states five test examples, or those given. Of several models it trains the
+    one nearest to its target, and with a mask
     only what that lets it. `change` may spoil the replies to training messages.
     """
     app = ClientApp()
@@ -63,8 +67,10 @@ def pulled_app(
     def evaluate(message: Message, context: Context) -> Message:
         flat, wanted = read(message.content["arrays"]), target(context)
         distance = 0.0 if wanted is None else float(np.linalg.norm(flat - wanted))
+        partition = int(context.node_config["partition-id"])
+        examples = test_examples[partition] if test_examples else 5
         metrics = MetricRecord(
-            {"accuracy": 1 / (1 + distance), "loss": distance, "num-examples": 5}
+            {"accuracy": 1 / (1 + distance), "loss": distance, "num-examples": examples}
         )
         echo = echo_of(message.content["config"])
         return Message(RecordDict({"metrics": metrics, "config": echo}), reply_to=message)

@@ -29,6 +29,7 @@ _FREE = frozenset(
         "data-root",
         "device",
         "download",
+        "max-rounds",
         "max-time",
         "max-updates",
         "out",

@@ -18,8 +18,12 @@ def reproduce(
     name: Annotated[str, typer.Argument(help="e.g. casa-table1; without: show all")] = "",
     dataset: Annotated[
         str | None,
-        typer.Option("--dataset", help="variant, e.g. mnist or cifar10", show_default=False),
+        typer.Option("--dataset", help="e.g. mnist or cifar10", show_default=False),
     ] = None,
+    only: Annotated[
+        str,
+        typer.Option("--only", help="parts, e.g. mnist-10s,mnist-15s", show_default=False),
+    ] = "",
     methods: Annotated[
         str, typer.Option("--methods", help="only these, e.g. casa,fedavg", show_default=False)
     ] = "",
@@ -36,7 +40,7 @@ def reproduce(
             print(f"{shown}: {', '.join(variants)}")
         return
     planned = []
-    chosen = _variants(name, dataset)
+    chosen = _variants(name, dataset, only)
     for path in chosen:
         suite = load_suite(path)
         if methods:
@@ -51,21 +55,29 @@ def reproduce(
     run_suites(planned, processes)
 
 
-def _variants(name: str, dataset: str | None) -> list[Path]:
-    """Return the suites of a reproduction: one variant, or all that use the same dataset."""
+def _variants(name: str, dataset: str | None, only: str) -> list[Path]:
+    """Return the suites of a reproduction: the parts that are named, or all of one dataset."""
     from raceme.comparison.suite_file import load_suite, shipped
     from raceme.config.errors import unknown_name
 
     variants = shipped(name)
+    if only:
+        parts = [part.strip() for part in only.split(",")]
+        for part in parts:
+            if part not in variants:
+                raise unknown_name(f"part of {name}", part, variants)
+        variants = {part: variants[part] for part in parts}
+    datasets = {part: load_suite(path).dataset for part, path in variants.items()}
     if dataset is not None:
         if dataset in variants:
             return [variants[dataset]]
-        found = [path for path in variants.values() if load_suite(path).dataset == dataset]
+        found = [variants[part] for part, used in datasets.items() if used == dataset]
         if not found:
-            raise unknown_name(f"dataset of {name}", dataset, variants)
+            raise unknown_name(f"dataset of {name}", dataset, {*variants, *datasets.values()})
         return found
-    if len({load_suite(path).dataset for path in variants.values()}) > 1:
+    if len(set(datasets.values())) > 1 and not only:
         raise UserError(
-            f"{name} has several datasets: choose one with --dataset ({', '.join(variants)})."
+            f"{name} has several datasets: choose one with --dataset, or parts with --only "
+            f"({', '.join(variants)})."
         )
     return list(variants.values())

@@ -18,13 +18,13 @@ def run(keys: Mapping[str, Value]) -> None:
     are those of the earlier run.
     """
     from raceme.checkpoints import StopRequest
-    from raceme.experiment import simulate
+    from raceme.experiment import resolve, simulate
     from raceme.reporting.console import RunProgress, print_summary
 
-    settings = RunConfig.from_mapping(keys)
+    settings = resolve(RunConfig.from_mapping(keys))
 
     _quiet_flower()
-    with StopRequest() as stop, RunProgress(max_updates=settings.max_updates) as progress:
+    with StopRequest() as stop, RunProgress(max_updates=settings.planned_updates) as progress:
         outcome = simulate(settings, progress.observe, stop=stop)
     print_summary(outcome.summary, outcome.out)
     if outcome.unwritten:

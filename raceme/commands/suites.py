@@ -14,7 +14,10 @@ from rich.console import Console
 from raceme.comparison.suites import Suite
 from raceme.config.errors import UserError
 
-SHARED = ("data-root", "download", "clients", "devices", "max-updates", "max-time", "eval-every")
+SHARED = (
+    *("data-root", "download", "clients", "devices"),
+    *("max-updates", "max-rounds", "max-time", "eval-every"),
+)
 """Keys of a run that the help of both commands shows."""
 
 Out = Annotated[

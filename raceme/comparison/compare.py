@@ -20,6 +20,7 @@ from raceme.comparison.runner import run_jobs
 from raceme.comparison.suites import Suite
 from raceme.config.errors import UserError
 from raceme.records.files import atomic_write
+from raceme.reporting.idle_plot import idle_figure
 from raceme.reporting.plots import comparison_figure
 from raceme.reporting.staleness import staleness_figure
 from raceme.reporting.style import save_figure
@@ -100,7 +101,7 @@ def compare(plan: Plan, processes: int, console: Console) -> Comparison:
         The folder cannot be written.
     """
     finished, half = survey(plan.every)
-    done, timing = set(finished), plan.suite.timing
+    done, compared = set(finished), (plan.suite.timing, plan.suite.score)
     _make_folder(plan.out)
     certain = [*plan.plain, *plan.trials]
     with SuiteProgress(len(certain), len(done & set(certain)), console) as progress:
@@ -115,7 +116,7 @@ def compare(plan: Plan, processes: int, console: Console) -> Comparison:
         done |= set(certain)
         tried = {
             method.label: [
-                gather(point, method.label, plan.trials, errors, timing)
+                gather(point, method.label, plan.trials, errors, *compared)
                 for point in method.variants()
             ]
             for method in plan.suite.methods
@@ -127,7 +128,9 @@ def compare(plan: Plan, processes: int, console: Console) -> Comparison:
         errors |= run(further)
     jobs = [*plan.plain, *further]
     results = [
-        gather(chosen.get(method.label, method.variants()[0]), method.label, jobs, errors, timing)
+        gather(
+            chosen.get(method.label, method.variants()[0]), method.label, jobs, errors, *compared
+        )
         for method in plan.suite.methods
     ]
     sweeps = {label: tuple(points) for label, points in tried.items()}
@@ -160,6 +163,8 @@ def write(comparison: Comparison, out: Path) -> None:
             records, target=comparison.target, title=title
         )
         plots["staleness.png"] = lambda: staleness_figure(records)
+    if any(len(record.idle_times.share) for record in records.values()):
+        plots["idle.png"] = lambda: idle_figure(records)
     for name, draw in plots.items():
         try:
             save_figure(draw(), out / name)

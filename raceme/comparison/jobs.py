@@ -88,7 +88,7 @@ class Job:
             return summary["ending"] in {ending.value for ending in Ending if ending.is_complete}
         # The summaries of earlier versions tell only in words how a run ended.
         updates, time = summary.get("updates", 0), summary.get("virtual_time", 0.0)
-        return bool(updates >= self.config.max_updates or 0 < self.config.max_time <= time)
+        return bool(updates >= self.config.planned_updates or 0 < self.config.max_time <= time)
 
 
 def make_jobs(
@@ -140,7 +140,7 @@ def check(jobs: Iterable[Job]) -> None:
         try:
             build_strategy(config)
             # All that a run is made of, but for its strategy.
-            keys = config.with_values(max_updates=1, out="").to_mapping().items()
+            keys = config.with_values(max_updates=1, max_rounds=0, out="").to_mapping().items()
             shared = str([item for item in keys if item[0] != "strategy" and "." not in item[0]])
             if (job.seed, shared) not in dealt:
                 dealt.add((job.seed, shared))

@@ -8,8 +8,9 @@ from pathlib import Path
 from raceme.comparison import figures, table
 from raceme.comparison.read import read_comparison, read_first_runs
 from raceme.comparison.results import Comparison, Result
-from raceme.comparison.suites import Timing, described
+from raceme.comparison.suites import Score, Timing, described
 from raceme.records.record import RunRecord
+from raceme.reporting.idle_plot import idle_figure
 from raceme.reporting.page import PageTable, Plot, Tile, number, plot, render, versions_table
 from raceme.reporting.plots import comparison_figure
 from raceme.reporting.staleness import staleness_figure
@@ -75,6 +76,8 @@ def _plots(comparison: Comparison, records: Mapping[str, RunRecord]) -> list[Plo
     plots.append(plot(figures.purity_figure(comparison), "purity"))
     if records:
         plots.append(plot(staleness_figure(records), "staleness"))
+    if any(len(record.idle_times.share) for record in records.values()):
+        plots.append(plot(idle_figure(records), "idle"))
     return plots
 
 
@@ -112,12 +115,14 @@ def _arrives(result: Result) -> bool:
 
 
 def _runs_table(comparison: Comparison) -> PageTable:
+    weighted = comparison.suite.score is Score.BEST_WEIGHTED
     rows = tuple(
         (
             result.method.label,
             str(run.seed),
             number(run.summary.get("accuracy"), 4),
             number(run.summary.get("best_accuracy"), 4),
+            *([number(run.accuracy, 4)] if weighted else []),
             number(run.time, 1),
             number(run.summary.get("clusters")),
             number(run.summary.get("purity"), 2),
@@ -130,7 +135,9 @@ def _runs_table(comparison: Comparison) -> PageTable:
     )
     timing = comparison.suite.timing
     heads = (
-        *("method", "seed", "accuracy", "best", f"time to\n{timing} (s)", "clusters", "purity"),
+        *("method", "seed", "accuracy", "best"),
+        *(["best by test\nexamples"] if weighted else []),
+        *(f"time to\n{timing} (s)", "clusters", "purity"),
         *("updates", "virtual\ntime (s)", "wall\ntime (s)"),
     )
     return PageTable(f"All {len(rows)} runs", heads, rows)

@@ -66,7 +66,7 @@ class SuiteProgress:
         """Show that a run started, how far it is, or how it ended."""
         if news is None:
             self._lines[job] = self._bars.add_task(
-                job.name, total=job.config.max_updates, state="starting"
+                job.name, total=job.config.planned_updates, state="starting"
             )
         elif isinstance(news, Progress):
             accuracy = "" if news.accuracy is None else f", accuracy {news.accuracy:.3f}"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from raceme.comparison.results import Comparison, Result, Run
-from raceme.comparison.suites import NEVER, Method, Published, Suite, Timing
+from raceme.comparison.suites import NEVER, Method, Published, Score, Suite, Timing
 from raceme.config.errors import UserError
 from raceme.records.record import RunRecord, read_run
 
@@ -30,7 +30,8 @@ def read_comparison(folder: Path) -> Comparison:
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
         timing = Timing(tree.get("timing", Timing.TARGET))
-        results = tuple(_result(entry, timing) for entry in tree["methods"])
+        score = Score(tree.get("score", Score.FINAL))
+        results = tuple(_result(entry, timing, score) for entry in tree["methods"])
         suite = Suite(
             title=str(tree["title"]),
             methods=tuple(
@@ -42,13 +43,14 @@ def read_comparison(folder: Path) -> Comparison:
             sweep_scale=float(tree.get("sweep-scale", 1.0)),
             validation_fraction=tree.get("validation-fraction"),
             timing=timing,
+            score=score,
             shows_unrest=bool(tree.get("shows-unrest", False)),
             reference=tree["reference"],
             notes=tuple(str(note) for note in tree.get("notes", [])),
             scale=float(tree["scale"]),
         )
         sweeps = {
-            str(label): tuple(_result(entry, timing) for entry in entries)
+            str(label): tuple(_result(entry, timing, score) for entry in entries)
             for label, entries in tree.get("sweeps", {}).items()
         }
     except OSError as error:
@@ -79,7 +81,7 @@ def read_first_runs(folder: Path, comparison: Comparison) -> tuple[dict[str, Run
     return records, missing
 
 
-def _result(entry: Mapping[str, Any], timing: Timing) -> Result:
+def _result(entry: Mapping[str, Any], timing: Timing, score: Score) -> Result:
     method = Method(
         label=str(entry.get("variant", entry["label"])),
         strategy=str(entry["strategy"]),
@@ -89,10 +91,10 @@ def _result(entry: Mapping[str, Any], timing: Timing) -> Result:
     runs = []
     for summary in entry["runs"]:
         # Numbers that tables calculate with.
-        for name in ("accuracy", "purity", "updates", "virtual_time"):
+        for name in ("accuracy", "purity", "updates", "virtual_time", score.key):
             if not isinstance(summary[name], int | float | None):
                 raise ValueError(f"{name} is {summary[name]!r}")
-        runs.append(Run(int(summary["seed"]), str(summary["folder"]), summary, timing))
+        runs.append(Run(int(summary["seed"]), str(summary["folder"]), summary, timing, score))
     errors = {int(seed): str(error) for seed, error in entry["errors"].items()}
     return Result(method, str(entry["label"]), tuple(runs), errors)
 

@@ -11,7 +11,7 @@ import numpy as np
 from scipy.stats import kendalltau
 
 from raceme.comparison.jobs import Job
-from raceme.comparison.suites import Method, Published, Suite, Timing
+from raceme.comparison.suites import Method, Published, Score, Suite, Timing
 
 
 @dataclass(frozen=True)
@@ -57,12 +57,21 @@ class Run:
         The content of its ``summary.json``.
     timing : Timing
         Which of its times is compared.
+    score : Score
+        Which of its accuracies is compared.
     """
 
     seed: int
     folder: str
     summary: Mapping[str, Any]
     timing: Timing = Timing.TARGET
+    score: Score = Score.FINAL
+
+    @property
+    def accuracy(self) -> float | None:
+        """The accuracy that is compared; None if the run has none."""
+        found = self.summary.get(self.score.key)
+        return None if found is None else float(found)
 
     @property
     def time(self) -> float | None:
@@ -94,8 +103,8 @@ class Result:
 
     @property
     def accuracy(self) -> Spread:
-        """Mean client accuracy at the end of the runs."""
-        return Spread.over([run.summary["accuracy"] for run in self.runs])
+        """The accuracy of the runs that is compared: by default the clients' mean at the end."""
+        return Spread.over([run.accuracy for run in self.runs])
 
     @property
     def published(self) -> Published | None:
@@ -224,6 +233,7 @@ def gather(
     jobs: Sequence[Job],
     errors: Mapping[Job, str],
     timing: Timing = Timing.TARGET,
+    score: Score = Score.FINAL,
 ) -> Result:
     """Read what those of the runs that are a method's have left.
 
@@ -239,6 +249,8 @@ def gather(
         Why runs failed.
     timing : Timing
         Which of their times is compared.
+    score : Score
+        Which of their accuracies is compared.
     """
     runs, failed = [], {}
     for job in jobs:
@@ -249,7 +261,7 @@ def gather(
             failed[job.seed] = errors.get(job, "not run")
         else:
             folder = "/".join(job.folder.parts[-2:])
-            runs.append(Run(job.seed, folder, summary, timing))
+            runs.append(Run(job.seed, folder, summary, timing, score))
     return Result(method, label, tuple(runs), failed)
 
 

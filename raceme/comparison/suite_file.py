@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 import tomllib
 from collections.abc import Mapping, Sequence
+from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from raceme.comparison.suites import (
     NEVER,
     VALIDATION,
     Method,
     Published,
+    Score,
     Suite,
     Timing,
     grid,
@@ -29,9 +31,11 @@ _SUITE_KEYS = (
     "seeds",
     "async-updates",
     "sync-updates",
+    "rounds",
     "sweep-scale",
     "validation-fraction",
     "timing",
+    "score",
     "shows-unrest",
     "reference",
     "notes",
@@ -40,6 +44,8 @@ _SUITE_KEYS = (
 )
 _METHOD_KEYS = ("strategy", "options", "sweep", "published")
 _NUMBERS = ("accuracy", "time")
+
+_Choice = TypeVar("_Choice", bound=StrEnum)
 
 
 def load_suite(path: Path) -> Suite:
@@ -59,11 +65,13 @@ def load_suite(path: Path) -> Suite:
         seeds=_seeds(path, tree.get("seeds", [0])),
         async_updates=_count(path, "async-updates", tree.get("async-updates")),
         sync_updates=_count(path, "sync-updates", tree.get("sync-updates")),
+        rounds=_count(path, "rounds", tree.get("rounds")),
         sweep_scale=_share(path, "sweep-scale", tree.get("sweep-scale", 1.0)),
         validation_fraction=_share(
             path, "validation-fraction", tree.get("validation-fraction", VALIDATION)
         ),
-        timing=_timing(path, tree.get("timing", Timing.TARGET)),
+        timing=_choice(path, "timing", Timing, tree.get("timing", Timing.TARGET)),
+        score=_choice(path, "score", Score, tree.get("score", Score.FINAL)),
         shows_unrest=_flag(path, "shows-unrest", tree.get("shows-unrest", False)),
         reference=tree.get("reference"),
         notes=tuple(str(note) for note in tree.get("notes", [])),
@@ -221,8 +229,8 @@ def _flag(path: Path, name: str, value: Any) -> bool:
     return value
 
 
-def _timing(path: Path, value: Any) -> Timing:
+def _choice(path: Path, name: str, kind: type[_Choice], value: Any) -> _Choice:
     try:
-        return Timing(value)
+        return kind(value)
     except ValueError:
-        raise unknown_name(f"timing of the suite {path}", str(value), list(Timing)) from None
+        raise unknown_name(f"{name} of the suite {path}", str(value), list(kind)) from None

@@ -29,6 +29,7 @@ _OWN_KEYS = {
     "strategy": "name strategies under [methods]",
     "seed": "give seeds = [0, 1, 2]",
     "out": "give --out",
+    "max-rounds": "a suite has rounds beside them, for the methods that work in rounds",
     "validation-fraction": "a suite has it beside them, for the trials of its sweeps",
 }
 
@@ -40,6 +41,20 @@ class Timing(StrEnum):
     """The first evaluation at or above the target accuracy."""
     CONVERGENCE = "convergence"
     """When the accuracy last comes within a point of its final value."""
+
+
+class Score(StrEnum):
+    """Which accuracy of a run is compared."""
+
+    FINAL = "final"
+    """The mean over the clients at the end."""
+    BEST_WEIGHTED = "best-weighted"
+    """The best evaluation of the run, clients weighted by their numbers of test examples."""
+
+    @property
+    def key(self) -> str:
+        """The key of a summary that has it."""
+        return "accuracy" if self is Score.FINAL else "best_weighted_accuracy"
 
 
 @dataclass(frozen=True)
@@ -133,6 +148,11 @@ class Method:
         """Whether it acts on every update at once, not on rounds of them."""
         return not getattr(STRATEGIES[self.strategy].parameters_type, "in_rounds", False)
 
+    @cached_property
+    def has_rounds(self) -> bool:
+        """Whether it works in rounds or windows that can be counted."""
+        return STRATEGIES[self.strategy]().dispatch.rounds is not None
+
 
 @dataclass(frozen=True)
 class Suite:
@@ -150,6 +170,9 @@ class Suite:
         Every method runs once with each.
     async_updates, sync_updates : int or None
         Client updates of an asynchronous and of a round-based method; None: ``max-updates``.
+    rounds : int or None
+        Rounds or windows of the methods that have them, whatever number of updates these bring;
+        the other methods have their updates.
     sweep_scale : float
         By how much the runs are shortened that try the points of a sweep.
     validation_fraction : float or None
@@ -158,6 +181,8 @@ class Suite:
         versions, whose points were chosen on test samples.
     timing : Timing
         Which time of the runs is compared.
+    score : Score
+        Which accuracy of the runs is shown, ranked, and compared with the published one.
     shows_unrest : bool
         Whether the table tells how far the accuracy falls back on its way.
     reference : str or None
@@ -174,9 +199,11 @@ class Suite:
     seeds: tuple[int, ...] = (0,)
     async_updates: int | None = None
     sync_updates: int | None = None
+    rounds: int | None = None
     sweep_scale: float = 1.0
     validation_fraction: float | None = VALIDATION
     timing: Timing = Timing.TARGET
+    score: Score = Score.FINAL
     shows_unrest: bool = False
     reference: str | None = None
     notes: tuple[str, ...] = ()
@@ -192,6 +219,8 @@ class Suite:
         share = self.validation_fraction
         if share is not None and not 0 < share < 1:
             raise UserError(f"validation-fraction must be above 0 and below 1, got {share:g}.")
+        if self.rounds is not None and self.sync_updates is not None:
+            raise UserError("rounds and sync-updates exclude each other: give one of them.")
         labels = [method.label for method in self.methods]
         every = [variant.label for method in self.methods for variant in method.variants()]
         for names in (labels, [slug(label) for label in every]):
@@ -221,7 +250,9 @@ class Suite:
             raise UserError("In a comparison the target is recorded: leave stop-at-target out.")
         keys |= {f"{method.strategy}.{name}": value for name, value in method.options.items()}
         updates = self.async_updates if method.asynchronous else self.sync_updates
-        if updates is not None:
+        if self.rounds is not None and method.has_rounds:
+            keys |= {"max-rounds": self.rounds, "max-updates": "auto"}
+        elif updates is not None:
             keys["max-updates"] = updates
         keys |= {"strategy": method.strategy, "seed": seed, "stop-at-target": False}
         if "workers" in _config_keys():
@@ -255,7 +286,9 @@ class Suite:
         return replace(self, scale=self.scale * scale)
 
     def with_settings(self, settings: Mapping[str, Value]) -> Suite:
-        """Return the suite with some settings replaced; ``max-updates`` is then for all methods.
+        """Return the suite with some settings replaced.
+
+        ``max-updates`` is then for all methods, ``max-rounds`` for all that have rounds.
 
         Raises
         ------
@@ -273,10 +306,25 @@ class Suite:
                     f"{name} is read by strategy {strategy}; this comparison has "
                     f"{', '.join(sorted(compared))}."
                 )
-        suite = replace(self, settings={**self.settings, **settings})
+        shared = {name: value for name, value in settings.items() if name != "max-rounds"}
+        suite = replace(self, settings={**self.settings, **shared})
         if "max-updates" in settings:
-            suite = replace(suite, async_updates=None, sync_updates=None)
+            suite = replace(suite, async_updates=None, sync_updates=None, rounds=None)
+        if "max-rounds" in settings:
+            suite = suite._with_rounds(settings["max-rounds"])
         return suite
+
+    def _with_rounds(self, value: Value) -> Suite:
+        """Return the suite with so many rounds for the methods that have rounds."""
+        rounds = check_key("max-rounds", value)[1]
+        if not rounds:
+            return replace(self, rounds=None)
+        if not any(method.has_rounds for method in self.methods):
+            raise UserError(
+                "max-rounds counts rounds or windows, and no method of this comparison works in "
+                "them: give max-updates or max-time."
+            )
+        return replace(self, rounds=rounds, sync_updates=None)
 
     def only(self, labels: Sequence[str]) -> Suite:
         """Return the suite with some of its methods.
@@ -339,8 +387,13 @@ def _shortened(config: RunConfig, scale: float) -> RunConfig:
     # At least one round of every client, or there would be nothing to evaluate.
     from raceme.experiment import resolve
 
-    least = min(resolve(config).num_clients, config.max_updates)
+    resolved = resolve(config)
+    updates = resolved.max_updates
+    if updates is not None:
+        updates = max(min(resolved.num_clients, updates), round(updates * scale))
+    rounds = resolved.max_rounds
     return config.with_values(
-        max_updates=max(least, round(config.max_updates * scale)),
+        max_updates=updates,
+        max_rounds=max(1, round(rounds * scale)) if rounds else 0,
         max_time=config.max_time * scale,
     )

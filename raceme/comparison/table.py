@@ -15,7 +15,7 @@ from rich.table import Table
 
 import raceme
 from raceme.comparison.results import Comparison, Result, Spread
-from raceme.comparison.suites import NEVER, Timing, described
+from raceme.comparison.suites import NEVER, Score, Timing, described
 from raceme.records.convergence import WITHIN
 
 UNKNOWN = "-"
@@ -23,6 +23,8 @@ UNKNOWN = "-"
 _CSV = (
     "accuracy",
     "best_accuracy",
+    "weighted_accuracy",
+    "best_weighted_accuracy",
     "purity",
     "clusters",
     "updates",
@@ -108,6 +110,8 @@ def main_table(comparison: Comparison) -> Text:
     of = f", target {target:.1%}" if target is not None else ""
     if suite.timing is Timing.CONVERGENCE:
         of = ", time to convergence"
+    if suite.score is Score.BEST_WEIGHTED:
+        of += ", best accuracy by test examples"
     seeds = f"{len(suite.seeds)} seeds" if len(suite.seeds) > 1 else f"seed {suite.seeds[0]}"
     return Text(f"{suite.title} ({seeds}{of})", columns, rows, _lines(comparison))
 
@@ -169,6 +173,7 @@ def to_json(comparison: Comparison) -> str:
         "sweep-scale": suite.sweep_scale,
         "validation-fraction": suite.validation_fraction,
         "timing": suite.timing.value,
+        "score": suite.score.value,
         "shows-unrest": suite.shows_unrest,
         "target": comparison.target,
         "reference": suite.reference,
@@ -243,6 +248,11 @@ def _lines(comparison: Comparison) -> tuple[str, ...]:
         if suite.reference is not None:
             what = _TO_CONVERGENCE if suite.timing is Timing.CONVERGENCE else _TO_TARGET
             lines.append(f"× {suite.reference}: {what} over its time.")
+    if suite.score is Score.BEST_WEIGHTED:
+        lines.append(
+            "Accuracy: the best evaluation of a run, the mean over the clients weighted by their "
+            "numbers of test examples."
+        )
     if suite.timing is Timing.CONVERGENCE:
         lines.append(
             f"Time to convergence: when the accuracy last comes within {100 * WITHIN:g} point of "

@@ -44,6 +44,8 @@ __all__ = [
 ]
 
 _MOMENTUM = 0.9
+_MAX_UPDATES = 500
+"""Client updates of a run for which neither max-updates nor max-rounds is given."""
 
 _Options = TypeVar("_Options")
 
@@ -95,7 +97,14 @@ class RunConfig:
         "slow30x5",
         "device profile, TOML file with one, or trace:FOLDER of a run; see `raceme list`",
     )
-    max_updates: int = option(500, "stop after so many client updates", low=1)
+    max_updates: int | None = option(
+        None,
+        f"stop after so many client updates (auto: {_MAX_UPDATES}, or no limit with max-rounds)",
+        low=1,
+    )
+    max_rounds: int = option(
+        0, "stop after so many rounds or windows of a round-based method (0: no limit)", low=0
+    )
     max_time: float = option(0.0, "stop at this time (0: no limit)", unit=SECONDS, low=0)
     target_accuracy: float | None = option(
         None, "stop at this mean client accuracy", above=0, high=1
@@ -218,6 +227,20 @@ class RunConfig:
         """Number of clients of a configuration that has been filled in."""
         assert self.clients is not None, "raceme.datasets.with_clients fills it in"
         return self.clients
+
+    @property
+    def planned_updates(self) -> int:
+        """Client updates after which the run ends; with max-rounds about as many as these bring.
+
+        A method in rounds says in its parameters how many clients take part in one, by
+        ``participants(clients)``; without it all clients are counted, once each.
+        """
+        if self.max_updates is not None:
+            return self.max_updates
+        if not self.max_rounds:
+            return _MAX_UPDATES
+        participants = getattr(self.parameters(), "participants", int)
+        return self.max_rounds * int(participants(self.num_clients))
 
     def with_values(self, **values: Any) -> RunConfig:
         """Return a copy with other values, by attribute name.

@@ -123,6 +123,9 @@ class Evaluated:
     steps : Mapping[str, int]
         Client id to the step of the data that it was tested on, for the clients that answered;
         those at step 0 are left out.
+    weighted_accuracy : float
+        Mean over the clients that answered, weighted by their numbers of test examples; NaN where
+        one of them does not state its number.
     """
 
     time: float
@@ -133,6 +136,7 @@ class Evaluated:
     per_client: Mapping[str, tuple[int, float, float]] = field(default_factory=dict)
     asked: int = 0
     steps: Mapping[str, int] = field(default_factory=dict)
+    weighted_accuracy: float = math.nan
 
     @property
     def answered(self) -> int:
@@ -212,6 +216,35 @@ class DataChanged:
     step: int
 
 
+@dataclass(frozen=True)
+class ClientIdled:
+    """A window of time is over, in which a client had to wait for others.
+
+    Reported by methods in windows, for every client that took part; one that never waited has 0
+    seconds.
+
+    Attributes
+    ----------
+    window : int
+        Number of the window, from 1.
+    seconds : float
+        How long the client waited in it for others, in all.
+    budget : float
+        Length of the window in seconds.
+    """
+
+    time: float
+    client: str
+    window: int
+    seconds: float
+    budget: float
+
+    @property
+    def share(self) -> float:
+        """Share of the window that was spent waiting."""
+        return self.seconds / self.budget
+
+
 class Ending(StrEnum):
     """Why a run ended."""
 
@@ -258,6 +291,7 @@ Event = (
     | Evaluated
     | ClustersChanged
     | DataChanged
+    | ClientIdled
     | RunEnded
 )
 Observer = Callable[[Event], None]

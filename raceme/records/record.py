@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raceme.protocol.events import (
+    ClientIdled,
     ClientJoined,
     ClientLeft,
     ClusterChange,
@@ -71,6 +72,7 @@ class Evaluations:
     time: Floats
     updates: Integers
     accuracy: Floats
+    weighted_accuracy: Floats
     loss: Floats
     clusters: Integers
     asked: Integers
@@ -94,6 +96,18 @@ class ClientEvaluations:
     accuracy: Floats
     loss: Floats
     step: Integers
+
+
+@dataclass(frozen=True)
+class IdleTimes:
+    """How long clients waited in windows; see :class:`raceme.protocol.events.ClientIdled`."""
+
+    time: Floats
+    client: Texts
+    window: Integers
+    seconds: Floats
+    budget: Floats
+    share: Floats
 
 
 @dataclass(frozen=True)
@@ -129,6 +143,8 @@ class RunRecord:
         Every change of a client's clusters, its first ones included, in the order of events.
     data_changes : tuple of DataChanged
         When clients' data moved on to another step.
+    idle_times : IdleTimes
+        How long clients waited in windows, of methods that report it.
     end : float
         When the run ended in seconds; the time of the last event if it was killed.
     reason : str or None
@@ -145,6 +161,7 @@ class RunRecord:
     changes: tuple[ClustersChanged, ...]
     placements: tuple[Placement, ...]
     data_changes: tuple[DataChanged, ...]
+    idle_times: IdleTimes
     end: float
     reason: str | None
     ending: Ending | None
@@ -167,6 +184,7 @@ class RunRecord:
             changes=tuple(event for event in listed if isinstance(event, ClustersChanged)),
             placements=tuple(placed for event in listed for placed in membership.observe(event)),
             data_changes=tuple(event for event in listed if isinstance(event, DataChanged)),
+            idle_times=_columns(IdleTimes, [e for e in listed if isinstance(e, ClientIdled)]),
             end=last,
             reason=endings[-1].reason if endings else None,
             ending=endings[-1].ending if endings else None,

@@ -18,7 +18,15 @@ from types import TracebackType
 from raceme.config.errors import UserError
 from raceme.protocol.events import Evaluated, Event, RunEnded
 from raceme.records import old_stores
-from raceme.records.store_tables import FORMAT, READERS, SCHEMA, TABLES, WRITERS, Rows
+from raceme.records.store_tables import (
+    FORMAT,
+    READ_ALIKE,
+    READERS,
+    SCHEMA,
+    TABLES,
+    WRITERS,
+    Rows,
+)
 
 FILE_NAME = "run.sqlite"
 
@@ -134,7 +142,7 @@ def read_events(path: Path) -> list[Event]:
         raise UserError(f"There is no run store {file}; expected a folder that `raceme run` wrote.")
     with contextlib.closing(_open(file)) as connection:
         connection.execute("PRAGMA query_only = ON")
-        stored = _check_format(connection, file, (*old_stores.FORMATS, FORMAT))
+        stored = _check_format(connection, file, (*old_stores.FORMATS, *READ_ALIKE))
         try:
             if stored in old_stores.FORMATS:
                 return old_stores.read_old_events(connection)

@@ -10,6 +10,7 @@ from dataclasses import fields
 from typing import Any
 
 from raceme.protocol.events import (
+    ClientIdled,
     ClientJoined,
     ClientLeft,
     ClusterChange,
@@ -23,8 +24,11 @@ from raceme.protocol.events import (
     UpdateRejected,
 )
 
-FORMAT = 3
-"""Formats 1 and 2 are those of :mod:`raceme.records.old_stores`."""
+FORMAT = 4
+"""Format 3 has less, and is read alike; 1 and 2 are those of :mod:`raceme.records.old_stores`."""
+
+READ_ALIKE = (3, FORMAT)
+"""Formats that the readers of this module read."""
 
 SCHEMA = """
 CREATE TABLE client_events (
@@ -46,7 +50,7 @@ CREATE TABLE rejections (
 CREATE TABLE evaluations (
     event INTEGER PRIMARY KEY, updates INTEGER NOT NULL, time REAL NOT NULL,
     accuracy REAL, loss REAL, clusters INTEGER NOT NULL,
-    asked INTEGER NOT NULL, answered INTEGER NOT NULL);
+    asked INTEGER NOT NULL, answered INTEGER NOT NULL, weighted_accuracy REAL);
 CREATE TABLE client_evaluations (
     event INTEGER NOT NULL REFERENCES evaluations, updates INTEGER NOT NULL, client TEXT NOT NULL,
     cluster INTEGER NOT NULL, accuracy REAL, loss REAL, step INTEGER NOT NULL,
@@ -65,6 +69,9 @@ CREATE TABLE memberships (
 CREATE TABLE data_changes (
     event INTEGER PRIMARY KEY, time REAL NOT NULL, updates INTEGER NOT NULL,
     client TEXT, step INTEGER NOT NULL);
+CREATE TABLE idle_times (
+    event INTEGER PRIMARY KEY, time REAL NOT NULL, client TEXT NOT NULL, window INTEGER NOT NULL,
+    seconds REAL NOT NULL, budget REAL NOT NULL);
 CREATE TABLE endings (
     event INTEGER PRIMARY KEY, time REAL NOT NULL, updates INTEGER NOT NULL,
     ending TEXT NOT NULL, reason TEXT NOT NULL);
@@ -74,12 +81,13 @@ TABLES = {
     "client_events": (6, "event"),
     "updates": (15, "event"),
     "rejections": (5, "event"),
-    "evaluations": (8, "event"),
+    "evaluations": (9, "event"),
     "client_evaluations": (7, "event, client"),
     "cluster_changes": (6, "event"),
     "changed_clusters": (3, "event, fate, cluster"),
     "memberships": (4, "event, client, cluster"),
     "data_changes": (5, "event"),
+    "idle_times": (6, "event"),
     "endings": (5, "event"),
 }
 """Number of columns and key of each table."""
@@ -141,6 +149,7 @@ def _write_evaluation(rows: Rows, number: int, event: Evaluated) -> None:
             int(event.clusters),
             int(event.asked),
             event.answered,
+            float(event.weighted_accuracy),
         )
     )
     rows["client_evaluations"].extend(
@@ -176,6 +185,13 @@ def _write_data_change(rows: Rows, number: int, event: DataChanged) -> None:
     rows["data_changes"].append((number, float(event.time), updates, event.client, step))
 
 
+def _write_idle(rows: Rows, number: int, event: ClientIdled) -> None:
+    seconds, budget = float(event.seconds), float(event.budget)
+    rows["idle_times"].append(
+        (number, float(event.time), event.client, int(event.window), seconds, budget)
+    )
+
+
 def _write_ending(rows: Rows, number: int, event: RunEnded) -> None:
     rows["endings"].append(
         (number, float(event.time), int(event.updates), event.ending.value, event.reason)
@@ -190,6 +206,7 @@ WRITERS: dict[type[Any], Callable[[Rows, int, Any], None]] = {
     Evaluated: _write_evaluation,
     ClustersChanged: _write_change,
     DataChanged: _write_data_change,
+    ClientIdled: _write_idle,
     RunEnded: _write_ending,
 }
 """How an event of each type becomes rows."""
@@ -249,9 +266,17 @@ def read_evaluations(connection: sqlite3.Connection) -> Numbered:
         per_client[number][client] = (cluster, number_of(accuracy), number_of(loss))
         if step:
             steps[number][client] = step
-    asked_of = "asked" if "asked" in columns_of(connection, "evaluations") else "NULL"
-    query = f"SELECT event, time, updates, accuracy, loss, clusters, {asked_of} FROM evaluations"
-    for number, time, updates, accuracy, loss, clusters, asked in connection.execute(query):
+    stored = columns_of(connection, "evaluations")
+    asked_of, weighted_of = (
+        name if name in stored else "NULL" for name in ("asked", "weighted_accuracy")
+    )
+    query = (
+        "SELECT event, time, updates, accuracy, loss, clusters, "
+        f"{asked_of}, {weighted_of} FROM evaluations"
+    )
+    for number, time, updates, accuracy, loss, clusters, asked, weighted in connection.execute(
+        query
+    ):
         scores = per_client.get(number, {})
         yield (
             number,
@@ -264,6 +289,7 @@ def read_evaluations(connection: sqlite3.Connection) -> Numbered:
                 scores,
                 len(scores) if asked is None else asked,
                 steps.get(number, {}),
+                number_of(weighted),
             ),
         )
 
@@ -300,6 +326,15 @@ def _read_data_changes(connection: sqlite3.Connection) -> Numbered:
         yield number, DataChanged(*values)
 
 
+def _read_idle(connection: sqlite3.Connection) -> Numbered:
+    if not columns_of(connection, "idle_times"):
+        # Format 3 has no such table.
+        return
+    query = "SELECT event, time, client, window, seconds, budget FROM idle_times"
+    for number, *values in connection.execute(query):
+        yield number, ClientIdled(*values)
+
+
 def _read_endings(connection: sqlite3.Connection) -> Numbered:
     query = "SELECT event, time, updates, reason, ending FROM endings"
     for number, time, updates, reason, ending in connection.execute(query):
@@ -313,6 +348,7 @@ READERS: tuple[Callable[[sqlite3.Connection], Numbered], ...] = (
     read_evaluations,
     _read_changes,
     _read_data_changes,
+    _read_idle,
     _read_endings,
 )
 """What reads the tables of this format, each in any order."""

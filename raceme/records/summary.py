@@ -13,7 +13,9 @@ from typing import Any, Protocol
 
 import raceme
 from raceme.protocol.events import (
+    ClientIdled,
     ClientJoined,
+    ClusterChange,
     ClustersChanged,
     Ending,
     Evaluated,
@@ -24,7 +26,8 @@ from raceme.protocol.events import (
 )
 from raceme.records.convergence import convergence_index, unrest
 from raceme.records.files import atomic_write
-from raceme.records.membership import Membership, purity
+from raceme.records.idle import IdleShares
+from raceme.records.membership import Membership, home, purity
 
 __all__ = ["Evaluation", "RunSummary", "purity", "summarise", "time_to_target", "write_summary"]
 
@@ -98,12 +101,18 @@ class RunSummary:
     accuracy, best_accuracy : float or None
         Mean client accuracy of the latest evaluation, and of the best one that counts; None
         before the first.
+    weighted_accuracy, best_weighted_accuracy : float or None
+        The same, weighted by the clients' numbers of test examples.
     asked, answered : int or None
         Clients that were asked in the latest evaluation, and of them those that answered.
     bytes_down, bytes_up : int
         Traffic of the updates applied, to the clients and from them.
     clusters : int
         Number of cluster models now.
+    moves : int
+        How often a client went to another cluster on its own, no cluster being split or merged.
+    idle : IdleShares
+        How much of windows clients spent waiting.
     membership : Membership
         Which client is in which clusters.
     reason : str or None
@@ -118,11 +127,15 @@ class RunSummary:
         self.rejected = 0
         self.accuracy: float | None = None
         self.best_accuracy: float | None = None
+        self.weighted_accuracy: float | None = None
+        self.best_weighted_accuracy: float | None = None
         self.asked: int | None = None
         self.answered: int | None = None
         self.bytes_down = 0
         self.bytes_up = 0
         self.clusters = 0
+        self.moves = 0
+        self.idle = IdleShares()
         self.membership = Membership()
         self.reason: str | None = None
         self.ending: Ending | None = None
@@ -143,6 +156,8 @@ class RunSummary:
         elif isinstance(event, RunEnded):
             # Tasks that nobody was left to answer may have been given up later than this.
             self.reason, self.ending, self.time = event.reason, event.ending, float(event.time)
+        elif isinstance(event, ClientIdled):
+            self.idle.observe(event)
         elif isinstance(event, ClustersChanged | ClientJoined):
             self._observe_clusters(event)
 
@@ -188,6 +203,8 @@ class RunSummary:
             "updates_per_second": rate,
             "accuracy": _finite(self.accuracy),
             "best_accuracy": _finite(self.best_accuracy),
+            "weighted_accuracy": _finite(self.weighted_accuracy),
+            "best_weighted_accuracy": _finite(self.best_weighted_accuracy),
             "clients_asked": self.asked,
             "clients_answered": self.answered,
             "target": target,
@@ -196,11 +213,13 @@ class RunSummary:
             "unrest": unrest([point.accuracy for point in self._evaluations]),
             "clusters": self.clusters,
             "cluster_sizes": {str(k): size for k, size in self.membership.sizes().items()},
+            "moves": self.moves,
             "purity": self.purity(),
             "purity_reached_at_update": self._pure_since,
             "bytes_up": self.bytes_up,
             "bytes_down": self.bytes_down,
             "rejected_updates": self.rejected,
+            **self.idle.result(),
             "versions": {
                 "raceme": raceme.__version__,
                 "flwr": _version("flwr"),
@@ -220,16 +239,23 @@ class RunSummary:
     def _observe_evaluation(self, event: Evaluated) -> None:
         accuracy = float(event.accuracy)
         self.clusters = int(event.clusters)
+        weighted = float(event.weighted_accuracy)
         self.accuracy, self.asked, self.answered = accuracy, int(event.asked), event.answered
+        self.weighted_accuracy = weighted
         if not event.counts:
             return
         self._evaluations.append(_Point(float(event.time), int(event.updates), accuracy))
-        best = -math.inf if self.best_accuracy is None else self.best_accuracy
-        # False for NaN, which a run that diverged may give.
-        if accuracy > best:
-            self.best_accuracy = accuracy
+        self.best_accuracy = _better(accuracy, self.best_accuracy)
+        self.best_weighted_accuracy = _better(weighted, self.best_weighted_accuracy)
 
     def _observe_clusters(self, event: ClustersChanged | ClientJoined) -> None:
+        before = self.membership.weights
+        if isinstance(event, ClustersChanged) and event.change is ClusterChange.MOVE:
+            # Weights may change without a client's main cluster becoming another.
+            self.moves += sum(
+                home(before.get(client, {})) != home(weights)
+                for client, weights in event.memberships.items()
+            )
         self.membership.observe(event)
         if isinstance(event, ClustersChanged):
             # An evaluation counts clusters too that no event has named, e.g. without members.
@@ -273,6 +299,13 @@ def write_summary(path: Path, summary: Mapping[str, Any]) -> None:
     text = json.dumps(summary, indent=2, allow_nan=False, ensure_ascii=False)
     with atomic_write(path) as file:
         file.write_text(text + "\n", encoding="utf-8")
+
+
+def _better(value: float, best: float | None) -> float | None:
+    """Return the larger one; NaN, which a run that diverged may give, is no value."""
+    if math.isnan(value):
+        return best
+    return value if best is None else max(best, value)
 
 
 def _finite(value: float | None) -> float | None:

@@ -17,6 +17,7 @@ from raceme.records.record import RunRecord, read_run
 from raceme.records.summary import write_summary
 from raceme.reporting.clusters_plot import clusters_figure
 from raceme.reporting.fleet_plots import devices_figure, similarity_figure
+from raceme.reporting.idle_plot import idle_figure
 from raceme.reporting.plots import accuracy_figure
 from raceme.reporting.similarity import Similarity
 from raceme.reporting.style import CLOCK, save_figure
@@ -74,6 +75,8 @@ def write_all(
         "devices.png": lambda: devices_figure(record, clock=clock),
         "similarity.png": lambda: draw_similarity(record, kept),
     }
+    if len(record.idle_times.share):
+        figures["idle.png"] = lambda: idle_figure({"": record})
     for name, draw in figures.items():
         failed += _attempt(name, lambda n=name, d=draw: save_figure(d(), out / n))  # type: ignore[misc]
     return failed

@@ -195,8 +195,10 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     over = of or "clients"
     rows = [
         ("accuracy", f"{_number(summary['accuracy'])} (best {_number(best)}), mean over {over}"),
+        *_weighted_row(summary),
         (f"time to {target:g}" if target else "time to target", to_target),
         ("clusters", str(summary["clusters"])),
+        *_moves_row(summary),
         ("purity", _number(summary["purity"])),
         ("clients", str(summary["clients"])),
         ("updates", f"{summary['updates']} ({summary['rejected_updates']} rejected)"),
@@ -205,6 +207,27 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("traffic", f"{_bytes(summary['bytes_up'])} up, {_bytes(summary['bytes_down'])} down"),
     ]
     return rows
+
+
+def _weighted_row(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the accuracy by test examples where it says more than the mean over clients.
+
+    Clients with the same number of test examples all count the same. Earlier versions did not
+    tell it.
+    """
+    last, best = summary.get("weighted_accuracy"), summary.get("best_weighted_accuracy")
+    shown = f"{_number(last)} (best {_number(best)})"
+    plain = f"{_number(summary['accuracy'])} (best {_number(summary['best_accuracy'])})"
+    if (last is None and best is None) or shown == plain:
+        return []
+    return [("by test examples", f"{shown}, clients weighted by their test examples")]
+
+
+def _moves_row(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return how often clients moved, if any did; earlier versions did not tell it."""
+    moves = summary.get("moves")
+    times = "once" if moves == 1 else f"{moves} times"
+    return [("clients moved", f"{times}, each to another cluster on its own")] if moves else []
 
 
 def _number(value: float | None) -> str:

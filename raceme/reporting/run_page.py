@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from raceme.config import Value, read_toml
 from raceme.config.errors import UserError
 from raceme.records.record import RunRecord, read_run
@@ -24,6 +26,7 @@ from raceme.reporting.fleet_tables import (
     membership,
     moves_table,
 )
+from raceme.reporting.idle_plot import idle_figure
 from raceme.reporting.page import (
     PageTable,
     Plot,
@@ -96,6 +99,7 @@ def run_page(folder: Path, links: str) -> str:
         devices=plot(devices_figure(record, clock=clock), "devices"),
         clients=clients_table(record),
         staleness=_staleness(record),
+        idle=_idle(record),
         rejections=_rejections(record),
         settings=_settings(config, keys),
         versions=versions,
@@ -158,11 +162,14 @@ def _tiles(summary: Mapping[str, Any]) -> list[Tile]:
 def _evaluations(record: RunRecord) -> PageTable:
     found = record.evaluations
     chosen = spread_over(len(found.time), _MOST_EVALUATIONS)
+    known = np.isfinite(found.weighted_accuracy)
+    weighted = not np.allclose(found.weighted_accuracy[known], found.accuracy[known])
     rows = tuple(
         (
             number(float(found.time[index]), 2),
             number(int(found.updates[index])),
             number(float(found.accuracy[index])),
+            *([number(float(found.weighted_accuracy[index]))] if weighted else []),
             number(float(found.loss[index])),
             number(int(found.clusters[index])),
             f"{found.answered[index]:,} of {found.asked[index]:,}",
@@ -171,7 +178,11 @@ def _evaluations(record: RunRecord) -> PageTable:
     )
     shown = f"{len(rows)} of {len(found.time)}" if len(rows) < len(found.time) else f"{len(rows)}"
     title = f"The numbers: {shown} evaluation{'' if len(rows) == 1 else 's'}"
-    heads = ("time (s)", "updates", "accuracy", "loss", "clusters", "clients that answered")
+    heads = (
+        *("time (s)", "updates", "accuracy"),
+        *(["by test examples"] if weighted else []),
+        *("loss", "clusters", "clients that answered"),
+    )
     return PageTable(title, heads, rows, words=())
 
 
@@ -190,6 +201,12 @@ def _staleness(record: RunRecord) -> Plot | None:
     if not len(record.updates.seq) or record.updates.staleness.max() == 0:
         return None
     return plot(staleness_figure({"": record}, height=1.5), "staleness")
+
+
+def _idle(record: RunRecord) -> Plot | None:
+    if not len(record.idle_times.share):
+        return None
+    return plot(idle_figure({"": record}), "idle")
 
 
 def _rejections(record: RunRecord) -> PageTable | None:

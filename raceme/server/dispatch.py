@@ -80,14 +80,14 @@ class Dispatch(ABC):
     given_up_because: ClassVar[str] = "it took too long: the others waited for it"
     rests_when_late: ClassVar[bool] = True
 
+    @property
+    def rounds(self) -> int | None:
+        """Rounds or windows that are over; None for a policy that has none."""
+        return None
+
     @abstractmethod
     def choose(self, moment: Moment) -> Sequence[Client]:
         """Return the idle clients that are given work now."""
-
-    @property
-    def rounds(self) -> int | None:
-        """Rounds, or windows, that are over; None if there are none."""
-        return None
 
     def settings(self) -> Mapping[str, Value]:
         """Return what every message of the policy says."""
@@ -162,6 +162,10 @@ class RoundsParameters:
     fraction: float = option(
         1.0, "share of the online clients that train in a round", above=0, high=1
     )
+
+    def participants(self, clients: int) -> int:
+        """Return how many of so many clients take part in a round."""
+        return max(1, int(self.fraction * clients))
 
 
 @dataclass

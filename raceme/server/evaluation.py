@@ -13,7 +13,10 @@ from dataclasses import dataclass, field
 from flwr.app import Message
 
 from raceme.protocol.events import Evaluated
-from raceme.protocol.messages import ACCURACY, CONFIG, LOSS, STEP
+from raceme.protocol.messages import ACCURACY, CONFIG, LOSS, NUM_EXAMPLES, STEP
+
+_MOST_EXAMPLES = 2**53
+"""Counts from here on are not exact as float numbers, and no client's."""
 
 
 @dataclass(frozen=True)
@@ -28,12 +31,15 @@ class ClientScore:
         On the client's own test data.
     step : int
         Step of these data.
+    examples : int
+        How many they are; 0 if the client does not say.
     """
 
     cluster: int
     accuracy: float
     loss: float
     step: int = 0
+    examples: int = 0
 
 
 @dataclass
@@ -77,13 +83,22 @@ class Sweep:
 
     def report(self) -> Evaluated:
         """Make the report, of those who have answered; at least one has."""
-        accuracy, loss = mean_scores(self.scores.values())
+        scores = self.scores.values()
+        accuracy, loss = mean_scores(scores)
         per_client = {
             name: (score.cluster, score.accuracy, score.loss) for name, score in self.scores.items()
         }
         steps = {name: score.step for name, score in self.scores.items() if score.step}
         return Evaluated(
-            self.time, self.updates, accuracy, loss, self.clusters, per_client, self.asked, steps
+            time=self.time,
+            updates=self.updates,
+            accuracy=accuracy,
+            loss=loss,
+            clusters=self.clusters,
+            per_client=per_client,
+            asked=self.asked,
+            steps=steps,
+            weighted_accuracy=weighted_accuracy(scores),
         )
 
 
@@ -102,11 +117,19 @@ def score_from(metrics: Mapping[str, object], cluster: int, step: int = 0) -> Cl
     accuracy, loss = metrics.get(ACCURACY), metrics.get(LOSS, math.nan)
     if not isinstance(accuracy, int | float) or not isinstance(loss, int | float):
         return None
+    examples = _count(metrics.get(NUM_EXAMPLES))
     try:
-        score = ClientScore(cluster, float(accuracy), float(loss), step)
+        score = ClientScore(cluster, float(accuracy), float(loss), step, examples)
     except OverflowError:
         return None
     return score if math.isfinite(score.accuracy) else None
+
+
+def _count(stated: object) -> int:
+    """Return the number that a client states; 0 for anything that is none."""
+    if isinstance(stated, int | float) and 1 <= stated < _MOST_EXAMPLES:
+        return int(stated)
+    return 0
 
 
 def mean_scores(scores: Collection[ClientScore]) -> tuple[float, float]:
@@ -118,3 +141,14 @@ def mean_scores(scores: Collection[ClientScore]) -> tuple[float, float]:
     accuracy = math.fsum(score.accuracy for score in scores) / len(scores)
     losses = [score.loss for score in scores if math.isfinite(score.loss)]
     return accuracy, math.fsum(losses) / len(losses) if losses else math.nan
+
+
+def weighted_accuracy(scores: Collection[ClientScore]) -> float:
+    """Return the mean accuracy weighted by the clients' numbers of test examples.
+
+    What CSAFL's and FlexCFL's papers report. NaN if a client does not say how many it has.
+    """
+    if any(not score.examples for score in scores):
+        return math.nan
+    total = sum(score.examples for score in scores)
+    return math.fsum(score.accuracy * score.examples for score in scores) / total

@@ -15,6 +15,7 @@ from flwr.serverapp.strategy import Result
 from raceme.clustering.bases import Bases
 from raceme.clustering.clusters import Clusters, Weights, blended
 from raceme.clustering.model import Model
+from raceme.protocol.events import Observer
 from raceme.protocol.messages import ModelSpec, Vector
 from raceme.server.dispatch import Dispatch, EveryIdle, Moment, NoState
 from raceme.server.fleet import Client
@@ -93,6 +94,9 @@ class Questions(ABC):
         Models that clients are training from, if the method keeps them.
     train_config : ConfigRecord
         The run's settings for local training.
+    report : Observer
+        Called by the method with what only it can know, e.g. `ClientIdled`; the loop sets it. What
+        is reported while updates are acted on comes after them.
     """
 
     state_type: ClassVar[type[Any]] = NoState
@@ -109,6 +113,7 @@ class Questions(ABC):
     result: RunResult
     bases: Bases
     train_config: ConfigRecord
+    report: Observer
 
     def policy(self) -> Dispatch:
         """Return who works when; by default everybody all the time."""

@@ -119,12 +119,13 @@ class Loop:
         Parameters
         ----------
         num_updates : int
-            Updates to apply.
+            Updates to apply; 0: no limit.
         nothing_missed : bool
             The grid was brought back together with the method: what was open then still is.
         """
         self._num_updates = num_updates
         self._method.clusters.report_to(self._clusters_changed)
+        self._method.report = self._observe
         ended_at = None
         try:
             if not nothing_missed:
@@ -196,7 +197,8 @@ class Loop:
             if report is not None:
                 self._evaluated(report)
         if self._ending is None:
-            limit = self._plan.limit(progress.updates, self._num_updates, self.now())
+            rounds = self._method.dispatch.rounds
+            limit = self._plan.limit(progress.updates, self._num_updates, self.now(), rounds)
             if limit:
                 self._ending = Ending.LIMIT, limit
         hopeless = self._method.dispatch.hopeless()

@@ -47,7 +47,8 @@ class Method(Questions, Strategy):
     Attributes
     ----------
     planned_updates : int
-        Client updates after which the run ends, for schedules that depend on its length.
+        Client updates after which the run ends, or is expected to, for schedules that depend on its
+        length.
     probe : Probe or None
         Measures models on the server's own data, where a run has some.
     """
@@ -65,6 +66,7 @@ class Method(Questions, Strategy):
         self.result = RunResult()
         self.bases = Bases()
         self.train_config = ConfigRecord()
+        self.report: events.Observer = events.ignore
         self.dispatch: Dispatch = self.policy()
         self._spec: ModelSpec | None = None
         self._now: Callable[[], float] = lambda: 0.0
@@ -121,8 +123,8 @@ class Method(Questions, Strategy):
         initial_arrays : ArrayRecord
             The initial model; its names and shapes are those of every model of the run.
         num_rounds : int
-            Client updates to apply. A round-based method completes the round in which the limit
-            falls.
+            Client updates to apply; 0: no limit but the plan's. A round-based method completes the
+            round in which the limit falls.
         timeout : float
             Seconds after which an unanswered task is lost, and after which a run without any
             client ends.
@@ -146,14 +148,15 @@ class Method(Questions, Strategy):
         RunResult
             Models, evaluations by number of updates, and who is where.
         """
-        self.planned_updates, self.probe = num_rounds, probe
+        plan = plan or Plan()
+        self.planned_updates, self.probe = num_rounds or plan.planned_updates, probe
         self._spec = ModelSpec.of(initial_arrays)
         self.result = RunResult()
         self.train_config = train_config or ConfigRecord()
         loop = Loop(
             self,
             grid,
-            plan or Plan(),
+            plan,
             observe,
             stop_check,
             timeout=timeout,

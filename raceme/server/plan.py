@@ -57,6 +57,11 @@ class Plan:
         Clients that train at a time; 0 means all that are online.
     drift : StepSchedule or None
         When clients' data change; None if they never do.
+    max_rounds : int or None
+        Stop after so many rounds or windows, of a method that has them.
+    planned_updates : int
+        Client updates that a run without a limit on them is expected to come to, for schedules that
+        depend on its length.
     """
 
     max_time: float | None = None
@@ -65,16 +70,31 @@ class Plan:
     eval_every: int = 20
     concurrency: int = 0
     drift: StepSchedule | None = None
+    max_rounds: int | None = None
+    planned_updates: int = 0
 
     @property
     def deadline(self) -> float:
         """Time at which to stop; infinity without a limit."""
         return math.inf if self.max_time is None else self.max_time
 
-    def limit(self, updates: int, num_updates: int, now: float) -> str:
-        """Return which limit is reached, in words; empty if none is."""
-        if updates >= num_updates:
+    def limit(self, updates: int, num_updates: int, now: float, rounds: int | None = None) -> str:
+        """Return which limit is reached, in words; empty if none is.
+
+        Parameters
+        ----------
+        updates, num_updates : int
+            Updates applied, and their limit; 0 stands for none.
+        now : float
+            The time.
+        rounds : int or None
+            Rounds or windows that are over; None for a method without them.
+        """
+        if 0 < num_updates <= updates:
             return f"{num_updates} updates were applied"
+        if self.max_rounds is not None and rounds is not None and rounds >= self.max_rounds:
+            one = self.max_rounds == 1
+            return "1 round is over" if one else f"{self.max_rounds} rounds are over"
         if now >= self.deadline:
             return f"the time limit of {self.deadline:g} s was reached"
         return ""

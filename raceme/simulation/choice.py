@@ -107,7 +107,7 @@ def training_seconds(config: RunConfig, examples: Sequence[int]) -> float:
     torch.set_num_threads(threads)
     steps = sum(math.ceil(count / config.batch_size) for count in examples) / len(examples)
     steps_per_update = config.local_steps or steps * config.local_epochs
-    return min(times) * steps_per_update * config.max_updates
+    return min(times) * steps_per_update * config.planned_updates
 
 
 def _count(workers: str | int, seconds: Callable[[], float] | None) -> int:

@@ -34,6 +34,7 @@ from raceme.clustering.model import Model
 from raceme.clustering.spectral import partition
 from raceme.config.errors import UserError
 from raceme.config.options import SECONDS, option
+from raceme.protocol.events import ClientIdled
 from raceme.protocol.messages import ARRAYS, LOCAL_EPOCHS, LOCAL_STEPS, Vector
 from raceme.server.dispatch import Dispatch, InRounds, sample
 from raceme.server.fleet import Client
@@ -148,6 +149,7 @@ class CSAFL(Method):
             self._pick,
             self._group_of,
             together=self.parameters.update == "synchronous",
+            idled=self._idled,
         )
         return Then(InRounds(), self.windows, lambda: self.state is None or self.state.grouped)
 
@@ -221,6 +223,10 @@ class CSAFL(Method):
         if self.parameters.grouping == "random":
             self._group_at_random(online)
         return sample(online, self.parameters.picked, rng)
+
+    def _idled(self, client: str, window: int, seconds: float) -> None:
+        """Report how long a client has waited for others in a window."""
+        self.report(ClientIdled(self.now(), client, window, seconds, self.parameters.budget))
 
     def _group_of(self, client: str) -> int | None:
         return self.clusters.main(client) if self.clusters.is_placed(client) else None

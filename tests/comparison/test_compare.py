@@ -18,9 +18,10 @@ from raceme.cli import app
 from raceme.comparison.compare import compare, prepare
 from raceme.comparison.figures import times_figure
 from raceme.comparison.jobs import make_jobs
+from raceme.comparison.read import read_comparison
 from raceme.comparison.results import Comparison, Result, Run, Spread, best_of
 from raceme.comparison.suite_file import load_suite
-from raceme.comparison.suites import Method, Published, Suite, Timing, grid, of_names
+from raceme.comparison.suites import Method, Published, Score, Suite, Timing, grid, of_names
 from raceme.comparison.table import main_table, to_json
 from raceme.config import read_toml
 from raceme.config.errors import UserError
@@ -310,6 +311,7 @@ def test_results_of_earlier_versions_are_finished_if_they_are_long_enough(
             "points of methods.ifca.sweep .* the same keys",
         ),
         ("timing = 'targets'\n[methods.casa]", "Did you mean 'target'"),
+        ("score = 'best'\n[methods.casa]", "Unknown score .* 'best'. Valid: best-weighted, final"),
         ("shows-unrest = 1\n[methods.casa]", "must be true or false"),
         ("validation-fraction = 0\n[methods.casa]", "must be above 0 and below 1, got 0"),
         (
@@ -320,6 +322,9 @@ def test_results_of_earlier_versions_are_finished_if_they_are_long_enough(
         ("seeds = 3\n[methods.casa]", "must be whole numbers"),
         ("sweep-scale = 0\n[methods.casa]", "sweep-scale must be above 0 and at most 1, got 0"),
         ("sweep-scale = 'short'\n[methods.casa]", "must be a number"),
+        ("rounds = 0\n[methods.fedavg]", "rounds in the suite .* must be a whole number from 1"),
+        ("rounds = 3\nsync-updates = 5\n[methods.fedavg]", "exclude each other"),
+        ("[methods.fedavg]\n[settings]\nmax-rounds = 3", "a suite has rounds beside them"),
         ("title = 'x'", "nothing to compare"),
         ("not toml", "not valid TOML"),
         ("[methods.casa]\n[settings]\ndataset = 'synthetic'\nmodel = 'cnn'", "casa cannot run"),
@@ -485,6 +490,29 @@ def test_times_to_convergence_may_be_what_is_compared() -> None:
     assert json.loads(to_json(comparison))["methods"][0]["time_to_convergence"]["mean"] == 30.0
 
 
+def test_the_best_accuracy_by_test_examples_may_be_what_is_compared(tmp_path: Path) -> None:
+    def scored(label: str, final: float, best: float, paper: float) -> Result:
+        row, numbers = Published(paper), {"best_weighted_accuracy": best, "seed": 0}
+        run_ = Run(0, label, {**summary(final, 5.0), **numbers}, score=Score.BEST_WEIGHTED)
+        return Result(Method(label, "casa", published=(row,)), label, (run_,))
+
+    # By the accuracy at the end the order would be the other way round.
+    low, high = scored("low", 0.9, 0.7, 71.0), scored("high", 0.6, 0.8, 79.0)
+    suite = Suite("t", (low.method, high.method), score=Score.BEST_WEIGHTED)
+    comparison = Comparison(suite, (low, high))
+    assert comparison.tau("accuracy") == pytest.approx(1.0)
+    assert best_of(comparison.results) is high
+    table = main_table(comparison)
+    assert table.title == "t (seed 0, target 90.0%, best accuracy by test examples)"
+    assert [row[1:3] for row in table.rows] == [("71.00", "70.00"), ("79.00", "80.00")]
+    assert any("weighted by their numbers of test examples" in line for line in table.lines)
+    # The page of the same comparison shows the same.
+    (tmp_path / "compare.json").write_text(to_json(comparison))
+    again = read_comparison(tmp_path)
+    assert again.suite.score is Score.BEST_WEIGHTED
+    assert main_table(again).rows == table.rows
+
+
 def test_the_table_shows_unrest_if_that_is_what_a_suite_is_about() -> None:
     runs = tuple(Run(s, "", {**summary(0.9, 5.0), "unrest": 0.01 * (s + 1)}) for s in (0, 1))
     suite = Suite("t", (Method("casa", "casa"),), seeds=(0, 1), shows_unrest=True)
@@ -518,6 +546,31 @@ def test_a_method_that_missed_the_target_with_one_seed_gets_no_bar() -> None:
     assert [bar.get_width() for bar in axes.patches] == [3.0]
     assert [text.get_text() for text in axes.texts] == ["not within 131 s with 1 of 2 seeds"]
     assert [list(dots.get_xdata()) for dots in axes.lines] == [[2.0, 4.0], [1.0]]
+
+
+def test_rounds_without_a_method_that_has_any_are_an_error() -> None:
+    with pytest.raises(UserError, match="no method of this comparison works in them"):
+        of_names(["casa", "fedasync"], {"max-rounds": 3})
+
+
+def test_rounds_are_for_the_methods_that_have_them(tmp_path: Path) -> None:
+    path = tmp_path / "suite.toml"
+    path.write_text("rounds = 300\nasync-updates = 900\n[methods.fedavg]\n[methods.fedasync]\n")
+    suite = load_suite(path)
+
+    def limits(suite: Suite) -> list[tuple[int, int | None]]:
+        configs = (suite.config(method, 0) for method in suite.methods)
+        return [(config.max_rounds, config.max_updates) for config in configs]
+
+    assert limits(suite) == [(300, None), (0, 900)]
+    assert limits(suite.scaled(0.1)) == [(30, None), (0, 90)]
+    assert limits(suite.scaled(0.001)) == [(1, None), (0, 40)]
+    assert limits(suite.with_settings({"max-rounds": "5"})) == [(5, None), (0, 900)]
+    assert limits(suite.with_settings({"max-updates": 70})) == [(0, 70), (0, 70)]
+    assert limits(suite.with_settings({"max-rounds": 0})) == [(0, None), (0, 900)]
+    (job, _) = make_jobs(suite, suite.methods, (0,), tmp_path)
+    # 40 clients, all of them in each round.
+    assert (job.config.max_updates, job.config.planned_updates) == (None, 12000)
 
 
 def test_a_shortened_suite_says_so() -> None:

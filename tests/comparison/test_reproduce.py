@@ -179,9 +179,13 @@ def test_reproduce_as_a_person_types_it(tmp_path: Path) -> None:
     assert "casa-table1: cifar10, femnist, harbox, imu, mnist" in listed.output
     for arguments, words in (
         (["casa-table3"], "Unknown reproduction 'casa-table3'. Did you mean 'casa-table"),
-        (["casa-table1"], "choose one with --dataset (cifar10, femnist, harbox, imu, mnist)"),
+        (["casa-table1"], "choose one with --dataset, or parts with --only (cifar10, femnist,"),
         (["casa-table1", "--dataset", "mnits"], "Did you mean 'mnist'"),
         (["casa-table1", "--dataset", "mnist"], "--data-root"),
+        (["casa-table1", "--only", "mnist,imuu"], "Unknown part of casa-table1 'imuu'. Did you"),
+        (["casa-table1", "--only", "mnist,imu", "--dataset", "cifar10"], "Unknown dataset of"),
+        # Parts may be of several datasets; those of MNIST are the first whose files are missing.
+        (["casa-table1", "--only", "mnist,imu"], "--data-root"),
         (["casa-table1", "--dataset", "mnist", "--scale", "0"], "--scale must be above 0"),
         (["casa-table1", "--dataset", "mnist", "--methods", "cas"], "Did you mean 'casa'"),
     ):

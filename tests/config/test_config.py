@@ -28,6 +28,7 @@ from raceme.config.registry import DATASETS
 from raceme.datasets.digits import Digits
 from raceme.datasets.npz import NpzOptions
 from raceme.datasets.skew import NoiseOptions
+from raceme.experiment import build_strategy, resolve
 from raceme.strategies import STRATEGIES, FedAsyncParameters, FedBuffParameters
 
 
@@ -69,6 +70,27 @@ def test_auto_is_none_only_where_a_key_allows_it() -> None:
     assert config_of(stop_at_target=AUTO).stop_at_target is None
     with pytest.raises(UserError, match="batch-size must be a whole number, got 'auto'"):
         config_of(batch_size=AUTO)
+
+
+def test_the_length_of_a_run_that_schedules_depend_on() -> None:
+    assert config_of().planned_updates == 500
+    assert config_of(max_updates=30, max_rounds=4).planned_updates == 30
+    rounds = {"max-rounds": 4, "clients": 25}
+    # A round-based method has a share of the clients in each round: int(0.3 · 25) = 7.
+    fedavg = RunConfig.from_mapping({**rounds, "strategy": "fedavg", "fedavg.fraction": 0.3})
+    assert fedavg.planned_updates == 28
+    # What a method does not say is all of them.
+    assert RunConfig.from_mapping({**rounds, "strategy": "casa"}).planned_updates == 100
+
+
+def test_a_limit_is_filled_in_unless_rounds_are_the_limit() -> None:
+    assert resolve(config_of(clients=8)).max_updates == 500
+    rounds = resolve(config_of(clients=8, max_rounds=3, strategy="fedavg"))
+    assert (rounds.max_updates, rounds.max_rounds) == (None, 3)
+    assert RunConfig.from_mapping(rounds.to_mapping()) == rounds
+    build_strategy(rounds)
+    with pytest.raises(UserError, match="max-rounds counts rounds or windows, and fedbuff works"):
+        build_strategy(resolve(config_of(clients=8, max_rounds=3, strategy="fedbuff")))
 
 
 def test_options_of_strategies_are_dotted_keys() -> None:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from raceme.config.errors import UserError
 from raceme.protocol.events import (
+    ClientIdled,
     ClientJoined,
     ClientLeft,
     ClusterChange,
@@ -67,7 +68,8 @@ ONE_OF_EACH: list[Event] = [
     DataChanged(5.0, 2, None, 1),
     DataChanged(5.5, 2, "a", 2),
     replace(UPDATE, seq=3, time=5.75, step=1),
-    Evaluated(5.75, 3, 0.5, 1.0, 2, {"b": (2, 0.5, 1.0), "c": (1, 0.5, 1.0)}, 3, {"b": 1}),
+    ClientIdled(5.75, "a", 2, 1.25, 5.0),
+    Evaluated(5.75, 3, 0.5, 1.0, 2, {"b": (2, 0.5, 1.0), "c": (1, 0.5, 1.0)}, 3, {"b": 1}, 0.25),
     RunEnded(6.0, 3, "all clients are gone", Ending.NO_CLIENTS),
 ]
 
@@ -175,12 +177,15 @@ def test_numpy_scalars_are_stored_as_numbers(tmp_path: Path) -> None:
     change = ClustersChanged(
         half, one, ClusterChange.SPLIT, {"a": {one: 2 * half}}, (one,), (one,), half, half
     )
-    path = write(tmp_path, [given_update, evaluated, change, DataChanged(half, one, "a", one)])
+    idled = ClientIdled(half, "a", one, half, 2 * half)
+    drifted = DataChanged(half, one, "a", one)
+    path = write(tmp_path, [given_update, evaluated, change, drifted, idled])
     assert read_events(path) == [
         UPDATE,
         Evaluated(3.0, 1, 0.5, 1.0, 1, {"a": (1, 0.5, 0.5)}, 1, {"a": 1}),
         ClustersChanged(0.5, 1, ClusterChange.SPLIT, {"a": {1: 1.0}}, (1,), (1,), 0.5, 0.5),
         DataChanged(0.5, 1, "a", 1),
+        ClientIdled(0.5, "a", 1, 0.5, 1.0),
     ]
 
 
@@ -384,6 +389,22 @@ def test_a_store_of_a_later_format_is_refused(tmp_path: Path) -> None:
         connection.execute("PRAGMA user_version = 99")
     with pytest.raises(UserError, match="format 99"):
         read_events(path)
+
+
+def test_a_store_of_format_3_lacks_what_came_later(tmp_path: Path) -> None:
+    path = write(tmp_path, ONE_OF_EACH)
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("ALTER TABLE evaluations DROP COLUMN weighted_accuracy")
+        connection.execute("DROP TABLE idle_times")
+        connection.execute("PRAGMA user_version = 3")
+    expected = [
+        replace(event, weighted_accuracy=math.nan) if isinstance(event, Evaluated) else event
+        for event in ONE_OF_EACH
+        if not isinstance(event, ClientIdled)
+    ]
+    assert read_events(path) == expected
+    with pytest.raises(UserError, match="format 3, and format 4 is needed"):
+        RunStore(tmp_path, after=3)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import raceme
 from raceme.protocol.events import (
+    ClientIdled,
     ClientJoined,
     ClientLeft,
     ClusterChange,
@@ -51,9 +52,12 @@ def evaluated(
     clusters: int = 1,
     answered: int = 4,
     asked: int = 4,
+    weighted: float = math.nan,
 ) -> Evaluated:
     scores = {f"c{i}": (0, accuracy, 1.0) for i in range(answered)}
-    return Evaluated(time, updates, accuracy, 1.0, clusters, scores, asked)
+    return Evaluated(
+        time, updates, accuracy, 1.0, clusters, scores, asked, weighted_accuracy=weighted
+    )
 
 
 def changed(
@@ -156,13 +160,13 @@ RUN: list[Event] = [
     update(1, "a", 0, 1.0),
     update(2, "b", 0, 2.0),
     # Of four clients three are fewer than nine tenths: neither target nor best.
-    evaluated(2.0, 2, 0.95, answered=3),
+    evaluated(2.0, 2, 0.95, answered=3, weighted=0.875),
     UpdateRejected(2.5, "c", "not finite", 2.0),
     update(3, "c", 0, 3.0),
-    evaluated(3.0, 3, 0.9),
+    evaluated(3.0, 3, 0.9, weighted=0.625),
     split(0, {1: ("a", "b"), 2: ("c", "d")}),
     update(4, "d", 2, 4.0),
-    evaluated(4.0, 4, 0.75, clusters=2),
+    evaluated(4.0, 4, 0.75, clusters=2, weighted=0.5),
     ClientLeft(4.5, "d"),
     RunEnded(5.0, 4, "reached max-updates", Ending.LIMIT),
 ]
@@ -188,6 +192,8 @@ def test_the_summary_by_hand() -> None:
         "updates_per_second": 2.0,
         "accuracy": 0.75,
         "best_accuracy": 0.9,
+        "weighted_accuracy": 0.5,
+        "best_weighted_accuracy": 0.625,
         "clients_asked": 4,
         "clients_answered": 4,
         "target": 0.7,
@@ -197,12 +203,39 @@ def test_the_summary_by_hand() -> None:
         "unrest": pytest.approx(0.075),
         "clusters": 2,
         "cluster_sizes": {"1": 2, "2": 2},
+        "moves": 0,
         "purity": 1.0,
         "purity_reached_at_update": 3,
         "bytes_up": 40,
         "bytes_down": 400,
         "rejected_updates": 1,
+        "idle_share_mean": None,
+        "idle_over_30_percent": None,
+        "idle_over_50_percent": None,
     }
+
+
+def test_moves_are_counted_by_client_and_only_to_another_main_cluster() -> None:
+    weights = {"a": {0: 0.6, 1: 0.4}, "b": {0: 0.4, 1: 0.6}}
+    events = [
+        *joined(a=0, b=0, c=1),
+        assigned(a=0, b=0, c=0),
+        moved(a=1, b=1),
+        split(1, {2: ("a",), 3: ("b",)}),
+        moved(a=0),
+        moved(b=0),
+        # Only b is in another cluster than before most of all.
+        ClustersChanged(1.0, 0, ClusterChange.MOVE, weights),
+    ]
+    assert summary_of(events)["moves"] == 5
+
+
+def test_shares_of_windows_that_clients_waited() -> None:
+    # Shares 0, 0.3, 0.4 and 0.9: their mean is 0.4, two are above 0.3 and one is above 0.5.
+    waited = [("a", 1, 0.0, 4.0), ("b", 1, 1.5, 5.0), ("a", 2, 2.0, 5.0), ("b", 2, 4.5, 5.0)]
+    result = summary_of([ClientIdled(9.0, *values) for values in waited])
+    assert result["idle_share_mean"] == pytest.approx(0.4)
+    assert (result["idle_over_30_percent"], result["idle_over_50_percent"]) == (0.5, 0.25)
 
 
 def test_an_empty_run_has_no_accuracy() -> None:
@@ -210,6 +243,7 @@ def test_an_empty_run_has_no_accuracy() -> None:
     assert set(result) >= KEYS
     unknown = ("accuracy", "best_accuracy", "time_to_target", "purity", "reason")
     unknown += ("ending", "time_to_convergence", "unrest")
+    unknown += ("weighted_accuracy", "best_weighted_accuracy")
     assert [result[key] for key in unknown] == [None] * len(unknown)
     zero = ("clients", "updates", "virtual_time", "clusters", "bytes_up", "rejected_updates")
     assert [result[key] for key in zero] == [0] * len(zero)

@@ -252,6 +252,26 @@ def test_what_is_not_known_is_a_dash() -> None:
     assert "0.0 s (0 updates/s)" in text
 
 
+def test_the_accuracy_by_test_examples_is_told_where_it_is_another() -> None:
+    def row(weighted: float | None) -> str:
+        summary = summary_of(RUN, wall_time=2.0)
+        summary |= {"weighted_accuracy": weighted, "best_weighted_accuracy": weighted}
+        text = printed(summary | {"best_accuracy": 0.5}, Path("/elsewhere/run"))
+        return next((line.strip() for line in text.splitlines() if "examples" in line), "")
+
+    assert row(None) == ""
+    assert row(0.5) == ""
+    assert re.fullmatch(r"by test examples +0\.750 \(best 0\.750\), .*test examples", row(0.75))
+
+
+@pytest.mark.parametrize(
+    ("moves", "shown"), [(0, []), (1, ["once, each to"]), (7, ["7 times, each to"])]
+)
+def test_moves_are_told_if_there_are_any(moves: int, shown: list[str]) -> None:
+    text = printed(summary_of(RUN, wall_time=2.0) | {"moves": moves}, Path("/elsewhere/run"))
+    assert re.findall(r"clients moved +(.*, each to)", text) == shown
+
+
 def test_a_run_that_has_not_ended_has_no_reason() -> None:
     title = printed(summary_of([], wall_time=0.0), Path("/elsewhere/run")).splitlines()[1]
     assert title.strip() == "casa on digits"

@@ -10,10 +10,17 @@ import pytest
 from fleets import MODEL, grid_of, pulled_app
 
 from raceme.protocol import events
-from raceme.server.dispatch import Dispatch, InRounds, InWindows, Moment, OnRequest
+from raceme.server.dispatch import (
+    Dispatch,
+    EveryIdle,
+    InRounds,
+    InWindows,
+    Moment,
+    OnRequest,
+)
 from raceme.server.fleet import Client, Fleet
 from raceme.server.idle import Idle
-from raceme.server.method import Method
+from raceme.server.method import Applied, Method
 from raceme.server.replies import InvalidReplyError, Update
 from raceme.server.work import Task
 from raceme.simulation import Device
@@ -86,6 +93,24 @@ def test_a_round_is_over_when_all_are_back() -> None:
     assert bench.answer("c0", 2.0) == []
     assert bench.answer("c2", 3.0) == ["c1", "c0", "c2"]
     assert bench.work(3.0) == ["c0", "c1", "c2"]
+
+
+def test_rounds_and_windows_are_counted_when_they_are_over() -> None:
+    bench = Bench(InRounds(), 2)
+    assert bench.policy.rounds == 0
+    bench.work(0.0)
+    bench.answer("c0", 1.0)
+    assert bench.policy.rounds == 0
+    bench.answer("c1", 1.0)
+    assert bench.policy.rounds == 1
+    bench = Bench(InWindows(10.0, two_first), 2)
+    assert bench.policy.rounds == 0
+    bench.work(0.0)
+    bench.answer("c0", 1.0)
+    assert bench.policy.rounds == 0
+    bench.wake(10.0)
+    assert bench.policy.rounds == 1
+    assert EveryIdle().rounds is OnRequest(every(1.0)).rounds is None
 
 
 def test_a_round_waits_for_greetings_and_for_someone_to_be_there() -> None:
@@ -333,6 +358,14 @@ class Asking(FedAsync):
         return OnRequest(every(self._seconds))
 
 
+class Idling(FedAsync):
+    """FedAsync that says of every update how long its client has waited."""
+
+    def on_update(self, update: Update) -> Applied:
+        self.report(events.ClientIdled(self.now(), update.task.client, 1, 2.0, 8.0))
+        return super().on_update(update)
+
+
 class Windowed(FedAsync):
     """FedAsync in windows of 10 s, with the first two clients."""
 
@@ -350,6 +383,17 @@ def run(strategy: Method, devices: list[Device], updates: int, **plan: float) ->
 def updates_of(seen: list[events.Event]) -> list[tuple[float, str, float]]:
     return [
         (e.dispatched_at, e.client, e.time) for e in seen if isinstance(e, events.UpdateApplied)
+    ]
+
+
+def test_what_a_method_reports_comes_after_the_update_that_gave_rise_to_it() -> None:
+    seen = run(Idling(), [Device(4.0)], updates=2)
+    kinds = (events.UpdateApplied, events.ClientIdled)
+    assert [(type(e), e.time) for e in seen if isinstance(e, kinds)] == [
+        (kinds[0], 4.0),
+        (kinds[1], 4.0),
+        (kinds[0], 8.0),
+        (kinds[1], 8.0),
     ]
 
 
@@ -385,3 +429,9 @@ def test_windows_on_virtual_time() -> None:
     assert sorted(rejected) == [(10.0, "c0"), (10.0, "c1")]
     # What was given up is not kept for anybody.
     assert grid.state_dict()["arrived"] == []
+
+
+def test_a_number_of_windows_ends_a_run() -> None:
+    seen = run(Windowed(), [Device(4.0), Device(12.0), Device()], updates=0, max_rounds=2)
+    # As above: c0 is back twice in each.
+    assert seen[-1] == events.RunEnded(20.0, 4, "2 rounds are over")

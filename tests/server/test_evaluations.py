@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import numpy as np
@@ -12,6 +13,7 @@ from runs import ONES, devices, half, of, run
 
 from raceme.protocol import events
 from raceme.protocol.events import Ending, Evaluated
+from raceme.server.evaluation import ClientScore, score_from, weighted_accuracy
 from raceme.simulation import Device, Node, VirtualGrid
 from raceme.strategies import FedAvg, Plan
 
@@ -70,6 +72,42 @@ def test_nine_tenths_are_enough(answered: int, asked: int, counts: bool) -> None
     report = Evaluated(0.0, 0, 1.0, 0.0, 1, scores, asked)
     assert report.counts is counts
     assert Plan(target_accuracy=0.9).is_reached(report) is counts
+
+
+def test_the_weighted_accuracy_counts_test_examples() -> None:
+    # (0.9 · 30 + 0.5 · 10) / 40 = 0.8, where the mean over the clients is 0.7.
+    scores = [ClientScore(0, 0.9, 0.1, examples=30), ClientScore(1, 0.5, 0.1, examples=10)]
+    assert weighted_accuracy(scores) == pytest.approx(0.8)
+    assert math.isnan(weighted_accuracy([*scores, ClientScore(1, 0.5, 0.1)]))
+
+
+@pytest.mark.parametrize(
+    ("stated", "examples"),
+    [
+        (12, 12),
+        (12.0, 12),
+        (0, 0),
+        (-3, 0),
+        (math.nan, 0),
+        (math.inf, 0),
+        (1e300, 0),
+        ([3, 4], 0),
+        (None, 0),
+    ],
+)
+def test_a_number_of_test_examples_that_is_none_is_not_known(stated: object, examples: int) -> None:
+    score = score_from({"accuracy": 0.5, "num-examples": stated}, 0)
+    assert score is not None
+    assert (score.accuracy, score.examples) == (0.5, examples)
+
+
+def test_a_run_reports_both_means() -> None:
+    # Clients at targets 0 and 8 of eight ones, with 5 and 15 test examples: 1 and 1/(1 + 8 √8).
+    app, far = pulled_app([0 * ONES, 8 * ONES], test_examples=[5, 15]), accuracy(8)
+    seen = run(half(), grid_of(app, devices(1.0, 3.0)), num_rounds=1, eval_every=100)
+    first = of(Evaluated, seen)[0]
+    assert first.accuracy == pytest.approx((1 + far) / 2)
+    assert first.weighted_accuracy == pytest.approx((5 + 15 * far) / 20)
 
 
 class Refusing(VirtualGrid):

@@ -58,6 +58,28 @@ def test_the_round_in_which_the_limit_falls_is_completed() -> None:
     assert strategy.progress.updates == 6
 
 
+def test_a_number_of_rounds_ends_a_run_whatever_updates_they_bring() -> None:
+    seen: list[events.Event] = []
+    strategy = FedAvg()
+    plan = Plan(max_rounds=3, planned_updates=7)
+    grid = grid_of(pulled_app(), devices(1.0, 2.0))
+    strategy.start(grid, MODEL, num_rounds=0, plan=plan, observe=seen.append)
+    assert seen[-1] == events.RunEnded(6.0, 6, "3 rounds are over")
+    # What schedules depend on is what was planned, not what came of it.
+    assert strategy.planned_updates == 7
+    # If updates are limited too, the first limit counts.
+    strategy = FedAvg()
+    strategy.start(grid_of(pulled_app(), devices(1.0, 2.0)), MODEL, 4, plan=plan)
+    assert (strategy.progress.updates, strategy.planned_updates) == (4, 4)
+
+
+def test_a_round_that_is_under_way_is_not_over() -> None:
+    plan = Plan(max_rounds=1)
+    assert plan.limit(5, 0, 1.0, rounds=0) == ""
+    assert plan.limit(5, 0, 1.0, rounds=1) == "1 round is over"
+    assert plan.limit(5, 0, 1.0, rounds=None) == ""
+
+
 def test_time_limit_and_target_end_a_run() -> None:
     seen: list[events.Event] = []
     grid = grid_of(pulled_app(), devices(2.0))

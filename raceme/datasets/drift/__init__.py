@@ -54,5 +54,5 @@ def schedule_of(config: RunConfig) -> Schedule | None:
         return None
     at = config.read(chosen.options_type).drift_at
     return parse_schedule(
-        chosen.default_schedule(config.num_clients, config.max_updates) if at is None else at
+        chosen.default_schedule(config.num_clients, config.planned_updates) if at is None else at
     )
