@@ -24,9 +24,10 @@ from raceme.clustering.model import Model
 from raceme.clustering.spectral import numbered
 from raceme.config.options import option
 from raceme.protocol.messages import Vector
-from raceme.server.dispatch import Dispatch, InRounds, RoundsParameters, sample
+from raceme.server.dispatch import Dispatch, InRounds, RoundsParameters
 from raceme.server.fleet import Client
 from raceme.server.method import Applied, Method, average_by_cluster
+from raceme.server.picking import sample
 from raceme.server.replies import Update
 
 _COLD = 0
@@ -69,10 +70,11 @@ class FedGroup(Method):
     state_type = FedGroupState
     parameters: FedGroupParameters
     state: FedGroupState
+    dispatch: InRounds
 
     def policy(self) -> Dispatch:
         """Work in rounds: α m random clients before there are groups, then those of a round."""
-        return InRounds(participants=self._participants)
+        return InRounds(participants=self._participants, picking=self.parameters.picking)
 
     def initialize(self, vector: Vector) -> None:
         """Keep w0; all clients are cold."""
@@ -87,10 +89,9 @@ class FedGroup(Method):
 
     def _participants(self, online: Sequence[Client], rng: np.random.Generator) -> Sequence[Client]:
         if not self.state.directions:
-            count = self.parameters.pretrain * self.parameters.groups
-        else:
-            count = int(self.parameters.fraction * len(online))
-        return sample(online, count, rng)
+            # Pre-training is nobody's turn: all train in the rounds after it.
+            return sample(online, self.parameters.pretrain * self.parameters.groups, rng)
+        return self.dispatch.pick(online, self.parameters.participants(len(online)), rng)
 
     def aggregate(self, updates: Sequence[Update]) -> list[Applied]:
         """Find the groups first; later place cold clients, and average inside each group."""
