@@ -11,9 +11,10 @@ from raceme.clustering.bipartition import cosines
 from raceme.clustering.clusters import parts_of
 from raceme.clustering.spectral import partition
 from raceme.protocol.messages import Vector
-from raceme.server.dispatch import Dispatch, InWindows, sample
+from raceme.server.dispatch import Dispatch, InWindows
 from raceme.server.fleet import Client
 from raceme.server.method import Applied, Method
+from raceme.server.picking import sample
 from raceme.server.replies import Update
 
 BUDGET, PICKED, GROUPS, STALEST, TIME_WEIGHT = 12.0, 6, 3, 4, 0.1

@@ -21,6 +21,7 @@ from raceme.config.options import Value, option
 from raceme.protocol.messages import ROUND
 from raceme.server.fleet import Client, Fleet
 from raceme.server.idle import Idle
+from raceme.server.picking import IN_TURN, RANDOM, in_turn, sample
 from raceme.server.replies import InvalidReplyError, Update
 from raceme.server.state import from_tree, to_tree
 from raceme.server.work import Task
@@ -163,6 +164,13 @@ class RoundsParameters:
         1.0, "share of the online clients that train in a round", above=0, high=1
     )
 
+    picking: str = option(
+        RANDOM,
+        "who takes part: random, or in-turn: every client once, in order of greeting, before any "
+        "is picked at random (FlexCFL's code)",
+        among=(RANDOM, IN_TURN),
+    )
+
     def participants(self, clients: int) -> int:
         """Return how many of so many clients take part in a round."""
         return max(1, int(self.fraction * clients))
@@ -194,6 +202,8 @@ class RoundState:
         Tasks that were given up since a client's last update; clients without any are left out.
     sits_out : dict[str, int]
         Number of the round from which on a client that was given up may take part again.
+    picked : dict[str, bool]
+        Clients that have taken part in any round; only where they are picked in turn.
     """
 
     number: int = 0
@@ -206,6 +216,7 @@ class RoundState:
     longest: dict[str, float] = field(default_factory=dict)
     misses: dict[str, int] = field(default_factory=dict)
     sits_out: dict[str, int] = field(default_factory=dict)
+    picked: dict[str, bool] = field(default_factory=dict)
 
 
 class InRounds(Dispatch):
@@ -227,6 +238,8 @@ class InRounds(Dispatch):
         Share of the online clients that take part.
     participants : Callable, optional
         Chooses them, instead: from the online clients, with a generator.
+    picking : str
+        How :meth:`pick` picks: ``"random"`` or ``"in-turn"``.
     prepares : Callable, optional
         Tells updates that only prepare their client for what follows: they are acted on at once.
     returns : Callable, optional
@@ -240,10 +253,11 @@ class InRounds(Dispatch):
         fraction: float = 1.0,
         participants: Callable[[Sequence[Client], np.random.Generator], Sequence[Client]]
         | None = None,
+        picking: str = RANDOM,
         prepares: Callable[[Update], bool] = lambda update: False,
         returns: Callable[[str], bool] = lambda client: False,
     ) -> None:
-        self._fraction = fraction
+        self._fraction, self._picking = fraction, picking
         self._participants = participants or self._share
         self._prepares, self._returns = prepares, returns
         self.state = RoundState()
@@ -254,7 +268,15 @@ class InRounds(Dispatch):
         return self.state.number - self.state.running
 
     def _share(self, online: Sequence[Client], rng: np.random.Generator) -> Sequence[Client]:
-        return sample(online, int(self._fraction * len(online)), rng)
+        return self.pick(online, int(self._fraction * len(online)), rng)
+
+    def pick(
+        self, online: Sequence[Client], count: int, rng: np.random.Generator
+    ) -> Sequence[Client]:
+        """Pick so many clients, at least one, at random or in turn; in order of greeting."""
+        if self._picking == IN_TURN:
+            return in_turn(online, count, self.state.picked, rng)
+        return sample(online, count, rng)
 
     def choose(self, moment: Moment) -> Sequence[Client]:
         """Begin a round if none is under way; return its participants that can be sent work."""
@@ -433,11 +455,3 @@ class OnRequest(Dispatch):
     def wake_at(self) -> float:
         """Return when the next client asks."""
         return min(self.state.due.values(), default=math.inf)
-
-
-def sample(online: Sequence[Client], count: int, rng: np.random.Generator) -> Sequence[Client]:
-    """Draw clients, at least one, in order of greeting."""
-    if count >= len(online):
-        return online
-    drawn = rng.permutation(len(online))[: max(1, count)]
-    return [online[index] for index in sorted(drawn)]

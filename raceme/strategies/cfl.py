@@ -102,7 +102,7 @@ class CFL(Method):
 
     def policy(self) -> Dispatch:
         """Work in rounds."""
-        return InRounds(self.parameters.fraction)
+        return InRounds(self.parameters.fraction, picking=self.parameters.picking)
 
     def aggregate(self, updates: Sequence[Update]) -> list[Applied]:
         """Divide the clusters that meet the criterion, then average inside each."""

@@ -36,9 +36,10 @@ from raceme.config.errors import UserError
 from raceme.config.options import SECONDS, option
 from raceme.protocol.events import ClientIdled
 from raceme.protocol.messages import ARRAYS, LOCAL_EPOCHS, LOCAL_STEPS, Vector
-from raceme.server.dispatch import Dispatch, InRounds, sample
+from raceme.server.dispatch import Dispatch, InRounds
 from raceme.server.fleet import Client
 from raceme.server.method import Applied, Method, Variant, average_by_cluster
+from raceme.server.picking import sample
 from raceme.server.replies import Update
 from raceme.server.stages import Then
 from raceme.server.windows import InWindows

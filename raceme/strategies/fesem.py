@@ -44,7 +44,7 @@ class FeSEM(Method):
 
     def policy(self) -> Dispatch:
         """Work in rounds."""
-        return InRounds(self.parameters.fraction)
+        return InRounds(self.parameters.fraction, picking=self.parameters.picking)
 
     def aggregate(self, updates: Sequence[Update]) -> list[Applied]:
         """Let every client go to its nearest centre (E), then move the centres (M)."""

@@ -32,9 +32,10 @@ from raceme.clustering.model import Model
 from raceme.config.errors import UserError
 from raceme.config.options import option
 from raceme.protocol.messages import ARRAYS, LABEL_COUNTS, LOCAL_EPOCHS, LOCAL_STEPS, Vector
-from raceme.server.dispatch import Dispatch, InRounds, Moment, RoundsParameters, sample
+from raceme.server.dispatch import Dispatch, InRounds, Moment, RoundsParameters
 from raceme.server.fleet import Client
 from raceme.server.method import Applied, Method, Variant, average_by_cluster
+from raceme.server.picking import sample
 from raceme.server.replies import Answer, InvalidReplyError, Update
 from raceme.server.work import Task, Work
 
@@ -128,6 +129,7 @@ class FlexCFL(Method):
             participants=self._participants,
             prepares=lambda update: self._has_groups and update.task.client in self._cold,
             returns=lambda client: client in self.state.picked,
+            picking=self.parameters.picking,
         )
 
     def check(self, clients: int) -> None:
@@ -201,7 +203,7 @@ class FlexCFL(Method):
         if not self._has_groups:
             per_group = 1 if parameters.measure == "random-clients" else parameters.pretrain
             return sample(online, per_group * parameters.groups, rng)
-        picked = sample(online, int(parameters.fraction * len(online)), rng)
+        picked = self.dispatch.pick(online, parameters.participants(len(online)), rng)
         state.picked = {client.client_id: True for client in picked}
         if parameters.newcomers == "random":
             self._place_at_random(rng)

@@ -22,9 +22,10 @@ from raceme.clustering.clusters import Clusters
 from raceme.clustering.cold_start import ColdStart
 from raceme.clustering.model import Model
 from raceme.protocol.messages import LABEL_COUNTS, Vector
-from raceme.server.dispatch import Dispatch, EveryIdle, InRounds, sample
+from raceme.server.dispatch import Dispatch, EveryIdle, InRounds
 from raceme.server.fleet import Client
 from raceme.server.method import Applied, Method
+from raceme.server.picking import sample
 from raceme.server.replies import Answer, Update
 from raceme.server.stages import Then
 from raceme.server.work import Task, Work

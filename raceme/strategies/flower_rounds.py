@@ -21,6 +21,7 @@ from raceme.protocol import messages as names
 from raceme.server.dispatch import Dispatch, InRounds, RoundsParameters
 from raceme.server.fleet import Client
 from raceme.server.method import Applied, Method
+from raceme.server.picking import IN_TURN
 from raceme.server.replies import Update
 from raceme.server.work import Work
 
@@ -58,12 +59,15 @@ class FlowerRounds(Method):
     inner : Strategy
         Decides who trains, with what settings, and how updates are aggregated.
     parameters : RoundsParameters
-        The hyper-parameters that `inner` was made with, for reports.
+        The hyper-parameters that `inner` was made with, for reports. Where they say that clients
+        are picked in turn, `inner` decides how many, not who.
     seed : int
         Decides which clients are sampled.
     """
 
+    parameters_type = RoundsParameters
     state_type = FlowerState
+    parameters: RoundsParameters
     state: FlowerState
     dispatch: InRounds
 
@@ -74,7 +78,7 @@ class FlowerRounds(Method):
 
     def policy(self) -> Dispatch:
         """Work in rounds, with the participants that Flower's strategy chooses."""
-        return InRounds(participants=self._participants)
+        return InRounds(participants=self._participants, picking=self.parameters.picking)
 
     def _participants(self, online: Sequence[Client], rng: np.random.Generator) -> Sequence[Client]:
         """Ask Flower's strategy; it samples with Python's `random`."""
@@ -94,6 +98,8 @@ class FlowerRounds(Method):
         finally:
             random.setstate(before)
         self.state.settings = dict(asked[0].content[names.CONFIG]) if asked else {}
+        if self.parameters.picking == IN_TURN:
+            return self.dispatch.pick(online, len(asked), rng)
         return [nodes[message.metadata.dst_node_id] for message in asked]
 
     def work_for(self, client: str) -> Work:

@@ -99,7 +99,7 @@ class ICFL(Method):
 
     def policy(self) -> Dispatch:
         """Work in rounds."""
-        return InRounds(self.parameters.fraction)
+        return InRounds(self.parameters.fraction, picking=self.parameters.picking)
 
     def add_client(self, client: Client) -> None:
         """Take a client in: into the only cluster, as a newcomer, or back into its own."""

@@ -58,7 +58,7 @@ class IFCA(Method):
 
     def policy(self) -> Dispatch:
         """Work in rounds."""
-        return InRounds(self.parameters.fraction)
+        return InRounds(self.parameters.fraction, picking=self.parameters.picking)
 
     def initialize(self, vector: Vector) -> None:
         """Start from K different models."""

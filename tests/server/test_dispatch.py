@@ -22,6 +22,7 @@ from raceme.server.fleet import Client, Fleet
 from raceme.server.idle import Idle
 from raceme.server.method import Applied, Method
 from raceme.server.replies import InvalidReplyError, Update
+from raceme.server.windows import InWindows
 from raceme.server.work import Task
 from raceme.simulation import Device
 from raceme.strategies import FedAsync, Plan
