@@ -12,7 +12,7 @@ from fleets import MODEL, grid_of, pulled_app
 
 from raceme.clustering.model import Model
 from raceme.protocol import events
-from raceme.protocol.messages import Vector
+from raceme.protocol.messages import ModelSpec, Vector
 from raceme.server.dispatch import InRounds
 from raceme.server.fleet import Client
 from raceme.server.replies import Update
@@ -57,6 +57,7 @@ def last_accuracy(seen: list[events.Event]) -> float:
 
 def with_clients(strategy: Any, count: int, size: int = 2) -> Any:
     """A strategy with a model of zeros, whose clients have not been given anything yet."""
+    strategy._spec = ModelSpec(("weights",), ((size,),), ("float32",))
     strategy.initialize(np.zeros(size, np.float32))
     for index in range(count):
         strategy.add_client(Client(f"c{index}", num_examples=10))

@@ -8,80 +8,20 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from fleets import MODEL, grid_of, pulled_app
+from policies import Bench
 
 from raceme.protocol import events
 from raceme.server.dispatch import (
     Dispatch,
     EveryIdle,
     InRounds,
-    InWindows,
-    Moment,
     OnRequest,
 )
-from raceme.server.fleet import Client, Fleet
-from raceme.server.idle import Idle
+from raceme.server.fleet import Client
 from raceme.server.method import Applied, Method
 from raceme.server.replies import InvalidReplyError, Update
-from raceme.server.windows import InWindows
-from raceme.server.work import Task
 from raceme.simulation import Device
 from raceme.strategies import FedAsync, Plan
-
-
-class Bench:
-    """Clients c0, c1, … that are all idle, and a policy that is told what happens to them."""
-
-    def __init__(self, policy: Dispatch, clients: int) -> None:
-        self.policy = policy
-        self.fleet = Fleet({f"c{i}": Client(f"c{i}", 10, node_id=i) for i in range(clients)})
-        self.idle = Idle({}, self.fleet.clients)
-        self.tasks: dict[str, Task] = {}
-        self.number = 0
-        for client in self.fleet.clients:
-            self.idle.add(client)
-
-    def work(self, now: float, greeting: bool = False) -> list[str]:
-        """Give the chosen clients their work; return who they are."""
-        rng = np.random.default_rng(0)
-        chosen = self.policy.choose(Moment(now, self.fleet, self.idle, rng, greeting))
-        for client in chosen:
-            name = client.client_id
-            self.tasks[name] = Task(self.number, name, 0, 0, 0, sent_at=now, bytes_down=0)
-            self.number += 1
-            self.policy.sent(self.tasks[name], now)
-            self.idle.remove(name)
-        return [client.client_id for client in chosen]
-
-    def answer(self, client: str, now: float, task: Task | None = None) -> list[str]:
-        """Let a client answer; return whose updates are released."""
-        update = Update(task or self.tasks[client], np.zeros(1, np.float32), 10, 0.0)
-        released = self.policy.accept(update, now)
-        self.idle.add(client)
-        return [one.task.client for one in released]
-
-    def wake(self, now: float) -> tuple[list[str], list[str]]:
-        """Wake the policy; return whose tasks are given up, and whose updates are released."""
-        numbers, released = self.policy.wake(now)
-        updates = list(released)
-        late = [name for name, task in self.tasks.items() if task.number in numbers]
-        for client in late:
-            self.idle.add(client)
-            updates += self.policy.lost(self.tasks[client], now)
-        return late, [one.task.client for one in updates]
-
-    def leave(self, client: str, now: float) -> list[str]:
-        """Take a client offline; return whose updates are released."""
-        self.fleet.clients[client].node_id = None
-        self.idle.remove(client)
-        return [one.task.client for one in self.policy.left(client, now)]
-
-    def come_back(self, client: str, now: float) -> None:
-        """Bring it back; what it was working on is lost."""
-        self.fleet.clients[client].node_id = 99
-        self.policy.joined(client)
-        assert not self.policy.lost(self.tasks[client], now)
-        self.idle.add(client)
-
 
 # Rounds.
 
@@ -96,7 +36,7 @@ def test_a_round_is_over_when_all_are_back() -> None:
     assert bench.work(3.0) == ["c0", "c1", "c2"]
 
 
-def test_rounds_and_windows_are_counted_when_they_are_over() -> None:
+def test_rounds_are_counted_when_they_are_over() -> None:
     bench = Bench(InRounds(), 2)
     assert bench.policy.rounds == 0
     bench.work(0.0)
@@ -104,14 +44,6 @@ def test_rounds_and_windows_are_counted_when_they_are_over() -> None:
     assert bench.policy.rounds == 0
     bench.answer("c1", 1.0)
     assert bench.policy.rounds == 1
-    bench = Bench(InWindows(10.0, two_first), 2)
-    assert bench.policy.rounds == 0
-    bench.work(0.0)
-    bench.answer("c0", 1.0)
-    assert bench.policy.rounds == 0
-    bench.wake(10.0)
-    assert bench.policy.rounds == 1
-    assert EveryIdle().rounds is OnRequest(every(1.0)).rounds is None
 
 
 def test_a_round_waits_for_greetings_and_for_someone_to_be_there() -> None:
@@ -283,46 +215,11 @@ def test_a_share_of_the_clients_takes_part() -> None:
     assert first == sorted(first)
 
 
-# Windows of time.
-
-
-def two_first(online: list[Client], rng: np.random.Generator) -> list[Client]:
-    return list(online[:2])
-
-
-def test_members_of_a_window_work_again_and_again_until_it_ends() -> None:
-    bench = Bench(InWindows(10.0, two_first), 3)
-    assert bench.work(1.0) == ["c0", "c1"]
-    assert bench.policy.wake_at() == 11.0
-    assert bench.answer("c0", 4.0) == ["c0"]
-    assert bench.work(4.0) == ["c0"]
-    assert bench.answer("c0", 8.0) == ["c0"]
-    assert bench.work(8.0) == ["c0"]
-    late = bench.tasks["c1"]
-    # Nobody is back at 11 s: both are given up, and a new window begins.
-    assert bench.wake(11.0) == (["c0", "c1"], [])
-    assert bench.policy.wake_at() == math.inf
-    bench.fleet.clients["c0"].node_id = None
-    bench.idle.remove("c0")
-    assert bench.work(12.0) == ["c2", "c1"]
-    assert bench.policy.wake_at() == 22.0
-    with pytest.raises(InvalidReplyError, match="after its window was over"):
-        bench.answer("c1", 13.0, late)
-
-
-def test_a_window_begins_when_greetings_are_over_and_somebody_is_there() -> None:
-    bench = Bench(InWindows(10.0, two_first), 1)
-    assert bench.work(0.0, greeting=True) == []
-    bench.leave("c0", 0.0)
-    assert bench.work(0.0) == []
-    assert bench.policy.wake_at() == math.inf
-    bench.fleet.clients["c0"].node_id = 5
-    bench.idle.add("c0")
-    assert bench.work(3.0) == ["c0"]
-    assert bench.policy.wake_at() == 13.0
-
-
 # On request.
+
+
+def test_who_works_in_no_rounds_counts_none() -> None:
+    assert EveryIdle().rounds is OnRequest(every(1.0)).rounds is None
 
 
 def every(seconds: float) -> Callable[[Client, float, np.random.Generator], float]:
@@ -367,13 +264,6 @@ class Idling(FedAsync):
         return super().on_update(update)
 
 
-class Windowed(FedAsync):
-    """FedAsync in windows of 10 s, with the first two clients."""
-
-    def policy(self) -> Dispatch:
-        return InWindows(10.0, two_first)
-
-
 def run(strategy: Method, devices: list[Device], updates: int, **plan: float) -> list[events.Event]:
     seen: list[events.Event] = []
     limits = Plan(eval_every=1000, **plan)  # type: ignore[arg-type]
@@ -413,26 +303,3 @@ def test_a_request_that_must_wait_its_turn_does_not_stop_the_clock() -> None:
     # Both ask at 2 s and 4 s, work takes 5 s, and only one may work at a time.
     seen = run(Asking(2.0), [Device(seconds_per_round=5.0)] * 2, updates=2, concurrency=1)
     assert updates_of(seen) == [(2.0, "c0", 7.0), (7.0, "c1", 12.0)]
-
-
-def test_windows_on_virtual_time() -> None:
-    # c0 needs 4, c1 12 s: in a window of 10 s c0 is back twice, c1 never. A device that was given
-    # up is busy with its old work until 12 s, of which the server hears nothing.
-    grid, seen = grid_of(pulled_app(), [Device(4.0), Device(12.0), Device()]), []
-    Windowed().start(grid, MODEL, 4, plan=Plan(eval_every=1000), observe=seen.append)
-    assert updates_of(seen) == [
-        (0.0, "c0", 4.0),
-        (4.0, "c0", 8.0),
-        (10.0, "c0", 16.0),
-        (16.0, "c0", 20.0),
-    ]
-    rejected = [(e.time, e.client) for e in seen if isinstance(e, events.UpdateRejected)]
-    assert sorted(rejected) == [(10.0, "c0"), (10.0, "c1")]
-    # What was given up is not kept for anybody.
-    assert grid.state_dict()["arrived"] == []
-
-
-def test_a_number_of_windows_ends_a_run() -> None:
-    seen = run(Windowed(), [Device(4.0), Device(12.0), Device()], updates=0, max_rounds=2)
-    # As above: c0 is back twice in each.
-    assert seen[-1] == events.RunEnded(20.0, 4, "2 rounds are over")

@@ -1,0 +1,66 @@
+"""A bench on which a dispatch policy is told, step by step, what happens to its clients."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from raceme.server.dispatch import Dispatch, Moment
+from raceme.server.fleet import Client, Fleet
+from raceme.server.idle import Idle
+from raceme.server.replies import Update
+from raceme.server.work import Task
+
+
+class Bench:
+    """Clients c0, c1, … that are all idle, and a policy that is told what happens to them."""
+
+    def __init__(self, policy: Dispatch, clients: int) -> None:
+        self.policy = policy
+        self.fleet = Fleet({f"c{i}": Client(f"c{i}", 10, node_id=i) for i in range(clients)})
+        self.idle = Idle({}, self.fleet.clients)
+        self.tasks: dict[str, Task] = {}
+        self.number = 0
+        for client in self.fleet.clients:
+            self.idle.add(client)
+
+    def work(self, now: float, greeting: bool = False) -> list[str]:
+        """Give the chosen clients their work; return who they are."""
+        rng = np.random.default_rng(0)
+        chosen = self.policy.choose(Moment(now, self.fleet, self.idle, rng, greeting))
+        for client in chosen:
+            name = client.client_id
+            self.tasks[name] = Task(self.number, name, 0, 0, 0, sent_at=now, bytes_down=0)
+            self.number += 1
+            self.policy.sent(self.tasks[name], now)
+            self.idle.remove(name)
+        return [client.client_id for client in chosen]
+
+    def answer(self, client: str, now: float, task: Task | None = None) -> list[str]:
+        """Let a client answer; return whose updates are released."""
+        update = Update(task or self.tasks[client], np.zeros(1, np.float32), 10, 0.0)
+        released = self.policy.accept(update, now)
+        self.idle.add(client)
+        return [one.task.client for one in released]
+
+    def wake(self, now: float) -> tuple[list[str], list[str]]:
+        """Wake the policy; return whose tasks are given up, and whose updates are released."""
+        numbers, released = self.policy.wake(now)
+        updates = list(released)
+        late = [name for name, task in self.tasks.items() if task.number in numbers]
+        for client in late:
+            self.idle.add(client)
+            updates += self.policy.lost(self.tasks[client], now)
+        return late, [one.task.client for one in updates]
+
+    def leave(self, client: str, now: float) -> list[str]:
+        """Take a client offline; return whose updates are released."""
+        self.fleet.clients[client].node_id = None
+        self.idle.remove(client)
+        return [one.task.client for one in self.policy.left(client, now)]
+
+    def come_back(self, client: str, now: float) -> None:
+        """Bring it back; what it was working on is lost."""
+        self.fleet.clients[client].node_id = 99
+        self.policy.joined(client)
+        assert not self.policy.lost(self.tasks[client], now)
+        self.idle.add(client)

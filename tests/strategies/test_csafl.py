@@ -1,0 +1,196 @@
+"""CSAFL: affinity by hand, the threshold on both sides, variants, and windows on virtual time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from clustered import (
+    at_version,
+    check_it_can_be_restored,
+    found,
+    homes,
+    last_accuracy,
+    placed,
+    run_on,
+    three_groups,
+    update,
+    with_clients,
+)
+
+from raceme.config.errors import UserError
+from raceme.protocol import events
+from raceme.protocol.events import ClusterChange, Ending
+from raceme.server.fleet import Client
+from raceme.strategies import (
+    CSAFL,
+    CSAFLParameters,
+    GAFedAvg,
+    GFedAvg,
+    NoGFedAvg,
+    RFedAvg,
+    TAFedAvg,
+    TFedAvg,
+)
+from raceme.strategies.csafl import affinity_of
+
+
+def test_affinity_by_hand() -> None:
+    deltas = np.array([[1, 0], [0.6, 0.8], [0, 1]], np.float32)
+    seconds = np.array([1.0, 1.0, 4.0])
+    # z = (−1, −1, 2) / √2; rows [ρ z, cosines], ρ = √2:
+    # (−1, 1, 0.6, 0), (−1, 0.6, 1, 0.8), (2, 0, 0.8, 1).
+    weights = affinity_of(deltas, seconds, rho=math.sqrt(2), width=2.0)
+    # (0, 1): 0.16 + 0.16 + 0.64 = 0.96; (0, 2): 9 + 1 + 0.04 + 1 = 11.04;
+    # (1, 2): 9 + 0.36 + 0.04 + 0.04 = 9.44; over 2 σ² = 8.
+    wanted = np.exp(-np.array([0.96, 11.04, 9.44]) / 8)
+    assert weights[np.triu_indices(3, 1)] == pytest.approx(wanted, rel=1e-6)
+    assert weights.diagonal().tolist() == [1.0] * 3
+    # Without a width it is the median distance, √9.44.
+    weights = affinity_of(deltas, seconds, rho=math.sqrt(2))
+    assert weights[1, 2] == pytest.approx(math.exp(-0.5), rel=1e-6)
+    # Latencies that are all alike count for nothing.
+    alike = affinity_of(deltas, np.ones(3), rho=5.0, width=1.0)
+    assert alike[0, 1] == pytest.approx(math.exp(-0.96 / 2), rel=1e-6)
+
+
+def in_a_window(**options: object) -> CSAFL:
+    """Three clients of one group that have all been picked, with 10, 10 and 20 examples."""
+    strategy = with_clients(CSAFL(CSAFLParameters(grouping="none", threshold=2, **options)), 3)
+    sizes = {"c0": 10, "c1": 10, "c2": 20}
+    strategy.progress.fleet.clients = {name: Client(name, n) for name, n in sizes.items()}
+    strategy.windows.state.members = dict.fromkeys(sizes, True)
+    return strategy
+
+
+def test_an_update_counts_with_the_share_of_its_clients_samples() -> None:
+    strategy = in_a_window()
+    (applied,) = strategy.aggregate([update(strategy, "c0", 4, 8)])
+    assert (applied.cluster, applied.staleness, applied.weight) == (0, 0, 0.25)
+    assert strategy.models[0].vector.tolist() == [1.0, 2.0]
+    (applied,) = strategy.aggregate([update(strategy, "c2", 3, 0, examples=20)])
+    assert applied.weight == 0.5
+    assert strategy.models[0].vector.tolist() == [2.0, 1.0]
+
+
+def test_the_other_reading_adds_the_share_of_the_change() -> None:
+    strategy = in_a_window(mixing="change")
+    one, two = update(strategy, "c0", 4, 8), update(strategy, "c1", 8, 0)
+    strategy.aggregate([one])
+    strategy.aggregate([two])
+    # (0, 0) + (4, 8) / 4 + (8, 0) / 4.
+    assert strategy.models[0].vector.tolist() == [3.0, 2.0]
+
+
+def test_the_threshold_on_both_sides() -> None:
+    strategy = in_a_window()
+    one, two = update(strategy, "c0", 4, 8), update(strategy, "c1", 4, 8)
+    at_version(strategy, 2)
+    (applied,) = strategy.aggregate([one])
+    assert (applied.staleness, applied.weight) == (2, 0.25)
+    assert strategy.windows.state.gathering == {}
+    # Three changes since: beyond δ = 2 it is dropped, and the group updates together next.
+    model = strategy.models[0].vector.tolist()
+    (applied,) = strategy.aggregate([two])
+    assert (applied.staleness, applied.weight) == (3, 0.0)
+    assert strategy.models[0].vector.tolist() == model
+    assert strategy.windows.state.gathering == {0: True}
+
+
+def test_asynchronous_updates_have_no_threshold() -> None:
+    strategy = in_a_window(update="asynchronous")
+    late = update(strategy, "c0", 4, 8)
+    at_version(strategy, 9)
+    (applied,) = strategy.aggregate([late])
+    assert (applied.staleness, applied.weight) == (9, 0.25)
+
+
+def test_updates_that_were_made_together_are_averaged_by_examples() -> None:
+    strategy = in_a_window(update="synchronous")
+    updates = [update(strategy, "c0", 4, 8, number=1), update(strategy, "c2", 1, 2, examples=20)]
+    strategy.windows.state.joint = {0: 0, 1: 0}
+    applied = strategy.aggregate(updates)
+    assert [one.weight for one in applied] == pytest.approx([1 / 3, 2 / 3])
+    assert strategy.models[0].vector.tolist() == pytest.approx([2.0, 4.0])
+
+
+OPTIONS = {"groups": 3, "budget": 20.0, "picked": 12}
+
+
+@pytest.mark.parametrize(
+    ("method", "groups"),
+    [
+        (CSAFL, [4, 4, 4]),
+        (GFedAvg, [4, 4, 4]),
+        (GAFedAvg, [4, 4, 4]),
+        (TFedAvg, [4, 4, 4]),
+        (TAFedAvg, [4, 4, 4]),
+        (NoGFedAvg, [4, 4, 4]),
+    ],
+)
+def test_variants_on_virtual_time(method: Callable[..., CSAFL], groups: list[int]) -> None:
+    strategy = method(method.parameters_type(rho=0.0, **OPTIONS))  # type: ignore[attr-defined]
+    seen = run_on(strategy, three_groups())
+    assert found(strategy) == groups
+    has_groups = method in (CSAFL, GFedAvg, GAFedAvg)
+    assert len(strategy.models) == (3 if has_groups else 1)
+    assert (last_accuracy(seen) > 0.9) == has_groups
+    waited = sum(event.seconds for event in seen if isinstance(event, events.ClientIdled))
+    # Slow clients take five times as long: who updates together waits for them, others never do.
+    assert (waited == 0.0) == (method in (GAFedAvg, TAFedAvg))
+
+
+def test_synchronous_windows_traced_by_hand() -> None:
+    parameters = TFedAvg.parameters_type(**{**OPTIONS, "budget": 12.0})
+    seen = run_on(TFedAvg(parameters), three_groups(), 24)
+    applied = [event for event in seen if isinstance(event, events.UpdateApplied)]
+    # c0, c4 and c8 take 5 s, the others 1 s: joint updates at 5 and at 10 s; the one that begins
+    # then ends at 12 s without the slow ones, of nine.
+    assert [event.time for event in applied[:24]] == [1.0] * 9 + [5.0] * 3 + [6.0] * 9 + [10.0] * 3
+    seen = run_on(
+        TFedAvg(TFedAvg.parameters_type(**{**OPTIONS, "budget": 12.0})), three_groups(), 33
+    )
+    idle = {e.client: e.seconds for e in seen if isinstance(e, events.ClientIdled)}
+    assert idle == {f"c{i}": 0.0 if i % 4 == 0 else 9.0 for i in range(12)}
+    lost = [e.reason for e in seen if isinstance(e, events.UpdateRejected)]
+    assert lost == ["its window ended first"] * 3
+
+
+def test_random_groups() -> None:
+    strategy = RFedAvg(RFedAvg.parameters_type(**OPTIONS))
+    seen = run_on(strategy, three_groups(), 60)
+    assert sorted(map(len, map(strategy.clusters.clients, strategy.models))) == [4, 4, 4]
+    assert len(placed(seen, ClusterChange.SPLIT)) == 1
+
+
+def test_a_client_that_comes_later_joins_the_group_of_the_nearest_direction() -> None:
+    strategy = CSAFL(CSAFLParameters(rho=0.0, **OPTIONS))
+    run_on(strategy, three_groups(), 60)
+    strategy.clusters.unassign(["c5"])
+    of_its_group = homes(strategy)["c8"]
+    assert strategy.work_for("c5").arrays
+    run_on(strategy, three_groups(), 90)
+    assert homes(strategy)["c5"] == of_its_group
+
+
+def test_a_budget_shorter_than_any_update_ends_the_run_and_says_so() -> None:
+    strategy = CSAFL(CSAFLParameters(**{**OPTIONS, "budget": 0.5}))
+    seen = run_on(strategy, three_groups())
+    (ended,) = [event for event in seen if isinstance(event, events.RunEnded)]
+    assert ended.ending is Ending.USELESS_REPLIES
+    assert "no update fits into the budget of 0.5 s" in ended.reason
+    # What pre-training has found is not lost.
+    assert len(strategy.models) == 3
+
+
+def test_more_groups_than_clients_is_an_error_before_the_run() -> None:
+    with pytest.raises(UserError, match="5 groups, and there are only 4 clients"):
+        CSAFL(CSAFLParameters(groups=5)).check(4)
+    TFedAvg().check(1)
+
+
+@pytest.mark.parametrize("update", ["semi-asynchronous", "synchronous"])
+def test_it_can_be_restored(update: str) -> None:
+    check_it_can_be_restored(CSAFL, CSAFLParameters(**OPTIONS, update=update))

@@ -1,0 +1,210 @@
+"""FlexCFL: cold starts, migration, averaging across groups, and groups on a grid."""
+
+import numpy as np
+import pytest
+from clustered import (
+    check_it_can_be_restored,
+    found,
+    homes,
+    last_accuracy,
+    placed,
+    plain,
+    round_of,
+    run_on,
+    three_groups,
+    update,
+    with_clients,
+)
+
+from raceme.clustering.model import Model
+from raceme.config.errors import UserError
+from raceme.protocol import events
+from raceme.protocol.events import ClusterChange
+from raceme.protocol.messages import LABEL_COUNTS
+from raceme.server.fleet import Client
+from raceme.server.replies import Answer, InvalidReplyError
+from raceme.server.work import Task
+from raceme.strategies import FedGroup, FedGroupParameters, FlexCFL, FlexCFLParameters
+from raceme.strategies.flexcfl import mix_groups
+
+
+def test_a_share_of_the_other_groups_by_hand() -> None:
+    models = [Model(np.array(values, np.float32)) for values in ((3, 4), (0, 2), (0, 0))]
+    mix_groups(models, eta_g=0.5)
+    # Lengths 5, 2 and, of a model of zeros, as if 1; unit vectors (0.6, 0.8), (0, 1) and (0, 0).
+    # (3, 4) + 0.5 · (0, 1) over 1 + 0.5 (1/2 + 1) = 1.75; (0, 2) + 0.5 · (0.6, 0.8) over
+    # 1 + 0.5 (1/5 + 1) = 1.6; 0.5 · (0.6, 1.8) over 1 + 0.5 (1/5 + 1/2) = 1.35.
+    assert models[0].vector.tolist() == pytest.approx([3.0 / 1.75, 4.5 / 1.75])
+    assert models[1].vector.tolist() == pytest.approx([0.3 / 1.6, 2.4 / 1.6])
+    assert models[2].vector.tolist() == pytest.approx([0.3 / 1.35, 0.9 / 1.35])
+
+
+@pytest.mark.parametrize("measure", ["edc", "madc"])
+def test_cold_starts_by_hand(measure: str) -> None:
+    parameters = FlexCFLParameters(groups=2, measure=measure, detect="none")
+    strategy = with_clients(FlexCFL(parameters), 6)
+    # Group cold start with c0 … c3; c4 and c5 have no group.
+    round_of(strategy, (2, 0), (0, 1), (4, 0.1), (0.1, 3))
+    assert homes(strategy) == {"c0": 1, "c1": 2, "c2": 1, "c3": 2, "c4": None, "c5": None}
+    assert strategy.models[1].vector.tolist() == pytest.approx([3.0, 0.05])
+    # Client cold start: c4's update has a cosine of 0.995 with the first direction. What it
+    # trained is no part of the mean: (5 + 7) / 2.
+    applied = round_of(strategy, (5, 0), (0, 5), (7, 0), (0, 5), (1, 0.1))
+    assert strategy.clusters.main("c4") == 1
+    assert [a.weight for a in applied] == [0.5, 0.5, 0.5, 0.5, 0.0]
+    assert strategy.models[1].vector.tolist() == [6.0, 0.0]
+    # From then on it trains with its group; a newcomer is cold.
+    applied = round_of(strategy, (5, 0), (0, 5), (7, 0), (0, 5), (6, 0), (-1, 2))
+    assert [a.weight for a in applied] == pytest.approx([1 / 3, 0.5, 1 / 3, 0.5, 1 / 3, 0.0])
+    assert strategy.clusters.main("c5") == 2
+    strategy.add_client(Client("c6", num_examples=10))
+    assert strategy.state.start.cold == {"c6": True}
+
+
+def counts_of(strategy: FlexCFL, client: str, counts: list[int], examples: int = 10) -> Answer:
+    number = strategy.progress.tasks
+    task = Task(number, client, 1, 0, 0, sent_at=0.0, bytes_down=0, kind=LABEL_COUNTS)
+    return Answer(task, examples, numbers={LABEL_COUNTS: np.array(counts, np.int64)})
+
+
+def with_groups() -> FlexCFL:
+    strategy = with_clients(FlexCFL(FlexCFLParameters(groups=2)), 4)
+    strategy.progress.fleet.clients = {f"c{i}": Client(f"c{i}", 10) for i in range(4)}
+    for index in range(4):
+        strategy.on_answer(counts_of(strategy, f"c{index}", [10, 0] if index % 2 else [0, 10]))
+    round_of(strategy, (2, 0), (0, 1), (4, 0.1), (0.1, 3))
+    return strategy
+
+
+def test_a_client_whose_label_counts_have_changed_is_placed_anew() -> None:
+    strategy = with_groups()
+    strategy.on_answer(counts_of(strategy, "c0", [1, 9]))
+    assert strategy.state.start.cold == {}
+    strategy.on_answer(counts_of(strategy, "c0", [2, 8]))
+    assert strategy.state.start.cold == {"c0": True}
+    assert strategy.work_for("c0").arrays["arrays"].count_bytes() > 0
+    # It stays with its group until it has trained w0, and then goes to the other one.
+    assert homes(strategy)["c0"] == 1
+    round_of(strategy, (0, 9))
+    assert homes(strategy)["c0"] == 2
+    assert strategy.models[2].vector.tolist() == pytest.approx([0.05, 2.0])
+    assert strategy.state.start.cold == {}
+
+
+@pytest.mark.parametrize(
+    ("counts", "examples", "complaint"),
+    [
+        ([5, 5, 0], 10, "counts 3 labels, and others 2"),
+        ([11, -1], 10, "no counts"),
+        ([0, 0], 10, "no counts"),
+        ([4, 4], 10, "counts 8 labels of 10 examples"),
+    ],
+)
+def test_label_counts_that_cannot_be_are_refused(
+    counts: list[int], examples: int, complaint: str
+) -> None:
+    strategy = with_groups()
+    before = plain(strategy.state_dict())
+    with pytest.raises(InvalidReplyError, match=complaint):
+        strategy.on_answer(counts_of(strategy, "c0", counts, examples))
+    assert plain(strategy.state_dict()) == before
+
+
+def test_a_late_update_of_a_client_that_has_moved_changes_no_group() -> None:
+    strategy = with_groups()
+    late = update(strategy, "c0", 100, 100)
+    strategy.clusters.move("c0", 2)
+    models = {k: model.vector.tolist() for k, model in strategy.models.items()}
+    (applied,) = strategy.aggregate([late])
+    assert applied.weight == 0.0
+    assert {k: model.vector.tolist() for k, model in strategy.models.items()} == models
+
+
+def test_a_group_that_is_left_empty_keeps_its_model() -> None:
+    strategy = with_groups()
+    for client in ("c1", "c3"):
+        strategy.clusters.move(client, 1)
+    round_of(strategy, (5, 0), (5, 0), (5, 0), (5, 0))
+    assert strategy.models[2].vector.tolist() == pytest.approx([0.05, 2.0])
+    assert strategy.models[1].vector.tolist() == [5.0, 0.0]
+
+
+def test_an_update_that_goes_where_another_group_goes_makes_its_client_cold() -> None:
+    strategy = with_clients(FlexCFL(FlexCFLParameters(groups=2, detect="direction")), 4)
+    round_of(strategy, (2, 0), (0, 1), (4, 0.1), (0.1, 3))
+    # Group 1 is at (3, 0.05): c0 goes on along its direction, c2 turns to the other's.
+    one, two = update(strategy, "c0", 4, 0.1), update(strategy, "c2", 3, 4)
+    strategy.aggregate([one, two])
+    assert strategy.state.start.cold == {"c2": True}
+
+
+def test_random_groups_for_rac() -> None:
+    parameters = FlexCFLParameters(groups=2, newcomers="random", detect="none", pretrain=2)
+    strategy = FlexCFL(parameters)
+    seen = run_on(strategy, three_groups(), 60)
+    # Four have found the groups; the others were dealt out, and trained w0 for nothing never.
+    applied = [e for e in seen if isinstance(e, events.UpdateApplied)]
+    assert [e.weight for e in applied].count(0.0) == 0
+    assert all(home is not None for home in homes(strategy).values())
+
+
+def test_more_groups_than_clients_is_an_error_before_the_run() -> None:
+    with pytest.raises(UserError, match="50 groups cannot be made of 40 clients"):
+        FlexCFL(FlexCFLParameters(groups=50)).check(40)
+
+
+def test_a_group_starts_from_the_plain_mean_and_continues_with_a_weighted_one() -> None:
+    strategy = with_clients(FlexCFL(FlexCFLParameters(groups=2, detect="none")), 4)
+
+    def round_with_many_examples_at_c0(*models: tuple[float, float]) -> None:
+        examples = [30, 10, 10, 10]
+        strategy.aggregate(
+            [
+                update(strategy, f"c{i}", *model, examples=count)
+                for i, (model, count) in enumerate(zip(models, examples, strict=True))
+            ]
+        )
+
+    # Algorithm 3: (2 + 4) / 2, however many examples c0 has.
+    round_with_many_examples_at_c0((2, 0), (0, 1), (4, 0), (0, 3))
+    assert [strategy.models[k].vector.tolist() for k in (1, 2)] == [[3.0, 0.0], [0.0, 2.0]]
+    # Algorithm 2: (30 · 2 + 10 · 4) / 40.
+    round_with_many_examples_at_c0((2, 0), (0, 1), (4, 0), (0, 3))
+    assert [strategy.models[k].vector.tolist() for k in (1, 2)] == [[2.5, 0.0], [0.0, 2.0]]
+
+
+def test_pretraining_takes_some_clients_per_group() -> None:
+    strategy = FedGroup(FedGroupParameters(groups=2, pretrain=3))
+    seen = run_on(strategy, three_groups(), 1)
+    assert len([event for event in seen if isinstance(event, events.UpdateApplied)]) == 6
+    assert list(homes(strategy).values()).count(None) == 6
+
+
+def test_a_cold_client_trains_with_its_group_in_the_round_in_which_it_is_placed() -> None:
+    strategy = FedGroup(FedGroupParameters(groups=3, pretrain=2))
+    seen = run_on(strategy, three_groups(), 6 + 6 + 12)
+    applied = [event for event in seen if isinstance(event, events.UpdateApplied)]
+    # Six make the groups; in the next round the six others train w0, and then all twelve train.
+    assert [event.weight > 0 for event in applied] == [True] * 6 + [False] * 6 + [True] * 12
+    assert len({event.client for event in applied[12:]}) == 12
+
+
+@pytest.mark.parametrize(("measure", "pretrain"), [("edc", 20), ("madc", 20), ("edc", 2)])
+def test_the_groups_are_found_and_reported(measure: str, pretrain: int) -> None:
+    parameters = FedGroupParameters(groups=3, measure=measure, pretrain=pretrain)
+    strategy = FedGroup(parameters)
+    seen = run_on(strategy, three_groups())
+    assert found(strategy) == [4, 4, 4]
+    assert last_accuracy(seen) > 0.9
+    (split,) = placed(seen, ClusterChange.SPLIT)
+    grouped = [client for client, weights in split.memberships.items() if weights]
+    assert len(grouped) == min(12, 3 * pretrain)
+    assigned = [c for one in placed(seen, ClusterChange.ASSIGN) for c in one.memberships]
+    assert sorted({*grouped, *assigned[-(12 - len(grouped)) :]}) == sorted(
+        f"c{index}" for index in range(12)
+    )
+
+
+@pytest.mark.parametrize("detect", ["direction", "none"])
+def test_it_can_be_restored(detect: str) -> None:
+    check_it_can_be_restored(FlexCFL, FlexCFLParameters(detect=detect))

@@ -1,0 +1,108 @@
+"""FlexCFL-Async: cold start, mixing and migration on every single update."""
+
+import numpy as np
+import pytest
+from clustered import (
+    check_it_can_be_restored,
+    found,
+    homes,
+    last_accuracy,
+    round_of,
+    run_on,
+    step,
+    three_groups,
+    update,
+    with_clients,
+)
+
+from raceme.config.errors import UserError
+from raceme.protocol import events
+from raceme.protocol.messages import LABEL_COUNTS
+from raceme.server.fleet import Client
+from raceme.server.replies import Answer
+from raceme.server.work import Task
+from raceme.strategies import FlexCFLAsync, FlexCFLAsyncParameters
+
+
+def started(**options: object) -> FlexCFLAsync:
+    """Four clients in two groups at (3, 0.05) and (0.05, 2)."""
+    parameters = FlexCFLAsyncParameters(groups=2, alpha=0.5, decay="constant", **options)
+    strategy = with_clients(FlexCFLAsync(parameters), 4)
+    strategy.progress.fleet.clients = {f"c{i}": Client(f"c{i}", 10) for i in range(5)}
+    round_of(strategy, (2, 0), (0, 1), (4, 0.1), (0.1, 3))
+    return strategy
+
+
+def test_an_update_is_mixed_into_its_group_at_once() -> None:
+    strategy = started(detect="none")
+    applied = step(strategy, "c0", 5, 0.05)
+    assert (applied.cluster, applied.staleness, applied.weight) == (1, 0, 0.5)
+    assert strategy.models[1].vector.tolist() == pytest.approx([4.0, 0.05])
+    assert strategy.models[2].vector.tolist() == pytest.approx([0.05, 2.0])
+
+
+def test_a_newcomer_trains_w0_first_and_joins_the_nearest_group() -> None:
+    strategy = started(detect="none")
+    strategy.add_client(Client("c4", num_examples=10))
+    assert strategy.work_for("c4").arrays
+    assert step(strategy, "c4", 0.1, 1).weight == 0.0
+    assert homes(strategy)["c4"] == 2
+    assert strategy.work_for("c4").arrays == {}
+
+
+def test_label_counts_are_asked_for_before_each_training() -> None:
+    strategy = started()
+
+    def say(*counts: int) -> None:
+        task = Task(99, "c0", 1, 0, 0, 0.0, 0, kind=LABEL_COUNTS)
+        strategy.on_answer(Answer(task, 10, numbers={LABEL_COUNTS: np.array(counts)}))
+        strategy.close_task(task)
+
+    assert strategy.work_for("c0").kind == LABEL_COUNTS
+    say(10, 0)
+    assert strategy.work_for("c0").kind == "train"
+    step(strategy, "c0", 5, 0)
+    assert strategy.work_for("c0").kind == LABEL_COUNTS
+    say(0, 10)
+    # Its data have changed: it trains w0, and belongs to the other group then.
+    assert strategy.work_for("c0").arrays
+    step(strategy, "c0", 0, 7)
+    assert homes(strategy)["c0"] == 2
+    say(0, 10)
+    assert strategy.work_for("c0").arrays == {}
+
+
+def test_a_late_update_of_a_client_that_has_moved_changes_no_group() -> None:
+    strategy = started(detect="none")
+    late = update(strategy, "c0", 100, 100)
+    strategy.clusters.move("c0", 2)
+    models = {k: model.vector.tolist() for k, model in strategy.models.items()}
+    assert strategy.on_update(late).weight == 0.0
+    assert {k: model.vector.tolist() for k, model in strategy.models.items()} == models
+
+
+def test_an_update_that_goes_where_another_group_goes_makes_its_client_cold() -> None:
+    strategy = started(detect="direction")
+    step(strategy, "c0", 4, 0.1)
+    step(strategy, "c2", 3, 4)
+    assert strategy.state.start.cold == {"c2": True}
+
+
+def test_the_groups_are_found_on_virtual_time() -> None:
+    strategy = FlexCFLAsync(FlexCFLAsyncParameters(groups=3, pretrain=2, detect="none"))
+    seen = run_on(strategy, three_groups())
+    assert found(strategy) == [4, 4, 4]
+    assert last_accuracy(seen) > 0.9
+    # Nobody waits: the fast clients have brought five times as many updates as the slow ones.
+    updates = [event.client for event in seen if isinstance(event, events.UpdateApplied)]
+    assert updates.count("c1") > 3 * updates.count("c0")
+
+
+def test_more_groups_than_clients_is_an_error_before_the_run() -> None:
+    with pytest.raises(UserError, match="5 groups cannot be made of 4 clients"):
+        FlexCFLAsync(FlexCFLAsyncParameters(groups=5)).check(4)
+
+
+@pytest.mark.parametrize("detect", ["direction", "none"])
+def test_it_can_be_restored(detect: str) -> None:
+    check_it_can_be_restored(FlexCFLAsync, FlexCFLAsyncParameters(groups=3, detect=detect))
