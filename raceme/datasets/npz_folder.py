@@ -43,7 +43,7 @@ class _Part:
 class NpzFolder(Source):
     """A folder of .npz files with x and y, one per person or device (data-root)."""
 
-    default_model = None
+    default_model: str | None = None
     default_lr = 0.05
     target_accuracy = 0.9
     has_clients = True
