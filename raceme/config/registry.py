@@ -137,6 +137,7 @@ DATASETS = Registry(
         "image-folder": "raceme.datasets.image_folder:ImageFolder",
         "characters": "raceme.datasets.characters:Characters",
         "femnist": "raceme.datasets.femnist:Femnist",
+        "leaf": "raceme.datasets.leaf:Leaf",
         "npz-folder": "raceme.datasets.npz_folder:NpzFolder",
         "harbox": "raceme.datasets.har:HarBox",
         "imu": "raceme.datasets.har:Imu",

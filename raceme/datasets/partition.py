@@ -26,7 +26,7 @@ LOG_NORMAL_SIGMA = 1.25
 
 MNIST's samples on 1,000 clients then have about the mean and deviation that FedProx's paper tells
 of its power-law division (69 and 106), which CSAFL's and FlexCFL's experiments take over; Zipf's
-law would give one client 6,000.
+law would give one client 5,000 to 6,000.
 """
 
 Shares = NDArray[np.float64]

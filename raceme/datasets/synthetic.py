@@ -23,7 +23,6 @@ from raceme.datasets.source import Dataset, DataShape, Source, generator
 FEATURES = 60
 CLASSES = 10
 _SMALLEST = 50
-_LARGEST = 1000
 
 
 @dataclass(frozen=True)
@@ -32,6 +31,9 @@ class SyntheticOptions:
 
     synthetic_alpha: float = option(1.0, "how far the clients' models differ", low=0)
     synthetic_beta: float = option(1.0, "how far the clients' inputs differ", low=0)
+    synthetic_most: int = option(
+        1000, "most samples of a client: 1000 in LEAF, unbounded in FedProx", low=50
+    )
 
 
 class Synthetic(Source):
@@ -52,6 +54,7 @@ class Synthetic(Source):
                 options.synthetic_alpha,
                 options.synthetic_beta,
                 generator(config.seed, "synthetic", client),
+                options.synthetic_most,
             )
             for client in range(config.num_clients)
         ]
@@ -69,7 +72,7 @@ class Synthetic(Source):
 
 
 def client_samples(
-    alpha: float, beta: float, rng: np.random.Generator
+    alpha: float, beta: float, rng: np.random.Generator, most: int = 1000
 ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
     """Generate one client's samples.
 
@@ -81,14 +84,16 @@ def client_samples(
         How far the clients' inputs differ.
     rng : np.random.Generator
         The client's own generator.
+    most : int
+        Most samples.
 
     Returns
     -------
     tuple[NDArray[np.float32], NDArray[np.int64]]
         Inputs, shape (n, 60), and labels, shape (n,). n is 50 plus a log-normal number with a
-        heavy tail (median 55), as in the authors' code, and at most 1,000, as in LEAF's.
+        heavy tail (median 55), as in the authors' code, and at most `most`, as in LEAF's.
     """
-    count = min(_SMALLEST + int(rng.lognormal(4.0, 2.0)), _LARGEST)
+    count = min(_SMALLEST + int(rng.lognormal(4.0, 2.0)), most)
     model_mean = rng.normal(0.0, alpha)
     weights = rng.normal(model_mean, 1.0, (FEATURES, CLASSES))
     bias = rng.normal(model_mean, 1.0, CLASSES)

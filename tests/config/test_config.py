@@ -187,7 +187,7 @@ def test_keys_show_type_unit_and_readers() -> None:
     assert shown["checkpoint-seconds"] == ("NUMBER|auto", "s")
     assert shown["eval-every"] == ("INTEGER|auto", "")
     assert shown["image-size"] == ("INTEGER", "px")
-    assert shown["sizes"] == ("equal|power-law", "")
+    assert shown["sizes"] == ("equal|power-law|log-normal", "")
     assert shown["download"] == ("true|false", "")
     assert listed["groups"].readers == {
         "partition": ("label-groups", "rotation-groups", "noise-groups")

@@ -237,6 +237,22 @@ def test_synthetic_labels_are_those_of_a_linear_model() -> None:
     assert set(y) <= set(range(10))
 
 
+def test_the_most_samples_of_a_synthetic_client_can_be_set() -> None:
+    def sizes(**keys: int) -> list[int]:
+        config = RunConfig.from_mapping({"dataset": "synthetic", "clients": 40, **keys})
+        return [len(own) for own in datasets.load(config).users or ()]
+
+    usual, few, many = (
+        sizes(),
+        sizes(**{"synthetic-most": 60}),
+        sizes(**{"synthetic-most": 20_000}),
+    )
+    assert max(usual) == 1000
+    assert few == [min(60, size) for size in many]
+    assert usual == [min(1000, size) for size in many]
+    assert max(many) > 1000
+
+
 def test_beta_moves_the_inputs_of_clients_apart() -> None:
     def distance(beta: float) -> float:
         rng = np.random.default_rng(0)
