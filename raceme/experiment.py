@@ -100,10 +100,16 @@ def build_strategy(config: RunConfig) -> Method:
     Raises
     ------
     UserError
-        There is no such strategy, or it has no rounds that could be counted.
+        There is no such strategy, or it works in no rounds that could be counted.
     """
     method = STRATEGIES[config.strategy]
     strategy: Method = method(config.parameters(), seed=config.seed)
+    drift = schedule_of(config)
+    if drift is not None and drift.in_rounds and strategy.dispatch.rounds is None:
+        raise UserError(
+            f"drift-at counts rounds, and {config.strategy} works in none: count seconds, updates "
+            "or uploads."
+        )
     if config.max_rounds and strategy.dispatch.rounds is None:
         raise UserError(
             f"max-rounds counts rounds or windows, and {config.strategy} works in neither: "
@@ -201,6 +207,7 @@ def simulate(config: RunConfig, *observers: Observer, stop: StopCheck = never_st
     """
     config = resolve(config)
     strategy = build_strategy(config)
+    strategy.check(config.num_clients)
     grid = build_grid(config)
     from raceme.client_app import forget
 

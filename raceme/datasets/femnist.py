@@ -12,9 +12,10 @@ import numpy as np
 from raceme.config import RunConfig
 from raceme.config.errors import UserError
 from raceme.datasets.cache import Arrays, cached
+from raceme.datasets.characters import CHARACTERS, CharacterOptions, Writers, by_writer, kinds
 from raceme.datasets.source import Dataset, DataShape, Indices, Source
 
-CLASSES = 62
+CLASSES = len(CHARACTERS)
 _PIXELS = 28 * 28
 _FOLDERS = ("data", "femnist/data", "femnist", "FEMNIST/data", "FEMNIST", "")
 """Where the folders train/ and test/, or all_data/, may lie under data-root."""
@@ -22,8 +23,6 @@ _HOW_TO_FETCH = (
     "To make the files: clone https://github.com/TalwalkarLab/leaf, and in data/femnist run "
     "./preprocess.sh -s niid --sf 1.0 -k 0 -t sample; data-root is that folder"
 )
-_FEWEST = 2
-"""A writer needs a sample to train with and one to test with."""
 
 
 class Femnist(Source):
@@ -34,17 +33,21 @@ class Femnist(Source):
     target_accuracy = 0.95
     default_clients = 100
     has_clients = True
+    options_type = CharacterOptions
 
     def load(self, config: RunConfig) -> Dataset:
         """Return the samples of the writers with the most of them, a client for each writer."""
         arrays, with_test = self._arrays(config)
-        chosen = largest(arrays["writer"], config.num_clients)
+        chosen = _chosen(arrays, with_test, config)
         tests = np.asarray(arrays["test"], np.bool_)
-        members = [np.flatnonzero(arrays["writer"] == writer) for writer in chosen]
+        members = [
+            np.flatnonzero((arrays["writer"] == writer) & (chosen.labels >= 0))
+            for writer in chosen.largest(config.num_clients, "femnist")
+        ]
         return Dataset(
             x=arrays["x"],
-            y=np.array(arrays["y"], np.int64),
-            num_classes=CLASSES,
+            y=chosen.labels,
+            num_classes=chosen.num_classes,
             mean=0.9637,
             std=0.1592,
             users=tuple(own[~tests[own]] for own in members),
@@ -65,31 +68,18 @@ class Femnist(Source):
         """Return 100, the number of the papers' runs, or all writers where there are fewer."""
         if not config.data_root:
             return self.default_clients
-        sizes = np.bincount(self._arrays(config)[0]["writer"])
-        return max(1, min(self.default_clients, int(np.sum(sizes >= _FEWEST))))
+        return max(1, min(self.default_clients, _chosen(*self._arrays(config), config).usable))
 
     def shape(self, config: RunConfig) -> DataShape:
         """Return the shape without loading."""
-        return DataShape((1, 28, 28), CLASSES)
+        return DataShape((1, 28, 28), len(kinds(config.read(CharacterOptions).characters)))
 
 
-def largest(writers: Indices, count: int) -> Indices:
-    """Return the `count` writers with the most samples; of equal ones the first.
-
-    Raises
-    ------
-    UserError
-        There are not so many writers.
-    """
-    sizes = np.bincount(writers)
-    usable = int(np.sum(sizes >= _FEWEST))
-    if count > usable:
-        raise UserError(
-            f"Too many clients: {count}, but the femnist files hold only {usable} writers. "
-            f"Take fewer clients, or a larger share of LEAF's data (--sf)."
-        )
-    order: Indices = np.argsort(-sizes, kind="stable")[:count]
-    return order
+def _chosen(arrays: Arrays, with_test: bool, config: RunConfig) -> Writers:
+    """Return which samples are kept, and how many each writer has of them."""
+    test = np.asarray(arrays["test"], np.bool_) if with_test else None
+    y, writer = np.asarray(arrays["y"], np.int64), np.asarray(arrays["writer"], np.int64)
+    return by_writer(y, writer, test, config.read(CharacterOptions), config.seed)
 
 
 def _files(root: Path) -> tuple[list[Path], list[Path]]:

@@ -24,8 +24,6 @@ _EXPECTED = (
     "x_train, y_train, x_test and y_test"
 )
 _FOUR = ("x_train", "y_train", "x_test", "y_test")
-_INNER = ("npz-folder", "har")
-"""Folders that are looked for in data-root if it holds no .npz file itself."""
 _TEXT = 2
 _IMAGES = (3, 4)
 """Axes of what is taken for text and for images, if it holds whole numbers."""
@@ -45,10 +43,13 @@ class _Part:
 class NpzFolder(Source):
     """A folder of .npz files with x and y, one per person or device (data-root)."""
 
-    default_model = None
+    default_model: str | None = None
     default_lr = 0.05
     target_accuracy = 0.9
     has_clients = True
+
+    inner: tuple[str, ...] = ("npz-folder", "har")
+    """Folders that are looked for in data-root if it holds no .npz file itself."""
 
     def load(self, config: RunConfig) -> Dataset:
         """Return the samples of the first files, in the order of the numbers in their names.
@@ -56,20 +57,29 @@ class NpzFolder(Source):
         Float inputs are brought to mean 0 and deviation 1 over what is not held out, each channel
         of a window or an image and each feature of a vector by itself.
         """
+        dataset = self._unscaled(config, config.num_clients)
+        return dataset if dataset.tokens else standardised(dataset)
+
+    def count_clients(self, config: RunConfig) -> int:
+        """Return the number of files."""
+        return len(self._files(config)[1])
+
+    def _unscaled(self, config: RunConfig, count: int | None) -> Dataset:
+        """Return the samples of the first files, or of all, as they are stored."""
         folder, paths = self._files(config)
-        if len(paths) < config.num_clients:
+        if count is not None and len(paths) < count:
             raise UserError(
-                f"Too many clients: {config.num_clients}, but there are only {len(paths)} .npz "
+                f"Too many clients: {count}, but there are only {len(paths)} .npz "
                 f"files in {folder}. Take fewer clients, or another --data-root."
             )
-        paths = paths[: config.num_clients]
+        paths = paths[:count]
         arrays = cached("npz-folder", paths, (_LAYOUT,), lambda: _read(paths))
         starts = np.cumsum([0, *arrays["sizes"].tolist()])
         spans = [np.arange(a, b) for a, b in itertools.pairwise(starts)]
         test = np.asarray(arrays["test"], np.bool_)
         with_test = bool(test.any())
         groups = tuple(None if group < 0 else int(group) for group in arrays["groups"])
-        dataset = Dataset(
+        return Dataset(
             x=arrays["x"],
             y=np.array(arrays["y"], np.int64),
             num_classes=int(arrays["num_classes"]),
@@ -78,11 +88,6 @@ class NpzFolder(Source):
             groups=_groups_by_name(paths) if None in groups else groups,
             tokens=int(arrays["tokens"]),
         )
-        return dataset if dataset.tokens else standardised(dataset)
-
-    def count_clients(self, config: RunConfig) -> int:
-        """Return the number of files."""
-        return len(self._files(config)[1])
 
     def _files(self, config: RunConfig) -> tuple[Path, list[Path]]:
         """Return the folder and its files."""
@@ -92,7 +97,7 @@ class NpzFolder(Source):
                 f"--data-root DIR. {_EXPECTED}."
             )
         root = Path(config.data_root)
-        for folder in (root, *(root / inner for inner in _INNER)):
+        for folder in (root, *(root / inner for inner in self.inner)):
             paths = sorted(folder.glob("*.npz"), key=_natural)
             if paths:
                 return folder, paths

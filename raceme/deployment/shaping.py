@@ -49,7 +49,7 @@ class Shape:
 
 def shapes_of(devices: Sequence[Device], delay: float, loss: float) -> list[Shape]:
     """Turn simulated devices into shapes: the fastest has a whole core, the others their share."""
-    seconds = [device.seconds_per_round + device.seconds_per_sample for device in devices]
+    seconds = [device.mean_duration(1, 1, bytes_down=0, bytes_up=0) for device in devices]
     fastest = min((value for value in seconds if value > 0), default=1.0)
     return [
         Shape(

@@ -1,8 +1,9 @@
 """Dispatch policies: who is given work, and when what came back is acted on.
 
 A method has one. With `EveryIdle` it acts on every update at once, with `InRounds` on those of a
-round together, with `InWindows` on those of a stretch of time; with `OnRequest` each client is
-given work when its own schedule says so. A policy knows clients and times, no models.
+round together; with `OnRequest` each client is given work when its own schedule says so. Time cut
+into windows is in :mod:`raceme.server.windows`, one policy after another in
+:mod:`raceme.server.stages`. A policy knows clients and times, no models.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from raceme.server.fleet import Client, Fleet
 from raceme.server.idle import Idle
 from raceme.server.picking import IN_TURN, RANDOM, in_turn, sample
 from raceme.server.replies import InvalidReplyError, Update
+from raceme.server.state import from_tree, to_tree
 from raceme.server.work import Task
 
 _PATIENCE = 2.0
@@ -69,11 +71,15 @@ class Dispatch(ABC):
     ----------
     state : dataclass
         All that decides what follows; part of every checkpoint.
-    waits_for_greetings : bool
-        Whether it looks at the whole fleet before it chooses anyone.
+    given_up_because : str
+        Why a task that `wake` gives up is of no use any more.
+    rests_when_late : bool
+        Whether a client whose task is given up rests before it is given work again.
     """
 
     state: object
+    given_up_because: ClassVar[str] = "it took too long: the others waited for it"
+    rests_when_late: ClassVar[bool] = True
 
     @property
     def rounds(self) -> int | None:
@@ -119,6 +125,19 @@ class Dispatch(ABC):
     def wake(self, now: float) -> tuple[Collection[int], Sequence[Update]]:
         """Return the numbers of tasks to be given up, and updates to be acted on."""
         return (), ()
+
+    def hopeless(self) -> str:
+        """Return why going on can bring nothing; empty as long as it may."""
+        return ""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as a tree of plain values."""
+        tree: dict[str, Any] = to_tree(self.state)
+        return tree
+
+    def load_state_dict(self, tree: Mapping[str, Any]) -> None:
+        """Continue from what :meth:`state_dict` returned."""
+        self.state = from_tree(type(self.state), tree)
 
 
 class EveryIdle(Dispatch):
@@ -219,6 +238,10 @@ class InRounds(Dispatch):
         Share of the online clients that take part.
     participants : Callable, optional
         Chooses them, instead: from the online clients, with a generator.
+    prepares : Callable, optional
+        Tells updates that only prepare their client for what follows: they are acted on at once.
+    returns : Callable, optional
+        Whether a client that was prepared, given by its id, works once more in the same round.
     picking : str
         How :meth:`pick` picks: ``"random"`` or ``"in-turn"``.
     """
@@ -230,10 +253,13 @@ class InRounds(Dispatch):
         fraction: float = 1.0,
         participants: Callable[[Sequence[Client], np.random.Generator], Sequence[Client]]
         | None = None,
+        prepares: Callable[[Update], bool] = lambda update: False,
+        returns: Callable[[str], bool] = lambda client: False,
         picking: str = RANDOM,
     ) -> None:
         self._fraction, self._picking = fraction, picking
         self._participants = participants or self._share
+        self._prepares, self._returns = prepares, returns
         self.state = RoundState()
 
     @property
@@ -292,9 +318,10 @@ class InRounds(Dispatch):
         return self.state.number + 1 >= self.state.sits_out.get(client.client_id, 0)
 
     def sent(self, task: Task, now: float) -> None:
-        """Note who has which task."""
+        """Note who has which task; work for others than participants is not the round's."""
         state = self.state
-        state.unsent.pop(task.client, None)
+        if state.unsent.pop(task.client, None) is None:
+            return
         state.away.pop(task.client, None)
         state.open[task.client], state.sent_at[task.client] = task.number, now
 
@@ -309,6 +336,10 @@ class InRounds(Dispatch):
         state.longest[client] = max(took, state.longest.get(client, 0.0))
         state.misses.pop(client, None)
         state.sits_out.pop(client, None)
+        if self._prepares(update):
+            if self._returns(client):
+                state.unsent[client] = True
+            return [update, *self._released()]
         state.updates.append(update)
         return self._released()
 
@@ -371,97 +402,6 @@ class InRounds(Dispatch):
         state.running, state.updates = False, []
         state.open, state.sent_at, state.away = {}, {}, {}
         return released
-
-
-@dataclass
-class WindowState:
-    """A window of time.
-
-    Attributes
-    ----------
-    number : int
-        Number of the window, from 1; 0 before the first.
-    ends_at : float
-        When it ends; 0 before the first.
-    members : dict[str, bool]
-        Who takes part in it.
-    open : dict[str, int]
-        Members that work, to the number of their task.
-    """
-
-    number: int = 0
-    ends_at: float = 0.0
-    members: dict[str, bool] = field(default_factory=dict)
-    open: dict[str, int] = field(default_factory=dict)
-
-
-class InWindows(Dispatch):
-    """Time is cut into windows; in each, some clients work again and again until it ends.
-
-    Updates are acted on at once, those that would come after the end of their window are given up:
-    a client's budget in a window is its length.
-
-    Parameters
-    ----------
-    budget : float
-        Length of a window in seconds.
-    members : Callable
-        Chooses who takes part in a window: from the online clients, with a generator.
-    """
-
-    state: WindowState
-
-    def __init__(
-        self,
-        budget: float,
-        members: Callable[[Sequence[Client], np.random.Generator], Sequence[Client]],
-    ) -> None:
-        self._budget, self._members = budget, members
-        self.state = WindowState()
-
-    @property
-    def rounds(self) -> int:
-        """Windows that are over."""
-        return self.state.number - bool(self.state.members)
-
-    def choose(self, moment: Moment) -> Sequence[Client]:
-        """Return the window's members that are idle; begin a window if none is under way."""
-        state = self.state
-        if moment.now >= state.ends_at and not moment.greeting:
-            online = moment.fleet.online()
-            if online:
-                state.number += 1
-                state.ends_at = moment.now + self._budget
-                chosen = self._members(online, moment.rng)
-                state.members = {client.client_id: True for client in chosen}
-        ready = moment.idle.ready(moment.now)
-        return [client for client in ready if client.client_id in state.members]
-
-    def sent(self, task: Task, now: float) -> None:
-        """Note who works."""
-        self.state.open[task.client] = task.number
-
-    def accept(self, update: Update, now: float) -> Sequence[Update]:
-        """Act on an update of this window at once."""
-        if self.state.open.pop(update.task.client, None) != update.task.number:
-            raise InvalidReplyError("it came after its window was over")
-        return [update]
-
-    def lost(self, task: Task, now: float) -> Sequence[Update]:
-        """Note that a member has nothing to do."""
-        if self.state.open.get(task.client) == task.number:
-            del self.state.open[task.client]
-        return []
-
-    def wake_at(self) -> float:
-        """Return the end of the window."""
-        return self.state.ends_at if self.state.members else math.inf
-
-    def wake(self, now: float) -> tuple[Collection[int], Sequence[Update]]:
-        """End the window: what is not back by now is not counted."""
-        late = list(self.state.open.values())
-        self.state.members = {}
-        return late, ()
 
 
 @dataclass

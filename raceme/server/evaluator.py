@@ -155,7 +155,7 @@ class Evaluator:
 
     def _message(self, client: str) -> Message:
         settings = dict(self._config)
-        step = self._steps.of(client)
+        step = self._steps.tested(client)
         if step is not None:
             settings[names.STEP] = step
         node = self._progress.fleet.clients[client].node_id

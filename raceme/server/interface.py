@@ -119,6 +119,15 @@ class Questions(ABC):
         """Return who works when; by default everybody all the time."""
         return EveryIdle()
 
+    def check(self, clients: int) -> None:  # noqa: B027
+        """Find out whether the hyper-parameters fit so many clients, before a run.
+
+        Raises
+        ------
+        UserError
+            They do not.
+        """
+
     def initialize(self, vector: Vector) -> None:
         """Set `clusters` and `state` up from the initial model, which may be kept."""
         self.clusters = Clusters({0: Model(vector)})

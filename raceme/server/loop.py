@@ -86,7 +86,9 @@ class Loop:
         self._fleet = method.progress.fleet
         self._idle = Idle(self._progress.idle, self._fleet.clients)
         self._packer = Packer(method.spec)
-        self._steps = Steps(plan.drift, self._progress, self.now, self._observe)
+        self._steps = Steps(
+            plan.drift, self._progress, self.now, lambda: method.dispatch.rounds, self._observe
+        )
         self._outgoing = Outgoing(method, self._packer, self._steps, train_config, timeout)
         self._evaluator = Evaluator(
             method,
@@ -190,15 +192,16 @@ class Loop:
         if report is not None:
             self._evaluated(report)
         if self._evaluation_is_due():
-            self._steps.look()
+            self._steps.look_before_test()
             report = self._evaluator.begin()
             if report is not None:
                 self._evaluated(report)
         if self._ending is None:
             rounds = self._method.dispatch.rounds
-            limit = self._plan.limit(progress.updates, self._num_updates, self.now(), rounds)
-            if limit:
+            if limit := self._plan.limit(progress.updates, self._num_updates, self.now(), rounds):
                 self._ending = Ending.LIMIT, limit
+        if self._ending is None and (hopeless := self._method.dispatch.hopeless()):
+            self._ending = Ending.USELESS_REPLIES, hopeless
         if self._ending is None:
             useless = max(100, 10 * len(self._fleet.clients))
             if progress.rejected_in_a_row >= useless:
@@ -262,8 +265,8 @@ class Loop:
         late = [message_id for message_id, task in open_tasks if task.number in numbers]
         self._clock.forget(late)
         for message_id in late:
-            task = self._progress.in_flight.pop(message_id)
-            self._refuse(task, "it took too long: the others waited for it")
+            task, dispatch = self._progress.in_flight.pop(message_id), self._method.dispatch
+            self._refuse(task, dispatch.given_up_because, rests=dispatch.rests_when_late)
 
     def _awaited(self) -> Collection[str]:
         """Return the ids of all messages without an answer."""
@@ -447,7 +450,7 @@ class Loop:
         for event in held:
             self._observe(event)
 
-    def _refuse(self, task: Task, reason: str) -> None:
+    def _refuse(self, task: Task, reason: str, rests: bool = True) -> None:
         """Count and report an unusable reply; its client rests longer each time in a row."""
         self._method.close_task(task)
         now, client = self.now(), self._fleet.clients[task.client]
@@ -457,8 +460,9 @@ class Loop:
         progress.last_refusal = f"{task.client}: {reason}"
         log.warning("The update of %s was rejected: %s", task.client, reason)
         self._observe(events.UpdateRejected(now, task.client, reason, task.sent_at))
-        client.ready_at = now + _REST_SECONDS[min(client.failures, len(_REST_SECONDS) - 1)]
-        client.failures += 1
+        if rests:
+            client.ready_at = now + _REST_SECONDS[min(client.failures, len(_REST_SECONDS) - 1)]
+            client.failures += 1
         self._free(task.client)
         self._apply(self._method.dispatch.lost(task, now))
 

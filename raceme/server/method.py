@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from logging import INFO, getLogger
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
@@ -25,7 +26,7 @@ from raceme.server.progress import Progress
 from raceme.server.replies import Update
 from raceme.server.state import from_tree, to_tree
 
-__all__ = ["Applied", "Method", "average_by_cluster", "staleness_of"]
+__all__ = ["Applied", "Method", "Variant", "average_by_cluster", "staleness_of"]
 
 log = getLogger("raceme")
 
@@ -188,7 +189,7 @@ class Method(Questions, Strategy):
             "clusters": to_tree(self.clusters),
             "bases": to_tree(self.bases),
             "state": to_tree(self.state),
-            "dispatch": to_tree(self.dispatch.state),
+            "dispatch": self.dispatch.state_dict(),
             "progress": to_tree(self.progress),
             "rng": to_tree(self.rng.bit_generator.state),
             "time": self.now(),
@@ -207,7 +208,7 @@ class Method(Questions, Strategy):
         self.clusters = from_tree(Clusters, tree["clusters"])
         self.bases = from_tree(Bases, tree["bases"])
         self.state = from_tree(self.state_type, tree["state"])
-        self.dispatch.state = from_tree(type(self.dispatch.state), tree["dispatch"])
+        self.dispatch.load_state_dict(tree["dispatch"])
         self.progress = from_tree(Progress, tree["progress"])
         self.rng.bit_generator.state = tree["rng"]
         time_before = float(tree["time"])
@@ -240,6 +241,35 @@ class Method(Questions, Strategy):
     ) -> MetricRecord | None:
         """Aggregate nothing: the loop evaluates all methods alike."""
         return None
+
+
+Made = TypeVar("Made", bound=Method)
+
+
+@dataclass(frozen=True)
+class Variant(Generic[Made]):
+    """A method under a name of its own, with other defaults. Calling it makes the method.
+
+    Attributes
+    ----------
+    method : type
+        The method.
+    parameters_type : type
+        Its parameters, with the variant's defaults.
+    summary : str
+        One line that says what it is.
+    """
+
+    method: type[Made]
+    parameters_type: type[Any]
+    summary: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "__doc__", self.summary)
+
+    def __call__(self, parameters: Any = None, seed: int = 0) -> Made:
+        """Make the method."""
+        return self.method(self.parameters_type() if parameters is None else parameters, seed)
 
 
 def average_by_cluster(

@@ -16,6 +16,8 @@ class StepSchedule(Protocol):
     ----------
     per_client : bool
         Whether it counts each client's own uploads.
+    in_rounds : bool
+        Whether it counts rounds.
     """
 
     @property
@@ -23,8 +25,13 @@ class StepSchedule(Protocol):
         """Whether it counts each client's own uploads."""
         ...
 
-    def step(self, time: float, updates: int, uploads: int) -> int:
-        """Return the step at a time, after so many updates, of them so many of the client's."""
+    @property
+    def in_rounds(self) -> bool:
+        """Whether it counts rounds."""
+        ...
+
+    def step(self, time: float, updates: int, uploads: int, rounds: int | None) -> int:
+        """Return the step at a time, after so many updates, uploads of the client, and rounds."""
         ...
 
     def next_time(self, time: float) -> float:

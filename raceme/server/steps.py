@@ -21,6 +21,8 @@ class Steps:
         Where the steps are noted.
     now : Callable
         Returns the time in seconds.
+    rounds : Callable
+        Returns how many rounds are over; None if the method works in none.
     observe : Observer
         Told of every change.
     """
@@ -30,17 +32,18 @@ class Steps:
         schedule: StepSchedule | None,
         progress: Progress,
         now: Callable[[], float],
+        rounds: Callable[[], int | None],
         observe: Observer,
     ) -> None:
         self._schedule, self._progress = schedule, progress
-        self._now, self._observe = now, observe
+        self._now, self._rounds, self._observe = now, rounds, observe
 
     def look(self) -> None:
         """Report that all clients' data have moved on, if they have."""
         schedule, progress = self._schedule, self._progress
         if schedule is None or schedule.per_client:
             return
-        step = schedule.step(self._now(), progress.updates, 0)
+        step = schedule.step(self._now(), progress.updates, 0, self._rounds())
         if step != progress.step:
             progress.step = step
             self._observe(DataChanged(self._now(), progress.updates, None, step))
@@ -49,13 +52,29 @@ class Steps:
         """Return when time moves clients' data on next; infinity if it never does."""
         return math.inf if self._schedule is None else self._schedule.next_time(self._now())
 
+    def look_before_test(self) -> None:
+        """Report what has moved on, if it counts for a test.
+
+        What a round has trained is tested on the data of that round: where rounds are counted,
+        data move on when work is next handed out.
+        """
+        if self._schedule is not None and not self._schedule.in_rounds:
+            self.look()
+
+    def tested(self, client: str) -> int | None:
+        """Return the step of the data that a client is tested on; None if data never change."""
+        if self._schedule is not None and self._schedule.in_rounds:
+            return self._progress.step
+        return self.of(client)
+
     def of(self, client: str) -> int | None:
         """Return the step of a client's data now; None if data never change."""
         schedule, progress = self._schedule, self._progress
         if schedule is None:
             return None
         self.look()
-        step = schedule.step(self._now(), progress.updates, progress.uploads.get(client, 0))
+        uploads = progress.uploads.get(client, 0)
+        step = schedule.step(self._now(), progress.updates, uploads, self._rounds())
         if schedule.per_client and step != progress.steps.get(client, 0):
             progress.steps[client] = step
             self._observe(DataChanged(self._now(), progress.updates, client, step))

@@ -13,6 +13,8 @@ what is special to a share of them (``share = 0.3``) or to named ones (``clients
     seconds-per-round = 5.0
 
 A number may also be a range, ``seconds-per-round = [1.0, 5.0]``: each device then draws its own.
+Instead of ``bandwidth-up`` a profile may describe a radio uplink, with the four keys of
+:class:`~raceme.simulation.uplink.Uplink`.
 Built-in profiles are the files in the folder ``profiles``; a new one is a new file.
 """
 
@@ -29,6 +31,7 @@ from typing import Any
 import numpy as np
 
 from raceme.config.errors import UserError, unknown_name
+from raceme.simulation.uplink import Uplink
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,11 @@ class Device:
         Compute time of one training task, whatever its size.
     seconds_per_sample : float
         Compute time per training example and local epoch, added to it.
+    exponential_rate : float
+        Training examples per second of a random part, added too, which every task draws anew: of
+        D examples (times epochs) it is exponential with mean D / `exponential_rate`; 0 means none.
+        With `seconds_per_sample` it is the shifted exponential of CSAFL (Zhang et al. 2021),
+        P[T <= t] = 1 - exp(-(μ/D)(t - aD)) for t >= aD.
     bandwidth_down, bandwidth_up : float
         Bytes per second; 0 means that transfers take no time.
     jitter : float
@@ -55,6 +63,7 @@ class Device:
 
     seconds_per_round: float = 1.0
     seconds_per_sample: float = 0.0
+    exponential_rate: float = 0.0
     bandwidth_down: float = 0.0
     bandwidth_up: float = 0.0
     jitter: float = 0.0
@@ -101,12 +110,30 @@ class Device:
         scale : float
             Factor on the compute time, e.g. the share of a model that is trained.
         rng : numpy.random.Generator
-            The device's own; one number is drawn, so that jitter does not change later draws.
+            The device's own; one number is drawn, so that jitter does not change later draws, and
+            a second one by a device with a random part.
         task : int
             Number of the task among those that the device was given, from 0.
         """
         compute = self.seconds_per_round + self.seconds_per_sample * examples * epochs
-        compute *= scale * (1.0 + self.jitter * rng.uniform(-1.0, 1.0))
+        jitter = rng.uniform(-1.0, 1.0)
+        if self.exponential_rate:
+            compute += rng.standard_exponential() * examples * epochs / self.exponential_rate
+        compute *= scale * (1.0 + self.jitter * jitter)
+        return self._transfer(bytes_down, bytes_up, compute)
+
+    def mean_duration(
+        self, examples: int, epochs: float, bytes_down: int, bytes_up: int, scale: float = 1.0
+    ) -> float:
+        """Return the mean of :meth:`duration`, in seconds."""
+        per_sample = self.seconds_per_sample
+        if self.exponential_rate:
+            per_sample += 1.0 / self.exponential_rate
+        compute = scale * (self.seconds_per_round + per_sample * examples * epochs)
+        return self._transfer(bytes_down, bytes_up, compute)
+
+    def _transfer(self, bytes_down: int, bytes_up: int, compute: float) -> float:
+        """Return a task's time with the transfers before and after the computation."""
         down = bytes_down / self.bandwidth_down if self.bandwidth_down else 0.0
         up = bytes_up / self.bandwidth_up if self.bandwidth_up else 0.0
         return down + compute + up
@@ -209,10 +236,10 @@ def _build(
             _section(profile, {k: v for k, v in group.items() if k not in ("share", "clients")})
         )
         # A mistake is reported even where the group is too small to have a client in this run.
-        Device(**_draw(profile, {**common, **special}, np.random.default_rng(0)))
+        _device(profile, {**common, **special}, np.random.default_rng(0))
         for client in chosen:
             settings[client].update(special)
-    return [Device(**_draw(profile, values, rng)) for values in settings]
+    return [_device(profile, values, rng) for values in settings]
 
 
 def _shares(profile: str, groups: Sequence[Mapping[str, Any]]) -> list[float]:
@@ -273,11 +300,26 @@ def _section(profile: str, section: Any) -> Iterator[tuple[str, Any]]:
     """Check the keys of a table of a profile."""
     if not isinstance(section, Mapping):
         raise UserError(f"Device profile {profile}: device must be a table, got {section!r}.")
-    known = {_kebab(item.name): item.name for item in fields(Device)}
+    known = {_kebab(item.name): item.name for item in (*fields(Device), *fields(Uplink))}
     for name, value in section.items():
         if name not in known:
             raise unknown_name(f"key in device profile {profile}:", name, known)
         yield known[name], value
+
+
+def _device(profile: str, values: Mapping[str, Any], rng: np.random.Generator) -> Device:
+    """Make one device; what describes a radio uplink becomes its bandwidth."""
+    drawn = _draw(profile, values, rng)
+    names = [item.name for item in fields(Uplink)]
+    given = {name: drawn.pop(name) for name in names if name in drawn}
+    if not given:
+        return Device(**drawn)
+    if len(given) < len(names) or "bandwidth_up" in drawn:
+        shown = ", ".join(map(_kebab, names))
+        raise UserError(
+            f"Device profile {profile}: a device takes either bandwidth-up or all of {shown}."
+        )
+    return Device(**drawn, bandwidth_up=Uplink(**given).bytes_per_second)
 
 
 def _draw(profile: str, values: Mapping[str, Any], rng: np.random.Generator) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import NamedTuple
 
 import numpy as np
@@ -68,6 +69,12 @@ class TracedDevice(Device):
     ) -> float:
         """Return the recorded time of a task, whatever its size."""
         return self.legs[task % len(self.legs)].seconds
+
+    def mean_duration(
+        self, examples: int, epochs: float, bytes_down: int, bytes_up: int, scale: float = 1.0
+    ) -> float:
+        """Return the mean of the recorded times."""
+        return fmean(leg.seconds for leg in self.legs)
 
     def fails(self, task: int) -> bool:
         """Return whether the recorded task was lost."""

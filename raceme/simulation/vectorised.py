@@ -223,6 +223,8 @@ class Vectorised:
         """Return the function for the gradients of many clients, None if there cannot be one."""
         network = client.network
         gradients = _stacked_gradients(network)
+        # As it will train: a network that was tested last would hide that it drops units at random.
+        network.module.train()
         try:
             if network.needs_pairs or any(True for _ in network.module.buffers()):
                 raise ValueError("it has buffers, which are no weights but change in training")

@@ -11,10 +11,21 @@ from raceme.strategies.casa import CASA, CASAParameters
 from raceme.strategies.casa_ablations import CASAC, CASAD
 from raceme.strategies.casa_plus import CASAPlus, CASAPlusParameters
 from raceme.strategies.cfl import CFL, CFLAsync, CFLAsyncParameters, CFLParameters
+from raceme.strategies.csafl import (
+    CSAFL,
+    CSAFLParameters,
+    GAFedAvg,
+    GFedAvg,
+    NoGFedAvg,
+    RFedAvg,
+    TAFedAvg,
+    TFedAvg,
+)
 from raceme.strategies.fedasync import FedAsync, FedAsyncParameters
 from raceme.strategies.fedbuff import FedBuff, FedBuffParameters
-from raceme.strategies.fedgroup import FedGroup, FedGroupParameters
 from raceme.strategies.fesem import FeSEM, FeSEMParameters
+from raceme.strategies.flexcfl import FedGroup, FedGroupParameters, FlexCFL, FlexCFLParameters
+from raceme.strategies.flexcfl_async import FlexCFLAsync, FlexCFLAsyncParameters
 from raceme.strategies.flower_rounds import (
     FedAvg,
     FedAvgParameters,
@@ -31,6 +42,7 @@ __all__ = [
     "CASAC",
     "CASAD",
     "CFL",
+    "CSAFL",
     "ICFL",
     "IFCA",
     "STRATEGIES",
@@ -40,6 +52,7 @@ __all__ = [
     "CFLAsync",
     "CFLAsyncParameters",
     "CFLParameters",
+    "CSAFLParameters",
     "FeSEM",
     "FeSEMParameters",
     "FedAsync",
@@ -52,7 +65,13 @@ __all__ = [
     "FedGroupParameters",
     "FedProx",
     "FedProxParameters",
+    "FlexCFL",
+    "FlexCFLAsync",
+    "FlexCFLAsyncParameters",
+    "FlexCFLParameters",
     "FlowerRounds",
+    "GAFedAvg",
+    "GFedAvg",
     "ICFLAsync",
     "ICFLAsyncParameters",
     "ICFLParameters",
@@ -60,7 +79,11 @@ __all__ = [
     "IFCAAsyncParameters",
     "IFCAParameters",
     "Method",
+    "NoGFedAvg",
     "Plan",
+    "RFedAvg",
     "RoundsParameters",
     "Standalone",
+    "TAFedAvg",
+    "TFedAvg",
 ]

@@ -65,6 +65,8 @@ def test_a_period_moves_the_step_again_and_again() -> None:
         ("1 update, 20 updates", Schedule("updates", (1.0, 20.0))),
         ("every upload", Schedule("uploads", every=1.0)),
         ("Every 3 Uploads", Schedule("uploads", every=3.0)),
+        ("every round", Schedule("rounds", every=1.0)),
+        ("50 rounds, 100 rounds", Schedule("rounds", (50.0, 100.0))),
         ("2min,1h", Schedule("seconds", (120.0, 3600.0))),
         ("1.5 s", Schedule("seconds", (1.5,))),
     ],
@@ -86,7 +88,7 @@ def test_only_uploads_are_counted_by_client() -> None:
         ("", "cannot be read"),
         ("soon", "cannot be read: write moments"),
         ("60", "cannot be read"),
-        ("60 days", "units: s, min, h, updates, uploads"),
+        ("60 days", "units: s, min, h, updates, uploads, rounds"),
         ("upload", "cannot be read"),
         ("60s, 500 updates", "mixes seconds and updates"),
         ("every 60s, 70s", "more than one period"),
@@ -95,6 +97,9 @@ def test_only_uploads_are_counted_by_client() -> None:
         ("2.5 updates", "a whole number from 1 of updates"),
         ("every 0 uploads", "a whole number from 1 of uploads"),
         ("-5s", "cannot be read"),
+        ("round", "cannot be read"),
+        ("2.5 rounds", "a whole number from 1 of rounds"),
+        ("every round, 70s", "mixes rounds and seconds"),
     ],
 )
 def test_a_schedule_that_cannot_be_meant_is_one_clear_line(text: str, message: str) -> None:
@@ -102,6 +107,18 @@ def test_a_schedule_that_cannot_be_meant_is_one_clear_line(text: str, message: s
         parse_schedule(text)
     assert "\n" not in str(caught.value)
     assert text in str(caught.value)
+
+
+def test_rounds_that_are_over_are_counted() -> None:
+    moments = parse_schedule("2 rounds, 5 rounds")
+    steps = [moments.step(9.0, 99, 99, rounds) for rounds in (0, 1, 2, 4, 5, 300)]
+    assert steps == [0, 0, 1, 1, 2, 2]
+    assert parse_schedule("every round").step(9.0, 99, 99, 7) == 7
+    assert moments.next_time(0.0) == math.inf
+    assert moments.in_rounds
+    assert not moments.per_client
+    with pytest.raises(UserError, match="drift-at counts rounds, and the method works in none"):
+        moments.step(9.0, 99, 99, None)
 
 
 def test_every_drift_has_a_schedule_of_its_own_and_none_has_none() -> None:
@@ -307,6 +324,19 @@ def test_a_quarter_more_training_samples_come_with_every_step_and_none_goes() ->
         seen = now
         assert np.array_equal(data.x_test, whole.x_test)
     assert same(data, whole)
+
+
+def test_shares_of_the_rest_leave_fewer_samples_with_every_step() -> None:
+    config = config_of("incremental", incremental_of="rest")
+    count = len(datasets.client_data(RunConfig(clients=12), 5).y_train)
+    seen: set[bytes] = set()
+    # 0.25, then half of it, three quarters of that, and all of that.
+    for step, share in enumerate((0.25, 0.125, 0.09375, 0.09375, 0.09375)):
+        data = datasets.client_data(config, 5, step)
+        assert len(data.y_train) == max(1, round(share * count))
+        now = {x.tobytes() for x in data.x_train}
+        assert step == 0 or now <= seen
+        seen = now
 
 
 # Mixtures.

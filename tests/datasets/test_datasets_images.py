@@ -17,7 +17,6 @@ from raceme.config import RunConfig
 from raceme.config.errors import UserError
 from raceme.config.registry import PARTITIONERS
 from raceme.datasets.cache import cache_folder, cached
-from raceme.datasets.femnist import largest
 from raceme.datasets.skew import rotated
 from raceme.datasets.torchvision_guard import import_datasets
 
@@ -243,8 +242,17 @@ def test_what_is_wrong_with_femnist(tmp_path: Path) -> None:
         datasets.load(femnist_config(tmp_path, 1))
 
 
-def test_the_largest_writers() -> None:
-    np.testing.assert_array_equal(largest(np.array([2, 0, 0, 1, 1, 2, 2]), 2), [2, 0])
+def test_femnist_with_some_characters_only(tmp_path: Path) -> None:
+    # 36 is a, 45 is j.
+    write_leaf(tmp_path / "all_data/a.json", {"f0": [1] * 9 + [36], "f1": [45, 36, 40, 61]})
+    keys = {"dataset": "femnist", "data-root": str(tmp_path), "characters": "a-j"}
+    config = RunConfig.from_mapping(keys)
+    assert datasets.data_shape(config) == datasets.DataShape((1, 28, 28), 10)
+    # f0 has a single sample of them.
+    config = datasets.with_clients(config)
+    assert config.clients == 1
+    client = datasets.client_data(config, 0)
+    assert sorted([*client.y_train, *client.y_test]) == [0, 4, 9]
 
 
 def digits(**values: object) -> RunConfig:

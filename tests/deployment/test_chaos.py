@@ -194,7 +194,7 @@ def check_the_store(out: Path) -> None:
     assert len(versions) == len(updates.seq) + 1
     saved = max((out / "checkpoint").iterdir())
     tree, note = read_tree(saved)
-    models = tree["strategy"]["state"]["models"]
+    models = tree["strategy"]["clusters"]["models"]
     assert {int(k): model["version"] for k, model in models.items()} == versions[
         int(note["updates"])
     ]

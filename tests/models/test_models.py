@@ -78,6 +78,17 @@ def size(module: torch.nn.Module) -> int:
         # 1*10*9 + 10, 10*20*9 + 20, 80*50 + 50 (20 channels of 2x2), 510
         ("cnn", (1, 8, 8), 6_480),
         ("mlp", (60,), 4_554),
+        # The numbers that FlexCFL's paper gives. 784 * 128 + 128, 128 * 10 + 10
+        ("mlp128", (1, 28, 28), 101_770),
+        # 784 * 512 + 512, 512 * 10 + 10
+        ("mlp512", (1, 28, 28), 407_050),
+        # 1*32*9 + 32, 32*64*9 + 64, 64*7*7*10 + 10
+        ("cnn3x3", (1, 28, 28), 50_186),
+        # 1*32*9 + 32, 32*32*9 + 32, 32*32*25 + 32; 32*64*9 + 64, 64*64*9 + 64, 64*64*25 + 64;
+        # 64*4*4*128 + 128, 128*10 + 10
+        ("cnn6", (1, 28, 28), 325_578),
+        # 1*32*25 + 32, 32*64*25 + 64, 64*7*7*1024 + 1024, 1024*10 + 10
+        ("cnn5x5-wide", (1, 28, 28), 3_274_634),
     ],
 )
 def test_networks_have_the_size_they_should(
@@ -91,6 +102,35 @@ def test_networks_have_the_size_they_should(
 @pytest.mark.parametrize("shape", [(1, 4, 4), (1, 15, 15), (3, 16, 16), (2, 5, 40), (4, 64, 64)])
 def test_cnn_takes_images_of_many_sizes(shape: tuple[int, ...]) -> None:
     assert models.build("cnn", shape, 3)(torch.zeros(1, *shape)).shape == (1, 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "shapes"),
+    [
+        ("cnn3x3", [(1, 4, 4), (3, 9, 12)]),
+        ("cnn5x5-wide", [(1, 4, 4), (3, 9, 12)]),
+        ("cnn6", [(1, 13, 13), (3, 32, 17)]),
+    ],
+)
+def test_the_papers_networks_take_images_of_other_sizes(
+    name: str, shapes: list[tuple[int, ...]]
+) -> None:
+    for shape in shapes:
+        assert models.build(name, shape, 3)(torch.zeros(2, *shape)).shape == (2, 3)
+    channels, height, width = shapes[0]
+    with pytest.raises(UserError, match=f"of at least {height}x{width} pixels"):
+        models.build(name, (channels, height - 1, width), 3)
+
+
+def test_units_are_dropped_in_training_only() -> None:
+    for name, layers in (("cnn3x3", 1), ("cnn6", 3), ("cnn5x5-wide", 0), ("mlp128", 0)):
+        module = models.build(name, (1, 28, 28), 10)
+        x = torch.ones(2, 1, 28, 28)
+        assert sum(isinstance(layer, torch.nn.Dropout) for layer in module.modules()) == layers
+        module.train()
+        assert torch.equal(module(x), module(x)) == (layers == 0)
+        module.eval()
+        assert torch.equal(module(x), module(x))
 
 
 def test_a_seed_decides_the_weights_and_torchs_own_generator_stays_as_it_was() -> None:
@@ -139,7 +179,7 @@ def test_a_users_own_network_is_made_single_precision(own: str) -> None:
         ("mpl", "Unknown model 'mpl'. Did you mean 'mlp'"),
         (
             "no_such_module:build",
-            "Cannot import 'no_such_module'.*cnn1d, gru, mclr, mlp, or module:func",
+            "Cannot import 'no_such_module'.*cnn1d, .*gru, lstm, mclr, mlp.*, or module:func",
         ),
         (":build", "Cannot import ''"),
         ("{own}:none", r"has no function 'none' .*def none\(input_shape, num_classes\)"),
@@ -183,8 +223,20 @@ def test_the_longer_axis_of_a_window_is_time() -> None:
     assert size(channels_first) == 54_534
 
 
-def test_gru_needs_a_vocabulary_and_reads_ids_that_came_as_floats() -> None:
-    module = models.build("gru", (5,), 3, tokens=7)
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        # 7*16 (embedding), 3 gates of 16*128 + 128*128 + 2*128, 128*3 + 3
+        ("gru", 112 + 3 * 18_688 + 387),
+        # The same with 4 gates.
+        ("lstm", 112 + 4 * 18_688 + 387),
+    ],
+)
+def test_recurrent_networks_need_a_vocabulary_and_read_ids_that_came_as_floats(
+    name: str, parameters: int
+) -> None:
+    module = models.build(name, (5,), 3, tokens=7)
+    assert size(module) == parameters
     x = torch.tensor([[0.0, 1.0, 6.0, 2.0, 0.0]])
     assert module(x).shape == (1, 3)
     # The last token counts, and so does the first.
@@ -193,10 +245,10 @@ def test_gru_needs_a_vocabulary_and_reads_ids_that_came_as_floats() -> None:
         other[0, position] = 3.0
         assert not torch.allclose(module(x), module(other))
     with pytest.raises(UserError, match="it takes token ids"):
-        models.build("gru", (5,), 3)
+        models.build(name, (5,), 3)
 
 
-@pytest.mark.parametrize("name", ["cnn1d", "gru"])
+@pytest.mark.parametrize("name", ["cnn1d", "gru", "lstm"])
 def test_models_of_sequences_do_not_take_images(name: str) -> None:
     with pytest.raises(UserError, match=f"'{name}' does not fit the data.*it takes"):
         models.build(name, (1, 8, 8), 10)

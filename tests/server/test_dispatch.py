@@ -14,7 +14,6 @@ from raceme.server.dispatch import (
     Dispatch,
     EveryIdle,
     InRounds,
-    InWindows,
     Moment,
     OnRequest,
 )
@@ -22,6 +21,7 @@ from raceme.server.fleet import Client, Fleet
 from raceme.server.idle import Idle
 from raceme.server.method import Applied, Method
 from raceme.server.replies import InvalidReplyError, Update
+from raceme.server.windows import InWindows
 from raceme.server.work import Task
 from raceme.simulation import Device
 from raceme.strategies import FedAsync, Plan

@@ -11,12 +11,24 @@ from flwr.clientapp import ClientApp
 from runs import ONES, devices, of, run
 
 from raceme.clustering.model import Model
+from raceme.config import RunConfig
+from raceme.config.errors import UserError
 from raceme.datasets.drift.schedule import Schedule, Unit
+from raceme.experiment import build_strategy, resolve
 from raceme.protocol import events
 from raceme.protocol.events import ClusterChange
+from raceme.server.dispatch import Dispatch
 from raceme.server.interface import Applied
 from raceme.server.replies import Update
-from raceme.strategies import FedAsync, Plan
+from raceme.server.windows import InWindows
+from raceme.strategies import FedAsync, FedAvg, Plan
+
+
+class InSpans(FedAsync):
+    """FedAsync in windows of time, of which all take part."""
+
+    def policy(self) -> Dispatch:
+        return InWindows(3.6, lambda online, rng: online)
 
 
 class Timed(FedAsync):
@@ -163,6 +175,46 @@ def test_steps_by_uploads_are_each_clients_own() -> None:
         ("c0", 4.0, 1),
         ("c1", 5.0, 0),
     ]
+
+
+def test_steps_by_rounds_move_before_the_next_round_is_handed_out() -> None:
+    steps: list[tuple[str, int | None]] = []
+    seen: list[events.Event] = []
+    grid = grid_of(noting(pulled_app(), steps), devices(1.0, 2.0))
+    plan = Plan(eval_every=2, drift=Schedule("rounds", every=1.0))
+    FedAvg().start(grid, MODEL, 6, plan=plan, observe=seen.append)
+    # Two clients, three rounds of 2 s: the first round and its test are on the first data.
+    assert steps == [
+        *[("evaluate", 0)] * 2,
+        *[("train", 0)] * 2,
+        *[("evaluate", 0)] * 2,
+        *[("train", 1)] * 2,
+        *[("evaluate", 1)] * 2,
+        *[("train", 2)] * 2,
+        *[("evaluate", 2)] * 2,
+    ]
+    assert changed(seen) == [(2.0, 2, None, 1), (4.0, 4, None, 2)]
+    assert [u.step for u in of(events.UpdateApplied, seen)] == [0, 0, 1, 1, 2, 2]
+
+
+def test_steps_by_windows_move_when_a_window_is_over() -> None:
+    seen: list[events.Event] = []
+    plan = Plan(eval_every=100, drift=Schedule("rounds", (1, 2)))
+    # In windows of 3.6 s updates come at 1, 2 and 3 s; that of 4 s is given up, though its device
+    # is busy until then, and the next ones come at 5, 6 and 7 s, and at 9 and 10 s.
+    method = InSpans()
+    method.start(grid_of(pulled_app(), devices(1.0)), MODEL, 8, plan=plan, observe=seen.append)
+    assert [u.step for u in of(events.UpdateApplied, seen)] == [0, 0, 0, 1, 1, 1, 2, 2]
+    assert method.dispatch.rounds == 2
+
+
+def test_a_method_without_rounds_cannot_change_data_by_them() -> None:
+    with pytest.raises(UserError, match="counts rounds, and the method works in none"):
+        drifting(Schedule("rounds", every=1.0), 5, 2.0)
+    keys = {"drift": "swap-all", "drift-at": "every round", "strategy": "fedasync"}
+    with pytest.raises(UserError, match=r"counts rounds, and fedasync works in none: count sec"):
+        build_strategy(resolve(RunConfig.from_mapping(keys)))
+    build_strategy(resolve(RunConfig.from_mapping({**keys, "strategy": "fedavg"})))
 
 
 @pytest.mark.parametrize("unit", ["updates", "uploads"])

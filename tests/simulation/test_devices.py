@@ -1,6 +1,7 @@
 """Device profiles: the built-in ones, a person's own, and what is said about mistakes in them."""
 
 import copy
+import math
 from collections import Counter
 from itertools import islice
 from pathlib import Path
@@ -29,7 +30,7 @@ def speeds(devices: list[Device]) -> Counter[float]:
 
 
 def test_the_built_in_profiles_have_one_line_of_description_each() -> None:
-    assert set(PROFILES) == {"uniform", "slow30x5", "slow30x10", "range1to5"}
+    assert set(PROFILES) == {"uniform", "slow30x5", "slow30x10", "range1to5", "fdma"}
     assert all(text and "\n" not in text for text in summaries().values())
 
 
@@ -58,6 +59,89 @@ def test_a_range_gives_every_device_its_own_speed() -> None:
 def test_the_seed_decides_who_is_slow(name: str) -> None:
     assert fleet(name, 40, 1) == fleet(name, 40, 1)
     assert fleet(name, 40, 1) != fleet(name, 40, 2)
+
+
+def test_fleets_and_durations_are_those_of_earlier_versions() -> None:
+    # Recorded before devices had a random part: what was reproducible remains so.
+    expected = {
+        "slow30x5": [1.0023643249400513, 5.450463696325936, 0.9288319225439268],
+        "range1to5": [3.1199108577208596, 3.678939969121946, 2.898432863318956],
+    }
+    for name, durations in expected.items():
+        rng = np.random.default_rng(1)
+        devices = fleet(name, 6, 3)
+        assert [d.duration(62, 10, 1000, 1000, 1.0, rng) for d in devices][:3] == durations
+        assert rng.uniform() == 0.8277025938204418
+
+
+# The latency of CSAFL.
+
+
+def test_the_random_part_is_a_shifted_exponential() -> None:
+    # D = 62 examples times 10 epochs; shift a D = 0.62 s; mean of the rest D / μ = 0.31 s.
+    device = Device(seconds_per_round=0.0, seconds_per_sample=0.001, exponential_rate=2000.0)
+    rng = np.random.default_rng(0)
+    times = np.array([device.duration(62, 10, 0, 0, 1.0, rng) for _ in range(20_000)])
+    assert times.min() > 0.62
+    assert times.mean() == pytest.approx(0.93, abs=0.01)
+    assert device.mean_duration(62, 10, 0, 0) == pytest.approx(0.93)
+    for share in (0.1, 0.5, 0.9, 0.99):
+        # P[T <= t] = 1 - exp(-(μ/D)(t - aD)), solved for t.
+        quantile = 0.62 - math.log(1.0 - share) * 0.31
+        assert np.mean(times <= quantile) == pytest.approx(share, abs=0.01)
+
+
+def test_the_mean_duration_by_hand() -> None:
+    device = Device(
+        seconds_per_round=2.0,
+        seconds_per_sample=0.01,
+        exponential_rate=50.0,
+        bandwidth_down=1000.0,
+        bandwidth_up=500.0,
+        jitter=0.5,
+    )
+    # Half of 2 + 0.01 · 200 + 200 / 50, then 2 s down and 6 s up.
+    assert device.mean_duration(100, 2, 2000, 3000, scale=0.5) == 4.0 + 2.0 + 6.0
+    rng = np.random.default_rng(0)
+    times = [device.duration(100, 2, 2000, 3000, 0.5, rng) for _ in range(20_000)]
+    assert np.mean(times) == pytest.approx(12.0, abs=0.05)
+    assert Device().mean_duration(100, 2, 2000, 3000) == 1.0
+
+
+def test_work_without_samples_has_no_random_part() -> None:
+    device = Device(seconds_per_round=3.0, exponential_rate=10.0)
+    assert device.duration(0, 5, 0, 0, 1.0, np.random.default_rng(0)) == 3.0
+
+
+def test_a_radio_uplink_becomes_a_bandwidth(tmp_path: Path) -> None:
+    text = """
+        [device]
+        uplink-hz = 8e5
+        transmit-dbm = 14.1
+        distance-km = 1.0
+        noise-dbm = -114.0
+        [[group]]
+        clients = [1]
+        distance-km = [1.5, 2.0]
+    """
+    near, far, other = fleet(profile(tmp_path, text), 3, 0)
+    # 14.1 - 128.1 + 114 = 0 dB: 8e5 bit/s.
+    assert near.bandwidth_up == pytest.approx(1e5)
+    assert near == other
+    assert 0 < far.bandwidth_up < 5e4
+    assert near.bandwidth_down == 0.0
+
+
+def test_an_update_of_the_papers_budgets_takes_seconds_on_fdma() -> None:
+    # A client of the papers' MNIST: 62 training samples, 10 epochs, 7,850 weights of 4 bytes.
+    devices = fleet("fdma", 1000, 0)
+    means = np.array([device.mean_duration(62, 10, 31_400, 31_400) for device in devices])
+    assert 0.3 < means.min() < 0.5 < 5.0 < means.max() < 10.0
+    assert 1.0 < np.median(means) < 2.0
+    # Stragglers: one in a hundred takes more than three times as long as the usual device.
+    assert np.quantile(means, 0.99) > 3 * np.median(means)
+    up = np.array([31_400 / device.bandwidth_up for device in devices])
+    assert 0.1 < np.median(up) < 0.4 < 3.0 < up.max()
 
 
 # A person's own.
@@ -264,6 +348,13 @@ def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
         ("[device]\nseconds-per-round = [5, 1]", r"takes \[low, high\]"),
         ("[device]\nseconds-per-round = [1, 'x']", "must be a number"),
         ("[device]\njitter = 1.5", "between 0 and 1"),
+        ("[device]\nexponential-rate = -1", "exponential-rate must be a number from 0 on"),
+        ("[device]\nuplink-hz = 1e6", "either bandwidth-up or all of uplink-hz, transmit-dbm"),
+        ("[device]\nbandwidth-up = 9\nuplink-hz = 1e6", "either bandwidth-up or all of uplink"),
+        (
+            "[device]\nuplink-hz=1e6\ntransmit-dbm=9\ndistance-km=0\nnoise-dbm=-100",
+            "distance-km must be greater than 0",
+        ),
         ("[device]\ndrop = 2", "between 0 and 1"),
         ("[device]\nmean-online = 2", "go together"),
         ("[device]\nonline = 3", r"online takes \[\[from, to\]"),

@@ -11,7 +11,7 @@ from raceme.experiment import simulate
 from raceme.protocol import events
 from raceme.records.record import RunRecord, read_run
 from raceme.records.store import RunStore, read_events
-from raceme.simulation.trace import traced_fleet
+from raceme.simulation.trace import Leg, TracedDevice, traced_fleet
 
 CHURN = """
 [device]
@@ -73,6 +73,11 @@ def test_a_longer_run_begins_again_with_the_first_recorded_task(tmp_path: Path) 
     updates = read_run(out).updates
     mine = updates.time[updates.client == "client-0"]
     assert list(mine[:7]) == [1.0, 3.0, 7.0, 8.0, 10.0, 14.0, 15.0]
+
+
+def test_the_mean_duration_is_that_of_the_recorded_tasks() -> None:
+    device = TracedDevice(legs=(Leg(1.0, False), Leg(3.0, True)))
+    assert device.mean_duration(10, 1, 0, 0) == 2.0
 
 
 def test_devices_keep_the_names_that_they_had(tmp_path: Path) -> None:

@@ -14,13 +14,13 @@ from clustered import (
     update,
     with_clients,
 )
+from raceme.strategies.fedgroup import group_by_edc, madc, mix_groups
 
 from raceme.clustering.model import Model
 from raceme.protocol import events
 from raceme.protocol.events import ClusterChange
 from raceme.server.fleet import Client
 from raceme.strategies import FedGroup, FedGroupParameters
-from raceme.strategies.fedgroup import group_by_edc, madc, mix_groups
 
 
 def test_madc_by_hand() -> None:

@@ -23,7 +23,7 @@ class DriftOptions:
     """What every drift reads."""
 
     drift_at: str | None = option(
-        None, "when the data change: '60s, 120s', '500 updates', 'every 3 uploads', …"
+        None, "when the data change: '60s, 120s', '500 updates', 'every round', …"
     )
     drift_seed: int | None = option(None, "seed of the drift (auto: that of the run)", low=0)
 

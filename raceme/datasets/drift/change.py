@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -167,13 +168,21 @@ class IncrementalOptions(DriftOptions):
     incremental_more: float = option(
         0.25, "share of its training samples that each step adds", above=0, high=1
     )
+    incremental_of: str = option(
+        "original",
+        "what the shares are of: original, all of a client's samples, or rest, what the step "
+        "before has left",
+        among=("original", "rest"),
+    )
 
 
 class Incremental(Drift):
     """Training samples come bit by bit: 25 % at first, 25 % more with every step.
 
-    The shares are those of all that a client will have (Duan et al. 2022). The test samples are
-    all there from the beginning, as their distribution does not change.
+    The shares are those of all that a client will have, as the text of Duan et al. 2022 says.
+    Their code takes each share of what the one before has left, so that a client's samples become
+    fewer: 25, 12.5, 9.4 and 9.4 % (``incremental-of=rest``). The test samples are all there from
+    the beginning, as their distribution does not change.
     """
 
     options_type = IncrementalOptions
@@ -186,10 +195,19 @@ class Incremental(Drift):
     def data(self, client: int, step: int) -> ClientData:
         """Return the part that is there by now; what was there stays."""
         data = self.dealt.data(client)
-        share = self.options.incremental_start + step * self.options.incremental_more
-        count = len(data.y_train)
+        share, count = self._share(step), len(data.y_train)
         there = min(count, max(1, round(share * count)))
         if there == count:
             return data
         own = np.sort(self.rng("release", client).permutation(count)[:there])
         return replace(data, x_train=data.x_train[own], y_train=data.y_train[own])
+
+    def _share(self, step: int) -> float:
+        """Return the share of a client's samples that is there at a step."""
+        start: float = self.options.incremental_start
+        more: float = self.options.incremental_more
+        if self.options.incremental_of == "original":
+            return min(1.0, start + step * more)
+        # From the step on at which the share is 1, nothing changes any more.
+        last = min(step, math.ceil((1.0 - start) / more))
+        return math.prod(min(1.0, start + number * more) for number in range(last + 1))

@@ -11,7 +11,7 @@ from typing import Literal
 
 from raceme.config.errors import UserError
 
-Unit = Literal["seconds", "updates", "uploads"]
+Unit = Literal["seconds", "updates", "uploads", "rounds"]
 
 _UNITS: dict[str, tuple[Unit, float]] = {
     "s": ("seconds", 1.0),
@@ -21,11 +21,13 @@ _UNITS: dict[str, tuple[Unit, float]] = {
     "updates": ("updates", 1.0),
     "upload": ("uploads", 1.0),
     "uploads": ("uploads", 1.0),
+    "round": ("rounds", 1.0),
+    "rounds": ("rounds", 1.0),
 }
 _MOMENT = re.compile(r"(?P<number>\d+(\.\d*)?|\.\d+)?\s*(?P<unit>[a-z]+)")
 _EXPECTED = (
     "write moments, e.g. '60s', '120s, 240s', '500 updates' or '5 uploads', or a period, e.g. "
-    "'every 60s' or 'every 3 uploads' (units: s, min, h, updates, uploads)"
+    "'every 60s' or 'every round' (units: s, min, h, updates, uploads, rounds)"
 )
 _ROUNDING = 1e-9
 """0.3 s are three periods of 0.1 s, although 0.3 / 0.1 is below 3 in floating point."""
@@ -38,8 +40,8 @@ class Schedule:
     Attributes
     ----------
     unit : str
-        What is counted: ``"seconds"`` of the run's clock, ``"updates"`` of the run, or
-        ``"uploads"`` of the client whose step is asked for.
+        What is counted: ``"seconds"`` of the run's clock, ``"updates"`` of the run, ``"uploads"``
+        of the client whose step is asked for, or ``"rounds"`` (or windows of time) that are over.
     moments : tuple[float, ...]
         Each of them moves the step by one; ascending.
     every : float
@@ -50,7 +52,7 @@ class Schedule:
     moments: tuple[float, ...] = ()
     every: float = 0.0
 
-    def step(self, time: float, updates: int, uploads: int) -> int:
+    def step(self, time: float, updates: int, uploads: int, rounds: int | None = None) -> int:
         """Return the step of a client's data, from 0; it has moved *at* its moment.
 
         Parameters
@@ -61,8 +63,21 @@ class Schedule:
             Updates that the run has applied.
         uploads : int
             Those of them that came from the client.
+        rounds : int, optional
+            Rounds that are over; None for a method that has none.
+
+        Raises
+        ------
+        UserError
+            Rounds are to be counted, and there are none.
         """
-        now = {"seconds": time, "updates": updates, "uploads": uploads}[self.unit]
+        counts = {"seconds": time, "updates": updates, "uploads": uploads, "rounds": rounds}
+        now = counts[self.unit]
+        if now is None:
+            raise UserError(
+                "drift-at counts rounds, and the method works in none: count seconds, updates or "
+                "uploads, or take a method that works in rounds, such as fedavg."
+            )
         if self.every:
             return math.floor(now / self.every + _ROUNDING)
         return bisect_right(self.moments, now)
@@ -84,6 +99,11 @@ class Schedule:
         """Whether each client has a step of its own: its own uploads are counted."""
         return self.unit == "uploads"
 
+    @property
+    def in_rounds(self) -> bool:
+        """Whether it counts rounds: the next round meets the next data."""
+        return self.unit == "rounds"
+
 
 def parse_schedule(text: str) -> Schedule:
     """Read the key ``drift-at``.
@@ -92,7 +112,7 @@ def parse_schedule(text: str) -> Schedule:
     ----------
     text : str
         Moments of one unit, separated by commas, or one period: ``"120s, 240s"``,
-        ``"500 updates"``, ``"every 3 uploads"``, ``"every upload"``.
+        ``"500 updates"``, ``"every 3 uploads"``, ``"every round"``.
 
     Raises
     ------

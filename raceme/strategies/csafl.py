@@ -1,0 +1,306 @@
+"""CSAFL: groups by direction and latency, and windows of time in which they update.
+
+Zhang et al., "CSAFL: A Clustered Semi-Asynchronous Federated Learning Framework", IJCNN 2021. All
+clients pre-train the initial model w0 once, and spectral clustering on latencies and cosines of
+their updates makes groups (Algorithms 3 and 4). Then a communication round is a time budget: K
+clients are picked at random and update the models of their groups again and again until it is
+spent (Algorithm 2), each at once when it is done, unless its update is too stale: then the members
+of its group update together once.
+
+The variants of the paper's Table II are the same loop with parts switched: `update` and `grouping`.
+
+What the paper leaves open, or lost, is read so: an update that is late by more than the threshold
+is dropped, and its group's members, when all are free, train from the same model; what is not back
+when the budget is spent does not count; idle is who waits for others before or after updates that
+are made together. A client's latency is that of its pre-training, as the server measures it: one
+draw, since no server knows a device's mean. A client that joins later pre-trains in its first
+window, and goes to the group whose mean direction its update has the largest cosine with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from logging import getLogger
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.spatial.distance import pdist, squareform
+
+from raceme.clustering.bipartition import cosines
+from raceme.clustering.clusters import Clusters, parts_of
+from raceme.clustering.mixing import cosine, unit
+from raceme.clustering.model import Model
+from raceme.clustering.spectral import partition
+from raceme.config.errors import UserError
+from raceme.config.options import SECONDS, option
+from raceme.protocol.events import ClientIdled
+from raceme.protocol.messages import ARRAYS, LOCAL_EPOCHS, LOCAL_STEPS, Vector
+from raceme.server.dispatch import Dispatch, InRounds
+from raceme.server.fleet import Client
+from raceme.server.method import Applied, Method, Variant, average_by_cluster
+from raceme.server.picking import sample
+from raceme.server.replies import Update
+from raceme.server.stages import Then
+from raceme.server.windows import InWindows
+from raceme.server.work import Work
+
+log = getLogger("raceme")
+
+UPDATES = ("semi-asynchronous", "asynchronous", "synchronous")
+GROUPINGS = ("spectral", "random", "none")
+
+
+@dataclass(frozen=True)
+class CSAFLParameters:
+    """Hyper-parameters of CSAFL; the paper's are lost, but for the budget."""
+
+    update: str = option("semi-asynchronous", "how the members of a group update", among=UPDATES)
+    grouping: str = option("spectral", "how clients are grouped", among=GROUPINGS)
+    groups: int = option(4, "m: number of groups", low=1)
+    budget: float = option(10.0, "T: time budget of a communication round", unit=SECONDS, above=0)
+    picked: int = option(20, "K: clients picked at random for a communication round", low=1)
+    threshold: int = option(5, "staleness δ beyond which a group updates together", low=0)
+    rho: float = option(0.1, "ρ: weight of the latency beside the cosines", low=0)
+    width: float = option(0.0, "width of the Gaussian kernel (0: the median distance)", low=0)
+    pretrain_epochs: int = option(2, "passes over the samples in pre-training", low=1)
+    mixing: str = option(
+        "model",
+        "what of an update goes into its group: the share of the model, or that of its change",
+        among=("model", "change"),
+    )
+
+
+@dataclass(frozen=True)
+class TFedAvgParameters(CSAFLParameters):
+    """Hyper-parameters of T-FedAvg."""
+
+    update: str = option("synchronous", "how the members of a group update", among=UPDATES)
+    grouping: str = option("none", "how clients are grouped", among=GROUPINGS)
+
+
+@dataclass(frozen=True)
+class TAFedAvgParameters(CSAFLParameters):
+    """Hyper-parameters of TA-FedAvg."""
+
+    update: str = option("asynchronous", "how the members of a group update", among=UPDATES)
+    grouping: str = option("none", "how clients are grouped", among=GROUPINGS)
+
+
+@dataclass(frozen=True)
+class GFedAvgParameters(CSAFLParameters):
+    """Hyper-parameters of G-FedAvg."""
+
+    update: str = option("synchronous", "how the members of a group update", among=UPDATES)
+
+
+@dataclass(frozen=True)
+class GAFedAvgParameters(CSAFLParameters):
+    """Hyper-parameters of GA-FedAvg."""
+
+    update: str = option("asynchronous", "how the members of a group update", among=UPDATES)
+
+
+@dataclass(frozen=True)
+class RFedAvgParameters(CSAFLParameters):
+    """Hyper-parameters of R-FedAvg."""
+
+    grouping: str = option("random", "how clients are grouped", among=GROUPINGS)
+
+
+@dataclass(frozen=True)
+class NoGFedAvgParameters(CSAFLParameters):
+    """Hyper-parameters of NoG-FedAvg."""
+
+    grouping: str = option("none", "how clients are grouped", among=GROUPINGS)
+
+
+@dataclass
+class CSAFLState:
+    """What CSAFL knows beside its groups.
+
+    Attributes
+    ----------
+    initial : Vector
+        w0. Shape (d,).
+    grouped : bool
+        Whether there are groups.
+    directions : dict[int, Vector]
+        Mean of the unit updates of each group's members, for clients that join later.
+    """
+
+    initial: Vector
+    grouped: bool = False
+    directions: dict[int, Vector] = field(default_factory=dict)
+
+
+class CSAFL(Method):
+    """Groups by direction and latency, semi-asynchronous in windows of time (CSAFL)."""
+
+    parameters_type = CSAFLParameters
+    state_type = CSAFLState
+    keeps_bases = True
+    parameters: CSAFLParameters
+    state: CSAFLState
+
+    def policy(self) -> Dispatch:
+        """Pre-train everybody in one round, then work in windows."""
+        self.windows = InWindows(
+            self.parameters.budget,
+            self._pick,
+            self._group_of,
+            together=self.parameters.update == "synchronous",
+            idled=self._idled,
+        )
+        return Then(InRounds(), self.windows, lambda: self.state is None or self.state.grouped)
+
+    def check(self, clients: int) -> None:
+        """Raise UserError if there are more groups than clients."""
+        if self.parameters.grouping != "none" and self.parameters.groups > clients:
+            raise UserError(
+                f"csafl makes {self.parameters.groups} groups, and there are only {clients} "
+                "clients: take fewer groups or more clients."
+            )
+
+    def initialize(self, vector: Vector) -> None:
+        """Start from w0; only spectral clustering needs pre-training."""
+        self.clusters = Clusters({0: Model(vector)})
+        self.state = CSAFLState(vector.copy(), grouped=self.parameters.grouping != "spectral")
+
+    # Algorithms 3 and 4: grouping clients.
+
+    def work_for(self, client: str) -> Work:
+        """Let a client without a group pre-train w0, and others train their group's model."""
+        if self.state.grouped and self.clusters.is_placed(client):
+            return Work(client)
+        settings = {LOCAL_EPOCHS: self.parameters.pretrain_epochs, LOCAL_STEPS: 0}
+        w0 = self.spec.pack(self.state.initial)
+        return Work(client, models=(), arrays={ARRAYS: w0}, settings=settings)
+
+    def _form_groups(self, updates: Sequence[Update]) -> list[Applied]:
+        """Group the clients that have pre-trained: cosines and latency, spectral clustering."""
+        clients = [update.task.client for update in updates]
+        deltas = np.stack([self._change(update) for update in updates])
+        seconds = np.array([update.arrived_at - update.task.sent_at for update in updates])
+        count = min(self.parameters.groups, len(clients))
+        if count < self.parameters.groups:
+            log.warning("Only %d clients have pre-trained: there are so many groups.", count)
+        weights = affinity_of(deltas, seconds, self.parameters.rho, self.parameters.width)
+        labels = np.zeros(len(clients), np.int64)
+        if count > 1:
+            labels = partition(weights, count, seed=int(self.rng.integers(2**31)))
+        for part, group in enumerate(self.clusters.split(0, parts_of(clients, labels))):
+            members = deltas[labels == part]
+            self.state.directions[group] = np.mean([unit(delta) for delta in members], axis=0)
+        self.state.grouped = True
+        return [Applied(self.clusters.main(client), staleness=0, weight=0.0) for client in clients]
+
+    def _place(self, update: Update) -> Applied:
+        """Let a client that came later join the group of the nearest direction."""
+        delta, directions = self._change(update), self.state.directions
+        group = max(directions, key=lambda group: cosine(directions[group], delta))
+        self.clusters.assign(update.task.client, group)
+        return Applied(group, staleness=0, weight=0.0)
+
+    def _change(self, update: Update) -> Vector:
+        return self.compared(np.asarray(update.vector - self.state.initial))
+
+    def _group_at_random(self, clients: Sequence[Client]) -> None:
+        """Deal clients without a group out to equally large groups, for R-FedAvg."""
+        if 0 in self.clusters.models:
+            count = min(self.parameters.groups, len(clients))
+            labels = self.rng.permutation(np.arange(len(clients)) % count)
+            self.clusters.split(0, parts_of([client.client_id for client in clients], labels))
+            return
+        for client in clients:
+            if not self.clusters.is_placed(client.client_id):
+                group = int(self.rng.choice(list(self.clusters.models)))
+                self.clusters.assign(client.client_id, group)
+
+    # Algorithm 2: training.
+
+    def _pick(self, online: Sequence[Client], rng: np.random.Generator) -> Sequence[Client]:
+        """Pick K clients of all, whatever their group."""
+        if self.parameters.grouping == "random":
+            self._group_at_random(online)
+        return sample(online, self.parameters.picked, rng)
+
+    def _idled(self, client: str, window: int, seconds: float) -> None:
+        """Report how long a client has waited for others in a window."""
+        self.report(ClientIdled(self.now(), client, window, seconds, self.parameters.budget))
+
+    def _group_of(self, client: str) -> int | None:
+        return self.clusters.main(client) if self.clusters.is_placed(client) else None
+
+    def aggregate(self, updates: Sequence[Update]) -> list[Applied]:
+        """Form the groups first; later mix each update in at once, or average those of a group."""
+        if not self.state.grouped:
+            return self._form_groups(updates)
+        joint = [update for update in updates if self.windows.is_joint(update)]
+        averaged = average_by_cluster(self.clusters, joint)
+        by_client = {u.task.client: a for u, a in zip(joint, averaged, strict=True)}
+        return [by_client.get(u.task.client) or self.on_update(u) for u in updates]
+
+    def on_update(self, update: Update) -> Applied:
+        """Mix one update in with the client's share of its group's samples, unless too stale."""
+        client = update.task.client
+        if not self.clusters.is_placed(client):
+            return self._place(update)
+        group = self.clusters.main(client)
+        model = self.models[group]
+        staleness = model.version - update.task.version
+        is_semi = self.parameters.update == "semi-asynchronous"
+        if is_semi and staleness > self.parameters.threshold:
+            self.windows.gather(group)
+            return Applied(group, staleness, weight=0.0)
+        share = update.num_examples / max(self._examples(group), update.num_examples)
+        if self.parameters.mixing == "model":
+            model.mix(update.vector, share)
+        else:
+            model.move(np.float32(share) * self.delta(update))
+        return Applied(group, staleness, share)
+
+    def _examples(self, group: int) -> int:
+        """Return Σ n_j over the members of a group that take part in this window."""
+        clients = self.progress.fleet.clients
+        picked = self.windows.state.members
+        return sum(clients[c].num_examples for c in picked if self._group_of(c) == group)
+
+
+def affinity_of(
+    deltas: NDArray[np.float32], seconds: NDArray[np.float64], rho: float, width: float = 0.0
+) -> NDArray[np.float64]:
+    """Return how alike clients are: a Gaussian kernel of rows of latency and cosines.
+
+    Row i is ``[ρ z_i, cos(i, 1), …, cos(i, n)]``, with z_i the latency in standard deviations from
+    the mean; the affinity of two clients is ``exp(−‖row_i − row_j‖² / (2 σ²))``.
+
+    Parameters
+    ----------
+    deltas : NDArray[np.float32]
+        An update per client. Shape (n, d).
+    seconds : NDArray[np.float64]
+        A latency per client. Shape (n,).
+    rho : float
+        ρ, weight of the latency.
+    width : float
+        σ; 0 for the median distance of two rows.
+
+    Returns
+    -------
+    NDArray[np.float64]
+        Shape (n, n), symmetric, 1 on the diagonal.
+    """
+    z = (seconds - seconds.mean()) / (seconds.std() or 1.0)
+    rows = np.column_stack([rho * z, cosines(deltas, deltas)])
+    distances = pdist(rows)
+    sigma = width or (float(np.median(distances)) if len(distances) else 0.0) or 1.0
+    return np.asarray(np.exp(-np.square(squareform(distances)) / (2.0 * sigma**2)))
+
+
+TFedAvg = Variant(CSAFL, TFedAvgParameters, "Synchronous updates, one group (T-FedAvg).")
+TAFedAvg = Variant(CSAFL, TAFedAvgParameters, "Asynchronous updates, one group (TA-FedAvg).")
+GFedAvg = Variant(CSAFL, GFedAvgParameters, "CSAFL with synchronous updates (G-FedAvg).")
+GAFedAvg = Variant(CSAFL, GAFedAvgParameters, "CSAFL with asynchronous updates (GA-FedAvg).")
+RFedAvg = Variant(CSAFL, RFedAvgParameters, "CSAFL with random groups (R-FedAvg).")
+NoGFedAvg = Variant(CSAFL, NoGFedAvgParameters, "CSAFL without groups (NoG-FedAvg).")
