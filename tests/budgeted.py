@@ -12,11 +12,11 @@ from raceme.clustering.clusters import parts_of
 from raceme.clustering.spectral import partition
 from raceme.protocol.messages import Vector
 from raceme.server.dispatch import Dispatch
-from raceme.server.windows import InWindows
 from raceme.server.fleet import Client
 from raceme.server.method import Applied, Method
 from raceme.server.picking import sample
 from raceme.server.replies import Update
+from raceme.server.windows import InWindows
 
 BUDGET, PICKED, GROUPS, STALEST, TIME_WEIGHT = 12.0, 6, 3, 4, 0.1
 

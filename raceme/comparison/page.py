@@ -104,7 +104,7 @@ def _tiles(comparison: Comparison) -> list[Tile]:
             goal = " to converge"
         tiles.append(Tile(f"first{goal}", first.label, f"{number(first.rank_time, 1)} s"))
     if comparison.has_published:
-        for name in ("accuracy", "time"):
+        for name in ("accuracy", "time") if comparison.has_published_times else ("accuracy",):
             tau = comparison.tau(name)
             tiles.append(Tile(f"Kendall's τ, {name}", number(tau, 2), "against the paper's order"))
     return tiles

@@ -223,6 +223,11 @@ class Comparison:
         """Whether there is anything to be compared with."""
         return any(result.published is not None for result in self.results)
 
+    @property
+    def has_published_times(self) -> bool:
+        """Whether the paper tells times, and not only accuracies."""
+        return any(_published(result, "time") is not None for result in self.results)
+
     def _reference(self) -> Result | None:
         return next((r for r in self.results if r.label == self.suite.reference), None)
 

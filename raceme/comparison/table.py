@@ -101,11 +101,14 @@ def main_table(comparison: Comparison) -> Text:
         columns = (*_REPRODUCTION, f"{factor}\npaper", f"{factor}\nours", "purity")
     elif comparison.suite.timing is Timing.CONVERGENCE:
         columns = tuple(_TO_CONVERGENCE if name == _TO_TARGET else name for name in columns)
-    rows = tuple(make(comparison, result) for result in comparison.results)
+    rows = [make(comparison, result) for result in comparison.results]
+    if comparison.has_published:
+        shown = _shown_columns(comparison)
+        columns, *rows = (tuple(cells[i] for i in shown) for cells in (columns, *rows))
     if comparison.suite.shows_unrest:
         columns = (*columns, "unrest")
         unrests = (_percent(result.unrest) for result in comparison.results)
-        rows = tuple((*row, cell) for row, cell in zip(rows, unrests, strict=True))
+        rows = [(*row, cell) for row, cell in zip(rows, unrests, strict=True)]
     suite, target = comparison.suite, comparison.target
     of = f", target {target:.1%}" if target is not None else ""
     if suite.timing is Timing.CONVERGENCE:
@@ -113,7 +116,7 @@ def main_table(comparison: Comparison) -> Text:
     if suite.score is Score.BEST_WEIGHTED:
         of += ", best accuracy by test examples"
     seeds = f"{len(suite.seeds)} seeds" if len(suite.seeds) > 1 else f"seed {suite.seeds[0]}"
-    return Text(f"{suite.title} ({seeds}{of})", columns, rows, _lines(comparison))
+    return Text(f"{suite.title} ({seeds}{of})", columns, tuple(rows), _lines(comparison))
 
 
 def sweep_table(comparison: Comparison) -> Text | None:
@@ -230,6 +233,13 @@ def _reproduction_row(comparison: Comparison, result: Result) -> tuple[str, ...]
     )
 
 
+def _shown_columns(comparison: Comparison) -> list[int]:
+    """Return which columns of a reproduction have anything: the paper may tell no times."""
+    times, factors = comparison.has_published_times, comparison.suite.reference is not None
+    shown = [True, True, True, times, True, times and factors, factors, True]
+    return [index for index, is_shown in enumerate(shown) if is_shown]
+
+
 def _lines(comparison: Comparison) -> tuple[str, ...]:
     """Return what a reader of the main table has to know."""
     suite, lines = comparison.suite, []
@@ -239,12 +249,15 @@ def _lines(comparison: Comparison) -> tuple[str, ...]:
             "updates; accuracies and times are not those of the full suite."
         )
     if comparison.has_published:
-        taus = [(name, comparison.tau(name)) for name in ("accuracy", "time")]
+        times = comparison.has_published_times
+        names = ("accuracy", "time") if times else ("accuracy",)
+        taus = [(name, comparison.tau(name)) for name in names]
         shown = ", ".join(
             f"{name} {UNKNOWN if tau is None else f'{tau:.2f}'}" for name, tau in taus
         )
         lines.append(f"Kendall's τ between the paper's order of the methods and ours: {shown}.")
-        lines.append("The paper's times are in a unit of its own: compare their ratios.")
+        if times:
+            lines.append("The paper's times are in a unit of its own: compare their ratios.")
         if suite.reference is not None:
             what = _TO_CONVERGENCE if suite.timing is Timing.CONVERGENCE else _TO_TARGET
             lines.append(f"× {suite.reference}: {what} over its time.")

@@ -220,7 +220,7 @@ def _weighted_row(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     plain = f"{_number(summary['accuracy'])} (best {_number(summary['best_accuracy'])})"
     if (last is None and best is None) or shown == plain:
         return []
-    return [("by test examples", f"{shown}, clients weighted by their test examples")]
+    return [("by test examples", f"{shown}, weighted mean")]
 
 
 def _moves_row(summary: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -198,11 +198,9 @@ class Loop:
                 self._evaluated(report)
         if self._ending is None:
             rounds = self._method.dispatch.rounds
-            limit = self._plan.limit(progress.updates, self._num_updates, self.now(), rounds)
-            if limit:
+            if limit := self._plan.limit(progress.updates, self._num_updates, self.now(), rounds):
                 self._ending = Ending.LIMIT, limit
-        hopeless = self._method.dispatch.hopeless()
-        if self._ending is None and hopeless:
+        if self._ending is None and (hopeless := self._method.dispatch.hopeless()):
             self._ending = Ending.USELESS_REPLIES, hopeless
         if self._ending is None:
             useless = max(100, 10 * len(self._fleet.clients))

@@ -203,6 +203,7 @@ class FlexCFL(Method):
         if not self._has_groups:
             per_group = 1 if parameters.measure == "random-clients" else parameters.pretrain
             return sample(online, per_group * parameters.groups, rng)
+        # Pre-training is nobody's turn: all train in the rounds after it.
         picked = self.dispatch.pick(online, parameters.participants(len(online)), rng)
         state.picked = {client.client_id: True for client in picked}
         if parameters.newcomers == "random":

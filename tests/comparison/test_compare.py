@@ -506,6 +506,11 @@ def test_the_best_accuracy_by_test_examples_may_be_what_is_compared(tmp_path: Pa
     assert table.title == "t (seed 0, target 90.0%, best accuracy by test examples)"
     assert [row[1:3] for row in table.rows] == [("71.00", "70.00"), ("79.00", "80.00")]
     assert any("weighted by their numbers of test examples" in line for line in table.lines)
+    # The paper tells no times, and there is no reference for factors.
+    heads = ("method", "acc %\npaper", "acc %\nours", "time\nours", "purity")
+    assert table.columns == heads
+    assert "accuracy 1.00." in table.lines[0]
+    assert not any("unit of its own" in line for line in table.lines)
     # The page of the same comparison shows the same.
     (tmp_path / "compare.json").write_text(to_json(comparison))
     again = read_comparison(tmp_path)

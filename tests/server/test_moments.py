@@ -17,9 +17,10 @@ from raceme.datasets.drift.schedule import Schedule, Unit
 from raceme.experiment import build_strategy, resolve
 from raceme.protocol import events
 from raceme.protocol.events import ClusterChange
-from raceme.server.dispatch import Dispatch, InWindows
+from raceme.server.dispatch import Dispatch
 from raceme.server.interface import Applied
 from raceme.server.replies import Update
+from raceme.server.windows import InWindows
 from raceme.strategies import FedAsync, FedAvg, Plan
 
 

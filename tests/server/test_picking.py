@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from fleets import MODEL, grid_of, pulled_app
 from flwr.serverapp import strategy
-from runs import devices
+from runs import ONES, devices
 
 from raceme.protocol import events
 from raceme.server.fleet import Client
@@ -58,10 +58,12 @@ def method_of(name: str, **keys: object) -> Method:
     return method
 
 
-def rounds_of(method: Method, updates: int) -> list[set[str]]:
+def rounds_of(
+    method: Method, updates: int, targets: list[np.ndarray] | None = None
+) -> list[set[str]]:
     """Run with six clients; return who took part in each round of two."""
     seen: list[events.Event] = []
-    grid = grid_of(pulled_app(), devices(*[1.0] * 6))
+    grid = grid_of(pulled_app(targets), devices(*[1.0] * 6))
     method.start(grid, MODEL, updates, plan=Plan(eval_every=1000), observe=seen.append)
     order = [event.client for event in seen if isinstance(event, events.UpdateApplied)]
     return [set(order[start : start + 2]) for start in range(0, len(order), 2)]
@@ -78,6 +80,13 @@ def test_it_holds_for_every_method_in_rounds(name: str) -> None:
     assert rounds_of(drawn, 6) != turns
     # What is not used is not in a checkpoint.
     assert drawn.dispatch.state.picked == {}  # type: ignore[attr-defined]
+
+
+def test_pre_training_is_nobodys_turn() -> None:
+    # All six pre-train in the first round, three for each group; then turns begin with the first.
+    keys = {"groups": 2, "pretrain": 3, "fraction": 0.34, "picking": "in-turn"}
+    found = rounds_of(method_of("fedgroup", **keys), 12, targets=[ONES, -ONES] * 3)
+    assert found[3:] == [{"c0", "c1"}, {"c2", "c3"}, {"c4", "c5"}]
 
 
 def test_fedavg_keeps_the_settings_of_flowers_strategy() -> None:
