@@ -238,12 +238,12 @@ class InRounds(Dispatch):
         Share of the online clients that take part.
     participants : Callable, optional
         Chooses them, instead: from the online clients, with a generator.
+    picking : str
+        How :meth:`pick` picks: ``"random"`` or ``"in-turn"``.
     prepares : Callable, optional
         Tells updates that only prepare their client for what follows: they are acted on at once.
     returns : Callable, optional
         Whether a client that was prepared, given by its id, works once more in the same round.
-    picking : str
-        How :meth:`pick` picks: ``"random"`` or ``"in-turn"``.
     """
 
     state: RoundState
@@ -253,9 +253,9 @@ class InRounds(Dispatch):
         fraction: float = 1.0,
         participants: Callable[[Sequence[Client], np.random.Generator], Sequence[Client]]
         | None = None,
+        picking: str = RANDOM,
         prepares: Callable[[Update], bool] = lambda update: False,
         returns: Callable[[str], bool] = lambda client: False,
-        picking: str = RANDOM,
     ) -> None:
         self._fraction, self._picking = fraction, picking
         self._participants = participants or self._share

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing, suppress
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -151,30 +152,29 @@ def versions_of(events: Sequence[Event]) -> list[dict[int, int]]:
     two twice, would break the sequence.
     """
     versions, after = {0: 0}, [{0: 0}]
-    newcomers = set()
     first: UpdateApplied | None = None
 
-    def count(event: UpdateApplied) -> None:
-        if event.client not in newcomers:
+    def count(event: UpdateApplied, places: bool) -> None:
+        # Who is placed by an update was sent another cluster's model.
+        if not places:
             assert event.base_version + event.staleness == versions[event.cluster], event
-        # A newcomer's first model was another cluster's.
-        newcomers.discard(event.client)
         versions[event.cluster] += 1
         after.append(dict(versions))
 
-    for event in events:
+    for number, event in enumerate(events):
         if isinstance(event, ClustersChanged) and event.change is ClusterChange.SPLIT:
             version = versions.pop(event.gone[0])
             versions.update(dict.fromkeys(event.made, version))
             if first is not None:
-                count(first)
+                count(first, False)
                 first = None
-        elif isinstance(event, ClustersChanged) and len(versions) > 1:
-            newcomers.update(event.memberships)
         elif isinstance(event, UpdateApplied):
-            # A split is reported after the update that gave rise to it, which went into a part.
+            # What an update gave rise to is reported after it: a split, one of whose parts it went
+            # into, or that its client was given a cluster.
+            following = takewhile(lambda e: isinstance(e, ClustersChanged), events[number + 1 :])
+            changes = [change for change in following if isinstance(change, ClustersChanged)]
             if event.cluster in versions:
-                count(event)
+                count(event, any(event.client in change.memberships for change in changes))
             else:
                 first = event
     return after
