@@ -70,6 +70,10 @@ class CSAFLParameters:
         among=("model", "change"),
     )
 
+    def participants(self, clients: int) -> int:
+        """Return how many of so many clients are picked for a communication round."""
+        return min(self.picked, clients)
+
 
 @dataclass(frozen=True)
 class TFedAvgParameters(CSAFLParameters):
