@@ -296,7 +296,7 @@ def to_array(values: NDArray[np.generic]) -> Array:
     if not values.flags.c_contiguous:
         values = np.ascontiguousarray(values)
     data = b"".join((_header(values.dtype.str, values.shape), values.data))
-    return array(str(values.dtype), tuple(values.shape), _STYPE, data)
+    return array(_name(values.dtype), tuple(values.shape), _STYPE, data)
 
 
 def from_array(array: Array) -> NDArray[np.generic]:
@@ -316,6 +316,12 @@ def from_array(array: Array) -> NDArray[np.generic]:
     # numpy reads the header as Python source: bytes made to do harm can raise almost anything.
     except Exception as error:
         raise InvalidModelError(f"unreadable array: {error}") from None
+
+
+@lru_cache(maxsize=64)
+def _name(dtype: np.dtype[np.generic]) -> str:
+    """Return the name of a type, ``"float32"``, which numpy puts together anew each time."""
+    return str(dtype)
 
 
 @lru_cache(maxsize=1024)
