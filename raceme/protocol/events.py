@@ -126,6 +126,9 @@ class Evaluated:
     weighted_accuracy : float
         Mean over the clients that answered, weighted by their numbers of test examples; NaN where
         one of them does not state its number.
+    groups : Mapping[str, int]
+        Client id to the true group of the data that it was tested on, where data change and it is
+        known.
     """
 
     time: float
@@ -137,6 +140,7 @@ class Evaluated:
     asked: int = 0
     steps: Mapping[str, int] = field(default_factory=dict)
     weighted_accuracy: float = math.nan
+    groups: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def answered(self) -> int:

@@ -96,6 +96,17 @@ def candidate(index: int) -> str:
     return f"{ARRAYS}-{index}"
 
 
+_MOST = 2**53
+"""Whole numbers from here on are not exact as float numbers, and nobody's count."""
+
+
+def known_group(stated: object) -> int | None:
+    """Return the group that a client states; anything but a count means that it is not known."""
+    if isinstance(stated, int | float) and 0 <= stated < _MOST:
+        return int(stated)
+    return None
+
+
 def passes(settings: Mapping[str, object], examples: int) -> float:
     """Return how often a training message lets a client go through its samples.
 

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from raceme.protocol.events import ClientJoined, ClustersChanged, Event
+from raceme.protocol.events import ClientJoined, ClustersChanged, Evaluated, Event
 
 Composition = Counter[int | None]
 """Number of a cluster's members by true group."""
@@ -54,7 +54,8 @@ class Membership:
     weights : dict[str, Mapping[int, float]]
         Client id to the weights of its clusters, for every client that has one.
     groups : dict[str, int or None]
-        Client id to the true group of its data, for every client that joined.
+        Client id to the true group of its data, for every client that joined; where data change,
+        that of the latest evaluation.
     composition : dict[int, Counter]
         Cluster to the number of its members of each true group, for every cluster with members;
         the group None counts those whose group is not known.
@@ -90,7 +91,11 @@ class Membership:
         if isinstance(event, ClustersChanged):
             return self._observe_change(event)
         if isinstance(event, ClientJoined):
-            self._observe_join(event)
+            self._observe_group(event.client, event.group)
+        elif isinstance(event, Evaluated):
+            for client, group in event.groups.items():
+                if group != self.groups.get(client):
+                    self._observe_group(client, group)
         return []
 
     def purity(self) -> float | None:
@@ -101,13 +106,13 @@ class Membership:
         """Return the number of members of each cluster that has any, by cluster."""
         return {cluster: self.composition[cluster].total() for cluster in sorted(self.composition)}
 
-    def _observe_join(self, event: ClientJoined) -> None:
-        cluster = home(self.weights.get(event.client, {}))
+    def _observe_group(self, client: str, group: int | None) -> None:
+        cluster = home(self.weights.get(client, {}))
         if cluster is not None:
-            self._count(cluster, event.client, -1)
-        self.groups[event.client] = event.group
+            self._count(cluster, client, -1)
+        self.groups[client] = group
         if cluster is not None:
-            self._count(cluster, event.client, +1)
+            self._count(cluster, client, +1)
 
     def _observe_change(self, event: ClustersChanged) -> list[Placement]:
         self.existing.update(event.made)

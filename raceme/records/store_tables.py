@@ -53,7 +53,7 @@ CREATE TABLE evaluations (
     asked INTEGER NOT NULL, answered INTEGER NOT NULL, weighted_accuracy REAL);
 CREATE TABLE client_evaluations (
     event INTEGER NOT NULL REFERENCES evaluations, updates INTEGER NOT NULL, client TEXT NOT NULL,
-    cluster INTEGER NOT NULL, accuracy REAL, loss REAL, step INTEGER NOT NULL,
+    cluster INTEGER NOT NULL, accuracy REAL, loss REAL, step INTEGER NOT NULL, group_id INTEGER,
     PRIMARY KEY (event, client)) WITHOUT ROWID;
 CREATE TABLE cluster_changes (
     event INTEGER PRIMARY KEY, time REAL NOT NULL, updates INTEGER NOT NULL,
@@ -82,7 +82,7 @@ TABLES = {
     "updates": (15, "event"),
     "rejections": (5, "event"),
     "evaluations": (9, "event"),
-    "client_evaluations": (7, "event, client"),
+    "client_evaluations": (8, "event, client"),
     "cluster_changes": (6, "event"),
     "changed_clusters": (3, "event, fate, cluster"),
     "memberships": (4, "event, client, cluster"),
@@ -138,7 +138,7 @@ def _write_rejection(rows: Rows, number: int, event: UpdateRejected) -> None:
 
 
 def _write_evaluation(rows: Rows, number: int, event: Evaluated) -> None:
-    updates, steps = int(event.updates), event.steps
+    updates, steps, groups = int(event.updates), event.steps, event.groups
     rows["evaluations"].append(
         (
             number,
@@ -161,6 +161,7 @@ def _write_evaluation(rows: Rows, number: int, event: Evaluated) -> None:
             float(accuracy),
             float(loss),
             int(steps.get(client, 0)),
+            groups.get(client),
         )
         for client, (cluster, accuracy, loss) in event.per_client.items()
     )
@@ -260,12 +261,19 @@ def read_evaluations(connection: sqlite3.Connection) -> Numbered:
     """Read the evaluations; in a store that does not say who was asked, all who answered were."""
     per_client: defaultdict[int, dict[str, tuple[int, float, float]]] = defaultdict(dict)
     steps: defaultdict[int, dict[str, int]] = defaultdict(dict)
-    step_of = "step" if "step" in columns_of(connection, "client_evaluations") else "0"
-    query = f"SELECT event, client, cluster, accuracy, loss, {step_of} FROM client_evaluations"
-    for number, client, cluster, accuracy, loss, step in connection.execute(query):
+    groups: defaultdict[int, dict[str, int]] = defaultdict(dict)
+    stored = columns_of(connection, "client_evaluations")
+    step_of, group_of = (name if name in stored else "NULL" for name in ("step", "group_id"))
+    query = (
+        f"SELECT event, client, cluster, accuracy, loss, {step_of}, {group_of} "
+        "FROM client_evaluations"
+    )
+    for number, client, cluster, accuracy, loss, step, group in connection.execute(query):
         per_client[number][client] = (cluster, number_of(accuracy), number_of(loss))
         if step:
             steps[number][client] = step
+        if group is not None:
+            groups[number][client] = group
     stored = columns_of(connection, "evaluations")
     asked_of, weighted_of = (
         name if name in stored else "NULL" for name in ("asked", "weighted_accuracy")
@@ -290,6 +298,7 @@ def read_evaluations(connection: sqlite3.Connection) -> Numbered:
                 len(scores) if asked is None else asked,
                 steps.get(number, {}),
                 number_of(weighted),
+                groups.get(number, {}),
             ),
         )
 

@@ -242,6 +242,9 @@ class RunSummary:
         weighted = float(event.weighted_accuracy)
         self.accuracy, self.asked, self.answered = accuracy, int(event.asked), event.answered
         self.weighted_accuracy = weighted
+        if event.groups:
+            self.membership.observe(event)
+            self._look_at_purity()
         if not event.counts:
             return
         self._evaluations.append(_Point(float(event.time), int(event.updates), accuracy))
@@ -261,6 +264,9 @@ class RunSummary:
             # An evaluation counts clusters too that no event has named, e.g. without members.
             changed = self.clusters + len(event.made) - len(event.gone)
             self.clusters = max(changed, len(self.membership.existing))
+        self._look_at_purity()
+
+    def _look_at_purity(self) -> None:
         if self.purity() != 1.0:
             self._pure_since = None
         elif self._pure_since is None:

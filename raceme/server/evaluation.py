@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from flwr.app import Message
 
 from raceme.protocol.events import Evaluated
-from raceme.protocol.messages import ACCURACY, CONFIG, LOSS, NUM_EXAMPLES, STEP
+from raceme.protocol.messages import ACCURACY, CONFIG, GROUP, LOSS, NUM_EXAMPLES, STEP, known_group
 
 _MOST_EXAMPLES = 2**53
 """Counts from here on are not exact as float numbers, and no client's."""
@@ -33,6 +33,8 @@ class ClientScore:
         Step of these data.
     examples : int
         How many they are; 0 if the client does not say.
+    group : int or None
+        True group of the data now, where data change and it is known; for reports only.
     """
 
     cluster: int
@@ -40,6 +42,7 @@ class ClientScore:
     loss: float
     step: int = 0
     examples: int = 0
+    group: int | None = None
 
 
 @dataclass
@@ -88,6 +91,7 @@ class Sweep:
         per_client = {
             name: (score.cluster, score.accuracy, score.loss) for name, score in self.scores.items()
         }
+        groups = {name: s.group for name, s in self.scores.items() if s.group is not None}
         steps = {name: score.step for name, score in self.scores.items() if score.step}
         return Evaluated(
             time=self.time,
@@ -99,6 +103,7 @@ class Sweep:
             asked=self.asked,
             steps=steps,
             weighted_accuracy=weighted_accuracy(scores),
+            groups=groups,
         )
 
 
@@ -119,7 +124,8 @@ def score_from(metrics: Mapping[str, object], cluster: int, step: int = 0) -> Cl
         return None
     examples = _count(metrics.get(NUM_EXAMPLES))
     try:
-        score = ClientScore(cluster, float(accuracy), float(loss), step, examples)
+        group = known_group(metrics.get(GROUP, -1))
+        score = ClientScore(cluster, float(accuracy), float(loss), step, examples, group)
     except OverflowError:
         return None
     return score if math.isfinite(score.accuracy) else None

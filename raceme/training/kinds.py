@@ -17,11 +17,13 @@ from raceme import training
 from raceme.protocol.messages import (
     ACCURACY,
     CHOSEN,
+    GROUP,
     LABEL_COUNTS,
     LOSS,
     LOSSES,
     NUM_EXAMPLES,
     ON,
+    STEP,
     TRAIN_LOSS,
 )
 from raceme.training.work import Answer, ClientWork
@@ -93,8 +95,12 @@ def training_answer(
 
 
 def evaluation_answer(work: ClientWork, accuracy: float, loss: float) -> Answer:
-    """Answer with test results."""
-    return Answer({ACCURACY: accuracy, LOSS: loss, NUM_EXAMPLES: len(work.client.test)})
+    """Answer with test results; where data change, with the group that they are of now, too."""
+    metrics = {ACCURACY: accuracy, LOSS: loss, NUM_EXAMPLES: len(work.client.test)}
+    group = work.client.group
+    if STEP in work.settings and group is not None:
+        metrics[GROUP] = group
+    return Answer(metrics)
 
 
 def _train(

@@ -69,7 +69,18 @@ ONE_OF_EACH: list[Event] = [
     DataChanged(5.5, 2, "a", 2),
     replace(UPDATE, seq=3, time=5.75, step=1),
     ClientIdled(5.75, "a", 2, 1.25, 5.0),
-    Evaluated(5.75, 3, 0.5, 1.0, 2, {"b": (2, 0.5, 1.0), "c": (1, 0.5, 1.0)}, 3, {"b": 1}, 0.25),
+    Evaluated(
+        5.75,
+        3,
+        0.5,
+        1.0,
+        2,
+        {"b": (2, 0.5, 1.0), "c": (1, 0.5, 1.0)},
+        3,
+        {"b": 1},
+        0.25,
+        {"c": 0},
+    ),
     RunEnded(6.0, 3, "all clients are gone", Ending.NO_CLIENTS),
 ]
 
@@ -395,10 +406,13 @@ def test_a_store_of_format_3_lacks_what_came_later(tmp_path: Path) -> None:
     path = write(tmp_path, ONE_OF_EACH)
     with closing(sqlite3.connect(path)) as connection:
         connection.execute("ALTER TABLE evaluations DROP COLUMN weighted_accuracy")
+        connection.execute("ALTER TABLE client_evaluations DROP COLUMN group_id")
         connection.execute("DROP TABLE idle_times")
         connection.execute("PRAGMA user_version = 3")
     expected = [
-        replace(event, weighted_accuracy=math.nan) if isinstance(event, Evaluated) else event
+        replace(event, weighted_accuracy=math.nan, groups={})
+        if isinstance(event, Evaluated)
+        else event
         for event in ONE_OF_EACH
         if not isinstance(event, ClientIdled)
     ]

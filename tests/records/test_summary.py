@@ -434,3 +434,23 @@ def test_a_summary_that_is_no_json_leaves_what_was_there(tmp_path: Path) -> None
         write_summary(path, {"accuracy": math.nan})
     assert path.read_text() == "before"
     assert [entry.name for entry in tmp_path.iterdir()] == ["summary.json"]
+
+
+def test_purity_follows_the_groups_of_data_that_change() -> None:
+    summary = RunSummary()
+    for client, group in (("a", 0), ("b", 1)):
+        summary.observe(ClientJoined(0.0, client, 1, 10, group))
+    memberships = {"a": {1: 1.0}, "b": {2: 1.0}}
+    change = ClustersChanged(0.0, 0, ClusterChange.SPLIT, memberships, (0,), (1, 2))
+    summary.observe(change)
+    assert summary.purity() == 1.0
+    # The two have exchanged their data, and then the method moves one of them.
+    scores = {"a": (1, 0.5, 1.0), "b": (2, 0.5, 1.0)}
+    exchanged = {"a": 1, "b": 0}
+    summary.observe(Evaluated(1.0, 5, 0.5, 1.0, 2, scores, 2, groups=exchanged))
+    assert summary.purity() == 1.0
+    moved = ClustersChanged(2.0, 6, ClusterChange.MOVE, {"a": {2: 1.0}})
+    summary.observe(moved)
+    assert summary.purity() == 0.5
+    summary.observe(Evaluated(3.0, 9, 0.5, 1.0, 2, scores, 2, groups={"a": 0}))
+    assert summary.purity() == 1.0
