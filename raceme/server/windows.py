@@ -233,7 +233,7 @@ class InWindows(Dispatch):
             return ""
         return (
             f"no update fits into the budget of {self._budget:g} s: in {self.state.fruitless} "
-            "windows in a row nobody was done before the end"
+            "windows in a row nobody was done before the end: it must be longer"
         )
 
     # Groups that update together.
