@@ -55,6 +55,8 @@ class Clusters:
     def __post_init__(self) -> None:
         self.next_id = max([self.next_id, *(cluster + 1 for cluster in self.models)])
         self._report: Report = ignore
+        # Asked for every client without a cluster, before every task: counted once per change.
+        self._largest: int | None = None
 
     def report_to(self, report: Report) -> None:
         """Let someone know of every change; its `time` and `updates` are still 0 then."""
@@ -89,6 +91,11 @@ class Clusters:
 
     def largest(self) -> int:
         """Return the cluster with the most clients online, by weight; of equal ones the first."""
+        if self._largest is None:
+            self._largest = self._find_largest()
+        return self._largest
+
+    def _find_largest(self) -> int:
         sizes = dict.fromkeys(self.models, 0.0)
         if len(sizes) > 1:
             for client, weights in self.members.items():
@@ -102,6 +109,7 @@ class Clusters:
     def join(self, client: str) -> None:
         """Note that a client is there: in the only cluster, without one, or back in its own."""
         self.online[client] = True
+        self._largest = None
         if client not in self.members:
             self.members[client] = {}
             if len(self.models) == 1:
@@ -110,6 +118,7 @@ class Clusters:
     def leave(self, client: str) -> None:
         """Note that a client went offline; it keeps its clusters."""
         self.online[client] = False
+        self._largest = None
 
     def assign(self, client: str, placement: Placement) -> None:
         """Place a client that has no cluster yet; one that has is moved.
@@ -278,6 +287,7 @@ class Clusters:
         score: float = math.nan,
         threshold: float = math.nan,
     ) -> None:
+        self._largest = None
         told = {client: dict(weights) for client, weights in memberships.items()}
         self._report(ClustersChanged(0.0, 0, change, told, gone, made, score, threshold))
 

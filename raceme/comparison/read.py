@@ -45,6 +45,7 @@ def read_comparison(folder: Path) -> Comparison:
             timing=timing,
             score=score,
             shows_unrest=bool(tree.get("shows-unrest", False)),
+            shows_traffic=bool(tree.get("shows-traffic", False)),
             reference=tree["reference"],
             notes=tuple(str(note) for note in tree.get("notes", [])),
             scale=float(tree["scale"]),
@@ -103,4 +104,5 @@ def _published(entry: Mapping[str, Any] | None) -> tuple[Published, ...]:
     if entry is None:
         return ()
     time = entry["time"]
-    return (Published(entry["accuracy"], math.inf if time == NEVER else time),)
+    time = math.inf if time == NEVER else time
+    return (Published(entry["accuracy"], time, entry.get("traffic")),)

@@ -117,6 +117,11 @@ class Result:
         return Spread.over([run.summary.get("unrest") for run in self.runs])
 
     @property
+    def traffic(self) -> Spread:
+        """Bytes that the clients sent and were sent, evaluations left out."""
+        return Spread.over([_traffic(run) for run in self.runs])
+
+    @property
     def time(self) -> Spread:
         """Virtual time to what is timed, of the runs that reached it."""
         return Spread.over([run.time for run in self.runs])
@@ -191,6 +196,11 @@ class Comparison:
         if reference is None:
             return None
         return _quotient(_published(result, "time"), _published(reference, "time"))
+
+    def relative_traffic(self, result: Result) -> float | None:
+        """Return a method's mean traffic as a multiple of the reference's."""
+        reference = self._reference()
+        return None if reference is None else _quotient(result.traffic.mean, reference.traffic.mean)
 
     def tau(self, quantity: str) -> float | None:
         """Return Kendall's τ between our order of the methods and the published one.
@@ -273,6 +283,12 @@ def gather(
 def best_of(tried: Sequence[Result]) -> Result:
     """Return the most accurate point of a sweep; of equal ones the first."""
     return max(tried, key=lambda result: _finite_low(result.accuracy.mean))
+
+
+def _traffic(run: Run) -> float | None:
+    sent = [run.summary.get(name) for name in ("bytes_up", "bytes_down")]
+    known = [float(number) for number in sent if number is not None]
+    return sum(known) if len(known) == len(sent) else None
 
 
 def _published(result: Result, quantity: str) -> float | None:

@@ -37,13 +37,14 @@ _SUITE_KEYS = (
     "timing",
     "score",
     "shows-unrest",
+    "shows-traffic",
     "reference",
     "notes",
     "settings",
     "methods",
 )
 _METHOD_KEYS = ("strategy", "options", "sweep", "published")
-_NUMBERS = ("accuracy", "time")
+_NUMBERS = ("accuracy", "time", "traffic")
 
 _Choice = TypeVar("_Choice", bound=StrEnum)
 
@@ -73,6 +74,7 @@ def load_suite(path: Path) -> Suite:
         timing=_choice(path, "timing", Timing, tree.get("timing", Timing.TARGET)),
         score=_choice(path, "score", Score, tree.get("score", Score.FINAL)),
         shows_unrest=_flag(path, "shows-unrest", tree.get("shows-unrest", False)),
+        shows_traffic=_flag(path, "shows-traffic", tree.get("shows-traffic", False)),
         reference=tree.get("reference"),
         notes=tuple(str(note) for note in tree.get("notes", [])),
     )

@@ -67,6 +67,8 @@ class Published:
         In percent; None where it is not reported.
     time : float or None
         In the paper's own unit; infinite for never.
+    traffic : float or None
+        Bytes that were sent, as a multiple of those of the suite's reference.
     options : Mapping[str, Value]
         The hyper-parameters that tell this row from the method's others, e.g. IFCA's ``k``. Empty:
         the only row, which stands beside whatever is run of the method.
@@ -74,6 +76,7 @@ class Published:
 
     accuracy: float | None = None
     time: float | None = None
+    traffic: float | None = None
     options: Mapping[str, Value] = field(default_factory=dict, hash=False)
 
     def is_of(self, options: Mapping[str, Value]) -> bool:
@@ -185,6 +188,8 @@ class Suite:
         Which accuracy of the runs is shown, ranked, and compared with the published one.
     shows_unrest : bool
         Whether the table tells how far the accuracy falls back on its way.
+    shows_traffic : bool
+        Whether the table tells the bytes up and down, as multiples of the reference's.
     reference : str or None
         Label of the method whose speed-up over the others is shown.
     notes : tuple[str, ...]
@@ -205,6 +210,7 @@ class Suite:
     timing: Timing = Timing.TARGET
     score: Score = Score.FINAL
     shows_unrest: bool = False
+    shows_traffic: bool = False
     reference: str | None = None
     notes: tuple[str, ...] = ()
     scale: float = 1.0
@@ -229,6 +235,8 @@ class Suite:
                 raise UserError(f"'{min(double)}' is in the comparison more than once.")
         if self.reference is not None and self.reference not in labels:
             raise unknown_name("reference", self.reference, labels)
+        if self.shows_traffic and self.reference is None:
+            raise UserError("shows-traffic compares bytes with those of a reference: name one.")
 
     def config(self, method: Method, seed: int, trial: bool = False) -> RunConfig:
         """Return the configuration of one run.
@@ -339,7 +347,12 @@ class Suite:
             if label not in known:
                 raise unknown_name("method", label, known)
         reference = self.reference if self.reference in labels else None
-        return replace(self, methods=tuple(known[label] for label in labels), reference=reference)
+        return replace(
+            self,
+            methods=tuple(known[label] for label in labels),
+            reference=reference,
+            shows_traffic=self.shows_traffic and reference is not None,
+        )
 
     @property
     def dataset(self) -> str:

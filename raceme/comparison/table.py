@@ -109,6 +109,10 @@ def main_table(comparison: Comparison) -> Text:
         columns = (*columns, "unrest")
         unrests = (_percent(result.unrest) for result in comparison.results)
         rows = [(*row, cell) for row, cell in zip(rows, unrests, strict=True)]
+    if comparison.suite.shows_traffic:
+        columns = (*columns, "bytes\npaper", "bytes\nours")
+        traffics = (_traffic(comparison, result) for result in comparison.results)
+        rows = [(*row, *cells) for row, cells in zip(rows, traffics, strict=True)]
     suite, target = comparison.suite, comparison.target
     of = f", target {target:.1%}" if target is not None else ""
     if suite.timing is Timing.CONVERGENCE:
@@ -178,6 +182,7 @@ def to_json(comparison: Comparison) -> str:
         "timing": suite.timing.value,
         "score": suite.score.value,
         "shows-unrest": suite.shows_unrest,
+        "shows-traffic": suite.shows_traffic,
         "target": comparison.target,
         "reference": suite.reference,
         "methods": [_entry(comparison, result) for result in comparison.results],
@@ -235,9 +240,16 @@ def _reproduction_row(comparison: Comparison, result: Result) -> tuple[str, ...]
 
 def _shown_columns(comparison: Comparison) -> list[int]:
     """Return which columns of a reproduction have anything: the paper may tell no times."""
-    times, factors = comparison.has_published_times, comparison.suite.reference is not None
+    times = comparison.has_published_times
+    factors = _compares_times(comparison)
     shown = [True, True, True, times, True, times and factors, factors, True]
     return [index for index, is_shown in enumerate(shown) if is_shown]
+
+
+def _compares_times(comparison: Comparison) -> bool:
+    """Return whether times are shown as multiples of the reference's, which may be for bytes."""
+    suite = comparison.suite
+    return suite.reference is not None and not suite.shows_traffic
 
 
 def _lines(comparison: Comparison) -> tuple[str, ...]:
@@ -258,7 +270,7 @@ def _lines(comparison: Comparison) -> tuple[str, ...]:
         lines.append(f"Kendall's τ between the paper's order of the methods and ours: {shown}.")
         if times:
             lines.append("The paper's times are in a unit of its own: compare their ratios.")
-        if suite.reference is not None:
+        if _compares_times(comparison):
             what = _TO_CONVERGENCE if suite.timing is Timing.CONVERGENCE else _TO_TARGET
             lines.append(f"× {suite.reference}: {what} over its time.")
     if suite.score is Score.BEST_WEIGHTED:
@@ -275,6 +287,11 @@ def _lines(comparison: Comparison) -> tuple[str, ...]:
         lines.append(
             "Unrest: by how many points the accuracy is below its best so far, on the mean over "
             "the evaluations of a run."
+        )
+    if suite.shows_traffic:
+        lines.append(
+            f"Bytes: those sent up and down, as multiples of {suite.reference}'s; evaluations are "
+            "left out."
         )
     if comparison.sweeps:
         swept = ", ".join(comparison.sweeps)
@@ -301,6 +318,7 @@ def _entry(comparison: Comparison, result: Result) -> dict[str, Any]:
         "accuracy": _plain(result.accuracy),
         f"time_to_{comparison.suite.timing}": _plain(result.time),
         "unrest": _plain(result.unrest),
+        "traffic": _plain(result.traffic),
         "purity": _plain(result.purity),
         "ratio_to_best": comparison.ratio(result),
         "time_above": result.time_above,
@@ -312,6 +330,7 @@ def _entry(comparison: Comparison, result: Result) -> dict[str, Any]:
         else {
             "accuracy": published.accuracy,
             "time": NEVER if published.time == math.inf else published.time,
+            "traffic": published.traffic,
         },
         "runs": [{"seed": run.seed, "folder": run.folder, **run.summary} for run in result.runs],
         "errors": {str(seed): error for seed, error in result.errors.items()},
@@ -356,6 +375,11 @@ def _spread(spread: Spread, factor: float, digits: int) -> str:
 def _own_factor(comparison: Comparison, result: Result) -> str:
     above = comparison.speed_up_above(result)
     return _factor(comparison.speed_up(result)) if above is None else f"> {above:.2f}×"
+
+
+def _traffic(comparison: Comparison, result: Result) -> tuple[str, str]:
+    published = None if result.published is None else result.published.traffic
+    return _factor(published), _factor(comparison.relative_traffic(result))
 
 
 def _factor(value: float | None) -> str:

@@ -326,9 +326,10 @@ def take_counts(start: ColdStart, answer: Answer, examples: int, tolerance: floa
         raise InvalidReplyError("it brings no label counts")
     if counts.min() < 0 or not counts.any():
         raise InvalidReplyError("its label counts are no counts")
-    labels = {len(known) for known in start.counts.values()}
-    if labels and len(counts) not in labels:
-        raise InvalidReplyError(f"it counts {len(counts)} labels, and others {max(labels)}")
+    # What was taken in is of one length: any client's tells it.
+    labels = len(next(iter(start.counts.values()), counts))
+    if len(counts) != labels:
+        raise InvalidReplyError(f"it counts {len(counts)} labels, and others {labels}")
     if answer.num_examples and int(counts.sum()) != answer.num_examples:
         total = int(counts.sum())
         raise InvalidReplyError(f"it counts {total} labels of {answer.num_examples} examples")

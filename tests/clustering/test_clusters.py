@@ -142,6 +142,26 @@ def test_sizes_count_weights() -> None:
     assert with_clients(2, a=0, b=1).largest() == 0
 
 
+def test_the_largest_cluster_follows_every_change() -> None:
+    clusters = with_clients(3, a=0, b=1, c=1, d=1, e=2, f=2)
+    assert clusters.largest() == 1
+    clusters.leave("b")
+    clusters.leave("c")
+    assert clusters.largest() == 2
+    clusters.join("b")
+    assert clusters.largest() == 1
+    clusters.move("d", 0)
+    assert clusters.largest() == 0
+    clusters.unassign(["a"])
+    assert clusters.largest() == 2
+    # Online there are b in 1, d in 0, and all others here but c.
+    assert clusters.found(model(5.0), ["a", "c", "e", "f"]) == clusters.largest() == 3
+    children = clusters.split(3, [["a"], ["c", "e", "f"]])
+    assert clusters.largest() == children[1]
+    # a, b and d against e and f.
+    assert clusters.merge([0, 1, children[0]]) == clusters.largest()
+
+
 def test_founding() -> None:
     clusters = with_clients(2, a=0, b=1)
     seen = reports_of(clusters)

@@ -526,6 +526,31 @@ def test_the_table_shows_unrest_if_that_is_what_a_suite_is_about() -> None:
     assert (table.columns[-1], table.rows[0][-1]) == ("unrest", "1.50 ± 0.71")
 
 
+def test_the_table_shows_bytes_as_multiples_of_the_reference_s(tmp_path: Path) -> None:
+    def runs(up: int, down: int) -> tuple[Run, ...]:
+        sent = {"bytes_up": up, "bytes_down": down}
+        return tuple(
+            Run(seed, "", {**summary(0.9, 5.0), **sent, "bytes_up": up + seed}) for seed in (0, 2)
+        )
+
+    plain = Method("fedavg", "fedavg", published=(Published(90.0, traffic=1.0),))
+    grouped = Method("ifca", "ifca", published=(Published(91.0, traffic=5.48),))
+    suite = Suite("t", (plain, grouped), {}, (0, 2), reference="fedavg", shows_traffic=True)
+    # Means of 20 + 29 and 22 + 29, and of 50 + 74 and 52 + 74.
+    results = (Result(plain, "fedavg", runs(20, 29)), Result(grouped, "ifca", runs(50, 74)))
+    comparison = Comparison(suite, results)
+    table = main_table(comparison)
+    assert table.columns[-2:] == ("bytes\npaper", "bytes\nours")
+    assert [row[-2:] for row in table.rows] == [("1.00×", "1.00×"), ("5.48×", "2.50×")]
+    # The reference is one of bytes: no times are compared with its.
+    assert not any("× fedavg" in text for text in (*table.columns, *table.lines))
+    (tmp_path / "compare.json").write_text(to_json(comparison))
+    assert main_table(read_comparison(tmp_path)) == table
+    assert not suite.only(["ifca"]).shows_traffic
+    with pytest.raises(UserError, match="name one"):
+        Suite("t", (plain,), shows_traffic=True)
+
+
 def test_a_target_that_was_missed_is_bounded_by_the_runs_length() -> None:
     quick = result_of("quick", [2.0, 4.0], Published(99.0, 2.0))
     never = result_of("never", [None, None], Published(97.0, math.inf))

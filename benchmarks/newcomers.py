@@ -1,0 +1,110 @@
+"""Whether a client that joins in the middle of a run comes into its true group at once.
+
+    python3 benchmarks/newcomers.py --data-root data
+
+FlexCFL and FlexCFL-Async, on digits and MNIST in four label groups. Five clients of each run are
+not there at first and come one after another. A case is one of them: it is placed right if the
+group that its first answer brings it into is the one in which most clients of its true group are.
+Nobody else may be placed anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from raceme.config import RunConfig
+from raceme.experiment import simulate
+from raceme.protocol.events import Event
+from raceme.records.record import RunRecord
+
+NEWCOMERS = 5
+SETTINGS = {
+    "digits": {"clients": 40, "max-updates": 600},
+    "mnist": {"clients": 40, "max-updates": 600, "model": "mclr", "local-steps": 30},
+}
+
+
+def profile(newcomers: list[int], folder: Path) -> Path:
+    """Write a fleet whose newcomers come after 4, 5, 6, … s; an update takes a second."""
+    groups = [
+        f"[[group]]\nclients = [{client}]\nonline = [[{4 + place}.5, 1e9]]\n"
+        for place, client in enumerate(newcomers)
+    ]
+    path = folder / "fleet.toml"
+    head = 'description = "some come later"\n[device]\nseconds-per-round = 1.0\njitter = 0.1\n'
+    path.write_text(head + "".join(groups))
+    return path
+
+
+def cases(dataset: str, method: str, seed: int, data_root: str) -> tuple[int, int]:
+    """Return how many newcomers of a run were placed right, and how many others were moved."""
+    settings = SETTINGS[dataset]
+    late = np.random.default_rng(seed).choice(int(settings["clients"]), NEWCOMERS, replace=False)
+    events: list[Event] = []
+    with TemporaryDirectory() as folder:
+        keys = {"strategy": method, "dataset": dataset, "data-root": data_root, "seed": seed}
+        keys |= {"devices": str(profile(late.tolist(), Path(folder))), "workers": "0"}
+        # Four of ten clients make the groups; the others are placed by their first answers.
+        keys[f"{method}.pretrain"] = 4
+        keys |= {"eval-every": 10**6, "out": folder, "stop-at-target": False, **settings}
+        simulate(RunConfig.from_mapping(keys), events.append)
+    return judged(RunRecord.of(events), {f"client-{client}" for client in late})
+
+
+def judged(record: RunRecord, late: set[str]) -> tuple[int, int]:
+    """Return the newcomers of a run that were placed right, and the placements of others too many.
+
+    A client that pre-trained for the groups is placed by them, any other by its first answer: once.
+    """
+    began = record.splits[0].time
+    placed = [one for one in record.placements if one.time >= began and one.weights]
+    times = Counter(one.client for one in placed)
+    right = 0
+    for client in late:
+        first = next(one for one in placed if one.client == client)
+        answered = record.updates.time[record.updates.client == client]
+        peers = Counter(
+            cluster
+            for other, cluster in record.assignment(first.time).items()
+            if other not in late and record.groups[other] == record.groups[client]
+        )
+        at_once = first.time == answered[0]
+        right += at_once and set(first.weights) == {peers.most_common(1)[0][0]}
+    return right, sum(times.values()) - len(times)
+
+
+def main() -> None:
+    """Run the cases, and print the shares."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data-root", default="data")
+    parser.add_argument("--datasets", default="digits,mnist")
+    parser.add_argument("--runs", type=int, default=10, help="of each method and dataset")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    table = Table("dataset", "method", "newcomers", "placed right", "others moved")
+    rows = []
+    for dataset in arguments.datasets.split(","):
+        for method in ("flexcfl", "flexcfl-async"):
+            found = [
+                cases(dataset, method, seed, arguments.data_root) for seed in range(arguments.runs)
+            ]
+            right, moved = (sum(column) for column in zip(*found, strict=True))
+            total = NEWCOMERS * arguments.runs
+            rows.append({"dataset": dataset, "method": method, "cases": total})
+            rows[-1] |= {"right": int(right), "moved": int(moved)}
+            table.add_row(dataset, method, str(total), str(right), str(moved))
+    Console().print(table)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
