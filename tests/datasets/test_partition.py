@@ -124,6 +124,14 @@ def test_power_law_sizes_fall_as_one_over_the_rank() -> None:
     assert sizes == [99, 130, 192, 379]
 
 
+def test_classes_dealt_in_turn_go_round_the_labels_as_in_fedprox() -> None:
+    table = counts(deal("classes", clients=20, classes_per_client=2, classes_dealt="in-turn"))
+    held = [np.flatnonzero(row).tolist() for row in table]
+    assert held[:3] == [[0, 1], [1, 2], [2, 3]]
+    assert held[9] == [0, 9]
+    assert held[10:] == held[:10]
+
+
 @pytest.mark.parametrize("name", ["label-groups", "dirichlet", "classes"])
 def test_power_law_sizes_are_uneven_under_label_skew_too(name: str) -> None:
     keys = {"classes_per_client": 5, "clients": 20, "dirichlet_alpha": 100.0}
@@ -195,6 +203,11 @@ def test_shares_that_are_no_shares_are_refused(text: str) -> None:
         ("label-groups", {"clients": 4, "groups": "0.1,0.9"}, "0.1 of 4 clients is not even one"),
         ("classes", {"clients": 4}, "4 clients of 2 labels cannot hold all 10 labels"),
         ("classes", {"clients": 20, "classes_per_client": 11}, "have only 10 labels"),
+        (
+            "classes",
+            {"clients": 8, "classes_dealt": "in-turn"},
+            "take at least 9 clients, or deal mixed",
+        ),
         ("iid", {"clients": 4, "sizes": "big"}, "sizes 'big'. Valid: equal, log-normal, power-law"),
     ],
 )
