@@ -113,6 +113,9 @@ class RunConfig:
     eval_every: int | None = option(
         None, "updates between two evaluations (auto: as many as there are clients)", low=1
     )
+    eval_rounds: int = option(
+        0, "rounds or windows between two, of a method that has them (0: eval-every)", low=0
+    )
     concurrency: int = option(0, "clients that train at a time (0: all that are online)", low=0)
     task_timeout: float = option(
         3600.0, "time after which an unanswered task is lost", unit=SECONDS, above=0

@@ -38,6 +38,11 @@ class CharacterOptions:
         "characters that a writer keeps, drawn by the seed; who has fewer is no client (0: all)",
         low=0,
     )
+    writers_classes: str = option(
+        "drawn",
+        "which these are: drawn, or in-turn: writer i keeps i, i + 1, … as far as it has them",
+        among=("drawn", "in-turn"),
+    )
     least_samples: int = option(2, "who has fewer samples of these characters is no client", low=2)
 
 
@@ -130,6 +135,10 @@ def by_writer(
         has = np.zeros((count, len(kept)), np.bool_)
         has[writer[labels >= 0], labels[labels >= 0]] = True
         for number, row in enumerate(has):
+            if options.writers_classes == "in-turn":
+                # As FedProx's code deals classes: there are as many kinds of clients as classes.
+                row &= (np.arange(len(kept)) - number) % len(kept) < wanted
+                continue
             own = generator(seed, "characters of a writer", number).permutation(np.flatnonzero(row))
             row[own[wanted:] if len(own) >= wanted else own] = False
         labels = np.where((labels >= 0) & has[writer, labels], labels, -1)

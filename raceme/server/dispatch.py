@@ -371,8 +371,11 @@ class InRounds(Dispatch):
         waited_for = [client for client in self.state.open if client not in self.state.away]
         if not waited_for:
             return math.inf
-        middle = median(self.state.longest.values()) if self.state.longest else math.inf
-        return max(self._given_up_at(client, middle) for client in waited_for)
+        # Both once, and not once a client: a round of all clients asks this at every answer.
+        longest = self.state.longest.values()
+        middle = median(longest) if longest else math.inf
+        slowest = max(longest, default=math.inf)
+        return max(self._given_up_at(client, middle, slowest) for client in waited_for)
 
     def wake(self, now: float) -> tuple[Collection[int], Sequence[Update]]:
         """Give up the tasks for which the round has waited long enough."""
@@ -383,13 +386,13 @@ class InRounds(Dispatch):
             state.sits_out[client] = state.number + 2 ** min(misses - 1, 30)
         return [state.open[client] for client in late], ()
 
-    def _given_up_at(self, client: str, middle: float) -> float:
-        """Return when a client's task is taken for lost."""
+    def _given_up_at(self, client: str, middle: float, slowest: float) -> float:
+        """Return when a client's task is taken for lost, by the median and the longest answer."""
         longest = self.state.longest
         if client in longest:
             patience = _PATIENCE * max(longest[client], middle)
         else:
-            patience = _STRANGER_PATIENCE * max(longest.values(), default=math.inf)
+            patience = _STRANGER_PATIENCE * slowest
         doublings = min(self.state.misses.get(client, 0), _MOST_DOUBLINGS)
         return self.state.sent_at[client] + math.ldexp(patience, doublings)
 

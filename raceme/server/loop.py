@@ -219,7 +219,7 @@ class Loop:
         if progress.evaluated_at < 0:
             # The first one waits for the first greetings, to include everybody.
             return bool(self._fleet.by_node) and not self._greeting_is_open()
-        return progress.updates - progress.evaluated_at >= self._plan.eval_every
+        return self._plan.is_tested(progress, self._method.dispatch.rounds)
 
     def _evaluated(self, report: events.Evaluated) -> None:
         """Report an evaluation, and end the run if it reaches the target."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from raceme.protocol.events import Evaluated
+from raceme.server.progress import Progress
 
 
 class StepSchedule(Protocol):
@@ -53,6 +54,8 @@ class Plan:
         Whether reaching it ends the run.
     eval_every : int
         Updates between two evaluations.
+    eval_rounds : int
+        Rounds or windows between two evaluations, of a method that has them; 0: `eval_every`.
     concurrency : int
         Clients that train at a time; 0 means all that are online.
     drift : StepSchedule or None
@@ -68,6 +71,7 @@ class Plan:
     target_accuracy: float | None = None
     stop_at_target: bool = True
     eval_every: int = 20
+    eval_rounds: int = 0
     concurrency: int = 0
     drift: StepSchedule | None = None
     max_rounds: int | None = None
@@ -98,6 +102,22 @@ class Plan:
         if now >= self.deadline:
             return f"the time limit of {self.deadline:g} s was reached"
         return ""
+
+    def is_tested(self, progress: Progress, rounds: int | None) -> bool:
+        """Return whether the next evaluation is due.
+
+        Parameters
+        ----------
+        progress : Progress
+            Has the numbers of updates and of rounds, at the last evaluation and now.
+        rounds : int or None
+            Rounds or windows that are over; None for a method without them.
+        """
+        updates = progress.updates - progress.evaluated_at
+        if self.eval_rounds and rounds is not None:
+            # Of a window in which nobody was done there is nothing new to test.
+            return updates > 0 and rounds - progress.evaluated_round >= self.eval_rounds
+        return updates >= self.eval_every
 
     def is_reached(self, report: Evaluated) -> bool:
         """Return whether an evaluation ends the run: enough clients answered, and well enough."""

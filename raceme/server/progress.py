@@ -28,6 +28,8 @@ class Progress:
         When a node was greeted last; -infinity before the first.
     evaluated_at : int
         Number of updates at the last evaluation; -1 before the first.
+    evaluated_round : int
+        Rounds or windows that were over then.
     in_flight : dict[str, Task]
         Open tasks by message id.
     idle : dict[str, bool]
@@ -53,6 +55,7 @@ class Progress:
     somebody_at: float = 0.0
     greeted_at: float = -math.inf
     evaluated_at: int = -1
+    evaluated_round: int = 0
     in_flight: dict[str, Task] = field(default_factory=dict)
     idle: dict[str, bool] = field(default_factory=dict)
     uploads: dict[str, int] = field(default_factory=dict)

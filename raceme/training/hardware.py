@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -18,8 +19,14 @@ def describe() -> dict[str, str | int]:
     return {
         "cpu-count": _processors(),
         "memory-mib": _memory() // _MIB,
-        "torch-version": metadata.version("torch"),
+        "torch-version": _torch_version(),
     }
+
+
+@cache
+def _torch_version() -> str:
+    """Look it up once: a thousand simulated clients ask, and a look-up takes milliseconds."""
+    return metadata.version("torch")
 
 
 def _processors() -> int:

@@ -101,6 +101,17 @@ def test_the_seed_draws_which_characters_a_writer_keeps() -> None:
     assert all(sum(label >= 0 for label in labels) == 10 for labels in drawn)
 
 
+def test_characters_in_turn_go_round_as_far_as_a_writer_has_them() -> None:
+    # Writers 0 to 2 have a to d, twice each, but for writer 2, who has no d.
+    y, writer = np.tile(np.arange(36, 40), 6), np.arange(3).repeat(8)
+    has_it = ~((writer == 2) & (y == 39))
+    options = CharacterOptions("a-d", classes_per_writer=2, writers_classes="in-turn")
+    found = by_writer(y[has_it], writer[has_it], None, options, seed=0)
+    kept = [set(found.labels[writer[has_it] == one].tolist()) - {-1} for one in range(3)]
+    assert kept == [{0, 1}, {1, 2}, {2}]
+    assert found.sizes.tolist() == [4, 4, 2]
+
+
 def test_who_has_few_samples_is_no_client() -> None:
     assert chosen(least_samples=4).sizes.tolist() == [0, 4, 0]
 

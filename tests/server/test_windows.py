@@ -220,3 +220,16 @@ def test_a_number_of_windows_ends_a_run() -> None:
     seen = run(Windowed(), [Device(4.0), Device(12.0), Device()], updates=0, max_rounds=2)
     # As above: c0 is back twice in each.
     assert seen[-1] == events.RunEnded(20.0, 4, "2 rounds are over")
+
+
+def test_an_evaluation_at_the_end_of_every_second_window() -> None:
+    devices = [Device(4.0), Device(12.0), Device()]
+    seen = run(Windowed(), devices, updates=0, max_rounds=5, eval_rounds=2)
+    tested = [(e.time, e.updates) for e in seen if isinstance(e, events.Evaluated)]
+    # Two updates in each window, and the last evaluation at the end of the run.
+    assert tested == [(0.0, 0), (20.0, 4), (40.0, 8), (50.0, 10)]
+
+
+def test_windows_in_which_nobody_is_done_are_not_tested() -> None:
+    seen = run(Windowed(), [Device(12.0)], updates=0, max_rounds=2, eval_rounds=1)
+    assert [e.time for e in seen if isinstance(e, events.Evaluated)] == [0.0]
