@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from raceme.config.options import option
+from raceme.server.method import Variant
 from raceme.strategies.casa import CASA, CASAParameters
 
 
@@ -22,13 +23,5 @@ class CASADParameters(CASAParameters):
     bi_level: bool = option(False, "bi-level decay (true: CASA)")
 
 
-class CASAC(CASA):
-    """CASA without clustering: the ablation CASA-C."""
-
-    parameters_type = CASACParameters
-
-
-class CASAD(CASA):
-    """CASA with a constant decay: the ablation CASA-D."""
-
-    parameters_type = CASADParameters
+CASAC = Variant(CASA, CASACParameters, "CASA without clustering: the ablation CASA-C.")
+CASAD = Variant(CASA, CASADParameters, "CASA with a constant decay: the ablation CASA-D.")
