@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,22 +21,32 @@ from raceme.simulation import Device, VirtualGrid
 from raceme.strategies import (
     CASA,
     CFL,
+    CSAFL,
     ICFL,
     IFCA,
     CASAPlus,
     CFLAsync,
+    CSAFLParameters,
     FedAvg,
     FedGroup,
     FedProx,
     FeSEM,
+    FlexCFL,
+    FlexCFLAsync,
+    FlexCFLAsyncParameters,
+    FlexCFLParameters,
     ICFLAsync,
     Method,
     Plan,
 )
 
+UPDATED = ("semi-asynchronous", "synchronous")
 METHODS = [
     *(FedAvg, FedProx, CFL, FeSEM, ICFL, IFCA, FedGroup),
     *(CASA, CASAPlus, CFLAsync, ICFLAsync, SoftClusters, Budgeted),
+    partial(FlexCFL, FlexCFLParameters(detect="direction")),
+    partial(FlexCFLAsync, FlexCFLAsyncParameters(groups=3, detect="direction")),
+    *(partial(CSAFL, CSAFLParameters(update=update, groups=3)) for update in UPDATED),
 ]
 UPDATES = 90
 TIMEOUT = 60.0
@@ -64,7 +75,7 @@ def whole(strategy: Method, grid: VirtualGrid) -> dict[str, Any]:
 
 def is_in_the_midst(strategy: Method) -> bool:
     """Return whether some of a round have answered and others have not; or just work is open."""
-    state = strategy.dispatch.state
+    state = getattr(strategy.dispatch, "state", None)
     return bool(strategy.progress.in_flight) and bool(getattr(state, "updates", True))
 
 
