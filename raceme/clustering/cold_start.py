@@ -20,6 +20,10 @@ from raceme.clustering.spectral import numbered
 from raceme.protocol.messages import Vector
 
 
+_PATIENCE = 3
+"""A client that has not said its label counts so often in a row is not asked again."""
+
+
 @dataclass
 class ColdStart:
     """What is known for placing clients.
@@ -36,6 +40,8 @@ class ColdStart:
         Each client's training samples per label, as it has last said.
     placed_with : dict[str, list[int]]
         The same when the client was placed.
+    unanswered : dict[str, int]
+        How often in a row a client was asked and has not said them.
     """
 
     initial: Vector
@@ -43,6 +49,7 @@ class ColdStart:
     cold: dict[str, bool] = field(default_factory=dict)
     counts: dict[str, list[int]] = field(default_factory=dict)
     placed_with: dict[str, list[int]] = field(default_factory=dict)
+    unanswered: dict[str, int] = field(default_factory=dict)
 
     def nearest(self, delta: Vector) -> int:
         """Return the group of a first update: g* = argmin (1 − cos(Δw0^(g), Δw_pre)) / 2, eq (8).
@@ -78,6 +85,14 @@ class ColdStart:
         if client in self.counts:
             self.placed_with[client] = self.counts[client]
 
+    def answers(self, client: str) -> bool:
+        """Return whether it is worth asking a client for its label counts."""
+        return self.unanswered.get(client, 0) < _PATIENCE
+
+    def ask(self, client: str) -> None:
+        """Note that a client is asked for them."""
+        self.unanswered[client] = self.unanswered.get(client, 0) + 1
+
     def count(self, client: str, counts: Sequence[int], examples: int, tolerance: float) -> None:
         """Note a client's label counts; it is cold if they have changed too much.
 
@@ -92,6 +107,7 @@ class ColdStart:
         tolerance : float
             Share of the data that may change.
         """
+        self.unanswered.pop(client, None)
         self.counts[client] = list(counts)
         if client in self.cold:
             return

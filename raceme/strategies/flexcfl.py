@@ -165,12 +165,18 @@ class FlexCFL(Method):
             if state.asked_in < rounds.number:
                 state.asked_in = rounds.number
                 ready = [client.client_id for client in moment.idle.ready(moment.now)]
+                ready = [client for client in ready if state.start.answers(client)]
                 state.asked = dict.fromkeys(ready, True)
                 state.asked_until = moment.now + _ASKING_SECONDS
                 return [Work(client, LABEL_COUNTS, models=()) for client in ready]
             if state.asked:
                 return []
         return super().next_work(moment)
+
+    def on_dispatch(self, task: Task) -> None:
+        """Note whom label counts are asked of."""
+        if task.kind == LABEL_COUNTS:
+            self.state.start.ask(task.client)
 
     def on_answer(self, answer: Answer) -> None:
         """Take label counts in: a client whose data have changed is cold."""
@@ -234,9 +240,10 @@ class FlexCFL(Method):
         if not self._has_groups:
             return start_groups(self, self.state.start, updates, self.parameters)
         cold = [update for update in updates if update.task.client in self._cold]
+        others = [update for update in updates if update.task.client not in self._cold]
         placed = [place(self, self.state.start, update) for update in cold]
         # A client that has gone elsewhere meanwhile has trained a model that is not its group's.
-        trained = [u for u in updates if u not in cold and u.task.cluster == self._home(u)]
+        trained = [update for update in others if update.task.cluster == self._home(update)]
         if self.parameters.detect == "direction":
             self._look_at_directions(trained)
         averaged = average_by_cluster(self.clusters, trained)

@@ -105,9 +105,15 @@ class FlexCFLAsync(Method):
         start = self.state.start
         if not self._has_groups or client in start.cold:
             return pretraining(client, self.spec.pack(start.initial), self.parameters)
-        if self.parameters.detect == "label-counts" and client not in self.state.told:
+        by_counts = self.parameters.detect == "label-counts"
+        if by_counts and client not in self.state.told and start.answers(client):
             return Work(client, LABEL_COUNTS, models=())
         return Work(client)
+
+    def on_dispatch(self, task: Task) -> None:
+        """Note whom label counts are asked of."""
+        if task.kind == LABEL_COUNTS:
+            self.state.start.ask(task.client)
 
     def on_answer(self, answer: Answer) -> None:
         """Take label counts in: a client whose data have changed is cold."""

@@ -110,6 +110,15 @@ def test_label_counts_that_cannot_be_are_refused(
     assert plain(strategy.state_dict()) == before
 
 
+def test_clients_that_say_no_label_counts_are_asked_three_times_and_hold_nobody_up() -> None:
+    strategy = FlexCFL(FlexCFLParameters(groups=3))
+    # Their app knows no such work: it answers, but has no counts.
+    seen = run_on(strategy, three_groups(), 120)
+    refused = [e for e in seen if isinstance(e, events.UpdateRejected)]
+    assert len(refused) == 3 * 12
+    assert found(strategy) == [4, 4, 4]
+
+
 def test_a_late_update_of_a_client_that_has_moved_changes_no_group() -> None:
     strategy = with_groups()
     late = update(strategy, "c0", 100, 100)
