@@ -67,6 +67,39 @@ def test_casa_on_ray_with_four_supernodes(tmp_path: Path) -> None:
         check_run(run.text(), out, updates=60, clients=4)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs raceme[simulation]")
+def test_windows_and_migration_on_ray(tmp_path: Path) -> None:
+    data = 'groups="0.5,0.5" model="mclr"'
+    runs = {
+        "csafl": f"{data} csafl.groups=2 csafl.picked=4 csafl.budget=5 csafl.threshold=0",
+        "flexcfl": f"{data} flexcfl.groups=2 flexcfl.pretrain=2 drift=swap-all swap-chance=1.0 "
+        "drift-at=2rounds drift-seed=2",
+    }
+    with loopback(tmp_path) as place:
+        place.superlink("--insecure", "--simulation")
+        for strategy, options in runs.items():
+            out = tmp_path / strategy
+            keys = f'strategy="{strategy}" max-rounds=4 clients=4 eval-every=1000 out="{out}" '
+            fleet = "num-supernodes=4 client-resources-num-cpus=1"
+            run = place.flwr(
+                *("run", str(ROOT), "--stream", "--federation-config", fleet),
+                *("--run-config", f"{keys} set='{options}'"),
+            )
+            run.wait_for("Results are in", 240)
+            assert run.wait() == 0
+            record = read_run(out)
+            assert len(record.splits) == 1
+            if strategy == "csafl":
+                assert set(record.idle_times.window) == {1, 2, 3, 4}
+            else:
+                (change,) = record.data_changes
+                before, after = record.assignment(change.time), record.assignment()
+                # All four have exchanged their data with one of the other group.
+                assert all(after[client] != before[client] for client in before)
+
+
 def test_the_flower_app_lists_keys_with_their_defaults() -> None:
     tree = tomllib.loads((ROOT / "pyproject.toml").read_text())
     listed = tree["tool"]["flwr"]["app"]["config"]
