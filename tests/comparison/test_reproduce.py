@@ -66,15 +66,17 @@ def row_of(cell: str) -> Row:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_every_key_of_a_suite_is_valid(path: Path) -> None:
     suite = load_suite(path)
-    assert suite.reference is not None
+    of_casa = path.stem.startswith("casa")
+    assert suite.reference is not None or not of_casa
     for method in suite.methods:
         for variant in method.variants():
             config = suite.config(variant, suite.seeds[0])
             assert (config.strategy, config.stop_at_target) == (method.strategy, False)
             assert variant.row is None or variant.row in method.published
-            # The paper's appendix A.2.
-            assert (config.batch_size, config.lr, config.local_epochs) == (10, 0.01, 1)
-            assert config.clients == (7 if config.dataset == "imu" else 100)
+            if of_casa:
+                # The paper's appendix A.2.
+                assert (config.batch_size, config.lr, config.local_epochs) == (10, 0.01, 1)
+                assert config.clients == (7 if config.dataset == "imu" else 100)
 
 
 @pytest.mark.parametrize("column", COLUMNS)
