@@ -19,7 +19,6 @@ from raceme.clustering.mixing import cosine
 from raceme.clustering.spectral import numbered
 from raceme.protocol.messages import Vector
 
-
 _PATIENCE = 3
 """A client that has not said its label counts so often in a row is not asked again."""
 

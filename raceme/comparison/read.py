@@ -105,4 +105,4 @@ def _published(entry: Mapping[str, Any] | None) -> tuple[Published, ...]:
         return ()
     time = entry["time"]
     time = math.inf if time == NEVER else time
-    return (Published(entry["accuracy"], time, entry.get("traffic")),)
+    return (Published(entry["accuracy"], time, traffic=entry.get("traffic")),)

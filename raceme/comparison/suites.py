@@ -67,17 +67,17 @@ class Published:
         In percent; None where it is not reported.
     time : float or None
         In the paper's own unit; infinite for never.
-    traffic : float or None
-        Bytes that were sent, as a multiple of those of the suite's reference.
     options : Mapping[str, Value]
         The hyper-parameters that tell this row from the method's others, e.g. IFCA's ``k``. Empty:
         the only row, which stands beside whatever is run of the method.
+    traffic : float or None
+        Bytes that were sent, as a multiple of those of the suite's reference.
     """
 
     accuracy: float | None = None
     time: float | None = None
-    traffic: float | None = None
     options: Mapping[str, Value] = field(default_factory=dict, hash=False)
+    traffic: float | None = None
 
     def is_of(self, options: Mapping[str, Value]) -> bool:
         """Return whether a run with these hyper-parameters is to be compared with this row."""
