@@ -79,8 +79,11 @@ def test_a_run_from_start_to_end_with_the_times_of_each_task(
     limits = {"max-updates": 12, "workers": "0", "out": str(tmp_path / "replayed")}
     simulate(RunConfig.from_mapping({**keys, **limits, "strategy": "fedasync"}))
     then, now = read_run(tmp_path / "out").updates, read_run(tmp_path / "replayed").updates
-    assert list(now.client) == list(then.client)
-    assert list(now.time) == pytest.approx(list(then.time), abs=0.01)
+    # Two that came together may be told in either order: which was first is not recorded.
+    for client in set(then.client):
+        wanted = then.time[then.client == client]
+        assert list(now.time[now.client == client]) == pytest.approx(list(wanted), abs=0.01)
+    assert len(now.client) == len(then.client)
 
 
 @SLOW
