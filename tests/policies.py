@@ -1,14 +1,19 @@
-"""A bench on which a dispatch policy is told, step by step, what happens to its clients."""
+"""A bench on which a dispatch policy is told what happens to its clients; and runs of it."""
 
 from __future__ import annotations
 
 import numpy as np
+from fleets import MODEL, grid_of, pulled_app
 
+from raceme.protocol import events
 from raceme.server.dispatch import Dispatch, Moment
 from raceme.server.fleet import Client, Fleet
 from raceme.server.idle import Idle
+from raceme.server.method import Method
 from raceme.server.replies import Update
 from raceme.server.work import Task
+from raceme.simulation import Device
+from raceme.strategies import Plan
 
 
 class Bench:
@@ -64,3 +69,18 @@ class Bench:
         self.policy.joined(client)
         assert not self.policy.lost(self.tasks[client], now)
         self.idle.add(client)
+
+
+def run(strategy: Method, devices: list[Device], updates: int, **plan: float) -> list[events.Event]:
+    """Run a method on clients that do the same work, and return what it reports."""
+    seen: list[events.Event] = []
+    limits = Plan(eval_every=1000, **plan)  # type: ignore[arg-type]
+    strategy.start(grid_of(pulled_app(), devices), MODEL, updates, plan=limits, observe=seen.append)
+    return seen
+
+
+def updates_of(seen: list[events.Event]) -> list[tuple[float, str, float]]:
+    """Return when the work of each update was given out, to whom, and when it was back."""
+    return [
+        (e.dispatched_at, e.client, e.time) for e in seen if isinstance(e, events.UpdateApplied)
+    ]

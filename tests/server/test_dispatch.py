@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from fleets import MODEL, grid_of, pulled_app
-from policies import Bench
+from policies import Bench, run, updates_of
 
 from raceme.protocol import events
 from raceme.server.dispatch import (
@@ -18,10 +17,10 @@ from raceme.server.dispatch import (
     OnRequest,
 )
 from raceme.server.fleet import Client
-from raceme.server.method import Applied, Method
+from raceme.server.method import Applied
 from raceme.server.replies import InvalidReplyError, Update
 from raceme.simulation import Device
-from raceme.strategies import FedAsync, Plan
+from raceme.strategies import FedAsync
 
 # Rounds.
 
@@ -262,19 +261,6 @@ class Idling(FedAsync):
     def on_update(self, update: Update) -> Applied:
         self.report(events.ClientIdled(self.now(), update.task.client, 1, 2.0, 8.0))
         return super().on_update(update)
-
-
-def run(strategy: Method, devices: list[Device], updates: int, **plan: float) -> list[events.Event]:
-    seen: list[events.Event] = []
-    limits = Plan(eval_every=1000, **plan)  # type: ignore[arg-type]
-    strategy.start(grid_of(pulled_app(), devices), MODEL, updates, plan=limits, observe=seen.append)
-    return seen
-
-
-def updates_of(seen: list[events.Event]) -> list[tuple[float, str, float]]:
-    return [
-        (e.dispatched_at, e.client, e.time) for e in seen if isinstance(e, events.UpdateApplied)
-    ]
 
 
 def test_what_a_method_reports_comes_after_the_update_that_gave_rise_to_it() -> None:

@@ -7,12 +7,11 @@ import math
 import numpy as np
 import pytest
 from fleets import MODEL, grid_of, pulled_app
-from policies import Bench
+from policies import Bench, run, updates_of
 
 from raceme.protocol import events
 from raceme.server.dispatch import Dispatch
 from raceme.server.fleet import Client
-from raceme.server.method import Method
 from raceme.server.replies import InvalidReplyError
 from raceme.server.windows import InWindows
 from raceme.simulation import Device
@@ -184,19 +183,6 @@ class Windowed(FedAsync):
 
     def policy(self) -> Dispatch:
         return InWindows(10.0, two_first)
-
-
-def run(strategy: Method, devices: list[Device], updates: int, **plan: float) -> list[events.Event]:
-    seen: list[events.Event] = []
-    limits = Plan(eval_every=1000, **plan)  # type: ignore[arg-type]
-    strategy.start(grid_of(pulled_app(), devices), MODEL, updates, plan=limits, observe=seen.append)
-    return seen
-
-
-def updates_of(seen: list[events.Event]) -> list[tuple[float, str, float]]:
-    return [
-        (e.dispatched_at, e.client, e.time) for e in seen if isinstance(e, events.UpdateApplied)
-    ]
 
 
 def test_windows_on_virtual_time() -> None:
