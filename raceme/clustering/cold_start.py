@@ -65,9 +65,8 @@ class ColdStart:
         """Return whether a client's latest update goes where another group's first ones went.
 
         Our own: eq (8) asked of an update of the group's model, not of w0. Who has come to have
-        another group's data is pulled towards it. On digits, a fifth of whose clients had
-        exchanged their data, it held for 1 % of the updates of clients that belong to their group,
-        and for 93 % of those that do not.
+        another group's data is pulled towards it. It costs a needless pre-training where it is
+        wrong, which it often is where groups overlap.
 
         Parameters
         ----------
