@@ -21,17 +21,19 @@ from raceme.protocol.messages import (
     LABEL_COUNTS,
     LOSS,
     LOSSES,
+    MIXTURE,
     NUM_EXAMPLES,
     ON,
     STEP,
     TRAIN_LOSS,
 )
-from raceme.training.work import Answer, ClientWork
+from raceme.training.scores import score_former, score_upload
+from raceme.training.work import Answer, ClientWork, Metric
 
 
 def train(work: ClientWork) -> Answer:
     """Train the received model on the client's training samples."""
-    return _train(work, work.model)
+    return train_model(work, work.model)
 
 
 def train_best(work: ClientWork) -> Answer:
@@ -47,7 +49,8 @@ def train_best(work: ClientWork) -> Answer:
         loss = training.evaluate(work.client.network, work.client.train)[1]
         losses.append(loss if math.isfinite(loss) else math.inf)
     chosen = losses.index(min(losses))
-    return _train(work, models[chosen], {CHOSEN: chosen})
+    forward = len(models) * len(work.client.train)
+    return train_model(work, models[chosen], {CHOSEN: chosen}, forward)
 
 
 def evaluate(work: ClientWork) -> Answer:
@@ -87,27 +90,52 @@ def label_counts(work: ClientWork) -> Answer:
 def training_answer(
     work: ClientWork,
     model: ArrayRecord,
-    metrics: Mapping[str, int | float],
+    metrics: Mapping[str, Metric],
     told: Mapping[str, int] | None = None,
 ) -> Answer:
-    """Answer with a trained model."""
-    return Answer({NUM_EXAMPLES: len(work.client.train), **metrics}, model, told=told or {})
+    """Answer with a trained model; where data change, with the mixture that they are now, too."""
+    metrics = {NUM_EXAMPLES: len(work.client.train), **metrics}
+    if STEP in work.settings and work.client.mixture is not None:
+        metrics[MIXTURE] = list(work.client.mixture)
+    return Answer(metrics, model, told=told or {})
 
 
 def evaluation_answer(work: ClientWork, accuracy: float, loss: float) -> Answer:
     """Answer with test results; where data change, with the group that they are of now, too."""
-    metrics = {ACCURACY: accuracy, LOSS: loss, NUM_EXAMPLES: len(work.client.test)}
+    metrics: dict[str, Metric] = {
+        ACCURACY: accuracy,
+        LOSS: loss,
+        NUM_EXAMPLES: len(work.client.test),
+    }
     group = work.client.group
     if STEP in work.settings and group is not None:
         metrics[GROUP] = group
     return Answer(metrics)
 
 
-def _train(
-    work: ClientWork, received: ArrayRecord, told: Mapping[str, int] | None = None
+def train_model(
+    work: ClientWork,
+    received: ArrayRecord,
+    told: Mapping[str, int] | None = None,
+    forward: int = 0,
 ) -> Answer:
+    """Train a model on the client's training samples, and test it if that is asked for.
+
+    Parameters
+    ----------
+    work : ClientWork
+        What the client is asked.
+    received : ArrayRecord
+        The model to start from.
+    told : Mapping[str, int], optional
+        What else the answer states.
+    forward : int
+        Samples that were passed forward through a network to come to this model, for each network.
+    """
     client, network = work.client, work.client.network
     settings, rng = work.training_settings(), work.generator()
+    scores = score_former(work, received)
     spec = work.receive(received)
     loss = training.train(network, client.train, settings, rng, work.arrays)
-    return training_answer(work, work.give(spec, received), {TRAIN_LOSS: loss}, told)
+    scores |= score_upload(work, forward)
+    return training_answer(work, work.give(spec, received), {TRAIN_LOSS: loss, **scores}, told)
