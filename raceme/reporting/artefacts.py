@@ -18,9 +18,11 @@ from raceme.records.summary import write_summary
 from raceme.reporting.clusters_plot import clusters_figure
 from raceme.reporting.fleet_plots import devices_figure, similarity_figure
 from raceme.reporting.idle_plot import idle_figure
+from raceme.reporting.mixtures_plot import has_mixtures, mixtures_figure
 from raceme.reporting.plots import accuracy_figure
 from raceme.reporting.similarity import Similarity
 from raceme.reporting.style import CLOCK, save_figure
+from raceme.reporting.uploads_plot import has_scores, uploads_figure
 
 log = logging.getLogger("raceme")
 
@@ -77,6 +79,10 @@ def write_all(
     }
     if len(record.idle_times.share):
         figures["idle.png"] = lambda: idle_figure({"": record})
+    if has_scores(record):
+        figures["uploads.png"] = lambda: uploads_figure(record)
+    if has_mixtures(record):
+        figures["mixtures.png"] = lambda: mixtures_figure(record)
     for name, draw in figures.items():
         failed += _attempt(name, lambda n=name, d=draw: save_figure(d(), out / n))  # type: ignore[misc]
     return failed

@@ -196,6 +196,7 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows = [
         ("accuracy", f"{_number(summary['accuracy'])} (best {_number(best)}), mean over {over}"),
         *_weighted_row(summary),
+        *_scores_rows(summary),
         (f"time to {target:g}" if target else "time to target", to_target),
         ("clusters", str(summary["clusters"])),
         *_moves_row(summary),
@@ -221,6 +222,20 @@ def _weighted_row(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     if (last is None and best is None) or shown == plain:
         return []
     return [("by test examples", f"{shown}, weighted mean")]
+
+
+def _scores_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return how good uploads and clusters are, where that is known; earlier versions had none."""
+    before, after = summary.get("accuracy_before"), summary.get("accuracy_after")
+    cluster, mixture = summary.get("cluster_accuracy"), summary.get("mixture_divergence")
+    rows = []
+    if before is not None:
+        rows.append(("uploads", f"{_number(before)}, got in return {_number(after)}"))
+    if cluster is not None:
+        rows.append(("clusters' models", f"{_number(cluster)}, on the server's test sets"))
+    if mixture is not None:
+        rows.append(("mixtures", f"{_number(mixture)} nats, KL(true ‖ estimated)"))
+    return rows
 
 
 def _moves_row(summary: Mapping[str, Any]) -> list[tuple[str, str]]:

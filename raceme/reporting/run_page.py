@@ -27,6 +27,7 @@ from raceme.reporting.fleet_tables import (
     moves_table,
 )
 from raceme.reporting.idle_plot import idle_figure
+from raceme.reporting.mixtures_plot import has_mixtures, mixtures_figure
 from raceme.reporting.page import (
     PageTable,
     Plot,
@@ -42,6 +43,7 @@ from raceme.reporting.repeat import repeat_command
 from raceme.reporting.similarity import read_similarity
 from raceme.reporting.staleness import staleness_figure
 from raceme.reporting.style import CLOCK
+from raceme.reporting.uploads_plot import has_scores, uploads_figure
 
 _MOST_EVALUATIONS = 60
 _MOST_REASONS = 20
@@ -100,6 +102,8 @@ def run_page(folder: Path, links: str) -> str:
         clients=clients_table(record),
         staleness=_staleness(record),
         idle=_idle(record),
+        uploads=plot(uploads_figure(record), "uploads") if has_scores(record) else None,
+        mixtures=plot(mixtures_figure(record), "mixtures") if has_mixtures(record) else None,
         rejections=_rejections(record),
         settings=_settings(config, keys),
         versions=versions,

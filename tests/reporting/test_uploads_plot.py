@@ -1,0 +1,105 @@
+"""What is drawn of scored uploads and of mixtures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from matplotlib.axes import Axes
+
+from raceme.config import RunConfig, write_toml
+from raceme.protocol.events import (
+    ClientJoined,
+    ClusterChange,
+    ClustersChanged,
+    ClustersScored,
+    Event,
+    RunEnded,
+    UpdateApplied,
+)
+from raceme.records.record import RunRecord
+from raceme.records.store import RunStore
+from raceme.records.summary import summarise
+from raceme.reporting.artefacts import write_all
+from raceme.reporting.mixtures_plot import mixtures_figure
+from raceme.reporting.run_page import run_page
+from raceme.reporting.uploads_plot import uploads_figure
+
+
+def upload(seq: int, client: str, before: float, after: float | None) -> list[Event]:
+    applied = UpdateApplied(
+        *(seq, float(seq), client, 0, 0, 0, 0.5, 0.0, 1.0, 10, 10),
+        accuracy_before=before,
+        accuracy_after=after,
+        mixture=(0.75, 0.25) if client == "a" else (0.5, 0.5),
+    )
+    weights = {client: {0: 0.75, 1: 0.25}}
+    return [applied, ClustersChanged(float(seq), seq, ClusterChange.MOVE, weights)]
+
+
+RUN: list[Event] = [
+    *(ClientJoined(0.0, client, 0, 10, None) for client in "ab"),
+    ClustersScored(0.0, 0, {0: 0.5, 1: 0.25}),
+    *upload(1, "a", 0.5, None),
+    *upload(2, "b", 0.25, None),
+    *upload(3, "a", 0.75, 0.75),
+    *upload(4, "b", 0.75, 0.5),
+    ClustersScored(4.0, 4, {0: 1.0, 1: 0.75}),
+    RunEnded(4.0, 4, "so"),
+]
+
+
+def curves(axes: Axes) -> dict[str, list[list[float]]]:
+    lines = (line for line in axes.lines if not str(line.get_label()).startswith("_"))
+    return {str(line.get_label()): line.get_xydata().tolist() for line in lines}
+
+
+def test_uploads_and_what_was_got_for_them_are_drawn_by_session() -> None:
+    (axes,) = uploads_figure(RunRecord.of(RUN)).axes
+    assert curves(axes) == {
+        "uploaded": [[2, 0.375], [4, 0.75]],
+        "got in return": [[2, 0.625]],
+        "cluster 0": [[0, 0.5], [4, 1.0]],
+        "cluster 1": [[0, 0.25], [4, 0.75]],
+        "mean of the clusters": [[0, 0.375], [4, 0.875]],
+    }
+    # Every curve is to be seen.
+    low, high = axes.get_ylim()
+    assert low < 0.375
+    assert high > 0.875
+    dots = [line for line in axes.lines if line.get_marker() == "."]
+    assert [len(line.get_xdata()) for line in dots] == [4, 2]
+
+
+def test_divergences_are_drawn_by_session_and_mixtures_of_a_client_of_each_distribution() -> None:
+    top, first = mixtures_figure(RunRecord.of(RUN)).axes
+    drawn = curves(top)
+    # Of a the estimate is right; of b .5 log(.5/.75) + .5 log(.5/.25) = .1438.
+    assert [y for _, y in drawn["an upload"]] == pytest.approx([0, 0.14384, 0, 0.14384], abs=1e-4)
+    assert drawn["mean by session"] == [
+        [2, pytest.approx(0.07192, abs=1e-4)],
+        [4, pytest.approx(0.07192, abs=1e-4)],
+    ]
+    # Both clients are mostly of the first distribution, of equal shares the first.
+    assert first.get_ylabel() == "a"
+    heights = [round(bar.get_height(), 6) for bar in first.patches]
+    assert heights == [0.75] * 2 + [0.25] * 2 + [0.75] * 2 + [0.25] * 2
+
+
+def test_a_run_without_them_has_no_pictures_and_says_so(tmp_path: Path) -> None:
+    plain = [ClientJoined(0.0, "a", 0, 10, None), RunEnded(1.0, 0, "so")]
+    for figure in (uploads_figure, mixtures_figure):
+        (axes,) = figure(RunRecord.of(plain)).axes
+        assert axes.texts[-1].get_text().startswith("no ")
+    for name, events in (("without", plain), ("with", RUN)):
+        folder = tmp_path / name
+        with RunStore(folder) as store:
+            for event in events:
+                store.observe(event)
+        write_toml(RunConfig().to_mapping(), folder / "config.toml")
+        summary = summarise(events, strategy="casa", dataset="digits", seed=0, wall_time=1.0)
+        assert write_all(folder, summary=summary, models={}) == []
+        page = run_page(folder, "")
+        for what in ("uploads", "mixtures"):
+            assert (folder / f"{what}.png").exists() is (name == "with")
+            assert (f'id="{what}"' in page) is (name == "with")
