@@ -17,6 +17,7 @@ from raceme.comparison.progress import SuiteProgress
 from raceme.comparison.read import read_first_runs
 from raceme.comparison.results import Comparison, best_of, gather
 from raceme.comparison.runner import run_jobs
+from raceme.comparison.score_figures import score_plots
 from raceme.comparison.suites import Suite
 from raceme.config.errors import UserError
 from raceme.records.files import atomic_write
@@ -165,6 +166,9 @@ def write(comparison: Comparison, out: Path) -> None:
         plots["staleness.png"] = lambda: staleness_figure(records)
     if any(len(record.idle_times.share) for record in records.values()):
         plots["idle.png"] = lambda: idle_figure(records)
+    suite = comparison.suite
+    for name, draw in score_plots(records, suite.scores, suite.shows_mixtures).items():
+        plots[f"{name}.png"] = draw
     for name, draw in plots.items():
         try:
             save_figure(draw(), out / name)

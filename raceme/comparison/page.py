@@ -8,6 +8,7 @@ from pathlib import Path
 from raceme.comparison import figures, table
 from raceme.comparison.read import read_comparison, read_first_runs
 from raceme.comparison.results import Comparison, Result
+from raceme.comparison.score_figures import score_plots
 from raceme.comparison.suites import Score, Timing, described
 from raceme.records.record import RunRecord
 from raceme.reporting.idle_plot import idle_figure
@@ -78,6 +79,9 @@ def _plots(comparison: Comparison, records: Mapping[str, RunRecord]) -> list[Plo
         plots.append(plot(staleness_figure(records), "staleness"))
     if any(len(record.idle_times.share) for record in records.values()):
         plots.append(plot(idle_figure(records), "idle"))
+    suite = comparison.suite
+    for name, draw in score_plots(records, suite.scores, suite.shows_mixtures).items():
+        plots.append(plot(draw(), name))
     return plots
 
 
@@ -104,7 +108,7 @@ def _tiles(comparison: Comparison) -> list[Tile]:
             goal = " to converge"
         tiles.append(Tile(f"first{goal}", first.label, f"{number(first.rank_time, 1)} s"))
     if comparison.has_published:
-        for name in ("accuracy", "time") if comparison.has_published_times else ("accuracy",):
+        for name in comparison.ranked:
             tau = comparison.tau(name)
             tiles.append(Tile(f"Kendall's τ, {name}", number(tau, 2), "against the paper's order"))
     return tiles

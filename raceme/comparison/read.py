@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from raceme.comparison.results import Comparison, Result, Run
-from raceme.comparison.suites import NEVER, Method, Published, Score, Suite, Timing
+from raceme.comparison.suites import NEVER, Measure, Method, Published, Score, Suite, Timing
 from raceme.config.errors import UserError
 from raceme.records.record import RunRecord, read_run
 
@@ -46,6 +46,9 @@ def read_comparison(folder: Path) -> Comparison:
             score=score,
             shows_unrest=bool(tree.get("shows-unrest", False)),
             shows_traffic=bool(tree.get("shows-traffic", False)),
+            scores=tuple(Measure(name) for name in tree.get("scores", [])),
+            shows_mixtures=bool(tree.get("shows-mixtures", False)),
+            shows_work=bool(tree.get("shows-work", False)),
             reference=tree["reference"],
             notes=tuple(str(note) for note in tree.get("notes", [])),
             scale=float(tree["scale"]),
@@ -105,4 +108,6 @@ def _published(entry: Mapping[str, Any] | None) -> tuple[Published, ...]:
         return ()
     time = entry["time"]
     time = math.inf if time == NEVER else time
-    return (Published(entry["accuracy"], time, traffic=entry.get("traffic")),)
+    before, after, cluster = (entry.get(str(measure)) for measure in Measure)
+    traffic = entry.get("traffic")
+    return (Published(entry["accuracy"], time, {}, traffic, before, after, cluster),)

@@ -11,7 +11,7 @@ import numpy as np
 from scipy.stats import kendalltau
 
 from raceme.comparison.jobs import Job
-from raceme.comparison.suites import Method, Published, Score, Suite, Timing
+from raceme.comparison.suites import Measure, Method, Published, Score, Suite, Timing
 
 
 @dataclass(frozen=True)
@@ -121,6 +121,19 @@ class Result:
         """Bytes that the clients sent and were sent, evaluations left out."""
         return Spread.over([_traffic(run) for run in self.runs])
 
+    def score(self, measure: Measure) -> Spread:
+        """Return one of the further scores of the runs."""
+        return Spread.over([run.summary.get(measure.key) for run in self.runs])
+
+    @property
+    def mixture_divergence(self) -> Spread:
+        """How far estimated mixtures are from the true ones, late in the runs."""
+        return Spread.over([run.summary.get("mixture_divergence") for run in self.runs])
+
+    def per_update(self, key: str) -> Spread:
+        """Return a total of the runs for each update, e.g. of ``"bytes_down"``."""
+        return Spread.over([_per_update(run, key) for run in self.runs])
+
     @property
     def time(self) -> Spread:
         """Virtual time to what is timed, of the runs that reached it."""
@@ -202,13 +215,21 @@ class Comparison:
         reference = self._reference()
         return None if reference is None else _quotient(result.traffic.mean, reference.traffic.mean)
 
+    def relative(self, result: Result, key: str) -> float | None:
+        """Return a method's mean total for each update as a multiple of the reference's."""
+        reference = self._reference()
+        if reference is None:
+            return None
+        return _quotient(result.per_update(key).mean, reference.per_update(key).mean)
+
     def tau(self, quantity: str) -> float | None:
         """Return Kendall's τ between our order of the methods and the published one.
 
         Parameters
         ----------
         quantity : str
-            ``"accuracy"`` or ``"time"``. Times that are never reached tie behind all others.
+            ``"accuracy"``, ``"time"`` or one of :class:`Measure`. Times that are never reached tie
+            behind all others.
 
         Returns
         -------
@@ -232,6 +253,13 @@ class Comparison:
     def has_published(self) -> bool:
         """Whether there is anything to be compared with."""
         return any(result.published is not None for result in self.results)
+
+    @property
+    def ranked(self) -> tuple[str, ...]:
+        """The quantities in which the methods' published order is compared with ours."""
+        if self.suite.scores:
+            return tuple(map(str, self.suite.scores))
+        return ("accuracy", "time") if self.has_published_times else ("accuracy",)
 
     @property
     def has_published_times(self) -> bool:
@@ -291,11 +319,18 @@ def _traffic(run: Run) -> float | None:
     return sum(known) if len(known) == len(sent) else None
 
 
+def _per_update(run: Run, key: str) -> float | None:
+    total, updates = run.summary.get(key), run.summary["updates"]
+    return total / updates if total is not None and updates else None
+
+
 def _published(result: Result, quantity: str) -> float | None:
     return None if result.published is None else getattr(result.published, quantity)
 
 
 def _measured(result: Result, quantity: str) -> float | None:
+    if quantity in tuple(Measure):
+        return result.score(Measure(quantity)).mean
     return result.accuracy.mean if quantity == "accuracy" else result.rank_time
 
 

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from raceme.comparison.suites import (
     NEVER,
     VALIDATION,
+    Measure,
     Method,
     Published,
     Score,
@@ -38,13 +39,16 @@ _SUITE_KEYS = (
     "score",
     "shows-unrest",
     "shows-traffic",
+    "scores",
+    "shows-mixtures",
+    "shows-work",
     "reference",
     "notes",
     "settings",
     "methods",
 )
 _METHOD_KEYS = ("strategy", "options", "sweep", "published")
-_NUMBERS = ("accuracy", "time", "traffic")
+_NUMBERS = ("accuracy", "time", "traffic", *Measure)
 
 _Choice = TypeVar("_Choice", bound=StrEnum)
 
@@ -75,6 +79,9 @@ def load_suite(path: Path) -> Suite:
         score=_choice(path, "score", Score, tree.get("score", Score.FINAL)),
         shows_unrest=_flag(path, "shows-unrest", tree.get("shows-unrest", False)),
         shows_traffic=_flag(path, "shows-traffic", tree.get("shows-traffic", False)),
+        scores=_scores(path, tree.get("scores", [])),
+        shows_mixtures=_flag(path, "shows-mixtures", tree.get("shows-mixtures", False)),
+        shows_work=_flag(path, "shows-work", tree.get("shows-work", False)),
         reference=tree.get("reference"),
         notes=tuple(str(note) for note in tree.get("notes", [])),
     )
@@ -188,7 +195,7 @@ def _published(path: Path, where: str, value: Any) -> tuple[Published, ...]:
 
 def _row(path: Path, where: str, table: Mapping[str, Any]) -> Published:
     numbers: dict[str, float] = {}
-    for name in _NUMBERS:
+    for name in map(str, _NUMBERS):
         value = table.get(name)
         if name == "time" and value == NEVER:
             numbers[name] = math.inf
@@ -223,6 +230,12 @@ def _share(path: Path, name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise UserError(f"{name} in the suite {path} must be a number, got {value!r}.")
     return float(value)
+
+
+def _scores(path: Path, value: Any) -> tuple[Measure, ...]:
+    if not isinstance(value, list):
+        raise UserError(f"scores in the suite {path} must be a list, got {value!r}.")
+    return tuple(_choice(path, "scores", Measure, entry) for entry in value)
 
 
 def _flag(path: Path, name: str, value: Any) -> bool:

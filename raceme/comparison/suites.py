@@ -57,6 +57,22 @@ class Score(StrEnum):
         return "accuracy" if self is Score.FINAL else "best_weighted_accuracy"
 
 
+class Measure(StrEnum):
+    """What else is scored of a run than the clients' tests of the models that serve them."""
+
+    BEFORE = "before"
+    """What clients upload, on the data that it was trained on."""
+    AFTER = "after"
+    """What clients get in return, on the same data."""
+    CLUSTER = "cluster"
+    """The clusters' models, on the server's test set of each distribution."""
+
+    @property
+    def key(self) -> str:
+        """The key of a summary that has it."""
+        return "cluster_accuracy" if self is Measure.CLUSTER else f"accuracy_{self}"
+
+
 @dataclass(frozen=True)
 class Published:
     """What a paper reports of a method: one row of its table.
@@ -72,12 +88,17 @@ class Published:
         the only row, which stands beside whatever is run of the method.
     traffic : float or None
         Bytes that were sent, as a multiple of those of the suite's reference.
+    before, after, cluster : float or None
+        In percent: see :class:`Measure`.
     """
 
     accuracy: float | None = None
     time: float | None = None
     options: Mapping[str, Value] = field(default_factory=dict, hash=False)
     traffic: float | None = None
+    before: float | None = None
+    after: float | None = None
+    cluster: float | None = None
 
     def is_of(self, options: Mapping[str, Value]) -> bool:
         """Return whether a run with these hyper-parameters is to be compared with this row."""
@@ -190,6 +211,14 @@ class Suite:
         Whether the table tells how far the accuracy falls back on its way.
     shows_traffic : bool
         Whether the table tells the bytes up and down, as multiples of the reference's.
+    scores : tuple[Measure, ...]
+        What the table has a column of, with the published number beside it, in place of the one
+        accuracy and the times.
+    shows_mixtures : bool
+        Whether the table tells how far estimated mixtures are from the true ones.
+    shows_work : bool
+        Whether the table tells bytes down and client work for each update, as multiples of the
+        reference's.
     reference : str or None
         Label of the method whose speed-up over the others is shown.
     notes : tuple[str, ...]
@@ -211,6 +240,9 @@ class Suite:
     score: Score = Score.FINAL
     shows_unrest: bool = False
     shows_traffic: bool = False
+    scores: tuple[Measure, ...] = ()
+    shows_mixtures: bool = False
+    shows_work: bool = False
     reference: str | None = None
     notes: tuple[str, ...] = ()
     scale: float = 1.0
@@ -237,6 +269,10 @@ class Suite:
             raise unknown_name("reference", self.reference, labels)
         if self.shows_traffic and self.reference is None:
             raise UserError("shows-traffic compares bytes with those of a reference: name one.")
+        if self.shows_work and self.reference is None:
+            raise UserError("shows-work compares methods with a reference: name one.")
+        if len(set(self.scores)) < len(self.scores):
+            raise UserError(f"scores must be different ones, got {list(map(str, self.scores))}.")
 
     def config(self, method: Method, seed: int, trial: bool = False) -> RunConfig:
         """Return the configuration of one run.
@@ -265,6 +301,8 @@ class Suite:
         keys |= {"strategy": method.strategy, "seed": seed, "stop-at-target": False}
         if "workers" in _config_keys():
             keys["workers"] = 0
+        if self.shows_work or {Measure.BEFORE, Measure.AFTER} & set(self.scores):
+            keys.setdefault("score-uploads", True)
         if trial and self.validation_fraction is not None:
             keys["validation-fraction"] = self.validation_fraction
         scale = self.scale * (self.sweep_scale if trial else 1.0)
@@ -352,6 +390,7 @@ class Suite:
             methods=tuple(known[label] for label in labels),
             reference=reference,
             shows_traffic=self.shows_traffic and reference is not None,
+            shows_work=self.shows_work and reference is not None,
         )
 
     @property

@@ -15,7 +15,7 @@ from rich.table import Table
 
 import raceme
 from raceme.comparison.results import Comparison, Result, Spread
-from raceme.comparison.suites import NEVER, Score, Timing, described
+from raceme.comparison.suites import NEVER, Measure, Score, Timing, described
 from raceme.records.convergence import WITHIN
 
 UNKNOWN = "-"
@@ -33,6 +33,9 @@ _CSV = (
     "bytes_up",
     "bytes_down",
     "rejected_updates",
+    *(measure.key for measure in Measure),
+    "mixture_divergence",
+    "sample_passes",
 )
 
 
@@ -94,6 +97,28 @@ class Text:
 
 def main_table(comparison: Comparison) -> Text:
     """Return the table of the methods; published numbers stand beside ours where there are any."""
+    if comparison.suite.scores:
+        columns, rows = _scores(comparison)
+    else:
+        columns, rows = _accuracies(comparison)
+    columns, rows = _with_further(comparison, columns, rows)
+    suite, target = comparison.suite, comparison.target
+    of = f", target {target:.1%}" if target is not None else ""
+    if suite.scores:
+        of = ", accuracies in %"
+    if suite.timing is Timing.CONVERGENCE:
+        of = ", time to convergence"
+    if suite.score is Score.BEST_WEIGHTED:
+        of += ", best accuracy by test examples"
+    seeds = f"{len(suite.seeds)} seeds" if len(suite.seeds) > 1 else f"seed {suite.seeds[0]}"
+    return Text(f"{suite.title} ({seeds}{of})", columns, tuple(rows), _lines(comparison))
+
+
+_Cells = tuple[str, ...]
+
+
+def _accuracies(comparison: Comparison) -> tuple[_Cells, list[_Cells]]:
+    """Return the columns and rows of methods that have one accuracy, and times."""
     make = _reproduction_row if comparison.has_published else _row
     columns: tuple[str, ...] = _COLUMNS
     if comparison.has_published:
@@ -105,6 +130,27 @@ def main_table(comparison: Comparison) -> Text:
     if comparison.has_published:
         shown = _shown_columns(comparison)
         columns, *rows = (tuple(cells[i] for i in shown) for cells in (columns, *rows))
+    return columns, rows
+
+
+def _scores(comparison: Comparison) -> tuple[_Cells, list[_Cells]]:
+    """Return the columns and rows of methods that have several scores."""
+    columns, rows = ["method"], [[_name(result)] for result in comparison.results]
+    for measure in comparison.suite.scores:
+        columns += [f"{measure}\npaper"] * comparison.has_published + [f"{measure}\nours"]
+        for cells, result in zip(rows, comparison.results, strict=True):
+            if comparison.has_published:
+                known = None if result.published is None else getattr(result.published, measure)
+                cells.append(UNKNOWN if known is None else f"{known:.1f}")
+            # Like the papers': with two digits so many columns have no room in a terminal.
+            cells.append(_spread(result.score(measure), 100, 1))
+    return tuple(columns), [tuple(cells) for cells in rows]
+
+
+def _with_further(
+    comparison: Comparison, columns: _Cells, rows: list[_Cells]
+) -> tuple[_Cells, list[_Cells]]:
+    """Return columns and rows with what else the suite shows."""
     if comparison.suite.shows_unrest:
         columns = (*columns, "unrest")
         unrests = (_percent(result.unrest) for result in comparison.results)
@@ -113,14 +159,17 @@ def main_table(comparison: Comparison) -> Text:
         columns = (*columns, "bytes\npaper", "bytes\nours")
         traffics = (_traffic(comparison, result) for result in comparison.results)
         rows = [(*row, *cells) for row, cells in zip(rows, traffics, strict=True)]
-    suite, target = comparison.suite, comparison.target
-    of = f", target {target:.1%}" if target is not None else ""
-    if suite.timing is Timing.CONVERGENCE:
-        of = ", time to convergence"
-    if suite.score is Score.BEST_WEIGHTED:
-        of += ", best accuracy by test examples"
-    seeds = f"{len(suite.seeds)} seeds" if len(suite.seeds) > 1 else f"seed {suite.seeds[0]}"
-    return Text(f"{suite.title} ({seeds}{of})", columns, tuple(rows), _lines(comparison))
+    if comparison.suite.shows_mixtures:
+        columns = (*columns, "KL")
+        spreads = (_spread(result.mixture_divergence, 1, 2) for result in comparison.results)
+        rows = [(*row, cell) for row, cell in zip(rows, spreads, strict=True)]
+    if comparison.suite.shows_work:
+        columns = (*columns, *_WORK.values())
+        rows = [
+            (*row, *(_factor(comparison.relative(result, key)) for key in _WORK))
+            for row, result in zip(rows, comparison.results, strict=True)
+        ]
+    return columns, rows
 
 
 def sweep_table(comparison: Comparison) -> Text | None:
@@ -183,6 +232,9 @@ def to_json(comparison: Comparison) -> str:
         "score": suite.score.value,
         "shows-unrest": suite.shows_unrest,
         "shows-traffic": suite.shows_traffic,
+        "scores": [str(measure) for measure in suite.scores],
+        "shows-mixtures": suite.shows_mixtures,
+        "shows-work": suite.shows_work,
         "target": comparison.target,
         "reference": suite.reference,
         "methods": [_entry(comparison, result) for result in comparison.results],
@@ -190,7 +242,10 @@ def to_json(comparison: Comparison) -> str:
             label: [_entry(comparison, result) for result in tried]
             for label, tried in comparison.sweeps.items()
         },
-        "kendall_tau": {name: comparison.tau(name) for name in ("accuracy", "time")}
+        "kendall_tau": {
+            name: comparison.tau(name)
+            for name in (comparison.ranked if suite.scores else ("accuracy", "time"))
+        }
         if comparison.has_published
         else None,
         "notes": list(suite.notes),
@@ -199,6 +254,7 @@ def to_json(comparison: Comparison) -> str:
     return json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
+_WORK = {"bytes_down": "bytes\ndown", "sample_passes": "client\nwork"}
 _TO_TARGET, _TO_CONVERGENCE = "time to target", "time to convergence"
 _COLUMNS = ("method", "acc %", _TO_TARGET, "ratio to best", "purity", "updates")
 _REPRODUCTION = (
@@ -261,16 +317,15 @@ def _lines(comparison: Comparison) -> tuple[str, ...]:
             "updates; accuracies and times are not those of the full suite."
         )
     if comparison.has_published:
-        times = comparison.has_published_times
-        names = ("accuracy", "time") if times else ("accuracy",)
-        taus = [(name, comparison.tau(name)) for name in names]
+        times = comparison.has_published_times and not suite.scores
+        taus = [(name, comparison.tau(name)) for name in comparison.ranked]
         shown = ", ".join(
             f"{name} {UNKNOWN if tau is None else f'{tau:.2f}'}" for name, tau in taus
         )
         lines.append(f"Kendall's τ between the paper's order of the methods and ours: {shown}.")
         if times:
             lines.append("The paper's times are in a unit of its own: compare their ratios.")
-        if _compares_times(comparison):
+        if _compares_times(comparison) and not suite.scores:
             what = _TO_CONVERGENCE if suite.timing is Timing.CONVERGENCE else _TO_TARGET
             lines.append(f"× {suite.reference}: {what} over its time.")
     if suite.score is Score.BEST_WEIGHTED:
@@ -293,10 +348,22 @@ def _lines(comparison: Comparison) -> tuple[str, ...]:
             f"Bytes: those sent up and down, as multiples of {suite.reference}'s; evaluations are "
             "left out."
         )
+    lines += [_SAID_OF[measure] for measure in suite.scores]
+    if suite.shows_mixtures:
+        lines.append(
+            "KL: divergence of the true mixture of a client's data from the estimated one, in "
+            "nats, the mean over the last third of the uploads."
+        )
+    if suite.shows_work:
+        lines.append(
+            "Bytes down, client work: for each update, as multiples of "
+            f"{suite.reference}'s. Work counts a sample's pass forward as 1, backward as 2; tests "
+            "are left out."
+        )
     if comparison.sweeps:
         swept = ", ".join(comparison.sweeps)
         lines.append(f"Swept on the first seed and shown at the most accurate point: {swept}.")
-    if any(result.time_above is not None for result in comparison.results):
+    if any(result.time_above is not None for result in comparison.results) and not suite.scores:
         missed = "converge" if suite.timing is Timing.CONVERGENCE else "reach the target"
         lines.append(f"'>': a run that did not {missed} counts with its length.")
     lines += [
@@ -305,6 +372,21 @@ def _lines(comparison: Comparison) -> tuple[str, ...]:
         for seed, error in result.errors.items()
     ]
     return (*lines, *suite.notes)
+
+
+_SAID_OF = {
+    Measure.BEFORE: (
+        "Before: what a client uploads, on test data of the mixture that it was trained on; the "
+        "mean over the clients of their last upload."
+    ),
+    Measure.AFTER: (
+        "After: what a client gets in return, on the same data; known of its last upload but one."
+    ),
+    Measure.CLUSTER: (
+        "Cluster: the clusters' models, on the server's test set of each distribution; their "
+        "mean at the last evaluation."
+    ),
+}
 
 
 def _entry(comparison: Comparison, result: Result) -> dict[str, Any]:
@@ -319,6 +401,9 @@ def _entry(comparison: Comparison, result: Result) -> dict[str, Any]:
         f"time_to_{comparison.suite.timing}": _plain(result.time),
         "unrest": _plain(result.unrest),
         "traffic": _plain(result.traffic),
+        "scores": {str(measure): _plain(result.score(measure)) for measure in Measure},
+        "mixture_divergence": _plain(result.mixture_divergence),
+        "relative": {key: comparison.relative(result, key) for key in _WORK},
         "purity": _plain(result.purity),
         "ratio_to_best": comparison.ratio(result),
         "time_above": result.time_above,
@@ -331,6 +416,7 @@ def _entry(comparison: Comparison, result: Result) -> dict[str, Any]:
             "accuracy": published.accuracy,
             "time": NEVER if published.time == math.inf else published.time,
             "traffic": published.traffic,
+            **{str(measure): getattr(published, measure) for measure in Measure},
         },
         "runs": [{"seed": run.seed, "folder": run.folder, **run.summary} for run in result.runs],
         "errors": {str(seed): error for seed, error in result.errors.items()},

@@ -8,6 +8,7 @@ these data from the weights that the method gives the client.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -166,15 +167,19 @@ class Uploads:
     def by_session(self, quantity: str) -> list[float | None]:
         """Return the mean of ``"before"`` or ``"after"`` over the clients, in each whole session.
 
-        Of several uploads of a client the last one counts.
+        Of several uploads of a client the last one counts. None where fewer than nine tenths of the
+        clients have the quantity, as in the last session: what was got is known later.
         """
-        return [
-            _mean(
-                getattr(row, quantity)
-                for row in _last_of_each([r for r in self.rows if r.session == number], quantity)
-            )
-            for number in range(1, len(self.session_ends) + 1)
-        ]
+        by_session: defaultdict[int, list[Upload]] = defaultdict(list)
+        for row in self.rows:
+            by_session[row.session].append(row)
+        means = []
+        for number in range(1, len(self.session_ends) + 1):
+            rows = by_session[number]
+            known = [getattr(row, quantity) for row in _last_of_each(rows, quantity)]
+            enough = 10 * len(known) >= 9 * len({row.client for row in rows})
+            means.append(_mean(known) if enough else None)
+        return means
 
     def _sessions(self, divergences: Sequence[tuple[Upload, float]]) -> dict[str, object]:
         sessions = range(1, len(self.session_ends) + 1)
