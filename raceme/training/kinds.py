@@ -8,14 +8,17 @@ kinds, and those of functions added to these, are in :mod:`raceme.client_app`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 from flwr.app import ArrayRecord
+from numpy.typing import NDArray
 
 from raceme import training
 from raceme.protocol.messages import (
     ACCURACY,
+    ANCHOR,
     CHOSEN,
     GROUP,
     LABEL_COUNTS,
@@ -23,10 +26,16 @@ from raceme.protocol.messages import (
     LOSSES,
     NUM_EXAMPLES,
     ON,
+    SHARES,
     STEP,
     TRAIN_LOSS,
+    ModelSpec,
 )
+from raceme.training.samples import Samples
 from raceme.training.work import Answer, ClientWork
+
+OWN_MODEL = "own-model"
+"""Record of a client's state: the model that it keeps from one task to the next."""
 
 
 def train(work: ClientWork) -> Answer:
@@ -50,6 +59,43 @@ def train_best(work: ClientWork) -> Answer:
     return _train(work, models[chosen], {CHOSEN: chosen})
 
 
+def train_mixed(work: ClientWork) -> Answer:
+    """Train the mixture of several models that fits the training samples (FedSoft-Async).
+
+    A model's share is that of the samples on which it has the least loss, the first of equal ones;
+    at least one sample's, so that no share is 0. The answer states the shares.
+    """
+    models = work.models
+    best = np.argmin(_losses_of(work, models), axis=0)
+    counts = np.maximum(np.bincount(best, minlength=len(models)), 1)
+    shares = (counts / counts.sum()).astype(np.float64)
+    answer = _train(work, mixed(models, shares))
+    return replace(answer, numbers={SHARES: shares})
+
+
+def train_own(work: ClientWork) -> Answer:
+    """Train the client's own model, which it keeps, pulled towards the received one (FedSoft).
+
+    A client that has none yet starts from the received one.
+    """
+    received = work.model
+    own = work.state.array_records.get(OWN_MODEL, received)
+    anchored = {**work.arrays, ANCHOR: received}
+    answer = _train(work, own, arrays=anchored)
+    assert answer.model is not None, "training answers with a model"
+    work.state[OWN_MODEL] = answer.model
+    return answer
+
+
+def mixed(models: Sequence[ArrayRecord], shares: NDArray[np.float64]) -> ArrayRecord:
+    """Return Σ_k share_k w_k of models, array by array; what only counts is the first's."""
+    spec = ModelSpec.of(models[0])
+    vectors = np.stack([spec.unpack(model) for model in models])
+    mean = np.tensordot(shares, vectors, axes=1).astype(np.float32)
+    spec.copy_counters(vectors[0], mean)
+    return spec.pack(mean)
+
+
 def evaluate(work: ClientWork) -> Answer:
     """Test the received model on the client's test samples."""
     work.receive(work.model)
@@ -69,11 +115,7 @@ def losses(work: ClientWork) -> Answer:
     if wanted not in ("train", "test"):
         raise ValueError(f"losses are measured on 'train' or 'test' samples, not on {wanted!r}.")
     samples = client.train if wanted == "train" else client.test
-    models = work.models
-    measured = np.empty((len(models), len(samples)), np.float32)
-    for row, model in zip(measured, models, strict=True):
-        work.receive(model)
-        row[...] = training.losses(client.network, samples)
+    measured = _losses_of(work, work.models, samples)
     return Answer({NUM_EXAMPLES: len(samples)}, numbers={LOSSES: measured})
 
 
@@ -103,11 +145,28 @@ def evaluation_answer(work: ClientWork, accuracy: float, loss: float) -> Answer:
     return Answer(metrics)
 
 
+def _losses_of(
+    work: ClientWork, models: Sequence[ArrayRecord], samples: Samples | None = None
+) -> NDArray[np.float32]:
+    """Return the loss of each sample, by default for training, under each model."""
+    samples = work.client.train if samples is None else samples
+    measured = np.empty((len(models), len(samples)), np.float32)
+    for row, model in zip(measured, models, strict=True):
+        work.receive(model)
+        row[...] = training.losses(work.client.network, samples)
+    return measured
+
+
 def _train(
-    work: ClientWork, received: ArrayRecord, told: Mapping[str, int] | None = None
+    work: ClientWork,
+    received: ArrayRecord,
+    told: Mapping[str, int] | None = None,
+    arrays: Mapping[str, ArrayRecord] | None = None,
 ) -> Answer:
     client, network = work.client, work.client.network
     settings, rng = work.training_settings(), work.generator()
     spec = work.receive(received)
-    loss = training.train(network, client.train, settings, rng, work.arrays)
+    loss = training.train(
+        network, client.train, settings, rng, work.arrays if arrays is None else arrays
+    )
     return training_answer(work, work.give(spec, received), {TRAIN_LOSS: loss}, told)
