@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from flwr.app import ConfigRecord, Context, Message, MessageType, MetricRecord, RecordDict
@@ -126,8 +127,8 @@ def work_of(message: Message, context: Context) -> ClientWork:
         raise ValueError(f"This client does no work of the kind {kind!r}; it knows {known}.")
     if not isinstance(step, int) or step < 0:
         raise ValueError(f"{STEP} must be a whole number of at least 0, got {step!r}.")
-    client = _clients.client(context, step)
-    return ClientWork(kind, client, message.content, settings, context.state)
+    at_step = partial(_clients.client, context)
+    return ClientWork(kind, at_step(step), message.content, settings, context.state, at_step)
 
 
 def reply_to(message: Message, work: ClientWork, answer: Answer) -> Message:

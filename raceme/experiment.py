@@ -397,6 +397,8 @@ def training_settings(config: RunConfig, report_timing: bool = False) -> ConfigR
         settings[names.MOMENTUM] = config.momentum
     if config.weight_decay:
         settings[names.WEIGHT_DECAY] = config.weight_decay
+    if config.score_uploads:
+        settings[names.SCORED] = True
     if report_timing:
         settings[names.REPORT_TIMING] = True
     return ConfigRecord(settings)

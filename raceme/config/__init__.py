@@ -133,6 +133,9 @@ class RunConfig:
     device: str = option("cpu", "where clients train: cpu or cuda", among=("cpu", "cuda"))
     vectorised: bool = option(False, "train all clients together, as on cuda, on the cpu too")
     seed: int = option(0, "seed of everything random", low=0)
+    score_uploads: bool = option(
+        False, "clients test each upload, and the model that they got in return, on its own data"
+    )
     checkpoint_every: int = option(0, "updates between two checkpoints (0: none by updates)", low=0)
     checkpoint_seconds: float | None = option(
         None,

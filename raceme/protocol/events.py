@@ -72,6 +72,17 @@ class UpdateApplied:
         machine; on real devices only.
     step : int
         Step of the client's data that it trained on; 0 for data that never change.
+    accuracy_before : float or None
+        Of a run with ``score-uploads``: the accuracy of the uploaded model on the test data of this
+        step.
+    accuracy_after : float or None
+        Of a run with ``score-uploads``: the accuracy of the model that the client had received, on
+        the test data of its update before this one: what it got for that.
+    passes : int or None
+        Of a run with ``score-uploads``: passes of single samples through the network that the
+        client's work took, forward counted as 1 and backward as 2.
+    mixture : tuple[float, ...]
+        Share of each distribution in the client's samples of this step, where they are a mixture.
     """
 
     seq: int
@@ -88,6 +99,10 @@ class UpdateApplied:
     started_at: float | None = None
     finished_at: float | None = None
     step: int = 0
+    accuracy_before: float | None = None
+    accuracy_after: float | None = None
+    passes: int | None = None
+    mixture: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -151,6 +166,31 @@ class Evaluated:
     def counts(self) -> bool:
         """Whether enough of the clients answered for a target to count: nine tenths."""
         return 10 * self.answered >= 9 * self.asked
+
+
+@dataclass(frozen=True)
+class ClustersScored:
+    """The clusters' models were tested by the server, each on a test set of its own.
+
+    Reported beside an evaluation where the server has such sets, one for each distribution:
+    cluster k is then of distribution k.
+
+    Attributes
+    ----------
+    time, updates : float, int
+        The moment of the models.
+    accuracies : Mapping[int, float]
+        Cluster to its model's accuracy; not empty.
+    """
+
+    time: float
+    updates: int
+    accuracies: Mapping[int, float]
+
+    @property
+    def mean(self) -> float:
+        """Unweighted mean over the clusters."""
+        return math.fsum(self.accuracies.values()) / len(self.accuracies)
 
 
 class ClusterChange(StrEnum):
@@ -293,6 +333,7 @@ Event = (
     | UpdateApplied
     | UpdateRejected
     | Evaluated
+    | ClustersScored
     | ClustersChanged
     | DataChanged
     | ClientIdled

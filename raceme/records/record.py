@@ -16,6 +16,7 @@ from raceme.protocol.events import (
     ClientLeft,
     ClusterChange,
     ClustersChanged,
+    ClustersScored,
     DataChanged,
     Ending,
     Evaluated,
@@ -26,6 +27,7 @@ from raceme.protocol.events import (
 )
 from raceme.records.membership import Membership, Placement, home
 from raceme.records.store import read_events
+from raceme.records.uploads import Uploads
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
@@ -37,7 +39,8 @@ Flags = NDArray[np.bool_]
 class Updates:
     """The accepted updates, one element each; see :class:`raceme.protocol.events.UpdateApplied`.
 
-    ``started_at`` is NaN where it is not known, as on virtual time.
+    What is not known is NaN: ``started_at`` on virtual time, accuracies and ``passes`` of runs
+    whose uploads are not scored.
     """
 
     seq: Integers
@@ -53,6 +56,9 @@ class Updates:
     bytes_up: Integers
     started_at: Floats
     step: Integers
+    accuracy_before: Floats
+    accuracy_after: Floats
+    passes: Floats
 
 
 @dataclass(frozen=True)
@@ -145,6 +151,10 @@ class RunRecord:
         When clients' data moved on to another step.
     idle_times : IdleTimes
         How long clients waited in windows, of methods that report it.
+    uploads : Uploads
+        How good uploads were, and how well mixtures were estimated.
+    cluster_scores : tuple of ClustersScored
+        All tests of the clusters' models on the server.
     end : float
         When the run ended in seconds; the time of the last event if it was killed.
     reason : str or None
@@ -162,6 +172,8 @@ class RunRecord:
     placements: tuple[Placement, ...]
     data_changes: tuple[DataChanged, ...]
     idle_times: IdleTimes
+    uploads: Uploads
+    cluster_scores: tuple[ClustersScored, ...]
     end: float
     reason: str | None
     ending: Ending | None
@@ -175,6 +187,11 @@ class RunRecord:
         # Tasks that nobody was left to answer may have been given up after the end.
         last = max((float(event.time) for event in endings or listed), default=0.0)
         membership = Membership()
+        uploads = Uploads(membership)
+        placements: list[Placement] = []
+        for event in listed:
+            placements += membership.observe(event)
+            uploads.observe(event)
         return cls(
             clients=_clients(listed),
             updates=_columns(Updates, [e for e in listed if isinstance(e, UpdateApplied)]),
@@ -182,9 +199,11 @@ class RunRecord:
             evaluations=_columns(Evaluations, evaluated),
             client_evaluations=_client_evaluations(evaluated),
             changes=tuple(event for event in listed if isinstance(event, ClustersChanged)),
-            placements=tuple(placed for event in listed for placed in membership.observe(event)),
+            placements=tuple(placements),
             data_changes=tuple(event for event in listed if isinstance(event, DataChanged)),
             idle_times=_columns(IdleTimes, [e for e in listed if isinstance(e, ClientIdled)]),
+            uploads=uploads,
+            cluster_scores=tuple(event for event in listed if isinstance(event, ClustersScored)),
             end=last,
             reason=endings[-1].reason if endings else None,
             ending=endings[-1].ending if endings else None,

@@ -15,6 +15,7 @@ from raceme.protocol.events import (
     ClientLeft,
     ClusterChange,
     ClustersChanged,
+    ClustersScored,
     DataChanged,
     Ending,
     Evaluated,
@@ -24,10 +25,11 @@ from raceme.protocol.events import (
     UpdateRejected,
 )
 
-FORMAT = 4
-"""Format 3 has less, and is read alike; 1 and 2 are those of :mod:`raceme.records.old_stores`."""
+FORMAT = 5
+"""Formats 3 and 4 have less, and are read alike; 1 and 2 are those of
+:mod:`raceme.records.old_stores`."""
 
-READ_ALIKE = (3, FORMAT)
+READ_ALIKE = (3, 4, FORMAT)
 """Formats that the readers of this module read."""
 
 SCHEMA = """
@@ -43,7 +45,11 @@ CREATE TABLE updates (
     cluster INTEGER NOT NULL, base_version INTEGER NOT NULL, staleness INTEGER NOT NULL,
     weight REAL, dispatched_at REAL NOT NULL, train_loss REAL,
     bytes_down INTEGER NOT NULL, bytes_up INTEGER NOT NULL, started_at REAL, finished_at REAL,
-    step INTEGER NOT NULL, event INTEGER PRIMARY KEY);
+    step INTEGER NOT NULL, accuracy_before REAL, accuracy_after REAL, passes INTEGER,
+    event INTEGER PRIMARY KEY);
+CREATE TABLE mixtures (
+    event INTEGER NOT NULL REFERENCES updates, distribution INTEGER NOT NULL, share REAL NOT NULL,
+    PRIMARY KEY (event, distribution)) WITHOUT ROWID;
 CREATE TABLE rejections (
     event INTEGER PRIMARY KEY, time REAL NOT NULL, client TEXT NOT NULL, reason TEXT NOT NULL,
     dispatched_at REAL NOT NULL);
@@ -55,6 +61,9 @@ CREATE TABLE client_evaluations (
     event INTEGER NOT NULL REFERENCES evaluations, updates INTEGER NOT NULL, client TEXT NOT NULL,
     cluster INTEGER NOT NULL, accuracy REAL, loss REAL, step INTEGER NOT NULL, group_id INTEGER,
     PRIMARY KEY (event, client)) WITHOUT ROWID;
+CREATE TABLE cluster_scores (
+    event INTEGER NOT NULL, time REAL NOT NULL, updates INTEGER NOT NULL,
+    cluster INTEGER NOT NULL, accuracy REAL, PRIMARY KEY (event, cluster)) WITHOUT ROWID;
 CREATE TABLE cluster_changes (
     event INTEGER PRIMARY KEY, time REAL NOT NULL, updates INTEGER NOT NULL,
     change TEXT NOT NULL, score REAL, threshold REAL);
@@ -79,10 +88,12 @@ CREATE TABLE endings (
 
 TABLES = {
     "client_events": (6, "event"),
-    "updates": (15, "event"),
+    "updates": (18, "event"),
+    "mixtures": (3, "event, distribution"),
     "rejections": (5, "event"),
     "evaluations": (9, "event"),
     "client_evaluations": (8, "event, client"),
+    "cluster_scores": (5, "event, cluster"),
     "cluster_changes": (6, "event"),
     "changed_clusters": (3, "event, fate, cluster"),
     "memberships": (4, "event, client, cluster"),
@@ -126,8 +137,14 @@ def _write_update(rows: Rows, number: int, event: UpdateApplied) -> None:
             event.started_at,
             event.finished_at,
             int(event.step),
+            event.accuracy_before,
+            event.accuracy_after,
+            event.passes,
             number,
         )
+    )
+    rows["mixtures"].extend(
+        (number, distribution, float(share)) for distribution, share in enumerate(event.mixture)
     )
 
 
@@ -164,6 +181,14 @@ def _write_evaluation(rows: Rows, number: int, event: Evaluated) -> None:
             groups.get(client),
         )
         for client, (cluster, accuracy, loss) in event.per_client.items()
+    )
+
+
+def _write_cluster_scores(rows: Rows, number: int, event: ClustersScored) -> None:
+    time, updates = float(event.time), int(event.updates)
+    rows["cluster_scores"].extend(
+        (number, time, updates, int(cluster), float(accuracy))
+        for cluster, accuracy in event.accuracies.items()
     )
 
 
@@ -205,6 +230,7 @@ WRITERS: dict[type[Any], Callable[[Rows, int, Any], None]] = {
     UpdateApplied: _write_update,
     UpdateRejected: _write_rejection,
     Evaluated: _write_evaluation,
+    ClustersScored: _write_cluster_scores,
     ClustersChanged: _write_change,
     DataChanged: _write_data_change,
     ClientIdled: _write_idle,
@@ -241,13 +267,19 @@ def read_clients(connection: sqlite3.Connection) -> Numbered:
 
 def read_updates(connection: sqlite3.Connection) -> Numbered:
     """Read the updates that were accepted."""
+    mixtures: defaultdict[int, list[float]] = defaultdict(list)
+    if columns_of(connection, "mixtures"):
+        # Format 4 has no such table.
+        query = "SELECT event, share FROM mixtures ORDER BY event, distribution"
+        for number, share in connection.execute(query):
+            mixtures[number].append(share)
     stored = columns_of(connection, "updates")
     names = [item.name for item in fields(UpdateApplied) if item.name in stored]
     for number, *values in connection.execute(f"SELECT event, {', '.join(names)} FROM updates"):
         update = dict(zip(names, values, strict=True))
         update["weight"] = number_of(update["weight"])
         update["train_loss"] = number_of(update["train_loss"])
-        yield number, UpdateApplied(**update)
+        yield number, UpdateApplied(**update, mixture=tuple(mixtures.get(number, ())))
 
 
 def read_rejections(connection: sqlite3.Connection) -> Numbered:
@@ -303,6 +335,20 @@ def read_evaluations(connection: sqlite3.Connection) -> Numbered:
         )
 
 
+def _read_cluster_scores(connection: sqlite3.Connection) -> Numbered:
+    if not columns_of(connection, "cluster_scores"):
+        # Format 4 has no such table.
+        return
+    moments: dict[int, tuple[float, int]] = {}
+    accuracies: defaultdict[int, dict[int, float]] = defaultdict(dict)
+    query = "SELECT event, time, updates, cluster, accuracy FROM cluster_scores"
+    for number, time, updates, cluster, accuracy in connection.execute(query):
+        moments[number] = time, updates
+        accuracies[number][cluster] = number_of(accuracy)
+    for number, (time, updates) in moments.items():
+        yield number, ClustersScored(time, updates, accuracies[number])
+
+
 def _read_changes(connection: sqlite3.Connection) -> Numbered:
     fates: defaultdict[tuple[int, str], list[int]] = defaultdict(list)
     query = "SELECT event, fate, cluster FROM changed_clusters ORDER BY rowid"
@@ -355,6 +401,7 @@ READERS: tuple[Callable[[sqlite3.Connection], Numbered], ...] = (
     read_updates,
     read_rejections,
     read_evaluations,
+    _read_cluster_scores,
     _read_changes,
     _read_data_changes,
     _read_idle,

@@ -17,6 +17,7 @@ from raceme.protocol.events import (
     ClientJoined,
     ClusterChange,
     ClustersChanged,
+    ClustersScored,
     Ending,
     Evaluated,
     Event,
@@ -28,6 +29,7 @@ from raceme.records.convergence import convergence_index, unrest
 from raceme.records.files import atomic_write
 from raceme.records.idle import IdleShares
 from raceme.records.membership import Membership, home, purity
+from raceme.records.uploads import Uploads
 
 __all__ = ["Evaluation", "RunSummary", "purity", "summarise", "time_to_target", "write_summary"]
 
@@ -115,6 +117,12 @@ class RunSummary:
         How much of windows clients spent waiting.
     membership : Membership
         Which client is in which clusters.
+    uploads : Uploads
+        How good uploads were, and how well mixtures were estimated.
+    cluster_scores : ClustersScored or None
+        The latest test of the clusters' models on the server.
+    passes : int or None
+        Passes of single samples through a network, where clients state them.
     reason : str or None
         Why the run ended, in words; None before its end.
     ending : Ending or None
@@ -137,6 +145,9 @@ class RunSummary:
         self.moves = 0
         self.idle = IdleShares()
         self.membership = Membership()
+        self.uploads = Uploads(self.membership)
+        self.cluster_scores: ClustersScored | None = None
+        self.passes: int | None = None
         self.reason: str | None = None
         self.ending: Ending | None = None
         self._evaluations: list[_Point] = []
@@ -149,6 +160,8 @@ class RunSummary:
             self.updates = int(event.seq)
             self.bytes_down += int(event.bytes_down)
             self.bytes_up += int(event.bytes_up)
+            if event.passes is not None:
+                self.passes = (self.passes or 0) + event.passes
         elif isinstance(event, Evaluated):
             self._observe_evaluation(event)
         elif isinstance(event, UpdateRejected):
@@ -158,8 +171,11 @@ class RunSummary:
             self.reason, self.ending, self.time = event.reason, event.ending, float(event.time)
         elif isinstance(event, ClientIdled):
             self.idle.observe(event)
+        elif isinstance(event, ClustersScored):
+            self.cluster_scores = event
         elif isinstance(event, ClustersChanged | ClientJoined):
             self._observe_clusters(event)
+        self.uploads.observe(event)
 
     def purity(self) -> float | None:
         """Return the clusters' purity now; None if no true groups are known."""
@@ -220,6 +236,9 @@ class RunSummary:
             "bytes_down": self.bytes_down,
             "rejected_updates": self.rejected,
             **self.idle.result(),
+            **self.uploads.result(),
+            **self._cluster_result(),
+            "sample_passes": self.passes,
             "versions": {
                 "raceme": raceme.__version__,
                 "flwr": _version("flwr"),
@@ -227,6 +246,15 @@ class RunSummary:
                 "numpy": _version("numpy"),
                 "python": platform.python_version(),
             },
+        }
+
+    def _cluster_result(self) -> dict[str, Any]:
+        if self.cluster_scores is None:
+            return dict.fromkeys(("cluster_accuracy", "cluster_accuracies"))
+        found = self.cluster_scores
+        return {
+            "cluster_accuracy": _finite(found.mean),
+            "cluster_accuracies": {str(k): _finite(a) for k, a in found.accuracies.items()},
         }
 
     def _time_to_convergence(self) -> dict[str, float | int] | None:

@@ -405,6 +405,7 @@ class Loop:
         """Take a valid update, and act on those that the policy releases because of it."""
         task, now = update.task, self.now()
         released = self._method.dispatch.accept(update, now)
+        self._progress.trained_steps[task.client] = task.step
         self._progress.rejected_in_a_row = 0
         self._fleet.clients[task.client].failures = 0
         self._apply(released)
@@ -439,8 +440,7 @@ class Loop:
             held, self._held = self._held, None
             for update, what in zip(updates, applied, strict=True):
                 client = update.task.client
-                progress.updates += 1
-                progress.uploads[client] = progress.uploads.get(client, 0) + 1
+                progress.count_update(client)
                 if counters is not None and what.weight and what.cluster in self._method.models:
                     self._method.models[what.cluster].copy_from(update.vector, counters)
                 arrived_at, exchanges = update.arrived_at, self._method.exchanges

@@ -36,6 +36,8 @@ class Progress:
         Clients without a task, in the order in which they got free.
     uploads : dict[str, int]
         Updates of each client that were applied.
+    trained_steps : dict[str, int]
+        Step of the data that each client's last valid update was trained on.
     step : int
         Step of all clients' data, where the time or the number of updates decides it.
     steps : dict[str, int]
@@ -59,7 +61,13 @@ class Progress:
     in_flight: dict[str, Task] = field(default_factory=dict)
     idle: dict[str, bool] = field(default_factory=dict)
     uploads: dict[str, int] = field(default_factory=dict)
+    trained_steps: dict[str, int] = field(default_factory=dict)
     step: int = 0
     steps: dict[str, int] = field(default_factory=dict)
     sweep: Sweep | None = None
     fleet: Fleet = field(default_factory=Fleet)
+
+    def count_update(self, client: str) -> None:
+        """Count an update of a client that was applied."""
+        self.updates += 1
+        self.uploads[client] = self.uploads.get(client, 0) + 1

@@ -16,6 +16,7 @@ from raceme.protocol.messages import (
     CHOSEN,
     CONFIG,
     KIND,
+    MIXTURE,
     NUM_EXAMPLES,
     NUMBERS,
     STEP,
@@ -33,6 +34,9 @@ from raceme.server.work import Task
 
 _LONGEST_LINE = 300
 """Letters of a client's own words that are reported."""
+_MOST_DISTRIBUTIONS = 1000
+"""Distributions of which a mixture may be."""
+_ROUNDING = 1e-6
 _MOST_NUMBERS = 50_000_000
 """Numbers beside the model that a reply may bring."""
 
@@ -85,6 +89,9 @@ class Update:
         Named arrays beside the model.
     arrived_at : float
         When it arrived, on the grid's clock.
+    mixture : tuple[float, ...]
+        Share of each distribution in the client's samples, where they are a mixture and it says
+        so; for reports only.
     """
 
     task: Task
@@ -95,6 +102,7 @@ class Update:
     bytes_up: int = 0
     numbers: dict[str, NDArray[Any]] = field(default_factory=dict)
     arrived_at: float = 0.0
+    mixture: tuple[float, ...] = ()
 
 
 class InvalidReplyError(ValueError):
@@ -169,6 +177,7 @@ def read_update(reply: Message, task: Task, spec: ModelSpec, now: float = 0.0) -
         bytes_up=arrays.count_bytes() + (numbers.count_bytes() if numbers else 0),
         numbers=_numbers(numbers),
         arrived_at=now,
+        mixture=_mixture(next(iter(content.metric_records.values())).get(MIXTURE)),
     )
 
 
@@ -242,6 +251,15 @@ def _chosen(stated: Mapping[str, object], task: Task) -> Task:
         )
     cluster, version = list(task.candidates.items())[index]
     return replace(task, cluster=cluster, version=version)
+
+
+def _mixture(stated: object) -> tuple[float, ...]:
+    """Return the shares that a client states; nothing for anything that is no mixture."""
+    if not isinstance(stated, list) or not 1 <= len(stated) <= _MOST_DISTRIBUTIONS:
+        return ()
+    if not all(isinstance(share, int | float) and 0 <= share <= 1 for share in stated):
+        return ()
+    return tuple(map(float, stated)) if abs(math.fsum(stated) - 1) < _ROUNDING else ()
 
 
 def _numbers(record: ArrayRecord | None) -> dict[str, NDArray[Any]]:

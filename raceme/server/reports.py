@@ -6,10 +6,19 @@ import math
 import time as clock
 
 from raceme.protocol.events import ClientJoined, UpdateApplied
-from raceme.protocol.messages import FINISHED_AT, STARTED_AT
+from raceme.protocol.messages import (
+    ACCURACY_AFTER,
+    ACCURACY_BEFORE,
+    FINISHED_AT,
+    SAMPLE_PASSES,
+    STARTED_AT,
+)
 from raceme.server.fleet import Client
 from raceme.server.interface import Applied
 from raceme.server.replies import Update
+
+_MOST = 2**53
+"""Whole numbers from here on are not exact as float numbers, and nobody's count."""
 
 
 def joined(time: float, client: Client, returned: bool) -> ClientJoined:
@@ -54,7 +63,21 @@ def applied_update(
         started_at=_run_time(update.metrics.get(STARTED_AT, math.nan), time),
         finished_at=_run_time(update.metrics.get(FINISHED_AT, math.nan), time),
         step=task.step,
+        accuracy_before=_share(update.metrics.get(ACCURACY_BEFORE, math.nan)),
+        accuracy_after=_share(update.metrics.get(ACCURACY_AFTER, math.nan)),
+        passes=_count(update.metrics.get(SAMPLE_PASSES, math.nan)),
+        mixture=update.mixture,
     )
+
+
+def _share(stated: float) -> float | None:
+    """Return the accuracy that a client states; None for anything that is none."""
+    return stated if 0 <= stated <= 1 else None
+
+
+def _count(stated: float) -> int | None:
+    """Return the number that a client states; None for anything that is none."""
+    return int(stated) if 0 <= stated < _MOST else None
 
 
 def _run_time(stated: float, now: float) -> float | None:

@@ -49,6 +49,8 @@ class Client:
         Number of classes, of which it need not have all.
     group : int or None
         Its true group where there is one.
+    mixture : tuple[float, ...] or None
+        Share of each distribution in its samples where they are a mixture.
     network : Network
         The network of this process: clients with the same one take turns.
     """
@@ -59,6 +61,7 @@ class Client:
     test: Samples
     num_classes: int
     group: int | None
+    mixture: tuple[float, ...] | None
     network: Network
 
 
@@ -77,7 +80,7 @@ class ClientCache:
     def __init__(self, load: Callable[[_Items, _Items, int], Client]) -> None:
         self._load = load
         self._run: _Items | None = None
-        self._clients: OrderedDict[_Items, OrderedDict[int, Client]] = OrderedDict()
+        self._clients: OrderedDict[_Items, dict[int, Client]] = OrderedDict()
 
     def client(self, context: Context, step: int = 0) -> Client:
         """Return the client that a node is.
@@ -100,15 +103,17 @@ class ClientCache:
         if run != self._run:
             self.forget()
             self._run = run
-        steps = self._clients.setdefault(node, OrderedDict())
+        steps = self._clients.setdefault(node, {})
         self._clients.move_to_end(node)
-        if step not in steps:
-            steps[step] = self._load(run, node, step)
-            if len(steps) > _STEPS_KEPT:
-                steps.popitem(last=False)
-            if len(self._clients) > _MOST_CLIENTS:
-                self._clients.popitem(last=False)
-        return steps[step]
+        if step in steps:
+            return steps[step]
+        client = steps[step] = self._load(run, node, step)
+        if len(steps) > _STEPS_KEPT:
+            # Not the one loaded first: work on a step may look back at the one before it.
+            del steps[min(steps)]
+        if len(self._clients) > _MOST_CLIENTS:
+            self._clients.popitem(last=False)
+        return client
 
     def forget(self) -> None:
         """Drop all clients."""
@@ -132,6 +137,7 @@ def load(run_items: _Items, node_items: _Items, step: int) -> Client:
         test=Samples(data.x_test, data.y_test, network.channels_last),
         num_classes=shape.num_classes,
         group=data.group,
+        mixture=data.mixture,
         network=network,
     )
 

@@ -24,15 +24,18 @@ from raceme.protocol.messages import (
     LABEL_COUNTS,
     LOSS,
     LOSSES,
+    MIXTURE,
     NUM_EXAMPLES,
     ON,
     SHARES,
     STEP,
     TRAIN_LOSS,
     ModelSpec,
+    from_array,
 )
 from raceme.training.samples import Samples
-from raceme.training.work import Answer, ClientWork
+from raceme.training.scores import score_former, score_upload
+from raceme.training.work import Answer, ClientWork, Metric
 
 OWN_MODEL = "own-model"
 """Record of a client's state: the model that it keeps from one task to the next."""
@@ -40,7 +43,7 @@ OWN_MODEL = "own-model"
 
 def train(work: ClientWork) -> Answer:
     """Train the received model on the client's training samples."""
-    return _train(work, work.model)
+    return train_model(work, work.model)
 
 
 def train_best(work: ClientWork) -> Answer:
@@ -56,7 +59,8 @@ def train_best(work: ClientWork) -> Answer:
         loss = training.evaluate(work.client.network, work.client.train)[1]
         losses.append(loss if math.isfinite(loss) else math.inf)
     chosen = losses.index(min(losses))
-    return _train(work, models[chosen], {CHOSEN: chosen})
+    forward = len(models) * len(work.client.train)
+    return train_model(work, models[chosen], {CHOSEN: chosen}, forward)
 
 
 def train_mixed(work: ClientWork) -> Answer:
@@ -69,7 +73,9 @@ def train_mixed(work: ClientWork) -> Answer:
     best = np.argmin(_losses_of(work, models), axis=0)
     counts = np.maximum(np.bincount(best, minlength=len(models)), 1)
     shares = (counts / counts.sum()).astype(np.float64)
-    answer = _train(work, mixed(models, shares))
+    forward = len(models) * len(work.client.train)
+    returned = mixed(models, _stated(work, len(models))) if SHARES in work.arrays else None
+    answer = train_model(work, mixed(models, shares), forward=forward, returned=returned)
     return replace(answer, numbers={SHARES: shares})
 
 
@@ -81,7 +87,7 @@ def train_own(work: ClientWork) -> Answer:
     received = work.model
     own = work.state.array_records.get(OWN_MODEL, received)
     anchored = {**work.arrays, ANCHOR: received}
-    answer = _train(work, own, arrays=anchored)
+    answer = train_model(work, own, arrays=anchored)
     assert answer.model is not None, "training answers with a model"
     work.state[OWN_MODEL] = answer.model
     return answer
@@ -94,6 +100,21 @@ def mixed(models: Sequence[ArrayRecord], shares: NDArray[np.float64]) -> ArrayRe
     mean = np.tensordot(shares, vectors, axes=1).astype(np.float32)
     spec.copy_counters(vectors[0], mean)
     return spec.pack(mean)
+
+
+def _stated(work: ClientWork, count: int) -> NDArray[np.float64]:
+    """Return the shares that the client has stated with its last upload, as the server has them.
+
+    Raises
+    ------
+    ValueError
+        They are not of so many models.
+    """
+    record = work.arrays[SHARES]
+    shares = from_array(record[SHARES]) if SHARES in record else np.empty(0)
+    if shares.shape != (count,):
+        raise ValueError(f"{SHARES} must have shape ({count},), got {shares.shape}.")
+    return np.asarray(shares, np.float64)
 
 
 def evaluate(work: ClientWork) -> Answer:
@@ -129,20 +150,63 @@ def label_counts(work: ClientWork) -> Answer:
 def training_answer(
     work: ClientWork,
     model: ArrayRecord,
-    metrics: Mapping[str, int | float],
+    metrics: Mapping[str, Metric],
     told: Mapping[str, int] | None = None,
 ) -> Answer:
-    """Answer with a trained model."""
-    return Answer({NUM_EXAMPLES: len(work.client.train), **metrics}, model, told=told or {})
+    """Answer with a trained model; where data change, with the mixture that they are now, too."""
+    metrics = {NUM_EXAMPLES: len(work.client.train), **metrics}
+    if STEP in work.settings and work.client.mixture is not None:
+        metrics[MIXTURE] = list(work.client.mixture)
+    return Answer(metrics, model, told=told or {})
 
 
 def evaluation_answer(work: ClientWork, accuracy: float, loss: float) -> Answer:
     """Answer with test results; where data change, with the group that they are of now, too."""
-    metrics = {ACCURACY: accuracy, LOSS: loss, NUM_EXAMPLES: len(work.client.test)}
+    metrics: dict[str, Metric] = {
+        ACCURACY: accuracy,
+        LOSS: loss,
+        NUM_EXAMPLES: len(work.client.test),
+    }
     group = work.client.group
     if STEP in work.settings and group is not None:
         metrics[GROUP] = group
     return Answer(metrics)
+
+
+def train_model(
+    work: ClientWork,
+    received: ArrayRecord,
+    told: Mapping[str, int] | None = None,
+    forward: int = 0,
+    arrays: Mapping[str, ArrayRecord] | None = None,
+    returned: ArrayRecord | None = None,
+) -> Answer:
+    """Train a model on the client's training samples, and test it if that is asked for.
+
+    Parameters
+    ----------
+    work : ClientWork
+        What the client is asked.
+    received : ArrayRecord
+        The model to start from.
+    told : Mapping[str, int], optional
+        What else the answer states.
+    forward : int
+        Samples that were passed forward through a network to come to this model, for each network.
+    arrays : Mapping[str, ArrayRecord], optional
+        What terms of the objective are given; by default what came with the message.
+    returned : ArrayRecord, optional
+        What the client was sent in return for its last upload, if it is not the model to start
+        from: it is tested on the data of that upload.
+    """
+    client, network = work.client, work.client.network
+    settings, rng = work.training_settings(), work.generator()
+    scores = score_former(work, received if returned is None else returned)
+    spec = work.receive(received)
+    terms = work.arrays if arrays is None else arrays
+    loss = training.train(network, client.train, settings, rng, terms)
+    scores |= score_upload(work, forward)
+    return training_answer(work, work.give(spec, received), {TRAIN_LOSS: loss, **scores}, told)
 
 
 def _losses_of(
@@ -155,18 +219,3 @@ def _losses_of(
         work.receive(model)
         row[...] = training.losses(work.client.network, samples)
     return measured
-
-
-def _train(
-    work: ClientWork,
-    received: ArrayRecord,
-    told: Mapping[str, int] | None = None,
-    arrays: Mapping[str, ArrayRecord] | None = None,
-) -> Answer:
-    client, network = work.client, work.client.network
-    settings, rng = work.training_settings(), work.generator()
-    spec = work.receive(received)
-    loss = training.train(
-        network, client.train, settings, rng, work.arrays if arrays is None else arrays
-    )
-    return training_answer(work, work.give(spec, received), {TRAIN_LOSS: loss}, told)

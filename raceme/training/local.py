@@ -48,6 +48,12 @@ def epochs(
     ValueError
         Pairs are needed, and no mini-batch has two samples.
     """
+    for used in epoch_sizes(count, settings, needs_pairs):
+        yield rng.permutation(count)[:used]
+
+
+def epoch_sizes(count: int, settings: TrainingSettings, needs_pairs: bool) -> Iterator[int]:
+    """Yield how many samples each epoch takes; see :func:`epochs`."""
     used, size = count, settings.batch_size
     if needs_pairs and count % size == 1 % size:
         # Batch normalisation has no variance to divide by in a mini-batch of one sample.
@@ -59,9 +65,9 @@ def epochs(
         )
     steps = settings.local_steps or settings.local_epochs * -(-used // size)
     while steps > 0:
-        order = rng.permutation(count)[:used][: steps * size]
-        steps -= -(-len(order) // size)
-        yield order
+        taken = min(used, steps * size)
+        steps -= -(-taken // size)
+        yield taken
 
 
 def train(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from zlib import crc32
 
@@ -14,6 +14,7 @@ from raceme.config import Value
 from raceme.protocol.messages import (
     ARRAYS,
     BATCH_SIZE,
+    FORMER_STEP,
     LOCAL_EPOCHS,
     LOCAL_STEPS,
     LR,
@@ -28,6 +29,8 @@ from raceme.protocol.messages import (
 )
 from raceme.training.clients import Client
 from raceme.training.settings import TrainingSettings
+
+Metric = int | float | list[int] | list[float]
 
 BATCH_NORM = "batch-norm"
 """Record of a client's state: its own arrays of batch normalisation."""
@@ -49,6 +52,8 @@ class ClientWork:
         The one of them that says how to do it.
     state : RecordDict
         What this client keeps from one message to the next.
+    at_step : Callable
+        Returns this client with its data of another step, which it loads.
     """
 
     kind: str
@@ -56,6 +61,7 @@ class ClientWork:
     content: RecordDict
     settings: ConfigRecord
     state: RecordDict
+    at_step: Callable[[int], Client]
 
     @property
     def arrays(self) -> Mapping[str, ArrayRecord]:
@@ -91,6 +97,21 @@ class ClientWork:
         while candidate(len(several)) in self.arrays:
             several.append(self.arrays[candidate(len(several))])
         return several or [self.model]
+
+    def former(self) -> Client | None:
+        """Return the client with the data of its last upload; None if there was none.
+
+        Raises
+        ------
+        ValueError
+            The step of these data is none.
+        """
+        if FORMER_STEP not in self.settings:
+            return None
+        step = self.settings[FORMER_STEP]
+        if not isinstance(step, int) or step < 0:
+            raise ValueError(f"{FORMER_STEP} must be a whole number of at least 0, got {step!r}.")
+        return self.at_step(step)
 
     def receive(self, model: ArrayRecord) -> ModelSpec:
         """Put a received model into the client's network, with what the client keeps of its own.
@@ -174,8 +195,8 @@ class Answer:
 
     Attributes
     ----------
-    metrics : Mapping[str, int or float]
-        Single numbers.
+    metrics : Mapping[str, int or float or list[float]]
+        Single numbers, and short lists of them.
     model : ArrayRecord or None
         The trained model.
     numbers : Mapping[str, NDArray]
@@ -184,7 +205,7 @@ class Answer:
         What else is stated, e.g. which model was chosen.
     """
 
-    metrics: Mapping[str, int | float]
+    metrics: Mapping[str, Metric]
     model: ArrayRecord | None = None
     numbers: Mapping[str, NDArray[np.generic]] = field(default_factory=dict)
     told: Mapping[str, Value] = field(default_factory=dict)

@@ -22,6 +22,7 @@ from raceme.protocol.events import (
     ClientLeft,
     ClusterChange,
     ClustersChanged,
+    ClustersScored,
     DataChanged,
     Ending,
     Evaluated,
@@ -67,7 +68,7 @@ ONE_OF_EACH: list[Event] = [
     ClientJoined(5.0, "a", 0, 8, None, returned=True),
     DataChanged(5.0, 2, None, 1),
     DataChanged(5.5, 2, "a", 2),
-    replace(UPDATE, seq=3, time=5.75, step=1),
+    replace(UPDATE, seq=3, time=5.75, step=1, accuracy_before=0.5, accuracy_after=0.75),
     ClientIdled(5.75, "a", 2, 1.25, 5.0),
     Evaluated(
         5.75,
@@ -81,7 +82,9 @@ ONE_OF_EACH: list[Event] = [
         0.25,
         {"c": 0},
     ),
-    RunEnded(6.0, 3, "all clients are gone", Ending.NO_CLIENTS),
+    ClustersScored(5.75, 3, {0: 0.75, 2: 0.5}),
+    replace(UPDATE, seq=4, time=5.875, passes=90, mixture=(0.25, 0.0, 0.75)),
+    RunEnded(6.0, 4, "all clients are gone", Ending.NO_CLIENTS),
 ]
 
 
@@ -405,6 +408,7 @@ def test_a_store_of_a_later_format_is_refused(tmp_path: Path) -> None:
 def test_a_store_of_format_3_lacks_what_came_later(tmp_path: Path) -> None:
     path = write(tmp_path, ONE_OF_EACH)
     with closing(sqlite3.connect(path)) as connection:
+        forget_format_5(connection)
         connection.execute("ALTER TABLE evaluations DROP COLUMN weighted_accuracy")
         connection.execute("ALTER TABLE client_evaluations DROP COLUMN group_id")
         connection.execute("DROP TABLE idle_times")
@@ -413,11 +417,37 @@ def test_a_store_of_format_3_lacks_what_came_later(tmp_path: Path) -> None:
         replace(event, weighted_accuracy=math.nan, groups={})
         if isinstance(event, Evaluated)
         else event
-        for event in ONE_OF_EACH
+        for event in as_format_4(ONE_OF_EACH)
         if not isinstance(event, ClientIdled)
     ]
     assert read_events(path) == expected
-    with pytest.raises(UserError, match="format 3, and format 4 is needed"):
+    with pytest.raises(UserError, match="format 3, and format 5 is needed"):
+        RunStore(tmp_path, after=3)
+
+
+def forget_format_5(connection: sqlite3.Connection) -> None:
+    for column in ("accuracy_before", "accuracy_after", "passes"):
+        connection.execute(f"ALTER TABLE updates DROP COLUMN {column}")
+    for table in ("mixtures", "cluster_scores"):
+        connection.execute(f"DROP TABLE {table}")
+
+
+def as_format_4(events: Iterable[Event]) -> list[Event]:
+    unknown: dict[str, Any] = {"accuracy_before": None, "accuracy_after": None, "passes": None}
+    return [
+        replace(event, **unknown, mixture=()) if isinstance(event, UpdateApplied) else event
+        for event in events
+        if not isinstance(event, ClustersScored)
+    ]
+
+
+def test_a_store_of_format_4_lacks_the_scores(tmp_path: Path) -> None:
+    path = write(tmp_path, ONE_OF_EACH)
+    with closing(sqlite3.connect(path)) as connection:
+        forget_format_5(connection)
+        connection.execute("PRAGMA user_version = 4")
+    assert read_events(path) == as_format_4(ONE_OF_EACH)
+    with pytest.raises(UserError, match="format 4, and format 5 is needed"):
         RunStore(tmp_path, after=3)
 
 

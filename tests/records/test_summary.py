@@ -212,6 +212,13 @@ def test_the_summary_by_hand() -> None:
         "idle_share_mean": None,
         "idle_over_30_percent": None,
         "idle_over_50_percent": None,
+        "accuracy_before": None,
+        "accuracy_after": None,
+        "mixture_divergence": None,
+        "sessions": None,
+        "cluster_accuracy": None,
+        "cluster_accuracies": None,
+        "sample_passes": None,
     }
 
 

@@ -129,6 +129,7 @@ def test_stacking_keeps_to_its_memory_and_the_outcome_is_close_all_the_same() ->
         {"optimizer": "adam"},
         {"optimizer": "momentum", "momentum": 0.5},
         {"weight-decay": 0.1},
+        {"scored": True, "former-step": 0},
         {"not-yet-invented": 3},
     ],
     ids=str,
