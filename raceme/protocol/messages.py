@@ -100,6 +100,8 @@ REPORT_TIMING = "report-timing"
 STARTED_AT = "started-at"
 FINISHED_AT = "finished-at"
 """Seconds since 1970 on the clock of the client's machine."""
+INVITATION = "invitation"
+"""Says that a client may begin the work when it wishes; one without wishes begins at once."""
 ROUND = "server-round"
 """Flower's own number of a round, in the messages of round-based strategies."""
 
