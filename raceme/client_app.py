@@ -42,6 +42,8 @@ from raceme.protocol.messages import (
     TASK,
     TRAIN,
     TRAIN_BEST,
+    TRAIN_MIXED,
+    TRAIN_OWN,
     VERSION,
     to_array,
 )
@@ -94,6 +96,8 @@ def describe(work: ClientWork) -> Answer:
 KINDS: dict[str, Callable[[ClientWork], Answer]] = {
     TRAIN: kinds.train,
     TRAIN_BEST: kinds.train_best,
+    TRAIN_MIXED: kinds.train_mixed,
+    TRAIN_OWN: kinds.train_own,
     EVALUATE: kinds.evaluate,
     LOSSES: kinds.losses,
     LABEL_COUNTS: kinds.label_counts,

@@ -19,6 +19,7 @@ from raceme.checkpoints import CheckpointFolder, Keeper, Schedule, only_writer, 
 from raceme.config import RunConfig, write_toml
 from raceme.config.errors import UserError
 from raceme.datasets.drift import schedule_of
+from raceme.datasets.reserve import wanted
 from raceme.protocol import messages as names
 from raceme.protocol.events import Ending, Event, Observer
 from raceme.protocol.messages import ModelSpec
@@ -37,6 +38,8 @@ from raceme.simulation import (
 )
 from raceme.simulation.trace import PREFIX, traced_fleet
 from raceme.strategies import STRATEGIES, Method, Plan
+from raceme.training.probe import ModelProbe
+from raceme.training.server import probe_of, starts_of
 
 _FIRST_NODE_ID = 1000
 _CLIENT_APP = "raceme.client_app:app"
@@ -91,6 +94,7 @@ def resolve(config: RunConfig) -> RunConfig:
         stop_at_target=target is not None if stop is None else stop,
         eval_every=config.num_clients if config.eval_every is None else config.eval_every,
         devices=_resolved_devices(config.devices),
+        proxy=config.proxy if wanted(config.proxy) else _absolute(config.proxy),
     )
 
 
@@ -251,14 +255,17 @@ def conduct(
         checkpoint to resume from.
     """
     initial = models.initial_arrays(config)
+    probe = probe_of(config, initial)
+    strategy.check_proxies(0 if probe is None else probe.sets)
     out = resumed_folder(config) if config.resume else prepare_folder(config)
     with only_writer(out, 0.0 if timeline_of(grid).is_virtual else _WRITER_SECONDS):
-        return _conduct_in(out, initial, config, strategy, grid, observers, stop)
+        return _conduct_in(out, initial, probe, config, strategy, grid, observers, stop)
 
 
 def _conduct_in(
     out: Path,
     initial: ArrayRecord,
+    probe: ModelProbe | None,
     config: RunConfig,
     strategy: Method,
     grid: Grid,
@@ -312,6 +319,8 @@ def _conduct_in(
             plan=plan(config),
             observe=observe,
             stop_check=keeper.stop_check,
+            probe=probe,
+            starts=() if restored else starts_of(config, initial),
         )
     result = summary.result(
         strategy=config.strategy,

@@ -6,6 +6,7 @@ import numpy as np
 from fleets import MODEL, grid_of, pulled_app
 
 from raceme.protocol import events
+from raceme.protocol.messages import TRAIN
 from raceme.server.dispatch import Dispatch, Moment
 from raceme.server.fleet import Client, Fleet
 from raceme.server.idle import Idle
@@ -28,21 +29,26 @@ class Bench:
         for client in self.fleet.clients:
             self.idle.add(client)
 
-    def work(self, now: float, greeting: bool = False) -> list[str]:
+    def moment(self, now: float, greeting: bool = False) -> Moment:
+        """Return what the policy is told when it chooses."""
+        return Moment(now, self.fleet, self.idle, np.random.default_rng(0), greeting)
+
+    def work(self, now: float, greeting: bool = False, kind: str = TRAIN) -> list[str]:
         """Give the chosen clients their work; return who they are."""
-        rng = np.random.default_rng(0)
-        chosen = self.policy.choose(Moment(now, self.fleet, self.idle, rng, greeting))
+        chosen = self.policy.choose(self.moment(now, greeting))
         for client in chosen:
             name = client.client_id
-            self.tasks[name] = Task(self.number, name, 0, 0, 0, sent_at=now, bytes_down=0)
+            self.tasks[name] = Task(self.number, name, 0, 0, 0, now, bytes_down=0, kind=kind)
             self.number += 1
             self.policy.sent(self.tasks[name], now)
             self.idle.remove(name)
         return [client.client_id for client in chosen]
 
-    def answer(self, client: str, now: float, task: Task | None = None) -> list[str]:
+    def answer(
+        self, client: str, now: float, task: Task | None = None, train_loss: float = 0.0
+    ) -> list[str]:
         """Let a client answer; return whose updates are released."""
-        update = Update(task or self.tasks[client], np.zeros(1, np.float32), 10, 0.0)
+        update = Update(task or self.tasks[client], np.zeros(1, np.float32), 10, train_loss)
         released = self.policy.accept(update, now)
         self.idle.add(client)
         return [one.task.client for one in released]

@@ -10,10 +10,11 @@ from scipy.special import softmax
 from raceme.clustering.clusters import Clusters
 from raceme.clustering.model import Model
 from raceme.protocol.messages import Vector
-from raceme.server.dispatch import Dispatch, OnRequest
+from raceme.server.dispatch import Dispatch
 from raceme.server.fleet import Client
 from raceme.server.method import Applied, Method
 from raceme.server.replies import Update
+from raceme.server.requests import OnRequest, RequestParameters
 
 K, SHARPNESS, MIXED = 3, 12.0, 0.2
 
@@ -32,7 +33,7 @@ class SoftClusters(Method):
     state: SoftState
 
     def policy(self) -> Dispatch:
-        return OnRequest(lambda client, now, rng: now + rng.exponential(2.0))
+        return OnRequest(RequestParameters(request_seconds=2.0))
 
     def initialize(self, vector: Vector) -> None:
         starts = [vector + 0.1 * np.eye(K, len(vector))[k].astype(np.float32) for k in range(K)]

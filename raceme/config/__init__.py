@@ -77,6 +77,15 @@ class RunConfig:
         0.0, "share of a client's training samples to test on instead (0: none)", low=0, below=1
     )
     drift: str = option("none", "how clients' data change; see `raceme list`", names=DRIFTS)
+    proxy: str = option(
+        "",
+        "samples of each distribution that the server has and no client: how many, a share of the "
+        "test samples below 1, or a folder with an .npz file for each cluster (empty: none)",
+    )
+    pretrain: int = option(
+        0, "training samples of each distribution that its first model is trained on", low=0
+    )
+    pretrain_epochs: int = option(5, "passes over them", low=1)
     lr: float | None = option(None, "learning rate of the local SGD", above=0)
     batch_size: int = option(10, "mini-batch size of the local SGD", low=1)
     local_epochs: int = option(1, "passes over the local data per update", low=1)

@@ -188,6 +188,7 @@ MODELS = Registry(
         "mlp512": "raceme.models.mlp:mlp512",
         "cnn3x3": "raceme.models.paper_cnns:cnn3x3",
         "cnn6": "raceme.models.paper_cnns:cnn6",
+        "cnn5x5": "raceme.models.paper_cnns:cnn5x5",
         "cnn5x5-wide": "raceme.models.paper_cnns:cnn5x5_wide",
     },
 )

@@ -13,6 +13,7 @@ from raceme.config.errors import UserError
 from raceme.config.registry import DATASETS, DRIFTS, PARTITIONERS
 from raceme.datasets.dealt import Dealt
 from raceme.datasets.drift import Drift, Schedule, drift_of, drift_type, schedule_of
+from raceme.datasets.held import Held, ServerData, from_clients, from_folder
 from raceme.datasets.partition import (
     GroupOptions,
     LabelGroupOptions,
@@ -20,6 +21,7 @@ from raceme.datasets.partition import (
     SizeOptions,
     fitting_groups,
 )
+from raceme.datasets.reserve import wanted
 from raceme.datasets.source import ClientData, Dataset, DataShape, Source, generator
 from raceme.datasets.suited import suited
 
@@ -30,13 +32,16 @@ __all__ = [
     "ClientData",
     "DataShape",
     "Dataset",
+    "Held",
     "Schedule",
+    "ServerData",
     "Source",
     "all_clients",
     "client_data",
     "data_shape",
     "load",
     "schedule_of",
+    "server_data",
     "source_of",
     "true_groups",
     "with_clients",
@@ -52,7 +57,7 @@ _LOADING = ("dataset", "data_root", "download", "clients", "test_fraction", "see
 _DEALING = (*_LOADING, "partition")
 """What decides, beside the options of the dataset and the partition, who gets which samples."""
 
-_CHANGING = (*_DEALING, "validation_fraction", "drift")
+_CHANGING = (*_DEALING, "validation_fraction", "drift", "proxy")
 """What decides, beside the drift's own options too, what clients have and see at each step."""
 
 
@@ -164,7 +169,8 @@ def client_data(config: RunConfig, client: int, step: int = 0) -> ClientData:
             f"There is no client {client}: clients are numbered 0 to {config.num_clients - 1}."
         )
     narrowed, _ = source_of(config).for_client(config, client)
-    if narrowed is config or drift_type(config).needs_others:
+    shares = drift_type(config).needs_others or wanted(config.proxy) is not None
+    if narrowed is config or shares:
         return _drift(config.narrowed(*_CHANGING), config.narrowed(*_DEALING), None).data(
             client, step
         )
@@ -199,6 +205,23 @@ def true_groups(config: RunConfig, step: int = 0) -> tuple[int | None, ...]:
     """
     config = with_clients(config)
     return _drift(config.narrowed(*_CHANGING), config.narrowed(*_DEALING), None).groups(step)
+
+
+def server_data(config: RunConfig) -> ServerData:
+    """Return what the server of a run has of each distribution; see ``proxy`` and ``pretrain``.
+
+    Raises
+    ------
+    UserError
+        It cannot be had, or is not what it should be.
+    """
+    config = with_clients(config)
+    if config.proxy and wanted(config.proxy) is None:
+        return from_folder(config, data_shape(config))
+    if not config.proxy and not config.pretrain:
+        return ServerData()
+    drift = _drift(config.narrowed(*_CHANGING), config.narrowed(*_DEALING), None)
+    return from_clients(config, drift.dealt)
 
 
 @lru_cache(maxsize=2)

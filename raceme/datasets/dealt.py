@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 from raceme.config import RunConfig
 from raceme.config.errors import UserError
 from raceme.datasets.partition import Partition
+from raceme.datasets.reserve import reserved, wanted
 from raceme.datasets.skew import is_skewed, skew
 from raceme.datasets.source import ClientData, Dataset, Indices, generator
 
@@ -57,7 +59,66 @@ class Dealt:
         return self.partition.groups[self._position(client)]
 
     def indices(self, client: int) -> tuple[Indices, Indices]:
-        """Return the training and the test samples of a client: at least one of each."""
+        """Return the training and the test samples of a client: at least one of each.
+
+        What the server keeps for itself is not among them.
+        """
+        train, test = self._divided(client)
+        if not self.reserve:
+            return train, test
+        kept = np.concatenate(list(self.reserve.values()))
+        return train, test[~np.isin(test, kept)]
+
+    @cached_property
+    def reserve(self) -> dict[int, Indices]:
+        """Test samples of each distribution that the server has, and no client (``proxy``).
+
+        A distribution is what the clients of a group have. Where groups only see the same samples
+        in different ways, the samples are the same for all.
+
+        Raises
+        ------
+        UserError
+            There are no groups, or not samples enough.
+        """
+        text = self.config.proxy
+        if wanted(text) is None:
+            return {}
+        pools = self.pools(lambda client: self._divided(client)[1], spares_first=True)
+        rng = generator(self.config.seed, "proxy")
+        return reserved(pools, text, rng, alike=self.skewed)
+
+    def pools(self, of: Callable[[int], Indices], spares_first: bool = False) -> dict[int, Indices]:
+        """Return the samples of each distribution: those of its group's clients.
+
+        Parameters
+        ----------
+        of : Callable
+            Returns the samples of a client.
+        spares_first : bool
+            Leave the first sample of each client out.
+
+        Raises
+        ------
+        UserError
+            There are no groups.
+        """
+        groups = self.partition.groups
+        numbers = sorted({group for group in groups if group is not None})
+        if None in groups or self.only is not None:
+            raise UserError(
+                "proxy and pretrain take samples of each group's distribution, and these clients "
+                "have no groups: take a partition with groups, or for proxy a folder of .npz files."
+            )
+        start = int(spares_first)
+        own = {client: of(client)[start:] for client in range(self.clients)}
+        return {
+            number: np.concatenate([own[c] for c in own if self.skewed or groups[c] == number])
+            for number in numbers
+        }
+
+    def _divided(self, client: int) -> tuple[Indices, Indices]:
+        """Return the training and the test samples of a client as they were dealt."""
         position = self._position(client)
         own, config = self.partition.indices[position], self.config
         if self.dataset.test_users is not None:

@@ -1,7 +1,8 @@
-"""The convolutional networks of FlexCFL's experiments (Duan et al., TPDS 2022), by their sizes.
+"""The convolutional networks of papers' experiments, by their sizes.
 
-What the paper tells of each is the convolutions and the number of weights; the rest follows from
-the number, on images of 28x28 pixels and 10 classes, and from the authors' published code.
+Of FlexCFL's (Duan et al., TPDS 2022) the paper tells the convolutions and the number of weights;
+the rest follows from the number, on images of 28x28 pixels and 10 classes, and from the authors'
+published code. Of CDFL's (Li and Zhu) it tells all but the channels.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections import OrderedDict
 
 from torch import nn
 
-_HIDDEN, _WIDE_HIDDEN = 128, 1024
+_HIDDEN, _MIDDLE_HIDDEN, _WIDE_HIDDEN = 128, 512, 1024
 _CHANNELS = (32, 64)
 
 
@@ -27,16 +28,28 @@ def cnn3x3(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
     )
 
 
+def cnn5x5(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
+    """CDFL's network: two 5x5 convolutions, 512 hidden units (1,663,370 weights on 28x28 pixels).
+
+    32 and 64 channels are our reading, and padding that keeps the size.
+    """
+    return _two_5x5(input_shape, num_classes, _MIDDLE_HIDDEN)
+
+
 def cnn5x5_wide(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
     """FlexCFL's for Fashion-MNIST: two 5x5 convolutions, 1,024 hidden units (3,274,634 weights)."""
+    return _two_5x5(input_shape, num_classes, _WIDE_HIDDEN)
+
+
+def _two_5x5(input_shape: tuple[int, ...], num_classes: int, hidden: int) -> nn.Module:
     channels, height, width = _image(input_shape, 4)
     return nn.Sequential(
         OrderedDict(
             **_padded(channels, 5),
             flatten=nn.Flatten(),
-            hidden=nn.Linear(_CHANNELS[1] * (height // 4) * (width // 4), _WIDE_HIDDEN),
+            hidden=nn.Linear(_CHANNELS[1] * (height // 4) * (width // 4), hidden),
             activation3=nn.ReLU(),
-            output=nn.Linear(_WIDE_HIDDEN, num_classes),
+            output=nn.Linear(hidden, num_classes),
         )
     )
 

@@ -1,9 +1,9 @@
 """Dispatch policies: who is given work, and when what came back is acted on.
 
 A method has one. With `EveryIdle` it acts on every update at once, with `InRounds` on those of a
-round together; with `OnRequest` each client is given work when its own schedule says so. Time cut
-into windows is in :mod:`raceme.server.windows`, one policy after another in
-:mod:`raceme.server.stages`. A policy knows clients and times, no models.
+round together. Clients that decide themselves when they work are in
+:mod:`raceme.server.requests`, time cut into windows in :mod:`raceme.server.windows`, one policy
+after another in :mod:`raceme.server.stages`. A policy knows clients and times, no models.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from raceme.server.idle import Idle
 from raceme.server.picking import IN_TURN, RANDOM, in_turn, sample
 from raceme.server.replies import InvalidReplyError, Update
 from raceme.server.state import from_tree, to_tree
-from raceme.server.work import Task
+from raceme.server.work import Task, Work
 
 _PATIENCE = 2.0
 """A client's task of a round is given up after so many times what the client was seen to need."""
@@ -90,8 +90,8 @@ class Dispatch(ABC):
     def choose(self, moment: Moment) -> Sequence[Client]:
         """Return the idle clients that are given work now."""
 
-    def settings(self) -> Mapping[str, Value]:
-        """Return what every message of the policy says."""
+    def settings(self, work: Work) -> Mapping[str, Value]:
+        """Return what the message of some work says because of the policy."""
         return {}
 
     def sent(self, task: Task, now: float) -> None:  # noqa: B027
@@ -305,7 +305,7 @@ class InRounds(Dispatch):
         chosen = self._participants(online, moment.rng)
         state.unsent = {client.client_id: True for client in chosen}
 
-    def settings(self) -> Mapping[str, Value]:
+    def settings(self, work: Work) -> Mapping[str, Value]:
         """State the number of the round, as the messages of Flower's own strategies do.
 
         They carry no number of a task, so that with one seed a client trains alike under all
@@ -405,56 +405,3 @@ class InRounds(Dispatch):
         state.running, state.updates = False, []
         state.open, state.sent_at, state.away = {}, {}, {}
         return released
-
-
-@dataclass
-class RequestState:
-    """When each client asks next.
-
-    Attributes
-    ----------
-    due : dict[str, float]
-        Time in seconds, by client.
-    """
-
-    due: dict[str, float] = field(default_factory=dict)
-
-
-class OnRequest(Dispatch):
-    """Each client decides when it works; an update is acted on at once.
-
-    Parameters
-    ----------
-    next_request : Callable
-        Returns when a client asks next: given the client, the time now and a generator.
-    """
-
-    state: RequestState
-
-    def __init__(self, next_request: Callable[[Client, float, np.random.Generator], float]) -> None:
-        self._next_request = next_request
-        self.state = RequestState()
-
-    def choose(self, moment: Moment) -> Sequence[Client]:
-        """Return the idle clients whose time has come."""
-        due, chosen = self.state.due, []
-        for client in moment.idle.ready(moment.now):
-            if client.client_id not in due:
-                asks_at = self._next_request(client, moment.now, moment.rng)
-                due[client.client_id] = asks_at
-            if due[client.client_id] <= moment.now:
-                chosen.append(client)
-        return chosen
-
-    def sent(self, task: Task, now: float) -> None:
-        """Forget the request that was met."""
-        self.state.due.pop(task.client, None)
-
-    def left(self, client: str, now: float) -> Sequence[Update]:
-        """Forget the request of a client that is gone."""
-        self.state.due.pop(client, None)
-        return []
-
-    def wake_at(self) -> float:
-        """Return when the next client asks."""
-        return min(self.state.due.values(), default=math.inf)

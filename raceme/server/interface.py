@@ -128,6 +128,20 @@ class Questions(ABC):
             They do not.
         """
 
+    def check_proxies(self, sets: int) -> None:  # noqa: B027
+        """Find out whether the server has the proxy sets that the method needs, before a run.
+
+        Parameters
+        ----------
+        sets : int
+            How many it has.
+
+        Raises
+        ------
+        UserError
+            It has not.
+        """
+
     def initialize(self, vector: Vector) -> None:
         """Set `clusters` and `state` up from the initial model, which may be kept."""
         self.clusters = Clusters({0: Model(vector)})

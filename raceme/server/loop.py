@@ -432,7 +432,7 @@ class Loop:
         self._held = []
         try:
             applied = self._method.aggregate(updates)
-        except NonFiniteModelError as error:
+        except (InvalidReplyError, NonFiniteModelError) as error:
             held, self._held = self._held, None
             for update in updates:
                 self._refuse(update.task, str(error))

@@ -51,6 +51,8 @@ class Method(Questions, Strategy):
         length.
     probe : Probe or None
         Measures models on the server's own data, where a run has some.
+    starts : Sequence[Vector]
+        Models that the server has pre-trained, for `initialize`: one for each distribution.
     """
 
     parameters_type: ClassVar[type[Any]] = NoState
@@ -63,6 +65,7 @@ class Method(Questions, Strategy):
         self.state: Any = None
         self.planned_updates = 0
         self.probe: Probe | None = None
+        self.starts: Sequence[Vector] = ()
         self.result = RunResult()
         self.bases = Bases()
         self.train_config = ConfigRecord()
@@ -109,6 +112,7 @@ class Method(Questions, Strategy):
         observe: events.Observer = events.ignore,
         stop_check: StopCheck = never_stop,
         probe: Probe | None = None,
+        starts: Sequence[Vector] = (),
     ) -> RunResult:
         """Run until a limit is reached, nobody is left, or the user interrupts.
 
@@ -142,6 +146,8 @@ class Method(Questions, Strategy):
             empty, ends the run.
         probe : Probe, optional
             Measures models on data that the server has.
+        starts : Sequence[Vector]
+            Models that the server has pre-trained, one for each distribution.
 
         Returns
         -------
@@ -149,7 +155,8 @@ class Method(Questions, Strategy):
             Models, evaluations by number of updates, and who is where.
         """
         plan = plan or Plan()
-        self.planned_updates, self.probe = num_rounds or plan.planned_updates, probe
+        self.planned_updates = num_rounds or plan.planned_updates
+        self.probe, self.starts = probe, starts
         self._spec = ModelSpec.of(initial_arrays)
         self.result = RunResult()
         self.train_config = train_config or ConfigRecord()

@@ -76,7 +76,7 @@ class Outgoing:
             step=step or 0,
         )
         progress.tasks += 1
-        policy = method.dispatch.settings()
+        policy = method.dispatch.settings(work)
         settings: dict[str, Any] = {**self._train_config, **policy, **work.settings}
         if names.ROUND not in settings:
             settings |= {names.TASK: task.number, names.VERSION: task.version}

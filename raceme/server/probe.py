@@ -1,4 +1,4 @@
-"""Models measured on data that the server has: a proxy set."""
+"""Models measured on data that the server has: proxy sets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,17 @@ class Probe(Protocol):
     """Returns the losses of models on the server's own samples.
 
     How a loss is computed is not the method's concern: it is given this function.
+
+    Attributes
+    ----------
+    sets : int
+        How many proxy sets there are.
     """
+
+    @property
+    def sets(self) -> int:
+        """How many proxy sets there are."""
+        ...
 
     def __call__(self, vectors: Sequence[Vector], proxy: int = 0) -> NDArray[np.float32]:
         """Measure models.

@@ -21,9 +21,9 @@ from raceme.protocol.messages import (
     NUMBERS,
     STEP,
     TASK,
-    TRAIN,
     TRAIN_BEST,
     TRAIN_LOSS,
+    TRAINING,
     VERSION,
     InvalidModelError,
     ModelSpec,
@@ -34,8 +34,6 @@ from raceme.server.work import Task
 
 _LONGEST_LINE = 300
 """Letters of a client's own words that are reported."""
-_TRAINING = frozenset({TRAIN, TRAIN_BEST})
-"""Kinds of work whose reply is a trained model."""
 _MOST_DISTRIBUTIONS = 1000
 """Distributions of which a mixture may be."""
 _ROUNDING = 1e-6
@@ -130,7 +128,7 @@ def read_reply(reply: Message, task: Task, spec: ModelSpec, now: float = 0.0) ->
     InvalidReplyError
         As for :func:`read_update`; or the reply answers another kind of work.
     """
-    if task.kind in _TRAINING:
+    if task.kind in TRAINING:
         return read_update(reply, task, spec, now)
     content, _, metrics = _checked(reply, task)
     numbers = _numbers(content.array_records.get(NUMBERS))

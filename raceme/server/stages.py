@@ -9,7 +9,7 @@ from raceme.config.options import Value
 from raceme.server.dispatch import Dispatch, Moment
 from raceme.server.fleet import Client
 from raceme.server.replies import Update
-from raceme.server.work import Task
+from raceme.server.work import Task, Work
 
 
 class Then(Dispatch):
@@ -52,9 +52,9 @@ class Then(Dispatch):
         """Return the idle clients that are given work now."""
         return self.current.choose(moment)
 
-    def settings(self) -> Mapping[str, Value]:
-        """Return what every message of the policy says."""
-        return self.current.settings()
+    def settings(self, work: Work) -> Mapping[str, Value]:
+        """Return what the message of some work says because of the policy."""
+        return self.current.settings(work)
 
     def sent(self, task: Task, now: float) -> None:
         """Note that a client was sent its work."""

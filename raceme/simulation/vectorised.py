@@ -27,6 +27,7 @@ from raceme.protocol.messages import (
     COMPUTE_SCALE,
     CONFIG,
     EVALUATE,
+    INVITATION,
     KIND,
     LOCAL_EPOCHS,
     LOCAL_STEPS,
@@ -70,7 +71,7 @@ _STACKED = {
     TRAIN: (
         {ARRAYS, MASK},
         {
-            *(KIND, STEP, TASK, VERSION, ROUND, COMPUTE_SCALE),
+            *(KIND, STEP, TASK, VERSION, ROUND, COMPUTE_SCALE, INVITATION),
             *(LR, BATCH_SIZE, LOCAL_EPOCHS, LOCAL_STEPS, PROXIMAL_MU),
         },
     ),

@@ -14,7 +14,7 @@ from flwr.serverapp import Grid
 
 from raceme import compat
 from raceme.compat import Run
-from raceme.protocol.messages import COMPUTE_SCALE, CONFIG, KIND, TRAIN, TRAIN_BEST, passes
+from raceme.protocol.messages import COMPUTE_SCALE, CONFIG, KIND, TRAIN, TRAINING, passes
 from raceme.simulation.device_model import DeviceModel, Workload
 from raceme.simulation.devices import Device
 from raceme.simulation.event_queue import EventQueue
@@ -468,7 +468,7 @@ def workload_of(message: Message, examples: int) -> Workload:
     return Workload(
         epochs=passes(config, examples),
         bytes_down=sum(sizes),
-        bytes_up=sizes[0] if sizes and config.get(KIND, TRAIN) in (TRAIN, TRAIN_BEST) else 0,
+        bytes_up=sizes[0] if sizes and config.get(KIND, TRAIN) in TRAINING else 0,
         scale=float(config.get(COMPUTE_SCALE, 1.0)),  # type: ignore[arg-type]
     )
 

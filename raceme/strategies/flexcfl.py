@@ -18,7 +18,6 @@ own): a client is placed anew when its latest update is nearer to the direction 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from logging import getLogger
@@ -32,6 +31,7 @@ from raceme.clustering.model import Model
 from raceme.config.errors import UserError
 from raceme.config.options import option
 from raceme.protocol.messages import ARRAYS, LABEL_COUNTS, LOCAL_EPOCHS, LOCAL_STEPS, Vector
+from raceme.server.asking import Asking
 from raceme.server.dispatch import Dispatch, InRounds, Moment, RoundsParameters
 from raceme.server.fleet import Client
 from raceme.server.method import Applied, Method, Variant, average_by_cluster
@@ -41,8 +41,6 @@ from raceme.server.work import Task, Work
 
 log = getLogger("raceme")
 
-_ASKING_SECONDS = 60.0
-"""How long a round waits for label counts: real devices may be slow to answer, or gone."""
 _W0 = 0
 """The cluster whose model is w0, until there are groups."""
 
@@ -98,19 +96,13 @@ class FlexCFLState:
         What places clients.
     picked : dict[str, bool]
         Clients that train in this round; others take part only to be placed.
-    asked : dict[str, bool]
-        Clients whose label counts are awaited.
-    asked_in : int
-        Number of the last round before which label counts were asked for.
-    asked_until : float
-        Until when they are waited for.
+    asking : Asking
+        Whose label counts are awaited before the next round.
     """
 
     start: ColdStart
     picked: dict[str, bool] = field(default_factory=dict)
-    asked: dict[str, bool] = field(default_factory=dict)
-    asked_in: int = -1
-    asked_until: float = 0.0
+    asking: Asking = field(default_factory=Asking)
 
 
 class FlexCFL(Method):
@@ -159,17 +151,13 @@ class FlexCFL(Method):
 
     def next_work(self, moment: Moment) -> Iterable[Work]:
         """Ask for label counts before each round; then let its participants work."""
-        state, rounds = self.state, self.dispatch.state
-        begins = not rounds.running and not moment.greeting
-        if self.parameters.detect == "label-counts" and begins:
-            if state.asked_in < rounds.number:
-                state.asked_in = rounds.number
+        start, asking, rounds = self.state.start, self.state.asking, self.dispatch
+        if self.parameters.detect == "label-counts":
+            if asking.is_due(rounds, moment):
                 ready = [client.client_id for client in moment.idle.ready(moment.now)]
-                ready = [client for client in ready if state.start.answers(client)]
-                state.asked = dict.fromkeys(ready, True)
-                state.asked_until = moment.now + _ASKING_SECONDS
-                return [Work(client, LABEL_COUNTS, models=()) for client in ready]
-            if state.asked:
+                asked = asking.ask(filter(start.answers, ready), rounds, moment.now)
+                return [Work(client, LABEL_COUNTS, models=()) for client in asked]
+            if asking.is_waiting(rounds):
                 return []
         return super().next_work(moment)
 
@@ -188,20 +176,20 @@ class FlexCFL(Method):
     def on_close(self, task: Task) -> None:
         """Wait no more for label counts that have come, or never will."""
         if task.kind == LABEL_COUNTS:
-            self.state.asked.pop(task.client, None)
+            self.state.asking.close(task.client)
 
     def remove_client(self, client: str) -> None:
         """Note that a client went offline; its label counts are not waited for."""
         super().remove_client(client)
-        self.state.asked.pop(client, None)
+        self.state.asking.close(client)
 
     def wake_at(self) -> float:
         """Return until when label counts are waited for."""
-        return self.state.asked_until if self.state.asked else math.inf
+        return self.state.asking.wake_at()
 
     def on_wake(self) -> None:
         """Begin the round without the label counts that have not come."""
-        self.state.asked = {}
+        self.state.asking.give_up()
 
     def _participants(self, online: Sequence[Client], rng: np.random.Generator) -> Sequence[Client]:
         """Pick α m clients before there are groups, then K, and with them all that have changed."""

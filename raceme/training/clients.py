@@ -129,7 +129,7 @@ def load(run_items: _Items, node_items: _Items, step: int) -> Client:
     config = config.with_values(clients=int(node.get("num-partitions", config.num_clients)))
     position = _position(config, node)
     data, shape = datasets.client_data(config, position, step), datasets.data_shape(config)
-    network = _network(str(config.model), shape)
+    network = network_of(config)
     return Client(
         id=str(node.get("device-id", f"client-{position}")),
         config=config,
@@ -162,8 +162,15 @@ def _position(config: RunConfig, node: Mapping[str, Value]) -> int:
     )
 
 
+def network_of(config: RunConfig) -> Network:
+    """Return this process's network of a resolved configuration.
+
+    Its weights are overwritten by every model that it serves.
+    """
+    return _network(str(config.model), datasets.data_shape(config))
+
+
 @lru_cache(maxsize=8)
 def _network(name: str, shape: datasets.DataShape) -> Network:
-    """Build a network; its weights are overwritten by every message that it serves."""
     module = models.build(name, shape.input_shape, shape.num_classes, tokens=shape.tokens)
     return Network(module)

@@ -8,14 +8,17 @@ kinds, and those of functions added to these, are in :mod:`raceme.client_app`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 from flwr.app import ArrayRecord
+from numpy.typing import NDArray
 
 from raceme import training
 from raceme.protocol.messages import (
     ACCURACY,
+    ANCHOR,
     CHOSEN,
     GROUP,
     LABEL_COUNTS,
@@ -24,11 +27,18 @@ from raceme.protocol.messages import (
     MIXTURE,
     NUM_EXAMPLES,
     ON,
+    SHARES,
     STEP,
     TRAIN_LOSS,
+    ModelSpec,
+    from_array,
 )
+from raceme.training.samples import Samples
 from raceme.training.scores import score_former, score_upload
 from raceme.training.work import Answer, ClientWork, Metric
+
+OWN_MODEL = "own-model"
+"""Record of a client's state: the model that it keeps from one task to the next."""
 
 
 def train(work: ClientWork) -> Answer:
@@ -53,6 +63,60 @@ def train_best(work: ClientWork) -> Answer:
     return train_model(work, models[chosen], {CHOSEN: chosen}, forward)
 
 
+def train_mixed(work: ClientWork) -> Answer:
+    """Train the mixture of several models that fits the training samples (FedSoft-Async).
+
+    A model's share is that of the samples on which it has the least loss, the first of equal ones;
+    at least one sample's, so that no share is 0. The answer states the shares.
+    """
+    models = work.models
+    best = np.argmin(_losses_of(work, models), axis=0)
+    counts = np.maximum(np.bincount(best, minlength=len(models)), 1)
+    shares = (counts / counts.sum()).astype(np.float64)
+    forward = len(models) * len(work.client.train)
+    returned = mixed(models, _stated(work, len(models))) if SHARES in work.arrays else None
+    answer = train_model(work, mixed(models, shares), forward=forward, returned=returned)
+    return replace(answer, numbers={SHARES: shares})
+
+
+def train_own(work: ClientWork) -> Answer:
+    """Train the client's own model, which it keeps, pulled towards the received one (FedSoft).
+
+    A client that has none yet starts from the received one.
+    """
+    received = work.model
+    own = work.state.array_records.get(OWN_MODEL, received)
+    anchored = {**work.arrays, ANCHOR: received}
+    answer = train_model(work, own, arrays=anchored)
+    assert answer.model is not None, "training answers with a model"
+    work.state[OWN_MODEL] = answer.model
+    return answer
+
+
+def mixed(models: Sequence[ArrayRecord], shares: NDArray[np.float64]) -> ArrayRecord:
+    """Return Σ_k share_k w_k of models, array by array; what only counts is the first's."""
+    spec = ModelSpec.of(models[0])
+    vectors = np.stack([spec.unpack(model) for model in models])
+    mean = np.tensordot(shares, vectors, axes=1).astype(np.float32)
+    spec.copy_counters(vectors[0], mean)
+    return spec.pack(mean)
+
+
+def _stated(work: ClientWork, count: int) -> NDArray[np.float64]:
+    """Return the shares that the client has stated with its last upload, as the server has them.
+
+    Raises
+    ------
+    ValueError
+        They are not of so many models.
+    """
+    record = work.arrays[SHARES]
+    shares = from_array(record[SHARES]) if SHARES in record else np.empty(0)
+    if shares.shape != (count,):
+        raise ValueError(f"{SHARES} must have shape ({count},), got {shares.shape}.")
+    return np.asarray(shares, np.float64)
+
+
 def evaluate(work: ClientWork) -> Answer:
     """Test the received model on the client's test samples."""
     work.receive(work.model)
@@ -72,11 +136,7 @@ def losses(work: ClientWork) -> Answer:
     if wanted not in ("train", "test"):
         raise ValueError(f"losses are measured on 'train' or 'test' samples, not on {wanted!r}.")
     samples = client.train if wanted == "train" else client.test
-    models = work.models
-    measured = np.empty((len(models), len(samples)), np.float32)
-    for row, model in zip(measured, models, strict=True):
-        work.receive(model)
-        row[...] = training.losses(client.network, samples)
+    measured = _losses_of(work, work.models, samples)
     return Answer({NUM_EXAMPLES: len(samples)}, numbers={LOSSES: measured})
 
 
@@ -118,6 +178,8 @@ def train_model(
     received: ArrayRecord,
     told: Mapping[str, int] | None = None,
     forward: int = 0,
+    arrays: Mapping[str, ArrayRecord] | None = None,
+    returned: ArrayRecord | None = None,
 ) -> Answer:
     """Train a model on the client's training samples, and test it if that is asked for.
 
@@ -131,11 +193,29 @@ def train_model(
         What else the answer states.
     forward : int
         Samples that were passed forward through a network to come to this model, for each network.
+    arrays : Mapping[str, ArrayRecord], optional
+        What terms of the objective are given; by default what came with the message.
+    returned : ArrayRecord, optional
+        What the client was sent in return for its last upload, if it is not the model to start
+        from: it is tested on the data of that upload.
     """
     client, network = work.client, work.client.network
     settings, rng = work.training_settings(), work.generator()
-    scores = score_former(work, received)
+    scores = score_former(work, received if returned is None else returned)
     spec = work.receive(received)
-    loss = training.train(network, client.train, settings, rng, work.arrays)
+    terms = work.arrays if arrays is None else arrays
+    loss = training.train(network, client.train, settings, rng, terms)
     scores |= score_upload(work, forward)
     return training_answer(work, work.give(spec, received), {TRAIN_LOSS: loss, **scores}, told)
+
+
+def _losses_of(
+    work: ClientWork, models: Sequence[ArrayRecord], samples: Samples | None = None
+) -> NDArray[np.float32]:
+    """Return the loss of each sample, by default for training, under each model."""
+    samples = work.client.train if samples is None else samples
+    measured = np.empty((len(models), len(samples)), np.float32)
+    for row, model in zip(measured, models, strict=True):
+        work.receive(model)
+        row[...] = training.losses(work.client.network, samples)
+    return measured

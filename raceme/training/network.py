@@ -140,6 +140,35 @@ class Network:
             mask[where] = torch.from_numpy(values.reshape(-1) != 0)
         return mask
 
+    def read_weights(self, record: ArrayRecord) -> Tensor:
+        """Return the weights of a model without receiving it.
+
+        Parameters
+        ----------
+        record : ArrayRecord
+            A model; its statistics and counters are left aside.
+
+        Returns
+        -------
+        Tensor
+            Shape (d,), float32, in the order of :attr:`weights`.
+
+        Raises
+        ------
+        InvalidModelError
+            A parameter is missing, or has another shape.
+        """
+        weights = torch.empty_like(self.weights)
+        for name, where in self.slices.items():
+            values = from_array(record[name]) if name in record else np.empty(0)
+            if values.shape != self._state[name].shape:
+                raise InvalidModelError(
+                    f"The received model's '{name}' must have shape {self._state[name].shape}, got "
+                    f"{values.shape}."
+                )
+            weights[where] = torch.from_numpy(values.reshape(-1).astype(np.float32))
+        return weights
+
     def write(self, spec: ModelSpec) -> ArrayRecord:
         """Return the model as it is now, in the order and types of the one that was read."""
         return array_record(

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from flwr.app import ArrayRecord
 from torch import Tensor
 
-from raceme.protocol.messages import MASK
+from raceme.protocol.messages import ANCHOR, MASK
 from raceme.training.network import Network
 from raceme.training.settings import TrainingSettings
 
@@ -41,10 +41,13 @@ def weight_decay(
 def proximal(
     network: Network, settings: TrainingSettings, arrays: Mapping[str, ArrayRecord]
 ) -> Term | None:
-    """Return FedProx's term (Li et al. 2020): the gradient μ (w - w₀) of μ/2 ‖w - w₀‖²."""
+    """Return FedProx's term (Li et al. 2020): the gradient μ (w - w₀) of μ/2 ‖w - w₀‖².
+
+    w₀ is where training starts, or the anchor that came with the model.
+    """
     if not settings.proximal_mu:
         return None
-    start = network.weights.clone()
+    start = network.read_weights(arrays[ANCHOR]) if ANCHOR in arrays else network.weights.clone()
 
     def pull(weights: Tensor, gradient: Tensor) -> None:
         gradient.add_(weights - start, alpha=settings.proximal_mu)

@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
-import numpy as np
 import pytest
-from policies import Bench, run, updates_of
+from policies import Bench, run
 
 from raceme.protocol import events
-from raceme.server.dispatch import (
-    Dispatch,
-    EveryIdle,
-    InRounds,
-    OnRequest,
-)
-from raceme.server.fleet import Client
+from raceme.server.dispatch import EveryIdle, InRounds
 from raceme.server.method import Applied
 from raceme.server.replies import InvalidReplyError, Update
+from raceme.server.requests import OnRequest
 from raceme.simulation import Device
 from raceme.strategies import FedAsync
 
@@ -214,45 +207,11 @@ def test_a_share_of_the_clients_takes_part() -> None:
     assert first == sorted(first)
 
 
-# On request.
-
-
 def test_who_works_in_no_rounds_counts_none() -> None:
-    assert EveryIdle().rounds is OnRequest(every(1.0)).rounds is None
-
-
-def every(seconds: float) -> Callable[[Client, float, np.random.Generator], float]:
-    return lambda client, now, rng: now + seconds * (1 + int(client.client_id[1:]))
-
-
-def test_a_client_is_given_work_when_it_asks() -> None:
-    bench = Bench(OnRequest(every(2.0)), 2)
-    assert bench.policy.wake_at() == math.inf
-    assert bench.work(0.0) == []
-    assert bench.policy.wake_at() == 2.0
-    assert bench.work(2.0) == ["c0"]
-    assert bench.policy.wake_at() == 4.0
-    assert bench.answer("c0", 3.0) == ["c0"]
-    assert bench.work(3.0) == []
-    # c1 asks at 4 s, c0 at 3 + 2 s.
-    assert bench.work(4.0) == ["c1"]
-    assert bench.policy.wake_at() == 5.0
-    bench.leave("c0", 4.5)
-    assert bench.policy.wake_at() == math.inf
+    assert EveryIdle().rounds is OnRequest().rounds is None
 
 
 # On a grid.
-
-
-class Asking(FedAsync):
-    """FedAsync with clients that ask for work."""
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-        super().__init__()
-
-    def policy(self) -> Dispatch:
-        return OnRequest(every(self._seconds))
 
 
 class Idling(FedAsync):
@@ -272,20 +231,3 @@ def test_what_a_method_reports_comes_after_the_update_that_gave_rise_to_it() -> 
         (kinds[0], 8.0),
         (kinds[1], 8.0),
     ]
-
-
-def test_requests_on_virtual_time() -> None:
-    # c0 asks 2 s, c1 4 s after it has got free, and works for 1 s.
-    seen = run(Asking(2.0), [Device()] * 2, updates=4)
-    assert updates_of(seen) == [
-        (2.0, "c0", 3.0),
-        (4.0, "c1", 5.0),
-        (5.0, "c0", 6.0),
-        (8.0, "c0", 9.0),
-    ]
-
-
-def test_a_request_that_must_wait_its_turn_does_not_stop_the_clock() -> None:
-    # Both ask at 2 s and 4 s, work takes 5 s, and only one may work at a time.
-    seen = run(Asking(2.0), [Device(seconds_per_round=5.0)] * 2, updates=2, concurrency=1)
-    assert updates_of(seen) == [(2.0, "c0", 7.0), (7.0, "c1", 12.0)]

@@ -1,0 +1,160 @@
+"""What a server has of each distribution: proxy sets, test sets, samples to pre-train with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raceme.config import RunConfig
+from raceme.config.errors import UserError
+from raceme.datasets.dealt import Dealt
+from raceme.datasets.npz import checked_inputs, checked_labels, explained
+from raceme.datasets.reserve import wanted
+from raceme.datasets.source import DataShape, Indices, generator
+
+_EXPECTED = (
+    "Expected: x, numbers of shape (samples, ...), and y, whole numbers from 0 of shape "
+    "(samples,); optionally x_test and y_test, and to pre-train with x_train and y_train"
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """Samples that a server has of one distribution.
+
+    Attributes
+    ----------
+    x : NDArray[np.float32]
+        Inputs, shape (n, ...).
+    y : NDArray[np.int64]
+        Labels, shape (n,).
+    """
+
+    x: NDArray[np.float32]
+    y: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class ServerData:
+    """Samples that a server has of each distribution, in order.
+
+    Attributes
+    ----------
+    proxies : tuple[Held, ...]
+        What clients' models are measured on. No client has any of them.
+    tests : tuple[Held, ...]
+        What the clusters' models are tested on, for reports; empty where there are none.
+    pretraining : tuple[Held, ...]
+        What their first models are trained on; empty where ``pretrain`` is 0.
+    """
+
+    proxies: tuple[Held, ...] = ()
+    tests: tuple[Held, ...] = ()
+    pretraining: tuple[Held, ...] = ()
+
+
+def from_clients(config: RunConfig, dealt: Dealt) -> ServerData:
+    """Take a server's samples from those of a simulation's clients.
+
+    Raises
+    ------
+    UserError
+        There are no groups, not samples enough, or a proxy set misses a class.
+    """
+    proxies, tests, pretraining = [], [], []
+    if wanted(config.proxy) is not None:
+        remaining = dealt.pools(lambda client: dealt.indices(client)[1])
+        for group, own in dealt.reserve.items():
+            proxies.append(_seen(dealt, own, group, "proxy"))
+            tests.append(_seen(dealt, remaining[group], group, "test"))
+            _check_classes(proxies[-1].y, tests[-1].y, group, config.proxy)
+    if config.pretrain:
+        rng = generator(config.seed, "pretrain")
+        for group, pool in dealt.pools(lambda client: dealt.indices(client)[0]).items():
+            if config.pretrain > len(pool):
+                raise UserError(
+                    f"pretrain {config.pretrain} is more than the {len(pool)} training samples of "
+                    f"distribution {group}."
+                )
+            own = np.sort(rng.choice(pool, config.pretrain, replace=False))
+            pretraining.append(_seen(dealt, own, group, "pretrain"))
+    return ServerData(tuple(proxies), tuple(tests), tuple(pretraining))
+
+
+def _seen(dealt: Dealt, own: Indices, group: int, part: str) -> Held:
+    """Return samples as the clients of a group see them."""
+    # Where a group adds noise it is nobody's of the clients'.
+    nobody = dealt.clients + group
+    return Held(dealt.inputs(own, group, nobody, part), dealt.dataset.y[own])
+
+
+def _check_classes(
+    has: NDArray[np.int64], expected: NDArray[np.int64], group: int, text: str
+) -> None:
+    missing = np.setdiff1d(expected, has)
+    if len(missing):
+        raise UserError(
+            f"The proxy set of distribution {group} misses class {missing[0]}, which its test "
+            f"samples have: with proxy '{text}' it holds {len(has)} samples. Take more."
+        )
+
+
+def from_folder(config: RunConfig, shape: DataShape) -> ServerData:
+    """Read a server's samples from a folder: an .npz file for each cluster, in order of name.
+
+    Raises
+    ------
+    UserError
+        There are none, or one is not what it should be.
+    """
+    folder = Path(config.proxy)
+    paths = sorted(folder.glob("*.npz"))
+    if not paths:
+        raise UserError(f"proxy {folder} must be a folder with an .npz file for each cluster.")
+    files = [_read(path, shape) for path in paths]
+    for path, file in zip(paths, files, strict=True):
+        missing = np.setdiff1d(np.arange(shape.num_classes), file["proxy"].y)
+        if len(missing):
+            raise UserError(
+                f"{path}: y misses class {missing[0]}: what a model gets wrong of it would not be "
+                "seen. Add samples of each class."
+            )
+        if config.pretrain and "train" not in file:
+            raise UserError(f"{path} lacks x_train and y_train, which pretrain needs. {_EXPECTED}.")
+    has_tests = all("test" in file for file in files)
+    return ServerData(
+        tuple(file["proxy"] for file in files),
+        tuple(file["test"] for file in files) if has_tests else (),
+        tuple(_first(file["train"], config) for file in files) if config.pretrain else (),
+    )
+
+
+def _read(path: Path, shape: DataShape) -> dict[str, Held]:
+    """Read and check one file: proxies, and tests and training samples if it has some."""
+    with explained(path, _EXPECTED), np.load(path, allow_pickle=False) as archive:
+        arrays = {name: archive[name] for name in archive.files}
+    parts = {"proxy": "", "test": "_test", "train": "_train"}
+    found: dict[str, Held] = {}
+    for part, suffix in parts.items():
+        names = f"x{suffix}", f"y{suffix}"
+        if not all(name in arrays for name in names):
+            if part == "proxy" or any(name in arrays for name in names):
+                raise UserError(f"{path} lacks {' or '.join(names)}. {_EXPECTED}.")
+            continue
+        x = checked_inputs(path, names[0], arrays[names[0]])
+        y = checked_labels(path, names[1], arrays[names[1]], len(x))
+        if x.shape[1:] != shape.input_shape or y.max() >= shape.num_classes:
+            raise UserError(
+                f"{path}: {names[0]} must hold samples of shape {shape.input_shape} with labels "
+                f"below {shape.num_classes}, as the clients' are; got {x.shape[1:]} and labels up "
+                f"to {y.max()}."
+            )
+        found[part] = Held(x, y)
+    return found
+
+
+def _first(samples: Held, config: RunConfig) -> Held:
+    return Held(samples.x[: config.pretrain], samples.y[: config.pretrain])
