@@ -94,7 +94,9 @@ class Dealt:
             ``"train"`` or ``"test"``: their noise must differ.
         """
         inputs = self.dataset.inputs(samples)
-        return skew(inputs, self.config, group, client, part) if self.skewed else inputs
+        if not self.skewed:
+            return inputs
+        return skew(inputs, self.config, group, client, part, self.dataset.blank)
 
     def data(self, client: int) -> ClientData:
         """Return the samples that were dealt out to a client."""

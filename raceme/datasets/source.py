@@ -79,6 +79,11 @@ class Dataset:
         """What a model has to fit."""
         return DataShape(tuple(self.x.shape[1:]), self.num_classes, self.tokens)
 
+    @property
+    def blank(self) -> NDArray[np.float32]:
+        """What an input of zeros, an empty image, becomes: of a shape that fits one input."""
+        return np.asarray(-np.asarray(self.mean) / np.asarray(self.std), np.float32)
+
     def inputs(self, indices: Indices) -> NDArray[np.float32]:
         """Return the inputs of some samples, normalised. Copies."""
         values = self.x[indices].astype(np.float32, copy=False)

@@ -394,6 +394,30 @@ def test_of_groups_that_see_things_differently_a_mixture_holds_all_views() -> No
     assert any(rotated(x[None], 180.0).tobytes() in own for x in others)
 
 
+def test_a_mixture_of_images_turned_by_angles_that_are_no_right_ones() -> None:
+    config = config_of(
+        "mixture",
+        clients=6,
+        groups=3,
+        partition="rotation-groups",
+        mixture_size_low=40,
+        mixture_size_high=60,
+    )
+    images = datasets.load(config)
+    whole = images.inputs(np.arange(len(images.y)))
+    views = [
+        {x.tobytes() for x in rotated(whole, degrees, images.blank)} for degrees in (0, 120, 240)
+    ]
+    data = [datasets.client_data(config, client) for client in range(6)]
+    # Clients begin equally divided over the groups, in order; the main one has 40 to 90 %.
+    for client, drawn in enumerate(data):
+        assert drawn.mixture is not None
+        seen = [sum(x.tobytes() in view for x in drawn.x_train) for view in views]
+        assert 40 <= len(drawn.x_train) == len(drawn.x_test) <= 60
+        np.testing.assert_allclose(np.array(seen) / len(drawn.x_train), drawn.mixture, atol=0.03)
+        assert 0.39 <= drawn.mixture[client // 2] <= 0.91
+
+
 def test_options_of_a_mixture() -> None:
     redrawn = config_of("mixture", mixture_main="redrawn")
     mains = {datasets.client_data(redrawn, 0, step).group for step in range(30)}
