@@ -100,8 +100,29 @@ class Dealt:
 
     def data(self, client: int) -> ClientData:
         """Return the samples that were dealt out to a client."""
+        return self._data(client, *self.indices(client))
+
+    def data_where(self, client: int, wanted: NDArray[np.bool_]) -> ClientData:
+        """Return those of a client's samples that are wanted, at least two.
+
+        A lone part, for training or for testing, lends the other one a sample.
+
+        Parameters
+        ----------
+        client : int
+            The client.
+        wanted : NDArray[np.bool_]
+            Whether each sample of the dataset is wanted, shape (N,).
+        """
+        train, test = (own[wanted[own]] for own in self.indices(client))
+        if len(test) == 0:
+            train, test = train[:-1], train[-1:]
+        elif len(train) == 0:
+            train, test = test[:-1], test[-1:]
+        return self._data(client, train, test)
+
+    def _data(self, client: int, train: Indices, test: Indices) -> ClientData:
         group = self.group(client)
-        train, test = self.indices(client)
         return ClientData(
             self.inputs(train, group, client, "train"),
             self.dataset.y[train],

@@ -62,6 +62,9 @@ class Dataset:
     tokens : int
         Size of the vocabulary where `x` holds token ids, which :meth:`inputs` leaves as they are;
         0 where it holds quantities.
+    periods : Indices or None
+        Period of time of each sample, from 0, shape (N,), where the data tell it: what the drift
+        ``in-order`` follows.
     """
 
     x: NDArray[np.generic]
@@ -73,6 +76,7 @@ class Dataset:
     test_users: tuple[Indices, ...] | None = None
     groups: tuple[int | None, ...] | None = None
     tokens: int = 0
+    periods: Indices | None = None
 
     @property
     def shape(self) -> DataShape:
