@@ -143,6 +143,7 @@ DATASETS = Registry(
         "imu": "raceme.datasets.har:Imu",
         "text": "raceme.datasets.text:Text",
         "usps": "raceme.datasets.usps:Usps",
+        "gas-drift": "raceme.datasets.gas:GasDrift",
     },
     aliases={"har": "npz-folder"},
 )
@@ -171,6 +172,7 @@ DRIFTS = Registry(
         "noise": "raceme.datasets.drift.change:Noise",
         "mixture": "raceme.datasets.drift.mixture:Mixture",
         "tasks": "raceme.datasets.drift.tasks:Tasks",
+        "in-order": "raceme.datasets.drift.in_order:InOrder",
     },
 )
 """How data change during a run."""

@@ -155,12 +155,35 @@ class Dealt:
             ``"train"`` or ``"test"``: their noise must differ.
         """
         inputs = self.dataset.inputs(samples)
-        return skew(inputs, self.config, group, client, part) if self.skewed else inputs
+        if not self.skewed:
+            return inputs
+        return skew(inputs, self.config, group, client, part, self.dataset.blank)
 
     def data(self, client: int) -> ClientData:
         """Return the samples that were dealt out to a client."""
+        return self._data(client, *self.indices(client))
+
+    def data_where(self, client: int, wanted: NDArray[np.bool_]) -> ClientData:
+        """Return those of a client's samples that are wanted, at least two.
+
+        A lone part, for training or for testing, lends the other one a sample.
+
+        Parameters
+        ----------
+        client : int
+            The client.
+        wanted : NDArray[np.bool_]
+            Whether each sample of the dataset is wanted, shape (N,).
+        """
+        train, test = (own[wanted[own]] for own in self.indices(client))
+        if len(test) == 0:
+            train, test = train[:-1], train[-1:]
+        elif len(train) == 0:
+            train, test = test[:-1], test[-1:]
+        return self._data(client, train, test)
+
+    def _data(self, client: int, train: Indices, test: Indices) -> ClientData:
         group = self.group(client)
-        train, test = self.indices(client)
         return ClientData(
             self.inputs(train, group, client, "train"),
             self.dataset.y[train],

@@ -21,6 +21,8 @@ from raceme.datasets.source import Indices
 _FITTING_ROUNDS = 1000
 """Most rounds of fitting; thirty are usual, a small alpha takes more."""
 MIN_SAMPLES = 5
+_MOST_GROUPS = 10_000
+"""More equal groups than any fleet has clients are a slip of the keyboard."""
 LOG_NORMAL_SIGMA = 1.25
 """Deviation of the logarithm of log-normal sizes.
 
@@ -66,7 +68,10 @@ class ClassesOptions(SizeOptions):
 class GroupOptions(SizeOptions):
     """Which groups there are among the clients."""
 
-    groups: str = option("0.2,0.2,0.3,0.3", "share of the clients (and labels) of each group")
+    groups: str = option(
+        "0.2,0.2,0.3,0.3",
+        "share of the clients (and labels) of each group, or a number of equal groups",
+    )
 
 
 @dataclass(frozen=True)
@@ -170,24 +175,22 @@ def iid(labels: Indices, config: RunConfig, rng: np.random.Generator) -> Partiti
 
 
 def parse_groups(text: str) -> Shares:
-    """Read the key ``groups``: shares that are positive and sum to 1.
+    """Read the key ``groups``: shares that are positive and sum to 1, or a number of equal groups.
 
     Raises
     ------
     UserError
         They are not.
     """
+    expected = "groups must be positive shares that sum to 1 or a number, e.g. 0.2,0.2,0.3,0.3 or 4"
+    if text.strip().isdecimal() and 1 <= int(text) <= _MOST_GROUPS:
+        return np.full(int(text), 1.0 / int(text))
     try:
         shares = np.array([float(part) for part in text.split(",")])
     except ValueError:
-        raise UserError(
-            f"groups must be shares separated by commas, e.g. 0.2,0.2,0.3,0.3; got '{text}'."
-        ) from None
+        raise UserError(f"{expected}; got '{text}'.") from None
     if not (np.all(shares > 0) and abs(shares.sum() - 1.0) < 1e-6):
-        raise UserError(
-            f"groups must be positive shares that sum to 1, e.g. 0.2,0.2,0.3,0.3; got '{text}', "
-            f"which sums to {shares.sum():g}."
-        )
+        raise UserError(f"{expected}; got '{text}', which sums to {shares.sum():g}.")
     normalised: Shares = shares / shares.sum()
     return normalised
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,7 +54,14 @@ def is_skewed(config: RunConfig) -> bool:
     return config.partition in _SKEWS
 
 
-def skew(inputs: Inputs, config: RunConfig, group: int | None, client: int, part: str) -> Inputs:
+def skew(
+    inputs: Inputs,
+    config: RunConfig,
+    group: int | None,
+    client: int,
+    part: str,
+    blank: float | Inputs = 0.0,
+) -> Inputs:
     """Change a client's inputs in the way of its group, if the partition has such ways.
 
     Parameters
@@ -67,6 +76,8 @@ def skew(inputs: Inputs, config: RunConfig, group: int | None, client: int, part
         Its position, for its own noise.
     part : str
         ``"train"`` or ``"test"``: their noise must differ.
+    blank : float or Inputs
+        What an empty image is, normalised: of a shape that fits one input.
 
     Raises
     ------
@@ -77,23 +88,61 @@ def skew(inputs: Inputs, config: RunConfig, group: int | None, client: int, part
     if change is None or group is None:
         return inputs
     share = group / len(parse_groups(config.read(GroupOptions).groups))
-    return change(inputs, config, share, generator(config.seed, f"noise {part}", client))
+    rng = generator(config.seed, f"noise {part}", client)
+    return change(inputs, config, share, blank, rng)
 
 
-def rotated(inputs: Inputs, degrees: float) -> Inputs:
-    """Turn images, shape (n, channels, height, width), anticlockwise.
+def rotated(inputs: Inputs, degrees: float, blank: float | Inputs = 0.0) -> Inputs:
+    """Turn images, shape (n, channels, height, width), anticlockwise; their size stays.
 
-    Right angles are exact for square images; others are interpolated, and the corners that come
-    into view repeat the nearest pixel.
+    Right angles are exact for square images. Others are interpolated bilinearly, with blank pixels
+    all around the image, as torchvision's ``rotate`` does with its fill of 0.
+
+    Parameters
+    ----------
+    inputs : Inputs
+        Images, normalised or not.
+    degrees : float
+        The angle.
+    blank : float or Inputs
+        What comes into view at the corners; of a shape that fits one image, and the same all over
+        a channel.
     """
     quarters, rest = divmod(degrees, 90)
     if rest == 0 and (inputs.shape[2] == inputs.shape[3] or quarters % 2 == 0):
         return np.ascontiguousarray(np.rot90(inputs, int(quarters), axes=(2, 3)))
-    # Imported here because every process that trains would wait for it, and few need it.
-    from scipy.ndimage import rotate
+    turn = _turn_matrix(inputs.shape[2], inputs.shape[3], degrees)
+    # What is blank is 0 while it turns: what lies outside of the image then adds nothing.
+    pixels = (inputs - np.asarray(blank, np.float32)).reshape(-1, inputs.shape[2] * inputs.shape[3])
+    turned: Inputs = np.ascontiguousarray((turn @ pixels.T).T).reshape(inputs.shape)
+    return turned + np.asarray(blank, np.float32)
 
-    turned: Inputs = rotate(inputs, degrees, axes=(2, 3), reshape=False, order=1, mode="nearest")
-    return turned
+
+@lru_cache(maxsize=32)
+def _turn_matrix(height: int, width: int, degrees: float) -> Any:
+    """Return the sparse matrix that turns images of a size, shape (pixels, pixels).
+
+    Bilinear interpolation is linear in the pixels and the same for every image, so that one
+    product turns all of them: scipy's ``rotate`` takes 0.4 ms per image of 28x28 pixels.
+    """
+    # Imported here because every process that trains would wait for it, and few need it.
+    from scipy.sparse import csr_array
+
+    row, column = np.divmod(np.arange(height * width), width)
+    down, right = row - (height - 1) / 2, column - (width - 1) / 2
+    angle = np.deg2rad(degrees)
+    # Where each pixel of the turned image comes from: rows run downwards, hence the signs.
+    from_row = np.cos(angle) * down + np.sin(angle) * right + (height - 1) / 2
+    from_column = np.cos(angle) * right - np.sin(angle) * down + (width - 1) / 2
+    top, left = np.floor(from_row).astype(int), np.floor(from_column).astype(int)
+    parts = []
+    for below, beside in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        r, c = top + below, left + beside
+        weight = (1 - np.abs(from_row - r)) * (1 - np.abs(from_column - c))
+        inside = (r >= 0) & (r < height) & (c >= 0) & (c < width)
+        parts.append((weight[inside], np.flatnonzero(inside), (r * width + c)[inside]))
+    weights, to, origin = (np.concatenate(part) for part in zip(*parts, strict=True))
+    return csr_array((weights.astype(np.float32), (to, origin)), shape=(len(row), len(row)))
 
 
 def _in_groups(labels: Indices, config: RunConfig, rng: np.random.Generator) -> Partition:
@@ -109,16 +158,28 @@ def _in_groups(labels: Indices, config: RunConfig, rng: np.random.Generator) -> 
     return Partition(iid(labels, config, rng).indices, tuple(groups.tolist()))
 
 
-def _turn(inputs: Inputs, config: RunConfig, share: float, rng: np.random.Generator) -> Inputs:
+def _turn(
+    inputs: Inputs,
+    config: RunConfig,
+    share: float,
+    blank: float | Inputs,
+    rng: np.random.Generator,
+) -> Inputs:
     if inputs.ndim != 4:
         raise UserError(
             f"partition rotation-groups turns images, and {config.dataset} has inputs of shape "
             f"{inputs.shape[1:]}. Take noise-groups, or a dataset of images."
         )
-    return rotated(inputs, 360.0 * share)
+    return rotated(inputs, 360.0 * share, blank)
 
 
-def _add_noise(inputs: Inputs, config: RunConfig, share: float, rng: np.random.Generator) -> Inputs:
+def _add_noise(
+    inputs: Inputs,
+    config: RunConfig,
+    share: float,
+    blank: float | Inputs,
+    rng: np.random.Generator,
+) -> Inputs:
     options = config.read(NoiseOptions)
     groups = len(parse_groups(options.groups))
     # The last of K groups has share (K − 1)/K and gets all of noise-std; a lone group gets none.
@@ -127,7 +188,8 @@ def _add_noise(inputs: Inputs, config: RunConfig, share: float, rng: np.random.G
     return inputs + np.float32(level) * noise
 
 
-_SKEWS: dict[str, Callable[[Inputs, RunConfig, float, np.random.Generator], Inputs]] = {
+_Skew = Callable[[Inputs, RunConfig, float, float | Inputs, np.random.Generator], Inputs]
+_SKEWS: dict[str, _Skew] = {
     "rotation-groups": _turn,
     "noise-groups": _add_noise,
 }

@@ -62,6 +62,9 @@ class Dataset:
     tokens : int
         Size of the vocabulary where `x` holds token ids, which :meth:`inputs` leaves as they are;
         0 where it holds quantities.
+    periods : Indices or None
+        Period of time of each sample, from 0, shape (N,), where the data tell it: what the drift
+        ``in-order`` follows.
     """
 
     x: NDArray[np.generic]
@@ -73,11 +76,17 @@ class Dataset:
     test_users: tuple[Indices, ...] | None = None
     groups: tuple[int | None, ...] | None = None
     tokens: int = 0
+    periods: Indices | None = None
 
     @property
     def shape(self) -> DataShape:
         """What a model has to fit."""
         return DataShape(tuple(self.x.shape[1:]), self.num_classes, self.tokens)
+
+    @property
+    def blank(self) -> NDArray[np.float32]:
+        """What an input of zeros, an empty image, becomes: of a shape that fits one input."""
+        return np.asarray(-np.asarray(self.mean) / np.asarray(self.std), np.float32)
 
     def inputs(self, indices: Indices) -> NDArray[np.float32]:
         """Return the inputs of some samples, normalised. Copies."""

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from scipy.ndimage import rotate
 
 from raceme import datasets, models
 from raceme.config import RunConfig
@@ -278,6 +279,33 @@ def test_angles_between_the_right_ones_turn_the_same_way() -> None:
     turned = rotated(image, 45)[0, 0]
     row, column = np.unravel_index(np.argmax(turned), turned.shape)
     assert row < 4 < column
+
+
+def test_other_angles_are_bilinear_and_bring_blank_corners_into_view() -> None:
+    rng = np.random.default_rng(0)
+    images = rng.normal(size=(3, 2, 9, 8)).astype(np.float32)
+    blank = np.array([[[-0.5]], [[2.0]]], np.float32)
+    for degrees in (60.0, 120.0, 300.0, -17.0):
+        wanted = [
+            rotate(images[:, channel], degrees, (1, 2), False, None, 1, "grid-constant", value)
+            for channel, value in enumerate(blank.ravel().tolist())
+        ]
+        turned = rotated(images, degrees, blank)
+        assert turned.dtype == np.float32
+        np.testing.assert_allclose(turned, np.stack(wanted, axis=1), atol=1e-5)
+    # A right angle moves every pixel as it is, whatever is blank.
+    np.testing.assert_array_equal(
+        rotated(images[..., :8, :], 90.0, blank), np.rot90(images[..., :8, :], axes=(2, 3))
+    )
+
+
+def test_what_comes_into_view_is_black_and_not_the_mean_colour(tmp_path: Path) -> None:
+    write_folder(tmp_path, each=8)
+    keys = {"partition": "rotation-groups", "groups": "3", "clients": 3}
+    turned = datasets.client_data(folder_config(tmp_path, **keys), 1)
+    # Less the mean 0.5 and over the deviation 0.25, a byte of 0 is -2.
+    np.testing.assert_allclose(turned.x_train[:, :, 0, 0], -2.0, atol=1e-6)
+    assert turned.group == 1
 
 
 def test_noise_grows_from_group_to_group() -> None:

@@ -178,11 +178,33 @@ def test_largest_remainder_loses_nothing_and_keeps_within_one_of_the_share(
     assert (np.abs(dealt - shares * total) < 1 + 1e-6).all()
 
 
+def test_a_number_stands_for_so_many_equal_groups() -> None:
+    assert parse_groups("3").tolist() == [1 / 3] * 3
+    assert parse_groups("1").tolist() == [1.0]
+    partition = deal("rotation-groups", clients=60, groups="6")
+    assert np.bincount(np.array(partition.groups, int)).tolist() == [10] * 6
+    assert fitting_groups("4", 2).count(",") == 1
+
+
 @pytest.mark.parametrize(
-    "text", ["", "a,b", "0.5,0.6", "0.5,0.4", "1.5,-0.5", "0,1", "nan,1", "0.2;0.8"]
+    "text",
+    [
+        "",
+        "0",
+        "-2",
+        "2.5",
+        "100000",
+        "a,b",
+        "0.5,0.6",
+        "0.5,0.4",
+        "1.5,-0.5",
+        "0,1",
+        "nan,1",
+        "0.2;0.8",
+    ],
 )
 def test_shares_that_are_no_shares_are_refused(text: str) -> None:
-    with pytest.raises(UserError, match=r"groups must be .*0\.2,0\.2,0\.3,0\.3; got"):
+    with pytest.raises(UserError, match=r"groups must be .*0\.2,0\.2,0\.3,0\.3 or 4; got"):
         parse_groups(text)
 
 

@@ -80,9 +80,11 @@ class Rotate(SomeClients):
 
     def changed(self, data: ClientData, client: int, step: int) -> ClientData:
         """Return the images turned."""
-        degrees = step * self.options.rotate_degrees % 360.0
+        degrees, blank = step * self.options.rotate_degrees % 360.0, self.dealt.dataset.blank
         return replace(
-            data, x_train=rotated(data.x_train, degrees), x_test=rotated(data.x_test, degrees)
+            data,
+            x_train=rotated(data.x_train, degrees, blank),
+            x_test=rotated(data.x_test, degrees, blank),
         )
 
 

@@ -65,26 +65,7 @@ class Tasks(Drift):
         if self.options.tasks_order == "own":
             position = int(self.rng("order of tasks", client).permutation(count)[position])
         tasks = np.array_split(self._labels(client), count)
-        train, test = self._samples(client, tasks[position])
-        group = self.dealt.group(client)
-        return ClientData(
-            self.dealt.inputs(train, group, client, "train"),
-            self.dealt.dataset.y[train],
-            self.dealt.inputs(test, group, client, "test"),
-            self.dealt.dataset.y[test],
-            group,
-        )
-
-    def _samples(self, client: int, labels: Indices) -> tuple[Indices, Indices]:
-        """Return the training and test samples of a task; a lone part lends the other a sample."""
-        train, test = (
-            own[np.isin(self.dealt.dataset.y[own], labels)] for own in self.dealt.indices(client)
-        )
-        if len(test) == 0:
-            train, test = train[:-1], train[-1:]
-        elif len(train) == 0:
-            train, test = test[:-1], test[-1:]
-        return train, test
+        return self.dealt.data_where(client, np.isin(self.dealt.dataset.y, tasks[position]))
 
     def _labels(self, client: int) -> Indices:
         """Return the labels of which a client has samples enough, in the order common to all."""
