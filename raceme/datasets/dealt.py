@@ -86,7 +86,7 @@ class Dealt:
             return {}
         pools = self.pools(lambda client: self._divided(client)[1], spares_first=True)
         rng = generator(self.config.seed, "proxy")
-        return reserved(pools, text, rng, alike=self.skewed)
+        return reserved(pools, self.dataset.y, text, rng, alike=self.skewed)
 
     def pools(self, of: Callable[[int], Indices], spares_first: bool = False) -> dict[int, Indices]:
         """Return the samples of each distribution: those of its group's clients.

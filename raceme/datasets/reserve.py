@@ -36,14 +36,20 @@ def wanted(text: str) -> float | None:
 
 
 def reserved(
-    pools: Mapping[int, Indices], text: str, rng: np.random.Generator, alike: bool
+    pools: Mapping[int, Indices],
+    labels: Indices,
+    text: str,
+    rng: np.random.Generator,
+    alike: bool,
 ) -> dict[int, Indices]:
-    """Draw the server's samples of each distribution.
+    """Draw the server's samples of each distribution: one of each class, the rest at random.
 
     Parameters
     ----------
     pools : Mapping[int, Indices]
         Test samples that can be spared, by distribution.
+    labels : Indices
+        Label of every sample of the dataset.
     text : str
         The key ``proxy``: how many, or which share of them.
     rng : np.random.Generator
@@ -75,5 +81,8 @@ def reserved(
                 f"proxy '{text}' asks for {count} test samples of distribution {group}, and "
                 f"{max(0, len(pool) - 1)} can be spared: take fewer, or a larger test-fraction."
             )
-        drawn[group] = np.sort(rng.choice(pool, count, replace=False))
+        order = rng.permutation(pool)
+        _, firsts = np.unique(labels[order], return_index=True)
+        order = np.concatenate([order[firsts], np.delete(order, firsts)])
+        drawn[group] = np.sort(order[:count])
     return drawn

@@ -14,7 +14,7 @@ class ClusterTests(Protocol):
     """Test sets that the server has, one for each distribution."""
 
     @property
-    def sets(self) -> int:
+    def tests(self) -> int:
         """How many there are."""
         ...
 
@@ -54,6 +54,6 @@ def score_clusters(
     accuracies = {
         cluster: float(tests.accuracy(model.vector, cluster))
         for cluster, model in sorted(models.items())
-        if cluster < tests.sets
+        if cluster < tests.tests
     }
     return ClustersScored(time, updates, accuracies) if accuracies else None

@@ -102,6 +102,8 @@ class Questions(ABC):
     state_type: ClassVar[type[Any]] = NoState
     keeps_bases: ClassVar[bool] = False
     """Whether the models that clients train from are kept until they are back; see `delta`."""
+    by_distribution: ClassVar[bool] = False
+    """Whether cluster k is of the k-th distribution, whose samples the server may have."""
     exchanges: ClassVar[bool] = True
     """Whether models really travel; without it no traffic is reported."""
 

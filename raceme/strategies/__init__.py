@@ -10,6 +10,7 @@ from raceme.server.plan import Plan
 from raceme.strategies.casa import CASA, CASAParameters
 from raceme.strategies.casa_ablations import CASAC, CASAD
 from raceme.strategies.casa_plus import CASAPlus, CASAPlusParameters
+from raceme.strategies.cdfl import CDFL, CDFLParameters
 from raceme.strategies.cfl import CFL, CFLAsync, CFLAsyncParameters, CFLParameters
 from raceme.strategies.csafl import (
     CSAFL,
@@ -23,6 +24,8 @@ from raceme.strategies.csafl import (
 )
 from raceme.strategies.fedasync import FedAsync, FedAsyncParameters
 from raceme.strategies.fedbuff import FedBuff, FedBuffParameters
+from raceme.strategies.fedsoft import FedSoft, FedSoftParameters
+from raceme.strategies.fedsoft_async import FedSoftAsync, FedSoftAsyncParameters
 from raceme.strategies.fesem import FeSEM, FeSEMParameters
 from raceme.strategies.flexcfl import FedGroup, FedGroupParameters, FlexCFL, FlexCFLParameters
 from raceme.strategies.flexcfl_async import FlexCFLAsync, FlexCFLAsyncParameters
@@ -41,6 +44,7 @@ __all__ = [
     "CASA",
     "CASAC",
     "CASAD",
+    "CDFL",
     "CFL",
     "CSAFL",
     "ICFL",
@@ -49,6 +53,7 @@ __all__ = [
     "CASAParameters",
     "CASAPlus",
     "CASAPlusParameters",
+    "CDFLParameters",
     "CFLAsync",
     "CFLAsyncParameters",
     "CFLParameters",
@@ -65,6 +70,10 @@ __all__ = [
     "FedGroupParameters",
     "FedProx",
     "FedProxParameters",
+    "FedSoft",
+    "FedSoftAsync",
+    "FedSoftAsyncParameters",
+    "FedSoftParameters",
     "FlexCFL",
     "FlexCFLAsync",
     "FlexCFLAsyncParameters",

@@ -50,10 +50,10 @@ class ModelProbe:
         """How many test sets there are."""
         return len(self._tests)
 
-    def accuracy(self, vector: Vector, test: int) -> float:
+    def accuracy(self, vector: Vector, k: int) -> float:
         """Return the share of a test set's samples that a model classifies correctly."""
         self._network.read(self._spec.pack(vector))
-        return evaluate(self._network, self._tests[test])[0]
+        return evaluate(self._network, self._tests[k])[0]
 
     def __call__(self, vectors: Sequence[Vector], proxy: int = 0) -> NDArray[np.float32]:
         """Return the loss of each sample of a proxy set under each model.

@@ -20,11 +20,13 @@ from raceme.protocol import events
 from raceme.simulation import Device, VirtualGrid
 from raceme.strategies import (
     CASA,
+    CDFL,
     CFL,
     CSAFL,
     ICFL,
     IFCA,
     CASAPlus,
+    CDFLParameters,
     CFLAsync,
     CSAFLParameters,
     FedAvg,
@@ -44,6 +46,7 @@ UPDATED = ("semi-asynchronous", "synchronous")
 METHODS = [
     *(FedAvg, FedProx, CFL, FeSEM, ICFL, IFCA, FedGroup),
     *(CASA, CASAPlus, CFLAsync, ICFLAsync, SoftClusters, Budgeted),
+    partial(CDFL, CDFLParameters(k=3, request_seconds=2.0)),
     partial(FlexCFL, FlexCFLParameters(detect="direction")),
     partial(FlexCFLAsync, FlexCFLAsyncParameters(groups=3, detect="direction")),
     *(partial(CSAFL, CSAFLParameters(update=update, groups=3)) for update in UPDATED),

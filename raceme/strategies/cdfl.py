@@ -1,0 +1,342 @@
+"""CDFL: clients decide when to upload, and get one model back that fits their mixture of data.
+
+Li and Zhu, "Client-Driven Federated Learning" (CDFL). The server keeps K cluster models w_k, and a
+proxy set D_k of each cluster's distribution. A client's data are a mixture that changes; when it
+chooses, it uploads the model v that it has trained from u, the model that it last received, with
+the term ρ/2 ‖v − u‖². Each upload is one epoch t:
+
+1. An upload of a client that received its model more than τ0 epochs ago changes no cluster.
+2. DistributionEstimation: α, the client's mixture, from v's losses on the proxy sets and v's
+   likeness to the cluster models.
+3. UpdateRatioCompute: β_k = β0 β1 β2, from α and from how late the upload is.
+4. ``w_k ← (1 − β_k) w_k + β_k v``, and the client gets ``u = Σ α_k w_k``.
+
+What the paper leaves open is read so, as an option each where it is one number or word: e_k in β2
+is the epoch of the cluster's last update *before* this one (as printed it is this one's, and would
+be pointless); the branch of late uploads, which uses α without computing it, estimates it with the
+present models; bars are below every loss and on mean losses; a client starts, at any time, from the
+mean of the cluster models; without pre-trained models all clusters start from the same one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from raceme.clustering.clusters import Clusters, blended
+from raceme.clustering.mixtures import (
+    Shares,
+    above_bar,
+    cluster_shares,
+    estimated_shares,
+    lateness_share,
+)
+from raceme.clustering.model import Model, NonFiniteModelError
+from raceme.config.errors import UserError
+from raceme.config.options import option
+from raceme.protocol.messages import ARRAYS, PROXIMAL_MU, Vector
+from raceme.server.dispatch import Dispatch
+from raceme.server.fleet import Client
+from raceme.server.method import Applied, Method
+from raceme.server.replies import Answer, Update
+from raceme.server.requests import OnRequest, RequestParameters
+from raceme.server.work import Work
+
+_MIN = "min"
+LAST_UPDATES = ("before", "this")
+
+
+@dataclass(frozen=True)
+class SoftParameters(RequestParameters):
+    """What methods can be told whose uploads go into several clusters."""
+
+    rho: float = option(0.1, "ρ: strength of the pull towards the received model", low=0)
+    beta0: float = option(0.025, "β0: largest share of an update in a cluster", above=0, high=1)
+    a: float = option(10.0, "a: how fast the share of a late update falls", low=0)
+    b: float = option(5.0, "b: epochs from which on an update is late", low=0)
+    oldest: int | None = option(
+        None, "τ0: epochs after which an upload changes no cluster (auto: number of clients)", low=0
+    )
+    share_bar: float | None = option(
+        None, "β1's bar: the least α with which a cluster is updated (auto: 1/K)", low=0, high=1
+    )
+    last_update: str = option(
+        "before",
+        "e_k: epoch of a cluster's last update before this one, or of this one (as printed)",
+        among=LAST_UPDATES,
+    )
+
+
+@dataclass(frozen=True)
+class CDFLParameters(SoftParameters):
+    """Hyper-parameters of CDFL; the defaults are those of Fashion-MNIST with three clusters."""
+
+    k: int | None = option(None, "K: number of clusters (auto: of proxy sets)", low=1)
+    c1: float = option(0.5, "c1: weight of the losses on the proxy sets", low=0, high=1)
+    c2: float = option(0.25, "c2: weight of the likeness of losses", low=0, high=1)
+    sharpness: str = option("3", "A: sharpness of the softmax; several apply in turn: '10, 10'")
+    loss_bar: str = option("0.5", "bar of l, a mean loss; or min: the smallest of the K")
+    model_loss_bar: str = option("0", "bar of d1, the distance of losses; or min")
+    distance_bar: str = option("0", "bar of d2, the distance of models; or min")
+
+
+@dataclass
+class SoftState:
+    """What a method knows whose clients decide when to upload.
+
+    Attributes
+    ----------
+    renewed : dict[int, int]
+        e_k: epoch of each cluster's last update.
+    since : dict[str, int]
+        τ: epoch at which each client received the model that it trains from.
+    """
+
+    renewed: dict[int, int] = field(default_factory=dict)
+    since: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass
+class CDFLState(SoftState):
+    """What CDFL knows beside its clusters.
+
+    Attributes
+    ----------
+    received : dict[str, Vector]
+        u: the model that each client has received last. Shape (d,).
+    """
+
+    received: dict[str, Vector] = field(default_factory=dict)
+
+
+class CDFL(Method):
+    """Clients upload when they choose, and get back a model of their mixture of data (CDFL)."""
+
+    parameters_type = CDFLParameters
+    state_type = CDFLState
+    by_distribution = True
+    parameters: CDFLParameters
+    state: CDFLState
+    dispatch: OnRequest
+
+    def policy(self) -> Dispatch:
+        """Let each client decide when it uploads."""
+        return OnRequest(self.parameters)
+
+    def check(self, clients: int) -> None:
+        """Raise UserError if a bar, the sharpness or the weights cannot be."""
+        options = self.parameters
+        if options.c1 + options.c2 > 1:
+            raise UserError(
+                f"cdfl.c1 + cdfl.c2 is {options.c1 + options.c2:g} and must be 1 at most: what is "
+                "left to 1 is the weight of the distance of models."
+            )
+        sharpness_of(options.sharpness)
+        for name in ("loss_bar", "model_loss_bar", "distance_bar"):
+            bar_of(f"cdfl.{name.replace('_', '-')}", getattr(options, name))
+
+    def check_proxies(self, sets: int) -> None:
+        """Raise UserError if there is not a proxy set for each cluster."""
+        wanted = self.parameters.k
+        if not sets:
+            raise UserError(
+                "cdfl estimates clients' mixtures with samples on the server: give --proxy, how "
+                "many test samples of each group it keeps (in a simulation), or a folder with an "
+                ".npz file for each cluster."
+            )
+        if wanted is not None and wanted != sets:
+            raise UserError(
+                f"cdfl.k is {wanted}, and there are {sets} proxy sets: there must be one for each "
+                "cluster. Without cdfl.k there are as many clusters as sets."
+            )
+
+    def initialize(self, vector: Vector) -> None:
+        """Start each cluster from its pre-trained model, or all from the initial one."""
+        assert self.probe is not None, "check_proxies() has seen that there is one"
+        count = self.parameters.k or self.probe.sets
+        self.clusters = start_clusters(vector, count, self.starts)
+        self.state = CDFLState(renewed=dict.fromkeys(self.clusters.models, 0))
+
+    def restored(self) -> None:
+        """Forget the losses of the cluster models that were measured."""
+        self._losses: dict[int, tuple[int, float]] = {}
+
+    def add_client(self, client: Client) -> None:
+        """Give a client that is new the mean of the cluster models."""
+        name = client.client_id
+        super().add_client(client)
+        if name not in self.state.since:
+            alike = dict.fromkeys(self.models, 1.0 / len(self.models))
+            self.clusters.assign(name, alike)
+            self.state.received[name] = blended(self.models, alike)
+            self.state.since[name] = self.progress.updates
+
+    # What a client does when it chooses.
+
+    def work_for(self, client: str) -> Work:
+        """Let a client train the model that it has received, or look how well that still fits."""
+        received = self.spec.pack(self.state.received[client])
+        if self.dispatch.looks(client):
+            return self.dispatch.look_at(client, received)
+        settings = {PROXIMAL_MU: self.parameters.rho}
+        return Work(client, models=(), arrays={ARRAYS: received}, settings=settings)
+
+    def on_answer(self, answer: Answer) -> None:
+        """Note how well a client's model still fits its data."""
+        self.dispatch.heard(answer)
+
+    # What the server does with an upload.
+
+    def on_update(self, update: Update) -> Applied:
+        """Estimate the client's mixture, mix its model in, and make the one that it gets back."""
+        client, v = update.task.client, update.vector
+        alpha = self.estimate(v)
+        epoch = self.progress.updates + 1
+        applied = mix_in(self.clusters, self.state, self.parameters, v, alpha, client, epoch)
+        weights = {k: float(share) for k, share in zip(self.models, alpha, strict=True)}
+        self.clusters.move(client, weights)
+        self.state.received[client] = blended(self.models, weights)
+        return applied
+
+    def estimate(self, v: Vector) -> Shares:
+        """Return α: of which clusters' distributions a model's data were a mixture.
+
+        Raises
+        ------
+        NonFiniteModelError
+            A loss is not finite.
+        """
+        assert self.probe is not None, "check_proxies() has seen that there is one"
+        options, models = self.parameters, self.models
+        losses = np.array([self._loss(v, position) for position in range(len(models))])
+        own = np.array([self._own_loss(position, k) for position, k in enumerate(models)])
+        weights = self.compared(v).astype(np.float64)
+        distances = np.array(
+            [float(np.linalg.norm(weights - self.compared(m.vector))) for m in models.values()]
+        )
+        return estimated_shares(
+            above_bar(losses, bar_of("cdfl.loss-bar", options.loss_bar)),
+            above_bar(np.abs(own - losses), bar_of("cdfl.model-loss-bar", options.model_loss_bar)),
+            above_bar(distances, bar_of("cdfl.distance-bar", options.distance_bar)),
+            options.c1,
+            options.c2,
+            sharpness_of(options.sharpness),
+        )
+
+    def _loss(self, vector: Vector, proxy: int) -> float:
+        """Return F: the mean loss of a model on a proxy set."""
+        assert self.probe is not None, "check_proxies() has seen that there is one"
+        loss = float(np.mean(self.probe([vector], proxy), dtype=np.float64))
+        if not np.isfinite(loss):
+            raise NonFiniteModelError(f"its loss on proxy set {proxy} is {loss}")
+        return loss
+
+    def _own_loss(self, proxy: int, cluster: int) -> float:
+        """Return a cluster model's loss on its own proxy set, measured once per version."""
+        model = self.models[cluster]
+        version, loss = self._losses.get(cluster, (-1, 0.0))
+        if version != model.version:
+            loss = self._loss(model.vector, proxy)
+            self._losses[cluster] = model.version, loss
+        return loss
+
+
+def start_clusters(vector: Vector, count: int, starts: Sequence[Vector]) -> Clusters:
+    """Make K clusters: of the server's pre-trained models if it has some, else all alike."""
+    if starts and len(starts) != count:
+        raise UserError(
+            f"There are {len(starts)} pre-trained models for {count} clusters: pretrain makes one "
+            "for each group of the data."
+        )
+    return Clusters({k: Model((starts[k] if starts else vector).copy()) for k in range(count)})
+
+
+def mix_in(
+    clusters: Clusters,
+    state: SoftState,
+    options: SoftParameters,
+    v: Vector,
+    alpha: Shares,
+    client: str,
+    epoch: int,
+) -> Applied:
+    """Mix an upload into the clusters that it is of (UpdateRatioCompute), unless it is too late.
+
+    Parameters
+    ----------
+    clusters : Clusters
+        Whose models change.
+    state : SoftState
+        Notes which were updated, and that the client receives something new.
+    options : SoftParameters
+        β0, a, b, τ0 and the bar.
+    v : Vector
+        What the client has trained. Shape (d,).
+    alpha : Shares
+        α, in order of the clusters. Shape (K,).
+    client : str
+        Who.
+    epoch : int
+        t.
+
+    Returns
+    -------
+    Applied
+        The cluster with the largest share, uploads of others since the client received its model,
+        and the largest β_k.
+    """
+    received = state.since[client]
+    oldest = len(clusters.members) if options.oldest is None else options.oldest
+    largest = 0.0
+    if epoch - received <= oldest:
+        parts = cluster_shares(alpha, options.share_bar)
+        for (k, model), beta1 in zip(clusters.models.items(), parts, strict=True):
+            if beta1 == 0:
+                continue
+            last = state.renewed[k] if options.last_update == "before" else epoch
+            beta = options.beta0 * beta1 * lateness_share(last, received, options.a, options.b)
+            model.mix(v, beta)
+            state.renewed[k], largest = epoch, max(largest, beta)
+    state.since[client] = epoch
+    main = list(clusters.models)[int(np.argmax(alpha))]
+    return Applied(main, staleness=epoch - received - 1, weight=largest)
+
+
+def bar_of(name: str, text: str) -> float | None:
+    """Read a bar: a number, or None for the smallest value.
+
+    Raises
+    ------
+    UserError
+        It is neither.
+    """
+    if text.strip() == _MIN:
+        return None
+    try:
+        bar = float(text)
+    except ValueError:
+        bar = float("nan")
+    if not 0 <= bar < float("inf"):
+        raise UserError(f"{name} must be a number from 0 on, or min; got '{text}'.")
+    return bar
+
+
+def sharpness_of(text: str) -> tuple[float, ...]:
+    """Read A: numbers above 0, separated by commas.
+
+    Raises
+    ------
+    UserError
+        It is anything else.
+    """
+    try:
+        factors = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        factors = ()
+    if not factors or not all(0 < factor < float("inf") for factor in factors):
+        raise UserError(
+            f"cdfl.sharpness must be a number above 0, or several with commas; got '{text}'."
+        )
+    return factors

@@ -1,0 +1,103 @@
+"""What a server has of each distribution: nobody else has it, and what is wrong is said."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from raceme import datasets
+from raceme.config import RunConfig
+from raceme.config.errors import UserError
+
+
+def config(**keys: object) -> RunConfig:
+    base = RunConfig(dataset="digits", clients=8, partition="label-groups")
+    return base.with_values(**{"options": {"groups": "0.5,0.5"}, **keys})
+
+
+def rows(samples: np.ndarray) -> set[bytes]:
+    return {sample.tobytes() for sample in samples}
+
+
+@pytest.mark.parametrize("text", ["40", "0.5"])
+@pytest.mark.parametrize("partition", ["label-groups", "rotation-groups"])
+def test_no_client_has_what_the_server_has(text: str, partition: str) -> None:
+    run = config(proxy=text, pretrain=50, partition=partition)
+    held = datasets.server_data(run)
+    clients = datasets.all_clients(run)
+    assert len(held.proxies) == len(held.tests) == len(held.pretraining) == 2
+    for group, own in enumerate(held.proxies):
+        if text == "40":
+            assert len(own.x) == 40
+        members = [client for client in clients if client.group == group]
+        everything = [part for c in members for part in (c.x_train, c.x_test)]
+        assert not rows(own.x) & rows(np.concatenate(everything))
+        assert rows(held.tests[group].x) >= rows(np.concatenate([c.x_test for c in members]))
+        assert len(held.pretraining[group].x) == 50
+        assert all(len(client.x_test) for client in members)
+    if partition == "rotation-groups":
+        # The same images, the second group's turned by half a turn.
+        turned = np.rot90(held.proxies[0].x, 2, axes=(2, 3))
+        assert np.array_equal(turned, held.proxies[1].x)
+
+
+def test_draws_of_a_mixture_leave_them_out() -> None:
+    run = config(proxy="30", drift="mixture")
+    held = datasets.server_data(run)
+    kept = rows(np.concatenate([own.x for own in held.proxies]))
+    for client in range(8):
+        for step in (0, 3):
+            data = datasets.client_data(run, client, step)
+            assert not kept & rows(np.concatenate([data.x_train, data.x_test]))
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ({"proxy": "1.5"}, "proxy '1.5' must be a whole number"),
+        ({"proxy": "-3"}, "proxy '-3' must be"),
+        ({"proxy": "5000"}, "asks for 5000 test samples of distribution 0, and"),
+        ({"proxy": "3"}, "misses class"),
+        ({"proxy": "20", "partition": "iid", "options": {}}, "have no groups"),
+        ({"pretrain": 5000}, "pretrain 5000 is more than the"),
+    ],
+)
+def test_what_cannot_be_had(keys: dict, told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        datasets.server_data(config(**keys))
+
+
+def write(path: Path, classes: int = 10, **more: np.ndarray) -> None:
+    y = np.arange(30) % classes
+    np.savez(path, x=np.zeros((30, 1, 8, 8), np.float32), y=y, **more)
+
+
+def test_a_folder_with_a_file_for_each_cluster(tmp_path: Path) -> None:
+    extra = {"x_train": np.ones((9, 1, 8, 8), np.float32), "y_train": np.arange(9)}
+    for name in ("a", "b"):
+        write(tmp_path / f"{name}.npz", **extra)
+    held = datasets.server_data(config(proxy=str(tmp_path), pretrain=5))
+    assert [len(own.y) for own in held.proxies] == [30, 30]
+    assert held.tests == ()
+    assert [len(own.y) for own in held.pretraining] == [5, 5]
+
+
+def test_what_is_wrong_with_a_folder(tmp_path: Path) -> None:
+    run = config(proxy=str(tmp_path))
+    with pytest.raises(UserError, match=r"must be a folder with an \.npz file for each cluster"):
+        datasets.server_data(run)
+    write(tmp_path / "a.npz", classes=9)
+    with pytest.raises(UserError, match=r"a\.npz: y misses class 9"):
+        datasets.server_data(run)
+    write(tmp_path / "a.npz")
+    with pytest.raises(UserError, match="lacks x_train and y_train, which pretrain needs"):
+        datasets.server_data(config(proxy=str(tmp_path), pretrain=5))
+    np.savez(tmp_path / "a.npz", x=np.zeros((4, 3), np.float32), y=np.arange(4))
+    with pytest.raises(UserError, match=r"samples of shape \(1, 8, 8\)"):
+        datasets.server_data(run)
+    np.savez(tmp_path / "a.npz", x=np.zeros((4, 3), np.float32))
+    with pytest.raises(UserError, match="lacks x or y"):
+        datasets.server_data(run)
+    (tmp_path / "a.npz").write_bytes(b"no archive")
+    with pytest.raises(UserError, match="Cannot read"):
+        datasets.server_data(run)

@@ -1,0 +1,231 @@
+"""CDFL and FedSoft-Async: an upload by hand, late ones, newcomers, bad input, runs on a grid."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from clustered import plain
+from fleets import MODEL, grid_of, pulled_app
+from runs import of
+
+from raceme.clustering.model import NonFiniteModelError
+from raceme.config import RunConfig
+from raceme.config.errors import UserError
+from raceme.experiment import simulate
+from raceme.protocol import events
+from raceme.protocol.messages import Vector
+from raceme.records.store import read_events
+from raceme.server.fleet import Client
+from raceme.server.replies import InvalidReplyError, Update
+from raceme.server.work import Task
+from raceme.simulation import Device
+from raceme.strategies import CDFL, CDFLParameters, FedSoftAsync, Plan
+from raceme.strategies.fedsoft_async import stated_shares
+
+
+class Centres:
+    """Losses on proxy sets: the distance from each set's centre."""
+
+    def __init__(self, *centres: Sequence[float]) -> None:
+        self.centres = [np.array(centre, np.float32) for centre in centres]
+        self.sets = len(centres)
+
+    def __call__(self, vectors: Sequence[Vector], proxy: int = 0) -> np.ndarray:
+        far = [float(np.linalg.norm(vector - self.centres[proxy])) for vector in vectors]
+        return np.array([[d, d] for d in far], np.float32)
+
+
+def method(clients: int = 3, **options: object) -> CDFL:
+    """CDFL with two clusters that start at their centres, (0, 0) and (4, 0)."""
+    made = CDFL(CDFLParameters(**{"loss_bar": "0", **options}))  # type: ignore[arg-type]
+    made.probe = Centres([0, 0], [4, 0])
+    made.starts = [np.zeros(2, np.float32), np.array([4, 0], np.float32)]
+    made.initialize(np.zeros(2, np.float32))
+    made.restored()
+    for number in range(clients):
+        made.add_client(Client(f"c{number}", 10))
+    return made
+
+
+def upload(client: str, *weights: float, shares: Sequence[float] = ()) -> Update:
+    task = Task(0, client, 0, 0, 0, sent_at=0.0, bytes_down=0)
+    return Update(
+        task, np.array(weights, np.float32), 10, 0.0, numbers={"shares": np.array(shares)}
+    )
+
+
+def test_a_newcomer_has_the_mean_of_the_clusters_and_the_present_epoch() -> None:
+    cdfl = method()
+    assert cdfl.state.received["c0"].tolist() == [2.0, 0.0]
+    cdfl.progress.updates = 7
+    cdfl.add_client(Client("late", 10))
+    assert cdfl.state.since["late"] == 7
+    assert cdfl.clusters.of("late") == {0: 0.5, 1: 0.5}
+    # Who comes back has what it had.
+    cdfl.add_client(Client("c0", 10))
+    assert cdfl.state.since["c0"] == 0
+
+
+def test_an_upload_by_hand() -> None:
+    cdfl = method(c1=0.5, c2=0.25, sharpness="3")
+    # v = (1, 0): l = d1 = d2 = (1, 3), the others' shares (3/4, 1/4): 3 (3/4 − 1/4) = 1.5.
+    applied = cdfl.on_update(upload("c0", 1.0, 0.0))
+    alpha = 1 / (1 + np.exp(-1.5))
+    # β1 = (1, 0), β2 = 1, β0 = 0.025: cluster 0 moves from 0 to 0.025, cluster 1 stays.
+    assert cdfl.models[0].vector.tolist() == pytest.approx([0.025, 0.0])
+    assert cdfl.models[1].version == 0
+    assert (applied.cluster, applied.staleness, applied.weight) == (0, 0, 0.025)
+    assert cdfl.clusters.of("c0")[0] == pytest.approx(alpha)
+    expected = alpha * 0.025 + (1 - alpha) * 4
+    assert cdfl.state.received["c0"].tolist() == pytest.approx([expected, 0.0], abs=1e-5)
+    assert (cdfl.state.since["c0"], cdfl.state.renewed) == (1, {0: 1, 1: 0})
+
+
+def test_alpha_uses_the_models_before_the_upload_and_measures_them_once_a_version() -> None:
+    cdfl = method(beta0=1.0)
+    first = cdfl.estimate(np.array([1, 0], np.float32))
+    cdfl.on_update(upload("c0", 1.0, 0.0))
+    # Cluster 0 is at (1, 0) now: d1 = |1 − 1| and d2 = 0 speak for it more than before.
+    assert cdfl.estimate(np.array([1, 0], np.float32))[0] > first[0]
+
+
+@pytest.mark.parametrize(("epoch", "is_stale"), [(3, False), (4, True)])
+def test_a_late_upload_changes_no_cluster_and_is_answered(epoch: int, is_stale: bool) -> None:
+    cdfl = method(clients=3)  # τ0 is the number of clients, 3.
+    cdfl.progress.updates = epoch - 1
+    applied = cdfl.on_update(upload("c0", 1.0, 0.0))
+    assert (applied.weight == 0) == is_stale
+    assert (cdfl.models[0].version == 0) == is_stale
+    # It gets a model of its mixture all the same, and its next upload counts from this epoch.
+    assert cdfl.state.since["c0"] == epoch
+    assert cdfl.clusters.of("c0")[0] > 0.5
+    assert 0 < cdfl.state.received["c0"][0] < 2
+
+
+def test_the_share_falls_when_the_cluster_was_renewed_after_the_client_received() -> None:
+    for last_update, expected in (("before", 0.025), ("this", 0.025 / 61)):
+        cdfl = method(clients=3, oldest=100, last_update=last_update)
+        cdfl.progress.updates = 5
+        # t = 6, τ = 0; nobody has renewed cluster 0: e_k = 0, or as printed 6: 10 · 6 + 1 = 61.
+        assert cdfl.on_update(upload("c0", 1.0, 0.0)).weight == pytest.approx(expected)
+        cdfl.progress.updates = 11
+        # t = 12, τ = 0; c0 has renewed it at 6: 1/(10 · 6 + 1), or as printed 1/(10 · 12 + 1).
+        later = {"before": 0.025 / 61, "this": 0.025 / 121}[last_update]
+        assert cdfl.on_update(upload("c1", 1.0, 0.0)).weight == pytest.approx(later)
+
+
+def test_a_loss_that_is_no_number_leaves_everything_as_it_was() -> None:
+    cdfl = method()
+    before = plain(cdfl.state_dict())
+    with pytest.raises(NonFiniteModelError, match="its loss on proxy set 0 is"):
+        cdfl.on_update(upload("c0", float("inf"), 0.0))
+    assert plain(cdfl.state_dict()) == before
+
+
+@pytest.mark.parametrize(
+    ("options", "sets", "told"),
+    [
+        ({}, 0, "--proxy"),
+        ({"k": 3}, 2, "cdfl.k is 3, and there are 2 proxy sets"),
+    ],
+)
+def test_without_a_proxy_set_for_each_cluster(options: dict, sets: int, told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        CDFL(CDFLParameters(**options)).check_proxies(sets)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"c1": 0.7, "c2": 0.4}, r"c1 \+ cdfl.c2 is 1.1"),
+        ({"sharpness": "sharp"}, "cdfl.sharpness must be a number above 0"),
+        ({"sharpness": "3, 0"}, "cdfl.sharpness"),
+        ({"loss_bar": "max"}, "cdfl.loss-bar must be a number from 0 on, or min; got 'max'"),
+        ({"distance_bar": "-1"}, "cdfl.distance-bar"),
+    ],
+)
+def test_options_that_cannot_be(options: dict, told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        CDFL(CDFLParameters(**options)).check(10)
+
+
+def test_on_virtual_time_clients_go_to_their_distribution() -> None:
+    centres = [np.zeros(8), 4 * np.ones(8)]
+    cdfl = CDFL(CDFLParameters(request_seconds=5.0, beta0=0.2, sharpness="10"), seed=1)
+    seen: list[events.Event] = []
+    grid = grid_of(pulled_app([centres[i % 2] for i in range(6)]), [Device()] * 6)
+    probe = Centres(*(centre.tolist() for centre in centres))
+    starts = [np.full(8, 1, np.float32), np.full(8, 3, np.float32)]
+    cdfl.start(
+        grid, MODEL, 60, plan=Plan(eval_every=60), observe=seen.append, probe=probe, starts=starts
+    )
+    assert {cdfl.clusters.main(f"c{i}") for i in (0, 2, 4)} == {0}
+    assert {cdfl.clusters.main(f"c{i}") for i in (1, 3, 5)} == {1}
+    # A client uploads after waits of 5 s on average and a second of work.
+    assert 30 < seen[-1].time < 120
+    assert max(event.staleness for event in of(events.UpdateApplied, seen)) > 5
+
+
+def digits(out: Path, strategy: str, **keys: object) -> RunConfig:
+    return RunConfig(
+        strategy=strategy,
+        clients=6,
+        partition="rotation-groups",
+        drift="mixture",
+        model="mclr",
+        max_updates=24,
+        eval_every=24,
+        workers="0",
+        out=str(out),
+        options={"groups": "2", **keys.pop("options", {})},  # type: ignore[dict-item]
+        **keys,  # type: ignore[arg-type]
+    )
+
+
+@pytest.mark.parametrize("strategy", ["cdfl", "fedsoft-async", "fedsoft"])
+def test_a_run_with_the_server_s_own_samples(tmp_path: Path, strategy: str) -> None:
+    config = digits(tmp_path / "run", strategy, proxy="30", pretrain=60, score_uploads=True)
+    outcome = simulate(config)
+    assert outcome.complete
+    summary = outcome.summary
+    assert summary["cluster_accuracy"] > 0.5
+    assert (
+        set(summary["cluster_accuracies"]) == {"0", "1"} or len(summary["cluster_accuracies"]) == 2
+    )
+    assert 0 < summary["accuracy_before"] <= 1
+    assert summary["mixture_divergence"] >= 0
+    applied = [e for e in read_events(tmp_path / "run") if isinstance(e, events.UpdateApplied)]
+    assert len(applied) == 24
+    # FedSoft-Async sends two models, the others one.
+    down = sum(e.bytes_down for e in applied) / sum(e.bytes_up for e in applied)
+    assert down == pytest.approx(2.0 if strategy == "fedsoft-async" else 1.0, rel=0.05)
+
+
+def test_cdfl_without_proxies_leaves_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cdfl estimates clients' mixtures"):
+        simulate(digits(tmp_path / "run", "cdfl"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_fedsoft_async_takes_only_shares_that_are_a_mixture() -> None:
+    assert stated_shares(upload("c0", 1.0, shares=[0.25, 0.75]), 2).tolist() == [0.25, 0.75]
+    for shares in ([], [1.0], [0.5, 0.6], [-0.5, 1.5]):
+        with pytest.raises(InvalidReplyError, match="how much each of 2 models counts"):
+            stated_shares(upload("c0", 1.0, shares=shares), 2)
+
+
+def test_fedsoft_async_keeps_each_version_that_somebody_holds_once() -> None:
+    soft = FedSoftAsync()
+    soft.starts = [np.zeros(2, np.float32), np.array([4, 0], np.float32)]
+    soft.initialize(np.zeros(2, np.float32))
+    for number in range(3):
+        soft.add_client(Client(f"c{number}", 10))
+    assert sorted(soft.bases.vectors) == ["0/0", "1/0"]
+    applied = soft.on_update(upload("c0", 1.0, 0.0, shares=[0.8, 0.2]))
+    assert (applied.cluster, applied.weight) == (0, 0.025)
+    # Cluster 0 has a second version now, that c0 holds; the others still have the first.
+    assert sorted(soft.bases.vectors) == ["0/0", "0/1", "1/0"]
+    for client in ("c1", "c2"):
+        soft.on_update(upload(client, 1.0, 0.0, shares=[0.2, 0.8]))
+    assert "0/0" not in soft.bases.vectors

@@ -1,0 +1,146 @@
+"""FedSoft: importance, whom clusters draw, a round by hand, a client's own model."""
+
+import numpy as np
+import pytest
+from clustered import with_clients
+from flwr.app import Context, RecordDict
+
+from raceme import models
+from raceme.client_app import app
+from raceme.compat import array_record, identify_process
+from raceme.config import RunConfig
+from raceme.protocol.messages import ModelSpec, to_array
+from raceme.server.replies import Answer, InvalidReplyError, Update
+from raceme.server.work import Task
+from raceme.strategies import FedSoft, FedSoftParameters
+from raceme.strategies.fedsoft import importance_of
+
+
+def losses(*rows: list[float]) -> np.ndarray:
+    return np.array(rows, np.float32)
+
+
+def test_importance_is_the_share_of_the_samples_that_a_model_fits_best() -> None:
+    told = losses([1, 1, 3, 2], [2, 2, 1, 2])
+    # The first has two of four, and of equal losses it counts: three.
+    assert importance_of(told, 1e-4).tolist() == [0.75, 0.25]
+    # σ stands for a share of 0: 1 and 0.01, over 1.01.
+    assert importance_of(losses([1, 1], [2, 2]), 0.01) == pytest.approx([1 / 1.01, 0.01 / 1.01])
+
+
+def soft(clients: int = 3, **options: object) -> FedSoft:
+    made: FedSoft = with_clients(FedSoft(FedSoftParameters(k=2, **options)), clients)  # type: ignore[arg-type]
+    for number, share in enumerate([0.9, 0.5, 0.1][:clients]):
+        name = f"c{number}"
+        made.state.importance[name] = [share, 1 - share]
+        made.progress.fleet.clients[name] = _client(name, 10)
+    return made
+
+
+def _client(name: str, examples: int):  # type: ignore[no-untyped-def]
+    from raceme.server.fleet import Client
+
+    return Client(name, examples)
+
+
+def trained(client: str, *weights: float) -> Update:
+    task = Task(0, client, 0, 0, 0, sent_at=0.0, bytes_down=0)
+    return Update(task, np.array(weights, np.float32), 10, 0.0)
+
+
+def test_a_round_of_those_drawn_by_hand() -> None:
+    made = soft()
+    made.state.drawn = {"c0": [0], "c1": [0, 1], "c2": [1]}
+    applied = made.aggregate([trained("c0", 1, 0), trained("c1", 3, 0), trained("c2", 5, 2)])
+    # Plain means of those that each cluster has drawn.
+    assert made.models[0].vector.tolist() == [2.0, 0.0]
+    assert made.models[1].vector.tolist() == [4.0, 1.0]
+    assert [what.weight for what in applied] == [0.5, 0.5, 0.5]
+
+
+def test_a_round_of_all_by_hand() -> None:
+    made = soft(selection="all")
+    made.state.drawn = {name: [0, 1] for name in ("c0", "c1", "c2")}
+    made.aggregate([trained("c0", 1, 0), trained("c1", 3, 0), trained("c2", 5, 2)])
+    # v of cluster 0: 0.9, 0.5, 0.1 over 1.5: (0.9 + 1.5 + 0.5) / 1.5; of cluster 1 reversed.
+    assert made.models[0].vector.tolist() == pytest.approx([2.9 / 1.5, 0.2 / 1.5])
+    assert made.models[1].vector.tolist() == pytest.approx([6.1 / 1.5, 1.8 / 1.5])
+
+
+def test_clusters_draw_by_importance_and_examples() -> None:
+    made = soft(drawn=1)
+    clients = [_client(f"c{number}", 10) for number in range(3)]
+    counts = dict.fromkeys(("c0", "c1", "c2"), 0)
+    for seed in range(300):
+        made._draw(clients, np.random.default_rng(seed))
+        for name, clusters in made.state.drawn.items():
+            counts[name] += 0 in clusters
+    # Of cluster 0's 300 draws 0.9, 0.5, 0.1 over 1.5: 180, 100, 20; five deviations.
+    assert abs(counts["c0"] - 180) < 43
+    assert abs(counts["c2"] - 20) < 22
+    assert sum(counts.values()) == 300
+
+
+def test_losses_of_another_number_of_models_are_refused() -> None:
+    made = soft()
+    task = Task(0, "c0", 0, 0, 0, sent_at=0.0, bytes_down=0, kind="losses")
+    with pytest.raises(InvalidReplyError, match="the loss of each sample under 2 models"):
+        made.on_answer(Answer(task, 3, numbers={"losses": losses([1, 2, 3])}))
+    made.on_answer(Answer(task, 3, numbers={"losses": losses([1, 2, 3], [2, 1, 1])}))
+    assert made.clusters.of("c0") == pytest.approx({0: 1 / 3, 1: 2 / 3})
+
+
+def test_a_client_keeps_its_own_model_and_is_pulled_to_the_received_one() -> None:
+    identify_process()
+    config = RunConfig(clients=20, partition="iid", model="mclr", lr=0.05)
+    start = models.initial_arrays(config)
+    spec = ModelSpec.of(start)
+    node = Context(
+        1, 7, {"partition-id": 3, "num-partitions": 20}, RecordDict(), config.to_mapping()
+    )
+
+    def train(centre: np.ndarray, task: int, strength: float) -> np.ndarray:
+        from flwr.app import ConfigRecord, Message
+
+        settings = ConfigRecord({"task": task, "kind": "train-own", "proximal-mu": strength})
+        content = RecordDict({"arrays": spec.pack(centre.astype(np.float32)), "config": settings})
+        reply = app(Message(content, 7, "train"), node)
+        return np.asarray(spec.unpack(reply.content["arrays"]))
+
+    zeros = np.zeros(sum(spec.sizes))
+    first = train(zeros, 1, 0.0)
+    # It goes on from its own model, not from what it is sent, where nothing pulls it.
+    free = train(100 + zeros, 2, 0.0)
+    assert np.linalg.norm(free - first) < 1.0
+    # λ pulls it there: lr λ = 0.5 halves the distance in every step.
+    pulled = train(100 + zeros, 3, 10.0)
+    assert np.abs(pulled - 100).max() < 5.0
+
+
+def test_a_mixture_is_trained_from_the_models_that_fit() -> None:
+    identify_process()
+    config = RunConfig(clients=20, partition="iid", model="mclr", lr=1e-9)
+    start = models.initial_arrays(config)
+    spec = ModelSpec.of(start)
+    node = Context(
+        1, 7, {"partition-id": 3, "num-partitions": 20}, RecordDict(), config.to_mapping()
+    )
+    from flwr.app import ConfigRecord, Message
+
+    good = spec.unpack(start)
+    bad = good + np.random.default_rng(0).normal(0, 50, len(good)).astype(np.float32)
+    settings = ConfigRecord({"task": 1, "kind": "train-mixed"})
+    content = RecordDict(
+        {"arrays-0": spec.pack(bad), "arrays-1": spec.pack(good), "config": settings}
+    )
+    reply = app(Message(content, 7, "train"), node).content
+    shares = next(iter(reply["numbers"].values())).numpy()
+    assert shares.sum() == pytest.approx(1.0)
+    assert shares[1] > shares[0] > 0
+    mixture = shares[0] * bad + shares[1] * good
+    assert spec.unpack(reply["arrays"]) == pytest.approx(mixture, abs=1e-3)
+    # What the server says that it stated last must fit.
+    content["shares"] = array_record({"shares": to_array(np.ones(3))})
+    settings["scored"], settings["former-step"] = True, 0
+    with pytest.raises(ValueError, match=r"shares must have shape \(2,\)"):
+        app(Message(content, 7, "train"), node)
