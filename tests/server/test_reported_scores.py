@@ -20,7 +20,7 @@ from raceme.protocol.messages import Vector
 from raceme.records.record import read_run
 from raceme.records.store import read_events
 from raceme.server.cluster_scores import score_clusters
-from raceme.strategies import Standalone
+from raceme.strategies import FedAsync, Standalone
 
 
 class Mirror(Standalone):
@@ -118,7 +118,7 @@ def test_a_mixture_that_is_none_is_not_reported(shares: float | list[float]) -> 
 class Sets:
     """Three test sets, on which a model's accuracy is the number that it holds for them."""
 
-    sets = 3
+    tests = 3
 
     def accuracy(self, vector: Vector, k: int) -> float:
         return float(vector[k])
@@ -132,3 +132,27 @@ def test_each_cluster_is_tested_on_its_own_set() -> None:
     assert found == events.ClustersScored(2.0, 7, {0: 0.125, 2: 0.75})
     assert found.mean == 0.4375
     assert score_clusters({5: models[3]}, Sets(), 2.0, 7) is None
+
+
+class Following(FedAsync):
+    """A method whose one cluster is of the first distribution."""
+
+    by_distribution = True
+
+
+@pytest.mark.parametrize("method", [Following, FedAsync])
+def test_clusters_are_tested_beside_every_evaluation(
+    method: type[FedAsync], tmp_path: Path
+) -> None:
+    chosen = resolve(config(tmp_path / "run", partition="rotation-groups", proxy="60"))
+    seen: list[events.Event] = []
+    outcome = conduct(chosen, method(seed=0), build_grid(chosen), seen.append)
+    evaluated, found = (of(kind, seen) for kind in (events.Evaluated, events.ClustersScored))
+    if method is FedAsync:
+        assert found == []
+        assert outcome.summary["cluster_accuracy"] is None
+        return
+    assert [(e.time, e.updates) for e in found] == [(e.time, e.updates) for e in evaluated]
+    assert all(seen[seen.index(e) + 1] in found for e in evaluated)
+    assert [e for e in read_events(tmp_path / "run") if e in found] == found
+    assert outcome.summary["cluster_accuracy"] == found[-1].accuracies[0]
