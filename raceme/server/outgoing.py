@@ -84,8 +84,9 @@ class Outgoing:
             settings[names.KIND] = work.kind
         if step is not None:
             settings[names.STEP] = step
-        if settings.get(names.SCORED) and work.client in progress.trained_steps:
-            settings[names.FORMER_STEP] = progress.trained_steps[work.client]
+        former = progress.trained_steps.get(work.client) if method.exchanges else None
+        if settings.get(names.SCORED) and former is not None:
+            settings[names.FORMER_STEP] = former
         content = RecordDict({**records, **work.arrays, names.CONFIG: ConfigRecord(settings)})
         kind = _MESSAGE_TYPES.get(work.kind, MessageType.TRAIN)
         return Message(content, client.node_id, kind, ttl=self._ttl), task

@@ -122,6 +122,16 @@ def test_an_estimate_is_what_the_changes_after_an_update_say() -> None:
     ] * 4
 
 
+def test_an_estimate_is_not_what_a_later_update_makes_of_it() -> None:
+    first, later = {0: 0.25, 1: 0.75}, {0: 0.5, 1: 0.5}
+    rows = of(
+        *joined("a", "b"),
+        *(upload(1, "a", mixture=(0.5, 0.5)), weights(a=first)),
+        *(upload(2, "b", mixture=(0.5, 0.5)), weights(a=later, b=first)),
+    )
+    assert [dict(row.estimate) for row in rows.rows] == [first, first]
+
+
 def test_clusters_are_matched_with_distributions_so_that_the_divergence_is_least() -> None:
     pairs = [((0.9, 0.1), {4: 0.2, 7: 0.8}), ((0.3, 0.7), {4: 0.6, 7: 0.4})]
     assert matching([4, 7], pairs) == {7: 0, 4: 1}

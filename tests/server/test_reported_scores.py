@@ -14,12 +14,19 @@ from runs import ONES, devices, half, of, run
 
 from raceme.clustering.model import Model
 from raceme.config import RunConfig
-from raceme.experiment import simulate
+from raceme.experiment import build_grid, conduct, resolve, simulate
 from raceme.protocol import events
 from raceme.protocol.messages import Vector
 from raceme.records.record import read_run
 from raceme.records.store import read_events
 from raceme.server.cluster_scores import score_clusters
+from raceme.strategies import FedAsync, Standalone
+
+
+class Mirror(Standalone):
+    """Sends every client what it has uploaded itself."""
+
+    exchanges = True
 
 
 def config(out: Path, **keys: object) -> RunConfig:
@@ -51,14 +58,21 @@ def test_a_run_with_scores_is_the_run_without_but_for_the_scores(tmp_path: Path)
 def test_after_is_of_the_model_that_was_sent_on_the_data_of_the_upload_before(
     tmp_path: Path,
 ) -> None:
-    # One client alone: what it uploads is what it gets, so that after is before.
-    alone = config(tmp_path / "alone", strategy="standalone", score_uploads=True)
-    simulate(alone)
-    rows = read_run(tmp_path / "alone").uploads.rows
+    # What a client uploads is what it gets, so that after is before.
+    own = resolve(config(tmp_path / "own", strategy="standalone", score_uploads=True))
+    conduct(own, Mirror(seed=0), build_grid(own))
+    rows = read_run(tmp_path / "own").uploads.rows
     known = [row for row in rows if row.after is not None]
     assert len(known) == len(rows) - 6
     assert all(row.after == row.before for row in known)
     assert len({row.before for row in known}) > 6
+
+
+def test_who_exchanges_nothing_gets_nothing_in_return(tmp_path: Path) -> None:
+    alone = config(tmp_path / "alone", strategy="standalone", score_uploads=True)
+    summary = simulate(alone).summary
+    assert summary["accuracy_before"] > 0
+    assert summary["accuracy_after"] is None
 
 
 def stating(**values: float | list[float]) -> Change:
@@ -104,7 +118,7 @@ def test_a_mixture_that_is_none_is_not_reported(shares: float | list[float]) -> 
 class Sets:
     """Three test sets, on which a model's accuracy is the number that it holds for them."""
 
-    sets = 3
+    tests = 3
 
     def accuracy(self, vector: Vector, k: int) -> float:
         return float(vector[k])
@@ -118,3 +132,27 @@ def test_each_cluster_is_tested_on_its_own_set() -> None:
     assert found == events.ClustersScored(2.0, 7, {0: 0.125, 2: 0.75})
     assert found.mean == 0.4375
     assert score_clusters({5: models[3]}, Sets(), 2.0, 7) is None
+
+
+class Following(FedAsync):
+    """A method whose one cluster is of the first distribution."""
+
+    by_distribution = True
+
+
+@pytest.mark.parametrize("method", [Following, FedAsync])
+def test_clusters_are_tested_beside_every_evaluation(
+    method: type[FedAsync], tmp_path: Path
+) -> None:
+    chosen = resolve(config(tmp_path / "run", partition="rotation-groups", proxy="60"))
+    seen: list[events.Event] = []
+    outcome = conduct(chosen, method(seed=0), build_grid(chosen), seen.append)
+    evaluated, found = (of(kind, seen) for kind in (events.Evaluated, events.ClustersScored))
+    if method is FedAsync:
+        assert found == []
+        assert outcome.summary["cluster_accuracy"] is None
+        return
+    assert [(e.time, e.updates) for e in found] == [(e.time, e.updates) for e in evaluated]
+    assert all(seen[seen.index(e) + 1] in found for e in evaluated)
+    assert [e for e in read_events(tmp_path / "run") if e in found] == found
+    assert outcome.summary["cluster_accuracy"] == found[-1].accuracies[0]
