@@ -35,6 +35,7 @@ __all__ = [
     "all_clients",
     "client_data",
     "data_shape",
+    "forget",
     "load",
     "schedule_of",
     "source_of",
@@ -199,6 +200,12 @@ def true_groups(config: RunConfig, step: int = 0) -> tuple[int | None, ...]:
     """
     config = with_clients(config)
     return _drift(config.narrowed(*_CHANGING), config.narrowed(*_DEALING), None).groups(step)
+
+
+def forget() -> None:
+    """Drop what was loaded and dealt out: files have changed."""
+    for kept in (_load, _data_shape, _deal, _drift):
+        kept.cache_clear()
 
 
 @lru_cache(maxsize=2)
