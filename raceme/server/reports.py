@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import math
 import time as clock
+from collections.abc import Mapping
+from logging import getLogger
 
-from raceme.protocol.events import ClientJoined, UpdateApplied
+from flwr.app import Message
+
+from raceme.protocol.events import ClientJoined, UpdateApplied, UpdateRejected
 from raceme.protocol.messages import FINISHED_AT, STARTED_AT
 from raceme.server.fleet import Client
 from raceme.server.interface import Applied
 from raceme.server.replies import Update
+
+log = getLogger("raceme")
 
 
 def joined(time: float, client: Client, returned: bool) -> ClientJoined:
@@ -55,6 +61,25 @@ def applied_update(
         finished_at=_run_time(update.metrics.get(FINISHED_AT, math.nan), time),
         step=task.step,
     )
+
+
+def unasked(time: float, reply: Message, by_node: Mapping[int, str]) -> UpdateRejected:
+    """Report a reply that nobody waits for, and say it: it changes nothing.
+
+    Parameters
+    ----------
+    time : float
+        When it arrived.
+    reply : Message
+        It: repeated, sent without being asked for, or come after its task was given up.
+    by_node : Mapping[int, str]
+        Client on each node that is known.
+    """
+    node = reply.metadata.src_node_id
+    client = by_node.get(node, f"node {node}")
+    reason = "nobody waits for it: it was not asked for, is a repetition, or came too late"
+    log.warning("A reply of %s is ignored: %s", client, reason)
+    return UpdateRejected(time, client, reason, time)
 
 
 def _run_time(stated: float, now: float) -> float | None:
