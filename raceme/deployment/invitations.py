@@ -218,10 +218,13 @@ class Invitations:
             trained_on, trained = self._trained[held.run_id]
             moved = stamp != trained_on and math.isfinite(trained)
             held.known = trained if moved else loss
+        rises = math.isinf(loss) or loss > (1 + self._when.rise) * held.known
         if math.isinf(loss):
             log.warning("run %d: the ClientApp states no loss: training at once", held.run_id)
-        rises = math.isinf(loss) or loss > (1 + self._when.rise) * held.known
-        log.info("run %d: loss %.4g, known %.4g", held.run_id, loss, held.known)
+        elif rises:
+            log.info("run %d: the loss rose from %.4g to %.4g", held.run_id, held.known, loss)
+        else:
+            log.debug("run %d: the loss is %.4g, was %.4g", held.run_id, loss, held.known)
         # A slow rise adds up: it is compared with the lowest loss, not with the last one.
         held.known = min(held.known, loss)
         held.looks, held.due_at = not rises, now if rises else now + self._when.seconds
