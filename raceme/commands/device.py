@@ -66,6 +66,19 @@ def device(
             "--grace", metavar="SECONDS", help="how long a task may go on after SIGTERM", min=0
         ),
     ] = 5.0,
+    when: Annotated[
+        str,
+        typer.Option(
+            "--when",
+            metavar="WISH",
+            help="when to train, of a method that leaves it to devices: at-once, interval=60s, "
+            "poisson=60s, or drift=10%: when the loss has risen so much",
+        ),
+    ] = "at-once",
+    look: Annotated[
+        str,
+        typer.Option("--look", metavar="TIME", help="time between two looks at the loss (drift)"),
+    ] = "10s",
     health_file: Annotated[
         Path | None,
         typer.Option("--health-file", help="file to touch while the SuperLink answers"),
@@ -84,6 +97,7 @@ def device(
 
     from raceme.compat.fleet import Endpoint
     from raceme.deployment.device import DeviceOptions, run_device
+    from raceme.deployment.invitations import parse_when
 
     run_device(
         DeviceOptions(
@@ -94,6 +108,7 @@ def device(
             memory_limit=memory_limit,
             grace=grace,
             health_file=health_file,
+            when=parse_when(when, look),
         )
     )
 

@@ -39,6 +39,7 @@ __all__ = [
     "all_clients",
     "client_data",
     "data_shape",
+    "forget",
     "load",
     "schedule_of",
     "server_data",
@@ -222,6 +223,12 @@ def server_data(config: RunConfig) -> ServerData:
         return ServerData()
     drift = _drift(config.narrowed(*_CHANGING), config.narrowed(*_DEALING), None)
     return from_clients(config, drift.dealt)
+
+
+def forget() -> None:
+    """Drop what was loaded and dealt out: files have changed."""
+    for kept in (_load, _data_shape, _deal, _drift):
+        kept.cache_clear()
 
 
 @lru_cache(maxsize=2)

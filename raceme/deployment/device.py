@@ -28,6 +28,7 @@ from raceme.deployment.connection import (
     join,
 )
 from raceme.deployment.health import HealthFile
+from raceme.deployment.invitations import Invitations, When
 from raceme.deployment.memory import limit_memory
 from raceme.deployment.polling import Pause
 from raceme.deployment.stopping import StopSignal
@@ -65,6 +66,8 @@ class DeviceOptions:
         Seconds that a task has left once the device is told to stop.
     health_file : Path or None
         Touched while the SuperLink answers.
+    when : When
+        When the device accepts invitations to train.
     """
 
     endpoint: Endpoint
@@ -74,6 +77,7 @@ class DeviceOptions:
     memory_limit: int | None = None
     grace: float = 5.0
     health_file: Path | None = None
+    when: When = field(default_factory=When)
 
 
 def run_device(options: DeviceOptions) -> None:
@@ -105,7 +109,8 @@ def run_device(options: DeviceOptions) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
     with closing(apps):
-        tasks = Tasks(apps, options.node_config, interrupter)
+        invitations = Invitations(options.when)
+        tasks = Tasks(apps, options.node_config, interrupter, invitations)
         _stay_online(options, tasks, stop, hurry)
     log.info("offline")
 
@@ -142,6 +147,8 @@ def _stay_online(options: DeviceOptions, tasks: Tasks, stop: StopSignal, hurry: 
             stop.wait(seconds)
         except RejoinError as error:
             log.warning("joining again: %s", error)
+            # A node that was away is sent anew what it was sent before.
+            tasks.invitations.drop()
             # With a registered key the node keeps its id, and has to be missed first.
             stop.wait(pause.next() if register else _ABSENCE_SECONDS)
         except StoppedError:
@@ -149,15 +156,23 @@ def _stay_online(options: DeviceOptions, tasks: Tasks, stop: StopSignal, hurry: 
 
 
 def _serve(link: Link, tasks: Tasks, stop: StopSignal) -> None:
-    """Ask for work, often after a reply and less and less often while there is none."""
+    """Ask for work, often after a reply and less and less often while there is none.
+
+    Invitations that are held are accepted meanwhile, when the device wishes.
+    """
     pause = Pause(_SHORTEST_PAUSE, _LONGEST_PAUSE)
     while not stop.is_set():
         try:
             received = link.receive()
             if received is not None:
                 tasks.answer(link, *received)
+            if tasks.follow_wish(link) or received is not None:
                 pause.reset()
                 continue
         except RunOverError as error:
             log.info("the run is over; its message is dropped (%s)", error)
-        stop.wait(pause.next())
+        stop.wait(min(pause.next(), tasks.invitations.next_in()))
+    try:
+        tasks.return_invitations(link)
+    except RunOverError as error:
+        log.info("the run is over; its invitation is dropped (%s)", error)

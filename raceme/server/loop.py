@@ -26,7 +26,7 @@ from raceme.server.outgoing import Outgoing
 from raceme.server.packing import Packer
 from raceme.server.plan import Plan
 from raceme.server.replies import Answer, InvalidReplyError, Update, read_reply
-from raceme.server.reports import applied_update, joined
+from raceme.server.reports import applied_update, joined, unasked
 from raceme.server.steps import Steps
 from raceme.server.work import Task
 
@@ -389,8 +389,8 @@ class Loop:
             return
         task = self._progress.in_flight.pop(message_id, None)
         if task is None:
-            log.warning("A reply to an unknown or already answered message was ignored.")
             self._progress.rejected += 1
+            self._observe(unasked(self.now(), reply, self._fleet.by_node))
             return
         try:
             update = read_reply(reply, task, self._method.spec, self.now())

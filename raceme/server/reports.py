@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import math
 import time as clock
+from collections.abc import Mapping
+from logging import getLogger
 
-from raceme.protocol.events import ClientJoined, UpdateApplied
+from flwr.app import Message
+
+from raceme.protocol.events import ClientJoined, UpdateApplied, UpdateRejected
 from raceme.protocol.messages import (
     ACCURACY_AFTER,
     ACCURACY_BEFORE,
@@ -19,6 +23,9 @@ from raceme.server.replies import Update
 
 _MOST = 2**53
 """Whole numbers from here on are not exact as float numbers, and nobody's count."""
+
+
+log = getLogger("raceme")
 
 
 def joined(time: float, client: Client, returned: bool) -> ClientJoined:
@@ -78,6 +85,25 @@ def _share(stated: float) -> float | None:
 def _count(stated: float) -> int | None:
     """Return the number that a client states; None for anything that is none."""
     return int(stated) if 0 <= stated < _MOST else None
+
+
+def unasked(time: float, reply: Message, by_node: Mapping[int, str]) -> UpdateRejected:
+    """Report a reply that nobody waits for, and say it: it changes nothing.
+
+    Parameters
+    ----------
+    time : float
+        When it arrived.
+    reply : Message
+        It: repeated, sent without being asked for, or come after its task was given up.
+    by_node : Mapping[int, str]
+        Client on each node that is known.
+    """
+    node = reply.metadata.src_node_id
+    client = by_node.get(node, f"node {node}")
+    reason = "nobody waits for it: it was not asked for, is a repetition, or came too late"
+    log.warning("A reply of %s is ignored: %s", client, reason)
+    return UpdateRejected(time, client, reason, time)
 
 
 def _run_time(stated: float, now: float) -> float | None:

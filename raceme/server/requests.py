@@ -99,6 +99,8 @@ class RequestState:
         Clients that look at their loss, to the number of the task.
     hurried : dict[str, int]
         How often a client has asked, or uploaded, too soon; others are left out.
+    refused : dict[str, bool]
+        Clients whose last upload came too soon: they have said that they wish to train.
     """
 
     due: dict[str, float] = field(default_factory=dict)
@@ -111,6 +113,7 @@ class RequestState:
     risen: dict[str, bool] = field(default_factory=dict)
     looking: dict[str, int] = field(default_factory=dict)
     hurried: dict[str, int] = field(default_factory=dict)
+    refused: dict[str, bool] = field(default_factory=dict)
 
 
 class OnRequest(Dispatch):
@@ -129,7 +132,8 @@ class OnRequest(Dispatch):
         of the training is the known one.
     ``device``
         Each idle client is given work at once that says it is an invitation; a device holds it
-        until it wishes to train, and one that has no wishes trains at once.
+        until it wishes to train, and one that has no wishes trains at once. One that has come too
+        soon is not invited again but asked, once the time has passed.
 
     Parameters
     ----------
@@ -217,6 +221,7 @@ class OnRequest(Dispatch):
     def settings(self, work: Work) -> Mapping[str, Value]:
         """Say that training is an invitation, where devices decide."""
         invites = self._mode == DEVICE and work.kind in TRAINING
+        invites &= work.client not in self.state.refused
         return {INVITATION: True} if invites else {}
 
     def sent(self, task: Task, now: float) -> None:
@@ -242,6 +247,7 @@ class OnRequest(Dispatch):
         allowed = self._allowed_at(client)
         if self._mode == DEVICE and now < allowed:
             self._hurries(client)
+            state.refused[client] = True
             since = now - state.uploaded_at[client]
             least = self._parameters.least_seconds
             raise InvalidReplyError(
@@ -252,6 +258,7 @@ class OnRequest(Dispatch):
         state.trained[client], state.steps[client] = update.train_loss, update.task.step
         state.known.pop(client, None)
         state.risen.pop(client, None)
+        state.refused.pop(client, None)
         return [update]
 
     def lost(self, task: Task, now: float) -> Sequence[Update]:

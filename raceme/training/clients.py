@@ -7,7 +7,8 @@ A node says who it is in its node config:
 ``device-id``
     A stable name of the device; otherwise ``client-<partition-id>``.
 ``data-file``, ``data-root``
-    Where this device keeps its data; they replace the keys of the same name.
+    Where this device keeps its data; they replace the keys of the same name. A data file that was
+    replaced is read anew for the next message.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ from flwr.app import Context
 
 from raceme import datasets, models
 from raceme.config import RunConfig, Value
+from raceme.datasets.own_file import DATA_FILE, Stamp, stamp_of
 from raceme.training.network import Network
 from raceme.training.samples import Samples
 
 _Items = tuple[tuple[str, Value], ...]
 
-_NODE_KEYS = ("data-file", "data-root")
+_NODE_KEYS = (DATA_FILE, "data-root")
 """Keys of the run that a node may have its own values of."""
 _MOST_CLIENTS = 16384
 _STEPS_KEPT = 2
@@ -81,6 +83,7 @@ class ClientCache:
         self._load = load
         self._run: _Items | None = None
         self._clients: OrderedDict[_Items, dict[int, Client]] = OrderedDict()
+        self._stamps: dict[_Items, Stamp] = {}
 
     def client(self, context: Context, step: int = 0) -> Client:
         """Return the client that a node is.
@@ -103,6 +106,7 @@ class ClientCache:
         if run != self._run:
             self.forget()
             self._run = run
+        self._notice_new_file(node, context.node_config)
         steps = self._clients.setdefault(node, {})
         self._clients.move_to_end(node)
         if step in steps:
@@ -114,6 +118,18 @@ class ClientCache:
         if len(self._clients) > _MOST_CLIENTS:
             self._clients.popitem(last=False)
         return client
+
+    def _notice_new_file(self, node: _Items, config: Mapping[str, object]) -> None:
+        """Drop the data of a device whose own file was replaced."""
+        stamp = stamp_of(config)
+        if stamp is None:
+            return
+        known = self._stamps.setdefault(node, stamp)
+        if stamp != known:
+            # Taken before the file is read: what is written meanwhile shows at the next message.
+            self._stamps[node] = stamp
+            self._clients.pop(node, None)
+            datasets.forget()
 
     def forget(self) -> None:
         """Drop all clients."""

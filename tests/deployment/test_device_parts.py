@@ -352,6 +352,7 @@ def test_a_memory_limit_makes_large_tasks_fail_and_no_more(tmp_path: Path) -> No
         (["--superlink", "server:1", "--root-certificates", __file__], "PEM"),
         (["--superlink", "server:1", "--node-config", "rubbish"], "key=value"),
         (["--superlink", "server:1", "--trusted-app", "raceme"], "PUBLISHER/NAME"),
+        (["--superlink", "server:1", "--when", "never"], "expected at-once, interval=60s"),
     ],
 )
 def test_bad_input_is_one_line(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Collection, Iterable
 
 import numpy as np
 import pytest
@@ -24,15 +25,18 @@ from runs import ONES, devices, half, of, run
 from raceme import compat
 from raceme.protocol import events
 from raceme.protocol.messages import ModelSpec
+from raceme.server.dispatch import Dispatch
 from raceme.server.interface import Applied
 from raceme.server.replies import InvalidReplyError, Update, read_update
+from raceme.server.windows import InWindows
 from raceme.server.work import Task
-from raceme.simulation import Device
+from raceme.simulation import Device, Node, VirtualGrid
 from raceme.strategies import (
     CASA,
     FedAsync,
     FedBuff,
     Method,
+    Plan,
     Standalone,
 )
 
@@ -172,6 +176,90 @@ def test_a_lost_task_is_given_up_at_its_timeout_and_the_client_gets_work_again()
     seen = run(half(), grid_of(pulled_app(), [Device(drop=1.0)]), timeout=30.0, max_time=95.0)
     # Rests of 0 and 1 s after the first two.
     assert [r.time for r in of(events.UpdateRejected, seen)] == [30.0, 60.0, 91.0]
+
+
+# Replies that nobody waits for.
+
+
+class Echoing(VirtualGrid):
+    """A grid on which each reply comes twice."""
+
+    def wait(self, message_ids: Collection[str], until: float | None = None) -> list[Message]:
+        replies = super().wait(message_ids, until)
+        return [reply for reply in replies for _ in range(2)]
+
+
+class Intruded(VirtualGrid):
+    """A grid on which, with every reply, a node that was never greeted sends its own model."""
+
+    def wait(self, message_ids: Collection[str], until: float | None = None) -> list[Message]:
+        replies = super().wait(message_ids, until)
+        for _ in replies[:]:
+            model = RecordDict({"arrays": write(np.full(8, 99.0))})
+            asked = Message(RecordDict(), 666, "train")
+            compat.set_message_id(asked, "never sent")
+            replies.append(Message(model, reply_to=asked))
+        return replies
+
+
+class Tenacious(VirtualGrid):
+    """A grid that delivers replies that were given up, too."""
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        self.pushed = [*getattr(self, "pushed", []), *super().push_messages(messages)]
+        return self.pushed[-1:]
+
+    def forget(self, message_ids: Iterable[str]) -> None:
+        pass
+
+    def wait(self, message_ids: Collection[str], until: float | None = None) -> list[Message]:
+        return super().wait(self.pushed, until)
+
+
+class InSpans(FedAsync):
+    """FedAsync in windows of 2.5 s."""
+
+    def policy(self) -> Dispatch:
+        return InWindows(2.5, lambda online, rng: online)
+
+
+def on_grid(kind: type[VirtualGrid], strategy: Method, seconds: float) -> list[events.Event]:
+    node = Node(100, Device(seconds_per_round=seconds), {"partition-id": 0}, examples=10)
+    seen: list[events.Event] = []
+    targets = [np.ones(8)]
+    plan = Plan(eval_every=1000, max_time=6.5)
+    strategy.start(kind(pulled_app(targets), [node]), MODEL, 0, plan=plan, observe=seen.append)
+    return seen
+
+
+@pytest.mark.parametrize(("kind", "whose"), [(Echoing, "c0"), (Intruded, "node 666")])
+def test_a_reply_that_nobody_waits_for_changes_nothing_and_is_counted(
+    kind: type[VirtualGrid], whose: str
+) -> None:
+    plain, disturbed = half(), half()
+    on_grid(VirtualGrid, plain, 1.0)
+    seen = on_grid(kind, disturbed, 1.0)
+    np.testing.assert_array_equal(disturbed.models[0].vector, plain.models[0].vector)
+    assert disturbed.progress.updates == plain.progress.updates == 6
+    rejected = of(events.UpdateRejected, seen)
+    assert {(r.client, r.reason[:19]) for r in rejected} == {(whose, "nobody waits for it")}
+    assert len(rejected) == disturbed.progress.rejected >= 6
+    # Whoever sends such replies cannot end a run with them.
+    assert disturbed.progress.rejected_in_a_row == 0
+
+
+def test_a_reply_to_a_task_that_was_given_up_is_ignored() -> None:
+    # Windows end at 2.5 s and 5 s. The device takes 2 s for each task, one after the other: those
+    # of 2 s and 2.5 s are given up with their windows, and come at 4 s and 6 s all the same.
+    seen = on_grid(Tenacious, InSpans(), 2.0)
+    rejected = of(events.UpdateRejected, seen)
+    assert [(r.dispatched_at, r.time, r.reason[:19]) for r in rejected] == [
+        (2.0, 2.5, "its window ended fi"),
+        (4.0, 4.0, "nobody waits for it"),
+        (2.5, 5.0, "its window ended fi"),
+        (6.0, 6.0, "nobody waits for it"),
+    ]
+    assert [u.time for u in of(events.UpdateApplied, seen)] == [2.0]
 
 
 # Validation of any reply.

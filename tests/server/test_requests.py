@@ -223,7 +223,9 @@ def test_data_that_have_moved_on_before_the_first_look_are_compared_with_the_tra
     assert not looks(trained(loss=1.0), 1.0, 1.5, step=0)
     assert not looks(trained(loss=1.4), 1.0, 1.5, step=1)
     # A client that does not say its loss: what it sees first is the first that is known.
-    assert not looks(trained(loss=math.nan), 1.0, 1.5, step=1)
+    silent = trained(loss=math.nan)
+    assert not looks(silent, 1.0, 1.5, step=1)
+    assert looks(silent, 3.0, 1.8, step=1)
 
 
 @pytest.mark.parametrize(
@@ -373,7 +375,10 @@ def test_a_device_that_comes_back_too_soon_is_refused_and_invited_later() -> Non
     assert bench.policy.state.hurried == {"c0": 1}
     assert bench.work(3.5) == []
     assert bench.work(6.0) == ["c0"]
+    # What it wished to do is done now.
+    assert bench.policy.settings(Work("c0")) == {}
     assert bench.answer("c0", 6.0) == ["c0"]
+    assert bench.policy.settings(Work("c0")) == {"invitation": True}
     # From now on it is not invited before it may upload.
     assert bench.work(6.0) == []
     assert bench.policy.wake_at() == 11.0

@@ -15,6 +15,7 @@ from flwr.app import Message, RecordDict
 from nodes import (
     CONFIG,
     context,
+    node_context,
     write_device,
 )
 
@@ -102,3 +103,33 @@ def test_a_device_imports_nothing_that_only_a_server_needs(tmp_path: Path) -> No
         check=True,
     )
     assert done.stdout.splitlines() == ["a", ""]
+
+
+def test_a_device_sees_that_its_own_file_was_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "own.npz"
+    write_device(path)
+    config = RunConfig(dataset="npz", model="mclr").with_values(data_file=str(path))
+    node = {"device-id": "a", "data-file": str(path)}
+
+    def labels() -> tuple[int, list[int]]:
+        work = work_of(Message(RecordDict(), 7, "query"), node_context(node, config))
+        return id(work.client), sorted(set(work.client.train.y.tolist()))
+
+    first = labels()
+    assert first == labels()
+    assert first[1] == [0, 1, 2]
+    other = tmp_path / "other.npz"
+    write_device(other, classes=2)
+    other.replace(path)
+    second = labels()
+    assert second[1] == [0, 1]
+    assert labels() == second
+    # While a file is exchanged it may be away for a moment: what was read of it stays.
+    path.unlink()
+    assert labels()[1] == [0, 1]
+    write_device(path, classes=4)
+    assert labels()[1] == [0, 1, 2, 3]
+    forget()
+    write_device(other, classes=3)
+    other.replace(path)
+    assert labels()[1] == [0, 1, 2]
