@@ -102,8 +102,6 @@ class Questions(ABC):
     state_type: ClassVar[type[Any]] = NoState
     keeps_bases: ClassVar[bool] = False
     """Whether the models that clients train from are kept until they are back; see `delta`."""
-    by_distribution: ClassVar[bool] = False
-    """Whether cluster k is of the k-th distribution, whose samples the server may have."""
     exchanges: ClassVar[bool] = True
     """Whether models really travel; without it no traffic is reported."""
 
@@ -205,6 +203,11 @@ class Questions(ABC):
     def similarity(self) -> tuple[list[str], np.ndarray] | None:
         """Return clients and the matrix of their similarities (NaN: unknown), if there is one."""
         return None
+
+    @property
+    def by_distribution(self) -> bool:
+        """Whether cluster k is of the k-th distribution, of which the server may have samples."""
+        return False
 
     @property
     def models(self) -> Mapping[int, Model]:

@@ -116,7 +116,6 @@ class CDFL(Method):
 
     parameters_type = CDFLParameters
     state_type = CDFLState
-    by_distribution = True
     parameters: CDFLParameters
     state: CDFLState
     dispatch: OnRequest
@@ -172,6 +171,11 @@ class CDFL(Method):
             self.clusters.assign(name, alike)
             self.state.received[name] = blended(self.models, alike)
             self.state.since[name] = self.progress.updates
+
+    @property
+    def by_distribution(self) -> bool:
+        """Whether cluster k is of the k-th distribution: the one of its proxy set."""
+        return True
 
     # What a client does when it chooses.
 

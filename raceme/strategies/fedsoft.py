@@ -68,11 +68,14 @@ class FedSoftState:
         Clusters that have drawn each client of the present round.
     asking : Asking
         Whose losses are awaited before the next round.
+    pretrained : bool
+        Whether the clusters started from the server's models, one for each distribution.
     """
 
     importance: dict[str, list[float]] = field(default_factory=dict)
     drawn: dict[str, list[int]] = field(default_factory=dict)
     asking: Asking = field(default_factory=Asking)
+    pretrained: bool = False
 
 
 class FedSoft(Method):
@@ -80,7 +83,6 @@ class FedSoft(Method):
 
     parameters_type = FedSoftParameters
     state_type = FedSoftState
-    by_distribution = True
     parameters: FedSoftParameters
     state: FedSoftState
     dispatch: InRounds
@@ -96,7 +98,7 @@ class FedSoft(Method):
             self.clusters = start_clusters(vector, count, self.starts)
         else:
             self.clusters = different_models(vector, count, self._spec, self.rng)
-        self.state = FedSoftState()
+        self.state = FedSoftState(pretrained=bool(self.starts))
 
     def add_client(self, client: Client) -> None:
         """Take a client in; all clusters are alike to it until it has measured them."""
@@ -104,6 +106,11 @@ class FedSoft(Method):
         if not self.clusters.is_placed(client.client_id):
             alike = dict.fromkeys(self.models, 1.0 / len(self.models))
             self.clusters.assign(client.client_id, alike)
+
+    @property
+    def by_distribution(self) -> bool:
+        """Whether cluster k is of the k-th distribution: if it started from its model."""
+        return self.state.pretrained
 
     # Every few rounds: importance.
 

@@ -60,10 +60,13 @@ class FedSoftAsyncState(SoftState):
         Version of each cluster's model that each client has.
     shares : dict[str, list[float]]
         α that each client has stated last, in order of the clusters.
+    pretrained : bool
+        Whether the clusters started from the server's models, one for each distribution.
     """
 
     held: dict[str, dict[int, int]] = field(default_factory=dict)
     shares: dict[str, list[float]] = field(default_factory=dict)
+    pretrained: bool = False
 
 
 class FedSoftAsync(Method):
@@ -71,7 +74,6 @@ class FedSoftAsync(Method):
 
     parameters_type = FedSoftAsyncParameters
     state_type = FedSoftAsyncState
-    by_distribution = True
     parameters: FedSoftAsyncParameters
     state: FedSoftAsyncState
     dispatch: OnRequest
@@ -87,7 +89,9 @@ class FedSoftAsync(Method):
             self.clusters = start_clusters(vector, count, self.starts)
         else:
             self.clusters = different_models(vector, count, self._spec, self.rng)
-        self.state = FedSoftAsyncState(renewed=dict.fromkeys(self.clusters.models, 0))
+        self.state = FedSoftAsyncState(
+            renewed=dict.fromkeys(self.clusters.models, 0), pretrained=bool(self.starts)
+        )
 
     def add_client(self, client: Client) -> None:
         """Give a client that is new all cluster models."""
@@ -97,6 +101,11 @@ class FedSoftAsync(Method):
             self.clusters.assign(name, dict.fromkeys(self.models, 1.0 / len(self.models)))
             self.state.since[name] = self.progress.updates
             self._send_all(name)
+
+    @property
+    def by_distribution(self) -> bool:
+        """Whether cluster k is of the k-th distribution: if it started from its model."""
+        return self.state.pretrained
 
     # What a client does when it chooses.
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from raceme.clustering.clusters import Clusters
 from raceme.clustering.model import Model
 from raceme.protocol.messages import Vector
@@ -43,9 +45,10 @@ class Standalone(Method):
     state: StandaloneState
 
     def initialize(self, vector: Vector) -> None:
-        """Keep the initial model for every client to come."""
+        """Keep the initial model for every client to come; of pre-trained ones their mean."""
         self.clusters = Clusters()
-        self.state = StandaloneState(vector)
+        mean = np.mean(self.starts, axis=0, dtype=np.float64) if self.starts else vector
+        self.state = StandaloneState(np.asarray(mean, np.float32))
 
     def add_client(self, client: Client) -> None:
         """Give a new client a cluster of its own, with a copy of the initial model."""
