@@ -36,8 +36,10 @@ from raceme.protocol.messages import (
     NUM_TEST_EXAMPLES,
     NUMBERS,
     REPORT_TIMING,
+    SCORES,
     STARTED_AT,
     STEP,
+    STEPS,
     TASK,
     TRAIN,
     TRAIN_BEST,
@@ -45,7 +47,7 @@ from raceme.protocol.messages import (
     to_array,
 )
 from raceme.training import hardware, kinds
-from raceme.training.clients import ClientCache, load
+from raceme.training.clients import ClientCache, joined, load
 from raceme.training.work import Answer, ClientWork
 
 app = ClientApp()
@@ -95,6 +97,7 @@ KINDS: dict[str, Callable[[ClientWork], Answer]] = {
     TRAIN_BEST: kinds.train_best,
     EVALUATE: kinds.evaluate,
     LOSSES: kinds.losses,
+    SCORES: kinds.scores,
     LABEL_COUNTS: kinds.label_counts,
     DESCRIBE: describe,
 }
@@ -109,7 +112,7 @@ def work_of(message: Message, context: Context) -> ClientWork:
     Raises
     ------
     ValueError
-        The kind is unknown, or the step is none.
+        The kind is unknown, or a step is none.
     UserError
         The client's data cannot be loaded.
     """
@@ -123,7 +126,25 @@ def work_of(message: Message, context: Context) -> ClientWork:
     if not isinstance(step, int) or step < 0:
         raise ValueError(f"{STEP} must be a whole number of at least 0, got {step!r}.")
     client = _clients.client(context, step)
-    return ClientWork(kind, client, message.content, settings, context.state)
+    if STEPS not in settings:
+        return ClientWork(kind, client, message.content, settings, context.state)
+    steps = _clients.clients(context, _several(settings[STEPS]))
+    client = joined(client, steps)
+    return ClientWork(kind, client, message.content, settings, context.state, tuple(steps))
+
+
+def _several(steps: object) -> list[int]:
+    """Check the steps that a message names.
+
+    Raises
+    ------
+    ValueError
+        They are no steps, none, or one is named twice.
+    """
+    found = [step for step in steps if isinstance(step, int)] if isinstance(steps, list) else []
+    if not found or steps != found or min(found) < 0 or len(set(found)) < len(found):
+        raise ValueError(f"{STEPS} must be different whole numbers of at least 0, got {steps!r}.")
+    return found
 
 
 def reply_to(message: Message, work: ClientWork, answer: Answer) -> Message:

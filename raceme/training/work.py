@@ -49,6 +49,9 @@ class ClientWork:
         The one of them that says how to do it.
     state : RecordDict
         What this client keeps from one message to the next.
+    steps : tuple[Client, ...]
+        The client with its data of each of the steps that the message names; empty if it names
+        none. To train is to train on all of them together: :attr:`client` has them so.
     """
 
     kind: str
@@ -56,6 +59,7 @@ class ClientWork:
     content: RecordDict
     settings: ConfigRecord
     state: RecordDict
+    steps: tuple[Client, ...] = ()
 
     @property
     def arrays(self) -> Mapping[str, ArrayRecord]:
