@@ -23,6 +23,13 @@ from raceme.strategies.csafl import (
 )
 from raceme.strategies.fedasync import FedAsync, FedAsyncParameters
 from raceme.strategies.fedbuff import FedBuff, FedBuffParameters
+from raceme.strategies.feddrift import (
+    FedDrift,
+    FedDriftEager,
+    FedDriftEagerParameters,
+    FedDriftParameters,
+)
+from raceme.strategies.feddrift_async import FedDriftAsync, FedDriftAsyncParameters
 from raceme.strategies.fesem import FeSEM, FeSEMParameters
 from raceme.strategies.flexcfl import FedGroup, FedGroupParameters, FlexCFL, FlexCFLParameters
 from raceme.strategies.flexcfl_async import FlexCFLAsync, FlexCFLAsyncParameters
@@ -61,6 +68,12 @@ __all__ = [
     "FedAvgParameters",
     "FedBuff",
     "FedBuffParameters",
+    "FedDrift",
+    "FedDriftAsync",
+    "FedDriftAsyncParameters",
+    "FedDriftEager",
+    "FedDriftEagerParameters",
+    "FedDriftParameters",
     "FedGroup",
     "FedGroupParameters",
     "FedProx",

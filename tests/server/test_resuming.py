@@ -28,6 +28,11 @@ from raceme.strategies import (
     CFLAsync,
     CSAFLParameters,
     FedAvg,
+    FedDrift,
+    FedDriftAsync,
+    FedDriftAsyncParameters,
+    FedDriftEager,
+    FedDriftParameters,
     FedGroup,
     FedProx,
     FeSEM,
@@ -43,7 +48,9 @@ from raceme.strategies import (
 UPDATED = ("semi-asynchronous", "synchronous")
 METHODS = [
     *(FedAvg, FedProx, CFL, FeSEM, ICFL, IFCA, FedGroup),
-    *(CASA, CASAPlus, CFLAsync, ICFLAsync, SoftClusters, Budgeted),
+    *(CASA, CASAPlus, CFLAsync, ICFLAsync, SoftClusters, Budgeted, FedDriftEager),
+    partial(FedDrift, FedDriftParameters(start="per-client", delta=0.05, max_models=8)),
+    partial(FedDriftAsync, FedDriftAsyncParameters(start="per-client", delta=0.02, ask_every=2)),
     partial(FlexCFL, FlexCFLParameters(detect="direction")),
     partial(FlexCFLAsync, FlexCFLAsyncParameters(groups=3, detect="direction")),
     *(partial(CSAFL, CSAFLParameters(update=update, groups=3)) for update in UPDATED),
