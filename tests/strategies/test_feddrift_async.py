@@ -170,7 +170,8 @@ def test_scores_that_are_lost_are_asked_for_again_after_the_next_training() -> N
 
 
 def test_models_follow_concepts_on_digits(tmp_path: Path) -> None:
-    keys: dict[str, object] = {"strategy": "feddrift-async", "max-updates": 320}
+    keys: dict[str, object] = {"strategy": "feddrift-async"}
+    keys |= {"max-updates": 320, "local-steps": 15}
     keys["drift-at"] = "60 updates, 120 updates, 180 updates"
     config = RunConfig.from_mapping({**DIGITS, **keys, "out": str(tmp_path / "out")})
     summary = simulate(config).summary
