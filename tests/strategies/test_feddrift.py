@@ -199,6 +199,16 @@ def test_isolation_lasts_for_w_steps(isolation: int, joined_at: int) -> None:
         assert len(made.method.models) == 2
 
 
+def test_a_client_that_measures_late_does_not_end_a_step_of_isolation() -> None:
+    made = bench()
+    move_on(made, CALM)
+    move_on(made, {"c0": GOOD, "c1": GOOD, "c3": POOR})
+    made.ask({"c2": {0: 0.125, 1: 0.0625}})
+    made.round()
+    assert made.concepts.assigned["c2"][2] == 0
+    assert made.concepts.isolated == {1: 1}
+
+
 def test_a_client_trains_every_model_that_has_data_of_it() -> None:
     made = bench(2)
     move_on(made, {"c0": GOOD, "c1": GOOD})
