@@ -37,8 +37,10 @@ from raceme.protocol.messages import (
     NUM_TEST_EXAMPLES,
     NUMBERS,
     REPORT_TIMING,
+    SCORES,
     STARTED_AT,
     STEP,
+    STEPS,
     TASK,
     TRAIN,
     TRAIN_BEST,
@@ -48,7 +50,7 @@ from raceme.protocol.messages import (
     to_array,
 )
 from raceme.training import hardware, kinds
-from raceme.training.clients import ClientCache, load
+from raceme.training.clients import ClientCache, joined, load
 from raceme.training.work import Answer, ClientWork
 
 app = ClientApp()
@@ -100,6 +102,7 @@ KINDS: dict[str, Callable[[ClientWork], Answer]] = {
     TRAIN_OWN: kinds.train_own,
     EVALUATE: kinds.evaluate,
     LOSSES: kinds.losses,
+    SCORES: kinds.scores,
     LABEL_COUNTS: kinds.label_counts,
     DESCRIBE: describe,
 }
@@ -114,7 +117,7 @@ def work_of(message: Message, context: Context) -> ClientWork:
     Raises
     ------
     ValueError
-        The kind is unknown, or the step is none.
+        The kind is unknown, or a step is none.
     UserError
         The client's data cannot be loaded.
     """
@@ -128,7 +131,26 @@ def work_of(message: Message, context: Context) -> ClientWork:
     if not isinstance(step, int) or step < 0:
         raise ValueError(f"{STEP} must be a whole number of at least 0, got {step!r}.")
     at_step = partial(_clients.client, context)
-    return ClientWork(kind, at_step(step), message.content, settings, context.state, at_step)
+    client = at_step(step)
+    if STEPS not in settings:
+        return ClientWork(kind, client, message.content, settings, context.state, at_step)
+    steps = _clients.clients(context, _several(settings[STEPS]))
+    client = joined(client, steps)
+    return ClientWork(kind, client, message.content, settings, context.state, at_step, tuple(steps))
+
+
+def _several(steps: object) -> list[int]:
+    """Check the steps that a message names.
+
+    Raises
+    ------
+    ValueError
+        They are no steps, none, or one is named twice.
+    """
+    found = [step for step in steps if isinstance(step, int)] if isinstance(steps, list) else []
+    if not found or steps != found or min(found) < 0 or len(set(found)) < len(found):
+        raise ValueError(f"{STEPS} must be different whole numbers of at least 0, got {steps!r}.")
+    return found
 
 
 def reply_to(message: Message, work: ClientWork, answer: Answer) -> Message:

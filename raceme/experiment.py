@@ -366,6 +366,7 @@ def plan(config: RunConfig) -> Plan:
         stop_at_target=bool(config.stop_at_target),
         eval_every=config.eval_every or config.num_clients,
         eval_rounds=config.eval_rounds,
+        eval_steps=config.eval_steps,
         concurrency=config.concurrency,
         drift=schedule_of(config),
         max_rounds=config.max_rounds or None,

@@ -28,8 +28,8 @@ def pulled_app(
 
     Its accuracy is 1 at the target and falls with the distance; without targets a client returns
     what it was sent. It states five test examples, or those given. Of several models it trains the
-    one nearest to its target, and with a mask
-    only what that lets it. `change` may spoil the replies to training messages.
+    one nearest to its target, and with a mask only what that lets it. What a model scores is the
+    same on the data of every step. `change` may spoil the replies to training messages.
     """
     app = ClientApp()
 
@@ -47,6 +47,8 @@ def pulled_app(
     @app.train()
     def train(message: Message, context: Context) -> Message:
         wanted = target(context)
+        if message.content["config"].get("kind") == "scores":
+            return Message(scores_of(message.content, wanted), reply_to=message)
         flat, chosen = received(message.content, wanted)
         if wanted is not None:
             moved = flat + np.float32(step) * (wanted.astype(np.float32) - flat)
@@ -76,6 +78,18 @@ def pulled_app(
         return Message(RecordDict({"metrics": metrics, "config": echo}), reply_to=message)
 
     return app
+
+
+def scores_of(content: RecordDict, wanted: np.ndarray | None) -> RecordDict:
+    """Return accuracies and losses of the received models, for as many steps as are named."""
+    config = content["config"]
+    several = [read(content[f"arrays-{index}"]) for index in range(len(content.array_records))]
+    far = [0.0 if wanted is None else float(np.linalg.norm(flat - wanted)) for flat in several]
+    losses = np.tile(np.array(far, np.float32)[:, None], len(config.get("steps", [0])))
+    accuracies = np.asarray(1 / (1 + losses), np.float32)
+    numbers = ArrayRecord({"accuracies": Array(accuracies), "losses": Array(losses)})
+    metrics = MetricRecord({"num-examples": 10})
+    return RecordDict({"numbers": numbers, "metrics": metrics, "config": echo_of(config)})
 
 
 def echo_of(config: ConfigRecord) -> ConfigRecord:

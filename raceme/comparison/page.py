@@ -16,6 +16,11 @@ from raceme.reporting.page import PageTable, Plot, Tile, number, plot, render, v
 from raceme.reporting.plots import comparison_figure
 from raceme.reporting.staleness import staleness_figure
 
+_SCORE_HEADS = {
+    Score.BEST_WEIGHTED: "best by test\nexamples",
+    Score.STEP_STARTS: "at steps'\nstarts",
+    Score.STEP_ENDS: "at steps'\nends",
+}
 _FILES = ("compare.json", "compare.csv", "compare.md")
 
 
@@ -119,14 +124,14 @@ def _arrives(result: Result) -> bool:
 
 
 def _runs_table(comparison: Comparison) -> PageTable:
-    weighted = comparison.suite.score is Score.BEST_WEIGHTED
+    head = _SCORE_HEADS.get(comparison.suite.score)
     rows = tuple(
         (
             result.method.label,
             str(run.seed),
             number(run.summary.get("accuracy"), 4),
             number(run.summary.get("best_accuracy"), 4),
-            *([number(run.accuracy, 4)] if weighted else []),
+            *([number(run.accuracy, 4)] if head else []),
             number(run.time, 1),
             number(run.summary.get("clusters")),
             number(run.summary.get("purity"), 2),
@@ -140,7 +145,7 @@ def _runs_table(comparison: Comparison) -> PageTable:
     timing = comparison.suite.timing
     heads = (
         *("method", "seed", "accuracy", "best"),
-        *(["best by test\nexamples"] if weighted else []),
+        *([head] if head else []),
         *(f"time to\n{timing} (s)", "clusters", "purity"),
         *("updates", "virtual\ntime (s)", "wall\ntime (s)"),
     )

@@ -34,6 +34,14 @@ _OWN_KEYS = {
 }
 
 
+_SCORE_KEYS = {
+    "final": "accuracy",
+    "best-weighted": "best_weighted_accuracy",
+    "step-starts": "accuracy_at_step_starts",
+    "step-ends": "accuracy_at_step_ends",
+}
+
+
 class Timing(StrEnum):
     """Which time of a run is compared."""
 
@@ -50,11 +58,15 @@ class Score(StrEnum):
     """The mean over the clients at the end."""
     BEST_WEIGHTED = "best-weighted"
     """The best evaluation of the run, clients weighted by their numbers of test examples."""
+    STEP_STARTS = "step-starts"
+    """Where data change, the mean over the steps of the first evaluation on the data of each."""
+    STEP_ENDS = "step-ends"
+    """The same of the last evaluation."""
 
     @property
     def key(self) -> str:
         """The key of a summary that has it."""
-        return "accuracy" if self is Score.FINAL else "best_weighted_accuracy"
+        return _SCORE_KEYS[self.value]
 
 
 class Measure(StrEnum):

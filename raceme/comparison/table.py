@@ -25,6 +25,8 @@ _CSV = (
     "best_accuracy",
     "weighted_accuracy",
     "best_weighted_accuracy",
+    "accuracy_at_step_starts",
+    "accuracy_at_step_ends",
     "purity",
     "clusters",
     "updates",
@@ -37,6 +39,20 @@ _CSV = (
     "mixture_divergence",
     "sample_passes",
 )
+
+_SCORED = {
+    Score.BEST_WEIGHTED: ", best accuracy by test examples",
+    Score.STEP_STARTS: ", accuracy at the steps' starts",
+    Score.STEP_ENDS: ", accuracy at the steps' ends",
+}
+_SCORE_LINES = {
+    Score.BEST_WEIGHTED: "Accuracy: the best evaluation of a run, the mean over the clients "
+    "weighted by their numbers of test examples.",
+    Score.STEP_STARTS: "Accuracy: the mean over the steps of the data, from the second on, of the "
+    "first evaluation on the data of each.",
+    Score.STEP_ENDS: "Accuracy: the mean over the steps of the data of the last evaluation on the "
+    "data of each.",
+}
 
 
 @dataclass(frozen=True)
@@ -108,8 +124,7 @@ def main_table(comparison: Comparison) -> Text:
         of = ", accuracies in %"
     if suite.timing is Timing.CONVERGENCE:
         of = ", time to convergence"
-    if suite.score is Score.BEST_WEIGHTED:
-        of += ", best accuracy by test examples"
+    of += _SCORED.get(suite.score, "")
     seeds = f"{len(suite.seeds)} seeds" if len(suite.seeds) > 1 else f"seed {suite.seeds[0]}"
     return Text(f"{suite.title} ({seeds}{of})", columns, tuple(rows), _lines(comparison))
 
@@ -328,11 +343,8 @@ def _lines(comparison: Comparison) -> tuple[str, ...]:
         if _compares_times(comparison) and not suite.scores:
             what = _TO_CONVERGENCE if suite.timing is Timing.CONVERGENCE else _TO_TARGET
             lines.append(f"× {suite.reference}: {what} over its time.")
-    if suite.score is Score.BEST_WEIGHTED:
-        lines.append(
-            "Accuracy: the best evaluation of a run, the mean over the clients weighted by their "
-            "numbers of test examples."
-        )
+    if suite.score in _SCORE_LINES:
+        lines.append(_SCORE_LINES[suite.score])
     if suite.timing is Timing.CONVERGENCE:
         lines.append(
             f"Time to convergence: when the accuracy last comes within {100 * WITHIN:g} point of "

@@ -125,6 +125,9 @@ class RunConfig:
     eval_rounds: int = option(
         0, "rounds or windows between two, of a method that has them (0: eval-every)", low=0
     )
+    eval_steps: bool = option(
+        False, "test also when all clients' data have moved on, before they are trained on"
+    )
     concurrency: int = option(0, "clients that train at a time (0: all that are online)", low=0)
     task_timeout: float = option(
         3600.0, "time after which an unanswered task is lost", unit=SECONDS, above=0

@@ -47,6 +47,11 @@ TRAIN_OWN = "train-own"
 LOSSES = "losses"
 """The loss of every sample under each of several models: the kind of work, and the numbers that
 answer it, float32, shape (models, samples)."""
+SCORES = "scores"
+"""Mean loss and accuracy of each of several models on the training samples of each of several
+steps: the kind of work, which is answered by two arrays of float32, shape (models, steps)."""
+ACCURACIES = "accuracies"
+"""The one of them beside ``losses``."""
 LABEL_COUNTS = "label-counts"
 """Training samples per class: the kind of work, and the numbers, int64, shape (classes,)."""
 TRAINING = frozenset({TRAIN, TRAIN_BEST, TRAIN_MIXED, TRAIN_OWN})
@@ -63,6 +68,9 @@ VERSION = "version"
 """Version of the model that a message carries; a reply states the one it started from."""
 STEP = "step"
 """Step of the data that change: the client works on its samples of this step, from 0."""
+STEPS = "steps"
+"""Steps whose training samples a client is to use together, instead of those of its step: a list of
+numbers, each once."""
 CLIENT_ID = "client-id"
 NUM_EXAMPLES = "num-examples"
 NUM_TEST_EXAMPLES = "num-test-examples"

@@ -29,6 +29,7 @@ from raceme.records.convergence import convergence_index, unrest
 from raceme.records.files import atomic_write
 from raceme.records.idle import IdleShares
 from raceme.records.membership import Membership, home, purity
+from raceme.records.steps import StepAccuracies
 from raceme.records.uploads import Uploads
 
 __all__ = ["Evaluation", "RunSummary", "purity", "summarise", "time_to_target", "write_summary"]
@@ -152,6 +153,7 @@ class RunSummary:
         self.ending: Ending | None = None
         self._evaluations: list[_Point] = []
         self._pure_since: int | None = None
+        self._steps = StepAccuracies()
 
     def observe(self, event: Event) -> None:
         """Take note of an event."""
@@ -221,6 +223,7 @@ class RunSummary:
             "best_accuracy": _finite(self.best_accuracy),
             "weighted_accuracy": _finite(self.weighted_accuracy),
             "best_weighted_accuracy": _finite(self.best_weighted_accuracy),
+            **self._steps.result(),
             "clients_asked": self.asked,
             "clients_answered": self.answered,
             "target": target,
@@ -275,6 +278,7 @@ class RunSummary:
             self._look_at_purity()
         if not event.counts:
             return
+        self._steps.observe(event)
         self._evaluations.append(_Point(float(event.time), int(event.updates), accuracy))
         self.best_accuracy = _better(accuracy, self.best_accuracy)
         self.best_weighted_accuracy = _better(weighted, self.best_weighted_accuracy)

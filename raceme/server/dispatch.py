@@ -244,6 +244,8 @@ class InRounds(Dispatch):
         Whether a client that was prepared, given by its id, works once more in the same round.
     picking : str
         How :meth:`pick` picks: ``"random"`` or ``"in-turn"``.
+    again : Callable, optional
+        Whether a client that has answered, given by its id, has more to do in the same round.
     """
 
     state: RoundState
@@ -256,10 +258,11 @@ class InRounds(Dispatch):
         prepares: Callable[[Update], bool] = lambda update: False,
         returns: Callable[[str], bool] = lambda client: False,
         picking: str = RANDOM,
+        again: Callable[[str], bool] = lambda client: False,
     ) -> None:
         self._fraction, self._picking = fraction, picking
         self._participants = participants or self._share
-        self._prepares, self._returns = prepares, returns
+        self._prepares, self._returns, self._again = prepares, returns, again
         self.state = RoundState()
 
     @property
@@ -341,6 +344,8 @@ class InRounds(Dispatch):
                 state.unsent[client] = True
             return [update, *self._released()]
         state.updates.append(update)
+        if self._again(client):
+            state.unsent[client] = True
         return self._released()
 
     def lost(self, task: Task, now: float) -> Sequence[Update]:

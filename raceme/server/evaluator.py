@@ -67,6 +67,7 @@ class Evaluator:
         method, progress = self._method, self._progress
         progress.evaluated_at = progress.updates
         progress.evaluated_round = method.dispatch.rounds or 0
+        progress.evaluated_step = progress.step
         online = progress.fleet.online()
         waiting = {c.client_id: method.clusters.main(c.client_id) for c in online}
         sweep = Sweep(self._clock.now(), progress.updates, len(method.models), len(online), waiting)

@@ -94,6 +94,9 @@ class Questions(ABC):
         Models that clients are training from, if the method keeps them.
     train_config : ConfigRecord
         The run's settings for local training.
+    step_of : Callable
+        Returns the step of a client's data now; None where nobody says when data change. The loop
+        sets it.
     report : Observer
         Called by the method with what only it can know, e.g. `ClientIdled`; the loop sets it. What
         is reported while updates are acted on comes after them.
@@ -114,6 +117,7 @@ class Questions(ABC):
     bases: Bases
     train_config: ConfigRecord
     report: Observer
+    step_of: Callable[[str], int | None]
 
     def policy(self) -> Dispatch:
         """Return who works when; by default everybody all the time."""

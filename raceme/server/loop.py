@@ -126,6 +126,7 @@ class Loop:
         self._num_updates = num_updates
         self._method.clusters.report_to(self._clusters_changed)
         self._method.report = self._observe
+        self._method.step_of = self._steps.of
         ended_at = None
         try:
             if not nothing_missed:
@@ -219,7 +220,8 @@ class Loop:
         if progress.evaluated_at < 0:
             # The first one waits for the first greetings, to include everybody.
             return bool(self._fleet.by_node) and not self._greeting_is_open()
-        return self._plan.is_tested(progress, self._method.dispatch.rounds)
+        due = self._plan.is_tested(progress, self._method.dispatch.rounds)
+        return due or self._steps.is_untested(self._plan.eval_steps)
 
     def _evaluated(self, report: events.Evaluated) -> None:
         """Report an evaluation, and end the run if it reaches the target."""
@@ -272,9 +274,7 @@ class Loop:
         """Return the ids of all messages without an answer."""
         in_flight, greeted = self._progress.in_flight.keys(), self._fleet.greeted
         asked = self._progress.sweep.open.keys() if self._progress.sweep else ()
-        if not greeted and not asked:
-            return in_flight
-        return in_flight | set(greeted.values()) | set(asked)
+        return in_flight | {*greeted.values(), *asked} if greeted or asked else in_flight
 
     # The fleet.
 

@@ -70,6 +70,7 @@ class Method(Questions, Strategy):
         self.bases = Bases()
         self.train_config = ConfigRecord()
         self.report: events.Observer = events.ignore
+        self.step_of: Callable[[str], int | None] = lambda client: None
         self.dispatch: Dispatch = self.policy()
         self._spec: ModelSpec | None = None
         self._now: Callable[[], float] = lambda: 0.0

@@ -56,6 +56,8 @@ class Plan:
         Updates between two evaluations.
     eval_rounds : int
         Rounds or windows between two evaluations, of a method that has them; 0: `eval_every`.
+    eval_steps : bool
+        Evaluate also when all clients' data have moved on, before anybody trains on them.
     concurrency : int
         Clients that train at a time; 0 means all that are online.
     drift : StepSchedule or None
@@ -72,6 +74,7 @@ class Plan:
     stop_at_target: bool = True
     eval_every: int = 20
     eval_rounds: int = 0
+    eval_steps: bool = False
     concurrency: int = 0
     drift: StepSchedule | None = None
     max_rounds: int | None = None

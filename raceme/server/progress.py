@@ -30,6 +30,8 @@ class Progress:
         Number of updates at the last evaluation; -1 before the first.
     evaluated_round : int
         Rounds or windows that were over then.
+    evaluated_step : int
+        Step of all clients' data then.
     in_flight : dict[str, Task]
         Open tasks by message id.
     idle : dict[str, bool]
@@ -58,6 +60,7 @@ class Progress:
     greeted_at: float = -math.inf
     evaluated_at: int = -1
     evaluated_round: int = 0
+    evaluated_step: int = 0
     in_flight: dict[str, Task] = field(default_factory=dict)
     idle: dict[str, bool] = field(default_factory=dict)
     uploads: dict[str, int] = field(default_factory=dict)

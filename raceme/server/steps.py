@@ -61,6 +61,18 @@ class Steps:
         if self._schedule is not None and not self._schedule.in_rounds:
             self.look()
 
+    def is_untested(self, wanted: bool) -> bool:
+        """Return whether all clients' data have moved on and no test has been made of them yet.
+
+        Parameters
+        ----------
+        wanted : bool
+            Whether there is to be one at once.
+        """
+        if wanted:
+            self.look()
+        return wanted and self._progress.step != self._progress.evaluated_step
+
     def tested(self, client: str) -> int | None:
         """Return the step of the data that a client is tested on; None if data never change."""
         if self._schedule is not None and self._schedule.in_rounds:

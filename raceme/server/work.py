@@ -9,7 +9,7 @@ from flwr.app import ArrayRecord
 
 from raceme.protocol.messages import TRAIN
 
-Value = str | int | float | bool
+Value = str | int | float | bool | list[int]
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,13 @@ from raceme.strategies.csafl import (
 )
 from raceme.strategies.fedasync import FedAsync, FedAsyncParameters
 from raceme.strategies.fedbuff import FedBuff, FedBuffParameters
+from raceme.strategies.feddrift import (
+    FedDrift,
+    FedDriftEager,
+    FedDriftEagerParameters,
+    FedDriftParameters,
+)
+from raceme.strategies.feddrift_async import FedDriftAsync, FedDriftAsyncParameters
 from raceme.strategies.fedsoft import FedSoft, FedSoftParameters
 from raceme.strategies.fedsoft_async import FedSoftAsync, FedSoftAsyncParameters
 from raceme.strategies.fesem import FeSEM, FeSEMParameters
@@ -66,6 +73,12 @@ __all__ = [
     "FedAvgParameters",
     "FedBuff",
     "FedBuffParameters",
+    "FedDrift",
+    "FedDriftAsync",
+    "FedDriftAsyncParameters",
+    "FedDriftEager",
+    "FedDriftEagerParameters",
+    "FedDriftParameters",
     "FedGroup",
     "FedGroupParameters",
     "FedProx",

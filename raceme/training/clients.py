@@ -14,8 +14,8 @@ A node says who it is in its node config:
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from flwr.app import Context
@@ -32,7 +32,8 @@ _NODE_KEYS = (DATA_FILE, "data-root")
 """Keys of the run that a node may have its own values of."""
 _MOST_CLIENTS = 16384
 _STEPS_KEPT = 2
-"""Steps of a client's data that stay in memory: about a change, work on both may be pending."""
+"""Steps of a client's data that stay in memory: about a change, work on both may be pending. Where
+more are asked for together, so many stay."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +86,7 @@ class ClientCache:
         self._clients: OrderedDict[_Items, dict[int, Client]] = OrderedDict()
         self._stamps: dict[_Items, Stamp] = {}
 
-    def client(self, context: Context, step: int = 0) -> Client:
+    def client(self, context: Context, step: int = 0, kept: int = _STEPS_KEPT) -> Client:
         """Return the client that a node is.
 
         Parameters
@@ -94,6 +95,8 @@ class ClientCache:
             Holds the run's configuration and the node's.
         step : int
             Step of its data.
+        kept : int
+            Steps of its data that stay in memory.
 
         Raises
         ------
@@ -112,7 +115,7 @@ class ClientCache:
         if step in steps:
             return steps[step]
         client = steps[step] = self._load(run, node, step)
-        if len(steps) > _STEPS_KEPT:
+        while len(steps) > kept:
             # Not the one loaded first: work on a step may look back at the one before it.
             del steps[min(steps)]
         if len(self._clients) > _MOST_CLIENTS:
@@ -131,10 +134,20 @@ class ClientCache:
             self._clients.pop(node, None)
             datasets.forget()
 
+    def clients(self, context: Context, steps: Sequence[int]) -> list[Client]:
+        """Return the client that a node is with its data of each of several steps."""
+        kept = max(_STEPS_KEPT, len(steps) + 1)
+        return [self.client(context, step, kept) for step in steps]
+
     def forget(self) -> None:
         """Drop all clients."""
         self._run = None
         self._clients.clear()
+
+
+def joined(client: Client, others: Sequence[Client]) -> Client:
+    """Return a client that trains on the data of others together: its own of several steps."""
+    return replace(client, train=Samples.joined([other.train for other in others]))
 
 
 def load(run_items: _Items, node_items: _Items, step: int) -> Client:

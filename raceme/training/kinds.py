@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from raceme import training
 from raceme.protocol.messages import (
+    ACCURACIES,
     ACCURACY,
     ANCHOR,
     CHOSEN,
@@ -138,6 +139,24 @@ def losses(work: ClientWork) -> Answer:
     samples = client.train if wanted == "train" else client.test
     measured = _losses_of(work, work.models, samples)
     return Answer({NUM_EXAMPLES: len(samples)}, numbers={LOSSES: measured})
+
+
+def scores(work: ClientWork) -> Answer:
+    """Measure how well each of the received models fits the training samples of each step.
+
+    The steps are those that the message names, or the one of the message. A loss that is not
+    finite, or too large for float32, is the largest number.
+    """
+    models, clients = work.models, work.steps or (work.client,)
+    measured = np.empty((2, len(models), len(clients)), np.float64)
+    for row, model in enumerate(models):
+        work.receive(model)
+        for column, client in enumerate(clients):
+            measured[:, row, column] = training.evaluate(client.network, client.train)
+    most = float(np.finfo(np.float32).max)
+    bounded = np.nan_to_num(measured, nan=most, posinf=most).clip(max=most).astype(np.float32)
+    numbers = {ACCURACIES: bounded[0], LOSSES: bounded[1]}
+    return Answer({NUM_EXAMPLES: sum(len(client.train) for client in clients)}, numbers=numbers)
 
 
 def label_counts(work: ClientWork) -> Answer:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -38,6 +38,17 @@ class Samples:
         values = np.array(np.moveaxis(x, 1, -1), order="C") if self._channels_last else x
         self.x = torch.from_numpy(np.ascontiguousarray(values))
         self.y = torch.from_numpy(np.ascontiguousarray(y))
+
+    @classmethod
+    def joined(cls, parts: Sequence[Samples]) -> Samples:
+        """Return the samples of several parts, at least one, in their order. Copies."""
+        if len(parts) == 1:
+            return parts[0]
+        whole = cls.__new__(cls)
+        whole._channels_last = parts[0]._channels_last
+        whole.x = torch.cat([part.x for part in parts])
+        whole.y = torch.cat([part.y for part in parts])
+        return whole
 
     def __len__(self) -> int:
         return len(self.y)

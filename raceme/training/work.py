@@ -54,6 +54,9 @@ class ClientWork:
         What this client keeps from one message to the next.
     at_step : Callable
         Returns this client with its data of another step, which it loads.
+    steps : tuple[Client, ...]
+        The client with its data of each of the steps that the message names; empty if it names
+        none. To train is to train on all of them together: :attr:`client` has them so.
     """
 
     kind: str
@@ -62,6 +65,7 @@ class ClientWork:
     settings: ConfigRecord
     state: RecordDict
     at_step: Callable[[int], Client]
+    steps: tuple[Client, ...] = ()
 
     @property
     def arrays(self) -> Mapping[str, ArrayRecord]:

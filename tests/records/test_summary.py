@@ -194,6 +194,8 @@ def test_the_summary_by_hand() -> None:
         "best_accuracy": 0.9,
         "weighted_accuracy": 0.5,
         "best_weighted_accuracy": 0.625,
+        "accuracy_at_step_starts": None,
+        "accuracy_at_step_ends": None,
         "clients_asked": 4,
         "clients_answered": 4,
         "target": 0.7,
@@ -461,3 +463,15 @@ def test_purity_follows_the_groups_of_data_that_change() -> None:
     assert summary.purity() == 0.5
     summary.observe(Evaluated(3.0, 9, 0.5, 1.0, 2, scores, 2, groups={"a": 0}))
     assert summary.purity() == 1.0
+
+
+def test_the_accuracy_over_the_steps_of_the_data_by_hand() -> None:
+    run = RunSummary()
+    seen = [(0.1, 0), (0.8, 0), (0.4, 1), (0.6, 1), (0.7, 1), (0.2, 3)]
+    for accuracy, step in seen:
+        moved = {"c1": step} if step else {}
+        run.observe(replace(evaluated(1.0, 1, accuracy), steps=moved))
+    found = run.result(strategy="", dataset="", seed=0, wall_time=1.0)
+    # Steps 1 and 3 begin with 0.4 and 0.2; steps 0 and 1 end with 0.8 and 0.7, step 3 has no end.
+    assert found["accuracy_at_step_starts"] == pytest.approx(0.3)
+    assert found["accuracy_at_step_ends"] == pytest.approx(0.75)

@@ -28,6 +28,25 @@ def test_a_round_is_over_when_all_are_back() -> None:
     assert bench.work(3.0) == ["c0", "c1", "c2"]
 
 
+def test_who_has_more_to_do_works_again_in_the_same_round() -> None:
+    left = {"c0": 2, "c1": 0}
+
+    def again(client: str) -> bool:
+        left[client] -= 1
+        return left[client] >= 0
+
+    bench = Bench(InRounds(again=again), 2)
+    assert bench.work(0.0) == ["c0", "c1"]
+    assert bench.answer("c1", 1.0) == []
+    assert bench.answer("c0", 1.0) == []
+    assert bench.work(1.0) == ["c0"]
+    assert bench.answer("c0", 2.0) == []
+    assert bench.work(2.0) == ["c0"]
+    # All that it brought is acted on together with the others'.
+    assert bench.answer("c0", 3.0) == ["c1", "c0", "c0", "c0"]
+    assert bench.work(3.0) == ["c0", "c1"]
+
+
 def test_rounds_are_counted_when_they_are_over() -> None:
     bench = Bench(InRounds(), 2)
     assert bench.policy.rounds == 0

@@ -227,3 +227,36 @@ def test_a_resumed_run_does_not_report_a_step_twice(unit: Unit) -> None:
     assert [change[3] for change in changed(seen)] == [1]
     assert changed(again) == []
     assert {u.step for u in of(events.UpdateApplied, again)} == {1}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "moments"),
+    [
+        (Schedule("seconds", (2.0, 3.5)), [(0.0, 0), (2.0, 1), (3.5, 2), (4.0, 2)]),
+        (Schedule("updates", (2.0,)), [(0.0, 0), (2.0, 1), (4.0, 1)]),
+        # A round is tested on the data that it was trained on: data move on when it is over.
+        (Schedule("rounds", (2.0,)), [(0.0, 0), (2.0, 1), (4.0, 1)]),
+    ],
+)
+def test_data_that_have_moved_on_are_tested_before_they_are_trained_on(
+    schedule: Schedule, moments: list[tuple[float, int]]
+) -> None:
+    seen = run(
+        FedAvg(),
+        grid_of(pulled_app([ONES]), devices(1.0)),
+        num_rounds=4,
+        **{"eval_every": 1000, "eval_steps": True, "drift": schedule},  # type: ignore[arg-type]
+    )
+    found = [(e.time, max(e.steps.values(), default=0)) for e in of(events.Evaluated, seen)]
+    assert found == moments
+
+
+def test_what_a_round_has_trained_is_tested_before_the_data_of_the_next() -> None:
+    seen = run(
+        FedAvg(),
+        grid_of(pulled_app([ONES]), devices(1.0)),
+        num_rounds=2,
+        **{"eval_every": 1, "eval_steps": True, "drift": Schedule("rounds", (1.0,))},  # type: ignore[arg-type]
+    )
+    tests = [(e.updates, e.steps.get("c0", 0)) for e in of(events.Evaluated, seen)]
+    assert tests == [(0, 0), (1, 0), (1, 1), (2, 1)]

@@ -30,6 +30,11 @@ from raceme.strategies import (
     CFLAsync,
     CSAFLParameters,
     FedAvg,
+    FedDrift,
+    FedDriftAsync,
+    FedDriftAsyncParameters,
+    FedDriftEager,
+    FedDriftParameters,
     FedGroup,
     FedProx,
     FeSEM,
@@ -45,7 +50,9 @@ from raceme.strategies import (
 UPDATED = ("semi-asynchronous", "synchronous")
 METHODS = [
     *(FedAvg, FedProx, CFL, FeSEM, ICFL, IFCA, FedGroup),
-    *(CASA, CASAPlus, CFLAsync, ICFLAsync, SoftClusters, Budgeted),
+    *(CASA, CASAPlus, CFLAsync, ICFLAsync, SoftClusters, Budgeted, FedDriftEager),
+    partial(FedDrift, FedDriftParameters(start="per-client", delta=0.05, max_models=8)),
+    partial(FedDriftAsync, FedDriftAsyncParameters(start="per-client", delta=0.02, ask_every=2)),
     partial(CDFL, CDFLParameters(k=3, request_seconds=2.0)),
     partial(FlexCFL, FlexCFLParameters(detect="direction")),
     partial(FlexCFLAsync, FlexCFLAsyncParameters(groups=3, detect="direction")),

@@ -1,0 +1,232 @@
+"""FedDrift: a model for each concept that clients' data come to follow, as concepts come and go.
+
+Jothimurugesan et al., "Federated Learning under Distributed Concept Drift", AISTATS 2023. Whenever
+clients have new data, each measures every model on them. A client whose least loss has grown by
+more than δ since it was last asked has drifted; others take the model of least loss. Every drifted
+client founds a model of its own, a copy of its best one, which nobody else may join for W steps;
+models that are alike are merged then (hierarchically, complete linkage). FedDrift-Eager founds one
+model for all that have drifted together, and merges nothing. Model m is trained on all data that
+were ever assigned to it, of whichever client and step, by federated averaging: a client that has
+had data of several concepts trains several models.
+
+No data leave a client: the server sees losses (or accuracies, as in the authors' code) of models.
+A client in a simulation has its data of former steps, since these are a function of the step; a
+device keeps what it can: ``memory`` says how many steps are used, all in the paper.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from raceme.clustering.clusters import Clusters
+from raceme.clustering.concepts import Concepts
+from raceme.clustering.model import Model
+from raceme.config.options import option
+from raceme.protocol.messages import SCORES, Vector
+from raceme.server.dispatch import Dispatch, InRounds, Moment, RoundsParameters
+from raceme.server.fleet import Client
+from raceme.server.method import Applied, Method, Variant
+from raceme.server.replies import Answer, Update
+from raceme.server.work import Task, Work
+from raceme.strategies.concept_models import (
+    ConceptParameters,
+    ask,
+    assign_best,
+    found_each,
+    found_together,
+    merge_alike,
+    scoring,
+    seat,
+    take_scores,
+    training,
+)
+
+_ASKING_SECONDS = 120.0
+"""How long a round waits for scores: real devices may be slow to answer, or gone."""
+
+
+@dataclass(frozen=True)
+class FedDriftParameters(ConceptParameters, RoundsParameters):
+    """Hyper-parameters of FedDrift."""
+
+    founding: str = option(
+        "each",
+        "new models: each drifted client founds one, or all that drift together (Eager)",
+        among=("each", "together"),
+    )
+
+
+@dataclass(frozen=True)
+class FedDriftEagerParameters(FedDriftParameters):
+    """Hyper-parameters of FedDrift-Eager."""
+
+    founding: str = option(
+        "together", "new models: one for all that drift together", among=("together",)
+    )
+
+
+@dataclass
+class FedDriftState:
+    """What FedDrift knows beside its models.
+
+    Attributes
+    ----------
+    concepts : Concepts
+        Which data belong to which model.
+    to_ask : dict[str, bool]
+        Clients that are to be asked for scores before the round.
+    asked_in : int
+        Number of the last round before which scores were asked for.
+    asked_until : float
+        Until when they are waited for.
+    answered : dict[str, int]
+        Clients that have measured, and at which step of their data.
+    latest : int
+        The latest step at which data were assigned.
+    begun : dict[str, dict[int, bool]]
+        Models that a client was given to train in this round.
+    """
+
+    concepts: Concepts = field(default_factory=Concepts)
+    to_ask: dict[str, bool] = field(default_factory=dict)
+    asked_in: int = -1
+    asked_until: float = 0.0
+    answered: dict[str, int] = field(default_factory=dict)
+    latest: int = 0
+    begun: dict[str, dict[int, bool]] = field(default_factory=dict)
+
+
+class FedDrift(Method):
+    """A model for each concept of data that drift: detection, isolation, merging (FedDrift)."""
+
+    parameters_type = FedDriftParameters
+    state_type = FedDriftState
+    parameters: FedDriftParameters
+    state: FedDriftState
+    dispatch: InRounds
+
+    def policy(self) -> Dispatch:
+        """Work in rounds; who has data of several models trains one after the other."""
+        return InRounds(
+            self.parameters.fraction,
+            picking=self.parameters.picking,
+            again=lambda client: self._next_model(client) is not None,
+        )
+
+    def initialize(self, vector: Vector) -> None:
+        """Begin with one model; those of single clients are copies of it."""
+        self.clusters = Clusters({0: Model(vector)})
+        self.state = FedDriftState()
+
+    def add_client(self, client: Client) -> None:
+        """Take a client in; at the start it is given a model, later it is asked for scores."""
+        super().add_client(client)
+        seat(self, self.state.concepts, client.client_id, self.parameters)
+
+    # Before a round: who has new data?
+
+    def next_work(self, moment: Moment) -> Iterable[Work]:
+        """Let clients with new data measure all models first; then let participants train."""
+        state, rounds = self.state, self.dispatch.state
+        if not rounds.running and not moment.greeting:
+            if state.asked_in < rounds.number:
+                state.asked_in = rounds.number
+                ready = [client.client_id for client in moment.idle.ready(moment.now)]
+                state.to_ask = {client: True for client in ready if self._has_new_data(client)}
+                state.asked_until = moment.now + _ASKING_SECONDS if state.to_ask else 0.0
+            if state.to_ask or state.concepts.asked:
+                asked = [client for client in state.to_ask if client in moment.idle]
+                return [scoring(self, state.concepts, c, self.parameters) for c in asked]
+            if state.answered:
+                self._judge()
+        return super().next_work(moment)
+
+    def _has_new_data(self, client: str) -> bool:
+        return (self.step_of(client) or 0) not in self.state.concepts.assigned.get(client, {})
+
+    def on_dispatch(self, task: Task) -> None:
+        """Note who is asked, and who trains what."""
+        state = self.state
+        if task.kind == SCORES:
+            state.to_ask.pop(task.client, None)
+            ask(state.concepts, task, self.parameters)
+        else:
+            state.begun.setdefault(task.client, {})[task.cluster] = True
+
+    def on_answer(self, answer: Answer) -> None:
+        """Take scores in; they are acted on together."""
+        take_scores(self, self.state.concepts, answer, self.parameters)
+        self.state.answered[answer.task.client] = answer.task.step
+
+    def on_close(self, task: Task) -> None:
+        """Wait no more for scores that have come, or never will."""
+        if task.kind == SCORES:
+            self.state.concepts.asked.pop(task.client, None)
+
+    def remove_client(self, client: str) -> None:
+        """Note that a client went offline; its scores are not waited for."""
+        super().remove_client(client)
+        self.state.to_ask.pop(client, None)
+        self.state.concepts.asked.pop(client, None)
+
+    def wake_at(self) -> float:
+        """Return until when scores are waited for."""
+        waits = self.state.to_ask or self.state.concepts.asked
+        return self.state.asked_until if waits else math.inf
+
+    def on_wake(self) -> None:
+        """Begin the round without the scores that have not come."""
+        self.state.to_ask, self.state.concepts.asked = {}, {}
+
+    def _judge(self) -> None:
+        """Assign the data of those who have answered; found models, and merge what is alike."""
+        state, concepts = self.state, self.state.concepts
+        latest = max(state.answered.values())
+        if latest > state.latest:
+            concepts.age(list(concepts.isolated))
+            state.latest = latest
+        settled = [model for model in self.models if model not in concepts.isolated]
+        drifted = assign_best(self, concepts, state.answered, self.parameters)
+        if self.parameters.founding == "together":
+            found_together(self, concepts, drifted, self.parameters)
+        else:
+            found_each(self, concepts, drifted, self.parameters)
+            merge_alike(self, concepts, settled, self.parameters)
+        # Models change until clients measure again.
+        state.answered, concepts.losses = {}, {}
+
+    # A round.
+
+    def work_for(self, client: str) -> Work:
+        """Let a client train the next of the models that have data of it."""
+        model = self._next_model(client)
+        return training(self, self.state.concepts, client, model, self.parameters)
+
+    def _next_model(self, client: str) -> int | None:
+        """Return the first model that has data of a client and that it has not begun."""
+        begun, now = self.state.begun.get(client, {}), self.step_of(client) or 0
+        own = self.state.concepts.by_model(client, now, self.parameters.memory)
+        return next((model for model in own if model not in begun), None)
+
+    def aggregate(self, updates: Sequence[Update]) -> list[Applied]:
+        """Average what was trained from each model, weighted by the numbers of samples."""
+        self.state.begun = {}
+        together: dict[int, list[Update]] = {}
+        for update in updates:
+            together.setdefault(update.task.cluster, []).append(update)
+        totals: dict[int, int] = {}
+        for model, group in together.items():
+            examples = [update.num_examples for update in group]
+            self.models[model].average([update.vector for update in group], examples)
+            totals[model] = sum(examples)
+        return [
+            Applied(u.task.cluster, staleness=0, weight=u.num_examples / totals[u.task.cluster])
+            for u in updates
+        ]
+
+
+FedDriftEager = Variant(
+    FedDrift, FedDriftEagerParameters, "FedDrift without merging: one new model (FedDrift-Eager)."
+)
