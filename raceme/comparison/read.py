@@ -11,6 +11,7 @@ from typing import Any
 from raceme.comparison.results import Comparison, Result, Run
 from raceme.comparison.suites import NEVER, Method, Published, Score, Suite, Timing
 from raceme.config.errors import UserError
+from raceme.protocol.measure import Measure
 from raceme.records.record import RunRecord, read_run
 
 FILE_NAME = "compare.json"
@@ -92,7 +93,8 @@ def _result(entry: Mapping[str, Any], timing: Timing, score: Score) -> Result:
     runs = []
     for summary in entry["runs"]:
         # Numbers that tables calculate with.
-        for name in ("accuracy", "purity", "updates", "virtual_time", score.key):
+        measure = Measure.of(summary)
+        for name in (measure.name, "purity", "updates", "virtual_time", score.key(measure)):
             if not isinstance(summary[name], int | float | None):
                 raise ValueError(f"{name} is {summary[name]!r}")
         runs.append(Run(int(summary["seed"]), str(summary["folder"]), summary, timing, score))

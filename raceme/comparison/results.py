@@ -12,6 +12,7 @@ from scipy.stats import kendalltau
 
 from raceme.comparison.jobs import Job
 from raceme.comparison.suites import Method, Published, Score, Suite, Timing
+from raceme.protocol.measure import ACCURACY, Measure
 
 
 @dataclass(frozen=True)
@@ -69,9 +70,14 @@ class Run:
 
     @property
     def accuracy(self) -> float | None:
-        """The accuracy that is compared; None if the run has none."""
-        found = self.summary.get(self.score.key)
+        """The accuracy that is compared, or of a regression the error; None if it has none."""
+        found = self.summary.get(self.score.key(self.measure))
         return None if found is None else float(found)
+
+    @property
+    def measure(self) -> Measure:
+        """What it is, and which of two is the better one."""
+        return Measure.of(self.summary)
 
     @property
     def time(self) -> float | None:
@@ -174,6 +180,12 @@ class Comparison:
         """The target accuracy of the runs."""
         targets = [run.summary.get("target") for result in self.results for run in result.runs]
         return targets[0] if targets else None
+
+    @property
+    def measure(self) -> Measure:
+        """What was measured of the models: of a regression the mean absolute error."""
+        runs = [run for result in self.results for run in result.runs]
+        return runs[0].measure if runs else ACCURACY
 
     def ratio(self, result: Result) -> float | None:
         """Return how many times longer than the best a method takes; None if it never arrives."""
@@ -282,7 +294,15 @@ def gather(
 
 def best_of(tried: Sequence[Result]) -> Result:
     """Return the most accurate point of a sweep; of equal ones the first."""
-    return max(tried, key=lambda result: _finite_low(result.accuracy.mean))
+    return max(tried, key=quality)
+
+
+def quality(result: Result) -> float:
+    """Return by how much a method is good: its accuracy, or its error with the other sign."""
+    mean = result.accuracy.mean
+    if mean is None:
+        return -math.inf
+    return -mean if result.runs[0].measure.is_error else mean
 
 
 def _traffic(run: Run) -> float | None:
@@ -301,10 +321,6 @@ def _measured(result: Result, quantity: str) -> float | None:
 
 def _finite(value: float | None) -> float:
     return math.inf if value is None else value
-
-
-def _finite_low(value: float | None) -> float:
-    return -math.inf if value is None else value
 
 
 def _quotient(value: float | None, base: float | None) -> float | None:

@@ -18,6 +18,7 @@ from raceme.config import RunConfig, Value, check_key
 from raceme.config.errors import UserError, unknown_name
 from raceme.config.options import written
 from raceme.config.registry import STRATEGIES
+from raceme.protocol.measure import Measure
 
 NEVER = "/"
 """How a suite writes that a method did not reach the target."""
@@ -51,10 +52,9 @@ class Score(StrEnum):
     BEST_WEIGHTED = "best-weighted"
     """The best evaluation of the run, clients weighted by their numbers of test examples."""
 
-    @property
-    def key(self) -> str:
-        """The key of a summary that has it."""
-        return "accuracy" if self is Score.FINAL else "best_weighted_accuracy"
+    def key(self, measure: Measure) -> str:
+        """Return the key of a summary that has it."""
+        return measure.name if self is Score.FINAL else f"best_weighted_{measure.name}"
 
 
 @dataclass(frozen=True)

@@ -16,15 +16,13 @@ from rich.table import Table
 import raceme
 from raceme.comparison.results import Comparison, Result, Spread
 from raceme.comparison.suites import NEVER, Score, Timing, described
+from raceme.protocol.measure import Measure
 from raceme.records.convergence import WITHIN
 
 UNKNOWN = "-"
 
+_KINDS = ("", "best_", "weighted_", "best_weighted_")
 _CSV = (
-    "accuracy",
-    "best_accuracy",
-    "weighted_accuracy",
-    "best_weighted_accuracy",
     "purity",
     "clusters",
     "updates",
@@ -95,6 +93,7 @@ class Text:
 def main_table(comparison: Comparison) -> Text:
     """Return the table of the methods; published numbers stand beside ours where there are any."""
     make = _reproduction_row if comparison.has_published else _row
+    measure = comparison.measure
     columns: tuple[str, ...] = _COLUMNS
     if comparison.has_published:
         factor = f"× {comparison.suite.reference or 'reference'}"
@@ -105,20 +104,21 @@ def main_table(comparison: Comparison) -> Text:
     if comparison.has_published:
         shown = _shown_columns(comparison)
         columns, *rows = (tuple(cells[i] for i in shown) for cells in (columns, *rows))
+    columns = tuple(name.replace(_ACCURACY, _head(measure)) for name in columns)
     if comparison.suite.shows_unrest:
         columns = (*columns, "unrest")
-        unrests = (_percent(result.unrest) for result in comparison.results)
+        unrests = (_percent(result.unrest, measure) for result in comparison.results)
         rows = [(*row, cell) for row, cell in zip(rows, unrests, strict=True)]
     if comparison.suite.shows_traffic:
         columns = (*columns, "bytes\npaper", "bytes\nours")
         traffics = (_traffic(comparison, result) for result in comparison.results)
         rows = [(*row, *cells) for row, cells in zip(rows, traffics, strict=True)]
     suite, target = comparison.suite, comparison.target
-    of = f", target {target:.1%}" if target is not None else ""
+    of = f", target {comparison.measure.goal(target)}" if target is not None else ""
     if suite.timing is Timing.CONVERGENCE:
         of = ", time to convergence"
     if suite.score is Score.BEST_WEIGHTED:
-        of += ", best accuracy by test examples"
+        of += f", best {comparison.measure.word} by test examples"
     seeds = f"{len(suite.seeds)} seeds" if len(suite.seeds) > 1 else f"seed {suite.seeds[0]}"
     return Text(f"{suite.title} ({seeds}{of})", columns, tuple(rows), _lines(comparison))
 
@@ -132,7 +132,7 @@ def sweep_table(comparison: Comparison) -> Text | None:
     rows = tuple(
         (
             result.method.label,
-            _percent(result.accuracy),
+            _percent(result.accuracy, comparison.measure),
             _time(result),
             "chosen" if result.method.label in chosen else "",
         )
@@ -146,7 +146,7 @@ def sweep_table(comparison: Comparison) -> Text | None:
     share = suite.validation_fraction
     held_out = "" if share is None else f", tested on {share:.0%} of the training samples"
     title = f"Swept hyper-parameters (seed {suite.seeds[0]}{length}{held_out})"
-    return Text(title, ("method", "acc %", "time", ""), rows)
+    return Text(title, ("method", _head(comparison.measure), "time", ""), rows)
 
 
 def to_csv(comparison: Comparison) -> str:
@@ -154,7 +154,9 @@ def to_csv(comparison: Comparison) -> str:
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
     time = f"time_to_{comparison.suite.timing}"
-    writer.writerow(["method", "strategy", "options", "seed", "target", time, *_CSV])
+    measured = [f"{kind}{comparison.measure.name}" for kind in _KINDS]
+    names = (*measured, *_CSV)
+    writer.writerow(["method", "strategy", "options", "seed", "target", time, *names])
     done: set[str] = set()
     tried = [result for results in comparison.sweeps.values() for result in results]
     for result in (*comparison.results, *tried):
@@ -163,7 +165,7 @@ def to_csv(comparison: Comparison) -> str:
                 done.add(run.folder)
                 method = result.method
                 head = [method.label, method.strategy, described(method.options), run.seed]
-                numbers = [run.summary.get(name) for name in _CSV]
+                numbers = [run.summary.get(name) for name in names]
                 writer.writerow([*head, run.summary.get("target"), run.time, *numbers])
     return buffer.getvalue()
 
@@ -181,6 +183,8 @@ def to_json(comparison: Comparison) -> str:
         "validation-fraction": suite.validation_fraction,
         "timing": suite.timing.value,
         "score": suite.score.value,
+        "measure": comparison.measure.name,
+        "unit": comparison.measure.unit,
         "shows-unrest": suite.shows_unrest,
         "shows-traffic": suite.shows_traffic,
         "target": comparison.target,
@@ -200,7 +204,8 @@ def to_json(comparison: Comparison) -> str:
 
 
 _TO_TARGET, _TO_CONVERGENCE = "time to target", "time to convergence"
-_COLUMNS = ("method", "acc %", _TO_TARGET, "ratio to best", "purity", "updates")
+_ACCURACY = "acc %"
+_COLUMNS = ("method", _ACCURACY, _TO_TARGET, "ratio to best", "purity", "updates")
 _REPRODUCTION = (
     "method",
     "acc %\npaper",
@@ -214,7 +219,7 @@ def _row(comparison: Comparison, result: Result) -> tuple[str, ...]:
     ratio = comparison.ratio(result)
     return (
         _name(result),
-        _percent(result.accuracy),
+        _percent(result.accuracy, comparison.measure),
         _time(result),
         UNKNOWN if ratio is None else f"{ratio:.2f}",
         _spread(result.purity, 1, 2),
@@ -229,7 +234,7 @@ def _reproduction_row(comparison: Comparison, result: Result) -> tuple[str, ...]
     return (
         _name(result),
         UNKNOWN if accuracy is None else f"{accuracy:.2f}",
-        _percent(result.accuracy),
+        _percent(result.accuracy, comparison.measure),
         UNKNOWN if time is None else NEVER if math.isinf(time) else f"{time:g}",
         _time(result),
         _factor(comparison.published_speed_up(result)),
@@ -254,7 +259,8 @@ def _compares_times(comparison: Comparison) -> bool:
 
 def _lines(comparison: Comparison) -> tuple[str, ...]:
     """Return what a reader of the main table has to know."""
-    suite, lines = comparison.suite, []
+    suite, measure = comparison.suite, comparison.measure
+    lines = []
     if suite.scale != 1.0:
         lines.append(
             f"SHORTENED: --scale {suite.scale:g}, so each run has {suite.scale:.3g} of the suite's "
@@ -275,18 +281,20 @@ def _lines(comparison: Comparison) -> tuple[str, ...]:
             lines.append(f"× {suite.reference}: {what} over its time.")
     if suite.score is Score.BEST_WEIGHTED:
         lines.append(
-            "Accuracy: the best evaluation of a run, the mean over the clients weighted by their "
-            "numbers of test examples."
+            f"{measure.title}: the best evaluation of a run, the mean over the clients weighted by "
+            "their numbers of test examples."
         )
     if suite.timing is Timing.CONVERGENCE:
         lines.append(
-            f"Time to convergence: when the accuracy last comes within {100 * WITHIN:g} point of "
-            "its final value (our rule)."
+            f"Time to convergence: when the {measure.word} last comes within "
+            f"{100 * WITHIN:g} {'%' if measure.is_error else 'point'} of its final value (our "
+            "rule)."
         )
     if suite.shows_unrest:
         lines.append(
-            "Unrest: by how many points the accuracy is below its best so far, on the mean over "
-            "the evaluations of a run."
+            f"Unrest: by how many {measure.unit or 'points'} the {measure.word} is "
+            f"{'above' if measure.is_error else 'below'} its best so far, on the mean over the "
+            "evaluations of a run."
         )
     if suite.shows_traffic:
         lines.append(
@@ -315,7 +323,7 @@ def _entry(comparison: Comparison, result: Result) -> dict[str, Any]:
         "strategy": method.strategy,
         "asynchronous": method.asynchronous,
         "options": dict(method.options),
-        "accuracy": _plain(result.accuracy),
+        comparison.measure.name: _plain(result.accuracy),
         f"time_to_{comparison.suite.timing}": _plain(result.time),
         "unrest": _plain(result.unrest),
         "traffic": _plain(result.traffic),
@@ -346,8 +354,13 @@ def _name(result: Result) -> str:
     return result.label if result.method.label == result.label else result.method.label
 
 
-def _percent(spread: Spread) -> str:
-    return _spread(spread, 100, 2)
+def _percent(spread: Spread, measure: Measure) -> str:
+    """Return accuracies in points of a hundred, errors in their unit."""
+    return _spread(spread, 1 if measure.is_error else 100, 2)
+
+
+def _head(measure: Measure) -> str:
+    return measure.label if measure.is_error else _ACCURACY
 
 
 def _time(result: Result) -> str:

@@ -144,6 +144,7 @@ DATASETS = Registry(
         "text": "raceme.datasets.text:Text",
         "usps": "raceme.datasets.usps:Usps",
         "gas-drift": "raceme.datasets.gas:GasDrift",
+        "beijing-air": "raceme.datasets.air:BeijingAir",
     },
     aliases={"har": "npz-folder"},
 )

@@ -23,11 +23,12 @@ from raceme.protocol.events import (
     UpdateApplied,
     UpdateRejected,
 )
+from raceme.protocol.measure import Measure
 
-FORMAT = 4
-"""Format 3 has less, and is read alike; 1 and 2 are those of :mod:`raceme.records.old_stores`."""
+FORMAT = 5
+"""3 and 4 have less, and are read alike; 1 and 2 are :mod:`raceme.records.old_stores`'."""
 
-READ_ALIKE = (3, FORMAT)
+READ_ALIKE = (3, 4, FORMAT)
 """Formats that the readers of this module read."""
 
 SCHEMA = """
@@ -50,7 +51,7 @@ CREATE TABLE rejections (
 CREATE TABLE evaluations (
     event INTEGER PRIMARY KEY, updates INTEGER NOT NULL, time REAL NOT NULL,
     accuracy REAL, loss REAL, clusters INTEGER NOT NULL,
-    asked INTEGER NOT NULL, answered INTEGER NOT NULL, weighted_accuracy REAL);
+    asked INTEGER NOT NULL, answered INTEGER NOT NULL, weighted_accuracy REAL, unit TEXT);
 CREATE TABLE client_evaluations (
     event INTEGER NOT NULL REFERENCES evaluations, updates INTEGER NOT NULL, client TEXT NOT NULL,
     cluster INTEGER NOT NULL, accuracy REAL, loss REAL, step INTEGER NOT NULL, group_id INTEGER,
@@ -81,7 +82,7 @@ TABLES = {
     "client_events": (6, "event"),
     "updates": (15, "event"),
     "rejections": (5, "event"),
-    "evaluations": (9, "event"),
+    "evaluations": (10, "event"),
     "client_evaluations": (8, "event, client"),
     "cluster_changes": (6, "event"),
     "changed_clusters": (3, "event, fate, cluster"),
@@ -150,6 +151,7 @@ def _write_evaluation(rows: Rows, number: int, event: Evaluated) -> None:
             int(event.asked),
             event.answered,
             float(event.weighted_accuracy),
+            event.measure.unit,
         )
     )
     rows["client_evaluations"].extend(
@@ -275,16 +277,15 @@ def read_evaluations(connection: sqlite3.Connection) -> Numbered:
         if group is not None:
             groups[number][client] = group
     stored = columns_of(connection, "evaluations")
-    asked_of, weighted_of = (
-        name if name in stored else "NULL" for name in ("asked", "weighted_accuracy")
+    asked_of, weighted_of, unit_of = (
+        name if name in stored else "NULL" for name in ("asked", "weighted_accuracy", "unit")
     )
     query = (
         "SELECT event, time, updates, accuracy, loss, clusters, "
-        f"{asked_of}, {weighted_of} FROM evaluations"
+        f"{asked_of}, {weighted_of}, {unit_of} FROM evaluations"
     )
-    for number, time, updates, accuracy, loss, clusters, asked, weighted in connection.execute(
-        query
-    ):
+    for row in connection.execute(query):
+        number, time, updates, accuracy, loss, clusters, asked, weighted, unit = row
         scores = per_client.get(number, {})
         yield (
             number,
@@ -299,6 +300,7 @@ def read_evaluations(connection: sqlite3.Connection) -> Numbered:
                 steps.get(number, {}),
                 number_of(weighted),
                 groups.get(number, {}),
+                Measure(unit),
             ),
         )
 

@@ -24,6 +24,7 @@ from raceme.protocol.events import (
     UpdateApplied,
     UpdateRejected,
 )
+from raceme.protocol.measure import ACCURACY, Measure
 from raceme.records.convergence import convergence_index, unrest
 from raceme.records.files import atomic_write
 from raceme.records.idle import IdleShares
@@ -47,7 +48,12 @@ class Evaluation(Protocol):
 
     @property
     def accuracy(self) -> float:
-        """Mean accuracy over the clients."""
+        """Mean accuracy over the clients, or of a regression the mean absolute error."""
+        ...
+
+    @property
+    def measure(self) -> Measure:
+        """Which of the two."""
         ...
 
     @property
@@ -64,12 +70,13 @@ class _Point:
     updates: int
     accuracy: float
     counts: bool = True
+    measure: Measure = ACCURACY
 
 
 def time_to_target(
     evaluations: Iterable[Evaluation], target: float | None
 ) -> dict[str, float | int] | None:
-    """Find the first evaluation that counts and is at or above a target accuracy.
+    """Find the first evaluation that counts and is as good as a target.
 
     Returns
     -------
@@ -80,7 +87,7 @@ def time_to_target(
     if target is None:
         return None
     for evaluation in evaluations:
-        if evaluation.counts and evaluation.accuracy >= target:
+        if evaluation.counts and evaluation.measure.reaches(evaluation.accuracy, target):
             return {
                 "target": float(target),
                 "virtual_time": float(evaluation.time),
@@ -100,9 +107,11 @@ class RunSummary:
         Updates applied, and replies that were not used.
     accuracy, best_accuracy : float or None
         Mean client accuracy of the latest evaluation, and of the best one that counts; None
-        before the first.
+        before the first. Of a regression, here and below, the mean absolute error.
     weighted_accuracy, best_weighted_accuracy : float or None
         The same, weighted by the clients' numbers of test examples.
+    measure : Measure
+        What these are.
     asked, answered : int or None
         Clients that were asked in the latest evaluation, and of them those that answered.
     bytes_down, bytes_up : int
@@ -129,6 +138,7 @@ class RunSummary:
         self.best_accuracy: float | None = None
         self.weighted_accuracy: float | None = None
         self.best_weighted_accuracy: float | None = None
+        self.measure = ACCURACY
         self.asked: int | None = None
         self.answered: int | None = None
         self.bytes_down = 0
@@ -186,7 +196,7 @@ class RunSummary:
         wall_time : float
             Seconds that the run took on this machine.
         target : float, optional
-            Target accuracy.
+            Target accuracy, or of a regression the target error.
         """
         rate = self.updates / wall_time if wall_time > 0 else None
         return {
@@ -201,16 +211,15 @@ class RunSummary:
             "virtual_time": self.time,
             "wall_time": float(wall_time),
             "updates_per_second": rate,
-            "accuracy": _finite(self.accuracy),
-            "best_accuracy": _finite(self.best_accuracy),
-            "weighted_accuracy": _finite(self.weighted_accuracy),
-            "best_weighted_accuracy": _finite(self.best_weighted_accuracy),
+            "measure": self.measure.name,
+            "unit": self.measure.unit,
+            **self._scores(),
             "clients_asked": self.asked,
             "clients_answered": self.answered,
             "target": target,
             "time_to_target": time_to_target(self._evaluations, target),
             "time_to_convergence": self._time_to_convergence(),
-            "unrest": unrest([point.accuracy for point in self._evaluations]),
+            "unrest": unrest([point.accuracy for point in self._evaluations], self.measure),
             "clusters": self.clusters,
             "cluster_sizes": {str(k): size for k, size in self.membership.sizes().items()},
             "moves": self.moves,
@@ -229,15 +238,25 @@ class RunSummary:
             },
         }
 
+    def _scores(self) -> dict[str, float | None]:
+        """Return the measure by its name; a run that was not evaluated has accuracies of None."""
+        name = self.measure.name
+        return {
+            name: _finite(self.accuracy),
+            f"best_{name}": _finite(self.best_accuracy),
+            f"weighted_{name}": _finite(self.weighted_accuracy),
+            f"best_weighted_{name}": _finite(self.best_weighted_accuracy),
+        }
+
     def _time_to_convergence(self) -> dict[str, float | int] | None:
-        index = convergence_index([point.accuracy for point in self._evaluations])
+        index = convergence_index([point.accuracy for point in self._evaluations], self.measure)
         if index is None:
             return None
         reached = self._evaluations[index]
         return {"virtual_time": reached.time, "updates": reached.updates}
 
     def _observe_evaluation(self, event: Evaluated) -> None:
-        accuracy = float(event.accuracy)
+        accuracy, self.measure = float(event.accuracy), event.measure
         self.clusters = int(event.clusters)
         weighted = float(event.weighted_accuracy)
         self.accuracy, self.asked, self.answered = accuracy, int(event.asked), event.answered
@@ -247,9 +266,17 @@ class RunSummary:
             self._look_at_purity()
         if not event.counts:
             return
-        self._evaluations.append(_Point(float(event.time), int(event.updates), accuracy))
-        self.best_accuracy = _better(accuracy, self.best_accuracy)
-        self.best_weighted_accuracy = _better(weighted, self.best_weighted_accuracy)
+        self._evaluations.append(
+            _Point(float(event.time), int(event.updates), accuracy, measure=event.measure)
+        )
+        self.best_accuracy = self._better(accuracy, self.best_accuracy)
+        self.best_weighted_accuracy = self._better(weighted, self.best_weighted_accuracy)
+
+    def _better(self, value: float, best: float | None) -> float | None:
+        """Return the better one; NaN, which a run that diverged may give, is no value."""
+        if math.isnan(value):
+            return best
+        return value if best is None else self.measure.better(best, value)
 
     def _observe_clusters(self, event: ClustersChanged | ClientJoined) -> None:
         before = self.membership.weights
@@ -305,13 +332,6 @@ def write_summary(path: Path, summary: Mapping[str, Any]) -> None:
     text = json.dumps(summary, indent=2, allow_nan=False, ensure_ascii=False)
     with atomic_write(path) as file:
         file.write_text(text + "\n", encoding="utf-8")
-
-
-def _better(value: float, best: float | None) -> float | None:
-    """Return the larger one; NaN, which a run that diverged may give, is no value."""
-    if math.isnan(value):
-        return best
-    return value if best is None else max(best, value)
 
 
 def _finite(value: float | None) -> float | None:

@@ -123,6 +123,11 @@ class FlexCFL(Method):
     state: FlexCFLState
     dispatch: InRounds
 
+    @property
+    def counts_labels(self) -> bool:
+        """Whether label counts tell that data have changed."""
+        return bool(self.parameters.detect == "label-counts")
+
     def policy(self) -> Dispatch:
         """Work in rounds; who is cold is placed first, and then trains if it was picked."""
         return InRounds(
@@ -161,7 +166,7 @@ class FlexCFL(Method):
         """Ask for label counts before each round; then let its participants work."""
         state, rounds = self.state, self.dispatch.state
         begins = not rounds.running and not moment.greeting
-        if self.parameters.detect == "label-counts" and begins:
+        if self.counts_labels and begins:
             if state.asked_in < rounds.number:
                 state.asked_in = rounds.number
                 ready = [client.client_id for client in moment.idle.ready(moment.now)]

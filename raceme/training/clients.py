@@ -22,6 +22,7 @@ from flwr.app import Context
 from raceme import datasets, models
 from raceme.config import RunConfig, Value
 from raceme.training.network import Network
+from raceme.training.objective import objective_of
 from raceme.training.samples import Samples
 
 _Items = tuple[tuple[str, Value], ...]
@@ -46,7 +47,7 @@ class Client:
     train, test : Samples
         Its own samples.
     num_classes : int
-        Number of classes, of which it need not have all.
+        Number of classes, of which it need not have all; 0 for a regression.
     group : int or None
         Its true group where there is one.
     network : Network
@@ -159,5 +160,5 @@ def _position(config: RunConfig, node: Mapping[str, Value]) -> int:
 @lru_cache(maxsize=8)
 def _network(name: str, shape: datasets.DataShape) -> Network:
     """Build a network; its weights are overwritten by every message that it serves."""
-    module = models.build(name, shape.input_shape, shape.num_classes, tokens=shape.tokens)
-    return Network(module)
+    module = models.build(name, shape.input_shape, shape.outputs, tokens=shape.tokens)
+    return Network(module, objective_of(shape))

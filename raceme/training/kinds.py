@@ -15,7 +15,6 @@ from flwr.app import ArrayRecord
 
 from raceme import training
 from raceme.protocol.messages import (
-    ACCURACY,
     CHOSEN,
     GROUP,
     LABEL_COUNTS,
@@ -25,6 +24,7 @@ from raceme.protocol.messages import (
     ON,
     STEP,
     TRAIN_LOSS,
+    UNIT,
 )
 from raceme.training.work import Answer, ClientWork
 
@@ -53,8 +53,8 @@ def train_best(work: ClientWork) -> Answer:
 def evaluate(work: ClientWork) -> Answer:
     """Test the received model on the client's test samples."""
     work.receive(work.model)
-    accuracy, loss = training.evaluate(work.client.network, work.client.test)
-    return evaluation_answer(work, accuracy, loss)
+    score, loss = training.evaluate(work.client.network, work.client.test)
+    return evaluation_answer(work, score, loss)
 
 
 def losses(work: ClientWork) -> Answer:
@@ -78,8 +78,16 @@ def losses(work: ClientWork) -> Answer:
 
 
 def label_counts(work: ClientWork) -> Answer:
-    """Count the client's training samples of each class."""
+    """Count the client's training samples of each class.
+
+    Raises
+    ------
+    ValueError
+        There are no classes: the task is a regression.
+    """
     client = work.client
+    if not client.num_classes:
+        raise ValueError("label-counts counts classes, and these data have quantities for labels.")
     counts = np.bincount(client.train.y.numpy(), minlength=client.num_classes).astype(np.int64)
     return Answer({NUM_EXAMPLES: len(client.train)}, numbers={LABEL_COUNTS: counts})
 
@@ -94,13 +102,17 @@ def training_answer(
     return Answer({NUM_EXAMPLES: len(work.client.train), **metrics}, model, told=told or {})
 
 
-def evaluation_answer(work: ClientWork, accuracy: float, loss: float) -> Answer:
-    """Answer with test results; where data change, with the group that they are of now, too."""
-    metrics = {ACCURACY: accuracy, LOSS: loss, NUM_EXAMPLES: len(work.client.test)}
+def evaluation_answer(work: ClientWork, score: float, loss: float) -> Answer:
+    """Answer with test results; where data change, with the group that they are of now, too.
+
+    What was measured is stated by its name: ``accuracy``, or ``mae`` with its unit.
+    """
+    measure = work.client.network.objective.measure
+    metrics = {measure.name: score, LOSS: loss, NUM_EXAMPLES: len(work.client.test)}
     group = work.client.group
     if STEP in work.settings and group is not None:
         metrics[GROUP] = group
-    return Answer(metrics)
+    return Answer(metrics, told={} if measure.unit is None else {UNIT: measure.unit})
 
 
 def _train(
