@@ -145,6 +145,7 @@ DATASETS = Registry(
         "usps": "raceme.datasets.usps:Usps",
         "gas-drift": "raceme.datasets.gas:GasDrift",
         "beijing-air": "raceme.datasets.air:BeijingAir",
+        "hit-bearing": "raceme.datasets.bearing:HitBearing",
     },
     aliases={"har": "npz-folder"},
 )
