@@ -146,6 +146,7 @@ DATASETS = Registry(
         "gas-drift": "raceme.datasets.gas:GasDrift",
         "beijing-air": "raceme.datasets.air:BeijingAir",
         "hit-bearing": "raceme.datasets.bearing:HitBearing",
+        "digits-by-origin": "raceme.datasets.origins:DigitsByOrigin",
     },
     aliases={"har": "npz-folder"},
 )
