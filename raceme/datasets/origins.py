@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from zlib import error as ZlibError  # noqa: N812
 
@@ -29,6 +30,8 @@ _SVHN = ("train_32x32.mat", "test_32x32.mat")
 _SVHN_FOLDERS = ("SVHN", "svhn", "")
 _CCPD_FOLDERS = ("CCPD", "ccpd", "ccpd_digits")
 _CLASSES = 10
+_UNREADABLE = (OSError, ValueError, TypeError, LookupError, NotImplementedError, ZlibError)
+"""What scipy raises for a file that is damaged, or none of Matlab's, or of a later version."""
 
 _Images = NDArray[np.uint8]
 
@@ -123,7 +126,7 @@ def _svhn(config: RunConfig) -> tuple[_Images, Indices]:
     for inner in _SVHN_FOLDERS:
         files = [root / inner / name for name in _SVHN]
         if config.data_root and all(file.is_file() for file in files):
-            arrays = cached("svhn", files, (1,), lambda found=files: _read_svhn(found))
+            arrays = cached("svhn", files, (1,), partial(_read_svhn, files))
             return np.asarray(arrays["x"]), np.array(arrays["y"], np.int64)
     raise UserError(
         f"svhn is not under '{config.data_root}': expected SVHN/ with {' and '.join(_SVHN)}, the "
@@ -141,14 +144,7 @@ def _read_svhn(files: list[Path]) -> Arrays:
             content = loadmat(file)
             # (height, width, channels, samples); the digit 0 has the label 10.
             x, y = np.moveaxis(content["X"], (3, 2), (0, 1)), content["y"].ravel() % _CLASSES
-        except (
-            OSError,
-            ValueError,
-            TypeError,
-            LookupError,
-            NotImplementedError,
-            ZlibError,
-        ) as error:
+        except _UNREADABLE as error:
             raise UserError(f"Cannot read {file} as SVHN's digits: {error}.") from None
         if x.shape[1:] != _COLOUR or x.dtype != np.uint8 or len(x) != len(y):
             raise UserError(
@@ -171,9 +167,8 @@ def _ccpd(config: RunConfig) -> tuple[_Images, Indices]:
         if config.data_root and (root / inner).is_dir():
             tree = read_tree(root / inner)
             if not set(tree.classes) <= set(map(str, range(_CLASSES))):
-                raise UserError(
-                    f"{root / inner} has folders {', '.join(tree.classes)}: {expected}."
-                )
+                named = ", ".join(tree.classes)
+                raise UserError(f"{root / inner} has folders {named}: {expected}.")
             digits = np.array([int(name) for name in tree.classes])
             return images(tree, _COLOUR[1]), digits[tree.labels]
     raise UserError(f"ccpd is not under '{config.data_root}': {expected}.")
@@ -201,4 +196,5 @@ def _enlargement(small: int, large: int) -> NDArray[np.float32]:
     # Pixels are squares: the middle of the first one lies half of one from the edge.
     where = np.clip((np.arange(large) + 0.5) * small / large - 0.5, 0, small - 1)
     weights = 1 - np.abs(where[:, np.newaxis] - np.arange(small))
-    return np.maximum(weights, 0).astype(np.float32)
+    enlargement: NDArray[np.float32] = np.maximum(weights, 0).astype(np.float32)
+    return enlargement
