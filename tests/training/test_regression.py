@@ -13,8 +13,9 @@ from asking import message_to
 from flwr.app import ConfigRecord, Context, RecordDict
 
 from raceme import client_app, datasets, experiment, models
-from raceme.comparison.results import Result, Run, best_of
-from raceme.comparison.suites import Method, Score
+from raceme.comparison.results import Comparison, Result, Run, best_of
+from raceme.comparison.suites import Method, Score, Suite
+from raceme.comparison.table import main_table, to_csv, to_json
 from raceme.config import RunConfig
 from raceme.config.errors import UserError
 from raceme.datasets.source import DataShape, Target
@@ -165,6 +166,26 @@ def test_the_best_point_of_a_sweep_has_the_smallest_error() -> None:
     tried = [point("a", 30.0), point("b", 20.0), point("c", None)]
     assert best_of(tried).label == "b"
     assert Run(0, "", tried[0].runs[0].summary, score=Score.BEST_WEIGHTED).accuracy == 1.0
+
+
+def test_a_comparison_shows_errors_in_their_unit() -> None:
+    summary = {
+        **{"measure": "mae", "unit": UNIT, "mae": 18.1, "best_mae": 17.9, "target": 20.0},
+        **{"time_to_target": {"virtual_time": 5.0}, "virtual_time": 9.0, "updates": 40},
+        **{"purity": None, "unrest": 0.25},
+    }
+    method = Method("a", "fedasync")
+    result = Result(method, "a", (Run(0, "a/seed-0", summary),))
+    suite = Suite("Air", (method,), {"dataset": "beijing-air"}, (0,), shows_unrest=True)
+    comparison = Comparison(suite, (result,))
+    table = main_table(comparison)
+    assert table.title == "Air (seed 0, target 20 µg/m³)"
+    shown = dict(zip(table.columns, table.rows[0], strict=True))
+    assert (shown["MAE (µg/m³)"], shown["unrest"]) == ("18.10", "0.25")
+    assert any("by how many µg/m³ the MAE is above" in line for line in table.lines)
+    assert to_csv(comparison).splitlines()[0].count("mae") == 4
+    entry = json.loads(to_json(comparison))
+    assert (entry["measure"], entry["methods"][0]["mae"]["mean"]) == ("mae", 18.1)
 
 
 def test_a_run_ends_at_its_target_error_and_says_so_everywhere(
