@@ -88,6 +88,8 @@ def resolve(config: RunConfig) -> RunConfig:
     config = datasets.with_defaults(config)
     source = datasets.source_of(config)
     target, stop = config.target_accuracy, config.stop_at_target
+    if target is not None and target > 1 and datasets.data_shape(config).target is None:
+        raise UserError(f"target-accuracy must be at most 1, got {target:g}.")
     unlimited = config.max_rounds and config.max_updates is None
     return config.with_values(
         max_updates=None if unlimited else config.planned_updates,
@@ -114,6 +116,11 @@ def build_strategy(config: RunConfig) -> Method:
         raise UserError(
             f"drift-at counts rounds, and {config.strategy} works in none: count seconds, updates "
             "or uploads."
+        )
+    if strategy.counts_labels and datasets.data_shape(config).target is not None:
+        raise UserError(
+            f"{config.strategy} has clients count their labels, and those of {config.dataset} are "
+            f"quantities: {config.strategy}.detect=direction."
         )
     if config.max_rounds and strategy.dispatch.rounds is None:
         raise UserError(

@@ -36,7 +36,7 @@ def times_figure(comparison: Comparison) -> Figure:
     seconds, unit = time_unit(longest)
     scaled = {label: [time / seconds for time in times] for label, times in values.items()}
     target = comparison.target
-    goal = "the target" if target is None else f"{target:.1%}"
+    goal = "the target" if target is None else comparison.measure.goal(target)
     if comparison.suite.timing is Timing.CONVERGENCE:
         goal = "convergence"
     instead = {result.label: _missed(result) for result in comparison.results}

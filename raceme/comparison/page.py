@@ -7,7 +7,7 @@ from pathlib import Path
 
 from raceme.comparison import figures, table
 from raceme.comparison.read import read_comparison, read_first_runs
-from raceme.comparison.results import Comparison, Result
+from raceme.comparison.results import Comparison, Result, quality
 from raceme.comparison.score_figures import score_plots
 from raceme.comparison.suites import Score, Timing, described
 from raceme.records.record import RunRecord
@@ -73,11 +73,12 @@ def _page_table(text: table.Text, words: tuple[int, ...] = (0,)) -> PageTable:
 
 def _plots(comparison: Comparison, records: Mapping[str, RunRecord]) -> list[Plot]:
     """Return the plots; those of single runs only if there are any runs."""
-    seed = f"Accuracy over virtual time, seed {comparison.suite.seeds[0]}"
+    measure = comparison.measure
+    seed = f"{measure.title} over virtual time, seed {comparison.suite.seeds[0]}"
     plots = []
     if records:
         accuracy = comparison_figure(records, target=comparison.target, title=seed)
-        plots.append(plot(accuracy, "accuracy"))
+        plots.append(plot(accuracy, measure.name))
     plots.append(plot(figures.times_figure(comparison), "times"))
     plots.append(plot(figures.purity_figure(comparison), "purity"))
     if records:
@@ -103,12 +104,14 @@ def _tiles(comparison: Comparison) -> list[Tile]:
     ]
     accurate = [result for result in results if result.accuracy.mean is not None]
     if accurate:
-        best = max(accurate, key=lambda result: result.accuracy.mean or 0.0)
-        tiles.append(Tile("most accurate", best.label, number(best.accuracy.mean)))
+        best, unit = max(accurate, key=quality), comparison.measure.unit or ""
+        tiles.append(Tile("most accurate", best.label, f"{number(best.accuracy.mean)} {unit}"))
     arrived = [result for result in results if _arrives(result)]
     if arrived:
         first = min(arrived, key=lambda result: result.rank_time or 0.0)
-        goal = "" if comparison.target is None else f" at {comparison.target:.1%}"
+        goal = (
+            "" if comparison.target is None else f" at {comparison.measure.goal(comparison.target)}"
+        )
         if suite.timing is Timing.CONVERGENCE:
             goal = " to converge"
         tiles.append(Tile(f"first{goal}", first.label, f"{number(first.rank_time, 1)} s"))
@@ -124,13 +127,13 @@ def _arrives(result: Result) -> bool:
 
 
 def _runs_table(comparison: Comparison) -> PageTable:
-    head = _SCORE_HEADS.get(comparison.suite.score)
+    head, measure = _SCORE_HEADS.get(comparison.suite.score), comparison.measure
     rows = tuple(
         (
             result.method.label,
             str(run.seed),
-            number(run.summary.get("accuracy"), 4),
-            number(run.summary.get("best_accuracy"), 4),
+            number(run.summary.get(measure.name), 4),
+            number(run.summary.get(f"best_{measure.name}"), 4),
             *([number(run.accuracy, 4)] if head else []),
             number(run.time, 1),
             number(run.summary.get("clusters")),
@@ -144,7 +147,7 @@ def _runs_table(comparison: Comparison) -> PageTable:
     )
     timing = comparison.suite.timing
     heads = (
-        *("method", "seed", "accuracy", "best"),
+        *("method", "seed", measure.label, "best"),
         *([head] if head else []),
         *(f"time to\n{timing} (s)", "clusters", "purity"),
         *("updates", "virtual\ntime (s)", "wall\ntime (s)"),

@@ -10,6 +10,7 @@ from rich.progress import Progress as Bars
 
 from raceme.comparison.jobs import Job
 from raceme.comparison.worker import Finished, Progress
+from raceme.protocol.measure import Measure
 
 
 class SuiteProgress:
@@ -69,8 +70,8 @@ class SuiteProgress:
                 job.name, total=job.config.planned_updates, state="starting"
             )
         elif isinstance(news, Progress):
-            accuracy = "" if news.accuracy is None else f", accuracy {news.accuracy:.3f}"
-            state = f"t = {news.time:.0f} s{accuracy}"
+            score = f", {news.score}" if news.score else ""
+            state = f"t = {news.time:.0f} s{score}"
             self._bars.update(self._lines[job], completed=news.updates, state=state)
         else:
             self._bars.remove_task(self._lines.pop(job))
@@ -87,8 +88,9 @@ def _ending(job: Job, news: Finished) -> str:
     summary = job.summary()
     if news.error is not None or summary is None:
         return f"FAILED: {news.error or 'it left no summary'}"
-    accuracy, reached = summary["accuracy"], summary["time_to_target"]
-    text = "no evaluation" if accuracy is None else f"accuracy {accuracy:.3f}"
+    measure, reached = Measure.of(summary), summary["time_to_target"]
+    score = summary[measure.name]
+    text = "no evaluation" if score is None else f"{measure.word} {measure.shown(score)}"
     if reached is not None:
         text += f", target after {reached['virtual_time']:.1f} s"
     elif summary["target"] is not None:

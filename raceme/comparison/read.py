@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from raceme.comparison.results import Comparison, Result, Run
-from raceme.comparison.suites import NEVER, Measure, Method, Published, Score, Suite, Timing
+from raceme.comparison.suites import NEVER, Method, Published, Score, Scored, Suite, Timing
 from raceme.config.errors import UserError
+from raceme.protocol.measure import Measure
 from raceme.records.record import RunRecord, read_run
 
 FILE_NAME = "compare.json"
@@ -46,7 +47,7 @@ def read_comparison(folder: Path) -> Comparison:
             score=score,
             shows_unrest=bool(tree.get("shows-unrest", False)),
             shows_traffic=bool(tree.get("shows-traffic", False)),
-            scores=tuple(Measure(name) for name in tree.get("scores", [])),
+            scores=tuple(Scored(name) for name in tree.get("scores", [])),
             shows_mixtures=bool(tree.get("shows-mixtures", False)),
             shows_work=bool(tree.get("shows-work", False)),
             reference=tree["reference"],
@@ -95,7 +96,8 @@ def _result(entry: Mapping[str, Any], timing: Timing, score: Score) -> Result:
     runs = []
     for summary in entry["runs"]:
         # Numbers that tables calculate with.
-        for name in ("accuracy", "purity", "updates", "virtual_time", score.key):
+        measure = Measure.of(summary)
+        for name in (measure.name, "purity", "updates", "virtual_time", score.key(measure)):
             if not isinstance(summary[name], int | float | None):
                 raise ValueError(f"{name} is {summary[name]!r}")
         runs.append(Run(int(summary["seed"]), str(summary["folder"]), summary, timing, score))
@@ -108,6 +110,6 @@ def _published(entry: Mapping[str, Any] | None) -> tuple[Published, ...]:
         return ()
     time = entry["time"]
     time = math.inf if time == NEVER else time
-    before, after, cluster = (entry.get(str(measure)) for measure in Measure)
+    before, after, cluster = (entry.get(str(scored)) for scored in Scored)
     traffic = entry.get("traffic")
     return (Published(entry["accuracy"], time, {}, traffic, before, after, cluster),)

@@ -11,7 +11,8 @@ import numpy as np
 from scipy.stats import kendalltau
 
 from raceme.comparison.jobs import Job
-from raceme.comparison.suites import Measure, Method, Published, Score, Suite, Timing
+from raceme.comparison.suites import Method, Published, Score, Scored, Suite, Timing
+from raceme.protocol.measure import ACCURACY, Measure
 
 
 @dataclass(frozen=True)
@@ -69,9 +70,14 @@ class Run:
 
     @property
     def accuracy(self) -> float | None:
-        """The accuracy that is compared; None if the run has none."""
-        found = self.summary.get(self.score.key)
+        """The accuracy that is compared, or of a regression the error; None if it has none."""
+        found = self.summary.get(self.score.key(self.measure))
         return None if found is None else float(found)
+
+    @property
+    def measure(self) -> Measure:
+        """What it is, and which of two is the better one."""
+        return Measure.of(self.summary)
 
     @property
     def time(self) -> float | None:
@@ -121,9 +127,9 @@ class Result:
         """Bytes that the clients sent and were sent, evaluations left out."""
         return Spread.over([_traffic(run) for run in self.runs])
 
-    def score(self, measure: Measure) -> Spread:
+    def score(self, scored: Scored) -> Spread:
         """Return one of the further scores of the runs."""
-        return Spread.over([run.summary.get(measure.key) for run in self.runs])
+        return Spread.over([run.summary.get(scored.key) for run in self.runs])
 
     @property
     def mixture_divergence(self) -> Spread:
@@ -188,6 +194,12 @@ class Comparison:
         targets = [run.summary.get("target") for result in self.results for run in result.runs]
         return targets[0] if targets else None
 
+    @property
+    def measure(self) -> Measure:
+        """What was measured of the models: of a regression the mean absolute error."""
+        runs = [run for result in self.results for run in result.runs]
+        return runs[0].measure if runs else ACCURACY
+
     def ratio(self, result: Result) -> float | None:
         """Return how many times longer than the best a method takes; None if it never arrives."""
         best = min((_finite(other.rank_time) for other in self.results), default=math.inf)
@@ -228,7 +240,7 @@ class Comparison:
         Parameters
         ----------
         quantity : str
-            ``"accuracy"``, ``"time"`` or one of :class:`Measure`. Times that are never reached tie
+            ``"accuracy"``, ``"time"`` or one of :class:`Scored`. Times that are never reached tie
             behind all others.
 
         Returns
@@ -310,7 +322,15 @@ def gather(
 
 def best_of(tried: Sequence[Result]) -> Result:
     """Return the most accurate point of a sweep; of equal ones the first."""
-    return max(tried, key=lambda result: _finite_low(result.accuracy.mean))
+    return max(tried, key=quality)
+
+
+def quality(result: Result) -> float:
+    """Return by how much a method is good: its accuracy, or its error with the other sign."""
+    mean = result.accuracy.mean
+    if mean is None:
+        return -math.inf
+    return -mean if result.runs[0].measure.is_error else mean
 
 
 def _traffic(run: Run) -> float | None:
@@ -329,17 +349,13 @@ def _published(result: Result, quantity: str) -> float | None:
 
 
 def _measured(result: Result, quantity: str) -> float | None:
-    if quantity in tuple(Measure):
-        return result.score(Measure(quantity)).mean
+    if quantity in tuple(Scored):
+        return result.score(Scored(quantity)).mean
     return result.accuracy.mean if quantity == "accuracy" else result.rank_time
 
 
 def _finite(value: float | None) -> float:
     return math.inf if value is None else value
-
-
-def _finite_low(value: float | None) -> float:
-    return -math.inf if value is None else value
 
 
 def _quotient(value: float | None, base: float | None) -> float | None:

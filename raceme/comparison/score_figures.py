@@ -10,14 +10,14 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from raceme.comparison.suites import Measure
+from raceme.comparison.suites import Scored
 from raceme.records.record import RunRecord
 from raceme.reporting.style import new_figure, say_empty, series_colour, series_line, style
 
 _NAMES = {
-    Measure.BEFORE: "uploaded",
-    Measure.AFTER: "got in return",
-    Measure.CLUSTER: "clusters' models",
+    Scored.BEFORE: "uploaded",
+    Scored.AFTER: "got in return",
+    Scored.CLUSTER: "clusters' models",
 }
 
 Curve = list[tuple[int, float]]
@@ -25,7 +25,7 @@ Curve = list[tuple[int, float]]
 
 
 def score_plots(
-    records: Mapping[str, RunRecord], measures: Sequence[Measure], mixtures: bool
+    records: Mapping[str, RunRecord], measures: Sequence[Scored], mixtures: bool
 ) -> dict[str, Callable[[], Figure]]:
     """Return what draws the plots of a comparison's scores, by the name of the plot.
 
@@ -33,7 +33,7 @@ def score_plots(
     ----------
     records : Mapping[str, RunRecord]
         Label to a run of each method.
-    measures : Sequence[Measure]
+    measures : Sequence[Scored]
         What is scored.
     mixtures : bool
         Whether estimated mixtures are compared with the true ones.
@@ -46,7 +46,7 @@ def score_plots(
     return plots
 
 
-def scores_figure(records: Mapping[str, RunRecord], measures: Sequence[Measure]) -> Figure:
+def scores_figure(records: Mapping[str, RunRecord], measures: Sequence[Scored]) -> Figure:
     """Draw each score of several runs, side by side on one axis of accuracy.
 
     Those of uploads are means over the clients by session, a stretch in which every client has
@@ -79,9 +79,9 @@ def divergences_figure(records: Mapping[str, RunRecord]) -> Figure:
         return figure
 
 
-def score_curve(record: RunRecord, measure: Measure) -> Curve:
+def score_curve(record: RunRecord, measure: Scored) -> Curve:
     """Return a score over a run."""
-    if measure is Measure.CLUSTER:
+    if measure is Scored.CLUSTER:
         return [(event.updates, event.mean) for event in record.cluster_scores]
     uploads = record.uploads
     found = zip(uploads.session_ends, uploads.by_session(str(measure)), strict=True)

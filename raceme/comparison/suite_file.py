@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 from raceme.comparison.suites import (
     NEVER,
     VALIDATION,
-    Measure,
     Method,
     Published,
     Score,
+    Scored,
     Suite,
     Timing,
     grid,
@@ -48,7 +48,7 @@ _SUITE_KEYS = (
     "methods",
 )
 _METHOD_KEYS = ("strategy", "options", "sweep", "published")
-_NUMBERS = ("accuracy", "time", "traffic", *Measure)
+_NUMBERS = ("accuracy", "time", "traffic", *Scored)
 
 _Choice = TypeVar("_Choice", bound=StrEnum)
 
@@ -232,10 +232,10 @@ def _share(path: Path, name: str, value: Any) -> float:
     return float(value)
 
 
-def _scores(path: Path, value: Any) -> tuple[Measure, ...]:
+def _scores(path: Path, value: Any) -> tuple[Scored, ...]:
     if not isinstance(value, list):
         raise UserError(f"scores in the suite {path} must be a list, got {value!r}.")
-    return tuple(_choice(path, "scores", Measure, entry) for entry in value)
+    return tuple(_choice(path, "scores", Scored, entry) for entry in value)
 
 
 def _flag(path: Path, name: str, value: Any) -> bool:

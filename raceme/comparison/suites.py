@@ -18,6 +18,7 @@ from raceme.config import RunConfig, Value, check_key
 from raceme.config.errors import UserError, unknown_name
 from raceme.config.options import written
 from raceme.config.registry import STRATEGIES
+from raceme.protocol.measure import Measure
 
 NEVER = "/"
 """How a suite writes that a method did not reach the target."""
@@ -35,10 +36,10 @@ _OWN_KEYS = {
 
 
 _SCORE_KEYS = {
-    "final": "accuracy",
-    "best-weighted": "best_weighted_accuracy",
-    "step-starts": "accuracy_at_step_starts",
-    "step-ends": "accuracy_at_step_ends",
+    "final": "{}",
+    "best-weighted": "best_weighted_{}",
+    "step-starts": "{}_at_step_starts",
+    "step-ends": "{}_at_step_ends",
 }
 
 
@@ -63,13 +64,12 @@ class Score(StrEnum):
     STEP_ENDS = "step-ends"
     """The same of the last evaluation."""
 
-    @property
-    def key(self) -> str:
-        """The key of a summary that has it."""
-        return _SCORE_KEYS[self.value]
+    def key(self, measure: Measure) -> str:
+        """Return the key of a summary that has it."""
+        return _SCORE_KEYS[self.value].format(measure.name)
 
 
-class Measure(StrEnum):
+class Scored(StrEnum):
     """What else is scored of a run than the clients' tests of the models that serve them."""
 
     BEFORE = "before"
@@ -82,7 +82,7 @@ class Measure(StrEnum):
     @property
     def key(self) -> str:
         """The key of a summary that has it."""
-        return "cluster_accuracy" if self is Measure.CLUSTER else f"accuracy_{self}"
+        return "cluster_accuracy" if self is Scored.CLUSTER else f"accuracy_{self}"
 
 
 @dataclass(frozen=True)
@@ -223,7 +223,7 @@ class Suite:
         Whether the table tells how far the accuracy falls back on its way.
     shows_traffic : bool
         Whether the table tells the bytes up and down, as multiples of the reference's.
-    scores : tuple[Measure, ...]
+    scores : tuple[Scored, ...]
         What the table has a column of, with the published number beside it, in place of the one
         accuracy and the times.
     shows_mixtures : bool
@@ -252,7 +252,7 @@ class Suite:
     score: Score = Score.FINAL
     shows_unrest: bool = False
     shows_traffic: bool = False
-    scores: tuple[Measure, ...] = ()
+    scores: tuple[Scored, ...] = ()
     shows_mixtures: bool = False
     shows_work: bool = False
     reference: str | None = None
@@ -313,7 +313,7 @@ class Suite:
         keys |= {"strategy": method.strategy, "seed": seed, "stop-at-target": False}
         if "workers" in _config_keys():
             keys["workers"] = 0
-        if self.shows_work or {Measure.BEFORE, Measure.AFTER} & set(self.scores):
+        if self.shows_work or {Scored.BEFORE, Scored.AFTER} & set(self.scores):
             keys.setdefault("score-uploads", True)
         if trial and self.validation_fraction is not None:
             keys["validation-fraction"] = self.validation_fraction

@@ -15,18 +15,14 @@ from rich.table import Table
 
 import raceme
 from raceme.comparison.results import Comparison, Result, Spread
-from raceme.comparison.suites import NEVER, Measure, Score, Timing, described
+from raceme.comparison.suites import NEVER, Score, Scored, Timing, described
+from raceme.protocol.measure import Measure
 from raceme.records.convergence import WITHIN
 
 UNKNOWN = "-"
 
+_KINDS = ("", "best_", "weighted_", "best_weighted_")
 _CSV = (
-    "accuracy",
-    "best_accuracy",
-    "weighted_accuracy",
-    "best_weighted_accuracy",
-    "accuracy_at_step_starts",
-    "accuracy_at_step_ends",
     "purity",
     "clusters",
     "updates",
@@ -35,22 +31,22 @@ _CSV = (
     "bytes_up",
     "bytes_down",
     "rejected_updates",
-    *(measure.key for measure in Measure),
+    *(scored.key for scored in Scored),
     "mixture_divergence",
     "sample_passes",
 )
 
 _SCORED = {
-    Score.BEST_WEIGHTED: ", best accuracy by test examples",
-    Score.STEP_STARTS: ", accuracy at the steps' starts",
-    Score.STEP_ENDS: ", accuracy at the steps' ends",
+    Score.BEST_WEIGHTED: ", best {} by test examples",
+    Score.STEP_STARTS: ", {} at the steps' starts",
+    Score.STEP_ENDS: ", {} at the steps' ends",
 }
 _SCORE_LINES = {
-    Score.BEST_WEIGHTED: "Accuracy: the best evaluation of a run, the mean over the clients "
+    Score.BEST_WEIGHTED: "the best evaluation of a run, the mean over the clients "
     "weighted by their numbers of test examples.",
-    Score.STEP_STARTS: "Accuracy: the mean over the steps of the data, from the second on, of the "
+    Score.STEP_STARTS: "the mean over the steps of the data, from the second on, of the "
     "first evaluation on the data of each.",
-    Score.STEP_ENDS: "Accuracy: the mean over the steps of the data of the last evaluation on the "
+    Score.STEP_ENDS: "the mean over the steps of the data of the last evaluation on the "
     "data of each.",
 }
 
@@ -119,12 +115,12 @@ def main_table(comparison: Comparison) -> Text:
         columns, rows = _accuracies(comparison)
     columns, rows = _with_further(comparison, columns, rows)
     suite, target = comparison.suite, comparison.target
-    of = f", target {target:.1%}" if target is not None else ""
+    of = f", target {comparison.measure.goal(target)}" if target is not None else ""
     if suite.scores:
         of = ", accuracies in %"
     if suite.timing is Timing.CONVERGENCE:
         of = ", time to convergence"
-    of += _SCORED.get(suite.score, "")
+    of += _SCORED.get(suite.score, "").format(comparison.measure.word)
     seeds = f"{len(suite.seeds)} seeds" if len(suite.seeds) > 1 else f"seed {suite.seeds[0]}"
     return Text(f"{suite.title} ({seeds}{of})", columns, tuple(rows), _lines(comparison))
 
@@ -135,6 +131,7 @@ _Cells = tuple[str, ...]
 def _accuracies(comparison: Comparison) -> tuple[_Cells, list[_Cells]]:
     """Return the columns and rows of methods that have one accuracy, and times."""
     make = _reproduction_row if comparison.has_published else _row
+    measure = comparison.measure
     columns: tuple[str, ...] = _COLUMNS
     if comparison.has_published:
         factor = f"× {comparison.suite.reference or 'reference'}"
@@ -145,20 +142,21 @@ def _accuracies(comparison: Comparison) -> tuple[_Cells, list[_Cells]]:
     if comparison.has_published:
         shown = _shown_columns(comparison)
         columns, *rows = (tuple(cells[i] for i in shown) for cells in (columns, *rows))
+    columns = tuple(name.replace(_ACCURACY, _head(measure)) for name in columns)
     return columns, rows
 
 
 def _scores(comparison: Comparison) -> tuple[_Cells, list[_Cells]]:
     """Return the columns and rows of methods that have several scores."""
     columns, rows = ["method"], [[_name(result)] for result in comparison.results]
-    for measure in comparison.suite.scores:
-        columns += [f"{measure}\npaper"] * comparison.has_published + [f"{measure}\nours"]
+    for scored in comparison.suite.scores:
+        columns += [f"{scored}\npaper"] * comparison.has_published + [f"{scored}\nours"]
         for cells, result in zip(rows, comparison.results, strict=True):
             if comparison.has_published:
-                known = None if result.published is None else getattr(result.published, measure)
+                known = None if result.published is None else getattr(result.published, scored)
                 cells.append(UNKNOWN if known is None else f"{known:.1f}")
             # Like the papers': with two digits so many columns have no room in a terminal.
-            cells.append(_spread(result.score(measure), 100, 1))
+            cells.append(_spread(result.score(scored), 100, 1))
     return tuple(columns), [tuple(cells) for cells in rows]
 
 
@@ -166,9 +164,10 @@ def _with_further(
     comparison: Comparison, columns: _Cells, rows: list[_Cells]
 ) -> tuple[_Cells, list[_Cells]]:
     """Return columns and rows with what else the suite shows."""
+    measure = comparison.measure
     if comparison.suite.shows_unrest:
         columns = (*columns, "unrest")
-        unrests = (_percent(result.unrest) for result in comparison.results)
+        unrests = (_percent(result.unrest, measure) for result in comparison.results)
         rows = [(*row, cell) for row, cell in zip(rows, unrests, strict=True)]
     if comparison.suite.shows_traffic:
         columns = (*columns, "bytes\npaper", "bytes\nours")
@@ -196,7 +195,7 @@ def sweep_table(comparison: Comparison) -> Text | None:
     rows = tuple(
         (
             result.method.label,
-            _percent(result.accuracy),
+            _percent(result.accuracy, comparison.measure),
             _time(result),
             "chosen" if result.method.label in chosen else "",
         )
@@ -210,7 +209,7 @@ def sweep_table(comparison: Comparison) -> Text | None:
     share = suite.validation_fraction
     held_out = "" if share is None else f", tested on {share:.0%} of the training samples"
     title = f"Swept hyper-parameters (seed {suite.seeds[0]}{length}{held_out})"
-    return Text(title, ("method", "acc %", "time", ""), rows)
+    return Text(title, ("method", _head(comparison.measure), "time", ""), rows)
 
 
 def to_csv(comparison: Comparison) -> str:
@@ -218,7 +217,11 @@ def to_csv(comparison: Comparison) -> str:
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
     time = f"time_to_{comparison.suite.timing}"
-    writer.writerow(["method", "strategy", "options", "seed", "target", time, *_CSV])
+    measure = comparison.measure.name
+    measured = [f"{kind}{measure}" for kind in _KINDS]
+    measured += [f"{measure}_at_step_starts", f"{measure}_at_step_ends"]
+    names = (*measured, *_CSV)
+    writer.writerow(["method", "strategy", "options", "seed", "target", time, *names])
     done: set[str] = set()
     tried = [result for results in comparison.sweeps.values() for result in results]
     for result in (*comparison.results, *tried):
@@ -227,7 +230,7 @@ def to_csv(comparison: Comparison) -> str:
                 done.add(run.folder)
                 method = result.method
                 head = [method.label, method.strategy, described(method.options), run.seed]
-                numbers = [run.summary.get(name) for name in _CSV]
+                numbers = [run.summary.get(name) for name in names]
                 writer.writerow([*head, run.summary.get("target"), run.time, *numbers])
     return buffer.getvalue()
 
@@ -245,6 +248,8 @@ def to_json(comparison: Comparison) -> str:
         "validation-fraction": suite.validation_fraction,
         "timing": suite.timing.value,
         "score": suite.score.value,
+        "measure": comparison.measure.name,
+        "unit": comparison.measure.unit,
         "shows-unrest": suite.shows_unrest,
         "shows-traffic": suite.shows_traffic,
         "scores": [str(measure) for measure in suite.scores],
@@ -271,7 +276,8 @@ def to_json(comparison: Comparison) -> str:
 
 _WORK = {"bytes_down": "bytes\ndown", "sample_passes": "client\nwork"}
 _TO_TARGET, _TO_CONVERGENCE = "time to target", "time to convergence"
-_COLUMNS = ("method", "acc %", _TO_TARGET, "ratio to best", "purity", "updates")
+_ACCURACY = "acc %"
+_COLUMNS = ("method", _ACCURACY, _TO_TARGET, "ratio to best", "purity", "updates")
 _REPRODUCTION = (
     "method",
     "acc %\npaper",
@@ -285,7 +291,7 @@ def _row(comparison: Comparison, result: Result) -> tuple[str, ...]:
     ratio = comparison.ratio(result)
     return (
         _name(result),
-        _percent(result.accuracy),
+        _percent(result.accuracy, comparison.measure),
         _time(result),
         UNKNOWN if ratio is None else f"{ratio:.2f}",
         _spread(result.purity, 1, 2),
@@ -300,7 +306,7 @@ def _reproduction_row(comparison: Comparison, result: Result) -> tuple[str, ...]
     return (
         _name(result),
         UNKNOWN if accuracy is None else f"{accuracy:.2f}",
-        _percent(result.accuracy),
+        _percent(result.accuracy, comparison.measure),
         UNKNOWN if time is None else NEVER if math.isinf(time) else f"{time:g}",
         _time(result),
         _factor(comparison.published_speed_up(result)),
@@ -325,7 +331,8 @@ def _compares_times(comparison: Comparison) -> bool:
 
 def _lines(comparison: Comparison) -> tuple[str, ...]:
     """Return what a reader of the main table has to know."""
-    suite, lines = comparison.suite, []
+    suite, measure = comparison.suite, comparison.measure
+    lines = []
     if suite.scale != 1.0:
         lines.append(
             f"SHORTENED: --scale {suite.scale:g}, so each run has {suite.scale:.3g} of the suite's "
@@ -344,16 +351,18 @@ def _lines(comparison: Comparison) -> tuple[str, ...]:
             what = _TO_CONVERGENCE if suite.timing is Timing.CONVERGENCE else _TO_TARGET
             lines.append(f"× {suite.reference}: {what} over its time.")
     if suite.score in _SCORE_LINES:
-        lines.append(_SCORE_LINES[suite.score])
+        lines.append(f"{measure.title}: {_SCORE_LINES[suite.score]}")
     if suite.timing is Timing.CONVERGENCE:
         lines.append(
-            f"Time to convergence: when the accuracy last comes within {100 * WITHIN:g} point of "
-            "its final value (our rule)."
+            f"Time to convergence: when the {measure.word} last comes within "
+            f"{100 * WITHIN:g} {'%' if measure.is_error else 'point'} of its final value (our "
+            "rule)."
         )
     if suite.shows_unrest:
         lines.append(
-            "Unrest: by how many points the accuracy is below its best so far, on the mean over "
-            "the evaluations of a run."
+            f"Unrest: by how many {measure.unit or 'points'} the {measure.word} is "
+            f"{'above' if measure.is_error else 'below'} its best so far, on the mean over the "
+            "evaluations of a run."
         )
     if suite.shows_traffic:
         lines.append(
@@ -387,14 +396,14 @@ def _lines(comparison: Comparison) -> tuple[str, ...]:
 
 
 _SAID_OF = {
-    Measure.BEFORE: (
+    Scored.BEFORE: (
         "Before: what a client uploads, on test data of the mixture that it was trained on; the "
         "mean over the clients of their last upload."
     ),
-    Measure.AFTER: (
+    Scored.AFTER: (
         "After: what a client gets in return, on the same data; known of its last upload but one."
     ),
-    Measure.CLUSTER: (
+    Scored.CLUSTER: (
         "Cluster: the clusters' models, on the server's test set of each distribution; their "
         "mean at the last evaluation."
     ),
@@ -409,11 +418,11 @@ def _entry(comparison: Comparison, result: Result) -> dict[str, Any]:
         "strategy": method.strategy,
         "asynchronous": method.asynchronous,
         "options": dict(method.options),
-        "accuracy": _plain(result.accuracy),
+        comparison.measure.name: _plain(result.accuracy),
         f"time_to_{comparison.suite.timing}": _plain(result.time),
         "unrest": _plain(result.unrest),
         "traffic": _plain(result.traffic),
-        "scores": {str(measure): _plain(result.score(measure)) for measure in Measure},
+        "scores": {str(scored): _plain(result.score(scored)) for scored in Scored},
         "mixture_divergence": _plain(result.mixture_divergence),
         "relative": {key: comparison.relative(result, key) for key in _WORK},
         "purity": _plain(result.purity),
@@ -428,7 +437,7 @@ def _entry(comparison: Comparison, result: Result) -> dict[str, Any]:
             "accuracy": published.accuracy,
             "time": NEVER if published.time == math.inf else published.time,
             "traffic": published.traffic,
-            **{str(measure): getattr(published, measure) for measure in Measure},
+            **{str(scored): getattr(published, scored) for scored in Scored},
         },
         "runs": [{"seed": run.seed, "folder": run.folder, **run.summary} for run in result.runs],
         "errors": {str(seed): error for seed, error in result.errors.items()},
@@ -444,8 +453,13 @@ def _name(result: Result) -> str:
     return result.label if result.method.label == result.label else result.method.label
 
 
-def _percent(spread: Spread) -> str:
-    return _spread(spread, 100, 2)
+def _percent(spread: Spread, measure: Measure) -> str:
+    """Return accuracies in points of a hundred, errors in their unit."""
+    return _spread(spread, 1 if measure.is_error else 100, 2)
+
+
+def _head(measure: Measure) -> str:
+    return measure.label if measure.is_error else _ACCURACY
 
 
 def _time(result: Result) -> str:

@@ -32,7 +32,7 @@ class Progress:
 
     updates: int
     time: float
-    accuracy: float | None
+    score: str
 
 
 @dataclass(frozen=True)
@@ -79,15 +79,15 @@ def _run(keys: Mapping[str, Value], connection: Connection[Any, Any]) -> Finishe
         config = config.with_values(resume=config.out)
         (folder / ERROR).unlink(missing_ok=True)
     last = time.monotonic()
-    accuracy: float | None = None
+    score = ""
 
     def observe(event: Event) -> None:
-        nonlocal last, accuracy
+        nonlocal last, score
         if isinstance(event, Evaluated):
-            accuracy = event.accuracy
+            score = f"{event.measure.word} {event.measure.shown(event.accuracy)}"
         elif isinstance(event, UpdateApplied) and time.monotonic() - last > _REPORT_SECONDS:
             last = time.monotonic()
-            connection.send(Progress(event.seq, event.time, accuracy))
+            connection.send(Progress(event.seq, event.time, score))
 
     try:
         outcome = simulate(config, observe)

@@ -116,7 +116,7 @@ class RunConfig:
     )
     max_time: float = option(0.0, "stop at this time (0: no limit)", unit=SECONDS, low=0)
     target_accuracy: float | None = option(
-        None, "stop at this mean client accuracy", above=0, high=1
+        None, "stop at this mean client accuracy, of a regression at this mean error", above=0
     )
     stop_at_target: bool | None = option(None, "stop at the target (auto: only if one is given)")
     eval_every: int | None = option(

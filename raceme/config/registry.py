@@ -150,6 +150,9 @@ DATASETS = Registry(
         "text": "raceme.datasets.text:Text",
         "usps": "raceme.datasets.usps:Usps",
         "gas-drift": "raceme.datasets.gas:GasDrift",
+        "beijing-air": "raceme.datasets.air:BeijingAir",
+        "hit-bearing": "raceme.datasets.bearing:HitBearing",
+        "digits-by-origin": "raceme.datasets.origins:DigitsByOrigin",
     },
     aliases={"har": "npz-folder"},
 )

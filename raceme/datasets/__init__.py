@@ -15,6 +15,8 @@ from raceme.datasets.dealt import Dealt
 from raceme.datasets.drift import Drift, Schedule, drift_of, drift_type, schedule_of
 from raceme.datasets.held import Held, ServerData, from_clients, from_folder
 from raceme.datasets.partition import (
+    ClassesOptions,
+    DirichletOptions,
     GroupOptions,
     LabelGroupOptions,
     Partition,
@@ -120,11 +122,14 @@ def with_fitting_groups(config: RunConfig) -> RunConfig:
         return config
     groups = config.read(options_type).groups
     divides_labels = issubclass(options_type, LabelGroupOptions)
-    labels = data_shape(config).num_classes if divides_labels else None
+    labels = None
+    if divides_labels:
+        # Of a regression there are none; dealing says so.
+        labels = data_shape(config).num_classes or None
     fitting = fitting_groups(groups, config.num_clients, labels)
     if fitting == groups:
         return config
-    there = f"clients={config.num_clients}" + (f", {labels} labels" if divides_labels else "")
+    there = f"clients={config.num_clients}" + (f", {labels} labels" if labels else "")
     log.warning(
         "groups '%s' are more than there can be (%s): joined to '%s'", groups, there, fitting
     )
@@ -231,6 +236,10 @@ def forget() -> None:
         kept.cache_clear()
 
 
+_BY_LABEL = (LabelGroupOptions, DirichletOptions, ClassesOptions)
+"""Options of the partitions that deal samples by their class."""
+
+
 @lru_cache(maxsize=2)
 def _load(config: RunConfig) -> Dataset:
     return source_of(config).load(config)
@@ -248,6 +257,11 @@ def _deal(config: RunConfig) -> Partition:
     dataset = load(config)
     if dataset.users is not None:
         return Partition(dataset.users, dataset.groups or (None,) * len(dataset.users))
+    if dataset.target is not None and PARTITIONERS.options_type(config.partition) in _BY_LABEL:
+        raise UserError(
+            f"partition {config.partition} deals by label, and the labels of {config.dataset} are "
+            "quantities: take iid, rotation-groups or noise-groups."
+        )
     dealt: Partition = partitioner(dataset.y, config, generator(config.seed, "partition"))
     return dealt
 

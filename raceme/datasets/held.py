@@ -70,7 +70,8 @@ def from_clients(config: RunConfig, dealt: Dealt) -> ServerData:
         for group, own in dealt.reserve.items():
             proxies.append(_seen(dealt, own, group, "proxy"))
             tests.append(_seen(dealt, remaining[group], group, "test"))
-            _check_classes(proxies[-1].y, tests[-1].y, group, config.proxy)
+            if dealt.dataset.target is None:
+                _check_classes(proxies[-1].y, tests[-1].y, group, config.proxy)
     if config.pretrain:
         rng = generator(config.seed, "pretrain")
         for group, pool in dealt.pools(lambda client: dealt.indices(client)[0]).items():

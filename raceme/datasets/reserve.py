@@ -42,7 +42,7 @@ def reserved(
     rng: np.random.Generator,
     alike: bool,
 ) -> dict[int, Indices]:
-    """Draw the server's samples of each distribution: one of each class, the rest at random.
+    """Draw the server's samples of each distribution: one of each class first.
 
     Parameters
     ----------
@@ -82,7 +82,8 @@ def reserved(
                 f"{max(0, len(pool) - 1)} can be spared: take fewer, or a larger test-fraction."
             )
         order = rng.permutation(pool)
-        _, firsts = np.unique(labels[order], return_index=True)
-        order = np.concatenate([order[firsts], np.delete(order, firsts)])
+        if labels.dtype.kind in "iu":
+            _, firsts = np.unique(labels[order], return_index=True)
+            order = np.concatenate([order[firsts], np.delete(order, firsts)])
         drawn[group] = np.sort(order[:count])
     return drawn

@@ -13,6 +13,25 @@ from raceme.config import RunConfig
 
 Indices = NDArray[np.int64]
 """Positions of samples in a dataset."""
+Labels = NDArray[Any]
+"""Classes, int64, or quantities, float32."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a regression predicts: a quantity, of which labels hold the standardised value.
+
+    Attributes
+    ----------
+    unit : str
+        Unit of the quantity, in which errors are reported: ``"µg/m³"``.
+    mean, std : float
+        A label is the quantity less the one, over the other.
+    """
+
+    unit: str
+    mean: float = 0.0
+    std: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -24,15 +43,23 @@ class DataShape:
     input_shape : tuple[int, ...]
         Shape of one input.
     num_classes : int
-        Number of classes.
+        Number of classes; 0 where the task is a regression.
     tokens : int
         Size of the vocabulary where inputs are token ids, shape (length,); 0 where they are
         quantities.
+    target : Target or None
+        What is predicted where the task is a regression; None where it is a classification.
     """
 
     input_shape: tuple[int, ...]
     num_classes: int
     tokens: int = 0
+    target: Target | None = None
+
+    @property
+    def outputs(self) -> int:
+        """Number of outputs of a model: a score for each class, or the predicted quantity."""
+        return self.num_classes if self.target is None else 1
 
 
 @dataclass(frozen=True)
@@ -44,10 +71,11 @@ class Dataset:
     x : NDArray
         Inputs, shape (N, ...): float32, or as stored in less memory, float16, uint8 or token ids,
         which :meth:`inputs` turns into float32 for the samples that are asked for.
-    y : NDArray[np.int64]
-        Labels, shape (N,), from 0 to ``num_classes - 1``.
+    y : Labels
+        Labels, shape (N,): classes, int64, from 0 to ``num_classes - 1``, or for a regression the
+        standardised quantity, float32; NaN where there is none.
     num_classes : int
-        Number of classes.
+        Number of classes; 0 for a regression.
     mean, std : float or NDArray
         :meth:`inputs` subtracts the one and divides by the other; of uint8 inputs scaled to [0, 1].
         Arrays have a shape that fits one input.
@@ -65,10 +93,12 @@ class Dataset:
     periods : Indices or None
         Period of time of each sample, from 0, shape (N,), where the data tell it: what the drift
         ``in-order`` follows.
+    target : Target or None
+        What is predicted where the task is a regression.
     """
 
     x: NDArray[np.generic]
-    y: NDArray[np.int64]
+    y: Labels
     num_classes: int
     mean: float | NDArray[np.float32] = 0.0
     std: float | NDArray[np.float32] = 1.0
@@ -77,11 +107,12 @@ class Dataset:
     groups: tuple[int | None, ...] | None = None
     tokens: int = 0
     periods: Indices | None = None
+    target: Target | None = None
 
     @property
     def shape(self) -> DataShape:
         """What a model has to fit."""
-        return DataShape(tuple(self.x.shape[1:]), self.num_classes, self.tokens)
+        return DataShape(tuple(self.x.shape[1:]), self.num_classes, self.tokens, self.target)
 
     @property
     def blank(self) -> NDArray[np.float32]:
@@ -108,8 +139,8 @@ class ClientData:
     ----------
     x_train, x_test : NDArray[np.float32]
         Inputs, shape (n, ...).
-    y_train, y_test : NDArray[np.int64]
-        Labels, shape (n,).
+    y_train, y_test : Labels
+        Labels, shape (n,), as in :class:`Dataset`.
     group : int or None
         The true group of the client where there is one; used to report purity only.
     mixture : tuple[float, ...] or None
@@ -118,9 +149,9 @@ class ClientData:
     """
 
     x_train: NDArray[np.float32]
-    y_train: NDArray[np.int64]
+    y_train: Labels
     x_test: NDArray[np.float32]
-    y_test: NDArray[np.int64]
+    y_test: Labels
     group: int | None
     mixture: tuple[float, ...] | None = None
 
@@ -140,7 +171,7 @@ class Source:
     has_clients : bool
         Whether the data come with clients of their own, so that nothing is dealt out.
     target_accuracy : float
-        Mean client accuracy that a method is timed to.
+        Mean client accuracy that a method is timed to; for a regression the mean absolute error.
     options_type : type or None
         Frozen dataclass of the options that the source reads: ``config.read(options_type)``.
     """

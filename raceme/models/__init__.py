@@ -85,7 +85,7 @@ def initial_arrays(config: RunConfig, shape: DataShape | None = None) -> ArrayRe
     """
     shape = data_shape(config) if shape is None else shape
     name = with_defaults(config).model
-    module = build(str(name), shape.input_shape, shape.num_classes, config.seed, shape.tokens)
+    module = build(str(name), shape.input_shape, shape.outputs, config.seed, shape.tokens)
     if config.batch_norm == "local" and not has_batch_norm(module):
         raise UserError(
             f"batch-norm=local keeps batch normalisation at home, but model '{name}' has none."
@@ -139,7 +139,7 @@ def _unfit(
 ) -> UserError:
     return UserError(
         f"Model '{name}' does not fit the data, inputs of shape {input_shape} and {num_classes} "
-        f"classes: {_first_line(error)}. mlp and mclr fit any inputs."
+        f"outputs: {_first_line(error)}. mlp and mclr fit any inputs."
     )
 
 

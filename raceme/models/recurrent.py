@@ -1,4 +1,4 @@
-"""Recurrent networks for text."""
+"""Recurrent networks for text and for windows of readings."""
 
 from __future__ import annotations
 
@@ -9,44 +9,59 @@ HIDDEN = 128
 
 
 class Recurrent(nn.Module):
-    """An embedding, one recurrent layer, and a linear layer on the last state.
+    """One recurrent layer, and a linear layer on its last state; token ids are embedded first.
 
     Parameters
     ----------
+    input_shape : tuple[int, ...]
+        Shape of one input: (length,) of token ids, or a window of two axes of which the longer one
+        is time.
     tokens : int
-        Size of the vocabulary.
+        Size of the vocabulary; 0 for a window of quantities.
     layer : type
         ``nn.GRU`` or ``nn.LSTM``.
     num_classes : int
         Number of outputs.
     """
 
-    def __init__(self, tokens: int, layer: type[nn.GRU | nn.LSTM], num_classes: int) -> None:
+    def __init__(
+        self,
+        input_shape: tuple[int, ...],
+        tokens: int,
+        layer: type[nn.GRU | nn.LSTM],
+        num_classes: int,
+    ) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(tokens, EMBEDDING)
-        self.recurrent = layer(EMBEDDING, HIDDEN, batch_first=True)
+        self.embedding = nn.Embedding(tokens, EMBEDDING) if tokens else None
+        self.turns = not tokens and input_shape[0] <= input_shape[1]
+        size = EMBEDDING if tokens else min(input_shape)
+        self.recurrent = layer(size, HIDDEN, batch_first=True)
         self.output = nn.Linear(HIDDEN, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return a score per class, shape (samples, classes), of token ids (samples, length)."""
-        states, _ = self.recurrent(self.embedding(x.long()))
+        """Return the outputs, shape (samples, classes), of token ids or of windows."""
+        if self.embedding is not None:
+            steps = self.embedding(x.long())
+        else:
+            steps = x.transpose(1, 2) if self.turns else x
+        states, _ = self.recurrent(steps)
         scores: Tensor = self.output(states[:, -1])
         return scores
 
 
 def gru(input_shape: tuple[int, ...], num_classes: int, tokens: int) -> nn.Module:
-    """Recurrent network (GRU) for token ids, (length,): text to a class, or to the next token."""
+    """Recurrent network (GRU) for token ids, (length,), and for windows of readings."""
     return _recurrent(input_shape, num_classes, tokens, nn.GRU)
 
 
 def lstm(input_shape: tuple[int, ...], num_classes: int, tokens: int) -> nn.Module:
-    """Recurrent network (LSTM) for token ids, of the same shape as the GRU."""
+    """Recurrent network (LSTM) for what the GRU takes, of the same shape."""
     return _recurrent(input_shape, num_classes, tokens, nn.LSTM)
 
 
 def _recurrent(
     input_shape: tuple[int, ...], num_classes: int, tokens: int, layer: type[nn.GRU | nn.LSTM]
 ) -> nn.Module:
-    if len(input_shape) != 1 or tokens < 1:
-        raise ValueError("it takes token ids, (length,)")
-    return Recurrent(tokens, layer, num_classes)
+    if len(input_shape) != (1 if tokens else 2):
+        raise ValueError("it takes token ids, (length,), or windows, (channels, time)")
+    return Recurrent(input_shape, tokens, layer, num_classes)

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from raceme.protocol.measure import ACCURACY, Measure
+
 
 @dataclass(frozen=True)
 class ClientJoined:
@@ -127,7 +129,8 @@ class Evaluated:
         The moment of the models: when it was, and the updates applied by then. On real devices
         the clients' answers come later.
     accuracy, loss : float
-        Unweighted means over the clients that answered.
+        Unweighted means over the clients that answered. Where the task is a regression,
+        `accuracy` here and below is the mean absolute error: `measure` says which.
     clusters : int
         Number of cluster models at that moment.
     per_client : Mapping[str, tuple[int, float, float]]
@@ -144,6 +147,8 @@ class Evaluated:
     groups : Mapping[str, int]
         Client id to the true group of the data that it was tested on, where data change and it is
         known.
+    measure : Measure
+        What `accuracy` is, and which of two values is the better one.
     """
 
     time: float
@@ -156,6 +161,7 @@ class Evaluated:
     steps: Mapping[str, int] = field(default_factory=dict)
     weighted_accuracy: float = math.nan
     groups: Mapping[str, int] = field(default_factory=dict)
+    measure: Measure = ACCURACY
 
     @property
     def answered(self) -> int:

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-WITHIN = 0.01
-"""How near the final accuracy counts as converged: one point of a hundred (our rule)."""
+from raceme.protocol.measure import ACCURACY, WITHIN, Measure
+
+__all__ = ["WITHIN", "convergence_index", "unrest"]
 
 
-def convergence_index(accuracies: Sequence[float], within: float = WITHIN) -> int | None:
+def convergence_index(accuracies: Sequence[float], measure: Measure = ACCURACY) -> int | None:
     """Return from which evaluation on the accuracy stays near its final value.
 
     Papers report times to convergence without a rule for them; this one needs no smoothing, and
@@ -19,9 +20,9 @@ def convergence_index(accuracies: Sequence[float], within: float = WITHIN) -> in
     Parameters
     ----------
     accuracies : Sequence[float]
-        Mean client accuracy of each evaluation, in [0, 1], in their order.
-    within : float
-        The largest distance from the last one.
+        Mean client accuracy, or mean absolute error, of each evaluation, in their order.
+    measure : Measure
+        Which of the two; near is a point of accuracy, or 1 % of the final error (our rule).
 
     Returns
     -------
@@ -33,12 +34,12 @@ def convergence_index(accuracies: Sequence[float], within: float = WITHIN) -> in
     if not values.size or not np.isfinite(values[-1]):
         return None
     # A float's last digit decides nothing: 0.95 is within a point of 0.94. NaN is never near.
-    away = ~(np.abs(values - values[-1]) <= within + 1e-9)
+    away = ~(np.abs(values - values[-1]) <= measure.tolerance(float(values[-1])) + 1e-9)
     return int(np.max(np.flatnonzero(away), initial=-1)) + 1
 
 
-def unrest(accuracies: Sequence[float]) -> float | None:
-    """Return how far the accuracy is below its best so far, on the mean of the evaluations.
+def unrest(accuracies: Sequence[float], measure: Measure = ACCURACY) -> float | None:
+    """Return how far the accuracy is behind its best so far, on the mean of the evaluations.
 
     0 for a curve that never falls. A curve that swings, or falls back when clients change
     clusters, has more.
@@ -46,13 +47,15 @@ def unrest(accuracies: Sequence[float]) -> float | None:
     Parameters
     ----------
     accuracies : Sequence[float]
-        Mean client accuracy of each evaluation, in their order.
+        Mean client accuracy, or mean absolute error, of each evaluation, in their order.
+    measure : Measure
+        Which of the two.
 
     Returns
     -------
     float or None
-        In [0, 1]; None if there are no finite accuracies.
+        In [0, 1], or of errors in their unit; None if there are no finite accuracies.
     """
     values = np.asarray(accuracies, np.float64)
     values = values[np.isfinite(values)]
-    return float(np.mean(np.maximum.accumulate(values) - values)) if values.size else None
+    return float(np.mean(measure.shortfall(values))) if values.size else None

@@ -25,6 +25,7 @@ from raceme.protocol.events import (
     UpdateApplied,
     UpdateRejected,
 )
+from raceme.protocol.measure import ACCURACY, Measure
 from raceme.records.membership import Membership, Placement, home
 from raceme.records.store import read_events
 from raceme.records.uploads import Uploads
@@ -161,6 +162,8 @@ class RunRecord:
         Why the run ended; None if it was killed.
     ending : Ending or None
         The kind of end; None if it was killed.
+    measure : Measure
+        What the accuracies of the evaluations are: of a regression the mean absolute error.
     """
 
     clients: tuple[Client, ...]
@@ -177,6 +180,7 @@ class RunRecord:
     end: float
     reason: str | None
     ending: Ending | None
+    measure: Measure = ACCURACY
 
     @classmethod
     def of(cls, events: Iterable[Event]) -> RunRecord:
@@ -207,6 +211,7 @@ class RunRecord:
             end=last,
             reason=endings[-1].reason if endings else None,
             ending=endings[-1].ending if endings else None,
+            measure=evaluated[-1].measure if evaluated else ACCURACY,
         )
 
     @property

@@ -20,9 +20,16 @@ class StepAccuracies:
         else:
             self._first[step] = float(event.accuracy)
 
-    def result(self) -> dict[str, float | None]:
+    def result(self, measure: str = "accuracy") -> dict[str, float | None]:
         """Return the means over the steps, ready for JSON; None where data do not change.
 
+        Parameters
+        ----------
+        measure : str
+            What was measured, for the keys: ``"accuracy"`` or ``"mae"``.
+
+        Notes
+        -----
         At a step's start models are tested that have not been trained on its data, if the run's key
         ``eval-steps`` is set (prequential evaluation); step 0 has no models before it. At its end
         they have; a step that was tested once has no end.
@@ -30,6 +37,6 @@ class StepAccuracies:
         starts = [accuracy for step, accuracy in self._first.items() if step]
         ends = list(self._last.values()) if starts else []
         return {
-            "accuracy_at_step_starts": sum(starts) / len(starts) if starts else None,
-            "accuracy_at_step_ends": sum(ends) / len(ends) if ends else None,
+            f"{measure}_at_step_starts": sum(starts) / len(starts) if starts else None,
+            f"{measure}_at_step_ends": sum(ends) / len(ends) if ends else None,
         }

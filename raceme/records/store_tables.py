@@ -24,10 +24,10 @@ from raceme.protocol.events import (
     UpdateApplied,
     UpdateRejected,
 )
+from raceme.protocol.measure import Measure
 
 FORMAT = 5
-"""Formats 3 and 4 have less, and are read alike; 1 and 2 are those of
-:mod:`raceme.records.old_stores`."""
+"""3 and 4 have less, and are read alike; 1 and 2 are :mod:`raceme.records.old_stores`'."""
 
 READ_ALIKE = (3, 4, FORMAT)
 """Formats that the readers of this module read."""
@@ -56,7 +56,7 @@ CREATE TABLE rejections (
 CREATE TABLE evaluations (
     event INTEGER PRIMARY KEY, updates INTEGER NOT NULL, time REAL NOT NULL,
     accuracy REAL, loss REAL, clusters INTEGER NOT NULL,
-    asked INTEGER NOT NULL, answered INTEGER NOT NULL, weighted_accuracy REAL);
+    asked INTEGER NOT NULL, answered INTEGER NOT NULL, weighted_accuracy REAL, unit TEXT);
 CREATE TABLE client_evaluations (
     event INTEGER NOT NULL REFERENCES evaluations, updates INTEGER NOT NULL, client TEXT NOT NULL,
     cluster INTEGER NOT NULL, accuracy REAL, loss REAL, step INTEGER NOT NULL, group_id INTEGER,
@@ -91,7 +91,7 @@ TABLES = {
     "updates": (18, "event"),
     "mixtures": (3, "event, distribution"),
     "rejections": (5, "event"),
-    "evaluations": (9, "event"),
+    "evaluations": (10, "event"),
     "client_evaluations": (8, "event, client"),
     "cluster_scores": (5, "event, cluster"),
     "cluster_changes": (6, "event"),
@@ -167,6 +167,7 @@ def _write_evaluation(rows: Rows, number: int, event: Evaluated) -> None:
             int(event.asked),
             event.answered,
             float(event.weighted_accuracy),
+            event.measure.unit,
         )
     )
     rows["client_evaluations"].extend(
@@ -307,16 +308,15 @@ def read_evaluations(connection: sqlite3.Connection) -> Numbered:
         if group is not None:
             groups[number][client] = group
     stored = columns_of(connection, "evaluations")
-    asked_of, weighted_of = (
-        name if name in stored else "NULL" for name in ("asked", "weighted_accuracy")
+    asked_of, weighted_of, unit_of = (
+        name if name in stored else "NULL" for name in ("asked", "weighted_accuracy", "unit")
     )
     query = (
         "SELECT event, time, updates, accuracy, loss, clusters, "
-        f"{asked_of}, {weighted_of} FROM evaluations"
+        f"{asked_of}, {weighted_of}, {unit_of} FROM evaluations"
     )
-    for number, time, updates, accuracy, loss, clusters, asked, weighted in connection.execute(
-        query
-    ):
+    for row in connection.execute(query):
+        number, time, updates, accuracy, loss, clusters, asked, weighted, unit = row
         scores = per_client.get(number, {})
         yield (
             number,
@@ -331,6 +331,7 @@ def read_evaluations(connection: sqlite3.Connection) -> Numbered:
                 steps.get(number, {}),
                 number_of(weighted),
                 groups.get(number, {}),
+                Measure(unit),
             ),
         )
 

@@ -25,6 +25,7 @@ from raceme.protocol.events import (
     UpdateApplied,
     UpdateRejected,
 )
+from raceme.protocol.measure import ACCURACY, Measure
 from raceme.records.convergence import convergence_index, unrest
 from raceme.records.files import atomic_write
 from raceme.records.idle import IdleShares
@@ -50,7 +51,12 @@ class Evaluation(Protocol):
 
     @property
     def accuracy(self) -> float:
-        """Mean accuracy over the clients."""
+        """Mean accuracy over the clients, or of a regression the mean absolute error."""
+        ...
+
+    @property
+    def measure(self) -> Measure:
+        """Which of the two."""
         ...
 
     @property
@@ -67,12 +73,13 @@ class _Point:
     updates: int
     accuracy: float
     counts: bool = True
+    measure: Measure = ACCURACY
 
 
 def time_to_target(
     evaluations: Iterable[Evaluation], target: float | None
 ) -> dict[str, float | int] | None:
-    """Find the first evaluation that counts and is at or above a target accuracy.
+    """Find the first evaluation that counts and is as good as a target.
 
     Returns
     -------
@@ -83,7 +90,7 @@ def time_to_target(
     if target is None:
         return None
     for evaluation in evaluations:
-        if evaluation.counts and evaluation.accuracy >= target:
+        if evaluation.counts and evaluation.measure.reaches(evaluation.accuracy, target):
             return {
                 "target": float(target),
                 "virtual_time": float(evaluation.time),
@@ -103,9 +110,11 @@ class RunSummary:
         Updates applied, and replies that were not used.
     accuracy, best_accuracy : float or None
         Mean client accuracy of the latest evaluation, and of the best one that counts; None
-        before the first.
+        before the first. Of a regression, here and below, the mean absolute error.
     weighted_accuracy, best_weighted_accuracy : float or None
         The same, weighted by the clients' numbers of test examples.
+    measure : Measure
+        What these are.
     asked, answered : int or None
         Clients that were asked in the latest evaluation, and of them those that answered.
     bytes_down, bytes_up : int
@@ -138,6 +147,7 @@ class RunSummary:
         self.best_accuracy: float | None = None
         self.weighted_accuracy: float | None = None
         self.best_weighted_accuracy: float | None = None
+        self.measure = ACCURACY
         self.asked: int | None = None
         self.answered: int | None = None
         self.bytes_down = 0
@@ -204,7 +214,7 @@ class RunSummary:
         wall_time : float
             Seconds that the run took on this machine.
         target : float, optional
-            Target accuracy.
+            Target accuracy, or of a regression the target error.
         """
         rate = self.updates / wall_time if wall_time > 0 else None
         return {
@@ -219,17 +229,16 @@ class RunSummary:
             "virtual_time": self.time,
             "wall_time": float(wall_time),
             "updates_per_second": rate,
-            "accuracy": _finite(self.accuracy),
-            "best_accuracy": _finite(self.best_accuracy),
-            "weighted_accuracy": _finite(self.weighted_accuracy),
-            "best_weighted_accuracy": _finite(self.best_weighted_accuracy),
-            **self._steps.result(),
+            "measure": self.measure.name,
+            "unit": self.measure.unit,
+            **self._scores(),
+            **self._steps.result(self.measure.name),
             "clients_asked": self.asked,
             "clients_answered": self.answered,
             "target": target,
             "time_to_target": time_to_target(self._evaluations, target),
             "time_to_convergence": self._time_to_convergence(),
-            "unrest": unrest([point.accuracy for point in self._evaluations]),
+            "unrest": unrest([point.accuracy for point in self._evaluations], self.measure),
             "clusters": self.clusters,
             "cluster_sizes": {str(k): size for k, size in self.membership.sizes().items()},
             "moves": self.moves,
@@ -260,15 +269,25 @@ class RunSummary:
             "cluster_accuracies": {str(k): _finite(a) for k, a in found.accuracies.items()},
         }
 
+    def _scores(self) -> dict[str, float | None]:
+        """Return the measure by its name; a run that was not evaluated has accuracies of None."""
+        name = self.measure.name
+        return {
+            name: _finite(self.accuracy),
+            f"best_{name}": _finite(self.best_accuracy),
+            f"weighted_{name}": _finite(self.weighted_accuracy),
+            f"best_weighted_{name}": _finite(self.best_weighted_accuracy),
+        }
+
     def _time_to_convergence(self) -> dict[str, float | int] | None:
-        index = convergence_index([point.accuracy for point in self._evaluations])
+        index = convergence_index([point.accuracy for point in self._evaluations], self.measure)
         if index is None:
             return None
         reached = self._evaluations[index]
         return {"virtual_time": reached.time, "updates": reached.updates}
 
     def _observe_evaluation(self, event: Evaluated) -> None:
-        accuracy = float(event.accuracy)
+        accuracy, self.measure = float(event.accuracy), event.measure
         self.clusters = int(event.clusters)
         weighted = float(event.weighted_accuracy)
         self.accuracy, self.asked, self.answered = accuracy, int(event.asked), event.answered
@@ -279,9 +298,17 @@ class RunSummary:
         if not event.counts:
             return
         self._steps.observe(event)
-        self._evaluations.append(_Point(float(event.time), int(event.updates), accuracy))
-        self.best_accuracy = _better(accuracy, self.best_accuracy)
-        self.best_weighted_accuracy = _better(weighted, self.best_weighted_accuracy)
+        self._evaluations.append(
+            _Point(float(event.time), int(event.updates), accuracy, measure=event.measure)
+        )
+        self.best_accuracy = self._better(accuracy, self.best_accuracy)
+        self.best_weighted_accuracy = self._better(weighted, self.best_weighted_accuracy)
+
+    def _better(self, value: float, best: float | None) -> float | None:
+        """Return the better one; NaN, which a run that diverged may give, is no value."""
+        if math.isnan(value):
+            return best
+        return value if best is None else self.measure.better(best, value)
 
     def _observe_clusters(self, event: ClustersChanged | ClientJoined) -> None:
         before = self.membership.weights
@@ -337,13 +364,6 @@ def write_summary(path: Path, summary: Mapping[str, Any]) -> None:
     text = json.dumps(summary, indent=2, allow_nan=False, ensure_ascii=False)
     with atomic_write(path) as file:
         file.write_text(text + "\n", encoding="utf-8")
-
-
-def _better(value: float, best: float | None) -> float | None:
-    """Return the larger one; NaN, which a run that diverged may give, is no value."""
-    if math.isnan(value):
-        return best
-    return value if best is None else max(best, value)
 
 
 def _finite(value: float | None) -> float | None:

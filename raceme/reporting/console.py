@@ -23,6 +23,7 @@ from raceme.protocol.events import (
     UpdateApplied,
     UpdateRejected,
 )
+from raceme.protocol.measure import Measure
 from raceme.records.membership import home
 from raceme.records.summary import RunSummary
 
@@ -113,8 +114,9 @@ class RunProgress:
         parts = [f"t = {summary.time:.1f} s"]
         if summary.accuracy is not None:
             of = _answered(summary.answered, summary.asked)
-            notes = ", ".join(filter(None, (of, f"best {_number(summary.best_accuracy)}")))
-            parts.append(f"accuracy {_number(summary.accuracy)} ({notes})")
+            measure = summary.measure
+            notes = ", ".join(filter(None, (of, f"best {measure.shown(summary.best_accuracy)}")))
+            parts.append(f"{measure.word} {measure.shown(summary.accuracy)} ({notes})")
         parts.append(f"{summary.clusters} cluster{'' if summary.clusters == 1 else 's'}")
         elapsed = time.perf_counter() - self._started
         if summary.updates and elapsed > 0:
@@ -188,14 +190,15 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         to_target = f"{reached['virtual_time']:.1f} s, {reached['updates']} updates"
     else:
         to_target = "not reached"
-    best = summary["best_accuracy"]
+    measure = Measure.of(summary)
+    last, best = (measure.shown(summary[f"{kind}{measure.name}"]) for kind in ("", "best_"))
     rate = summary["updates_per_second"]
     # Earlier versions did not tell how many answered.
     of = _answered(summary.get("clients_answered"), summary.get("clients_asked"))
     over = of or "clients"
     rows = [
-        ("accuracy", f"{_number(summary['accuracy'])} (best {_number(best)}), mean over {over}"),
-        *_weighted_row(summary),
+        (measure.word, f"{last} (best {best}), mean over {over}"),
+        *_weighted_row(summary, measure),
         *_scores_rows(summary),
         (f"time to {target:g}" if target else "time to target", to_target),
         ("clusters", str(summary["clusters"])),
@@ -210,15 +213,16 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     return rows
 
 
-def _weighted_row(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _weighted_row(summary: Mapping[str, Any], measure: Measure) -> list[tuple[str, str]]:
     """Return the accuracy by test examples where it says more than the mean over clients.
 
     Clients with the same number of test examples all count the same. Earlier versions did not
     tell it.
     """
-    last, best = summary.get("weighted_accuracy"), summary.get("best_weighted_accuracy")
-    shown = f"{_number(last)} (best {_number(best)})"
-    plain = f"{_number(summary['accuracy'])} (best {_number(summary['best_accuracy'])})"
+    name = measure.name
+    last, best = summary.get(f"weighted_{name}"), summary.get(f"best_weighted_{name}")
+    shown = f"{measure.shown(last)} (best {measure.shown(best)})"
+    plain = f"{measure.shown(summary[name])} (best {measure.shown(summary[f'best_{name}'])})"
     if (last is None and best is None) or shown == plain:
         return []
     return [("by test examples", f"{shown}, weighted mean")]

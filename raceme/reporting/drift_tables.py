@@ -30,7 +30,7 @@ def drifts_table(record: RunRecord) -> PageTable | None:
         "updates",
         "whose data",
         "step",
-        "accuracy before",
+        f"{record.measure.word} before",
         "after",
         "back after (s)",
     )
@@ -56,7 +56,7 @@ def steps_table(record: RunRecord) -> PageTable | None:
             )
         )
     more = f", the first {_MOST_STEPS} of {len(steps)}" if len(rows) < len(steps) else ""
-    heads = ("step", "updates trained on it", "tests on it", "mean accuracy of these")
+    heads = ("step", "updates trained on it", "tests on it", f"mean {record.measure.word} of these")
     return PageTable(f"Steps of the data{more}", heads, tuple(rows), words=())
 
 
@@ -76,7 +76,8 @@ def _row(record: RunRecord, drift: Drift, until: float) -> tuple[str, ...]:
     back = "–"
     if before is not None and after is not None:
         times = record.evaluations.time
-        there = np.flatnonzero((new >= before) & (times < until))
+        recovered = new <= before if record.measure.is_error else new >= before
+        there = np.flatnonzero(recovered & (times < until))
         back = number(max(0.0, float(times[there[0]] - drift.time)), 1) if len(there) else "not"
     return (
         number(float(drift.time), 2),

@@ -139,7 +139,7 @@ def clusters_table(record: RunRecord) -> PageTable | None:
                 number(updates[int(cluster)]),
             )
         )
-    heads = ("cluster", "clients", "mean accuracy", "lowest", "highest", "updates")
+    heads = ("cluster", "clients", f"mean {record.measure.word}", "lowest", "highest", "updates")
     more = f", the first {_MOST_CLUSTERS} of {len(clusters)}" if len(rows) < len(clusters) else ""
     return PageTable(f"Clusters at the last evaluation{more}", heads, tuple(rows))
 
@@ -207,7 +207,7 @@ def clients_table(record: RunRecord) -> PageTable:
         "median task (s)",
         "at work",
         "median staleness",
-        "accuracy",
+        record.measure.word,
     )
     return PageTable(f"The numbers: {shown}", heads, rows)
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from raceme.protocol.events import ClusterChange, ClustersChanged
+from raceme.protocol.measure import ACCURACY, Measure
 from raceme.records.record import ClientEvaluations, Floats, RunRecord, read_run
 from raceme.reporting.marks import drift_line, mark_drifts
 from raceme.reporting.style import (
@@ -62,14 +64,14 @@ def accuracy_figure(
         figure = new_figure(7.2, 4.2)
         axes = figure.add_subplot()
         seconds = time_axis(axes, 0.0, record.end, clock)
-        _accuracy_axis(axes)
-        axes.set_title(title or "Accuracy on the clients' own test data")
+        _score_axis(axes, [record])
+        axes.set_title(title or f"{record.measure.title} on the clients' own test data")
         if len(record.evaluations.time):
             _draw_accuracy(axes, record, seconds)
             _mark_changes(axes, record.changes, seconds)
             if target is not None:
                 _mark_target(axes, record, target, seconds)
-            _legend(figure, axes, _mark_data(axes, record, seconds))
+            _legend(figure, axes, _mark_data(axes, record, seconds), record.measure)
         else:
             say_empty(axes, "no evaluations")
         updates_axis(axes, record.updates.time, seconds)
@@ -103,8 +105,8 @@ def comparison_figure(
         if target is not None and _is_early(runs.values(), target, end):
             starts = [time for record in runs.values() for time in record.evaluations.time if time]
             log_time_axis(axes, min(starts) / seconds, end / seconds)
-        _accuracy_axis(axes)
-        axes.set_title(title or "Accuracy on the clients' own test data")
+        measure = _score_axis(axes, list(runs.values()))
+        axes.set_title(title or f"{measure.title} on the clients' own test data")
         for index, (label, record) in enumerate(runs.items()):
             colour = series_colour(index)
             times = record.evaluations.time / seconds
@@ -126,7 +128,8 @@ def comparison_figure(
         if not runs:
             say_empty(axes, "no runs")
         elif banded:
-            axes.legend(loc="lower right", title="mean over clients; shaded: 10-90 % of clients")
+            place = _legend_place(measure)
+            axes.legend(loc=place, title="mean over clients; shaded: 10-90 % of clients")
         else:
             # Beside the plot: among so many lines there is no room for it.
             axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), title="mean over clients")
@@ -174,11 +177,26 @@ def client_band(
     return band[0], band[1]
 
 
-def _accuracy_axis(axes: Axes) -> None:
-    axes.set_ylabel("accuracy")
-    axes.set_ylim(0.0, 1.0)
-    axes.set_yticks(np.linspace(0.0, 1.0, 6))
+def _score_axis(axes: Axes, records: Sequence[RunRecord]) -> Measure:
+    """Prepare the axis of accuracies, or of errors, of runs on the same data; return which."""
+    measure = records[0].measure if records else ACCURACY
+    axes.set_ylabel(measure.label)
     axes.grid(axis="y")
+    if not measure.is_error:
+        axes.set_ylim(0.0, 1.0)
+        axes.set_yticks(np.linspace(0.0, 1.0, 6))
+        return measure
+    # Up to the worst mean, not the worst client: a single one that diverged would hide the rest.
+    shown = [record.evaluations.accuracy for record in records]
+    values = np.concatenate(shown)
+    top = float(np.max(values[np.isfinite(values)], initial=0.0))
+    axes.set_ylim(0.0, 1.15 * top if top > 0 else 1.0)
+    return measure
+
+
+def _legend_place(measure: Measure) -> Literal["upper right", "lower right"]:
+    """Return the corner that the curves leave free: errors fall, accuracies rise."""
+    return "upper right" if measure.is_error else "lower right"
 
 
 def _draw_accuracy(axes: Axes, record: RunRecord, seconds: float) -> None:
@@ -261,14 +279,14 @@ def _mark_data(axes: Axes, record: RunRecord, seconds: float) -> bool:
     """Mark when clients' data changed, above the curves; return whether there are lines."""
     if not record.data_changes:
         return False
-    axes.set_ylim(0.0, 1.0 / (1.0 - _DRIFT_ROW))
+    axes.set_ylim(0.0, axes.get_ylim()[1] / (1.0 - _DRIFT_ROW))
     return mark_drifts(axes, record.data_changes, seconds, 1.0 - _DRIFT_ROW / 2)
 
 
-def _legend(figure: Figure, axes: Axes, drifts: bool) -> None:
+def _legend(figure: Figure, axes: Axes, drifts: bool, measure: Measure) -> None:
     """Say what is what: in the corner, or below where a drift may take the curves to the corner."""
     if not drifts:
-        axes.legend(loc="lower right")
+        axes.legend(loc=_legend_place(measure))
         return
     handles = [*axes.get_legend_handles_labels()[0], drift_line()]
     figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 4))
@@ -303,7 +321,9 @@ def _arrival(record: RunRecord, target: float) -> tuple[float, float] | None:
     An evaluation that few of the clients answered does not count.
     """
     evaluations = record.evaluations
-    reached = np.flatnonzero(evaluations.counts & (evaluations.accuracy >= target))
+    values = evaluations.accuracy
+    good = values <= target if record.measure.is_error else values >= target
+    reached = np.flatnonzero(evaluations.counts & good)
     if not len(reached):
         return None
     return float(evaluations.time[reached[0]]), float(evaluations.accuracy[reached[0]])

@@ -13,6 +13,7 @@ import numpy as np
 
 from raceme.config import Value, read_toml
 from raceme.config.errors import UserError
+from raceme.protocol.measure import Measure
 from raceme.records.record import RunRecord, read_run
 from raceme.reporting.artefacts import draw_similarity
 from raceme.reporting.clusters_plot import clusters_figure
@@ -87,7 +88,8 @@ def run_page(folder: Path, links: str) -> str:
         summary=summary,
         tiles=tiles,
         results=results,
-        accuracy=plot(accuracy_figure(record, target=target, clock=clock), "accuracy"),
+        accuracy=plot(accuracy_figure(record, target=target, clock=clock), record.measure.name),
+        measure=record.measure,
         evaluations=_evaluations(record),
         clusters=plot(clusters_figure(record, clock=clock), "clusters") if members else None,
         drifts=drifts_table(record),
@@ -145,8 +147,10 @@ def _results(summary: Mapping[str, Any]) -> PageTable:
 def _tiles(summary: Mapping[str, Any]) -> list[Tile]:
     target, reached = summary["target"], summary["time_to_target"]
     rate = summary["updates_per_second"]
+    measure = Measure.of(summary)
+    last, best = (number(summary[f"{kind}{measure.name}"]) for kind in ("", "best_"))
     tiles = [
-        Tile("accuracy", number(summary["accuracy"]), f"best {number(summary['best_accuracy'])}"),
+        Tile(measure.label, last, f"best {best}"),
         Tile(
             f"time to {target:g}" if target else "time to target",
             f"{number(reached['virtual_time'], 1)} s" if reached else "not reached",
@@ -183,7 +187,7 @@ def _evaluations(record: RunRecord) -> PageTable:
     shown = f"{len(rows)} of {len(found.time)}" if len(rows) < len(found.time) else f"{len(rows)}"
     title = f"The numbers: {shown} evaluation{'' if len(rows) == 1 else 's'}"
     heads = (
-        *("time (s)", "updates", "accuracy"),
+        *("time (s)", "updates", record.measure.label),
         *(["by test examples"] if weighted else []),
         *("loss", "clusters", "clients that answered"),
     )

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from flwr.app import Message
 
 from raceme.protocol.events import Evaluated
-from raceme.protocol.messages import ACCURACY, CONFIG, GROUP, LOSS, NUM_EXAMPLES, STEP, known_group
+from raceme.protocol.measure import ACCURACY, Measure
+from raceme.protocol.messages import CONFIG, GROUP, LOSS, NUM_EXAMPLES, STEP, UNIT, known_group
 
 _MOST_EXAMPLES = 2**53
 """Counts from here on are not exact as float numbers, and no client's."""
@@ -28,13 +29,15 @@ class ClientScore:
     cluster : int
         Its main cluster.
     accuracy, loss : float
-        On the client's own test data.
+        On the client's own test data; of a regression the mean absolute error.
     step : int
         Step of these data.
     examples : int
         How many they are; 0 if the client does not say.
     group : int or None
         True group of the data now, where data change and it is known; for reports only.
+    measure : Measure
+        What `accuracy` is.
     """
 
     cluster: int
@@ -43,6 +46,7 @@ class ClientScore:
     step: int = 0
     examples: int = 0
     group: int | None = None
+    measure: Measure = ACCURACY
 
 
 @dataclass
@@ -104,6 +108,7 @@ class Sweep:
             steps=steps,
             weighted_accuracy=weighted_accuracy(scores),
             groups=groups,
+            measure=next(iter(scores)).measure,
         )
 
 
@@ -114,21 +119,32 @@ def read_score(reply: Message, cluster: int) -> ClientScore | None:
     stated = reply.content.config_records.get(CONFIG)
     step = None if stated is None else stated.get(STEP)
     step = step if isinstance(step, int) else 0
-    return score_from(next(iter(reply.content.metric_records.values())), cluster, step)
+    unit = None if stated is None else stated.get(UNIT)
+    measure = Measure(unit) if isinstance(unit, str) else ACCURACY
+    return score_from(next(iter(reply.content.metric_records.values())), cluster, step, measure)
 
 
-def score_from(metrics: Mapping[str, object], cluster: int, step: int = 0) -> ClientScore | None:
-    """Take accuracy and loss out of a client's metrics; None if there is no finite accuracy."""
-    accuracy, loss = metrics.get(ACCURACY), metrics.get(LOSS, math.nan)
+def score_from(
+    metrics: Mapping[str, object], cluster: int, step: int = 0, measure: Measure = ACCURACY
+) -> ClientScore | None:
+    """Take accuracy and loss out of a client's metrics; None if there is no finite accuracy.
+
+    An error may be infinite: the prediction of a model that diverged.
+    """
+    accuracy, loss = metrics.get(measure.name), metrics.get(LOSS, math.nan)
     if not isinstance(accuracy, int | float) or not isinstance(loss, int | float):
         return None
     examples = _count(metrics.get(NUM_EXAMPLES))
     try:
         group = known_group(metrics.get(GROUP, -1))
-        score = ClientScore(cluster, float(accuracy), float(loss), step, examples, group)
+        value = float(accuracy)
+        if measure.is_error and math.isnan(value):
+            value = math.inf
+        score = ClientScore(cluster, value, float(loss), step, examples, group, measure)
     except OverflowError:
         return None
-    return score if math.isfinite(score.accuracy) else None
+    usable = value >= 0 if measure.is_error else math.isfinite(value)
+    return score if usable else None
 
 
 def _count(stated: object) -> int:

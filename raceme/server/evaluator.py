@@ -185,7 +185,7 @@ class Evaluator:
             return None
         report = sweep.report()
         self._method.result.evaluate_metrics_clientapp[report.updates] = MetricRecord(
-            {names.ACCURACY: report.accuracy, names.LOSS: report.loss}
+            {report.measure.name: report.accuracy, names.LOSS: report.loss}
         )
         return report
 

@@ -227,8 +227,8 @@ class Loop:
         """Report an evaluation, and end the run if it reaches the target."""
         self._observe(report)
         if self._ending is None and self._plan.is_reached(report):
-            target = self._plan.target_accuracy
-            self._ending = Ending.TARGET, f"the target accuracy of {target:g} was reached"
+            wanted = f"{report.measure.word} of {self._plan.target_accuracy:g}"
+            self._ending = Ending.TARGET, f"the target {wanted} was reached"
 
     def _greeting_is_open(self) -> bool:
         """Return whether a node that has come may introduce itself any moment."""

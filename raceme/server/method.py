@@ -79,6 +79,11 @@ class Method(Questions, Strategy):
     # What a method can ask.
 
     @property
+    def counts_labels(self) -> bool:
+        """Whether clients are asked to count their labels, which a regression does not have."""
+        return False
+
+    @property
     def spec(self) -> ModelSpec:
         """Names and shapes of a model's arrays; known from the start of a run on."""
         assert self._spec is not None, "start() sets the specification"

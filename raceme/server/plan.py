@@ -49,7 +49,7 @@ class Plan:
     max_time : float or None
         Stop at this time on the grid's clock, in seconds.
     target_accuracy : float or None
-        Mean client accuracy to look out for.
+        Mean client accuracy to look out for, or of a regression the mean absolute error.
     stop_at_target : bool
         Whether reaching it ends the run.
     eval_every : int
@@ -128,5 +128,5 @@ class Plan:
             self.stop_at_target
             and self.target_accuracy is not None
             and report.counts
-            and report.accuracy >= self.target_accuracy
+            and report.measure.reaches(report.accuracy, self.target_accuracy)
         )

@@ -87,15 +87,13 @@ def training_seconds(config: RunConfig, examples: Sequence[int]) -> float:
     import torch
 
     from raceme import datasets, models
-    from raceme.training import Network, step
+    from raceme.training import Network, objective_of, step
 
     shape = datasets.data_shape(config)
-    module = models.build(
-        str(config.model), shape.input_shape, shape.num_classes, tokens=shape.tokens
-    )
-    network = Network(module)
+    module = models.build(str(config.model), shape.input_shape, shape.outputs, tokens=shape.tokens)
+    network = Network(module, objective_of(shape))
     x = torch.rand(max(2, config.batch_size), *shape.input_shape)
-    y = torch.zeros(len(x), dtype=torch.int64)
+    y = torch.zeros(len(x), dtype=torch.int64 if shape.target is None else torch.float32)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     times = []

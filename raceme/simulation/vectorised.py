@@ -47,9 +47,7 @@ from raceme.simulation.sample_store import SampleStore
 from raceme.training import (
     Network,
     TrainingSettings,
-    criterion,
     epochs,
-    hits,
     torch_seed,
 )
 from raceme.training.clients import Client
@@ -381,24 +379,24 @@ class Vectorised:
         indices = torch.from_numpy(np.concatenate(rows)).to(self._device)
         parameters = _parameters(network, network.weights.to(self._device))
         network.module.eval()
-        losses, right = [], []
+        losses, measured = [], []
         with torch.inference_mode():
             for part in torch.split(indices, _TEST_BATCH):
                 x, y = self._test_data.select(part)
-                scores = functional_call(network.module, parameters, (x,))
-                losses.append(criterion(scores, y, "none").cpu())
-                right.append(hits(scores, y).cpu())
+                outputs = functional_call(network.module, parameters, (x,))
+                losses.append(network.objective.loss(outputs, y, "none").cpu())
+                measured.append(network.objective.scores(outputs, y).cpu())
         lengths = [len(work.client.test) for work in works.values()]
         results = zip(
             works.items(),
             torch.split(torch.cat(losses), lengths),
-            torch.split(torch.cat(right), lengths),
+            torch.split(torch.cat(measured), lengths),
             strict=True,
         )
-        for (message_id, work), loss, hit in results:
+        for (message_id, work), loss, scores in results:
             message = self._jobs.pop(message_id).message
             answered = evaluation_answer(
-                work, int(hit.sum()) / len(hit), float(loss.sum()) / len(loss)
+                work, float(scores.sum()) / len(scores), float(loss.sum()) / len(loss)
             )
             self._replies[message_id] = client_app.reply_to(message, work, answered)
 
@@ -465,8 +463,8 @@ def _stacked_gradients(network: Network) -> _Gradients:
     """Return the gradients and losses of many clients as a function of stacks."""
 
     def loss(weights: Tensor, x: Tensor, y: Tensor, shares: Tensor) -> Tensor:
-        scores = functional_call(network.module, _parameters(network, weights), (x,))
-        return (criterion(scores, y, "none") * shares).sum()
+        outputs = functional_call(network.module, _parameters(network, weights), (x,))
+        return (network.objective.loss(outputs, y, "none") * shares).sum()
 
     stacked: _Gradients = vmap(grad_and_value(loss))
     return stacked

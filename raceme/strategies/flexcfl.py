@@ -115,6 +115,11 @@ class FlexCFL(Method):
     state: FlexCFLState
     dispatch: InRounds
 
+    @property
+    def counts_labels(self) -> bool:
+        """Whether label counts tell that data have changed."""
+        return bool(self.parameters.detect == "label-counts")
+
     def policy(self) -> Dispatch:
         """Work in rounds; who is cold is placed first, and then trains if it was picked."""
         return InRounds(
@@ -152,7 +157,7 @@ class FlexCFL(Method):
     def next_work(self, moment: Moment) -> Iterable[Work]:
         """Ask for label counts before each round; then let its participants work."""
         start, asking, rounds = self.state.start, self.state.asking, self.dispatch
-        if self.parameters.detect == "label-counts":
+        if self.counts_labels:
             if asking.is_due(rounds, moment):
                 ready = [client.client_id for client in moment.idle.ready(moment.now)]
                 asked = asking.ask(filter(start.answers, ready), rounds, moment.now)

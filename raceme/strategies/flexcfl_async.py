@@ -70,6 +70,11 @@ class FlexCFLAsync(Method):
     parameters: FlexCFLAsyncParameters
     state: FlexCFLAsyncState
 
+    @property
+    def counts_labels(self) -> bool:
+        """Whether label counts tell that data have changed."""
+        return bool(self.parameters.detect == "label-counts")
+
     def policy(self) -> Dispatch:
         """Wait for those who make the groups; then nobody waits."""
         first = InRounds(participants=self._first)
@@ -105,7 +110,7 @@ class FlexCFLAsync(Method):
         start = self.state.start
         if not self._has_groups or client in start.cold:
             return pretraining(client, self.spec.pack(start.initial), self.parameters)
-        by_counts = self.parameters.detect == "label-counts"
+        by_counts = self.counts_labels
         if by_counts and client not in self.state.told and start.answers(client):
             return Work(client, LABEL_COUNTS, models=())
         return Work(client)

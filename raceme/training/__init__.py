@@ -2,19 +2,20 @@
 
 from raceme.training.local import epochs, evaluate, losses, step, torch_seed, train
 from raceme.training.network import Network
-from raceme.training.objective import criterion, hits
+from raceme.training.objective import Objective, Regression, objective_of
 from raceme.training.samples import Samples
 from raceme.training.settings import TrainingSettings
 
 __all__ = [
     "Network",
+    "Objective",
+    "Regression",
     "Samples",
     "TrainingSettings",
-    "criterion",
     "epochs",
     "evaluate",
-    "hits",
     "losses",
+    "objective_of",
     "step",
     "torch_seed",
     "train",

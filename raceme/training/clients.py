@@ -24,6 +24,7 @@ from raceme import datasets, models
 from raceme.config import RunConfig, Value
 from raceme.datasets.own_file import DATA_FILE, Stamp, stamp_of
 from raceme.training.network import Network
+from raceme.training.objective import objective_of
 from raceme.training.samples import Samples
 
 _Items = tuple[tuple[str, Value], ...]
@@ -49,7 +50,7 @@ class Client:
     train, test : Samples
         Its own samples.
     num_classes : int
-        Number of classes, of which it need not have all.
+        Number of classes, of which it need not have all; 0 for a regression.
     group : int or None
         Its true group where there is one.
     mixture : tuple[float, ...] or None
@@ -201,5 +202,5 @@ def network_of(config: RunConfig) -> Network:
 
 @lru_cache(maxsize=8)
 def _network(name: str, shape: datasets.DataShape) -> Network:
-    module = models.build(name, shape.input_shape, shape.num_classes, tokens=shape.tokens)
-    return Network(module)
+    module = models.build(name, shape.input_shape, shape.outputs, tokens=shape.tokens)
+    return Network(module, objective_of(shape))

@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from raceme import training
 from raceme.protocol.messages import (
     ACCURACIES,
-    ACCURACY,
     ANCHOR,
     CHOSEN,
     GROUP,
@@ -31,6 +30,7 @@ from raceme.protocol.messages import (
     SHARES,
     STEP,
     TRAIN_LOSS,
+    UNIT,
     ModelSpec,
     from_array,
 )
@@ -121,8 +121,8 @@ def _stated(work: ClientWork, count: int) -> NDArray[np.float64]:
 def evaluate(work: ClientWork) -> Answer:
     """Test the received model on the client's test samples."""
     work.receive(work.model)
-    accuracy, loss = training.evaluate(work.client.network, work.client.test)
-    return evaluation_answer(work, accuracy, loss)
+    score, loss = training.evaluate(work.client.network, work.client.test)
+    return evaluation_answer(work, score, loss)
 
 
 def losses(work: ClientWork) -> Answer:
@@ -160,8 +160,16 @@ def scores(work: ClientWork) -> Answer:
 
 
 def label_counts(work: ClientWork) -> Answer:
-    """Count the client's training samples of each class."""
+    """Count the client's training samples of each class.
+
+    Raises
+    ------
+    ValueError
+        There are no classes: the task is a regression.
+    """
     client = work.client
+    if not client.num_classes:
+        raise ValueError("label-counts counts classes, and these data have quantities for labels.")
     counts = np.bincount(client.train.y.numpy(), minlength=client.num_classes).astype(np.int64)
     return Answer({NUM_EXAMPLES: len(client.train)}, numbers={LABEL_COUNTS: counts})
 
@@ -179,17 +187,21 @@ def training_answer(
     return Answer(metrics, model, told=told or {})
 
 
-def evaluation_answer(work: ClientWork, accuracy: float, loss: float) -> Answer:
-    """Answer with test results; where data change, with the group that they are of now, too."""
+def evaluation_answer(work: ClientWork, score: float, loss: float) -> Answer:
+    """Answer with test results; where data change, with the group that they are of now, too.
+
+    What was measured is stated by its name: ``accuracy``, or ``mae`` with its unit.
+    """
+    measure = work.client.network.objective.measure
     metrics: dict[str, Metric] = {
-        ACCURACY: accuracy,
+        measure.name: score,
         LOSS: loss,
         NUM_EXAMPLES: len(work.client.test),
     }
     group = work.client.group
     if STEP in work.settings and group is not None:
         metrics[GROUP] = group
-    return Answer(metrics)
+    return Answer(metrics, told={} if measure.unit is None else {UNIT: measure.unit})
 
 
 def train_model(

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from raceme.training.network import Network
-from raceme.training.objective import criterion, hits
 from raceme.training.optimisers import optimiser_of
 from raceme.training.samples import Samples
 from raceme.training.settings import TrainingSettings
@@ -115,7 +114,7 @@ def train(
 def differentiate(network: Network, x: Tensor, y: Tensor, terms: Sequence[Term] = ()) -> Tensor:
     """Leave in a network the gradient of a mini-batch and the terms; return the mean loss."""
     network.gradient.zero_()
-    loss = criterion(network.module(x), y)
+    loss = network.objective.loss(network.module(x), y)
     loss.backward()  # type: ignore[no-untyped-call]
     for term in terms:
         term(network.weights, network.gradient)
@@ -135,22 +134,26 @@ def evaluate(network: Network, samples: Samples) -> tuple[float, float]:
     Returns
     -------
     tuple[float, float]
-        Share of the samples that are classified correctly, and mean loss.
+        Mean of what the network's objective measures, e.g. the share of the samples that are
+        classified correctly, and mean loss.
     """
-    correct = 0
-    loss = 0.0
+    objective = network.objective
+    score = loss = 0.0
     network.module.eval()
     with torch.inference_mode():
         for x, y in samples.slices(_TEST_BATCH):
-            scores = network.module(x)
-            loss += float(criterion(scores, y, "sum"))
-            correct += int(hits(scores, y).sum())
-    return correct / len(samples), loss / len(samples)
+            outputs = network.module(x)
+            loss += float(objective.loss(outputs, y, "sum"))
+            score += float(objective.scores(outputs, y).sum())
+    return score / len(samples), loss / len(samples)
 
 
 def losses(network: Network, samples: Samples) -> NDArray[np.float32]:
     """Return the loss of each sample, shape (n,), float32."""
     network.module.eval()
     with torch.inference_mode():
-        parts = [criterion(network.module(x), y, "none") for x, y in samples.slices(_TEST_BATCH)]
+        parts = [
+            network.objective.loss(network.module(x), y, "none")
+            for x, y in samples.slices(_TEST_BATCH)
+        ]
         return torch.cat(parts).numpy()

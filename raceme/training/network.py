@@ -18,6 +18,9 @@ from torch import Tensor, nn
 from raceme.compat import array_record
 from raceme.models.batch_norm import batch_norm_arrays, has_batch_norm
 from raceme.protocol.messages import InvalidModelError, ModelSpec, from_array, to_array
+from raceme.training.objective import Objective
+
+_CLASSIFICATION = Objective()
 
 
 class Network:
@@ -28,6 +31,8 @@ class Network:
     module : nn.Module
         The network. Its parameters become views into :attr:`weights`, and their gradients views
         into :attr:`gradient`.
+    objective : Objective
+        What it is trained for and tested by.
 
     Attributes
     ----------
@@ -43,8 +48,9 @@ class Network:
         True if it convolves: images are then best kept in that order of memory.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, objective: Objective = _CLASSIFICATION) -> None:
         self.module = module
+        self.objective = objective
         parameters = list(module.parameters())
         self.weights = torch.cat([p.detach().reshape(-1) for p in parameters]).float()
         self.gradient = torch.zeros_like(self.weights)

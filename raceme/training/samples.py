@@ -9,6 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from raceme.datasets.source import Labels
+
 _GATHERED = 64
 """Mini-batches whose samples are gathered at once: less work per step, and bounded memory."""
 
@@ -20,16 +22,14 @@ class Samples:
     ----------
     x : NDArray[np.float32]
         Inputs, shape (n, ...).
-    y : NDArray[np.int64]
-        Labels, shape (n,).
+    y : Labels
+        Labels, shape (n,): classes, or quantities.
     channels_last : bool
         Keep inputs of shape (n, channels, height, width) in the order of memory that
         convolutions work on fastest.
     """
 
-    def __init__(
-        self, x: NDArray[np.float32], y: NDArray[np.int64], channels_last: bool = False
-    ) -> None:
+    def __init__(self, x: NDArray[np.float32], y: Labels, channels_last: bool = False) -> None:
         self._channels_last = channels_last and x.ndim == 4
         # Kept as (n, height, width, channels): what is cut out of that is "channels last", which
         # selecting from a tensor that merely has such strides would lose. numpy rather than torch

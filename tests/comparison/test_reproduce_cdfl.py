@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from raceme.comparison.suite_file import load_suite, shipped
-from raceme.comparison.suites import Measure
+from raceme.comparison.suites import Scored
 
 TABLE1 = {
     2: "79.9 83.4 83.8 79.8 83.6 83.3 78.1",
@@ -33,7 +33,7 @@ def test_the_suites_of_cdfl(k: int) -> None:
         if number is not None
     ]
     assert published == [float(number) for number in TABLE1[k].split()]
-    assert suite.scores == tuple(Measure)
+    assert suite.scores == tuple(Scored)
     assert suite.shows_mixtures
     assert suite.shows_work
     for method in suite.methods:

@@ -12,7 +12,7 @@ from raceme.comparison.read import read_comparison
 from raceme.comparison.results import Comparison, Result, Run
 from raceme.comparison.score_figures import divergences_figure, scores_figure
 from raceme.comparison.suite_file import load_suite
-from raceme.comparison.suites import Measure, Method, Published, Suite
+from raceme.comparison.suites import Method, Published, Scored, Suite
 from raceme.comparison.table import main_table, to_csv, to_json
 from raceme.config.errors import UserError
 from raceme.protocol.events import (
@@ -98,7 +98,7 @@ def test_each_score_stands_beside_the_published_one(tmp_path: Path) -> None:
 
 def test_scores_without_published_ones_have_a_column_each() -> None:
     method = Method("soft", "fedasync")
-    suite = Suite("t", (method,), scores=(Measure.BEFORE, Measure.AFTER))
+    suite = Suite("t", (method,), scores=(Scored.BEFORE, Scored.AFTER))
     table = main_table(Comparison(suite, (Result(method, "soft", (run(0, 0.5),)),)))
     assert (table.columns, table.rows) == (
         ("method", "before\nours", "after\nours"),
@@ -109,7 +109,7 @@ def test_scores_without_published_ones_have_a_column_each() -> None:
 def test_a_suite_with_scores_has_the_clients_make_the_tests(tmp_path: Path) -> None:
     suite = comparison(tmp_path).suite
     assert all(suite.config(method, 0).score_uploads for method in suite.methods)
-    plain = Suite("t", suite.methods, scores=(Measure.CLUSTER,))
+    plain = Suite("t", suite.methods, scores=(Scored.CLUSTER,))
     assert not plain.config(plain.methods[0], 0).score_uploads
     assert suite.methods[0].published == (Published(before=79.9, after=83.4, cluster=83.8),)
     # Without the method that others are compared with there is nothing to show.
@@ -151,7 +151,7 @@ def events(before: float, weight: float | None) -> list[Event]:
 
 def test_scores_and_divergences_of_the_methods_are_drawn_side_by_side() -> None:
     records = {"soft": RunRecord.of(events(0.5, 0.25)), "hard": RunRecord.of(events(0.25, None))}
-    figure = scores_figure(records, tuple(Measure))
+    figure = scores_figure(records, tuple(Scored))
     drawn = [
         {str(line.get_label()): line.get_xydata().tolist() for line in axes.lines}
         for axes in figure.axes

@@ -253,7 +253,6 @@ def test_an_assignment_needs_a_key_and_an_equals_sign(text: str) -> None:
         ("sizes", "powerlaw", "Did you mean 'power-law'"),
         ("test-fraction", 1.0, "test-fraction must be below 1"),
         ("validation-fraction", 1.0, "validation-fraction must be below 1"),
-        ("target-accuracy", 1.01, "target-accuracy must be at most 1"),
         ("seed", -1, "seed must be at least 0"),
         ("fedbuff.k", 0, "fedbuff.k must be at least 1"),
         ("fedavg.fraction", 1.5, "fedavg.fraction must be at most 1"),

@@ -31,6 +31,7 @@ from raceme.protocol.events import (
     UpdateApplied,
     UpdateRejected,
 )
+from raceme.protocol.measure import ACCURACY, Measure
 from raceme.records.store import FILE_NAME, RunStore, read_events
 
 UPDATE = UpdateApplied(
@@ -81,6 +82,7 @@ ONE_OF_EACH: list[Event] = [
         {"b": 1},
         0.25,
         {"c": 0},
+        Measure("µg/m³"),
     ),
     ClustersScored(5.75, 3, {0: 0.75, 2: 0.5}),
     replace(UPDATE, seq=4, time=5.875, passes=90, mixture=(0.25, 0.0, 0.75)),
@@ -405,16 +407,26 @@ def test_a_store_of_a_later_format_is_refused(tmp_path: Path) -> None:
         read_events(path)
 
 
+def test_a_store_of_format_4_has_no_errors_but_accuracies(tmp_path: Path) -> None:
+    path = write(tmp_path, ONE_OF_EACH)
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("ALTER TABLE evaluations DROP COLUMN unit")
+        connection.execute("PRAGMA user_version = 4")
+    read = [event for event in read_events(path) if isinstance(event, Evaluated)]
+    assert [event.measure for event in read] == [ACCURACY, ACCURACY]
+
+
 def test_a_store_of_format_3_lacks_what_came_later(tmp_path: Path) -> None:
     path = write(tmp_path, ONE_OF_EACH)
     with closing(sqlite3.connect(path)) as connection:
         forget_format_5(connection)
         connection.execute("ALTER TABLE evaluations DROP COLUMN weighted_accuracy")
+        connection.execute("ALTER TABLE evaluations DROP COLUMN unit")
         connection.execute("ALTER TABLE client_evaluations DROP COLUMN group_id")
         connection.execute("DROP TABLE idle_times")
         connection.execute("PRAGMA user_version = 3")
     expected = [
-        replace(event, weighted_accuracy=math.nan, groups={})
+        replace(event, weighted_accuracy=math.nan, groups={}, measure=ACCURACY)
         if isinstance(event, Evaluated)
         else event
         for event in as_format_4(ONE_OF_EACH)

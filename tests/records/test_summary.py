@@ -190,6 +190,8 @@ def test_the_summary_by_hand() -> None:
         "virtual_time": 5.0,
         "wall_time": 2.0,
         "updates_per_second": 2.0,
+        "measure": "accuracy",
+        "unit": None,
         "accuracy": 0.75,
         "best_accuracy": 0.9,
         "weighted_accuracy": 0.5,

@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from raceme.config.errors import UserError
 from raceme.config.options import option
 from raceme.datasets.dealt import Dealt
 from raceme.datasets.source import ClientData, generator
@@ -70,6 +71,15 @@ class Drift:
         UserError
             They cannot; it says why and what to take instead.
         """
+
+    def needs_labels(self) -> None:
+        """Raise UserError if the labels are quantities, for a drift that is of classes."""
+        if self.dealt.dataset.target is not None:
+            config = self.dealt.config
+            raise UserError(
+                f"drift {config.drift} is of classes, and the labels of {config.dataset} are "
+                "quantities: take swap-all, noise, incremental or in-order."
+            )
 
     def data(self, client: int, step: int) -> ClientData:
         """Return a client's data at a step."""

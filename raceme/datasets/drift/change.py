@@ -101,7 +101,8 @@ class LabelShift(SomeClients):
     options_type = LabelShiftOptions
 
     def check(self) -> None:
-        """Raise UserError if the shift changes nothing."""
+        """Raise UserError if there are no classes, or the shift changes nothing."""
+        self.needs_labels()
         classes = self.dealt.dataset.num_classes
         if self.options.label_shift % classes == 0:
             raise UserError(

@@ -97,6 +97,7 @@ class SwapPart(Swap):
     def check(self) -> None:
         """Raise UserError if no two clients have labels of their own."""
         super().check()
+        self.needs_labels()
         has = self._held.at(0)
         owned = {tuple(row) for row in ((has.train + has.test) > 0).tolist()}
         if not any(

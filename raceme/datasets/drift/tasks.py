@@ -49,7 +49,8 @@ class Tasks(Drift):
         return f"every {max(1, max_updates // _MOST)} updates"
 
     def check(self) -> None:
-        """Raise UserError if a client has not labels enough."""
+        """Raise UserError if there are no classes, or a client has not enough of them."""
+        self.needs_labels()
         wanted, (fewest, client) = self._number, self._fewest_labels
         if fewest < wanted:
             raise UserError(
