@@ -21,13 +21,13 @@ from raceme.config.errors import UserError
 from raceme.datasets.drift import schedule_of
 from raceme.datasets.reserve import wanted
 from raceme.protocol import messages as names
-from raceme.protocol.events import Ending, Evaluated, Event, Observer
+from raceme.protocol.events import Ending, Event, Observer
 from raceme.protocol.messages import ModelSpec
 from raceme.protocol.timeline import timeline_of
 from raceme.records.store import RunStore, read_events
 from raceme.records.summary import RunSummary
 from raceme.reporting.artefacts import write_all
-from raceme.server.cluster_scores import score_clusters
+from raceme.server.cluster_scores import scores_beside
 from raceme.server.interface import StopCheck, never_stop
 from raceme.simulation import (
     Node,
@@ -301,7 +301,7 @@ def _conduct_in(
                 summary.observe(event)
 
         def observe(event: Event) -> None:
-            for told in (event, *_cluster_scores(event, strategy, probe)):
+            for told in (event, *scores_beside(event, strategy, probe)):
                 for observer in (store.observe, summary.observe, *observers):
                     observer(told)
 
@@ -355,14 +355,6 @@ def _conduct_in(
         interrupted=ending is Ending.INTERRUPTED,
         unwritten=unwritten,
     )
-
-
-def _cluster_scores(event: Event, method: Method, probe: ModelProbe | None) -> Iterator[Event]:
-    """Test the clusters' models beside an evaluation, where the server has tests of them."""
-    if probe is not None and method.by_distribution and isinstance(event, Evaluated):
-        scores = score_clusters(method.models, probe, event.time, event.updates)
-        if scores is not None:
-            yield scores
 
 
 def plan(config: RunConfig) -> Plan:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Protocol
 
 from raceme.clustering.model import Model
-from raceme.protocol.events import ClustersScored
+from raceme.protocol.events import ClustersScored, Evaluated, Event
 from raceme.protocol.messages import Vector
+from raceme.server.interface import Questions
 
 
 class ClusterTests(Protocol):
@@ -57,3 +58,23 @@ def score_clusters(
         if cluster < tests.tests
     }
     return ClustersScored(time, updates, accuracies) if accuracies else None
+
+
+def scores_beside(
+    event: Event, method: Questions, tests: ClusterTests | None
+) -> Iterator[ClustersScored]:
+    """Test the clusters' models beside an evaluation, where the server has tests of them.
+
+    Parameters
+    ----------
+    event : Event
+        What has just been reported.
+    method : Questions
+        Whose models, if its clusters are of known distributions.
+    tests : ClusterTests or None
+        The server's test sets.
+    """
+    if tests is not None and method.by_distribution and isinstance(event, Evaluated):
+        scores = score_clusters(method.models, tests, event.time, event.updates)
+        if scores is not None:
+            yield scores
