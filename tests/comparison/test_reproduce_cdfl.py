@@ -19,10 +19,11 @@ TABLE2 = {2: (0.5, 0.4, "3"), 3: (0.5, 0.25, "3"), 4: (0.5, 0.25, "7"), 6: (0.7,
 """The same, Table 2: c1, c2 and A."""
 
 
+@pytest.mark.parametrize("name", ["cdfl-table1", "cdfl-fig"])
 @pytest.mark.parametrize("k", TABLE1)
-def test_the_suites_of_cdfl(k: int) -> None:
-    variants = shipped("cdfl-table1")
-    assert set(variants) == {f"fashion-{number}" for number in TABLE1}
+def test_the_suites_of_cdfl(name: str, k: int) -> None:
+    variants = shipped(name)
+    assert set(variants) - {"digits"} == {f"fashion-{number}" for number in TABLE1}
     suite = load_suite(variants[f"fashion-{k}"])
     assert [method.label for method in suite.methods] == ["cdfl", "fedsoft-async", "local"]
     rows = [method.published[0] for method in suite.methods]
@@ -50,3 +51,17 @@ def test_the_suites_of_cdfl(k: int) -> None:
     options = suite.config(suite.methods[0], 0).parameters()
     assert (options.k, options.c1, options.c2, options.sharpness) == (k, *TABLE2[k])
     assert (options.loss_bar, options.model_loss_bar, options.distance_bar) == ("0.5", "0", "0")
+
+
+def test_the_suite_of_digits() -> None:
+    suite = load_suite(shipped("cdfl-table1")["digits"])
+    config = suite.config(suite.methods[0], 0)
+    # 40 uploads of each client, on the mean; Table 2's last row.
+    assert (config.clients, config.max_updates, config.dataset) == (100, 4000, "digits-by-origin")
+    options = config.parameters()
+    assert (options.k, options.c1, options.c2, options.sharpness) == (3, 0.9, 0.0, "5")
+    assert {options.loss_bar, options.model_loss_bar, options.distance_bar} == {"min"}
+    published = [method.published[0] for method in suite.methods]
+    assert [row.before for row in published] == [83.5, 84.6, 82.0]
+    assert [row.after for row in published] == [88.3, 89.0, None]
+    assert [row.cluster for row in published] == [89.0, 87.0, None]
