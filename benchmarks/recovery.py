@@ -2,7 +2,7 @@
 
     python3 benchmarks/recovery.py --seeds 0,1,2 --plot recovery.png
 
-Digits, turned by 0, 90, 180 or 270 degrees in four groups of ten clients; 1,200 updates. Half way
+Digits, turned by 0, 90, 180 or 270 degrees in four groups of four clients; 480 updates. Half way
 each client exchanges all its data with another. What is measured is the model that a client gets in
 return for an upload, on the test data of that upload: of the clients whose group is another one
 now, the mean over them by the number of their uploads since the exchange, against their last one
@@ -29,7 +29,7 @@ from raceme.experiment import simulate
 from raceme.protocol.events import Event, UpdateApplied
 from raceme.reporting.style import new_figure, save_figure, series_colour, style
 
-CLIENTS, UPDATES, SHOWN = 40, 1200, 6
+CLIENTS, UPDATES, SHOWN = 16, 480, 6
 METHODS = ("cdfl", "fedsoft-async", "casa", "ifca-async", "fedasync")
 SETTINGS = {
     "dataset": "digits",
@@ -40,7 +40,7 @@ SETTINGS = {
     "swap-chance": 1.0,
     "drift-at": f"{UPDATES // 2} updates",
     "devices": "uniform",
-    "local-epochs": 20,
+    "local-epochs": 10,
     "max-updates": UPDATES,
     "eval-every": UPDATES,
     "score-uploads": True,
