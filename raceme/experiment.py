@@ -19,7 +19,7 @@ from raceme.checkpoints import CheckpointFolder, Keeper, Schedule, only_writer, 
 from raceme.config import RunConfig, write_toml
 from raceme.config.errors import UserError
 from raceme.datasets.drift import schedule_of
-from raceme.datasets.reserve import wanted
+from raceme.datasets.reserve import with_whole_path
 from raceme.protocol import messages as names
 from raceme.protocol.events import Ending, Event, Observer
 from raceme.protocol.messages import ModelSpec
@@ -84,7 +84,8 @@ def resolve(config: RunConfig) -> RunConfig:
         The dataset does not exist, or nobody reads an option that is set.
     """
     config.check_options()
-    config = datasets.with_fitting_groups(config.with_absolute_paths())
+    config = config.with_absolute_paths().with_values(proxy=with_whole_path(config.proxy))
+    config = datasets.with_fitting_groups(config)
     config = datasets.with_defaults(config)
     source = datasets.source_of(config)
     target, stop = config.target_accuracy, config.stop_at_target
@@ -97,7 +98,6 @@ def resolve(config: RunConfig) -> RunConfig:
         stop_at_target=target is not None if stop is None else stop,
         eval_every=config.num_clients if config.eval_every is None else config.eval_every,
         devices=_resolved_devices(config.devices),
-        proxy=config.proxy if wanted(config.proxy) else _absolute(config.proxy),
     )
 
 

@@ -10,7 +10,8 @@ import pytest
 from processes import ROOT, loopback
 
 from raceme.config import SET, all_keys, general_keys
-from raceme.records.record import read_run
+from raceme.protocol.events import Ending
+from raceme.records.record import RunRecord, read_run
 
 ARTEFACTS = {
     "accuracy.png",
@@ -98,6 +99,57 @@ def test_windows_and_migration_on_ray(tmp_path: Path) -> None:
                 before, after = record.assignment(change.time), record.assignment()
                 # All four have exchanged their data with one of the other group.
                 assert all(after[client] != before[client] for client in before)
+
+
+def check_mixtures(record: RunRecord) -> None:
+    """All four clients have worked, their data have moved on, and each is in two clusters."""
+    clients = {f"client-{number}" for number in range(4)}
+    assert set(record.updates.client) == clients
+    assert {change.client for change in record.data_changes} == clients
+    assert record.ending is Ending.LIMIT
+    assert not len(record.rejections.client)
+    memberships = record.memberships()
+    assert set(memberships) == clients
+    # Estimated, each for itself: all begin alike.
+    assert len({weights[0] for weights in memberships.values()}) > 1
+    for weights in memberships.values():
+        assert sum(weights.values()) == pytest.approx(1.0)
+        assert set(weights) == {0, 1}
+    # The server tests the clusters' models, which were pre-trained, on what it has of each.
+    last = record.cluster_scores[-1]
+    assert min(last.accuracies.values()) > 0.7
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs raceme[simulation]")
+def test_mixtures_that_drift_on_ray(tmp_path: Path) -> None:
+    data = (
+        "partition=rotation-groups groups=2 drift=mixture proxy=60 pretrain=100 local-epochs=2 "
+        "model=mlp score-uploads=true"
+    )
+    # Clients of the one ask when they wish, those of the other work in rounds.
+    runs = {
+        "cdfl": ("max-updates=16", "cdfl.requests=poisson cdfl.request-seconds=0.5"),
+        "fedsoft": ("max-rounds=4", "fedsoft.drawn=2"),
+    }
+    with loopback(tmp_path) as place:
+        place.superlink("--insecure", "--simulation")
+        for strategy, (length, options) in runs.items():
+            out = tmp_path / strategy
+            keys = f'strategy="{strategy}" {length} clients=4 eval-every=4 out="{out}" '
+            fleet = "num-supernodes=4 client-resources-num-cpus=1"
+            run = place.flwr(
+                *("run", str(ROOT), "--stream", "--federation-config", fleet),
+                *("--run-config", f"{keys} set='{data} {options}'"),
+            )
+            run.wait_for("Results are in", 240)
+            assert run.wait() == 0
+            record = read_run(out)
+            record = read_run(out)
+            check_mixtures(record)
+            # Who asks when it wishes is not waited for; in rounds nobody is ahead.
+            assert record.updates.staleness.any() == (strategy == "cdfl")
 
 
 def test_the_flower_app_lists_keys_with_their_defaults() -> None:

@@ -13,7 +13,7 @@ from raceme.config.errors import UserError
 from raceme.config.registry import DATASETS, DRIFTS, PARTITIONERS
 from raceme.datasets.dealt import Dealt
 from raceme.datasets.drift import Drift, Schedule, drift_of, drift_type, schedule_of
-from raceme.datasets.held import Held, ServerData, from_clients, from_folder
+from raceme.datasets.held import Held, ServerData, from_clients, from_folder, shape_of_folder
 from raceme.datasets.partition import (
     ClassesOptions,
     DirichletOptions,
@@ -23,7 +23,7 @@ from raceme.datasets.partition import (
     SizeOptions,
     fitting_groups,
 )
-from raceme.datasets.reserve import wanted
+from raceme.datasets.reserve import folder_of, wanted
 from raceme.datasets.source import ClientData, Dataset, DataShape, Source, generator
 from raceme.datasets.suited import suited
 
@@ -148,8 +148,11 @@ def load(config: RunConfig) -> Dataset:
 
 
 def data_shape(config: RunConfig) -> DataShape:
-    """Return what a model has to fit; loads nothing where the source knows it."""
-    return _data_shape(config.narrowed(*_LOADING))
+    """Return what a model has to fit; loads nothing where the source knows it.
+
+    A server to which no client's data were named learns it from its own files; see ``proxy``.
+    """
+    return _data_shape(config.narrowed(*_LOADING, "proxy"))
 
 
 def client_data(config: RunConfig, client: int, step: int = 0) -> ClientData:
@@ -222,8 +225,9 @@ def server_data(config: RunConfig) -> ServerData:
         It cannot be had, or is not what it should be.
     """
     config = with_clients(config)
-    if config.proxy and wanted(config.proxy) is None:
-        return from_folder(config, data_shape(config))
+    folder = folder_of(config.proxy)
+    if folder is not None:
+        return from_folder(config, folder, data_shape(config))
     if not config.proxy and not config.pretrain:
         return ServerData()
     drift = _drift(config.narrowed(*_CHANGING), config.narrowed(*_DEALING), None)
@@ -247,7 +251,11 @@ def _load(config: RunConfig) -> Dataset:
 
 @lru_cache(maxsize=16)
 def _data_shape(config: RunConfig) -> DataShape:
-    return source_of(config).shape(config)
+    source, folder = source_of(config), folder_of(config.proxy)
+    # The folder is the server's: on a device, which is told its name too, it is not there.
+    if folder is not None and folder.is_dir() and source.is_elsewhere(config):
+        return shape_of_folder(folder)
+    return source.shape(config)
 
 
 @lru_cache(maxsize=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,9 @@ _EXPECTED = (
     "Expected: x, numbers of shape (samples, ...), and y, whole numbers from 0 of shape "
     "(samples,); optionally x_test and y_test, and to pre-train with x_train and y_train"
 )
+
+_SUFFIXES = {"proxy": "", "test": "_test", "train": "_train"}
+"""Of the names x and y, for each part of a file."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,7 +107,7 @@ def _check_classes(
         )
 
 
-def from_folder(config: RunConfig, shape: DataShape) -> ServerData:
+def from_folder(config: RunConfig, folder: Path, shape: DataShape) -> ServerData:
     """Read a server's samples from a folder: an .npz file for each cluster, in order of name.
 
     Raises
@@ -111,12 +115,10 @@ def from_folder(config: RunConfig, shape: DataShape) -> ServerData:
     UserError
         There are none, or one is not what it should be.
     """
-    folder = Path(config.proxy)
-    paths = sorted(folder.glob("*.npz"))
-    if not paths:
-        raise UserError(f"proxy {folder} must be a folder with an .npz file for each cluster.")
-    files = [_read(path, shape) for path in paths]
+    paths = _paths(folder)
+    files = [_read(path) for path in paths]
     for path, file in zip(paths, files, strict=True):
+        _check_shape(path, file, shape)
         missing = np.setdiff1d(np.arange(shape.num_classes), file["proxy"].y)
         if len(missing):
             raise UserError(
@@ -133,13 +135,44 @@ def from_folder(config: RunConfig, shape: DataShape) -> ServerData:
     )
 
 
-def _read(path: Path, shape: DataShape) -> dict[str, Held]:
+def shape_of_folder(folder: Path) -> DataShape:
+    """Return what the samples of the first file in a folder say that a model has to fit.
+
+    Raises
+    ------
+    UserError
+        There is none, or it is not what it should be.
+    """
+    samples = _read(_paths(folder)[0])["proxy"]
+    # Each class is in it: from_folder checks that.
+    return DataShape(tuple(samples.x.shape[1:]), int(samples.y.max()) + 1)
+
+
+def _paths(folder: Path) -> list[Path]:
+    paths = sorted(folder.glob("*.npz"))
+    if not paths:
+        raise UserError(f"proxy {folder} must be a folder with an .npz file for each cluster.")
+    return paths
+
+
+def _check_shape(path: Path, file: Mapping[str, Held], shape: DataShape) -> None:
+    """Raise UserError if samples are none that a model for this shape can be measured on."""
+    for part, samples in file.items():
+        x, y = samples.x, samples.y
+        if x.shape[1:] != shape.input_shape or y.max() >= shape.num_classes:
+            raise UserError(
+                f"{path}: x{_SUFFIXES[part]} must hold samples of shape {shape.input_shape} with "
+                f"labels below {shape.num_classes}, as all others; got {x.shape[1:]} and "
+                f"labels up to {y.max()}."
+            )
+
+
+def _read(path: Path) -> dict[str, Held]:
     """Read and check one file: proxies, and tests and training samples if it has some."""
     with explained(path, _EXPECTED), np.load(path, allow_pickle=False) as archive:
         arrays = {name: archive[name] for name in archive.files}
-    parts = {"proxy": "", "test": "_test", "train": "_train"}
     found: dict[str, Held] = {}
-    for part, suffix in parts.items():
+    for part, suffix in _SUFFIXES.items():
         names = f"x{suffix}", f"y{suffix}"
         if not all(name in arrays for name in names):
             if part == "proxy" or any(name in arrays for name in names):
@@ -147,12 +180,6 @@ def _read(path: Path, shape: DataShape) -> dict[str, Held]:
             continue
         x = checked_inputs(path, names[0], arrays[names[0]])
         y = checked_labels(path, names[1], arrays[names[1]], len(x))
-        if x.shape[1:] != shape.input_shape or y.max() >= shape.num_classes:
-            raise UserError(
-                f"{path}: {names[0]} must hold samples of shape {shape.input_shape} with labels "
-                f"below {shape.num_classes}, as the clients' are; got {x.shape[1:]} and labels up "
-                f"to {y.max()}."
-            )
         found[part] = Held(x, y)
     return found
 

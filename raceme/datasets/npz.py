@@ -104,6 +104,10 @@ class Npz(Source):
         present = [path for path in dict.fromkeys(paths) if path.is_file()] or paths[:1]
         return _common_shape({path: read(path) for path in present})
 
+    def is_elsewhere(self, config: RunConfig) -> bool:
+        """Return whether no file is named, as on the server of devices that have their own."""
+        return not config.read(NpzOptions).data_file
+
     def count_clients(self, config: RunConfig) -> int:
         """Return the number of files, numbered from 0, or 1 for a device's own file."""
         numbers = itertools.count()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import numpy as np
 
@@ -33,6 +34,37 @@ def wanted(text: str) -> float | None:
         f"proxy '{text}' must be a whole number of samples, a share above 0 and below 1, or a "
         "folder of .npz files."
     )
+
+
+def folder_of(text: str) -> Path | None:
+    """Read which folder ``proxy`` names; None if it names none.
+
+    Raises
+    ------
+    UserError
+        It is a number, and none that can be meant.
+    """
+    return Path(text) if text and wanted(text) is None else None
+
+
+def with_whole_path(text: str) -> str:
+    """Return ``proxy`` with the whole path of the folder, if it names one.
+
+    Raises
+    ------
+    UserError
+        There is no such folder on this machine.
+    """
+    folder = folder_of(text)
+    if folder is None:
+        return text
+    found = folder.expanduser().resolve()
+    if not found.is_dir():
+        raise UserError(
+            f"proxy: there is no folder {found} on this machine. With flwr run it is the SuperLink "
+            "that reads it, and a path that is not whole begins where the SuperLink was started."
+        )
+    return str(found)
 
 
 def reserved(

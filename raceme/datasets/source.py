@@ -201,6 +201,10 @@ class Source:
         clients = self.count_clients(config) if config.clients is None else config.clients
         return self.load(config.with_values(clients=clients)).shape
 
+    def is_elsewhere(self, config: RunConfig) -> bool:
+        """Return whether this process was told of no data: only the clients have any."""
+        return False
+
     def count_clients(self, config: RunConfig) -> int:
         """Return the number of clients of a run that names none.
 

@@ -126,6 +126,10 @@ class Dispatch(ABC):
         """Return the numbers of tasks to be given up, and updates to be acted on."""
         return (), ()
 
+    def invited(self, client: str) -> bool:
+        """Return whether a client that was given work may wait with it, and answer meanwhile."""
+        return False
+
     def hopeless(self) -> str:
         """Return why going on can bring nothing; empty as long as it may."""
         return ""

@@ -90,24 +90,32 @@ class Evaluator:
         return self.close_if_over()
 
     def ask(self, idle: Idle) -> None:
-        """Ask the clients that are free and have not been asked yet."""
+        """Ask the clients that have time and have not been asked yet."""
         sweep = self._progress.sweep
         if sweep is None:
             return
-        for client in [client for client in sweep.waiting if client in idle]:
-            if self._push(client):
-                idle.remove(client)
+        for client in list(sweep.waiting):
+            if client in idle:
+                if self._push(client):
+                    idle.remove(client)
+            elif self._method.dispatch.invited(client):
+                self._push(client)
 
     def is_asked(self, message_id: str) -> bool:
         """Return whether a message was an evaluation's."""
         return self._progress.sweep is not None and message_id in self._progress.sweep.open
 
-    def take_in(self, message_id: str, reply: Message) -> tuple[str, Evaluated | None]:
-        """Take a client's answer; return who it is, and the report if it was the last."""
-        assert self._progress.sweep is not None, "a message was asked about"
-        client = self._progress.sweep.open.pop(message_id)
+    def take_in(self, message_id: str, reply: Message, idle: Idle) -> Evaluated | None:
+        """Take a client's answer, and let it be idle; return the report if it was the last."""
+        progress = self._progress
+        assert progress.sweep is not None, "a message was asked about"
+        client = progress.sweep.open.pop(message_id)
+        # One that holds an invitation has answered meanwhile, and holds it still.
+        works = any(task.client == client for task in progress.in_flight.values())
+        if not works and progress.fleet.clients[client].node_id is not None:
+            idle.add(client)
         self._score(client, reply)
-        return client, self.close_if_over()
+        return self.close_if_over()
 
     def drop(self, client: str) -> None:
         """Wait no more for a client that is gone."""

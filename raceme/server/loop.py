@@ -382,8 +382,7 @@ class Loop:
             self._introduce(greeted[message_id], reply)
             return
         if self._evaluator.is_asked(message_id):
-            client, report = self._evaluator.take_in(message_id, reply)
-            self._free(client)
+            report = self._evaluator.take_in(message_id, reply, self._idle)
             if report is not None:
                 self._evaluated(report)
             return

@@ -235,6 +235,10 @@ class OnRequest(Dispatch):
         if task.kind == LOSSES and self.looks(client):
             state.looking[client] = task.number
 
+    def invited(self, client: str) -> bool:
+        """Return whether a client may be holding an invitation: perhaps for hours."""
+        return self._mode == DEVICE and client not in self.state.refused
+
     def accept(self, update: Update, now: float) -> Sequence[Update]:
         """Take an update, unless its client was invited and came back too soon.
 

@@ -84,6 +84,10 @@ class Then(Dispatch):
         """Return the numbers of tasks to be given up, and updates to be acted on."""
         return self.current.wake(now)
 
+    def invited(self, client: str) -> bool:
+        """Return whether a client that was given work may wait with it, and answer meanwhile."""
+        return self.current.invited(client)
+
     def hopeless(self) -> str:
         """Return why going on can bring nothing; empty as long as it may."""
         return self.current.hopeless()

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from raceme import datasets
+from raceme import datasets, experiment
 from raceme.config import RunConfig
 from raceme.config.errors import UserError
 
@@ -80,6 +80,37 @@ def test_a_folder_with_a_file_for_each_cluster(tmp_path: Path) -> None:
     assert [len(own.y) for own in held.proxies] == [30, 30]
     assert held.tests == ()
     assert [len(own.y) for own in held.pretraining] == [5, 5]
+
+
+def test_a_server_without_data_learns_from_them_what_a_model_must_fit(tmp_path: Path) -> None:
+    write(tmp_path / "a.npz", classes=7)
+    run = RunConfig(dataset="npz", proxy=str(tmp_path))
+    assert datasets.data_shape(run) == datasets.DataShape((1, 8, 8), 7)
+    resolved = experiment.resolve(run)
+    assert resolved.model == "cnn"
+    assert len(datasets.server_data(resolved).proxies) == 1
+    # A file of the devices' kind says more: it may know classes that nobody has yet.
+    x, y = np.zeros((4, 1, 8, 8)), np.arange(4)
+    own = tmp_path / "sample.npz"
+    np.savez(own, x_train=x, y_train=y, x_test=x, y_test=y, num_classes=np.array(9))
+    named = run.with_values(data_file=str(own))
+    assert datasets.data_shape(named).num_classes == 9
+    # The server's folder is not on a device, whose own file is missing.
+    elsewhere = run.with_values(proxy=str(tmp_path / "elsewhere"))
+    with pytest.raises(UserError, match="npz needs the file with the data"):
+        datasets.data_shape(elsewhere)
+
+
+def test_a_folder_is_found_from_where_the_run_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "proxies").mkdir()
+    write(tmp_path / "proxies" / "a.npz")
+    monkeypatch.chdir(tmp_path)
+    assert experiment.resolve(config(proxy="proxies")).proxy == str(tmp_path / "proxies")
+    assert experiment.resolve(config(proxy="40")).proxy == "40"
+    with pytest.raises(UserError, match=f"there is no folder {tmp_path}/other on this machine"):
+        experiment.resolve(config(proxy="other"))
 
 
 def test_what_is_wrong_with_a_folder(tmp_path: Path) -> None:

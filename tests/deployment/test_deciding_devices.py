@@ -1,105 +1,134 @@
-"""Real devices that decide when they speak: by the clock, and when their data have changed."""
+"""CDFL on real devices that decide when they speak: by the clock, and when their data change."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from pathlib import Path
 
 import numpy as np
 import pytest
-from bundles import write_app
-from nodes import write_device
-from processes import Process, loopback, wait_until
+from numpy.typing import NDArray
+from processes import ROOT, Process, loopback, wait_until
+
+from raceme.records.record import read_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
-SERVER = """
-from flwr.serverapp import ServerApp
-
-from raceme import models
-from raceme.config import RunConfig
-from raceme.protocol.events import UpdateApplied, UpdateRejected
-from raceme.server.requests import OnRequest, RequestParameters
-from raceme.strategies import FedAsync, Plan
-
-app = ServerApp()
-
-
-class Invites(FedAsync):
-    def policy(self):
-        return OnRequest(RequestParameters("device"))
+CLASSES = 3
+INTERVAL = 2.0
+WISHES = {
+    "ticker": ("--when", f"interval={INTERVAL}s"),
+    "rambler": ("--when", f"poisson={INTERVAL}s"),
+    "drifter": ("--when", "drift=10%", "--look", "1s"),
+}
+"""What each device is told of when it is to speak."""
+DISTRIBUTIONS = {"ticker": 0, "rambler": 1, "drifter": 0}
 
 
-@app.main()
-def main(grid, context):
-    seen = []
-
-    def observe(event):
-        if isinstance(event, UpdateApplied | UpdateRejected):
-            seen.append(event)
-            print(f"{type(event).__name__} {event.client} {event.time:.2f}", flush=True)
-
-    def enough():
-        return "enough" if sum(event.client == "drifter" for event in seen) == 2 else ""
-
-    initial = models.initial_arrays(RunConfig.from_mapping(dict(context.run_config)))
-    Invites().start(
-        grid, initial, 0, plan=Plan(max_time=300, eval_every=10**6), observe=observe,
-        stop_check=enough,
-    )
-    print("THE RUN IS OVER", flush=True)
-"""
-
-CLIENT = "from raceme import client_app\n\napp = client_app.app\n"
+def samples(
+    count: int, distribution: int, seed: int
+) -> tuple[NDArray[np.float64], NDArray[np.int_]]:
+    """Draw samples: the inputs are alike in both distributions, their labels are not."""
+    kind = np.arange(count) % CLASSES
+    x = 2.0 * np.eye(CLASSES, 4)[kind] + np.random.default_rng(seed).normal(0, 0.3, (count, 4))
+    return x, (kind + distribution) % CLASSES
 
 
-def uploads(run: Process, client: str) -> list[float]:
-    """Return when the updates of a client were applied, by the server's clock."""
-    return [float(time) for time in re.findall(rf"UpdateApplied {client} ([\d.]+)", run.text())]
+def write_proxies(folder: Path) -> None:
+    """Write what the server has of each distribution."""
+    folder.mkdir()
+    for distribution in (0, 1):
+        parts = {"": 30, "_train": 30, "_test": 15}
+        arrays = {}
+        for seed, (part, count) in enumerate(parts.items()):
+            drawn = samples(count, distribution, 10 * distribution + seed)
+            arrays[f"x{part}"], arrays[f"y{part}"] = drawn
+        np.savez(folder / f"{distribution}.npz", **arrays)
 
 
-def replace_labels(path: Path) -> None:
-    """Replace a data file by one with the same inputs and other labels."""
-    with np.load(path) as archive:
-        arrays = dict(archive)
-    arrays["y_train"] = (arrays["y_train"] + 1) % 3
-    np.savez(path.with_suffix(".new.npz"), **arrays)
-    os.replace(path.with_suffix(".new.npz"), path)
+def write_data(path: Path, distribution: int) -> None:
+    """Write a device's data, in the place of what it has: never half."""
+    x_train, y_train = samples(30, distribution, 20)
+    x_test, y_test = samples(15, distribution, 21)
+    new = path.with_suffix(".new.npz")
+    np.savez(new, x_train=x_train, y_train=y_train, x_test=x_test, y_test=y_test)
+    os.replace(new, path)
 
 
-def test_devices_speak_by_their_clock_and_when_their_data_have_changed(tmp_path: Path) -> None:
-    interval = 3.0
-    wishes = {
-        "ticker": ("--when", f"interval={interval}s"),
-        "drifter": ("--when", "drift=5%", "--look", "1s"),
-    }
-    for name in wishes:
-        write_device(tmp_path / f"{name}.npz")
-    keys = {"dataset": "npz", "model": "mclr", "data-file": str(tmp_path / "ticker.npz")}
-    lines = "\n".join(f"{key} = '{value}'" for key, value in keys.items())
-    app = write_app(tmp_path / "app", CLIENT, SERVER, f"{lines}\nlocal-epochs = 30\nlr = 0.5")
+def spoken(run: Process) -> list[str]:
+    """Return whose updates the running server has told of, in order."""
+    return re.findall(r"^update +\d+ +(\w+) ", run.text(), re.MULTILINE)
+
+
+def others_since_the_drifter(run: Process) -> list[str]:
+    """Return whose updates came after the drifter's last one."""
+    names = spoken(run)[::-1]
+    return names[: names.index("drifter")]
+
+
+def test_cdfl_with_devices_that_speak_by_the_clock_and_when_their_data_change(
+    tmp_path: Path,
+) -> None:
+    out, proxies = tmp_path / "out", tmp_path / "proxies"
+    write_proxies(proxies)
+    for name, distribution in DISTRIBUTIONS.items():
+        write_data(tmp_path / f"{name}.npz", distribution)
     with loopback(tmp_path) as place:
         place.superlink()
         devices = {}
-        for name, when in wishes.items():
+        for name, when in WISHES.items():
             node = f"data-file='{tmp_path}/{name}.npz'"
             known = ("--insecure", "--device-id", name, "--node-config", node)
             devices[name] = place.device(*known, *when)
         for device in devices.values():
             device.wait_for("online at", 120)
-        run = place.flwr("run", str(app), "here", "--stream")
-        run.wait_for("UpdateApplied drifter", 120)
-        # While the data stay as they are the drifter says nothing, however often the other speaks.
-        wait_until(lambda: len(uploads(run, "ticker")) >= 4, 120, run.describe)
-        assert len(uploads(run, "drifter")) == 1
-        replace_labels(tmp_path / "drifter.npz")
-        wait_until(lambda: len(uploads(run, "drifter")) == 2, 60, devices["drifter"].describe)
-        run.wait_for("THE RUN IS OVER", 60)
-        assert len(uploads(run, "drifter")) == 2
+        # The server has no data but its proxy sets, and learns from them what the model must fit.
+        keys = (
+            f"strategy='cdfl' dataset='npz' proxy='{proxies}' pretrain=30 local-epochs=10 "
+            f"max-updates=24 out='{out}' set=\"cdfl.requests='device'\""
+        )
+        run = place.flwr("run", str(ROOT), "here", "--stream", "--run-config", keys)
+        run.wait_for(r"update +\d+ +drifter", 120)
+        # While its data stay as they are the drifter says nothing, however often others speak.
+        wait_until(lambda: len(others_since_the_drifter(run)) >= 6, 120, run.describe)
+        assert spoken(run).count("drifter") == 1
+        write_data(tmp_path / "drifter.npz", 1)
+        wait_until(lambda: spoken(run).count("drifter") == 2, 60, devices["drifter"].describe)
+        run.wait_for("Results are in", 120)
+        assert run.wait() == 0
         assert "the loss rose from" in devices["drifter"].text()
-        assert "UpdateRejected" not in run.text()
-        # At once it would have spoken many times in an interval, on any machine.
-        times = uploads(run, "ticker")
-        assert len(times) < 2 * (times[-1] - times[0]) / interval + 2
-        assert [device.stop() for device in devices.values()] == [0, 0]
+        assert [device.stop() for device in devices.values()] == [0] * len(devices)
+    summary = json.loads((out / "summary.json").read_text())
+    assert (summary["ending"], summary["updates"], summary["clusters"]) == ("limit", 24, 2)
+    assert summary["rejected_updates"] == 0
+    assert summary["cluster_accuracies"] == {"0": 1.0, "1": 1.0}
+    record = read_run(out)
+    clients = record.updates.client
+    assert list(clients) == spoken(run)
+    assert {"ticker", "rambler", "drifter"} == set(clients)
+    assert sum(clients == "drifter") == 2
+    for placed in record.placements:
+        assert sum(placed.weights.values()) == pytest.approx(1.0)
+    assert record.assignment() == {"ticker": 0, "rambler": 1, "drifter": 1}
+    # All begin between the clusters. What each upload was a mixture of is its own estimate.
+    shares = {
+        name: [placed.weights[1] for placed in record.placements if placed.client == name]
+        for name in DISTRIBUTIONS
+    }
+    assert [own[0] for own in shares.values()] == [0.5, 0.5, 0.5]
+    assert max(shares["ticker"][1:]) < 0.1 < 0.9 < min(shares["rambler"][1:])
+    first, second = shares["drifter"][1:]
+    assert first < 0.1 < 0.9 < second
+    # The others have uploaded more often than oldest says since it received its model: it is
+    # answered, and changes no cluster.
+    staleness, weights = (
+        column[clients == "drifter"].tolist()
+        for column in (record.updates.staleness, record.updates.weight)
+    )
+    assert staleness[1] >= 6
+    assert weights == [0.025, 0.0]
+    # At once it would have spoken many times in an interval, on any machine.
+    times = record.updates.time[clients == "ticker"]
+    assert len(times) < 2 * (times[-1] - times[0]) / INTERVAL + 2

@@ -13,9 +13,11 @@ from runs import ONES, devices, half, of, run
 
 from raceme.protocol import events
 from raceme.protocol.events import Ending, Evaluated
+from raceme.server.dispatch import Dispatch
 from raceme.server.evaluation import ClientScore, score_from, weighted_accuracy
+from raceme.server.requests import OnRequest, RequestParameters
 from raceme.simulation import Device, Node, VirtualGrid
-from raceme.strategies import FedAvg, Plan
+from raceme.strategies import FedAsync, FedAvg, Plan
 
 
 def costly(grid: VirtualGrid) -> VirtualGrid:
@@ -50,6 +52,33 @@ def test_all_test_the_models_of_one_moment_each_when_it_is_next_free() -> None:
     assert (last.updates, last.accuracy) == (4, pytest.approx(accuracy(2.75 - 8, 2.75 + 8)))
     index = [seen.index(event) for event in (second, last)]
     assert seen.index(of(events.UpdateApplied, seen)[1]) < index[0] < index[1]
+
+
+class Inviting(FedAsync):
+    """FedAsync whose clients decide when they train."""
+
+    def policy(self) -> Dispatch:
+        return OnRequest(RequestParameters("device"))
+
+
+def test_who_holds_an_invitation_is_tested_meanwhile_and_keeps_it() -> None:
+    # c1 is done at 20 s. Asked when it is free, it would hold up the reports until then.
+    grid = costly(grid_of(pulled_app([8 * ONES, -8 * ONES]), devices(1.0, 20.0)))
+    seen = run(Inviting(), grid, num_rounds=45, eval_every=2)
+    reports, updates = of(Evaluated, seen), of(events.UpdateApplied, seen)
+    assert [(r.time, r.updates, r.answered) for r in reports[:4]] == [
+        (0.0, 0, 2),
+        (2.0, 2, 2),
+        (4.0, 4, 2),
+        (6.0, 6, 2),
+    ]
+    # It is sent nothing else before it is done.
+    assert [(u.dispatched_at, u.time) for u in updates if u.client == "c1"] == [
+        (0.0, 20.0),
+        (20.0, 40.0),
+    ]
+    told = [seen.index(report) < seen.index(updates[report.updates]) for report in reports[:4]]
+    assert all(told)
 
 
 def test_a_target_does_not_count_before_enough_have_answered() -> None:

@@ -359,8 +359,10 @@ def test_devices_are_invited_at_once_to_train_and_to_nothing_else() -> None:
     assert bench.policy.settings(Work("c0")) == {"invitation": True}
     assert bench.policy.settings(Work("c0", "train-best")) == {"invitation": True}
     assert bench.policy.settings(Work("c0", LOSSES)) == {}
+    assert bench.policy.invited("c0")
     for mode in ("poisson", "fixed", "loss"):
         assert asking(mode).settings(Work("c0")) == {}
+        assert not asking(mode).invited("c0")
 
 
 def test_a_device_that_comes_back_too_soon_is_refused_and_invited_later() -> None:
@@ -377,6 +379,7 @@ def test_a_device_that_comes_back_too_soon_is_refused_and_invited_later() -> Non
     assert bench.work(6.0) == ["c0"]
     # What it wished to do is done now.
     assert bench.policy.settings(Work("c0")) == {}
+    assert not bench.policy.invited("c0")
     assert bench.answer("c0", 6.0) == ["c0"]
     assert bench.policy.settings(Work("c0")) == {"invitation": True}
     # From now on it is not invited before it may upload.
