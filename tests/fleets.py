@@ -49,6 +49,7 @@ def pulled_app(
         wanted = target(context)
         if message.content["config"].get("kind") == "scores":
             return Message(scores_of(message.content, wanted), reply_to=message)
+        mixed = message.content["config"].get("kind") == "train-mixed"
         flat, chosen = received(message.content, wanted)
         if wanted is not None:
             moved = flat + np.float32(step) * (wanted.astype(np.float32) - flat)
@@ -62,6 +63,10 @@ def pulled_app(
             {"num-examples": 10 + int(context.node_config["partition-id"]), "train-loss": 0.5}
         )
         records = {"arrays": write(flat), "metrics": metrics, "config": echo}
+        if mixed and chosen is not None:
+            shares = np.full(len(several_of(message.content)), 0.1)
+            shares[chosen] = 1.0 - shares.sum() + 0.1
+            records["numbers"] = ArrayRecord({"shares": Array(shares)})
         reply = Message(RecordDict(records), reply_to=message)
         return change(reply, int(context.node_config["partition-id"])) if change else reply
 
@@ -83,7 +88,7 @@ def pulled_app(
 def scores_of(content: RecordDict, wanted: np.ndarray | None) -> RecordDict:
     """Return accuracies and losses of the received models, for as many steps as are named."""
     config = content["config"]
-    several = [read(content[f"arrays-{index}"]) for index in range(len(content.array_records))]
+    several = several_of(content)
     far = [0.0 if wanted is None else float(np.linalg.norm(flat - wanted)) for flat in several]
     losses = np.tile(np.array(far, np.float32)[:, None], len(config.get("steps", [0])))
     accuracies = np.asarray(1 / (1 + losses), np.float32)
@@ -101,10 +106,16 @@ def received(content: RecordDict, wanted: np.ndarray | None) -> tuple[np.ndarray
     """Return the model to train, and of several which it was."""
     if "arrays" in content:
         return read(content["arrays"]), None
-    several = [read(content[f"arrays-{index}"]) for index in range(len(content.array_records))]
+    several = several_of(content)
     distances = [0.0 if wanted is None else np.linalg.norm(flat - wanted) for flat in several]
     chosen = int(np.argmin(distances))
     return several[chosen], chosen
+
+
+def several_of(content: RecordDict) -> list[np.ndarray]:
+    """Return the models of a message that holds several."""
+    names = sorted(name for name in content.array_records if name.startswith("arrays-"))
+    return [read(content[name]) for name in names]
 
 
 def read(record: ArrayRecord) -> np.ndarray:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from clustered import centre_losses
 from fleets import MODEL, grid_of, pulled_app
 from forking import Commands
 from hypothesis import given, settings
@@ -149,7 +150,16 @@ def play(
         return ""
 
     plan = Plan(eval_every=7, concurrency=5)
-    strategy.start(grid, MODEL, 90, 20.0, plan=plan, observe=seen.append, stop_check=stop_check)
+    strategy.start(
+        grid,
+        MODEL,
+        90,
+        20.0,
+        plan=plan,
+        observe=seen.append,
+        stop_check=stop_check,
+        probe=centre_losses,
+    )
     models = {k: model.vector.tobytes() for k, model in strategy.models.items()}
     return seen, models, states
 

@@ -187,7 +187,7 @@ def test_a_users_own_network_is_made_single_precision(own: str) -> None:
         ("{own}:no_network", "must return a torch.nn.Module, got str"),
         ("{own}:no_tensor", r"output for 2 samples is tuple, not \(2, 10\)"),
         ("{own}:wrong_width", r"output for 2 samples is \(2, 11\), not \(2, 10\)"),
-        ("{own}:wrong_input", r"does not fit the data, inputs of shape \(1, 8, 8\) and 10 classes"),
+        ("{own}:wrong_input", r"does not fit the data, inputs of shape \(1, 8, 8\) and 10 outputs"),
         ("{own}:crash", "out of ideas"),
     ],
 )

@@ -325,7 +325,8 @@ def test_a_client_that_asks_too_soon_waits_which_is_said_once_and_counted(
         assert bench.work(upload + 5.0) == ["c0"]
         bench.answer("c0", upload + 6.0)
     assert policy.state.hurried == {"c0": 3}
-    assert [r.getMessage() for r in caplog.records] == [
+    # A record may be handled twice, by handlers that other tests have left.
+    assert [r.getMessage() for r in dict.fromkeys(caplog.records)] == [
         "c0 wants to upload sooner than 5 s after its last upload: it has to wait "
         "(least-seconds; this is said once)"
     ]
