@@ -6,64 +6,64 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from raceme.server.dispatch import InRounds, Moment
-
-PATIENCE_SECONDS = 60.0
-"""How long a round waits for answers."""
+from raceme.protocol.messages import TRAINING
+from raceme.server.work import Task
 
 
 @dataclass
 class Asking:
-    """Who is asked before a round, and has not answered yet; part of a method's state.
+    """Who is asked before a round, and has not answered yet.
 
     Attributes
     ----------
-    open : dict[str, bool]
-        Clients whose answers are awaited.
+    unasked : dict[str, bool]
+        Clients that are to be asked.
+    awaited : dict[str, int]
+        Clients that have been asked, to the number of the task.
     before : int
-        Number of rounds that were over when clients were asked last; −1 before the first time.
+        Number of rounds that had begun when clients were asked last; −1 before the first time.
     until : float
         Until when answers are waited for, in seconds.
     """
 
-    open: dict[str, bool] = field(default_factory=dict)
+    unasked: dict[str, bool] = field(default_factory=dict)
+    awaited: dict[str, int] = field(default_factory=dict)
     before: int = -1
     until: float = 0.0
 
-    def is_due(self, rounds: InRounds, moment: Moment, every: int = 1) -> bool:
-        """Return whether a round is about to begin before which nobody was asked yet.
+    @property
+    def is_open(self) -> bool:
+        """Whether anybody is waited for."""
+        return bool(self.unasked or self.awaited)
 
-        Parameters
-        ----------
-        rounds : InRounds
-            The method's policy.
-        moment : Moment
-            What the loop tells.
-        every : int
-            Rounds from one time to the next.
-        """
-        if rounds.state.running or moment.greeting:
-            return False
-        return self.before < 0 or rounds.state.number >= self.before + every
+    def is_due(self, rounds: int, every: int) -> bool:
+        """Return whether clients are to be asked: so many rounds since the last time."""
+        return self.before < 0 or rounds >= self.before + every
 
-    def ask(self, clients: Iterable[str], rounds: InRounds, now: float) -> list[str]:
-        """Note that clients are asked before the next round, and return them."""
-        self.open = dict.fromkeys(clients, True)
-        self.before, self.until = rounds.state.number, now + PATIENCE_SECONDS
-        return list(self.open)
+    def begin(self, clients: Iterable[str], rounds: int, until: float) -> None:
+        """Wait for the answers of some clients, until some time."""
+        self.unasked, self.awaited = dict.fromkeys(clients, True), {}
+        self.before, self.until = rounds, until
 
-    def is_waiting(self, rounds: InRounds) -> bool:
-        """Return whether the next round waits for answers."""
-        return bool(self.open) and not rounds.state.running
+    def sent(self, task: Task) -> None:
+        """Note that a client was asked."""
+        if task.kind not in TRAINING and self.unasked.pop(task.client, False):
+            self.awaited[task.client] = task.number
 
-    def close(self, client: str) -> None:
-        """Wait no more for a client: it has answered, or never will."""
-        self.open.pop(client, None)
+    def close(self, task: Task) -> None:
+        """Wait no more for an answer: it has come, or never will."""
+        if self.awaited.get(task.client) == task.number:
+            del self.awaited[task.client]
+
+    def drop(self, client: str) -> None:
+        """Wait no more for a client: it is gone."""
+        self.unasked.pop(client, None)
+        self.awaited.pop(client, None)
 
     def wake_at(self) -> float:
         """Return until when answers are waited for; infinity if none are."""
-        return self.until if self.open else math.inf
+        return self.until if self.is_open else math.inf
 
     def give_up(self) -> None:
         """Wait for nobody."""
-        self.open = {}
+        self.unasked, self.awaited = {}, {}

@@ -19,6 +19,7 @@ import numpy as np
 
 from raceme.config.options import Value, option
 from raceme.protocol.messages import ROUND
+from raceme.server.asking import Asking
 from raceme.server.fleet import Client, Fleet
 from raceme.server.idle import Idle
 from raceme.server.picking import IN_TURN, RANDOM, in_turn, sample
@@ -30,6 +31,8 @@ _PATIENCE = 2.0
 """A client's task of a round is given up after so many times what the client was seen to need."""
 _STRANGER_PATIENCE = 20.0
 """The same for a client that has not answered yet, in times of the slowest answer of anyone."""
+_ASKING_SECONDS = 60.0
+"""How long a round waits for answers: real devices may be slow to answer, or gone."""
 _MOST_DOUBLINGS = 3
 """How often a client is given twice the time after it was given up."""
 
@@ -208,6 +211,8 @@ class RoundState:
         Number of the round from which on a client that was given up may take part again.
     picked : dict[str, bool]
         Clients that have taken part in any round; only where they are picked in turn.
+    asking : Asking
+        Whose answers are awaited before the next round.
     """
 
     number: int = 0
@@ -221,6 +226,7 @@ class RoundState:
     misses: dict[str, int] = field(default_factory=dict)
     sits_out: dict[str, int] = field(default_factory=dict)
     picked: dict[str, bool] = field(default_factory=dict)
+    asking: Asking = field(default_factory=Asking)
 
 
 class InRounds(Dispatch):
@@ -285,6 +291,36 @@ class InRounds(Dispatch):
             return in_turn(online, count, self.state.picked, rng)
         return sample(online, count, rng)
 
+    def ask_first(
+        self,
+        moment: Moment,
+        wanted: Callable[[str], bool] = lambda client: True,
+        every: int = 1,
+        patience: float = _ASKING_SECONDS,
+    ) -> list[str] | None:
+        """Return whom a method is to ask now, before the next round; None if that may begin.
+
+        Parameters
+        ----------
+        moment : Moment
+            What the loop tells.
+        wanted : Callable
+            Whether a client, given by its id, is to be asked; all idle ones by default.
+        every : int
+            Rounds from one time to the next.
+        patience : float
+            Seconds for which answers are waited for.
+        """
+        state = self.state
+        if state.running or moment.greeting:
+            return None
+        if state.asking.is_due(state.number, every):
+            ready = [client.client_id for client in moment.idle.ready(moment.now)]
+            state.asking.begin(filter(wanted, ready), state.number, moment.now + patience)
+        if not state.asking.is_open:
+            return None
+        return [client for client in state.asking.unasked if client in moment.idle]
+
     def choose(self, moment: Moment) -> Sequence[Client]:
         """Begin a round if none is under way; return its participants that can be sent work."""
         state = self.state
@@ -327,6 +363,7 @@ class InRounds(Dispatch):
     def sent(self, task: Task, now: float) -> None:
         """Note who has which task; work for others than participants is not the round's."""
         state = self.state
+        state.asking.sent(task)
         if state.unsent.pop(task.client, None) is None:
             return
         state.away.pop(task.client, None)
@@ -353,8 +390,9 @@ class InRounds(Dispatch):
         return self._released()
 
     def lost(self, task: Task, now: float) -> Sequence[Update]:
-        """Leave a client out of the round."""
+        """Leave a client out of the round, or wait no more for its answer."""
         state = self.state
+        state.asking.close(task)
         if state.open.get(task.client) == task.number:
             del state.open[task.client], state.sent_at[task.client]
         return self._released()
@@ -362,6 +400,7 @@ class InRounds(Dispatch):
     def left(self, client: str, now: float) -> Sequence[Update]:
         """Wait no more for a client; if it comes back while the round runs, it may take part."""
         state = self.state
+        state.asking.drop(client)
         if client in state.open or client in state.unsent:
             state.away[client] = True
             state.unsent.pop(client, None)
@@ -376,7 +415,9 @@ class InRounds(Dispatch):
             state.unsent[client] = True
 
     def wake_at(self) -> float:
-        """Return when the last of those who still work is taken for lost."""
+        """Return until when answers are awaited, or when the last who works is taken for lost."""
+        if self.state.asking.is_open:
+            return self.state.asking.wake_at()
         waited_for = [client for client in self.state.open if client not in self.state.away]
         if not waited_for:
             return math.inf
@@ -387,8 +428,11 @@ class InRounds(Dispatch):
         return max(self._given_up_at(client, middle, slowest) for client in waited_for)
 
     def wake(self, now: float) -> tuple[Collection[int], Sequence[Update]]:
-        """Give up the tasks for which the round has waited long enough."""
+        """Begin without the answers, or give up the tasks, that were waited for long enough."""
         state = self.state
+        if state.asking.is_open:
+            state.asking.give_up()
+            return (), ()
         late = [client for client in state.open if client not in state.away]
         for client in late:
             misses = state.misses[client] = state.misses.get(client, 0) + 1

@@ -286,9 +286,12 @@ class Variant(Generic[Made]):
 
 
 def average_by_cluster(
-    clusters: Clusters, updates: Sequence[Update], by_examples: bool = True
+    clusters: Clusters,
+    updates: Sequence[Update],
+    by_examples: bool = True,
+    home: Callable[[Update], int] | None = None,
 ) -> list[Applied]:
-    """Replace the model of each cluster by the mean of its clients' models.
+    """Replace the model of each cluster by the mean of the models that were trained for it.
 
     Parameters
     ----------
@@ -298,20 +301,22 @@ def average_by_cluster(
         What came back from some of them.
     by_examples : bool
         Weigh models by their clients' examples; else all alike.
+    home : Callable, optional
+        Returns the cluster that an update is for; by default its client's.
     """
-    together: dict[int, list[tuple[Update, float]]] = {}
-    for update in updates:
-        weight = float(update.num_examples) if by_examples else 1.0
-        together.setdefault(clusters.main(update.task.client), []).append((update, weight))
-    shares: dict[str, float] = {}
-    for cluster, group in together.items():
-        weights = [weight for _, weight in group]
-        clusters.models[cluster].average([update.vector for update, _ in group], weights)
-        for update, weight in group:
-            shares[update.task.client] = weight / sum(weights)
+    homes = [home(u) if home else clusters.main(u.task.client) for u in updates]
+    weights = [float(update.num_examples) if by_examples else 1.0 for update in updates]
+    together: dict[int, list[int]] = {}
+    for index, cluster in enumerate(homes):
+        together.setdefault(cluster, []).append(index)
+    totals: dict[int, float] = {}
+    for cluster, own in together.items():
+        totals[cluster] = sum(weights[index] for index in own)
+        vectors = [updates[index].vector for index in own]
+        clusters.models[cluster].average(vectors, [weights[index] for index in own])
     return [
-        Applied(clusters.main(u.task.client), staleness=0, weight=shares[u.task.client])
-        for u in updates
+        Applied(cluster, staleness=0, weight=weight / totals[cluster])
+        for cluster, weight in zip(homes, weights, strict=True)
     ]
 
 

@@ -16,7 +16,6 @@ device keeps what it can: ``memory`` says how many steps are used, all in the pa
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -27,8 +26,8 @@ from raceme.config.options import option
 from raceme.protocol.messages import SCORES, Vector
 from raceme.server.dispatch import Dispatch, InRounds, Moment, RoundsParameters
 from raceme.server.fleet import Client
-from raceme.server.method import Applied, Method, Variant
-from raceme.server.replies import Answer, Update
+from raceme.server.method import Applied, Method, Variant, average_by_cluster
+from raceme.server.replies import Answer, InvalidReplyError, Update
 from raceme.server.work import Task, Work
 from raceme.strategies.concept_models import (
     ConceptParameters,
@@ -75,12 +74,6 @@ class FedDriftState:
     ----------
     concepts : Concepts
         Which data belong to which model.
-    to_ask : dict[str, bool]
-        Clients that are to be asked for scores before the round.
-    asked_in : int
-        Number of the last round before which scores were asked for.
-    asked_until : float
-        Until when they are waited for.
     answered : dict[str, int]
         Clients that have measured, and at which step of their data.
     latest : int
@@ -90,9 +83,6 @@ class FedDriftState:
     """
 
     concepts: Concepts = field(default_factory=Concepts)
-    to_ask: dict[str, bool] = field(default_factory=dict)
-    asked_in: int = -1
-    asked_until: float = 0.0
     answered: dict[str, int] = field(default_factory=dict)
     latest: int = 0
     begun: dict[str, dict[int, bool]] = field(default_factory=dict)
@@ -129,18 +119,11 @@ class FedDrift(Method):
 
     def next_work(self, moment: Moment) -> Iterable[Work]:
         """Let clients with new data measure all models first; then let participants train."""
-        state, rounds = self.state, self.dispatch.state
-        if not rounds.running and not moment.greeting:
-            if state.asked_in < rounds.number:
-                state.asked_in = rounds.number
-                ready = [client.client_id for client in moment.idle.ready(moment.now)]
-                state.to_ask = {client: True for client in ready if self._has_new_data(client)}
-                state.asked_until = moment.now + _ASKING_SECONDS if state.to_ask else 0.0
-            if state.to_ask or state.concepts.asked:
-                asked = [client for client in state.to_ask if client in moment.idle]
-                return [scoring(self, state.concepts, c, self.parameters) for c in asked]
-            if state.answered:
-                self._judge()
+        asked = self.dispatch.ask_first(moment, self._has_new_data, patience=_ASKING_SECONDS)
+        if asked is not None:
+            return [scoring(self, self.state.concepts, c, self.parameters) for c in asked]
+        if self.state.answered and not (self.dispatch.state.running or moment.greeting):
+            self._judge()
         return super().next_work(moment)
 
     def _has_new_data(self, client: str) -> bool:
@@ -150,35 +133,27 @@ class FedDrift(Method):
         """Note who is asked, and who trains what."""
         state = self.state
         if task.kind == SCORES:
-            state.to_ask.pop(task.client, None)
             ask(state.concepts, task, self.parameters)
         else:
             state.begun.setdefault(task.client, {})[task.cluster] = True
 
     def on_answer(self, answer: Answer) -> None:
-        """Take scores in; they are acted on together."""
+        """Take scores in; they are acted on together.
+
+        Raises
+        ------
+        InvalidReplyError
+            They are no scores, or come after the round has begun without them.
+        """
+        if answer.task.client not in self.dispatch.state.asking.awaited:
+            raise InvalidReplyError("it came after the round had begun")
         take_scores(self, self.state.concepts, answer, self.parameters)
         self.state.answered[answer.task.client] = answer.task.step
 
     def on_close(self, task: Task) -> None:
-        """Wait no more for scores that have come, or never will."""
+        """Forget what was asked for."""
         if task.kind == SCORES:
             self.state.concepts.asked.pop(task.client, None)
-
-    def remove_client(self, client: str) -> None:
-        """Note that a client went offline; its scores are not waited for."""
-        super().remove_client(client)
-        self.state.to_ask.pop(client, None)
-        self.state.concepts.asked.pop(client, None)
-
-    def wake_at(self) -> float:
-        """Return until when scores are waited for."""
-        waits = self.state.to_ask or self.state.concepts.asked
-        return self.state.asked_until if waits else math.inf
-
-    def on_wake(self) -> None:
-        """Begin the round without the scores that have not come."""
-        self.state.to_ask, self.state.concepts.asked = {}, {}
 
     def _judge(self) -> None:
         """Assign the data of those who have answered; found models, and merge what is alike."""
@@ -213,18 +188,7 @@ class FedDrift(Method):
     def aggregate(self, updates: Sequence[Update]) -> list[Applied]:
         """Average what was trained from each model, weighted by the numbers of samples."""
         self.state.begun = {}
-        together: dict[int, list[Update]] = {}
-        for update in updates:
-            together.setdefault(update.task.cluster, []).append(update)
-        totals: dict[int, int] = {}
-        for model, group in together.items():
-            examples = [update.num_examples for update in group]
-            self.models[model].average([update.vector for update in group], examples)
-            totals[model] = sum(examples)
-        return [
-            Applied(u.task.cluster, staleness=0, weight=u.num_examples / totals[u.task.cluster])
-            for u in updates
-        ]
+        return average_by_cluster(self.clusters, updates, home=lambda update: update.task.cluster)
 
 
 FedDriftEager = Variant(

@@ -22,12 +22,11 @@ from numpy.typing import NDArray
 from raceme.clustering.mixtures import Shares
 from raceme.config.options import option
 from raceme.protocol.messages import COMPUTE_SCALE, LOSSES, PROXIMAL_MU, TRAIN_OWN, Vector, passes
-from raceme.server.asking import Asking
 from raceme.server.dispatch import Dispatch, InRounds, Moment
 from raceme.server.fleet import Client
 from raceme.server.method import Applied, Method
 from raceme.server.replies import Answer, InvalidReplyError, Update
-from raceme.server.work import Task, Work
+from raceme.server.work import Work
 from raceme.strategies.cdfl import start_clusters
 from raceme.strategies.ifca import different_models
 
@@ -66,15 +65,12 @@ class FedSoftState:
         u_k: importance of each cluster, in order, to each client that has told.
     drawn : dict[str, list[int]]
         Clusters that have drawn each client of the present round.
-    asking : Asking
-        Whose losses are awaited before the next round.
     pretrained : bool
         Whether the clusters started from the server's models, one for each distribution.
     """
 
     importance: dict[str, list[float]] = field(default_factory=dict)
     drawn: dict[str, list[int]] = field(default_factory=dict)
-    asking: Asking = field(default_factory=Asking)
     pretrained: bool = False
 
 
@@ -116,12 +112,9 @@ class FedSoft(Method):
 
     def next_work(self, moment: Moment) -> Iterable[Work]:
         """Ask for losses before some rounds; then let those train whom clusters have drawn."""
-        asking, rounds = self.state.asking, self.dispatch
-        if asking.is_due(rounds, moment, self.parameters.estimate_every):
-            ready = [client.client_id for client in moment.idle.ready(moment.now)]
-            return [self._measure(client) for client in asking.ask(ready, rounds, moment.now)]
-        if asking.is_waiting(rounds):
-            return []
+        asked = self.dispatch.ask_first(moment, every=self.parameters.estimate_every)
+        if asked is not None:
+            return [self._measure(client) for client in asked]
         return super().next_work(moment)
 
     def _measure(self, client: str) -> Work:
@@ -143,24 +136,6 @@ class FedSoft(Method):
         self.state.importance[answer.task.client] = shares.tolist()
         weights = dict(zip(self.models, shares.tolist(), strict=True))
         self.clusters.move(answer.task.client, weights)
-
-    def on_close(self, task: Task) -> None:
-        """Wait no more for losses that have come, or never will."""
-        if task.kind == LOSSES:
-            self.state.asking.close(task.client)
-
-    def remove_client(self, client: str) -> None:
-        """Note that a client went offline; its losses are not waited for."""
-        super().remove_client(client)
-        self.state.asking.close(client)
-
-    def wake_at(self) -> float:
-        """Return until when losses are waited for."""
-        return self.state.asking.wake_at()
-
-    def on_wake(self) -> None:
-        """Begin the round without the losses that have not come."""
-        self.state.asking.give_up()
 
     # A round.
 

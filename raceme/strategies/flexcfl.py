@@ -31,7 +31,6 @@ from raceme.clustering.model import Model
 from raceme.config.errors import UserError
 from raceme.config.options import option
 from raceme.protocol.messages import ARRAYS, LABEL_COUNTS, LOCAL_EPOCHS, LOCAL_STEPS, Vector
-from raceme.server.asking import Asking
 from raceme.server.dispatch import Dispatch, InRounds, Moment, RoundsParameters
 from raceme.server.fleet import Client
 from raceme.server.method import Applied, Method, Variant, average_by_cluster
@@ -96,13 +95,10 @@ class FlexCFLState:
         What places clients.
     picked : dict[str, bool]
         Clients that train in this round; others take part only to be placed.
-    asking : Asking
-        Whose label counts are awaited before the next round.
     """
 
     start: ColdStart
     picked: dict[str, bool] = field(default_factory=dict)
-    asking: Asking = field(default_factory=Asking)
 
 
 class FlexCFL(Method):
@@ -156,14 +152,10 @@ class FlexCFL(Method):
 
     def next_work(self, moment: Moment) -> Iterable[Work]:
         """Ask for label counts before each round; then let its participants work."""
-        start, asking, rounds = self.state.start, self.state.asking, self.dispatch
         if self.counts_labels:
-            if asking.is_due(rounds, moment):
-                ready = [client.client_id for client in moment.idle.ready(moment.now)]
-                asked = asking.ask(filter(start.answers, ready), rounds, moment.now)
+            asked = self.dispatch.ask_first(moment, self.state.start.answers)
+            if asked is not None:
                 return [Work(client, LABEL_COUNTS, models=()) for client in asked]
-            if asking.is_waiting(rounds):
-                return []
         return super().next_work(moment)
 
     def on_dispatch(self, task: Task) -> None:
@@ -177,24 +169,6 @@ class FlexCFL(Method):
 
     def _examples(self, answer: Answer) -> int:
         return self.progress.fleet.clients[answer.task.client].num_examples
-
-    def on_close(self, task: Task) -> None:
-        """Wait no more for label counts that have come, or never will."""
-        if task.kind == LABEL_COUNTS:
-            self.state.asking.close(task.client)
-
-    def remove_client(self, client: str) -> None:
-        """Note that a client went offline; its label counts are not waited for."""
-        super().remove_client(client)
-        self.state.asking.close(client)
-
-    def wake_at(self) -> float:
-        """Return until when label counts are waited for."""
-        return self.state.asking.wake_at()
-
-    def on_wake(self) -> None:
-        """Begin the round without the label counts that have not come."""
-        self.state.asking.give_up()
 
     def _participants(self, online: Sequence[Client], rng: np.random.Generator) -> Sequence[Client]:
         """Pick α m clients before there are groups, then K, and with them all that have changed."""

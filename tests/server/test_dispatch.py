@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from policies import Bench, run
 
 from raceme.protocol import events
+from raceme.protocol.messages import LOSSES
 from raceme.server.dispatch import EveryIdle, InRounds
 from raceme.server.method import Applied
 from raceme.server.replies import InvalidReplyError, Update
 from raceme.server.requests import OnRequest
+from raceme.server.work import Task
 from raceme.simulation import Device
 from raceme.strategies import FedAsync
 
@@ -250,3 +253,54 @@ def test_what_a_method_reports_comes_after_the_update_that_gave_rise_to_it() -> 
         (kinds[0], 8.0),
         (kinds[1], 8.0),
     ]
+
+
+# Questions before a round.
+
+
+def question(bench: Bench, client: str, number: int) -> Task:
+    """Send a client a question; it has something to do then."""
+    task = Task(number, client, 0, 0, 0, sent_at=0.0, bytes_down=0, kind=LOSSES)
+    bench.policy.sent(task, 0.0)
+    bench.idle.remove(client)
+    return task
+
+
+def asked(bench: Bench, now: float, **how: int) -> list[str] | None:
+    policy = bench.policy
+    assert isinstance(policy, InRounds)
+    return policy.ask_first(bench.moment(now), **how)
+
+
+def test_a_round_waits_for_the_answers_to_what_was_asked_before_it() -> None:
+    bench = Bench(InRounds(), 3)
+    assert asked(bench, 0.0) == ["c0", "c1", "c2"]
+    first = question(bench, "c0", 0)
+    # Where few may work at a time the others are asked later, and waited for no longer for that.
+    assert asked(bench, 1.0) == ["c1", "c2"]
+    second = question(bench, "c1", 1)
+    bench.policy.lost(first, 2.0)
+    bench.policy.left("c2", 2.0)
+    assert asked(bench, 3.0) == []
+    assert bench.policy.wake_at() == 60.0
+    # The answer to something else is none to this.
+    bench.policy.lost(replace(second, number=7), 4.0)
+    assert asked(bench, 4.0) == []
+    bench.policy.lost(second, 5.0)
+    assert asked(bench, 5.0) is None
+    assert bench.policy.wake_at() == math.inf
+
+
+def test_answers_are_waited_for_for_a_minute_and_asked_for_every_so_many_rounds() -> None:
+    bench = Bench(InRounds(), 1)
+    assert asked(bench, 0.0, every=2) == ["c0"]
+    question(bench, "c0", 0)
+    assert bench.policy.wake(60.0) == ((), ())
+    assert asked(bench, 60.0, every=2) is None
+    bench.idle.add("c0")
+    for expected in (None, ["c0"], None, ["c0"]):
+        assert bench.work(60.0) == ["c0"]
+        assert asked(bench, 60.0, every=2) is None
+        bench.answer("c0", 61.0)
+        assert asked(bench, 61.0, every=2) == expected
+        bench.policy.left("c0", 61.0)

@@ -94,6 +94,7 @@ class Bench:
                 self.score(task, losses[task.client])
             else:
                 self.method.close_task(task)
+                self.method.dispatch.lost(task, 0.0)
                 self.idle.add(task.client)
 
     def round(self, value: float = 0.0) -> list[tuple[str, int, list[int]]]:
@@ -290,11 +291,14 @@ def test_a_round_does_not_wait_for_scores_that_were_lost() -> None:
     # c3 was not forgotten: it is asked before the next round.
     (work,) = made.hand_out()
     assert (work.client, work.kind) == ("c3", SCORES)
-    made.dispatch(work)
-    assert made.method.wake_at() < np.inf
-    made.method.on_wake()
-    assert made.method.wake_at() == np.inf
+    task, dispatch = made.dispatch(work), made.method.dispatch
+    assert made.hand_out() == []
+    assert dispatch.wake_at() == 120.0
+    dispatch.wake(120.0)
+    assert dispatch.wake_at() == np.inf
     assert {one.client for one in made.hand_out()} == {"c0", "c1", "c2"}
+    with pytest.raises(InvalidReplyError, match="came after the round had begun"):
+        made.score(task, GOOD)
 
 
 @pytest.mark.parametrize(
