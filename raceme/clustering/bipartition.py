@@ -75,7 +75,10 @@ LINKAGES = ("complete", "single")
 
 
 def linkage(
-    distances: NDArray[np.floating], parts: int, how: str = "complete"
+    distances: NDArray[np.floating],
+    parts: int | None,
+    how: str = "complete",
+    below: float | None = None,
 ) -> NDArray[np.int64]:
     """Divide clients by agglomerative clustering.
 
@@ -86,19 +89,23 @@ def linkage(
     Parameters
     ----------
     distances : NDArray[np.floating]
-        Symmetric. Shape (m, m).
-    parts : int
-        Number of parts, at most m.
+        Symmetric, finite. Shape (m, m), m at least 2.
+    parts : int or None
+        Number of parts, at most m; None for as many as stay apart by `below`.
     how : str
         One of `LINKAGES`: the distance of two sets is that of their farthest or their nearest
         clients.
+    below : float, optional
+        Instead of a number of parts: sets at this distance, or farther apart, stay apart.
 
     Returns
     -------
     NDArray[np.int64]
         A label in 0 … parts − 1 per client, numbered in order of first appearance. Shape (m,).
     """
-    method = AgglomerativeClustering(n_clusters=parts, metric="precomputed", linkage=how)
+    method = AgglomerativeClustering(
+        n_clusters=parts, metric="precomputed", linkage=how, distance_threshold=below
+    )
     return numbered(method.fit_predict(distances))
 
 

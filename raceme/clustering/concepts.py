@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from raceme.clustering.bipartition import linkage
+
 
 def has_drifted(loss: float, before: float | None, delta: float) -> bool:
     """Return whether a client's data have drifted: its least loss has grown by more than δ.
@@ -51,34 +53,27 @@ def cluster_distances(losses: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def complete_linkage(distances: NDArray[np.float64], below: float) -> list[list[int]]:
-    """Merge the two nearest clusters again and again, while they are nearer than a bound.
+    """Merge the nearest clusters again and again, while they are nearer than a bound.
 
-    Two clusters are as far from each other as those of their members that are farthest apart. Of
-    equally near pairs the first is merged.
+    Two clusters are as far from each other as those of their members that are farthest apart.
 
     Parameters
     ----------
     distances : NDArray[np.float64]
-        Shape (k, k), symmetric.
+        Shape (k, k), symmetric; infinite for what must not be merged.
     below : float
-        Pairs at this distance, or farther apart, stay apart.
+        Clusters at this distance, or farther apart, stay apart.
 
     Returns
     -------
     list[list[int]]
         The clusters that were merged, at least two positions in each, ascending.
     """
-    parts = [[index] for index in range(len(distances))]
-    while len(parts) > 1:
-        apart = [
-            (max(distances[i, j] for i in one for j in other), first, second)
-            for first, one in enumerate(parts)
-            for second, other in enumerate(parts[:first])
-        ]
-        distance, first, second = min(apart, key=lambda pair: (pair[0], pair[2], pair[1]))
-        if not distance < below:
-            break
-        parts[second] = sorted(parts[second] + parts.pop(first))
+    if len(distances) < 2 or not below > 0:
+        return []
+    finite = np.nan_to_num(distances, posinf=np.finfo(np.float64).max)
+    labels = linkage(finite, None, below=below)
+    parts = (np.flatnonzero(labels == label).tolist() for label in np.unique(labels))
     return [part for part in parts if len(part) > 1]
 
 
