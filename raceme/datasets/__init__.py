@@ -13,7 +13,15 @@ from raceme.config.errors import UserError
 from raceme.config.registry import DATASETS, DRIFTS, PARTITIONERS
 from raceme.datasets.dealt import Dealt
 from raceme.datasets.drift import Drift, Schedule, drift_of, drift_type, schedule_of
-from raceme.datasets.held import Held, ServerData, from_clients, from_folder, shape_of_folder
+from raceme.datasets.held import (
+    Held,
+    ProxySets,
+    pretraining_from_clients,
+    pretraining_from_folder,
+    proxies_from_clients,
+    proxies_from_folder,
+    shape_of_folder,
+)
 from raceme.datasets.partition import (
     ClassesOptions,
     DirichletOptions,
@@ -35,16 +43,17 @@ __all__ = [
     "DataShape",
     "Dataset",
     "Held",
+    "ProxySets",
     "Schedule",
-    "ServerData",
     "Source",
     "all_clients",
     "client_data",
     "data_shape",
     "forget",
     "load",
+    "pretraining",
+    "proxy_sets",
     "schedule_of",
-    "server_data",
     "source_of",
     "true_groups",
     "with_clients",
@@ -216,22 +225,39 @@ def true_groups(config: RunConfig, step: int = 0) -> tuple[int | None, ...]:
     return _drift(config.narrowed(*_CHANGING), config.narrowed(*_DEALING), None).groups(step)
 
 
-def server_data(config: RunConfig) -> ServerData:
-    """Return what the server of a run has of each distribution; see ``proxy`` and ``pretrain``.
+def proxy_sets(config: RunConfig) -> ProxySets:
+    """Return the samples on which the server of a run measures models: its key ``proxy``.
 
     Raises
     ------
     UserError
-        It cannot be had, or is not what it should be.
+        There are none, or they are not what they should be.
     """
     config = with_clients(config)
     folder = folder_of(config.proxy)
     if folder is not None:
-        return from_folder(config, folder, data_shape(config))
-    if not config.proxy and not config.pretrain:
-        return ServerData()
-    drift = _drift(config.narrowed(*_CHANGING), config.narrowed(*_DEALING), None)
-    return from_clients(config, drift.dealt)
+        return proxies_from_folder(folder, data_shape(config))
+    return proxies_from_clients(_dealt(config))
+
+
+def pretraining(config: RunConfig) -> tuple[Held, ...]:
+    """Return what the server trains the first model of each distribution on: ``pretrain``.
+
+    Raises
+    ------
+    UserError
+        There are not samples enough, or they are not what they should be.
+    """
+    config = with_clients(config)
+    folder = folder_of(config.proxy)
+    if folder is not None:
+        return pretraining_from_folder(folder, data_shape(config), config.pretrain)
+    return pretraining_from_clients(_dealt(config), config.pretrain)
+
+
+def _dealt(config: RunConfig) -> Dealt:
+    """Return what all clients of a simulation were dealt."""
+    return _drift(config.narrowed(*_CHANGING), config.narrowed(*_DEALING), None).dealt
 
 
 def forget() -> None:

@@ -64,10 +64,12 @@ class Dealt:
         What the server keeps for itself is not among them.
         """
         train, test = self._divided(client)
-        if not self.reserve:
-            return train, test
-        kept = np.concatenate(list(self.reserve.values()))
-        return train, test[~np.isin(test, kept)]
+        return train, test[~np.isin(test, self._kept)] if len(self._kept) else test
+
+    @cached_property
+    def _kept(self) -> Indices:
+        """All samples that the server keeps for itself."""
+        return np.unique(np.concatenate([np.empty(0, np.int64), *self.reserve.values()]))
 
     @cached_property
     def reserve(self) -> dict[int, Indices]:

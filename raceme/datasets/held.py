@@ -9,11 +9,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from raceme.config import RunConfig
 from raceme.config.errors import UserError
 from raceme.datasets.dealt import Dealt
 from raceme.datasets.npz import checked_inputs, checked_labels, explained
-from raceme.datasets.reserve import wanted
 from raceme.datasets.source import DataShape, Indices, generator
 
 _EXPECTED = (
@@ -42,8 +40,8 @@ class Held:
 
 
 @dataclass(frozen=True)
-class ServerData:
-    """Samples that a server has of each distribution, in order.
+class ProxySets:
+    """Samples on which a server measures models, of each distribution in order.
 
     Attributes
     ----------
@@ -51,42 +49,49 @@ class ServerData:
         What clients' models are measured on. No client has any of them.
     tests : tuple[Held, ...]
         What the clusters' models are tested on, for reports; empty where there are none.
-    pretraining : tuple[Held, ...]
-        What their first models are trained on; empty where ``pretrain`` is 0.
     """
 
-    proxies: tuple[Held, ...] = ()
-    tests: tuple[Held, ...] = ()
-    pretraining: tuple[Held, ...] = ()
+    proxies: tuple[Held, ...]
+    tests: tuple[Held, ...]
 
 
-def from_clients(config: RunConfig, dealt: Dealt) -> ServerData:
-    """Take a server's samples from those of a simulation's clients.
+def proxies_from_clients(dealt: Dealt) -> ProxySets:
+    """Take a server's proxy sets from the test samples of a simulation's clients.
 
     Raises
     ------
     UserError
         There are no groups, not samples enough, or a proxy set misses a class.
     """
-    proxies, tests, pretraining = [], [], []
-    if wanted(config.proxy) is not None:
-        remaining = dealt.pools(lambda client: dealt.indices(client)[1])
-        for group, own in dealt.reserve.items():
-            proxies.append(_seen(dealt, own, group, "proxy"))
-            tests.append(_seen(dealt, remaining[group], group, "test"))
-            if dealt.dataset.target is None:
-                _check_classes(proxies[-1].y, tests[-1].y, group, config.proxy)
-    if config.pretrain:
-        rng = generator(config.seed, "pretrain")
-        for group, pool in dealt.pools(lambda client: dealt.indices(client)[0]).items():
-            if config.pretrain > len(pool):
-                raise UserError(
-                    f"pretrain {config.pretrain} is more than the {len(pool)} training samples of "
-                    f"distribution {group}."
-                )
-            own = np.sort(rng.choice(pool, config.pretrain, replace=False))
-            pretraining.append(_seen(dealt, own, group, "pretrain"))
-    return ServerData(tuple(proxies), tuple(tests), tuple(pretraining))
+    proxies, tests = [], []
+    remaining = dealt.pools(lambda client: dealt.indices(client)[1])
+    for group, own in dealt.reserve.items():
+        proxies.append(_seen(dealt, own, group, "proxy"))
+        tests.append(_seen(dealt, remaining[group], group, "test"))
+        if dealt.dataset.target is None:
+            _check_classes(proxies[-1].y, tests[-1].y, group, dealt.config.proxy)
+    return ProxySets(tuple(proxies), tuple(tests))
+
+
+def pretraining_from_clients(dealt: Dealt, count: int) -> tuple[Held, ...]:
+    """Take samples to pre-train with from the training samples of a simulation's clients.
+
+    Raises
+    ------
+    UserError
+        There are no groups, or not samples enough.
+    """
+    rng = generator(dealt.config.seed, "pretrain")
+    held = []
+    for group, pool in dealt.pools(lambda client: dealt.indices(client)[0]).items():
+        if count > len(pool):
+            raise UserError(
+                f"pretrain {count} is more than the {len(pool)} training samples of "
+                f"distribution {group}."
+            )
+        own = np.sort(rng.choice(pool, count, replace=False))
+        held.append(_seen(dealt, own, group, "pretrain"))
+    return tuple(held)
 
 
 def _seen(dealt: Dealt, own: Indices, group: int, part: str) -> Held:
@@ -107,32 +112,43 @@ def _check_classes(
         )
 
 
-def from_folder(config: RunConfig, folder: Path, shape: DataShape) -> ServerData:
-    """Read a server's samples from a folder: an .npz file for each cluster, in order of name.
+def proxies_from_folder(folder: Path, shape: DataShape) -> ProxySets:
+    """Read a server's proxy sets: an .npz file for each cluster, in order of name.
 
     Raises
     ------
     UserError
         There are none, or one is not what it should be.
     """
-    paths = _paths(folder)
-    files = [_read(path) for path in paths]
-    for path, file in zip(paths, files, strict=True):
-        _check_shape(path, file, shape)
+    files = _files(folder, shape)
+    for path, file in files.items():
         missing = np.setdiff1d(np.arange(shape.num_classes), file["proxy"].y)
         if len(missing):
             raise UserError(
                 f"{path}: y misses class {missing[0]}: what a model gets wrong of it would not be "
                 "seen. Add samples of each class."
             )
-        if config.pretrain and "train" not in file:
-            raise UserError(f"{path} lacks x_train and y_train, which pretrain needs. {_EXPECTED}.")
-    has_tests = all("test" in file for file in files)
-    return ServerData(
-        tuple(file["proxy"] for file in files),
-        tuple(file["test"] for file in files) if has_tests else (),
-        tuple(_first(file["train"], config) for file in files) if config.pretrain else (),
+    has_tests = all("test" in file for file in files.values())
+    return ProxySets(
+        tuple(file["proxy"] for file in files.values()),
+        tuple(file["test"] for file in files.values()) if has_tests else (),
     )
+
+
+def pretraining_from_folder(folder: Path, shape: DataShape, count: int) -> tuple[Held, ...]:
+    """Read the first samples to pre-train with, of the same files.
+
+    Raises
+    ------
+    UserError
+        A file has none, or is not what it should be.
+    """
+    files = _files(folder, shape)
+    for path, file in files.items():
+        if "train" not in file:
+            raise UserError(f"{path} lacks x_train and y_train, which pretrain needs. {_EXPECTED}.")
+    own = [file["train"] for file in files.values()]
+    return tuple(Held(samples.x[:count], samples.y[:count]) for samples in own)
 
 
 def shape_of_folder(folder: Path) -> DataShape:
@@ -153,6 +169,14 @@ def _paths(folder: Path) -> list[Path]:
     if not paths:
         raise UserError(f"proxy {folder} must be a folder with an .npz file for each cluster.")
     return paths
+
+
+def _files(folder: Path, shape: DataShape) -> dict[Path, dict[str, Held]]:
+    """Read all files of a folder, and see that models for a shape can be measured on them."""
+    files = {path: _read(path) for path in _paths(folder)}
+    for path, file in files.items():
+        _check_shape(path, file, shape)
+    return files
 
 
 def _check_shape(path: Path, file: Mapping[str, Held], shape: DataShape) -> None:
@@ -182,7 +206,3 @@ def _read(path: Path) -> dict[str, Held]:
         y = checked_labels(path, names[1], arrays[names[1]], len(x))
         found[part] = Held(x, y)
     return found
-
-
-def _first(samples: Held, config: RunConfig) -> Held:
-    return Held(samples.x[: config.pretrain], samples.y[: config.pretrain])

@@ -160,6 +160,25 @@ def passes(settings: Mapping[str, object], examples: int) -> float:
     return float(epochs) if isinstance(epochs, int | float) else 1.0
 
 
+PASSES_OF_TRAINING = 3
+"""A step takes a sample forward, and backward at twice the cost: to inputs and to weights."""
+
+
+def forward_cost(settings: Mapping[str, object], examples: int, models: int = 1) -> float:
+    """Return what passing all samples forward once takes, as a `COMPUTE_SCALE`.
+
+    Parameters
+    ----------
+    settings : Mapping
+        Those of the run's training, of whose computation it is a share.
+    examples : int
+        Number of the client's training samples.
+    models : int
+        Models under which the samples are passed.
+    """
+    return models / (PASSES_OF_TRAINING * passes(settings, examples))
+
+
 class InvalidModelError(ValueError):
     """An ArrayRecord does not hold a usable model; the message says why."""
 

@@ -6,7 +6,7 @@ models and no data, so the method lets a client look, and hands the answer over:
 
     def work_for(self, client: str) -> Work:
         if self.dispatch.looks(client):
-            return self.dispatch.look_at(client, self.spec.pack(self.state.held[client]))
+            return self.dispatch.look_at(client, self.spec.pack(self.state.held[client]), cost)
         return Work(client)
 
     def on_answer(self, answer: Answer) -> None:
@@ -42,10 +42,6 @@ POISSON, FIXED, LOSS, DEVICE = "poisson", "fixed", "loss", "device"
 
 NextRequest = Callable[[Client, float, np.random.Generator], float]
 """Returns when a client asks next: given the client, the time now and a generator."""
-
-_FORWARD = 1 / 3
-"""Share of the computation of a training pass that its forward half takes: the way back through
-the network costs twice as much."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +158,7 @@ class OnRequest(Dispatch):
         state = self.state
         return self._mode == LOSS and client in state.uploaded_at and client not in state.risen
 
-    def look_at(self, client: str, held: ArrayRecord, cost: float = _FORWARD) -> Work:
+    def look_at(self, client: str, held: ArrayRecord, cost: float) -> Work:
         """Return the work of a client that looks at its loss.
 
         Parameters
@@ -173,8 +169,8 @@ class OnRequest(Dispatch):
             The model that it holds. It travels, though the client has it, so that clients need no
             memory; a method counts it as no traffic.
         cost : float
-            Share of a whole training that it takes, on virtual time: by default the forward half
-            of one that goes through the samples once.
+            Share of a whole training that it takes, on virtual time; see
+            :func:`raceme.protocol.messages.forward_cost`.
         """
         settings = {COMPUTE_SCALE: cost}
         return Work(client, LOSSES, models=(), arrays={ARRAYS: held}, settings=settings)

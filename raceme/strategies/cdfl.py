@@ -36,7 +36,7 @@ from raceme.clustering.mixtures import (
 from raceme.clustering.model import Model, NonFiniteModelError
 from raceme.config.errors import UserError
 from raceme.config.options import option
-from raceme.protocol.messages import ARRAYS, PROXIMAL_MU, Vector
+from raceme.protocol.messages import ARRAYS, PROXIMAL_MU, Vector, forward_cost
 from raceme.server.dispatch import Dispatch
 from raceme.server.fleet import Client
 from raceme.server.method import Applied, Method
@@ -120,21 +120,31 @@ class CDFL(Method):
     state: CDFLState
     dispatch: OnRequest
 
-    def policy(self) -> Dispatch:
-        """Let each client decide when it uploads."""
-        return OnRequest(self.parameters)
+    def __init__(self, parameters: CDFLParameters | None = None, seed: int = 0) -> None:
+        """Make the method.
 
-    def check(self, clients: int) -> None:
-        """Raise UserError if a bar, the sharpness or the weights cannot be."""
+        Raises
+        ------
+        UserError
+            A bar, the sharpness or the weights cannot be.
+        """
+        super().__init__(parameters, seed)
         options = self.parameters
         if options.c1 + options.c2 > 1:
             raise UserError(
                 f"cdfl.c1 + cdfl.c2 is {options.c1 + options.c2:g} and must be 1 at most: what is "
                 "left to 1 is the weight of the distance of models."
             )
-        sharpness_of(options.sharpness)
-        for name in ("loss_bar", "model_loss_bar", "distance_bar"):
-            bar_of(f"cdfl.{name.replace('_', '-')}", getattr(options, name))
+        self._sharpness = sharpness_of(options.sharpness)
+        self._bars = (
+            bar_of("cdfl.loss-bar", options.loss_bar),
+            bar_of("cdfl.model-loss-bar", options.model_loss_bar),
+            bar_of("cdfl.distance-bar", options.distance_bar),
+        )
+
+    def policy(self) -> Dispatch:
+        """Let each client decide when it uploads."""
+        return OnRequest(self.parameters)
 
     def check_proxies(self, sets: int) -> None:
         """Raise UserError if there is not a proxy set for each cluster."""
@@ -183,7 +193,10 @@ class CDFL(Method):
         """Let a client train the model that it has received, or look how well that still fits."""
         received = self.spec.pack(self.state.received[client])
         if self.dispatch.looks(client):
-            return self.dispatch.look_at(client, received)
+            examples = self.progress.fleet.clients[client].num_examples
+            return self.dispatch.look_at(
+                client, received, forward_cost(self.train_config, examples)
+            )
         settings = {PROXIMAL_MU: self.parameters.rho}
         return Work(client, models=(), arrays={ARRAYS: received}, settings=settings)
 
@@ -216,18 +229,11 @@ class CDFL(Method):
         options, models = self.parameters, self.models
         losses = np.array([self._loss(v, position) for position in range(len(models))])
         own = np.array([self._own_loss(position, k) for position, k in enumerate(models)])
-        weights = self.compared(v).astype(np.float64)
-        distances = np.array(
-            [float(np.linalg.norm(weights - self.compared(m.vector))) for m in models.values()]
-        )
-        return estimated_shares(
-            above_bar(losses, bar_of("cdfl.loss-bar", options.loss_bar)),
-            above_bar(np.abs(own - losses), bar_of("cdfl.model-loss-bar", options.model_loss_bar)),
-            above_bar(distances, bar_of("cdfl.distance-bar", options.distance_bar)),
-            options.c1,
-            options.c2,
-            sharpness_of(options.sharpness),
-        )
+        weights = self.compared(v)
+        distances = [np.linalg.norm(weights - self.compared(m.vector)) for m in models.values()]
+        measured = (losses, np.abs(own - losses), np.array(distances, np.float64))
+        l, d1, d2 = map(above_bar, measured, self._bars)  # noqa: E741
+        return estimated_shares(l, d1, d2, options.c1, options.c2, self._sharpness)
 
     def _loss(self, vector: Vector, proxy: int) -> float:
         """Return F: the mean loss of a model on a proxy set."""

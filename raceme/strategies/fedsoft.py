@@ -19,9 +19,17 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from raceme.clustering.clusters import Clusters
 from raceme.clustering.mixtures import Shares
 from raceme.config.options import option
-from raceme.protocol.messages import COMPUTE_SCALE, LOSSES, PROXIMAL_MU, TRAIN_OWN, Vector, passes
+from raceme.protocol.messages import (
+    COMPUTE_SCALE,
+    LOSSES,
+    PROXIMAL_MU,
+    TRAIN_OWN,
+    Vector,
+    forward_cost,
+)
 from raceme.server.dispatch import Dispatch, InRounds, Moment
 from raceme.server.fleet import Client
 from raceme.server.method import Applied, Method
@@ -30,8 +38,6 @@ from raceme.server.work import Work
 from raceme.strategies.cdfl import start_clusters
 from raceme.strategies.ifca import different_models
 
-_FORWARD = 1.0 / 3.0
-"""Computing of a pass over the samples without gradients, against one with."""
 SELECTIONS = ("drawn", "all")
 
 
@@ -89,11 +95,7 @@ class FedSoft(Method):
 
     def initialize(self, vector: Vector) -> None:
         """Start each cluster from its pre-trained model, or all from different ones."""
-        count = self.parameters.k or len(self.starts) or 2
-        if self.starts:
-            self.clusters = start_clusters(vector, count, self.starts)
-        else:
-            self.clusters = different_models(vector, count, self._spec, self.rng)
+        self.clusters = soft_clusters(self, vector, self.parameters.k)
         self.state = FedSoftState(pretrained=bool(self.starts))
 
     def add_client(self, client: Client) -> None:
@@ -120,7 +122,7 @@ class FedSoft(Method):
     def _measure(self, client: str) -> Work:
         """Let a client measure all cluster models: K passes without gradients."""
         examples = self.progress.fleet.clients[client].num_examples
-        cost = _FORWARD * len(self.models) / passes(self.train_config, examples)
+        cost = forward_cost(self.train_config, examples, len(self.models))
         settings = {COMPUTE_SCALE: cost}
         return Work(client, LOSSES, models=tuple(self.models), settings=settings)
 
@@ -184,6 +186,17 @@ class FedSoft(Method):
         return [
             Applied(self.clusters.main(name), staleness=0, weight=largest[name]) for name in names
         ]
+
+
+def soft_clusters(method: Method, vector: Vector, k: int | None) -> Clusters:
+    """Make K clusters: of the server's pre-trained models if it has some, else of different ones.
+
+    Without K there are as many as pre-trained models, or two.
+    """
+    count = k or len(method.starts) or 2
+    if method.starts:
+        return start_clusters(vector, count, method.starts)
+    return different_models(vector, count, method.spec, method.rng)
 
 
 def importance_of(losses: NDArray[np.float32], smoothing: float) -> Shares:

@@ -22,12 +22,12 @@ from raceme.compat import array_record
 from raceme.config.options import option
 from raceme.protocol.messages import (
     COMPUTE_SCALE,
-    LOCAL_EPOCHS,
     PROXIMAL_MU,
     SHARES,
     TRAIN_MIXED,
     Vector,
     candidate,
+    forward_cost,
     to_array,
 )
 from raceme.server.dispatch import Dispatch
@@ -36,11 +36,8 @@ from raceme.server.method import Applied, Method
 from raceme.server.replies import Answer, InvalidReplyError, Update
 from raceme.server.requests import OnRequest
 from raceme.server.work import Work
-from raceme.strategies.cdfl import SoftParameters, SoftState, mix_in, start_clusters
-from raceme.strategies.ifca import different_models
-
-_FORWARD = 1.0 / 3.0
-"""Computing of a pass over the samples without gradients, against one with."""
+from raceme.strategies.cdfl import SoftParameters, SoftState, mix_in
+from raceme.strategies.fedsoft import soft_clusters
 
 
 @dataclass(frozen=True)
@@ -84,11 +81,7 @@ class FedSoftAsync(Method):
 
     def initialize(self, vector: Vector) -> None:
         """Start each cluster from its pre-trained model, or all from different ones."""
-        count = self.parameters.k or len(self.starts) or 2
-        if self.starts:
-            self.clusters = start_clusters(vector, count, self.starts)
-        else:
-            self.clusters = different_models(vector, count, self._spec, self.rng)
+        self.clusters = soft_clusters(self, vector, self.parameters.k)
         self.state = FedSoftAsyncState(
             renewed=dict.fromkeys(self.clusters.models, 0), pretrained=bool(self.starts)
         )
@@ -116,17 +109,20 @@ class FedSoftAsync(Method):
         if self.dispatch.looks(client):
             shares = np.asarray(self._shares(client))
             mixture = np.tensordot(shares, np.stack(vectors), axes=1).astype(np.float32)
-            return self.dispatch.look_at(client, self.spec.pack(mixture))
+            return self.dispatch.look_at(client, self.spec.pack(mixture), self._cost(client))
         models = {candidate(k): self.spec.pack(own) for k, own in enumerate(vectors)}
-        epochs = float(self.train_config.get(LOCAL_EPOCHS, 1))  # type: ignore[arg-type]
         settings = {
             PROXIMAL_MU: self.parameters.rho,
-            COMPUTE_SCALE: 1.0 + _FORWARD * len(models) / epochs,
+            COMPUTE_SCALE: 1.0 + self._cost(client, len(models)),
         }
         if client in self.state.shares:
             shares = np.asarray(self.state.shares[client])
             models[SHARES] = array_record({SHARES: to_array(shares)})
         return Work(client, TRAIN_MIXED, models=(), arrays=models, settings=settings)
+
+    def _cost(self, client: str, models: int = 1) -> float:
+        examples = self.progress.fleet.clients[client].num_examples
+        return forward_cost(self.train_config, examples, models)
 
     def on_answer(self, answer: Answer) -> None:
         """Note how well a client's mixture still fits its data."""

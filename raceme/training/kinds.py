@@ -68,10 +68,11 @@ def train_mixed(work: ClientWork) -> Answer:
     """Train the mixture of several models that fits the training samples (FedSoft-Async).
 
     A model's share is that of the samples on which it has the least loss, the first of equal ones;
-    at least one sample's, so that no share is 0. The answer states the shares.
+    at least one sample's, so that no share is 0; a loss that is not finite is infinite. The answer
+    states the shares.
     """
     models = work.models
-    best = np.argmin(_losses_of(work, models), axis=0)
+    best = np.argmin(np.nan_to_num(_losses_of(work, models), nan=np.inf, posinf=np.inf), axis=0)
     counts = np.maximum(np.bincount(best, minlength=len(models)), 1)
     shares = (counts / counts.sum()).astype(np.float64)
     forward = len(models) * len(work.client.train)

@@ -11,12 +11,15 @@ from __future__ import annotations
 
 from flwr.app import ArrayRecord
 
-from raceme.protocol.messages import ACCURACY_AFTER, ACCURACY_BEFORE, SAMPLE_PASSES, SCORED
+from raceme.protocol.messages import (
+    ACCURACY_AFTER,
+    ACCURACY_BEFORE,
+    PASSES_OF_TRAINING,
+    SAMPLE_PASSES,
+    SCORED,
+)
 from raceme.training.local import epoch_sizes, evaluate
 from raceme.training.work import ClientWork, Metric
-
-_PASSES_OF_TRAINING = 3
-"""A step takes a sample forward, and backward at twice the cost: to inputs and to weights."""
 
 
 def score_former(work: ClientWork, received: ArrayRecord) -> dict[str, Metric]:
@@ -66,5 +69,5 @@ def score_upload(work: ClientWork, forward: int = 0) -> dict[str, Metric]:
     trained = epoch_sizes(len(client.train), work.training_settings(), client.network.needs_pairs)
     return {
         ACCURACY_BEFORE: evaluate(client.network, client.test)[0],
-        SAMPLE_PASSES: forward + _PASSES_OF_TRAINING * sum(trained),
+        SAMPLE_PASSES: forward + PASSES_OF_TRAINING * sum(trained),
     }

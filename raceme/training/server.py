@@ -26,8 +26,7 @@ def probe_of(config: RunConfig, initial: ArrayRecord) -> ModelProbe | None:
     """
     if not config.proxy:
         return None
-    held = datasets.server_data(config)
-    network = network_of(config)
+    held, network = datasets.proxy_sets(config), network_of(config)
     return ModelProbe(
         network,
         ModelSpec.of(initial),
@@ -52,7 +51,7 @@ def starts_of(config: RunConfig, initial: ArrayRecord) -> Sequence[Vector]:
         raise UserError(
             "pretrain needs samples on the server: set proxy to a folder of .npz files."
         )
-    held = datasets.server_data(config)
+    held = datasets.pretraining(config)
     network, spec = network_of(config), ModelSpec.of(initial)
     assert config.lr is not None, "resolve() sets the learning rate"
     settings = TrainingSettings(
@@ -63,5 +62,5 @@ def starts_of(config: RunConfig, initial: ArrayRecord) -> Sequence[Vector]:
         momentum=config.momentum,
         weight_decay=config.weight_decay,
     )
-    samples = [Samples(own.x, own.y, network.channels_last) for own in held.pretraining]
+    samples = [Samples(own.x, own.y, network.channels_last) for own in held]
     return pretrained(network, spec, spec.unpack(initial), samples, settings, config.seed)

@@ -23,9 +23,9 @@ def rows(samples: np.ndarray) -> set[bytes]:
 @pytest.mark.parametrize("partition", ["label-groups", "rotation-groups"])
 def test_no_client_has_what_the_server_has(text: str, partition: str) -> None:
     run = config(proxy=text, pretrain=50, partition=partition)
-    held = datasets.server_data(run)
+    held, pretraining = datasets.proxy_sets(run), datasets.pretraining(run)
     clients = datasets.all_clients(run)
-    assert len(held.proxies) == len(held.tests) == len(held.pretraining) == 2
+    assert len(held.proxies) == len(held.tests) == len(pretraining) == 2
     for group, own in enumerate(held.proxies):
         if text == "40":
             assert len(own.x) == 40
@@ -33,7 +33,7 @@ def test_no_client_has_what_the_server_has(text: str, partition: str) -> None:
         everything = [part for c in members for part in (c.x_train, c.x_test)]
         assert not rows(own.x) & rows(np.concatenate(everything))
         assert rows(held.tests[group].x) >= rows(np.concatenate([c.x_test for c in members]))
-        assert len(held.pretraining[group].x) == 50
+        assert len(pretraining[group].x) == 50
         assert all(len(client.x_test) for client in members)
     if partition == "rotation-groups":
         # The same images, the second group's turned by half a turn.
@@ -43,7 +43,7 @@ def test_no_client_has_what_the_server_has(text: str, partition: str) -> None:
 
 def test_draws_of_a_mixture_leave_them_out() -> None:
     run = config(proxy="30", drift="mixture")
-    held = datasets.server_data(run)
+    held = datasets.proxy_sets(run)
     kept = rows(np.concatenate([own.x for own in held.proxies]))
     for client in range(8):
         for step in (0, 3):
@@ -63,8 +63,9 @@ def test_draws_of_a_mixture_leave_them_out() -> None:
     ],
 )
 def test_what_cannot_be_had(keys: dict, told: str) -> None:
+    read = datasets.pretraining if "pretrain" in keys else datasets.proxy_sets
     with pytest.raises(UserError, match=told):
-        datasets.server_data(config(**keys))
+        read(config(**keys))
 
 
 def write(path: Path, classes: int = 10, **more: np.ndarray) -> None:
@@ -76,10 +77,11 @@ def test_a_folder_with_a_file_for_each_cluster(tmp_path: Path) -> None:
     extra = {"x_train": np.ones((9, 1, 8, 8), np.float32), "y_train": np.arange(9)}
     for name in ("a", "b"):
         write(tmp_path / f"{name}.npz", **extra)
-    held = datasets.server_data(config(proxy=str(tmp_path), pretrain=5))
+    run = config(proxy=str(tmp_path), pretrain=5)
+    held = datasets.proxy_sets(run)
     assert [len(own.y) for own in held.proxies] == [30, 30]
     assert held.tests == ()
-    assert [len(own.y) for own in held.pretraining] == [5, 5]
+    assert [len(own.y) for own in datasets.pretraining(run)] == [5, 5]
 
 
 def test_a_server_without_data_learns_from_them_what_a_model_must_fit(tmp_path: Path) -> None:
@@ -88,7 +90,7 @@ def test_a_server_without_data_learns_from_them_what_a_model_must_fit(tmp_path: 
     assert datasets.data_shape(run) == datasets.DataShape((1, 8, 8), 7)
     resolved = experiment.resolve(run)
     assert resolved.model == "cnn"
-    assert len(datasets.server_data(resolved).proxies) == 1
+    assert len(datasets.proxy_sets(resolved).proxies) == 1
     # A file of the devices' kind says more: it may know classes that nobody has yet.
     x, y = np.zeros((4, 1, 8, 8)), np.arange(4)
     own = tmp_path / "sample.npz"
@@ -116,19 +118,19 @@ def test_a_folder_is_found_from_where_the_run_is(
 def test_what_is_wrong_with_a_folder(tmp_path: Path) -> None:
     run = config(proxy=str(tmp_path))
     with pytest.raises(UserError, match=r"must be a folder with an \.npz file for each cluster"):
-        datasets.server_data(run)
+        datasets.proxy_sets(run)
     write(tmp_path / "a.npz", classes=9)
     with pytest.raises(UserError, match=r"a\.npz: y misses class 9"):
-        datasets.server_data(run)
+        datasets.proxy_sets(run)
     write(tmp_path / "a.npz")
     with pytest.raises(UserError, match="lacks x_train and y_train, which pretrain needs"):
-        datasets.server_data(config(proxy=str(tmp_path), pretrain=5))
+        datasets.pretraining(config(proxy=str(tmp_path), pretrain=5))
     np.savez(tmp_path / "a.npz", x=np.zeros((4, 3), np.float32), y=np.arange(4))
     with pytest.raises(UserError, match=r"samples of shape \(1, 8, 8\)"):
-        datasets.server_data(run)
+        datasets.proxy_sets(run)
     np.savez(tmp_path / "a.npz", x=np.zeros((4, 3), np.float32))
     with pytest.raises(UserError, match="lacks x or y"):
-        datasets.server_data(run)
+        datasets.proxy_sets(run)
     (tmp_path / "a.npz").write_bytes(b"no archive")
     with pytest.raises(UserError, match="Cannot read"):
-        datasets.server_data(run)
+        datasets.proxy_sets(run)

@@ -147,7 +147,7 @@ def test_without_a_proxy_set_for_each_cluster(options: dict, sets: int, told: st
 )
 def test_options_that_cannot_be(options: dict, told: str) -> None:
     with pytest.raises(UserError, match=told):
-        CDFL(CDFLParameters(**options)).check(10)
+        CDFL(CDFLParameters(**options))
 
 
 def test_on_virtual_time_clients_go_to_their_distribution() -> None:
