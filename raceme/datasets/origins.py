@@ -186,15 +186,10 @@ def _shaped(x: _Images, shape: tuple[int, ...]) -> _Images:
     """Bring images to a shape at least as large: bilinear, and grey in all channels."""
     channels, side = shape[0], shape[1]
     if x.shape[2] != side:
-        enlarge = _enlargement(x.shape[2], side)
-        x = np.rint(enlarge @ x.astype(np.float32) @ enlarge.T).astype(np.uint8)
+        # Imported here because it takes seconds, and who reads from the cache does not need it.
+        import torch
+        from torch.nn.functional import interpolate
+
+        small = torch.from_numpy(np.asarray(x, np.float32))
+        x = interpolate(small, (side, side), mode="bilinear").round().to(torch.uint8).numpy()
     return x if x.shape[1] == channels else np.repeat(x, channels, axis=1)
-
-
-def _enlargement(small: int, large: int) -> NDArray[np.float32]:
-    """Return the weights of a row's pixels in those of a longer one, shape (large, small)."""
-    # Pixels are squares: the middle of the first one lies half of one from the edge.
-    where = np.clip((np.arange(large) + 0.5) * small / large - 0.5, 0, small - 1)
-    weights = 1 - np.abs(where[:, np.newaxis] - np.arange(small))
-    enlargement: NDArray[np.float32] = np.maximum(weights, 0).astype(np.float32)
-    return enlargement

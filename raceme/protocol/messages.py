@@ -136,8 +136,8 @@ _MOST = 2**53
 """Whole numbers from here on are not exact as float numbers, and nobody's count."""
 
 
-def known_group(stated: object) -> int | None:
-    """Return the group that a client states; anything but a count means that it is not known."""
+def count_of(stated: object) -> int | None:
+    """Return the count, or the number of a group, that a client states; None for anything else."""
     if isinstance(stated, int | float) and 0 <= stated < _MOST:
         return int(stated)
     return None

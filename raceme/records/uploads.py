@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from scipy.optimize import linear_sum_assignment
+from scipy.special import rel_entr
 
 from raceme.protocol.events import (
     ClientJoined,
@@ -228,9 +229,7 @@ def divergence(true: Sequence[float], estimate: Sequence[float]) -> float:
     estimate : Sequence[float]
         Shares q of the same distributions; taken to be 1e-12 at least.
     """
-    return math.fsum(
-        p * math.log(p / max(q, FLOOR)) for p, q in zip(true, estimate, strict=True) if p > 0
-    )
+    return float(rel_entr(true, np.maximum(estimate, FLOOR)).sum())
 
 
 def shares(estimate: Mapping[int, float], of: Mapping[int, int], row: Upload) -> list[float]:

@@ -14,10 +14,7 @@ from flwr.app import Message
 
 from raceme.protocol.events import Evaluated
 from raceme.protocol.measure import ACCURACY, Measure
-from raceme.protocol.messages import CONFIG, GROUP, LOSS, NUM_EXAMPLES, STEP, UNIT, known_group
-
-_MOST_EXAMPLES = 2**53
-"""Counts from here on are not exact as float numbers, and no client's."""
+from raceme.protocol.messages import CONFIG, GROUP, LOSS, NUM_EXAMPLES, STEP, UNIT, count_of
 
 
 @dataclass(frozen=True)
@@ -134,9 +131,9 @@ def score_from(
     accuracy, loss = metrics.get(measure.name), metrics.get(LOSS, math.nan)
     if not isinstance(accuracy, int | float) or not isinstance(loss, int | float):
         return None
-    examples = _count(metrics.get(NUM_EXAMPLES))
+    examples = count_of(metrics.get(NUM_EXAMPLES)) or 0
     try:
-        group = known_group(metrics.get(GROUP, -1))
+        group = count_of(metrics.get(GROUP, -1))
         value = float(accuracy)
         if measure.is_error and math.isnan(value):
             value = math.inf
@@ -145,13 +142,6 @@ def score_from(
         return None
     usable = value >= 0 if measure.is_error else math.isfinite(value)
     return score if usable else None
-
-
-def _count(stated: object) -> int:
-    """Return the number that a client states; 0 for anything that is none."""
-    if isinstance(stated, int | float) and 1 <= stated < _MOST_EXAMPLES:
-        return int(stated)
-    return 0
 
 
 def mean_scores(scores: Collection[ClientScore]) -> tuple[float, float]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from flwr.app import Message
 
 from raceme.compat import CLIENT_APP_RAISED_EXCEPTION, INVALID_APP, LOAD_APP_EXCEPTION
-from raceme.protocol.messages import CLIENT_ID, CONFIG, GROUP, NUM_EXAMPLES, known_group
+from raceme.protocol.messages import CLIENT_ID, CONFIG, GROUP, NUM_EXAMPLES, count_of
 from raceme.server.replies import error_line
 
 _NO_QUERY = "No query function registered"
@@ -147,7 +147,7 @@ class Fleet:
             return f"'{client_id}' is already online as node {client.node_id}"
         returned = client is not None
         if client is None:
-            client = Client(client_id, int(examples), known_group(group))
+            client = Client(client_id, int(examples), count_of(group))
             self.clients[client_id] = client
         client.num_examples, client.node_id = int(examples), node_id
         client.failures, client.ready_at = 0, 0.0

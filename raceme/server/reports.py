@@ -16,14 +16,11 @@ from raceme.protocol.messages import (
     FINISHED_AT,
     SAMPLE_PASSES,
     STARTED_AT,
+    count_of,
 )
 from raceme.server.fleet import Client
 from raceme.server.interface import Applied
 from raceme.server.replies import Update
-
-_MOST = 2**53
-"""Whole numbers from here on are not exact as float numbers, and nobody's count."""
-
 
 log = getLogger("raceme")
 
@@ -72,7 +69,7 @@ def applied_update(
         step=task.step,
         accuracy_before=_share(update.metrics.get(ACCURACY_BEFORE, math.nan)),
         accuracy_after=_share(update.metrics.get(ACCURACY_AFTER, math.nan)),
-        passes=_count(update.metrics.get(SAMPLE_PASSES, math.nan)),
+        passes=count_of(update.metrics.get(SAMPLE_PASSES)),
         mixture=update.mixture,
     )
 
@@ -80,11 +77,6 @@ def applied_update(
 def _share(stated: float) -> float | None:
     """Return the accuracy that a client states; None for anything that is none."""
     return stated if 0 <= stated <= 1 else None
-
-
-def _count(stated: float) -> int | None:
-    """Return the number that a client states; None for anything that is none."""
-    return int(stated) if 0 <= stated < _MOST else None
 
 
 def unasked(time: float, reply: Message, by_node: Mapping[int, str]) -> UpdateRejected:
