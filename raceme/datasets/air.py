@@ -130,37 +130,31 @@ class BeijingAir(Source):
 
 def _stations(config: RunConfig) -> list[Path]:
     """Return the files of the stations in the order of their names."""
-    root = Path(config.data_root)
-    for inner in _FOLDERS:
-        found = sorted((root / inner).glob("*.npz")) if config.data_root else []
-        if found:
-            return found
-    raise UserError(
-        f"beijing-air is not under '{config.data_root}': there are no files in {_FOLDERS[0]}/: "
-        f"--data-root DIR. {_EXPECTED}."
-    )
+    found = npz.files_in(config.data_root, _FOLDERS)
+    if not found:
+        raise UserError(
+            f"beijing-air is not under '{config.data_root}': there are no files in {_FOLDERS[0]}/: "
+            f"--data-root DIR. {_EXPECTED}."
+        )
+    return found
 
 
 def _read(paths: Sequence[Path]) -> Arrays:
     """Read the stations one after another: inputs (hours, channels), and the fine dust."""
-    xs, ys = [], []
-    for path in paths:
-        with npz.explained(path, _EXPECTED), np.load(path, allow_pickle=False) as archive:
-            arrays = {name: archive[name] for name in ("x", "wind_dir") if name in archive.files}
-        x, wind = arrays.get("x"), arrays.get("wind_dir")
-        if x is None or wind is None or x.dtype.kind != "f" or x.ndim != 2:
-            raise UserError(f"{path} lacks x or wind_dir, or holds others. {_EXPECTED}.")
-        fits = x.shape[1] == len(QUANTITIES) and wind.shape == x.shape[:1]
-        if not fits or wind.dtype.kind not in "iu":
-            raise UserError(f"{path}: x is {x.shape} and wind_dir {wind.shape}. {_EXPECTED}.")
-        scaled = (x.astype(np.float64) - _MEAN) / _STD
-        ys.append(scaled[:, 0].astype(np.float32))
-        xs.append(_filled(np.column_stack([scaled, _wind(wind)])))
-    return {
-        "x": np.concatenate(xs),
-        "y": np.concatenate(ys),
-        "sizes": np.array([len(y) for y in ys]),
-    }
+    return npz.stacked(map(_station, paths))
+
+
+def _station(path: Path) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    with npz.explained(path, _EXPECTED), np.load(path, allow_pickle=False) as archive:
+        arrays = {name: archive[name] for name in ("x", "wind_dir") if name in archive.files}
+    x, wind = arrays.get("x"), arrays.get("wind_dir")
+    if x is None or wind is None or x.dtype.kind != "f" or x.ndim != 2:
+        raise UserError(f"{path} lacks x or wind_dir, or holds others. {_EXPECTED}.")
+    fits = x.shape[1] == len(QUANTITIES) and wind.shape == x.shape[:1]
+    if not fits or wind.dtype.kind not in "iu":
+        raise UserError(f"{path}: x is {x.shape} and wind_dir {wind.shape}. {_EXPECTED}.")
+    scaled = (x.astype(np.float64) - _MEAN) / _STD
+    return _filled(np.column_stack([scaled, _wind(wind)])), scaled[:, 0].astype(np.float32)
 
 
 def _wind(direction: NDArray[Any]) -> NDArray[np.float64]:

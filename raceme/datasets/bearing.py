@@ -89,43 +89,23 @@ class HitBearing(Source):
 
 def _files(config: RunConfig) -> list[tuple[Path, str]]:
     """Return the files, by machine and then by speed, and the machine of each."""
-    root = Path(config.data_root)
-    for inner in _FOLDERS:
-        named = [
-            (match["machine"], int(match["speed"]), path)
-            for path in ((root / inner).glob("*.npz") if config.data_root else ())
-            if (match := _NAME.fullmatch(path.stem))
-        ]
-        if named:
-            return [(path, machine) for machine, _, path in sorted(named)]
-    raise UserError(
-        f"hit-bearing is not under '{config.data_root}': there is no {_FOLDERS[0]}/ with such "
-        f"files: --data-root DIR. {_EXPECTED}."
-    )
+    named = [
+        (match["machine"], int(match["speed"]), path)
+        for path in npz.files_in(config.data_root, _FOLDERS, "*rpm.npz")
+        if (match := _NAME.fullmatch(path.stem))
+    ]
+    if not named:
+        raise UserError(
+            f"hit-bearing is not under '{config.data_root}': there is no {_FOLDERS[0]}/ with such "
+            f"files: --data-root DIR. {_EXPECTED}."
+        )
+    return [(path, machine) for machine, _, path in sorted(named)]
 
 
 def _read(paths: Sequence[Path]) -> Arrays:
-    """Read all files; windows stay in half precision where they are stored so."""
-    xs, ys = [], []
-    for path in paths:
-        with npz.explained(path, _EXPECTED), np.load(path, allow_pickle=False) as archive:
-            arrays = {name: archive[name] for name in ("x", "y") if name in archive.files}
-        if len(arrays) < 2:
-            raise UserError(f"{path} lacks x or y. {_EXPECTED}.")
-        npz.checked_inputs(path, "x", arrays["x"])
-        y = npz.checked_labels(path, "y", arrays["y"], len(arrays["x"]))
-        if arrays["x"].shape[1:] != (WINDOW,) or y.max() >= FAULTS:
-            raise UserError(
-                f"{path} holds x of shape {arrays['x'].shape} and labels up to {y.max()}. "
-                f"{_EXPECTED}."
-            )
-        xs.append(arrays["x"].astype(np.float16))
-        ys.append(y)
-    return {
-        "x": np.concatenate(xs),
-        "y": np.concatenate(ys),
-        "sizes": np.array([len(y) for y in ys]),
-    }
+    """Read all files; windows are kept in half precision, as they are stored."""
+    parts = (npz.labelled(path, (WINDOW,), FAULTS, _EXPECTED) for path in paths)
+    return npz.stacked((x.astype(np.float16), y) for x, y in parts)
 
 
 def _stretch(

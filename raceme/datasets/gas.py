@@ -45,8 +45,9 @@ class GasDrift(Source):
         cannot be known when a sensor is put into service, and its drift stays to be seen.
         """
         paths = _files(config)
-        arrays = cached("gas-drift", paths, (1,), partial(_read, paths))
-        x, batch = arrays["x"], np.asarray(arrays["batch"])
+        arrays = cached("gas-drift", paths, (2,), partial(_read, paths))
+        x, sizes = arrays["x"], arrays["sizes"]
+        batch = np.repeat(np.arange(len(sizes)), sizes)
         y = np.array(arrays["y"], np.int64)
         first = x[batch == 0].astype(np.float64)
         std = first.std(axis=0)
@@ -57,7 +58,7 @@ class GasDrift(Source):
             mean=first.mean(axis=0).astype(np.float32),
             std=np.where(std > 0, std, 1.0).astype(np.float32),
             users=_dealt(y, batch, config),
-            periods=np.array(batch, np.int64),
+            periods=batch,
         )
 
     def shape(self, config: RunConfig) -> DataShape:
@@ -67,38 +68,18 @@ class GasDrift(Source):
 
 def _files(config: RunConfig) -> list[Path]:
     """Return the batches in their order; which of them are there does not matter."""
-    root = Path(config.data_root)
-    for inner in _FOLDERS:
-        found = sorted((root / inner).glob("batch_*.npz")) if config.data_root else []
-        if found:
-            return found
-    raise UserError(
-        f"gas-drift is not under '{config.data_root}': there is no {_FOLDERS[0]}/batch_01.npz: "
-        f"--data-root DIR. {_EXPECTED}."
-    )
+    found = npz.files_in(config.data_root, _FOLDERS, "batch_*.npz")
+    if not found:
+        raise UserError(
+            f"gas-drift is not under '{config.data_root}': there is no {_FOLDERS[0]}/batch_01.npz: "
+            f"--data-root DIR. {_EXPECTED}."
+        )
+    return found
 
 
 def _read(paths: Sequence[Path]) -> Arrays:
-    xs, ys = [], []
-    for path in paths:
-        with npz.explained(path, _EXPECTED), np.load(path, allow_pickle=False) as archive:
-            arrays = {name: archive[name] for name in ("x", "y") if name in archive.files}
-        if len(arrays) < 2:
-            raise UserError(f"{path} lacks x or y. {_EXPECTED}.")
-        x = npz.checked_inputs(path, "x", arrays["x"])
-        y = npz.checked_labels(path, "y", arrays["y"], len(x))
-        if x.shape[1:] != (FEATURES,) or y.max() >= GASES:
-            raise UserError(
-                f"{path} holds x of shape {x.shape} and labels up to {y.max()}. {_EXPECTED}."
-            )
-        xs.append(x)
-        ys.append(y)
-    sizes = [len(y) for y in ys]
-    return {
-        "x": np.concatenate(xs),
-        "y": np.concatenate(ys),
-        "batch": np.repeat(np.arange(len(sizes)), sizes),
-    }
+    parts = (npz.labelled(path, (FEATURES,), GASES, _EXPECTED) for path in paths)
+    return npz.stacked((x.astype(np.float32), y) for x, y in parts)
 
 
 def _dealt(y: Indices, batch: Indices, config: RunConfig) -> tuple[Indices, ...]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from zipfile import BadZipFile
 
 import numpy as np
@@ -171,6 +172,48 @@ def explained(path: Path, expected: str = _EXPECTED) -> Iterator[None]:
         raise UserError(f"There is no data file {path}. {expected}.") from None
     except (OSError, EOFError, ValueError, BadZipFile) as error:
         raise UserError(f"Cannot read {path} as .npz: {error}. {expected}.") from None
+
+
+def files_in(data_root: str, folders: Iterable[str], pattern: str = "*.npz") -> list[Path]:
+    """Return the files of the first of several folders that has any, sorted by name."""
+    for inner in folders if data_root else ():
+        found = sorted((Path(data_root) / inner).glob(pattern))
+        if found:
+            return found
+    return []
+
+
+def labelled(
+    path: Path, input_shape: tuple[int, ...], classes: int, expected: str
+) -> tuple[NDArray[np.generic], NDArray[np.int64]]:
+    """Read a file with inputs `x`, as they are stored, and labels `y`.
+
+    Raises
+    ------
+    UserError
+        It is not what is expected, which it says.
+    """
+    with explained(path, expected), np.load(path, allow_pickle=False) as archive:
+        arrays = {name: archive[name] for name in ("x", "y") if name in archive.files}
+    if len(arrays) < 2:
+        raise UserError(f"{path} lacks x or y. {expected}.")
+    x = arrays["x"]
+    checked_inputs(path, "x", x)
+    y = checked_labels(path, "y", arrays["y"], len(x))
+    if x.shape[1:] != input_shape or y.max() >= classes:
+        raise UserError(
+            f"{path} holds x of shape {x.shape} and labels up to {y.max()}. {expected}."
+        )
+    return x, y
+
+
+def stacked(
+    parts: Iterable[tuple[NDArray[np.generic], NDArray[np.generic]]],
+) -> dict[str, NDArray[Any]]:
+    """Return inputs and labels of several files one after another, and how many are of each."""
+    xs, ys = zip(*parts, strict=True)
+    sizes = np.array([len(y) for y in ys])
+    return {"x": np.concatenate(xs), "y": np.concatenate(ys), "sizes": sizes}
 
 
 def checked_inputs(path: Path, name: str, values: NDArray[np.generic]) -> NDArray[np.float32]:
