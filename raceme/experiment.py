@@ -264,7 +264,7 @@ def conduct(
     """
     initial = models.initial_arrays(config)
     probe = probe_of(config, initial)
-    strategy.check_proxies(0 if probe is None else probe.sets)
+    strategy.check_server(0 if probe is None else probe.sets, bool(config.pretrain))
     out = resumed_folder(config) if config.resume else prepare_folder(config)
     with only_writer(out, 0.0 if timeline_of(grid).is_virtual else _WRITER_SECONDS):
         return _conduct_in(out, initial, probe, config, strategy, grid, observers, stop)

@@ -16,6 +16,7 @@ from raceme.records.uploads import Upload, shares
 from raceme.reporting.style import (
     INK,
     cluster_colour,
+    draw_dots,
     new_figure,
     say_empty,
     series_colour,
@@ -25,7 +26,6 @@ from raceme.reporting.style import (
 _MOST_CLIENTS = 4
 _MOST_BARS = 40
 """Of a client with more uploads the last ones are drawn."""
-_MOST_DOTS = 3000
 _FAR = 98.0
 """Percentile of the divergences up to which the axis goes: few are far off."""
 _GAP = 0.18
@@ -76,19 +76,9 @@ def _draw_divergences(axes: Axes, record: RunRecord, found: Sequence[tuple[Uploa
     axes.set_xlabel("updates")
     axes.set_ylabel("KL(true ‖ estimated)")
     axes.grid(axis="y")
-    values = np.array([value for _, value in found])
-    drawn = np.unique(np.linspace(0, len(found) - 1, _MOST_DOTS).astype(int))
-    axes.plot(
-        [found[index][0].seq for index in drawn],
-        values[drawn],
-        ls="",
-        marker=".",
-        ms=3.5,
-        mew=0,
-        color=series_colour(0),
-        alpha=0.35,
-        label="an upload",
-    )
+    values = [value for _, value in found]
+    seqs = [row.seq for row, _ in found]
+    draw_dots(axes, seqs, values, series_colour(0), ms=3.5, alpha=0.35, label="an upload")
     by_session: dict[int, list[float]] = defaultdict(list)
     for row, value in found:
         by_session[row.session].append(value)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -90,6 +90,10 @@ def style() -> Iterator[None]:
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(_SETTINGS)
         yield
+
+
+_MOST_DOTS = 3000
+"""More cannot be told apart, and make large pages."""
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -186,3 +190,10 @@ def updates_axis(axes: Axes, times: Floats, seconds: float) -> None:
 def say_empty(axes: Axes, text: str) -> None:
     """Say in the middle of a figure that there is nothing to show."""
     axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", color=MUTED)
+
+
+def draw_dots(axes: Axes, x: Sequence[float], y: Sequence[float], colour: str, **how: Any) -> None:
+    """Draw single values as faint dots; of very many some, evenly chosen, the last among them."""
+    chosen = np.unique(np.linspace(0, len(x) - 1, _MOST_DOTS).astype(int))
+    how = {"ls": "", "marker": ".", "ms": 3, "mew": 0, "alpha": 0.3, "zorder": 1, **how}
+    axes.plot(np.asarray(x)[chosen], np.asarray(y)[chosen], color=colour, **how)

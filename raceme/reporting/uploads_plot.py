@@ -13,6 +13,7 @@ from raceme.records.uploads import Uploads
 from raceme.reporting.style import (
     INK,
     cluster_colour,
+    draw_dots,
     new_figure,
     say_empty,
     series_colour,
@@ -23,7 +24,6 @@ _MOST_CLUSTERS = 8
 """More clusters than this are not drawn one by one."""
 _MARGIN = 0.03
 """Room above and below the curves."""
-_MOST_DOTS = 3000
 _QUANTITIES = {
     "before": ("uploaded", series_colour(0)),
     "after": ("got in return", series_colour(5)),
@@ -76,25 +76,15 @@ def _draw_quantity(
     known = [row for row in uploads.rows if getattr(row, quantity) is not None]
     if not known:
         return []
-    chosen = np.unique(np.linspace(0, len(known) - 1, _MOST_DOTS).astype(int))
-    axes.plot(
-        [known[index].seq for index in chosen],
-        [getattr(known[index], quantity) for index in chosen],
-        ls="",
-        marker=".",
-        ms=3,
-        mew=0,
-        color=colour,
-        alpha=0.3,
-        zorder=1,
-    )
+    values = [getattr(row, quantity) for row in known]
+    draw_dots(axes, [row.seq for row in known], values, colour)
     means = [
         (end, mean)
         for end, mean in zip(uploads.session_ends, uploads.by_session(quantity), strict=True)
         if mean is not None
     ]
     if not means:
-        return [float(np.mean([getattr(row, quantity) for row in known]))]
+        return [float(np.mean(values))]
     axes.plot(*zip(*means, strict=True), color=colour, marker="o", ms=3.5, label=label, zorder=4)
     return [mean for _, mean in means]
 

@@ -15,6 +15,7 @@ from flwr.serverapp.strategy import Result
 from raceme.clustering.bases import Bases
 from raceme.clustering.clusters import Clusters, Weights, blended
 from raceme.clustering.model import Model
+from raceme.config.errors import UserError
 from raceme.protocol.events import Observer
 from raceme.protocol.messages import ModelSpec, Vector
 from raceme.server.dispatch import Dispatch, EveryIdle, Moment, NoState
@@ -105,6 +106,8 @@ class Questions(ABC):
     state_type: ClassVar[type[Any]] = NoState
     keeps_bases: ClassVar[bool] = False
     """Whether the models that clients train from are kept until they are back; see `delta`."""
+    uses_starts: ClassVar[bool] = False
+    """Whether `initialize` starts from the server's pre-trained models, where there are some."""
     exchanges: ClassVar[bool] = True
     """Whether models really travel; without it no traffic is reported."""
 
@@ -132,19 +135,26 @@ class Questions(ABC):
             They do not.
         """
 
-    def check_proxies(self, sets: int) -> None:  # noqa: B027
-        """Find out whether the server has the proxy sets that the method needs, before a run.
+    def check_server(self, proxies: int, pretrains: bool) -> None:
+        """Find out whether the server's own samples are those that the method needs.
 
         Parameters
         ----------
-        sets : int
-            How many it has.
+        proxies : int
+            How many proxy sets it has.
+        pretrains : bool
+            Whether it trains models for the clusters to start from.
 
         Raises
         ------
         UserError
-            It has not.
+            They are not; or the method does not start from such models.
         """
+        if pretrains and not self.uses_starts:
+            raise UserError(
+                f"pretrain: {type(self).__name__} does not start from pre-trained models: leave it "
+                "out."
+            )
 
     def initialize(self, vector: Vector) -> None:
         """Set `clusters` and `state` up from the initial model, which may be kept."""

@@ -116,6 +116,7 @@ class CDFL(Method):
 
     parameters_type = CDFLParameters
     state_type = CDFLState
+    uses_starts = True
     parameters: CDFLParameters
     state: CDFLState
     dispatch: OnRequest
@@ -146,24 +147,24 @@ class CDFL(Method):
         """Let each client decide when it uploads."""
         return OnRequest(self.parameters)
 
-    def check_proxies(self, sets: int) -> None:
+    def check_server(self, proxies: int, pretrains: bool) -> None:
         """Raise UserError if there is not a proxy set for each cluster."""
         wanted = self.parameters.k
-        if not sets:
+        if not proxies:
             raise UserError(
                 "cdfl estimates clients' mixtures with samples on the server: give --proxy, how "
                 "many test samples of each group it keeps (in a simulation), or a folder with an "
                 ".npz file for each cluster."
             )
-        if wanted is not None and wanted != sets:
+        if wanted is not None and wanted != proxies:
             raise UserError(
-                f"cdfl.k is {wanted}, and there are {sets} proxy sets: there must be one for each "
-                "cluster. Without cdfl.k there are as many clusters as sets."
+                f"cdfl.k is {wanted}, and there are {proxies} proxy sets: there must be one for "
+                "each cluster. Without cdfl.k there are as many clusters as sets."
             )
 
     def initialize(self, vector: Vector) -> None:
         """Start each cluster from its pre-trained model, or all from the initial one."""
-        assert self.probe is not None, "check_proxies() has seen that there is one"
+        assert self.probe is not None, "check_server() has seen that there is one"
         count = self.parameters.k or self.probe.sets
         self.clusters = start_clusters(vector, count, self.starts)
         self.state = CDFLState(renewed=dict.fromkeys(self.clusters.models, 0))
@@ -225,7 +226,7 @@ class CDFL(Method):
         NonFiniteModelError
             A loss is not finite.
         """
-        assert self.probe is not None, "check_proxies() has seen that there is one"
+        assert self.probe is not None, "check_server() has seen that there is one"
         options, models = self.parameters, self.models
         losses = np.array([self._loss(v, position) for position in range(len(models))])
         own = np.array([self._own_loss(position, k) for position, k in enumerate(models)])
@@ -237,7 +238,7 @@ class CDFL(Method):
 
     def _loss(self, vector: Vector, proxy: int) -> float:
         """Return F: the mean loss of a model on a proxy set."""
-        assert self.probe is not None, "check_proxies() has seen that there is one"
+        assert self.probe is not None, "check_server() has seen that there is one"
         loss = float(np.mean(self.probe([vector], proxy), dtype=np.float64))
         if not np.isfinite(loss):
             raise NonFiniteModelError(f"its loss on proxy set {proxy} is {loss}")

@@ -85,6 +85,7 @@ class FedSoft(Method):
 
     parameters_type = FedSoftParameters
     state_type = FedSoftState
+    uses_starts = True
     parameters: FedSoftParameters
     state: FedSoftState
     dispatch: InRounds

@@ -71,6 +71,7 @@ class FedSoftAsync(Method):
 
     parameters_type = FedSoftAsyncParameters
     state_type = FedSoftAsyncState
+    uses_starts = True
     parameters: FedSoftAsyncParameters
     state: FedSoftAsyncState
     dispatch: OnRequest

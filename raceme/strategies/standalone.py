@@ -41,6 +41,7 @@ class Standalone(Method):
 
     parameters_type = StandaloneParameters
     state_type = StandaloneState
+    uses_starts = True
     exchanges = False
     state: StandaloneState
 

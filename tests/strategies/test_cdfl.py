@@ -132,7 +132,7 @@ def test_a_loss_that_is_no_number_leaves_everything_as_it_was() -> None:
 )
 def test_without_a_proxy_set_for_each_cluster(options: dict, sets: int, told: str) -> None:
     with pytest.raises(UserError, match=told):
-        CDFL(CDFLParameters(**options)).check_proxies(sets)
+        CDFL(CDFLParameters(**options)).check_server(sets, pretrains=True)
 
 
 @pytest.mark.parametrize(
@@ -206,6 +206,13 @@ def test_cdfl_without_proxies_leaves_no_folder(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cdfl estimates clients' mixtures"):
         simulate(digits(tmp_path / "run", "cdfl"))
     assert not (tmp_path / "run").exists()
+
+
+def test_a_method_that_does_not_start_from_pretrained_models_says_so(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="pretrain: CASA does not start from pre-trained models"):
+        simulate(digits(tmp_path / "run", "casa", pretrain=20))
+    assert not (tmp_path / "run").exists()
+    assert simulate(digits(tmp_path / "run", "standalone", pretrain=20)).complete
 
 
 def test_fedsoft_async_takes_only_shares_that_are_a_mixture() -> None:
