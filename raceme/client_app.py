@@ -46,11 +46,12 @@ from raceme.protocol.messages import (
     TRAIN_BEST,
     TRAIN_MIXED,
     TRAIN_OWN,
+    VALIDATION_SHARE,
     VERSION,
     to_array,
 )
 from raceme.training import hardware, kinds
-from raceme.training.clients import ClientCache, joined, load
+from raceme.training.clients import Client, ClientCache, joined, load
 from raceme.training.work import Answer, ClientWork
 
 app = ClientApp()
@@ -130,13 +131,26 @@ def work_of(message: Message, context: Context) -> ClientWork:
         raise ValueError(f"This client does no work of the kind {kind!r}; it knows {known}.")
     if not isinstance(step, int) or step < 0:
         raise ValueError(f"{STEP} must be a whole number of at least 0, got {step!r}.")
-    at_step = partial(_clients.client, context)
+    share = settings.get(VALIDATION_SHARE, 0.0)
+    if not isinstance(share, int | float):
+        raise ValueError(f"{VALIDATION_SHARE} must be a number, got {share!r}.")
+    at_step = partial(_client_at, context, share)
     client = at_step(step)
     if STEPS not in settings:
         return ClientWork(kind, client, message.content, settings, context.state, at_step)
-    steps = _clients.clients(context, _several(settings[STEPS]))
+    steps = [_kept(c, share) for c in _clients.clients(context, _several(settings[STEPS]))]
     client = joined(client, steps)
     return ClientWork(kind, client, message.content, settings, context.state, at_step, tuple(steps))
+
+
+def _client_at(context: Context, share: float, step: int) -> Client:
+    """Return the client that a node is, with its data of a step."""
+    return _kept(_clients.client(context, step), share)
+
+
+def _kept(client: Client, share: float) -> Client:
+    """Return a client that keeps a share of its training samples for validation, if any."""
+    return client.divided(share) if share else client
 
 
 def _several(steps: object) -> list[int]:

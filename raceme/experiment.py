@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ from threadpoolctl import threadpool_limits
 
 from raceme import datasets, models
 from raceme.checkpoints import CheckpointFolder, Keeper, Schedule, only_writer, restore
-from raceme.config import RunConfig, write_toml
+from raceme.config import RunConfig
 from raceme.config.errors import UserError
 from raceme.datasets.drift import schedule_of
 from raceme.datasets.reserve import with_whole_path
@@ -24,6 +22,7 @@ from raceme.protocol import messages as names
 from raceme.protocol.events import Ending, Event, Observer
 from raceme.protocol.messages import ModelSpec
 from raceme.protocol.timeline import timeline_of
+from raceme.records.folder import forget_end, log_file, prepare_folder, resumed_folder
 from raceme.records.store import RunStore, read_events
 from raceme.records.summary import RunSummary
 from raceme.reporting.artefacts import write_all
@@ -121,6 +120,11 @@ def build_strategy(config: RunConfig) -> Method:
         raise UserError(
             f"{config.strategy} has clients count their labels, and those of {config.dataset} are "
             f"quantities: {config.strategy}.detect=direction."
+        )
+    if strategy.validates and config.validation_share == 0:
+        raise UserError(
+            f"{config.strategy} has clients compare models on samples of their own: "
+            "validation-share must be above 0."
         )
     if config.max_rounds and strategy.dispatch.rounds is None:
         raise UserError(
@@ -284,7 +288,7 @@ def _conduct_in(
     virtual = timeline_of(grid).is_virtual
     checkpoints, restored = CheckpointFolder(out), None
     if config.resume:
-        with _log_file(out / "run.log"):
+        with log_file(out / "run.log"):
             restored = restore(checkpoints, config, strategy, grid)
     started = time.perf_counter() - (restored.wall_time if restored else 0.0)
     summary = RunSummary()
@@ -292,7 +296,7 @@ def _conduct_in(
     # with the clients' training for the cores.
     with (
         RunStore(out, after=restored.events if restored else None) as store,
-        _log_file(out / "run.log"),
+        log_file(out / "run.log"),
         threadpool_limits(1),
     ):
         if restored:
@@ -338,7 +342,7 @@ def _conduct_in(
         target=config.target_accuracy,
     )
     spec = ModelSpec.of(initial)
-    with _log_file(out / "run.log"):
+    with log_file(out / "run.log"):
         unwritten = write_all(
             out,
             summary=result,
@@ -407,70 +411,11 @@ def training_settings(config: RunConfig, report_timing: bool = False) -> ConfigR
         settings[names.WEIGHT_DECAY] = config.weight_decay
     if config.score_uploads:
         settings[names.SCORED] = True
+    if config.validation_share is not None:
+        settings[names.VALIDATION_SHARE] = config.validation_share
     if report_timing:
         settings[names.REPORT_TIMING] = True
     return ConfigRecord(settings)
-
-
-def prepare_folder(config: RunConfig) -> Path:
-    """Make the folder of a run and write its configuration.
-
-    The configuration is written without the folder itself, so that feeding it back makes a new
-    run and leaves this one alone.
-
-    Raises
-    ------
-    UserError
-        The folder holds a run already, or cannot be written.
-    """
-    if config.out:
-        out = Path(config.out).expanduser().resolve()
-    else:
-        stamp = time.strftime("%Y%m%d-%H%M%S")
-        out = _unused(Path("runs").resolve() / f"{stamp}-{config.strategy}-{config.dataset}")
-    if (out / "run.sqlite").exists():
-        raise UserError(f"{out} holds a run already; choose another folder with --out.")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        write_toml(config.with_values(out="", resume="").to_mapping(), out / "config.toml")
-    except OSError as error:
-        raise UserError(f"Cannot write to {out}: {error.strerror}.") from None
-    return out
-
-
-def resumed_folder(config: RunConfig) -> Path:
-    """Return the folder of the run to resume.
-
-    Raises
-    ------
-    UserError
-        There is no run in it, or the results are to go elsewhere.
-    """
-    out = Path(config.resume)
-    if not (out / "run.sqlite").is_file():
-        raise UserError(f"There is no run in {out} to resume; expected a folder of results.")
-    if config.out and Path(_absolute(config.out)) != out:
-        raise UserError(f"A run resumes in its own folder, {out}: leave out --out.")
-    return out
-
-
-def forget_end(config: RunConfig, out: Path) -> None:
-    """Take back what an earlier end of a run has left that would not be overwritten.
-
-    Limits may be others than they were, so the configuration is written anew.
-    """
-    for path in (out / "clusters").glob("*.safetensors"):
-        path.unlink()
-    write_toml(config.with_values(out="", resume="").to_mapping(), out / "config.toml")
-
-
-def _unused(path: Path) -> Path:
-    """Return the path, or with a number behind it if it exists: runs may start side by side."""
-    candidate, number = path, 2
-    while candidate.exists():
-        candidate = path.with_name(f"{path.name}-{number}")
-        number += 1
-    return candidate
 
 
 def _resolved_devices(devices: str) -> str:
@@ -482,18 +427,3 @@ def _resolved_devices(devices: str) -> str:
 
 def _absolute(path: str) -> str:
     return str(Path(path).expanduser().resolve()) if path else ""
-
-
-@contextmanager
-def _log_file(path: Path) -> Iterator[None]:
-    """Write what Raceme logs meanwhile to a file."""
-    handler = logging.FileHandler(path, encoding="utf-8")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    logger = logging.getLogger("raceme")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-        handler.close()

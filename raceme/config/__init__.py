@@ -1,8 +1,7 @@
 """A run's configuration: keys from the command line, TOML files and Flower's run config.
 
-:class:`RunConfig` declares the options that every run has. Those of a strategy, a dataset or a
-partition are declared beside it, as dataclasses; :meth:`RunConfig.read` returns them with the
-values of the run.
+:class:`RunConfig` declares the options that every run has; strategies, datasets and partitions
+declare their own as dataclasses, which :meth:`RunConfig.read` fills with the values of the run.
 """
 
 from __future__ import annotations
@@ -75,6 +74,9 @@ class RunConfig:
     )
     validation_fraction: float = option(
         0.0, "share of a client's training samples to test on instead (0: none)", low=0, below=1
+    )
+    validation_share: float | None = option(
+        None, "share of training samples to compare models on (auto: if needed)", low=0, below=1
     )
     drift: str = option("none", "how clients' data change; see `raceme list`", names=DRIFTS)
     proxy: str = option(

@@ -295,6 +295,23 @@ class ClientIdled:
         return self.seconds / self.budget
 
 
+@dataclass(frozen=True)
+class SupportChanged:
+    """Which clusters' members train the models of which others has changed.
+
+    Reported by methods in which support is one-sided, such as FAACL.
+
+    Attributes
+    ----------
+    supporters : Mapping[int, tuple[int, ...]]
+        Each cluster that has supporters from now on, to them, ascending.
+    """
+
+    time: float
+    updates: int
+    supporters: Mapping[int, tuple[int, ...]]
+
+
 class Ending(StrEnum):
     """Why a run ended."""
 
@@ -343,6 +360,7 @@ Event = (
     | ClustersChanged
     | DataChanged
     | ClientIdled
+    | SupportChanged
     | RunEnded
 )
 Observer = Callable[[Event], None]

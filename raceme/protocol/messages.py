@@ -60,7 +60,10 @@ EVALUATE = "evaluate"
 DESCRIBE = "describe"
 """Who the client is and what it has: what every client is asked first."""
 ON = "on"
-"""Samples that losses are asked for: ``"train"``, as if nothing is said, or ``"test"``."""
+"""Samples that losses are asked for: ``"train"``, as if nothing is said, ``"test"`` or
+``"validation"``."""
+VALIDATION_SHARE = "validation-share"
+"""Share of its training samples that a client keeps to compare models on."""
 
 TASK = "task"
 """Number of a piece of work, unique in a run; a reply states the one that it answers."""

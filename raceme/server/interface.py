@@ -108,6 +108,8 @@ class Questions(ABC):
     """Whether the models that clients train from are kept until they are back; see `delta`."""
     uses_starts: ClassVar[bool] = False
     """Whether `initialize` starts from the server's pre-trained models, where there are some."""
+    validates: ClassVar[bool] = False
+    """Whether clients compare models on samples that they neither train on nor are tested on."""
     exchanges: ClassVar[bool] = True
     """Whether models really travel; without it no traffic is reported."""
 
@@ -199,6 +201,14 @@ class Questions(ABC):
     def placement(self, client: str) -> Weights:
         """Return the clusters that serve a client, with weights."""
         return self.clusters.of(client)
+
+    def serving(self, client: str, step: int) -> Weights:
+        """Return the clusters that serve a client on its data of a step, with weights.
+
+        A method that remembers which model a former task of a client belongs to says so here; by
+        default, as in all others, it is what serves the client now.
+        """
+        return self.placement(client)
 
     def add_client(self, client: Client) -> None:
         """Take in a client that was greeted, for the first time or again."""

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from raceme.clustering.bases import Bases
 from raceme.clustering.clusters import Clusters
 from raceme.protocol import events
-from raceme.protocol.messages import ModelSpec, Vector
+from raceme.protocol.messages import VALIDATION_SHARE, ModelSpec, Vector
 from raceme.server.dispatch import Dispatch, NoState
 from raceme.server.interface import Applied, Questions, RunResult, StopCheck, never_stop
 from raceme.server.loop import Loop
@@ -29,6 +29,9 @@ from raceme.server.state import from_tree, to_tree
 __all__ = ["Applied", "Method", "Variant", "average_by_cluster", "staleness_of"]
 
 log = getLogger("raceme")
+
+_VALIDATION_SHARE = 0.2
+"""What clients keep to compare models on, if a method needs that and nobody says how much."""
 
 
 class Method(Questions, Strategy):
@@ -166,6 +169,8 @@ class Method(Questions, Strategy):
         self._spec = ModelSpec.of(initial_arrays)
         self.result = RunResult()
         self.train_config = train_config or ConfigRecord()
+        if self.validates and VALIDATION_SHARE not in self.train_config:
+            self.train_config[VALIDATION_SHARE] = _VALIDATION_SHARE
         loop = Loop(
             self,
             grid,

@@ -74,6 +74,7 @@ class Outgoing:
             candidates=versions,
             kind=work.kind,
             step=step or 0,
+            phase=work.phase or work.kind,
         )
         progress.tasks += 1
         policy = method.dispatch.settings(work)

@@ -29,6 +29,8 @@ class Work:
         Further arrays that travel along, by the name of their record.
     settings : Mapping[str, Value]
         What the message says beyond the run's own settings.
+    phase : str
+        What the method does meanwhile, for the account of bytes; if empty, the kind of work.
     """
 
     client: str
@@ -36,6 +38,7 @@ class Work:
     models: tuple[int, ...] | None = None
     arrays: Mapping[str, ArrayRecord] = field(default_factory=dict)
     settings: Mapping[str, Value] = field(default_factory=dict)
+    phase: str = ""
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,8 @@ class Task:
         What was asked for.
     step : int
         Step of the client's data that it was to work on.
+    phase : str
+        What the method did meanwhile.
     """
 
     number: int
@@ -77,3 +82,4 @@ class Task:
     candidates: dict[int, int] = field(default_factory=dict)
     kind: str = TRAIN
     step: int = 0
+    phase: str = ""

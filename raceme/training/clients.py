@@ -15,14 +15,17 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from zlib import crc32
 
 from flwr.app import Context
 
 from raceme import datasets, models
 from raceme.config import RunConfig, Value
 from raceme.datasets.own_file import DATA_FILE, Stamp, stamp_of
+from raceme.datasets.source import generator
+from raceme.protocol.messages import VALIDATION_SHARE
 from raceme.training.network import Network
 from raceme.training.objective import objective_of
 from raceme.training.samples import Samples
@@ -57,6 +60,8 @@ class Client:
         Share of each distribution in its samples where they are a mixture.
     network : Network
         The network of this process: clients with the same one take turns.
+    validation : Samples or None
+        Samples on which it compares models, if it keeps some for that.
     """
 
     id: str
@@ -67,6 +72,31 @@ class Client:
     group: int | None
     mixture: tuple[float, ...] | None
     network: Network
+    validation: Samples | None = None
+    _divided: dict[float, Client] = field(default_factory=dict, repr=False)
+
+    def divided(self, share: float) -> Client:
+        """Return this client, with a share of its training samples kept for validation.
+
+        At least one sample; which ones is drawn from the seed of the run and the client's name.
+
+        Raises
+        ------
+        ValueError
+            It is no share, or the client has a single sample.
+        """
+        if share not in self._divided:
+            if not 0 < share < 1:
+                raise ValueError(f"{VALIDATION_SHARE} must be between 0 and 1, got {share:g}.")
+            if len(self.train) < 2:
+                raise ValueError(
+                    f"This client has a single training sample: {VALIDATION_SHARE} needs two."
+                )
+            rng = generator(self.config.seed, VALIDATION_SHARE, crc32(self.id.encode()))
+            count = min(max(1, round(share * len(self.train))), len(self.train) - 1)
+            train, validation = self.train.divided(count, rng)
+            self._divided[share] = replace(self, train=train, validation=validation, _divided={})
+        return self._divided[share]
 
 
 class ClientCache:
@@ -148,7 +178,12 @@ class ClientCache:
 
 def joined(client: Client, others: Sequence[Client]) -> Client:
     """Return a client that trains on the data of others together: its own of several steps."""
-    return replace(client, train=Samples.joined([other.train for other in others]))
+    kept = [other.validation for other in others if other.validation is not None]
+    return replace(
+        client,
+        train=Samples.joined([other.train for other in others]),
+        validation=Samples.joined(kept) if kept else None,
+    )
 
 
 def load(run_items: _Items, node_items: _Items, step: int) -> Client:

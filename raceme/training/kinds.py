@@ -135,9 +135,11 @@ def losses(work: ClientWork) -> Answer:
         The losses are asked for on other samples than those for training or for testing.
     """
     client, wanted = work.client, work.settings.get(ON, "train")
-    if wanted not in ("train", "test"):
-        raise ValueError(f"losses are measured on 'train' or 'test' samples, not on {wanted!r}.")
-    samples = client.train if wanted == "train" else client.test
+    parts = {"train": client.train, "test": client.test, "validation": client.validation}
+    samples = parts.get(wanted) if isinstance(wanted, str) else None
+    if samples is None:
+        known = ", ".join(name for name, part in parts.items() if part is not None)
+        raise ValueError(f"losses are measured on these samples: {known}; not on {wanted!r}.")
     measured = _losses_of(work, work.models, samples)
     return Answer({NUM_EXAMPLES: len(samples)}, numbers={LOSSES: measured})
 

@@ -50,6 +50,19 @@ class Samples:
         whole.y = torch.cat([part.y for part in parts])
         return whole
 
+    def divided(self, count: int, rng: np.random.Generator) -> tuple[Samples, Samples]:
+        """Return all but `count` samples, in their order, and those, drawn at random. Copies."""
+        taken = np.zeros(len(self), bool)
+        taken[rng.choice(len(self), count, replace=False)] = True
+        return self._where(~taken), self._where(taken)
+
+    def _where(self, wanted: NDArray[np.bool_]) -> Samples:
+        part = Samples.__new__(Samples)
+        part._channels_last = self._channels_last
+        positions = torch.from_numpy(np.flatnonzero(wanted))
+        part.x, part.y = self.x.index_select(0, positions), self.y.index_select(0, positions)
+        return part
+
     def __len__(self) -> int:
         return len(self.y)
 

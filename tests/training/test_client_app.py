@@ -211,7 +211,7 @@ def test_losses_are_of_training_samples_if_nothing_is_said_and_of_no_others_than
         ask({"kind": "losses", **on}, {"arrays": INITIAL}) for on in ({"on": "train"}, {})
     )
     assert said["numbers"] == unsaid["numbers"]
-    with pytest.raises(ValueError, match="'train' or 'test' samples, not on 'dev'"):
+    with pytest.raises(ValueError, match="on these samples: train, test; not on 'dev'"):
         ask({"kind": "losses", "on": "dev"}, {"arrays": INITIAL})
 
 

@@ -11,7 +11,7 @@ import weakref
 from pathlib import Path
 
 import pytest
-from flwr.app import Message, RecordDict
+from flwr.app import ConfigRecord, Message, RecordDict
 from nodes import (
     CONFIG,
     context,
@@ -54,6 +54,31 @@ def test_a_client_is_loaded_once_and_again_for_each_step_of_its_data() -> None:
     assert clients.client(context(0)) is first
     assert clients.client(context(1), step=1) is not later
     assert loaded == [(0, 0), (0, 1), (1, 1)]
+
+
+def test_samples_kept_for_validation_are_neither_trained_on_nor_others_than_before() -> None:
+    def of(share: float) -> Client:
+        settings = ConfigRecord({"kind": "losses", "validation-share": share})
+        content = RecordDict({"config": settings})
+        return work_of(Message(content, dst_node_id=7, message_type="train"), context(2)).client
+
+    whole, divided = of(0.0), of(0.25)
+    assert whole.validation is None
+    assert divided.validation is not None
+    assert len(divided.validation) == round(0.25 * len(whole.train))
+    parts = [
+        row.numpy().tobytes() for part in (divided.train, divided.validation) for row in part.x
+    ]
+    assert sorted(parts) == sorted(row.numpy().tobytes() for row in whole.train.x)
+    assert len(divided.test) == len(whole.test)
+    assert of(0.25) is divided
+
+
+@pytest.mark.parametrize("share", [-0.5, 1.0])
+def test_a_share_for_validation_leaves_samples_to_train_on(share: float) -> None:
+    content = RecordDict({"config": ConfigRecord({"kind": "losses", "validation-share": share})})
+    with pytest.raises(ValueError, match="must be between 0 and 1"):
+        work_of(Message(content, dst_node_id=7, message_type="train"), context(2))
 
 
 def test_of_a_client_no_more_than_two_steps_stay() -> None:
