@@ -31,7 +31,10 @@ from raceme.protocol.messages import (
     GROUP,
     KIND,
     LABEL_COUNTS,
+    LEARN,
+    LEND,
     LOSSES,
+    MATCH,
     METRICS,
     NUM_EXAMPLES,
     NUM_TEST_EXAMPLES,
@@ -50,7 +53,7 @@ from raceme.protocol.messages import (
     VERSION,
     to_array,
 )
-from raceme.training import hardware, kinds
+from raceme.training import hardware, kinds, memory
 from raceme.training.clients import Client, ClientCache, joined, load
 from raceme.training.work import Answer, ClientWork
 
@@ -101,6 +104,9 @@ KINDS: dict[str, Callable[[ClientWork], Answer]] = {
     TRAIN_BEST: kinds.train_best,
     TRAIN_MIXED: kinds.train_mixed,
     TRAIN_OWN: kinds.train_own,
+    LEARN: memory.learn,
+    MATCH: memory.match,
+    LEND: memory.lend,
     EVALUATE: kinds.evaluate,
     LOSSES: kinds.losses,
     SCORES: kinds.scores,

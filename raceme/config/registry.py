@@ -94,6 +94,7 @@ class Registry(Mapping[str, Any]):
 STRATEGIES = Registry(
     "strategy",
     {
+        "c-faacl": "raceme.strategies.c_faacl:CFAACL",
         "casa": "raceme.strategies.casa:CASA",
         "casa-c": "raceme.strategies.casa_ablations:CASAC",
         "casa-d": "raceme.strategies.casa_ablations:CASAD",
@@ -101,6 +102,7 @@ STRATEGIES = Registry(
         "cfl": "raceme.strategies.cfl:CFL",
         "cfl-async": "raceme.strategies.cfl:CFLAsync",
         "csafl": "raceme.strategies.csafl:CSAFL",
+        "faacl": "raceme.strategies.faacl:FAACL",
         "fedasync": "raceme.strategies.fedasync:FedAsync",
         "fedavg": "raceme.strategies.flower_rounds:FedAvg",
         "fedbuff": "raceme.strategies.fedbuff:FedBuff",

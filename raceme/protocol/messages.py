@@ -54,7 +54,26 @@ ACCURACIES = "accuracies"
 """The one of them beside ``losses``."""
 LABEL_COUNTS = "label-counts"
 """Training samples per class: the kind of work, and the numbers, int64, shape (classes,)."""
-TRAINING = frozenset({TRAIN, TRAIN_BEST, TRAIN_MIXED, TRAIN_OWN})
+LEARN = "learn"
+"""Train, and remember a sample of the validation samples."""
+MATCH = "match"
+"""The loss of every sample under each of several models, on several sets of samples: the kind of
+work, answered by an array for each set, float32, shape (models, samples)."""
+LEND = "lend"
+"""Hand out remembered samples: the kind of work, answered by their inputs and labels."""
+REMEMBERED = "remembered"
+"""How many samples of a step a client remembers."""
+MEMORY_STEPS = "memory-steps"
+"""Steps of which a client is to use what it remembers: a list of numbers."""
+MEMORY = "memory"
+"""Remembered samples of a step, numbered by it."""
+BORROWED = "borrowed"
+"""Samples that another client has lent: records numbered from 0."""
+LOCAL = "local"
+"""Models that clients have trained themselves, beside those of clusters: numbered from 0."""
+INPUTS, LABELS = "x", "y"
+"""Arrays of a record of samples."""
+TRAINING = frozenset({TRAIN, TRAIN_BEST, TRAIN_MIXED, TRAIN_OWN, LEARN})
 """Kinds of work whose reply is a trained model."""
 EVALUATE = "evaluate"
 DESCRIBE = "describe"
@@ -130,9 +149,14 @@ _LARGEST_SQUARE = 1e30
 below it sums, differences and distances over very many clients stay finite in float32."""
 
 
+def numbered(name: str, index: int) -> str:
+    """Name one of several records of a kind: ``memory-2``."""
+    return f"{name}-{index}"
+
+
 def candidate(index: int) -> str:
     """Name the record of one of several models among which a client chooses: ``arrays-2``."""
-    return f"{ARRAYS}-{index}"
+    return numbered(ARRAYS, index)
 
 
 _MOST = 2**53
