@@ -103,6 +103,7 @@ STRATEGIES = Registry(
         "cfl-async": "raceme.strategies.cfl:CFLAsync",
         "csafl": "raceme.strategies.csafl:CSAFL",
         "faacl": "raceme.strategies.faacl:FAACL",
+        "faacl-async": "raceme.strategies.faacl_async:FAACLAsync",
         "fedasync": "raceme.strategies.fedasync:FedAsync",
         "fedavg": "raceme.strategies.flower_rounds:FedAvg",
         "fedbuff": "raceme.strategies.fedbuff:FedBuff",

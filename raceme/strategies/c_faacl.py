@@ -127,8 +127,7 @@ class CFAACL(Method):
         """Let a client with new data train θ on them and remember a sample; others as in FAACL."""
         if client not in self.state.cold:
             return self.rounds.train(client)
-        has_clusters = START not in self.models
-        epochs = self.parameters.learn_epochs if has_clusters else self.parameters.init_epochs
+        epochs = self.parameters.learn_epochs if self._has_clusters else self.parameters.init_epochs
         work = initial_training(self, client, self.state.initial, epochs)
         settings = {**work.settings, REMEMBERED: self.parameters.remembered}
         return Work(client, LEARN, (), work.arrays, settings, work.phase)
@@ -139,9 +138,13 @@ class CFAACL(Method):
         cold = [update for update in updates if update.task.client in state.cold]
         others = [update for update in updates if update.task.client not in state.cold]
         averaged = self.rounds.aggregate(others)
-        learned = self._found(cold) if START in self.models else self._learned(cold)
+        learned = self._learned(cold) if self._has_clusters else self._found(cold)
         done = dict(zip(map(id, [*cold, *others]), [*learned, *averaged], strict=True))
         return [done[id(update)] for update in updates]
+
+    @property
+    def _has_clusters(self) -> bool:
+        return bool(self.state.supported.partitions)
 
     def _found(self, updates: Sequence[Update]) -> list[Applied]:
         """Make a cluster of each of the first clients (the cold start, Algorithm 7)."""
@@ -173,7 +176,8 @@ class CFAACL(Method):
             state.cold.pop(client, None)
             self._remember(client, state.learned_at[client], cluster)
         state.local, state.joins, state.learned_at = {}, {}, {}
-        self.rounds.compare_all([k for k in self.models if self.clusters.clients(k, False)])
+        with_clients = [k for k in self.models if k != START and self.clusters.clients(k, False)]
+        self.rounds.compare_all(with_clients)
 
     def _remember(self, client: str, step: int, cluster: int) -> None:
         self.state.memory.setdefault(client, {})[step] = cluster

@@ -143,9 +143,7 @@ def found_each(method: Method, state: SupportState, updates: Sequence[Update]) -
         cluster = method.clusters.found(Model(update.vector.copy(), 1), [client])
         state.cold.pop(client, None)
         applied.append(Applied(cluster, staleness=0, weight=1.0))
-    if applied and START in method.models:
-        left = [client for client in state.cold if method.clusters.main(client) == START]
-        method.clusters.unassign(left)
+    if START in method.models and not method.clusters.clients(START, online_only=False):
         method.clusters.retire(START)
     return applied
 
