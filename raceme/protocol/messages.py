@@ -149,6 +149,11 @@ _LARGEST_SQUARE = 1e30
 below it sums, differences and distances over very many clients stay finite in float32."""
 
 
+def kept_for_validation(examples: int, share: float) -> int:
+    """Return how many of its samples a client keeps to compare models on: one at least."""
+    return min(max(1, round(share * examples)), examples - 1)
+
+
 def numbered(name: str, index: int) -> str:
     """Name one of several records of a kind: ``memory-2``."""
     return f"{name}-{index}"

@@ -7,6 +7,7 @@ from raceme.config.registry import STRATEGIES
 from raceme.server.dispatch import RoundsParameters
 from raceme.server.method import Method
 from raceme.server.plan import Plan
+from raceme.strategies.c_faacl import CFAACL, CFAACLParameters
 from raceme.strategies.casa import CASA, CASAParameters
 from raceme.strategies.casa_ablations import CASAC, CASAD
 from raceme.strategies.casa_plus import CASAPlus, CASAPlusParameters
@@ -22,6 +23,8 @@ from raceme.strategies.csafl import (
     TAFedAvg,
     TFedAvg,
 )
+from raceme.strategies.faacl import FAACL, FAACLParameters
+from raceme.strategies.faacl_async import FAACLAsync, FAACLAsyncParameters
 from raceme.strategies.fedasync import FedAsync, FedAsyncParameters
 from raceme.strategies.fedbuff import FedBuff, FedBuffParameters
 from raceme.strategies.feddrift import (
@@ -52,8 +55,10 @@ __all__ = [
     "CASAC",
     "CASAD",
     "CDFL",
+    "CFAACL",
     "CFL",
     "CSAFL",
+    "FAACL",
     "ICFL",
     "IFCA",
     "STRATEGIES",
@@ -61,10 +66,14 @@ __all__ = [
     "CASAPlus",
     "CASAPlusParameters",
     "CDFLParameters",
+    "CFAACLParameters",
     "CFLAsync",
     "CFLAsyncParameters",
     "CFLParameters",
     "CSAFLParameters",
+    "FAACLAsync",
+    "FAACLAsyncParameters",
+    "FAACLParameters",
     "FeSEM",
     "FeSEMParameters",
     "FedAsync",

@@ -33,7 +33,7 @@ from raceme.server.method import Applied, Method
 from raceme.server.replies import Answer, Update
 from raceme.server.work import Task, Work
 from raceme.strategies.concept_search import ConceptSearch, SearchParameters, SearchState
-from raceme.strategies.supported_models import START, found_each, initial_training
+from raceme.strategies.supported_models import START, check_samples, found_each, initial_training
 from raceme.strategies.supported_rounds import SupportRounds
 
 _SEARCHING = (MATCH, LEND)
@@ -67,6 +67,10 @@ class CFAACL(Method):
         self.search = ConceptSearch(self, self._place)
         self.rounds = SupportRounds(self)
         return self.rounds.policy()
+
+    def check_validation(self, samples: int) -> None:
+        """Raise UserError if a client keeps too few samples for any test to be passed."""
+        check_samples(samples, self.parameters.alpha)
 
     def initialize(self, vector: Vector) -> None:
         """Begin with θ, which serves everybody until there are clusters."""

@@ -29,7 +29,7 @@ from raceme.server.fleet import Client
 from raceme.server.method import Applied, Method
 from raceme.server.replies import Answer, Update
 from raceme.server.work import Task, Work
-from raceme.strategies.supported_models import START, found_each, initial_training
+from raceme.strategies.supported_models import START, check_samples, found_each, initial_training
 from raceme.strategies.supported_rounds import (
     SupportRounds,
     SupportRoundsParameters,
@@ -60,6 +60,10 @@ class FAACL(Method):
         """Work in rounds; who supports other clusters trains their models after its own."""
         self.rounds = SupportRounds(self)
         return self.rounds.policy()
+
+    def check_validation(self, samples: int) -> None:
+        """Raise UserError if a client keeps too few samples for any test to be passed."""
+        check_samples(samples, self.parameters.alpha)
 
     def initialize(self, vector: Vector) -> None:
         """Begin with θ, which serves everybody until there are clusters."""

@@ -35,6 +35,7 @@ from raceme.strategies.supported_models import (
     START,
     SupportParameters,
     SupportState,
+    check_samples,
     comparison,
     found_each,
     initial_training,
@@ -91,6 +92,10 @@ class FAACLAsync(Method):
     validates = True
     parameters: FAACLAsyncParameters
     state: FAACLAsyncState
+
+    def check_validation(self, samples: int) -> None:
+        """Raise UserError if a client keeps too few samples for any test to be passed."""
+        check_samples(samples, self.parameters.alpha)
 
     def initialize(self, vector: Vector) -> None:
         """Begin with θ, which serves everybody until there are clusters."""

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from raceme.clustering.model import Model
 from raceme.clustering.support import Supported, disjoint_pairs, fewest_samples
+from raceme.config.errors import UserError
 from raceme.config.options import option
 from raceme.protocol.events import SupportChanged
 from raceme.protocol.messages import (
@@ -27,6 +28,7 @@ from raceme.protocol.messages import (
     VALIDATION_SHARE,
     Vector,
     forward_cost,
+    kept_for_validation,
 )
 from raceme.server.fleet import Client
 from raceme.server.method import Applied, Method
@@ -101,9 +103,19 @@ def trains(supported: Supported, cluster: int) -> list[int]:
     return [cluster, *supported.supported_by(cluster)]
 
 
+def check_samples(samples: int, alpha: float) -> None:
+    """Raise UserError if a client keeps too few samples for any test to be passed."""
+    needed = fewest_samples(alpha)
+    if samples < needed:
+        raise UserError(
+            f"A client keeps {samples} samples to compare models on, and a test at level {alpha:g} "
+            f"needs {needed}: raise validation-share, or take fewer clients."
+        )
+
+
 def warn_of_few_samples(client: Client, share: float, alpha: float) -> None:
     """Say that a client has too few validation samples for any test to be passed."""
-    needed, kept = fewest_samples(alpha), round(share * client.num_examples)
+    needed, kept = fewest_samples(alpha), kept_for_validation(client.num_examples, share)
     if client.num_examples and kept < needed:
         log.warning(
             "%s keeps %d samples for validation, and a test at level %g needs %d: no other model "
