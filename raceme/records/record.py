@@ -22,6 +22,7 @@ from raceme.protocol.events import (
     Evaluated,
     Event,
     RunEnded,
+    SupportChanged,
     UpdateApplied,
     UpdateRejected,
 )
@@ -156,6 +157,8 @@ class RunRecord:
         How good uploads were, and how well mixtures were estimated.
     cluster_scores : tuple of ClustersScored
         All tests of the clusters' models on the server.
+    support_changes : tuple of SupportChanged
+        Which clusters supported which, whenever that changed.
     end : float
         When the run ended in seconds; the time of the last event if it was killed.
     reason : str or None
@@ -177,6 +180,7 @@ class RunRecord:
     idle_times: IdleTimes
     uploads: Uploads
     cluster_scores: tuple[ClustersScored, ...]
+    support_changes: tuple[SupportChanged, ...]
     end: float
     reason: str | None
     ending: Ending | None
@@ -208,6 +212,7 @@ class RunRecord:
             idle_times=_columns(IdleTimes, [e for e in listed if isinstance(e, ClientIdled)]),
             uploads=uploads,
             cluster_scores=tuple(event for event in listed if isinstance(event, ClustersScored)),
+            support_changes=tuple(event for event in listed if isinstance(event, SupportChanged)),
             end=last,
             reason=endings[-1].reason if endings else None,
             ending=endings[-1].ending if endings else None,

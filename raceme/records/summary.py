@@ -22,6 +22,7 @@ from raceme.protocol.events import (
     Evaluated,
     Event,
     RunEnded,
+    SupportChanged,
     UpdateApplied,
     UpdateRejected,
 )
@@ -131,6 +132,8 @@ class RunSummary:
         How good uploads were, and how well mixtures were estimated.
     cluster_scores : ClustersScored or None
         The latest test of the clusters' models on the server.
+    supporters : Mapping[int, tuple[int, ...]] or None
+        Clusters to those that support them now; None where no method says so.
     passes : int or None
         Passes of single samples through a network, where clients state them.
     reason : str or None
@@ -158,6 +161,7 @@ class RunSummary:
         self.membership = Membership()
         self.uploads = Uploads(self.membership)
         self.cluster_scores: ClustersScored | None = None
+        self.supporters: Mapping[int, tuple[int, ...]] | None = None
         self.passes: int | None = None
         self.reason: str | None = None
         self.ending: Ending | None = None
@@ -185,6 +189,8 @@ class RunSummary:
             self.idle.observe(event)
         elif isinstance(event, ClustersScored):
             self.cluster_scores = event
+        elif isinstance(event, SupportChanged):
+            self.supporters = event.supporters
         elif isinstance(event, ClustersChanged | ClientJoined):
             self._observe_clusters(event)
         self.uploads.observe(event)
@@ -241,6 +247,7 @@ class RunSummary:
             "unrest": unrest([point.accuracy for point in self._evaluations], self.measure),
             "clusters": self.clusters,
             "cluster_sizes": {str(k): size for k, size in self.membership.sizes().items()},
+            "supporters": self._supporters(),
             "moves": self.moves,
             "purity": self.purity(),
             "purity_reached_at_update": self._pure_since,
@@ -268,6 +275,11 @@ class RunSummary:
             "cluster_accuracy": _finite(found.mean),
             "cluster_accuracies": {str(k): _finite(a) for k, a in found.accuracies.items()},
         }
+
+    def _supporters(self) -> dict[str, list[int]] | None:
+        if self.supporters is None:
+            return None
+        return {str(k): [int(s) for s in of] for k, of in sorted(self.supporters.items())}
 
     def _scores(self) -> dict[str, float | None]:
         """Return the measure by its name; a run that was not evaluated has accuracies of None."""

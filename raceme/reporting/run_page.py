@@ -44,6 +44,7 @@ from raceme.reporting.repeat import repeat_command
 from raceme.reporting.similarity import read_similarity
 from raceme.reporting.staleness import staleness_figure
 from raceme.reporting.style import CLOCK
+from raceme.reporting.support_plot import has_support, support_figure
 from raceme.reporting.uploads_plot import has_scores, uploads_figure
 
 _MOST_EVALUATIONS = 60
@@ -98,6 +99,9 @@ def run_page(folder: Path, links: str) -> str:
         changes=changes_table(record),
         moves=moves_table(record),
         members=members,
+        support=plot(support_figure(record, clock=clock), "support")
+        if has_support(record)
+        else None,
         similarity=similarity,
         without_similarity=without,
         devices=plot(devices_figure(record, clock=clock), "devices"),

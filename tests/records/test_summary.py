@@ -207,6 +207,7 @@ def test_the_summary_by_hand() -> None:
         "unrest": pytest.approx(0.075),
         "clusters": 2,
         "cluster_sizes": {"1": 2, "2": 2},
+        "supporters": None,
         "moves": 0,
         "purity": 1.0,
         "purity_reached_at_update": 3,
