@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raceme.protocol.events import (
+    AnswerTaken,
     ClientIdled,
     ClientJoined,
     ClientLeft,
@@ -61,6 +62,19 @@ class Updates:
     accuracy_before: Floats
     accuracy_after: Floats
     passes: Floats
+    phase: Texts
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Answers to work that was not training; see :class:`raceme.protocol.events.AnswerTaken`."""
+
+    time: Floats
+    client: Texts
+    kind: Texts
+    phase: Texts
+    bytes_down: Integers
+    bytes_up: Integers
 
 
 @dataclass(frozen=True)
@@ -143,7 +157,7 @@ class RunRecord:
     ----------
     clients : tuple of Client
         In the order in which they joined.
-    updates, rejections, evaluations, client_evaluations
+    updates, answers, rejections, evaluations, client_evaluations
         Columns, in the order of events.
     changes : tuple of ClustersChanged
         All changes of the clusters, as they were observed.
@@ -171,6 +185,7 @@ class RunRecord:
 
     clients: tuple[Client, ...]
     updates: Updates
+    answers: Answers
     rejections: Rejections
     evaluations: Evaluations
     client_evaluations: ClientEvaluations
@@ -203,6 +218,7 @@ class RunRecord:
         return cls(
             clients=_clients(listed),
             updates=_columns(Updates, [e for e in listed if isinstance(e, UpdateApplied)]),
+            answers=_columns(Answers, [e for e in listed if isinstance(e, AnswerTaken)]),
             rejections=_columns(Rejections, [e for e in listed if isinstance(e, UpdateRejected)]),
             evaluations=_columns(Evaluations, evaluated),
             client_evaluations=_client_evaluations(evaluated),

@@ -46,7 +46,7 @@ CREATE TABLE updates (
     weight REAL, dispatched_at REAL NOT NULL, train_loss REAL,
     bytes_down INTEGER NOT NULL, bytes_up INTEGER NOT NULL, started_at REAL, finished_at REAL,
     step INTEGER NOT NULL, accuracy_before REAL, accuracy_after REAL, passes INTEGER,
-    event INTEGER PRIMARY KEY);
+    phase TEXT NOT NULL, event INTEGER PRIMARY KEY);
 CREATE TABLE mixtures (
     event INTEGER NOT NULL REFERENCES updates, distribution INTEGER NOT NULL, share REAL NOT NULL,
     PRIMARY KEY (event, distribution)) WITHOUT ROWID;
@@ -88,7 +88,7 @@ CREATE TABLE endings (
 
 TABLES = {
     "client_events": (6, "event"),
-    "updates": (18, "event"),
+    "updates": (19, "event"),
     "mixtures": (3, "event, distribution"),
     "rejections": (5, "event"),
     "evaluations": (10, "event"),
@@ -138,6 +138,7 @@ def _write_update(rows: Rows, number: int, event: UpdateApplied) -> None:
             event.accuracy_before,
             event.accuracy_after,
             event.passes,
+            event.phase,
             number,
         )
     )

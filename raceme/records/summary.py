@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import raceme
 from raceme.protocol.events import (
+    AnswerTaken,
     ClientIdled,
     ClientJoined,
     ClusterChange,
@@ -32,6 +33,7 @@ from raceme.records.files import atomic_write
 from raceme.records.idle import IdleShares
 from raceme.records.membership import Membership, home, purity
 from raceme.records.steps import StepAccuracies
+from raceme.records.traffic import Traffic
 from raceme.records.uploads import Uploads
 
 __all__ = ["Evaluation", "RunSummary", "purity", "summarise", "time_to_target", "write_summary"]
@@ -118,8 +120,8 @@ class RunSummary:
         What these are.
     asked, answered : int or None
         Clients that were asked in the latest evaluation, and of them those that answered.
-    bytes_down, bytes_up : int
-        Traffic of the updates applied, to the clients and from them.
+    traffic : Traffic
+        Bytes of the updates applied, and of the answers to other work.
     clusters : int
         Number of cluster models now.
     moves : int
@@ -153,8 +155,7 @@ class RunSummary:
         self.measure = ACCURACY
         self.asked: int | None = None
         self.answered: int | None = None
-        self.bytes_down = 0
-        self.bytes_up = 0
+        self.traffic = Traffic()
         self.clusters = 0
         self.moves = 0
         self.idle = IdleShares()
@@ -174,12 +175,13 @@ class RunSummary:
         self.time = max(self.time, float(event.time))
         if isinstance(event, UpdateApplied):
             self.updates = int(event.seq)
-            self.bytes_down += int(event.bytes_down)
-            self.bytes_up += int(event.bytes_up)
+            self.traffic.observe(event)
             if event.passes is not None:
                 self.passes = (self.passes or 0) + event.passes
         elif isinstance(event, Evaluated):
             self._observe_evaluation(event)
+        elif isinstance(event, AnswerTaken):
+            self.traffic.observe(event)
         elif isinstance(event, UpdateRejected):
             self.rejected += 1
         elif isinstance(event, RunEnded):
@@ -251,8 +253,9 @@ class RunSummary:
             "moves": self.moves,
             "purity": self.purity(),
             "purity_reached_at_update": self._pure_since,
-            "bytes_up": self.bytes_up,
-            "bytes_down": self.bytes_down,
+            "bytes_up": self.traffic.up,
+            "bytes_down": self.traffic.down,
+            "bytes_by_phase": self.traffic.result(),
             "rejected_updates": self.rejected,
             **self.idle.result(),
             **self.uploads.result(),

@@ -89,6 +89,7 @@ def run_page(folder: Path, links: str) -> str:
         summary=summary,
         tiles=tiles,
         results=results,
+        traffic=_traffic(summary),
         accuracy=plot(accuracy_figure(record, target=target, clock=clock), record.measure.name),
         measure=record.measure,
         evaluations=_evaluations(record),
@@ -146,6 +147,19 @@ def _results(summary: Mapping[str, Any]) -> PageTable:
         ("ended because", str(summary["reason"] or "it was killed")),
     ]
     return PageTable("Result", (), tuple(rows), words=(0, 1), kind="pairs")
+
+
+def _traffic(summary: Mapping[str, Any]) -> PageTable | None:
+    """Return the bytes of each phase; None if none travelled, or of earlier versions."""
+    phases = summary.get("bytes_by_phase") or {}
+    rows = tuple(
+        (name, number(of["messages"]), number(of["down"]), number(of["up"]))
+        for name, of in phases.items()
+    )
+    if not any(of["down"] or of["up"] for of in phases.values()):
+        return None
+    heads = ("phase", "answered", "bytes down", "bytes up")
+    return PageTable("Traffic by phase", heads, rows)
 
 
 def _tiles(summary: Mapping[str, Any]) -> list[Tile]:

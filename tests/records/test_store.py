@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from raceme.config.errors import UserError
 from raceme.protocol.events import (
+    AnswerTaken,
     ClientIdled,
     ClientJoined,
     ClientLeft,
@@ -89,7 +90,8 @@ ONE_OF_EACH: list[Event] = [
     ClustersScored(5.75, 3, {0: 0.75, 2: 0.5}),
     SupportChanged(5.8, 3, {1: (0, 2), 4: (1,)}),
     SupportChanged(5.85, 3, {}),
-    replace(UPDATE, seq=4, time=5.875, passes=90, mixture=(0.25, 0.0, 0.75)),
+    AnswerTaken(5.86, "a", "losses", "support", 1000, 40),
+    replace(UPDATE, seq=4, time=5.875, passes=90, mixture=(0.25, 0.0, 0.75), phase="init"),
     RunEnded(6.0, 4, "all clients are gone", Ending.NO_CLIENTS),
 ]
 
@@ -249,6 +251,7 @@ _EVENTS = st.one_of(
         _NUMBERS,
         _NUMBERS,
     ),
+    st.builds(AnswerTaken, _TIMES, _CLIENTS, _CLIENTS, _CLIENTS, _COUNTS, _COUNTS),
     st.builds(
         SupportChanged,
         _TIMES,
@@ -450,12 +453,17 @@ def test_a_store_of_format_3_lacks_what_came_later(tmp_path: Path) -> None:
 
 
 def forget_format_6(connection: sqlite3.Connection) -> None:
+    connection.execute("ALTER TABLE updates DROP COLUMN phase")
     for table in METHOD_TABLES:
         connection.execute(f"DROP TABLE {table}")
 
 
 def as_format_5(events: Iterable[Event]) -> list[Event]:
-    return [event for event in events if not isinstance(event, SupportChanged)]
+    return [
+        replace(event, phase="train") if isinstance(event, UpdateApplied) else event
+        for event in events
+        if not isinstance(event, AnswerTaken | SupportChanged)
+    ]
 
 
 def test_a_store_of_format_5_lacks_what_only_some_methods_report(tmp_path: Path) -> None:

@@ -213,6 +213,7 @@ def test_the_summary_by_hand() -> None:
         "purity_reached_at_update": 3,
         "bytes_up": 40,
         "bytes_down": 400,
+        "bytes_by_phase": {"train": {"down": 400, "up": 40, "messages": 4}},
         "rejected_updates": 1,
         "idle_share_mean": None,
         "idle_over_30_percent": None,
