@@ -44,13 +44,14 @@ from raceme.protocol.messages import (
     TASK,
     TRAIN,
     TRAIN_BEST,
+    TRAIN_ELASTIC,
     TRAIN_MIXED,
     TRAIN_OWN,
     VALIDATION_SHARE,
     VERSION,
     to_array,
 )
-from raceme.training import hardware, kinds
+from raceme.training import continual, hardware, kinds
 from raceme.training.clients import Client, ClientCache, joined, load
 from raceme.training.work import Answer, ClientWork
 
@@ -101,6 +102,7 @@ KINDS: dict[str, Callable[[ClientWork], Answer]] = {
     TRAIN_BEST: kinds.train_best,
     TRAIN_MIXED: kinds.train_mixed,
     TRAIN_OWN: kinds.train_own,
+    TRAIN_ELASTIC: continual.train_elastic,
     EVALUATE: kinds.evaluate,
     LOSSES: kinds.losses,
     SCORES: kinds.scores,

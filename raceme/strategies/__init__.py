@@ -22,6 +22,7 @@ from raceme.strategies.csafl import (
     TAFedAvg,
     TFedAvg,
 )
+from raceme.strategies.ewc import EWC, EWCParameters
 from raceme.strategies.fedasync import FedAsync, FedAsyncParameters
 from raceme.strategies.fedbuff import FedBuff, FedBuffParameters
 from raceme.strategies.feddrift import (
@@ -45,6 +46,7 @@ from raceme.strategies.flower_rounds import (
 )
 from raceme.strategies.icfl import ICFL, ICFLAsync, ICFLAsyncParameters, ICFLParameters
 from raceme.strategies.ifca import IFCA, IFCAAsync, IFCAAsyncParameters, IFCAParameters
+from raceme.strategies.ssgd import StableSGD, StableSGDParameters
 from raceme.strategies.standalone import Standalone
 
 __all__ = [
@@ -54,6 +56,7 @@ __all__ = [
     "CDFL",
     "CFL",
     "CSAFL",
+    "EWC",
     "ICFL",
     "IFCA",
     "STRATEGIES",
@@ -65,6 +68,7 @@ __all__ = [
     "CFLAsyncParameters",
     "CFLParameters",
     "CSAFLParameters",
+    "EWCParameters",
     "FeSEM",
     "FeSEMParameters",
     "FedAsync",
@@ -105,6 +109,8 @@ __all__ = [
     "Plan",
     "RFedAvg",
     "RoundsParameters",
+    "StableSGD",
+    "StableSGDParameters",
     "Standalone",
     "TAFedAvg",
     "TFedAvg",
