@@ -47,13 +47,14 @@ from raceme.protocol.messages import (
     TASK,
     TRAIN,
     TRAIN_BEST,
+    TRAIN_ELASTIC,
     TRAIN_MIXED,
     TRAIN_OWN,
     VALIDATION_SHARE,
     VERSION,
     to_array,
 )
-from raceme.training import hardware, kinds, memory
+from raceme.training import continual, hardware, kinds, memory
 from raceme.training.clients import Client, ClientCache, joined, load
 from raceme.training.work import Answer, ClientWork
 
@@ -107,6 +108,7 @@ KINDS: dict[str, Callable[[ClientWork], Answer]] = {
     LEARN: memory.learn,
     MATCH: memory.match,
     LEND: memory.lend,
+    TRAIN_ELASTIC: continual.train_elastic,
     EVALUATE: kinds.evaluate,
     LOSSES: kinds.losses,
     SCORES: kinds.scores,

@@ -23,6 +23,7 @@ from raceme.strategies.csafl import (
     TAFedAvg,
     TFedAvg,
 )
+from raceme.strategies.ewc import EWC, EWCParameters
 from raceme.strategies.faacl import FAACL, FAACLParameters
 from raceme.strategies.faacl_async import FAACLAsync, FAACLAsyncParameters
 from raceme.strategies.fedasync import FedAsync, FedAsyncParameters
@@ -48,6 +49,7 @@ from raceme.strategies.flower_rounds import (
 )
 from raceme.strategies.icfl import ICFL, ICFLAsync, ICFLAsyncParameters, ICFLParameters
 from raceme.strategies.ifca import IFCA, IFCAAsync, IFCAAsyncParameters, IFCAParameters
+from raceme.strategies.ssgd import StableSGD, StableSGDParameters
 from raceme.strategies.standalone import Standalone
 
 __all__ = [
@@ -58,6 +60,7 @@ __all__ = [
     "CFAACL",
     "CFL",
     "CSAFL",
+    "EWC",
     "FAACL",
     "ICFL",
     "IFCA",
@@ -71,6 +74,7 @@ __all__ = [
     "CFLAsyncParameters",
     "CFLParameters",
     "CSAFLParameters",
+    "EWCParameters",
     "FAACLAsync",
     "FAACLAsyncParameters",
     "FAACLParameters",
@@ -114,6 +118,8 @@ __all__ = [
     "Plan",
     "RFedAvg",
     "RoundsParameters",
+    "StableSGD",
+    "StableSGDParameters",
     "Standalone",
     "TAFedAvg",
     "TFedAvg",
