@@ -152,6 +152,8 @@ DATASETS = Registry(
         "npz-folder": "raceme.datasets.npz_folder:NpzFolder",
         "harbox": "raceme.datasets.har:HarBox",
         "imu": "raceme.datasets.har:Imu",
+        "uci-har": "raceme.datasets.har:UciHar",
+        "fsdd": "raceme.datasets.fsdd:Fsdd",
         "text": "raceme.datasets.text:Text",
         "usps": "raceme.datasets.usps:Usps",
         "gas-drift": "raceme.datasets.gas:GasDrift",
@@ -171,6 +173,7 @@ PARTITIONERS = Registry(
         "iid": "raceme.datasets.partition:iid",
         "rotation-groups": "raceme.datasets.skew:rotation_groups",
         "noise-groups": "raceme.datasets.skew:noise_groups",
+        "scenario": "raceme.datasets.scenario:scenario",
     },
 )
 
@@ -188,6 +191,7 @@ DRIFTS = Registry(
         "mixture": "raceme.datasets.drift.mixture:Mixture",
         "tasks": "raceme.datasets.drift.tasks:Tasks",
         "in-order": "raceme.datasets.drift.in_order:InOrder",
+        "scenario-stream": "raceme.datasets.drift.stream:ScenarioStream",
     },
 )
 """How data change during a run."""

@@ -32,6 +32,7 @@ from raceme.datasets.partition import (
     fitting_groups,
 )
 from raceme.datasets.reserve import folder_of, wanted
+from raceme.datasets.scenario import ScenarioPartitionOptions, scenario_of
 from raceme.datasets.source import ClientData, Dataset, DataShape, Source, generator
 from raceme.datasets.suited import suited
 
@@ -266,7 +267,7 @@ def forget() -> None:
         kept.cache_clear()
 
 
-_BY_LABEL = (LabelGroupOptions, DirichletOptions, ClassesOptions)
+_BY_LABEL = (LabelGroupOptions, DirichletOptions, ClassesOptions, ScenarioPartitionOptions)
 """Options of the partitions that deal samples by their class."""
 
 
@@ -296,6 +297,9 @@ def _deal(config: RunConfig) -> Partition:
             f"partition {config.partition} deals by label, and the labels of {config.dataset} are "
             "quantities: take iid, rotation-groups or noise-groups."
         )
+    scenario = scenario_of(config)
+    if scenario is not None:
+        scenario.check(dataset, config.dataset)
     dealt: Partition = partitioner(dataset.y, config, generator(config.seed, "partition"))
     return dealt
 

@@ -13,8 +13,9 @@ from raceme.config import RunConfig
 from raceme.config.errors import UserError
 from raceme.datasets.partition import Partition
 from raceme.datasets.reserve import reserved, wanted
+from raceme.datasets.scenario import Scenario, scenario_of
 from raceme.datasets.skew import is_skewed, skew
-from raceme.datasets.source import ClientData, Dataset, Indices, generator
+from raceme.datasets.source import ClientData, Dataset, Indices, Labels, generator
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +53,16 @@ class Dealt:
     def skewed(self) -> bool:
         """Whether a client's group decides how it sees samples, not which samples it has."""
         # Clients that the data come with have their own features; a partition's are not theirs.
-        return self.dataset.users is None and is_skewed(self.config)
+        if self.dataset.users is not None:
+            return False
+        return is_skewed(self.config) or (
+            self._scenario is not None and self._scenario.changes_samples
+        )
+
+    @cached_property
+    def _scenario(self) -> Scenario | None:
+        """What groups differ in, if the partition makes a scenario."""
+        return scenario_of(self.config)
 
     def group(self, client: int) -> int | None:
         """Return the true group of a client, None where there is none."""
@@ -156,10 +166,19 @@ class Dealt:
         part : str
             ``"train"`` or ``"test"``: their noise must differ.
         """
+        if self._scenario is not None and self.skewed and group is not None:
+            return self._scenario.inputs(self.dataset, samples, group)
         inputs = self.dataset.inputs(samples)
         if not self.skewed:
             return inputs
         return skew(inputs, self.config, group, client, part, self.dataset.blank)
+
+    def labels(self, samples: Indices, group: int | None) -> Labels:
+        """Return the labels of samples as a client of a group gives them, shape (n,)."""
+        labels = self.dataset.y[samples]
+        if self._scenario is None or not self.skewed or group is None:
+            return labels
+        return self._scenario.labels(labels, group, self.dataset.num_classes)
 
     def data(self, client: int) -> ClientData:
         """Return the samples that were dealt out to a client."""
@@ -188,9 +207,9 @@ class Dealt:
         group = self.group(client)
         return ClientData(
             self.inputs(train, group, client, "train"),
-            self.dataset.y[train],
+            self.labels(train, group),
             self.inputs(test, group, client, "test"),
-            self.dataset.y[test],
+            self.labels(test, group),
             group,
         )
 

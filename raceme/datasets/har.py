@@ -2,7 +2,7 @@
 
 HARBox and IMU are the two datasets of Ouyang et al., "ClusterFL: a similarity-aware federated
 learning system for human activity recognition", 2021, in the folders in which they are published.
-Any other is taken by ``npz-folder``.
+UCI HAR is taken from .npz files, as any other is by ``npz-folder``.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from raceme.config import RunConfig
 from raceme.config.errors import UserError
 from raceme.datasets.cache import Arrays, cached
+from raceme.datasets.npz_folder import NpzFolder
 from raceme.datasets.source import Dataset, DataShape, Source
 
 WINDOW = 100
@@ -47,6 +48,17 @@ class Person:
     name: str
     files: Mapping[int, Path]
     group: int | None = None
+
+
+class UciHar(NpzFolder):
+    """UCI HAR: 6 activities of 30 people with a phone at the waist (.npz files under data-root).
+
+    Anguita et al., "A Public Domain Dataset for Human Activity Recognition Using Smartphones",
+    ESANN 2013.
+    """
+
+    default_model = "cnn1d"
+    inner = ("uci_har_by_person", "uci-har")
 
 
 class HarBox(Source):

@@ -98,7 +98,7 @@ def _seen(dealt: Dealt, own: Indices, group: int, part: str) -> Held:
     """Return samples as the clients of a group see them."""
     # Where a group adds noise it is nobody's of the clients'.
     nobody = dealt.clients + group
-    return Held(dealt.inputs(own, group, nobody, part), dealt.dataset.y[own])
+    return Held(dealt.inputs(own, group, nobody, part), dealt.labels(own, group))
 
 
 def _check_classes(

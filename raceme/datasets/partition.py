@@ -103,7 +103,7 @@ def label_groups(labels: Indices, config: RunConfig, rng: np.random.Generator) -
     client's shares of the group's labels are drawn from a Dirichlet distribution; how many samples
     a client has, ``sizes`` says.
     """
-    _check_enough(labels, config.num_clients)
+    check_enough(labels, config.num_clients)
     options = config.read(LabelGroupOptions)
     shares = parse_groups(options.groups)
     kinds = np.unique(labels)
@@ -118,11 +118,11 @@ def label_groups(labels: Indices, config: RunConfig, rng: np.random.Generator) -
                 f"even one {what}. Give larger shares or fewer groups."
             )
     group_labels = np.split(kinds, np.cumsum(label_counts)[:-1])
-    weights = np.split(_client_weights(config, rng), np.cumsum(client_counts)[:-1])
+    weights = np.split(client_weights(config, rng), np.cumsum(client_counts)[:-1])
     indices: list[Indices] = []
     for own_labels, own_weights in zip(group_labels, weights, strict=True):
         own = np.flatnonzero(np.isin(labels, own_labels))
-        _check_enough(own, len(own_weights), f"their group with labels {own_labels.tolist()}")
+        check_enough(own, len(own_weights), f"their group with labels {own_labels.tolist()}")
         dealt = _spread(labels, own_labels, own_weights, options.dirichlet_alpha, rng)
         indices.extend(_with_minimum(dealt))
     groups = np.repeat(np.arange(len(shares)), client_counts)
@@ -132,8 +132,8 @@ def label_groups(labels: Indices, config: RunConfig, rng: np.random.Generator) -
 @reads(DirichletOptions)
 def dirichlet(labels: Indices, config: RunConfig, rng: np.random.Generator) -> Partition:
     """Every client's shares of the labels drawn from a Dirichlet distribution (dirichlet-alpha)."""
-    _check_enough(labels, config.num_clients)
-    weights = _client_weights(config, rng)
+    check_enough(labels, config.num_clients)
+    weights = client_weights(config, rng)
     alpha = config.read(DirichletOptions).dirichlet_alpha
     dealt = _spread(labels, np.unique(labels), weights, alpha, rng)
     return _partition(_with_minimum(dealt))
@@ -148,10 +148,10 @@ def classes(labels: Indices, config: RunConfig, rng: np.random.Generator) -> Par
     there are only as many different clients as labels, each like its neighbours: m groups of them
     have few labels each. Dealt mixed, two labels each of ten make 45 kinds of clients.
     """
-    _check_enough(labels, config.num_clients)
+    check_enough(labels, config.num_clients)
     kinds = np.unique(labels)
     holders = _deal_labels(len(kinds), config, rng)
-    weights = _client_weights(config, rng)
+    weights = client_weights(config, rng)
     parts: list[list[Indices]] = [[] for _ in range(config.num_clients)]
     least = -(-MIN_SAMPLES // config.read(ClassesOptions).classes_per_client)
     for kind, clients in zip(kinds, holders, strict=True):
@@ -161,7 +161,7 @@ def classes(labels: Indices, config: RunConfig, rng: np.random.Generator) -> Par
                 f"Too few samples of label {kind}: {len(own)} for the {len(clients)} clients that "
                 f"are to hold it. Take fewer clients or more classes-per-client."
             )
-        for client, part in zip(clients, _divide(own, weights[clients], least), strict=True):
+        for client, part in zip(clients, divide(own, weights[clients], least), strict=True):
             parts[client].append(part)
     return _partition([np.concatenate(part) for part in parts])
 
@@ -169,9 +169,9 @@ def classes(labels: Indices, config: RunConfig, rng: np.random.Generator) -> Par
 @reads(SizeOptions)
 def iid(labels: Indices, config: RunConfig, rng: np.random.Generator) -> Partition:
     """Samples dealt out at random: every client sees the same distribution."""
-    _check_enough(labels, config.num_clients)
-    weights = _client_weights(config, rng)
-    return _partition(_divide(rng.permutation(len(labels)), weights, MIN_SAMPLES))
+    check_enough(labels, config.num_clients)
+    weights = client_weights(config, rng)
+    return _partition(divide(rng.permutation(len(labels)), weights, MIN_SAMPLES))
 
 
 def parse_groups(text: str) -> Shares:
@@ -239,7 +239,7 @@ def largest_remainder(total: int, shares: Shares) -> Indices:
     return counts
 
 
-def _check_enough(samples: Indices, clients: int, what: str = "the dataset") -> None:
+def check_enough(samples: Indices, clients: int, what: str = "the dataset") -> None:
     """Raise UserError if there are not enough samples for the minimum of every client."""
     if len(samples) < clients * MIN_SAMPLES:
         raise UserError(
@@ -258,7 +258,7 @@ def _check_groups(groups: int, labels: int, clients: int) -> None:
             )
 
 
-def _client_weights(config: RunConfig, rng: np.random.Generator) -> Shares:
+def client_weights(config: RunConfig, rng: np.random.Generator) -> Shares:
     """Return how much of the data each client is to get, relative to the others.
 
     The power law is Zipf's: 1, 1/2, 1/3 … in a random order of the clients.
@@ -352,7 +352,7 @@ def _deal_labels(num_labels: int, config: RunConfig, rng: np.random.Generator) -
     return [np.array(clients) for clients in holders]
 
 
-def _divide(samples: Indices, weights: Shares, least: int) -> list[Indices]:
+def divide(samples: Indices, weights: Shares, least: int) -> list[Indices]:
     """Divide samples by weight, after each part has got the least that it must have."""
     left = len(samples) - least * len(weights)
     counts = least + largest_remainder(left, weights / weights.sum())

@@ -19,8 +19,9 @@ from raceme.datasets.drift import Schedule, parse_schedule, schedule_of
 from raceme.datasets.drift.base import Evolution
 from raceme.datasets.skew import rotated
 
-# In-order needs data with a time: tests/datasets/test_recordings.py.
-CHANGING = sorted(set(DRIFTS) - {"none", "in-order"})
+# In-order needs data with a time, tests/datasets/test_recordings.py, and scenario-stream a
+# partition without groups, tests/datasets/test_scenario_stream.py.
+CHANGING = sorted(set(DRIFTS) - {"none", "in-order", "scenario-stream"})
 
 
 # When the step moves.

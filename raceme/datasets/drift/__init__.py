@@ -47,12 +47,12 @@ def schedule_of(config: RunConfig) -> Schedule | None:
     Raises
     ------
     UserError
-        There is no such drift, or ``drift-at`` cannot be read.
+        There is no such drift, or ``drift-at`` cannot be read, or is none for it.
     """
     chosen = drift_type(config)
     if chosen.options_type is None:
         return None
     at = config.read(chosen.options_type).drift_at
-    return parse_schedule(
-        chosen.default_schedule(config.num_clients, config.planned_updates) if at is None else at
-    )
+    schedule = parse_schedule(chosen.default_schedule(config) if at is None else at)
+    chosen.check_schedule(config, schedule)
+    return schedule

@@ -9,9 +9,11 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from raceme.config import RunConfig
 from raceme.config.errors import UserError
 from raceme.config.options import option
 from raceme.datasets.dealt import Dealt
+from raceme.datasets.drift.schedule import Schedule
 from raceme.datasets.source import ClientData, generator
 
 State = TypeVar("State")
@@ -59,9 +61,19 @@ class Drift:
         self.options = options
 
     @staticmethod
-    def default_schedule(clients: int, max_updates: int) -> str:
-        """Return when the step moves if ``drift-at`` is left open."""
-        return f"{max(1, max_updates // 2)} updates"
+    def default_schedule(config: RunConfig) -> str:
+        """Return when the step moves if ``drift-at`` is left open; the clients are known."""
+        return f"{max(1, config.planned_updates // 2)} updates"
+
+    @staticmethod
+    def check_schedule(config: RunConfig, schedule: Schedule) -> None:
+        """Find out whether data can change at the moments that were asked for.
+
+        Raises
+        ------
+        UserError
+            They cannot.
+        """
 
     def check(self) -> None:
         """Find out whether the data can change so.

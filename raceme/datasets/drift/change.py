@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from raceme.config import RunConfig
 from raceme.config.errors import UserError
 from raceme.config.options import option
 from raceme.datasets.drift.base import Drift, DriftOptions
@@ -17,9 +18,9 @@ _QUARTERS = 4
 """Steps of a gradual drift in a run, if nothing else is asked for."""
 
 
-def gradually(max_updates: int) -> str:
+def gradually(config: RunConfig) -> str:
     """Return the schedule of a drift that goes on all through a run."""
-    return f"every {max(1, max_updates // _QUARTERS)} updates"
+    return f"every {max(1, config.planned_updates // _QUARTERS)} updates"
 
 
 @dataclass(frozen=True)
@@ -65,9 +66,9 @@ class Rotate(SomeClients):
     options_type = RotateOptions
 
     @staticmethod
-    def default_schedule(clients: int, max_updates: int) -> str:
+    def default_schedule(config: RunConfig) -> str:
         """Return a quarter of the run for each step."""
-        return gradually(max_updates)
+        return gradually(config)
 
     def check(self) -> None:
         """Raise UserError if there are no images."""
@@ -135,9 +136,9 @@ class Noise(SomeClients):
     options_type = NoiseOptions
 
     @staticmethod
-    def default_schedule(clients: int, max_updates: int) -> str:
+    def default_schedule(config: RunConfig) -> str:
         """Return a quarter of the run for each step."""
-        return gradually(max_updates)
+        return gradually(config)
 
     def check(self) -> None:
         """Raise UserError if the inputs are no quantities."""
@@ -191,9 +192,9 @@ class Incremental(Drift):
     options_type = IncrementalOptions
 
     @staticmethod
-    def default_schedule(clients: int, max_updates: int) -> str:
+    def default_schedule(config: RunConfig) -> str:
         """Return a quarter of the run for each step."""
-        return gradually(max_updates)
+        return gradually(config)
 
     def data(self, client: int, step: int) -> ClientData:
         """Return the part that is there by now; what was there stays."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from raceme.config import RunConfig
 from raceme.config.errors import UserError
 from raceme.config.options import option
 from raceme.datasets.drift.base import Drift, DriftOptions
@@ -45,9 +46,9 @@ class Concepts(Drift):
     options_type = ConceptsOptions
 
     @staticmethod
-    def default_schedule(clients: int, max_updates: int) -> str:
+    def default_schedule(config: RunConfig) -> str:
         """Return a tenth of the run for each step."""
-        return f"every {max(1, max_updates // 10)} updates"
+        return f"every {max(1, config.planned_updates // 10)} updates"
 
     def check(self) -> None:
         """Raise UserError if there are too few labels, steps or samples."""

@@ -7,6 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
+from raceme.config import RunConfig
 from raceme.config.errors import UserError
 from raceme.config.options import option
 from raceme.datasets.drift.base import Drift, DriftOptions
@@ -39,9 +40,9 @@ class InOrder(Drift):
     options_type = InOrderOptions
 
     @staticmethod
-    def default_schedule(clients: int, max_updates: int) -> str:
+    def default_schedule(config: RunConfig) -> str:
         """Return an eighth of the run for each step."""
-        return f"every {max(1, max_updates // _STEPS)} updates"
+        return f"every {max(1, config.planned_updates // _STEPS)} updates"
 
     def check(self) -> None:
         """Raise UserError if the samples have no order, or a client has none of a period."""

@@ -1,8 +1,8 @@
 """Clients whose data are a mixture of distributions that changes over time.
 
 Li and Zhu, "Client-Driven Federated Learning" (CDFL). The distributions are the groups of the
-partition: with rotation-groups and noise-groups all samples as each group sees them, otherwise the
-samples of each group's clients.
+partition: with rotation-groups, noise-groups and most scenarios all samples as each group sees
+them, otherwise the samples of each group's clients.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from raceme.config import RunConfig
 from raceme.config.errors import UserError
 from raceme.config.options import option
 from raceme.datasets.drift.base import Drift, DriftOptions
@@ -71,7 +72,7 @@ class Mixture(Drift):
     needs_others = True
 
     @staticmethod
-    def default_schedule(clients: int, max_updates: int) -> str:
+    def default_schedule(config: RunConfig) -> str:
         """Return a step after every upload of the client."""
         return "every upload"
 
@@ -108,7 +109,7 @@ class Mixture(Drift):
             for source, count, group in zip(sources, counts.tolist(), pools.groups, strict=True):
                 own = np.sort(rng.choice(source, count, replace=count > len(source)))
                 x.append(self.dealt.inputs(own, group, client, f"{part} {step} {group}"))
-                y.append(self.dealt.dataset.y[own])
+                y.append(self.dealt.labels(own, group))
             return np.concatenate(x), np.concatenate(y)
 
         x_train, y_train = drawn("train", pools.train)

@@ -13,6 +13,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from raceme.config import RunConfig
 from raceme.config.errors import UserError
 from raceme.config.options import option
 from raceme.datasets.dealt import Dealt
@@ -34,9 +35,9 @@ class Swap(Drift):
     needs_others = True
 
     @staticmethod
-    def default_schedule(clients: int, max_updates: int) -> str:
+    def default_schedule(config: RunConfig) -> str:
         """Return one step for as many updates as there are clients, the size of a round."""
-        return f"every {clients} updates"
+        return f"every {config.num_clients} updates"
 
     def check(self) -> None:
         """Raise UserError if there are no two clients."""
@@ -165,9 +166,11 @@ class SwapPart(Swap):
 
 def _as_dealt(dealt: Dealt) -> _Held:
     labels = dealt.dataset.num_classes
-    own = [dealt.indices(client) for client in range(dealt.clients)]
+    own = [(dealt.indices(client), dealt.group(client)) for client in range(dealt.clients)]
     train, test = (
-        np.array([np.bincount(dealt.dataset.y[pair[part]], minlength=labels) for pair in own])
+        np.array(
+            [np.bincount(dealt.labels(pair[part], group), minlength=labels) for pair, group in own]
+        )
         for part in (0, 1)
     )
     holder = np.repeat(np.arange(dealt.clients)[:, None], labels, axis=1)

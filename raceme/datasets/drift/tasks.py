@@ -7,6 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
+from raceme.config import RunConfig
 from raceme.config.errors import UserError
 from raceme.config.options import option
 from raceme.datasets.drift.base import Drift, DriftOptions
@@ -44,9 +45,9 @@ class Tasks(Drift):
     options_type = TasksOptions
 
     @staticmethod
-    def default_schedule(clients: int, max_updates: int) -> str:
+    def default_schedule(config: RunConfig) -> str:
         """Return the same number of updates for each of five tasks."""
-        return f"every {max(1, max_updates // _MOST)} updates"
+        return f"every {max(1, config.planned_updates // _MOST)} updates"
 
     def check(self) -> None:
         """Raise UserError if there are no classes, or a client has not enough of them."""
