@@ -29,15 +29,25 @@ class SupportBench(Bench):
         self.seen: list[Any] = []
         method.report = self.seen.append
 
-    def train(self, values: dict[str, float], examples: dict[str, int] | None = None) -> list[Any]:
-        """Play a round in which clients come back with these values; return what was applied.
+    def train(
+        self,
+        values: dict[str, float],
+        examples: dict[str, int] | None = None,
+        elsewhere: float | None = None,
+    ) -> list[Any]:
+        """Play a round in which clients come back with these values; return what was trained.
 
-        Each is (client, model, kind).
+        Each is (client, model, kind). Clients that measure models before it find a loss of 1 under
+        their own, and `elsewhere` under all others.
         """
         done: list[Any] = []
         while work := self.hand_out():
             for one in work:
                 task = self.dispatch(one)
+                if one.kind == LOSSES and elsewhere is not None:
+                    rows = [[1.0]] + [[elsewhere]] * (len(task.candidates) - 1)
+                    self.answer(task, {LOSSES: (np.array(rows) + SPREAD).astype(np.float32)})
+                    continue
                 done.append((task.client, task.cluster, one.kind))
                 vector = np.full(2, values.get(task.client, 0.0), np.float32)
                 count = (examples or {}).get(task.client, 10)

@@ -19,8 +19,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 from raceme.clustering.clusters import Clusters
+from raceme.clustering.decay import StalenessFunction, staleness_factor
 from raceme.clustering.model import Model
 from raceme.clustering.support import fewest_samples, no_worse
 from raceme.config.options import option
@@ -29,7 +31,6 @@ from raceme.server.fleet import Client
 from raceme.server.method import Applied, Method
 from raceme.server.replies import Answer, InvalidReplyError, Update
 from raceme.server.work import Task, Work
-from raceme.strategies.fedasync import FedAsyncParameters
 from raceme.strategies.supported_models import (
     CLUSTER,
     START,
@@ -47,13 +48,25 @@ from raceme.strategies.supported_models import (
 
 
 @dataclass(frozen=True)
-class FAACLAsyncParameters(SupportParameters, FedAsyncParameters):
+class FAACLAsyncParameters(SupportParameters):
     """Hyper-parameters of FAACL-Async."""
 
+    share: float = option(0.6, "share of a fresh update in the model", above=0, high=1)
+    decay: str = option("hinge", "staleness function s", among=("constant", "hinge", "polynomial"))
+    a: float = option(1.0, "slope of the hinge, exponent of the polynomial", low=0)
+    b: float = option(4.0, "staleness up to which the hinge does nothing", low=0)
     compared: int = option(5, "most other models that a client measures at a time", low=1)
-    retest_every: int = option(
-        5, "a client's trainings after which it repeats its oldest tests (0: never)", low=0
+    retest_after: int = option(
+        8,
+        "most trainings of a client before it repeats its oldest tests (0: never); at first, and "
+        "when a result has changed, it is one, and it doubles as long as nothing does",
+        low=0,
     )
+
+    def share_of(self, staleness: int) -> float:
+        """Return the share of an update in the model: that of a fresh one, times s(τ)."""
+        function = cast(StalenessFunction, self.decay)
+        return self.share * staleness_factor(function, staleness, self.a, self.b)
 
 
 @dataclass
@@ -70,6 +83,8 @@ class FAACLAsyncState(SupportState):
         Answers so far.
     trained : dict[str, int]
         Trainings of each client since it last measured models.
+    waits : dict[str, int]
+        After how many it repeats tests.
     begun : dict[str, dict[int, bool]]
         Models that a client was given to train since it last began with its own.
     kept : dict[int, int]
@@ -80,6 +95,7 @@ class FAACLAsyncState(SupportState):
     tested_at: dict[str, dict[int, int]] = field(default_factory=dict)
     answers: int = 0
     trained: dict[str, int] = field(default_factory=dict)
+    waits: dict[str, int] = field(default_factory=dict)
     begun: dict[str, dict[int, bool]] = field(default_factory=dict)
     kept: dict[int, int] = field(default_factory=dict)
 
@@ -132,7 +148,7 @@ class FAACLAsync(Method):
         tested = state.tested_at.get(client, {})
         others = [cluster for cluster in self.models if cluster != own and cluster != START]
         is_new = any(other not in tested for other in others)
-        is_old = 0 < self.parameters.retest_every <= trained
+        is_old = self.parameters.retest_after > 0 and state.waits.get(client, 1) <= trained
         if not trained or not (is_new or is_old):
             return []
         # Untested ones come first, and of these the ones that have agreed to merge.
@@ -181,12 +197,15 @@ class FAACLAsync(Method):
             # It was merged meanwhile: what was measured is not of its present model.
             return
         state.answers += 1
+        passed = state.passed.setdefault(client, {})
+        before = dict(passed)
         for other, losses in zip(others, measured[1:], strict=False):
             if other in self.models:
                 state.supported.tests += 1
-                passes = no_worse(measured[0], losses, self.parameters.epsilon, alpha)
-                state.passed.setdefault(client, {})[other] = passes
+                passed[other] = no_worse(measured[0], losses, self.parameters.epsilon, alpha)
                 state.tested_at.setdefault(client, {})[other] = state.answers
+        longer = min(2 * state.waits.get(client, 1), self.parameters.retest_after)
+        state.waits[client] = longer if passed == before else 1
         self._update_support(own)
         self._merge(own)
 
@@ -215,7 +234,7 @@ class FAACLAsync(Method):
     def _carry_over(self, pair: tuple[int, int], target: int) -> None:
         """Let tests of two clusters that were merged be of the new one, if both were passed."""
         for client, passed in self.state.passed.items():
-            tested = self.state.tested_at[client]
+            tested = self.state.tested_at.setdefault(client, {})
             found = [passed.pop(cluster, False) for cluster in pair]
             times = [tested.pop(cluster, 0) for cluster in pair]
             if all(found) and self.clusters.main(client) != target:
@@ -235,9 +254,9 @@ class FAACLAsync(Method):
             return Applied(own, staleness=0, weight=0.0)
         model = self.models[cluster]
         staleness = model.version - task.version
-        alpha = max(self.parameters.alpha_of(staleness), self._share(update, cluster))
-        model.mix(update.vector, alpha)
-        return Applied(cluster, staleness, alpha)
+        share = max(self.parameters.share_of(staleness), self._share(update, cluster))
+        model.mix(update.vector, share)
+        return Applied(cluster, staleness, share)
 
     def _living(self, cluster: int) -> int | None:
         """Return where a cluster's model lives on; None if a merge has given it up."""

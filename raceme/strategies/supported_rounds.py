@@ -145,7 +145,7 @@ class SupportRounds:
     def aggregate(self, updates: Sequence[Update]) -> list[Applied]:
         """Average what was trained from each model, weighted by the numbers of samples."""
         self._state.begun = {}
-        self._state.is_due = not self._state.supported.is_settled
+        self._state.is_due = bool(updates) and not self._state.supported.is_settled
         clusters = self._method.clusters
         return average_by_cluster(clusters, updates, home=lambda update: update.task.cluster)
 
@@ -216,7 +216,6 @@ class SupportRounds:
         supported = self._state.supported
         if not clusters:
             return
-        self._state.is_due = True
         if self._parameters.hierarchical:
             supported.partitions += [Partition([cluster]) for cluster in clusters]
         else:
@@ -228,7 +227,6 @@ class SupportRounds:
         No others support, or are supported, until they are compared again.
         """
         state, before = self._state, self._state.supported.listed()
-        state.is_due = True
         state.supported.partitions = [Partition(list(clusters))]
         for cluster, theirs in before.items():
             kept = [other for other in theirs if other in clusters and cluster in clusters]

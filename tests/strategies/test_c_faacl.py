@@ -1,0 +1,194 @@
+"""C-FAACL: what clients remember, the two searches, new concepts; by hand and in runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from clustered import check_it_can_be_restored, homes
+from supported import SPREAD, SupportBench
+
+from raceme.config import RunConfig
+from raceme.experiment import simulate
+from raceme.protocol.messages import LEND, MATCH
+from raceme.strategies import CFAACL, CFAACLParameters
+from raceme.strategies.concept_search import matches
+
+HOME, NEAR, FAR = 1.0, 1.25, 9.0
+
+
+def losses(value: float) -> np.ndarray:
+    return value + SPREAD
+
+
+@pytest.mark.parametrize(
+    ("cluster_on_new", "local_on_old", "fits"),
+    [(1.4, 1.4, True), (1.6, 1.4, False), (1.4, 1.6, False), (0.2, 0.2, True)],
+)
+def test_each_model_may_be_worse_away_from_home_by_less_than_epsilon(
+    cluster_on_new: float, local_on_old: float, fits: bool
+) -> None:
+    new, old = (losses(cluster_on_new), losses(HOME)), (losses(HOME), losses(local_on_old))
+    assert matches(new, old, epsilon=0.5, alpha=0.05) == fits
+    assert not matches(new, old, epsilon=0.5, alpha=0.001)
+
+
+def bench(clients: int = 2, **options: object) -> SupportBench:
+    """Clients that are each a cluster of its own: they find all others' models far worse."""
+    given: dict[str, Any] = {"epsilon": 0.5, "hierarchical": False, **options}
+    made = SupportBench(CFAACL(CFAACLParameters(**given)), clients)
+    values = {f"c{index}": float(index + 1) for index in range(clients)}
+    for _ in range(3):
+        made.train(values, elsewhere=FAR)
+    assert made.method.state.supported.is_settled
+    return made
+
+
+def next_task(made: SupportBench, values: dict[str, float]) -> list[Any]:
+    """Let all clients have new data, and train models of their own on them."""
+    made.step += 1
+    return made.train(values)
+
+
+def test_new_data_are_learned_from_the_first_model_and_a_sample_is_remembered() -> None:
+    made = bench()
+    made.step = 1
+    work = {one.client: one for one in made.hand_out()}
+    assert set(work) == {"c0", "c1"}
+    one = work["c0"]
+    assert (one.kind, one.models, one.settings["remembered"]) == ("learn", (), 50)
+    assert one.settings["local-epochs"] == 20
+    assert one.arrays["arrays"]["weights"].numpy().tolist() == [0.0, 0.0]
+
+
+def test_a_client_comes_back_to_the_cluster_of_a_task_that_it_remembers() -> None:
+    made = bench()
+    next_task(made, {"c0": 8.0, "c1": 9.0})
+    # Nothing matches: two new concepts, with the models that were learned.
+    made.search(lambda model, client, where: HOME if model in _home(client, where) else FAR)
+    assert homes(made.method) == {"c0": 3, "c1": 4}
+    assert [float(made.method.models[k].vector[0]) for k in (1, 2, 3, 4)] == [1.0, 2.0, 8.0, 9.0]
+    for _ in range(2):
+        made.train({"c0": 8.0, "c1": 9.0}, elsewhere=FAR)
+    assert made.method.state.memory == {"c0": {0: 1, 1: 3}, "c1": {0: 2, 1: 4}}
+    # The first concepts come back: each finds it in its own memory, and asks nobody else.
+    next_task(made, {"c0": 1.5, "c1": 2.5})
+    asked = made.search(
+        lambda model, client, where: HOME if model in _home(client, where) else _back(model, where)
+    )
+    assert [(work.client, work.kind, work.models) for work in asked] == [
+        ("c0", MATCH, (1, 3)),
+        ("c1", MATCH, (2, 4)),
+    ]
+    assert homes(made.method) == {"c0": 1, "c1": 2}
+    assert made.method.state.memory == {"c0": {0: 1, 1: 3, 2: 1}, "c1": {0: 2, 1: 4, 2: 2}}
+    # A former task is served by the cluster that it had.
+    assert [made.method.serving("c0", step) for step in range(3)] == [{1: 1.0}, {3: 1.0}, {1: 1.0}]
+
+
+def _home(client: str, where: str) -> set[str]:
+    """Return the models that are at home on a set: the client's own on its new data, and so on."""
+    own = {"c0": ("1", "3"), "c1": ("2", "4")}[client]
+    return {client} if where == "validation" else {own[int(where[-1])]}
+
+
+def _back(model: str, where: str) -> float:
+    """Losses of models away from home when the concepts of step 0 have come back."""
+    fits = model in ("1", "2") if where == "validation" else where == "memory-0"
+    return NEAR if fits else FAR
+
+
+@pytest.mark.parametrize("borrow", ["samples", "losses"])
+def test_a_concept_of_another_client_is_found_by_what_that_one_remembers(borrow: str) -> None:
+    made = bench(borrow=borrow)
+    next_task(made, {"c0": 2.5, "c1": 1.5})
+
+    def loss(model: str, client: str, where: str) -> float:
+        """The concepts of the two clients have been exchanged."""
+        concept = {("c0", "validation"): 2, ("c1", "validation"): 1}
+        of_set = concept.get((client, where), int(client[-1]) + 1)
+        of_model = {"1": 1, "2": 2, "c0": 2, "c1": 1}[model]
+        return NEAR if of_model == of_set else FAR
+
+    asked = made.search(loss)
+    assert homes(made.method) == {"c0": 2, "c1": 1}
+    kinds = [work.kind for work in asked]
+    if borrow == "samples":
+        # Own memory; then each lends to the other; then each measures on what it was lent.
+        assert kinds == [MATCH, MATCH, LEND, LEND, MATCH, MATCH]
+        assert all("borrowed-0" in work.arrays for work in asked[4:])
+    else:
+        assert kinds == [MATCH] * 4
+        assert not any("borrowed-0" in work.arrays for work in asked)
+        # The other's new model comes to the sample instead.
+        assert all("local-1" in work.arrays for work in asked[2:])
+    assert [work.phase for work in asked[-2:]] == ["others", "others"]
+
+
+def test_the_first_of_three_remembered_samples_that_matches_decides() -> None:
+    made = bench(1)
+    for value in (7.0, 8.0):
+        next_task(made, {"c0": value})
+        made.search(lambda model, client, where: HOME if _is_own(model, where) else FAR)
+        made.train({"c0": value}, elsewhere=FAR)
+        made.train({"c0": value}, elsewhere=FAR)
+    assert made.method.state.memory == {"c0": {0: 1, 1: 2, 2: 3}}
+    next_task(made, {"c0": 7.5})
+    # The second and the third would do.
+    (asked,) = made.search(
+        lambda model, client, where: FAR if model == "1" or where == "memory-0" else NEAR
+    )
+    assert (asked.models, asked.settings["memory-steps"]) == ((1, 2, 3), [0, 1, 2])
+    assert homes(made.method) == {"c0": 2}
+
+
+def _is_own(model: str, where: str) -> bool:
+    return model == "c0" if where == "validation" else model == str(int(where[-1]) + 1)
+
+
+def test_a_device_that_has_lost_its_memory_starts_a_new_one(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    made = bench(1)
+    next_task(made, {"c0": 1.0})
+    made.search(lambda model, client, where: NEAR, forgotten=("c0",))
+    assert "c0 has lost its memory of step 0" in caplog.text
+    # With nothing to compare on, the data are a new concept.
+    assert homes(made.method) == {"c0": 2}
+    assert made.method.state.memory == {"c0": {1: 2}}
+
+
+def test_who_does_not_answer_a_search_founds_a_cluster_and_holds_nobody_up() -> None:
+    made = bench()
+    next_task(made, {"c0": 5.0, "c1": 6.0})
+    while work := [one for one in made.hand_out() if one.kind in (MATCH, LEND)]:
+        for one in work:
+            made.end(made.dispatch(one))
+    assert homes(made.method) == {"c0": 3, "c1": 4}
+
+
+def test_a_cluster_without_clients_keeps_its_model_and_is_not_trained() -> None:
+    made = bench()
+    next_task(made, {"c0": 8.0, "c1": 9.0})
+    made.search(lambda model, client, where: HOME if model in _home(client, where) else FAR)
+    done = made.train({"c0": 80.0, "c1": 90.0}, elsewhere=FAR)
+    assert sorted(done) == [("c0", 3, "train"), ("c1", 4, "train")]
+    assert made.method.models[1].vector.tolist() == [1.0, 1.0]
+
+
+def test_it_can_be_restored() -> None:
+    check_it_can_be_restored(CFAACL)
+
+
+@pytest.mark.parametrize("borrow", ["samples", "losses"])
+def test_two_concepts_of_digits_are_recognised(tmp_path: Path, borrow: str) -> None:
+    keys: dict[str, object] = {
+        **{"strategy": "c-faacl", "dataset": "digits", "clients": 4, "partition": "iid"},
+        **{"drift": "concepts", "concept-steps": 3, "drift-at": "every 6 rounds"},
+        **{"max-rounds": 18, "seed": 1, "workers": "0", "c-faacl.borrow": borrow},
+        **{"out": str(tmp_path / "out")},
+    }
+    summary = simulate(RunConfig.from_mapping(keys)).summary
+    assert (summary["clusters"], summary["purity"], summary["rejected_updates"]) == (2, 1.0, 0)
