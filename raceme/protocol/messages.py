@@ -52,6 +52,13 @@ SCORES = "scores"
 steps: the kind of work, which is answered by two arrays of float32, shape (models, steps)."""
 ACCURACIES = "accuracies"
 """The one of them beside ``losses``."""
+TEST_STEPS = "test-steps"
+"""Test models on the test samples of several steps: the kind of work, answered by `ACCURACIES`: one
+number for each test, float64, NaN for a step whose data the client does not have (any more)."""
+TESTED_STEPS = "tested-steps"
+"""The step of each test, and beside it:"""
+TESTED_MODELS = "tested-models"
+"""which of the received models it is of."""
 LABEL_COUNTS = "label-counts"
 """Training samples per class: the kind of work, and the numbers, int64, shape (classes,)."""
 TRAINING = frozenset({TRAIN, TRAIN_BEST, TRAIN_MIXED, TRAIN_OWN})
