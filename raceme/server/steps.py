@@ -101,8 +101,9 @@ class Steps:
     def unfinished(self) -> dict[str, int]:
         """Return the clients that are online, to the last step that models were trained on.
 
-        Where each client has steps of its own, those are left out who have not trained on theirs
-        yet: the end of the one before has been tested.
+        Nobody if the present models were tested at the end of that step. Where each client has
+        steps of its own, those are left out who have not trained on theirs yet: the end of the one
+        before has been tested.
         """
         schedule, progress = self._schedule, self._progress
         if schedule is None or not self._tests_tasks:
@@ -110,7 +111,8 @@ class Steps:
         online, trained = progress.fleet.online(), progress.trained_steps
         if not schedule.per_client:
             last = max(trained.values(), default=0)
-            return {client.client_id: last for client in online}
+            is_new = progress.updates != progress.tasks_tested_at
+            return {client.client_id: last for client in online if is_new}
         steps = {client.client_id: self._step(schedule, client.client_id) for client in online}
         return {name: step for name, step in steps.items() if trained.get(name, 0) == step}
 

@@ -79,7 +79,7 @@ class TaskTests(Sweeper):
             self._wait()
             yield from self.close_if_over()
         last = self._steps.unfinished()
-        if last and self._progress.updates != self._progress.tasks_tested_at:
+        if last:
             yield from self._begin(last, ahead=False)
             if self.sweep is not None:
                 self._wait()

@@ -110,6 +110,17 @@ def test_a_client_with_steps_of_its_own_tests_at_the_end_of_each() -> None:
     ]
 
 
+def test_at_the_end_those_test_who_have_trained_on_their_step() -> None:
+    grid = grid_of(pulled_app([ONES, ONES]), devices(1.0, 2.5))
+    # The last update ends c0's second step; c1 is in its first one, with one upload at 2.5 s.
+    seen = started(half(), grid, 5, Schedule("uploads", every=2.0))
+    assert reported(seen) == [
+        (2.0, 2, 0, {"c0": [0, 1]}),
+        (4.0, 5, 1, {"c0": [0, 1, 2]}),
+        (4.0, 5, 0, {"c1": [0]}),
+    ]
+
+
 def test_several_steps_that_are_over_at_once_are_one_moment() -> None:
     grid = grid_of(pulled_app([ONES]), devices(4.0))
     seen = started(half(), grid, 3, Schedule("updates", (1.0, 1.5, 2.0)))
