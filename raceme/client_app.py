@@ -45,6 +45,7 @@ from raceme.protocol.messages import (
     STEP,
     STEPS,
     TASK,
+    TEST_STEPS,
     TRAIN,
     TRAIN_BEST,
     TRAIN_ELASTIC,
@@ -110,6 +111,7 @@ KINDS: dict[str, Callable[[ClientWork], Answer]] = {
     LEND: memory.lend,
     TRAIN_ELASTIC: continual.train_elastic,
     EVALUATE: kinds.evaluate,
+    TEST_STEPS: kinds.test_steps,
     LOSSES: kinds.losses,
     SCORES: kinds.scores,
     LABEL_COUNTS: kinds.label_counts,
@@ -144,11 +146,14 @@ def work_of(message: Message, context: Context) -> ClientWork:
         raise ValueError(f"{VALIDATION_SHARE} must be a number, got {share!r}.")
     at_step = partial(_client_at, context, share)
     client = at_step(step)
+    since = _clients.since(context)
     if STEPS not in settings:
-        return ClientWork(kind, client, message.content, settings, context.state, at_step)
+        records = message.content, settings, context.state
+        return ClientWork(kind, client, *records, at_step, since=since)
     steps = [_kept(c, share) for c in _clients.clients(context, _several(settings[STEPS]))]
     client = joined(client, steps)
-    return ClientWork(kind, client, message.content, settings, context.state, at_step, tuple(steps))
+    records = message.content, settings, context.state
+    return ClientWork(kind, client, *records, at_step, tuple(steps), since)
 
 
 def _client_at(context: Context, share: float, step: int) -> Client:

@@ -117,6 +117,8 @@ def build_strategy(config: RunConfig) -> Method:
             f"drift-at counts rounds, and {config.strategy} works in none: count seconds, updates "
             "or uploads."
         )
+    if config.eval_tasks and drift is None:
+        raise UserError("eval-tasks tests on the steps of data that change: choose a drift, too.")
     if strategy.counts_labels and datasets.data_shape(config).target is not None:
         raise UserError(
             f"{config.strategy} has clients count their labels, and those of {config.dataset} are "
@@ -376,6 +378,7 @@ def plan(config: RunConfig) -> Plan:
         eval_every=config.eval_every or config.num_clients,
         eval_rounds=config.eval_rounds,
         eval_steps=config.eval_steps,
+        eval_tasks=config.eval_tasks,
         concurrency=config.concurrency,
         drift=schedule_of(config),
         max_rounds=config.max_rounds or None,

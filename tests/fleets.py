@@ -29,7 +29,8 @@ def pulled_app(
     Its accuracy is 1 at the target and falls with the distance; without targets a client returns
     what it was sent. It states five test examples, or those given. Of several models it trains the
     one nearest to its target, and with a mask only what that lets it. What a model scores is the
-    same on the data of every step. `change` may spoil the replies to training messages.
+    same on the data of every step; tested on several steps it is half as accurate on each as on the
+    one before. `change` may spoil the replies to training messages.
     """
     app = ClientApp()
 
@@ -74,6 +75,8 @@ def pulled_app(
 
     @app.evaluate()
     def evaluate(message: Message, context: Context) -> Message:
+        if message.content["config"].get("kind") == "test-steps":
+            return Message(tests_of(message.content, target(context)), reply_to=message)
         flat, wanted = read(message.content["arrays"]), target(context)
         distance = 0.0 if wanted is None else float(np.linalg.norm(flat - wanted))
         partition = int(context.node_config["partition-id"])
@@ -99,6 +102,18 @@ def scores_of(content: RecordDict, wanted: np.ndarray | None, samples: int = 1) 
     accuracies = np.asarray(1 / (1 + losses), np.float32)
     numbers = ArrayRecord({"accuracies": Array(accuracies), "losses": Array(losses)})
     metrics = MetricRecord({"num-examples": 10})
+    return RecordDict({"numbers": numbers, "metrics": metrics, "config": echo_of(config)})
+
+
+def tests_of(content: RecordDict, wanted: np.ndarray | None) -> RecordDict:
+    """Return the accuracy of each test that a message asks for."""
+    config, several = content["config"], several_of(content)
+    found = []
+    for step, index in zip(config["tested-steps"], config["tested-models"], strict=True):
+        far = 0.0 if wanted is None else float(np.linalg.norm(several[index] - wanted))
+        found.append(0.5**step / (1 + far))
+    numbers = ArrayRecord({"accuracies": Array(np.array(found))})
+    metrics = MetricRecord({"num-examples": 5})
     return RecordDict({"numbers": numbers, "metrics": metrics, "config": echo_of(config)})
 
 

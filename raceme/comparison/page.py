@@ -10,6 +10,7 @@ from raceme.comparison.read import read_comparison, read_first_runs
 from raceme.comparison.results import Comparison, Result, quality
 from raceme.comparison.score_figures import score_plots
 from raceme.comparison.suites import Score, Timing, described
+from raceme.comparison.text_table import Text
 from raceme.records.record import RunRecord
 from raceme.reporting.idle_plot import idle_figure
 from raceme.reporting.page import PageTable, Plot, Tile, number, plot, render, versions_table
@@ -20,6 +21,7 @@ _SCORE_HEADS = {
     Score.BEST_WEIGHTED: "best by test\nexamples",
     Score.STEP_STARTS: "at steps'\nstarts",
     Score.STEP_ENDS: "at steps'\nends",
+    Score.CURRENT: "when\nlearnt",
 }
 _FILES = ("compare.json", "compare.csv", "compare.md")
 
@@ -67,7 +69,7 @@ def comparison_page(folder: Path, links: str) -> str:
     )
 
 
-def _page_table(text: table.Text, words: tuple[int, ...] = (0,)) -> PageTable:
+def _page_table(text: Text, words: tuple[int, ...] = (0,)) -> PageTable:
     return PageTable(text.title, text.columns, text.rows, words=words)
 
 

@@ -46,6 +46,7 @@ def read_comparison(folder: Path) -> Comparison:
             timing=timing,
             score=score,
             shows_unrest=bool(tree.get("shows-unrest", False)),
+            shows_forgetting=bool(tree.get("shows-forgetting", False)),
             shows_traffic=bool(tree.get("shows-traffic", False)),
             scores=tuple(Scored(name) for name in tree.get("scores", [])),
             shows_mixtures=bool(tree.get("shows-mixtures", False)),

@@ -123,6 +123,11 @@ class Result:
         return Spread.over([run.summary.get("unrest") for run in self.runs])
 
     @property
+    def forgetting(self) -> Spread:
+        """How much of former tasks was forgotten at the end of the runs."""
+        return Spread.over([run.summary.get("forgetting") for run in self.runs])
+
+    @property
     def traffic(self) -> Spread:
         """Bytes that the clients sent and were sent, evaluations left out."""
         return Spread.over([_traffic(run) for run in self.runs])

@@ -40,6 +40,7 @@ _SCORE_KEYS = {
     "best-weighted": "best_weighted_{}",
     "step-starts": "{}_at_step_starts",
     "step-ends": "{}_at_step_ends",
+    "current": "current_{}",
 }
 
 
@@ -63,6 +64,8 @@ class Score(StrEnum):
     """Where data change, the mean over the steps of the first evaluation on the data of each."""
     STEP_ENDS = "step-ends"
     """The same of the last evaluation."""
+    CURRENT = "current"
+    """Of tests on all tasks the mean over the tasks right after each was trained on."""
 
     def key(self, measure: Measure) -> str:
         """Return the key of a summary that has it."""
@@ -221,6 +224,8 @@ class Suite:
         Which accuracy of the runs is shown, ranked, and compared with the published one.
     shows_unrest : bool
         Whether the table tells how far the accuracy falls back on its way.
+    shows_forgetting : bool
+        Whether the table tells how much of former tasks was forgotten.
     shows_traffic : bool
         Whether the table tells the bytes up and down, as multiples of the reference's.
     scores : tuple[Scored, ...]
@@ -251,6 +256,7 @@ class Suite:
     timing: Timing = Timing.TARGET
     score: Score = Score.FINAL
     shows_unrest: bool = False
+    shows_forgetting: bool = False
     shows_traffic: bool = False
     scores: tuple[Scored, ...] = ()
     shows_mixtures: bool = False
@@ -315,6 +321,8 @@ class Suite:
             keys["workers"] = 0
         if self.shows_work or {Scored.BEFORE, Scored.AFTER} & set(self.scores):
             keys.setdefault("score-uploads", True)
+        if self.score is Score.CURRENT or (self.shows_forgetting and not trial):
+            keys.setdefault("eval-tasks", True)
         if trial and self.validation_fraction is not None:
             keys["validation-fraction"] = self.validation_fraction
         scale = self.scale * (self.sweep_scale if trial else 1.0)

@@ -7,15 +7,12 @@ import io
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
-
-from rich.markup import escape
-from rich.table import Table
 
 import raceme
 from raceme.comparison.results import Comparison, Result, Spread
 from raceme.comparison.suites import NEVER, Score, Scored, Timing, described
+from raceme.comparison.text_table import Text
 from raceme.protocol.measure import Measure
 from raceme.records.convergence import WITHIN
 
@@ -34,12 +31,14 @@ _CSV = (
     *(scored.key for scored in Scored),
     "mixture_divergence",
     "sample_passes",
+    "forgetting",
 )
 
 _SCORED = {
     Score.BEST_WEIGHTED: ", best {} by test examples",
     Score.STEP_STARTS: ", {} at the steps' starts",
     Score.STEP_ENDS: ", {} at the steps' ends",
+    Score.CURRENT: ", {} on each task when it was learnt",
 }
 _SCORE_LINES = {
     Score.BEST_WEIGHTED: "the best evaluation of a run, the mean over the clients "
@@ -48,63 +47,9 @@ _SCORE_LINES = {
     "first evaluation on the data of each.",
     Score.STEP_ENDS: "the mean over the steps of the data of the last evaluation on the "
     "data of each.",
+    Score.CURRENT: "on each task right after it was trained on, before anybody trained on the next "
+    "one; the mean over the tasks.",
 }
-
-
-@dataclass(frozen=True)
-class Text:
-    """A table as text.
-
-    Attributes
-    ----------
-    title : str
-        What it shows.
-    columns : tuple[str, ...]
-        Their heads.
-    rows : tuple[tuple[str, ...], ...]
-        Their cells.
-    lines : tuple[str, ...]
-        What is said below.
-    """
-
-    title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    lines: tuple[str, ...] = ()
-
-    def rich(self) -> Table:
-        """Return it for the terminal."""
-        table = Table(
-            title=escape(self.title),
-            title_justify="left",
-            title_style="bold",
-            box=None,
-            padding=(0, 1),
-            collapse_padding=True,
-            pad_edge=False,
-        )
-        # Names may wrap between words; a terminal that is too narrow must not lose them.
-        words = [word for row in self.rows for word in row[0].split()]
-        for index, column in enumerate(self.columns):
-            table.add_column(
-                column,
-                justify="right" if index else "left",
-                no_wrap=index > 0,
-                min_width=max(map(len, words), default=0) if index == 0 else None,
-                style=None if index else "cyan",
-            )
-        for row in self.rows:
-            table.add_row(*(escape(cell) for cell in row))
-        return table
-
-    def markdown(self) -> str:
-        """Return it as a Markdown table with its title and the lines below it."""
-        heads = [column.replace("\n", " ") for column in self.columns]
-        ruler = ["---", *("---:" for _ in heads[1:])]
-        rows = [" | ".join(cells) for cells in (heads, ruler, *self.rows)]
-        table = "\n".join(f"| {row} |" for row in rows)
-        below = "".join(f"\n- {line}" for line in self.lines)
-        return f"### {self.title}\n\n{table}\n" + (f"{below}\n" if below else "")
 
 
 def main_table(comparison: Comparison) -> Text:
@@ -169,6 +114,10 @@ def _with_further(
         columns = (*columns, "unrest")
         unrests = (_percent(result.unrest, measure) for result in comparison.results)
         rows = [(*row, cell) for row, cell in zip(rows, unrests, strict=True)]
+    if comparison.suite.shows_forgetting:
+        columns = (*columns, "forgotten")
+        lost = (_percent(result.forgetting, measure) for result in comparison.results)
+        rows = [(*row, cell) for row, cell in zip(rows, lost, strict=True)]
     if comparison.suite.shows_traffic:
         columns = (*columns, "bytes\npaper", "bytes\nours")
         traffics = (_traffic(comparison, result) for result in comparison.results)
@@ -251,6 +200,7 @@ def to_json(comparison: Comparison) -> str:
         "measure": comparison.measure.name,
         "unit": comparison.measure.unit,
         "shows-unrest": suite.shows_unrest,
+        "shows-forgetting": suite.shows_forgetting,
         "shows-traffic": suite.shows_traffic,
         "scores": [str(measure) for measure in suite.scores],
         "shows-mixtures": suite.shows_mixtures,
@@ -364,6 +314,11 @@ def _lines(comparison: Comparison) -> tuple[str, ...]:
             f"{'above' if measure.is_error else 'below'} its best so far, on the mean over the "
             "evaluations of a run."
         )
+    if suite.shows_forgetting:
+        lines.append(
+            f"Forgotten: by how many {measure.unit or 'points'} the {measure.word} on former tasks "
+            "is worse at the end than at the end of the best earlier step; the mean over them."
+        )
     if suite.shows_traffic:
         lines.append(
             f"Bytes: those sent up and down, as multiples of {suite.reference}'s; evaluations are "
@@ -421,6 +376,7 @@ def _entry(comparison: Comparison, result: Result) -> dict[str, Any]:
         comparison.measure.name: _plain(result.accuracy),
         f"time_to_{comparison.suite.timing}": _plain(result.time),
         "unrest": _plain(result.unrest),
+        "forgetting": _plain(result.forgetting),
         "traffic": _plain(result.traffic),
         "scores": {str(scored): _plain(result.score(scored)) for scored in Scored},
         "mixture_divergence": _plain(result.mixture_divergence),

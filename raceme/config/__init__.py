@@ -22,6 +22,7 @@ from raceme.config.options import (
     convert,
     declared,
     key_of,
+    listed,
     option,
     shown_type,
     written,
@@ -129,6 +130,9 @@ class RunConfig:
     )
     eval_steps: bool = option(
         False, "test also when all clients' data have moved on, before they are trained on"
+    )
+    eval_tasks: bool = option(
+        False, "test on the data of every step so far whenever a step is over, and at the end"
     )
     concurrency: int = option(0, "clients that train at a time (0: all that are online)", low=0)
     task_timeout: float = option(
@@ -375,7 +379,7 @@ class RunConfig:
             f"{kind} {chosen[kind]}" if kind in chosen else f"no {kind} (dataset {self.dataset})"
             for kind in key.readers
         ]
-        readers = [f"{kind} {_listed(names)}" for kind, names in key.readers.items()]
+        readers = [f"{kind} {listed(names)}" for kind, names in key.readers.items()]
         raise UserError(
             f"{name} is read by {' and by '.join(readers)}; this run has {' and '.join(having)}."
         )
@@ -493,8 +497,3 @@ def _is_path(item: Field[Any]) -> bool:
 
 def _absolute(path: Any) -> str:
     return str(Path(path).expanduser().resolve()) if path else ""
-
-
-def _listed(names: tuple[str, ...]) -> str:
-    *first, last = names
-    return f"{', '.join(first)} and {last}" if first else last

@@ -228,3 +228,9 @@ def _whole_number(value: str | float) -> int | None:
         with suppress(ValueError):  # "1e3"
             value = float(value)
     return int(value) if isinstance(value, float) and value.is_integer() else None
+
+
+def listed(names: tuple[str, ...]) -> str:
+    """Return names as a sentence lists them."""
+    *first, last = names
+    return f"{', '.join(first)} and {last}" if first else last

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 from raceme.protocol.measure import ACCURACY, Measure
 
@@ -199,6 +200,57 @@ class Evaluated:
         return 10 * self.answered >= 9 * self.asked
 
 
+class TaskScore(NamedTuple):
+    """A client's test of the model that serves it on the data of a step.
+
+    Attributes
+    ----------
+    cluster : int
+        The cluster of the model, of several that with the largest weight.
+    accuracy : float
+        Its accuracy there, or mean absolute error.
+    untrained : float or None
+        That of the model before any training, where it was tested too.
+    """
+
+    cluster: int
+    accuracy: float
+    untrained: float | None = None
+
+
+@dataclass(frozen=True)
+class TasksTested:
+    """A step of some clients' data is over, and they tested their models on all steps so far.
+
+    Reported by runs with ``eval-tasks``, also at the end of the run. Nobody has trained on the next
+    step yet: what is tested there is how far models are right without (forward transfer).
+
+    Attributes
+    ----------
+    time, updates : float, int
+        The moment of the models: when it was, and the updates applied by then.
+    step : int
+        The step that is over: the last one that models were trained on.
+    clusters : int
+        Number of cluster models at that moment.
+    per_client : Mapping[str, Mapping[int, TaskScore]]
+        Client id to step to what it measured there, for those who answered. Steps whose data a
+        client does not have any more are missing.
+    asked : int
+        Clients that were online.
+    measure : Measure
+        What the accuracies are.
+    """
+
+    time: float
+    updates: int
+    step: int
+    clusters: int
+    per_client: Mapping[str, Mapping[int, TaskScore]]
+    asked: int
+    measure: Measure = ACCURACY
+
+
 @dataclass(frozen=True)
 class ClustersScored:
     """The clusters' models were tested by the server, each on a test set of its own.
@@ -382,6 +434,7 @@ Event = (
     | AnswerTaken
     | UpdateRejected
     | Evaluated
+    | TasksTested
     | ClustersScored
     | ClustersChanged
     | DataChanged

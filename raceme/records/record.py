@@ -24,6 +24,7 @@ from raceme.protocol.events import (
     Event,
     RunEnded,
     SupportChanged,
+    TasksTested,
     UpdateApplied,
     UpdateRejected,
 )
@@ -171,6 +172,8 @@ class RunRecord:
         How good uploads were, and how well mixtures were estimated.
     cluster_scores : tuple of ClustersScored
         All tests of the clusters' models on the server.
+    task_tests : tuple of TasksTested
+        All tests on the data of every step so far.
     support_changes : tuple of SupportChanged
         Which clusters supported which, whenever that changed.
     end : float
@@ -195,6 +198,7 @@ class RunRecord:
     idle_times: IdleTimes
     uploads: Uploads
     cluster_scores: tuple[ClustersScored, ...]
+    task_tests: tuple[TasksTested, ...]
     support_changes: tuple[SupportChanged, ...]
     end: float
     reason: str | None
@@ -228,6 +232,7 @@ class RunRecord:
             idle_times=_columns(IdleTimes, [e for e in listed if isinstance(e, ClientIdled)]),
             uploads=uploads,
             cluster_scores=tuple(event for event in listed if isinstance(event, ClustersScored)),
+            task_tests=tuple(event for event in listed if isinstance(event, TasksTested)),
             support_changes=tuple(event for event in listed if isinstance(event, SupportChanged)),
             end=last,
             reason=endings[-1].reason if endings else None,

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 
 from raceme.config.errors import UserError
-from raceme.protocol.events import Evaluated, Event, RunEnded
+from raceme.protocol.events import Evaluated, Event, RunEnded, TasksTested
 from raceme.records import old_stores
 from raceme.records.store_rows import Rows
 from raceme.records.store_tables import (
@@ -80,7 +80,7 @@ class RunStore:
         self._event += 1
         WRITERS[type(event)](self._rows, self._event, event)
         self._observed += 1
-        if self._observed >= _BATCH or isinstance(event, Evaluated | RunEnded):
+        if self._observed >= _BATCH or isinstance(event, Evaluated | TasksTested | RunEnded):
             self.commit()
 
     def commit(self) -> int:

@@ -24,6 +24,7 @@ from raceme.protocol.events import (
     Event,
     RunEnded,
     SupportChanged,
+    TasksTested,
     UpdateApplied,
     UpdateRejected,
 )
@@ -33,6 +34,7 @@ from raceme.records.files import atomic_write
 from raceme.records.idle import IdleShares
 from raceme.records.membership import Membership, home, purity
 from raceme.records.steps import StepAccuracies
+from raceme.records.tasks import TaskAccuracies
 from raceme.records.traffic import Traffic
 from raceme.records.uploads import Uploads
 
@@ -134,6 +136,8 @@ class RunSummary:
         How good uploads were, and how well mixtures were estimated.
     cluster_scores : ClustersScored or None
         The latest test of the clusters' models on the server.
+    tasks : TaskAccuracies
+        How accurate models are on the data of each step, after each step.
     supporters : Mapping[int, tuple[int, ...]] or None
         Clusters to those that support them now; None where no method says so.
     passes : int or None
@@ -162,6 +166,7 @@ class RunSummary:
         self.membership = Membership()
         self.uploads = Uploads(self.membership)
         self.cluster_scores: ClustersScored | None = None
+        self.tasks = TaskAccuracies()
         self.supporters: Mapping[int, tuple[int, ...]] | None = None
         self.passes: int | None = None
         self.reason: str | None = None
@@ -191,6 +196,8 @@ class RunSummary:
             self.idle.observe(event)
         elif isinstance(event, ClustersScored):
             self.cluster_scores = event
+        elif isinstance(event, TasksTested):
+            self.tasks.observe(event)
         elif isinstance(event, SupportChanged):
             self.supporters = event.supporters
         elif isinstance(event, ClustersChanged | ClientJoined):
@@ -241,6 +248,7 @@ class RunSummary:
             "unit": self.measure.unit,
             **self._scores(),
             **self._steps.result(self.measure.name),
+            **self.tasks.result(self.measure.name),
             "clients_asked": self.asked,
             "clients_answered": self.answered,
             "target": target,

@@ -23,6 +23,7 @@ from raceme.reporting.plots import accuracy_figure
 from raceme.reporting.similarity import Similarity
 from raceme.reporting.style import CLOCK, save_figure
 from raceme.reporting.support_plot import has_support, support_figure
+from raceme.reporting.tasks_plot import has_tasks, tasks_figure
 from raceme.reporting.uploads_plot import has_scores, uploads_figure
 
 log = logging.getLogger("raceme")
@@ -84,6 +85,8 @@ def write_all(
         figures["uploads.png"] = lambda: uploads_figure(record)
     if has_mixtures(record):
         figures["mixtures.png"] = lambda: mixtures_figure(record)
+    if has_tasks(record):
+        figures["tasks.png"] = lambda: tasks_figure(record)
     if has_support(record):
         figures["support.png"] = lambda: support_figure(record, clock=clock)
     for name, draw in figures.items():

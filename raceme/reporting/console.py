@@ -200,6 +200,7 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         (measure.word, f"{last} (best {best}), mean over {over}"),
         *_weighted_row(summary, measure),
         *_scores_rows(summary),
+        *_tasks_row(summary, measure),
         (f"time to {target:g}" if target else "time to target", to_target),
         ("clusters", str(summary["clusters"])),
         *_moves_row(summary),
@@ -241,6 +242,17 @@ def _scores_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     if mixture is not None:
         rows.append(("mixtures", f"{_number(mixture)} nats, KL(true ‖ estimated)"))
     return rows
+
+
+def _tasks_row(summary: Mapping[str, Any], measure: Measure) -> list[tuple[str, str]]:
+    """Return what is left of former tasks, where it was tested; earlier versions did not."""
+    matrix = summary.get(f"task_{measure.name}")
+    if matrix is None:
+        return []
+    mean = measure.shown(summary[f"average_{measure.name}"])
+    forgotten = measure.shown(summary["forgetting"])
+    many = f"all {len(matrix)}" if len(matrix) > 1 else "the only one"
+    return [("tasks", f"{mean}, mean over {many} at the end; forgotten {forgotten}")]
 
 
 def _moves_row(summary: Mapping[str, Any]) -> list[tuple[str, str]]:

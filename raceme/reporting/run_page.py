@@ -45,6 +45,8 @@ from raceme.reporting.similarity import read_similarity
 from raceme.reporting.staleness import staleness_figure
 from raceme.reporting.style import CLOCK
 from raceme.reporting.support_plot import has_support, support_figure
+from raceme.reporting.task_tables import learnt_table, tasks_table
+from raceme.reporting.tasks_plot import has_tasks, tasks_figure
 from raceme.reporting.uploads_plot import has_scores, uploads_figure
 
 _MOST_EVALUATIONS = 60
@@ -96,6 +98,9 @@ def run_page(folder: Path, links: str) -> str:
         clusters=plot(clusters_figure(record, clock=clock), "clusters") if members else None,
         drifts=drifts_table(record),
         steps=steps_table(record),
+        tasks=plot(tasks_figure(record), "tasks") if has_tasks(record) else None,
+        learnt=learnt_table(summary),
+        task_matrix=tasks_table(summary),
         cluster_table=clusters_table(record),
         changes=changes_table(record),
         moves=moves_table(record),

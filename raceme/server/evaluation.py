@@ -80,11 +80,6 @@ class Sweep:
         """Whether nobody is left who could answer."""
         return not self.waiting and not self.open
 
-    def drop(self, client: str) -> None:
-        """Wait no more for a client: it is gone."""
-        self.waiting.pop(client, None)
-        self.open = {key: name for key, name in self.open.items() if name != client}
-
     def report(self) -> Evaluated:
         """Make the report, of those who have answered; at least one has."""
         scores = self.scores.values()

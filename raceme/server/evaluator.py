@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterator
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 
 from raceme.protocol import messages as names
-from raceme.protocol.events import Evaluated
+from raceme.protocol.events import Evaluated, TasksTested
 from raceme.protocol.timeline import Timeline
 from raceme.server.evaluation import Sweep, read_score
 from raceme.server.idle import Idle
 from raceme.server.interface import Questions
 from raceme.server.packing import Packer
 from raceme.server.steps import Steps
+from raceme.server.sweeper import Sweeper
+from raceme.server.task_tests import TaskTests
 
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 
-_LAST_SECONDS = 60.0
-"""How long the last evaluation of a run waits for clients that are still busy."""
+Report = Evaluated | TasksTested
 
 
-class Evaluator:
+class Evaluator(Sweeper):
     """Has the models of one moment tested by all clients that are online then.
 
     Parameters
@@ -56,9 +57,9 @@ class Evaluator:
         central: EvaluateFn | None,
         ttl: float,
     ) -> None:
-        self._method, self._grid, self._clock, self._packer = method, grid, clock, packer
-        self._steps, self._config, self._central, self._ttl = steps, config, central, ttl
-        self._progress = method.progress
+        super().__init__(method, grid, clock, ttl)
+        self._packer, self._steps, self._config, self._central = packer, steps, config, central
+        self._tasks = TaskTests(method, grid, clock, packer, steps, config, ttl)
         # The models of the moment, by client; they are packed once per cluster.
         self._records: dict[str, ArrayRecord] = {}
 
@@ -79,50 +80,44 @@ class Evaluator:
         progress.sweep = sweep
         self._evaluate_centrally()
         if not self._clock.free_evaluation:
-            return self.close_if_over()
-        messages = [self._message(client) for client in waiting]
-        by_node = progress.fleet.by_node
-        sweep.waiting = {}
-        for reply in self._grid.send_and_receive(messages):
-            client = by_node.get(reply.metadata.src_node_id)
-            if client is not None:
-                self._score(client, reply)
-        return self.close_if_over()
+            return self._closed()
+        self._ask_at_once()
+        return self._closed()
+
+    @property
+    def sweep(self) -> Sweep | None:
+        """The evaluation under way; None if there is none."""
+        return self._progress.sweep
+
+    def forget(self) -> None:
+        """Forget all tests under way: their messages are lost."""
+        self._progress.sweep = self._progress.task_sweep = None
+
+    def open_ids(self) -> Collection[str]:
+        """Return the ids of messages without an answer, tests of tasks included."""
+        return {*super().open_ids(), *self._tasks.open_ids()}
 
     def ask(self, idle: Idle) -> None:
         """Ask the clients that have time and have not been asked yet."""
-        sweep = self._progress.sweep
-        if sweep is None:
-            return
-        for client in list(sweep.waiting):
-            if client in idle:
-                if self._push(client):
-                    idle.remove(client)
-            elif self._method.dispatch.invited(client):
-                self._push(client)
+        super().ask(idle)
+        self._tasks.ask(idle)
 
-    def is_asked(self, message_id: str) -> bool:
-        """Return whether a message was an evaluation's."""
-        return self._progress.sweep is not None and message_id in self._progress.sweep.open
-
-    def take_in(self, message_id: str, reply: Message, idle: Idle) -> Evaluated | None:
-        """Take a client's answer, and let it be idle; return the report if it was the last."""
-        progress = self._progress
-        assert progress.sweep is not None, "a message was asked about"
-        client = progress.sweep.open.pop(message_id)
-        # One that holds an invitation has answered meanwhile, and holds it still.
-        works = any(task.client == client for task in progress.in_flight.values())
-        if not works and progress.fleet.clients[client].node_id is not None:
-            idle.add(client)
-        self._score(client, reply)
-        return self.close_if_over()
+    def take_in(self, message_id: str, reply: Message, idle: Idle) -> Iterator[Report]:
+        """Take a client's answer, and let it be idle; yield the reports if it was the last."""
+        sweeper: Sweeper = self if message_id in super().open_ids() else self._tasks
+        sweeper.take(message_id, reply, idle)
+        yield from self.close_if_over()
 
     def drop(self, client: str) -> None:
         """Wait no more for a client that is gone."""
-        if self._progress.sweep is not None:
-            self._progress.sweep.drop(client)
+        super().drop(client)
+        self._tasks.drop(client)
 
-    def finish(self, another: bool) -> Iterable[Evaluated]:
+    def look_at_tasks(self) -> Iterator[TasksTested]:
+        """Have all tasks tested if a step of anybody's data is over; yield what is known then."""
+        yield from self._tasks.look()
+
+    def finish(self, another: bool) -> Iterator[Report]:
         """End with what the clients answer soon; yield the reports that come of it.
 
         Parameters
@@ -131,37 +126,16 @@ class Evaluator:
             The models have changed since the last evaluation began: one more is due.
         """
         if self._progress.sweep is not None:
-            yield from self._wait()
+            self._wait()
+            yield from self.close_if_over()
         if another:
             report = self.begin()
             if report is not None:
                 yield report
             elif self._progress.sweep is not None:
-                yield from self._wait()
-
-    def _wait(self) -> Iterable[Evaluated]:
-        """Ask everyone who is left, busy or not, and wait a while."""
-        sweep, until = self._progress.sweep, self._clock.now() + min(_LAST_SECONDS, self._ttl)
-        assert sweep is not None, "an evaluation is under way"
-        for client in list(sweep.waiting):
-            self._push(client)
-        while sweep.open and self._clock.now() < until:
-            for reply in self._clock.wait(sweep.open.keys(), until):
-                self._score(sweep.open.pop(reply.metadata.reply_to_message_id), reply)
-        sweep.open = {}
-        report = self.close_if_over()
-        if report is not None:
-            yield report
-
-    def _push(self, client: str) -> bool:
-        """Ask one client; return whether the grid took the message."""
-        sweep = self._progress.sweep
-        assert sweep is not None, "an evaluation is under way"
-        del sweep.waiting[client]
-        message_id = next(iter(self._grid.push_messages([self._message(client)])), None)
-        if message_id:
-            sweep.open[message_id] = client
-        return message_id is not None
+                self._wait()
+                yield from self.close_if_over()
+        yield from self._tasks.finish()
 
     def _message(self, client: str) -> Message:
         settings = dict(self._config)
@@ -183,7 +157,14 @@ class Evaluator:
         if score is not None:
             sweep.scores[client] = score
 
-    def close_if_over(self) -> Evaluated | None:
+    def close_if_over(self) -> Iterator[Report]:
+        """Yield the reports of tests to which nobody is left to answer."""
+        report = self._closed()
+        if report is not None:
+            yield report
+        yield from self._tasks.close_if_over()
+
+    def _closed(self) -> Evaluated | None:
         """Return the report of an evaluation to which nobody is left to answer."""
         sweep = self._progress.sweep
         if sweep is None or not sweep.is_over:

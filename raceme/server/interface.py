@@ -95,6 +95,8 @@ class Questions(ABC):
         Models that clients are training from, if the method keeps them.
     train_config : ConfigRecord
         The run's settings for local training.
+    initial : ArrayRecord
+        The model before any training.
     step_of : Callable
         Returns the step of a client's data now; None where nobody says when data change. The loop
         sets it.
@@ -121,6 +123,7 @@ class Questions(ABC):
     result: RunResult
     bases: Bases
     train_config: ConfigRecord
+    initial: ArrayRecord
     report: Observer
     step_of: Callable[[str], int | None]
 
@@ -220,7 +223,8 @@ class Questions(ABC):
         """Return the clusters that serve a client on its data of a step, with weights.
 
         A method that remembers which model a former task of a client belongs to says so here; by
-        default, as in all others, it is what serves the client now.
+        default, as in all others, it is what serves the client now. The tests on all steps
+        (``eval-tasks``) ask for every step so far, and for the next one, which no method knows yet.
         """
         return self.placement(client)
 

@@ -19,7 +19,7 @@ from raceme.protocol import events
 from raceme.protocol.events import Ending
 from raceme.protocol.timeline import timeline_of
 from raceme.server.dispatch import Moment
-from raceme.server.evaluator import EvaluateFn, Evaluator
+from raceme.server.evaluator import EvaluateFn, Evaluator, Report
 from raceme.server.idle import Idle
 from raceme.server.interface import Questions, StopCheck
 from raceme.server.outgoing import Outgoing
@@ -87,7 +87,8 @@ class Loop:
         self._idle = Idle(self._progress.idle, self._fleet.clients)
         self._packer = Packer(method.spec)
         self._steps = Steps(
-            plan.drift, self._progress, self.now, lambda: method.dispatch.rounds, self._observe
+            *(plan.drift, self._progress, self.now, lambda: method.dispatch.rounds, self._observe),
+            tests_tasks=plan.eval_tasks,
         )
         self._outgoing = Outgoing(method, self._packer, self._steps, train_config, timeout)
         self._evaluator = Evaluator(
@@ -189,14 +190,13 @@ class Loop:
     def _is_over(self) -> bool:
         """Evaluate if that is due; return whether a limit is reached, and note which."""
         progress = self._progress
-        report = self._evaluator.close_if_over()
-        if report is not None:
-            self._evaluated(report)
+        for due in (self._evaluator.close_if_over(), self._evaluator.look_at_tasks()):
+            for report in due:
+                self._evaluated(report)
         if self._evaluation_is_due():
             self._steps.look_before_test()
-            report = self._evaluator.begin()
-            if report is not None:
-                self._evaluated(report)
+            if (evaluated := self._evaluator.begin()) is not None:
+                self._evaluated(evaluated)
         if self._ending is None:
             rounds = self._method.dispatch.rounds
             if limit := self._plan.limit(progress.updates, self._num_updates, self.now(), rounds):
@@ -223,9 +223,11 @@ class Loop:
         due = self._plan.is_tested(progress, self._method.dispatch.rounds)
         return due or self._steps.is_untested(self._plan.eval_steps)
 
-    def _evaluated(self, report: events.Evaluated) -> None:
-        """Report an evaluation, and end the run if it reaches the target."""
+    def _evaluated(self, report: Report) -> None:
+        """Report tests, and end the run if they are an evaluation that reaches the target."""
         self._observe(report)
+        if isinstance(report, events.TasksTested):
+            return
         if self._ending is None and self._plan.is_reached(report):
             wanted = f"{report.measure.word} of {self._plan.target_accuracy:g}"
             self._ending = Ending.TARGET, f"the target {wanted} was reached"
@@ -273,7 +275,7 @@ class Loop:
     def _awaited(self) -> Collection[str]:
         """Return the ids of all messages without an answer."""
         in_flight, greeted = self._progress.in_flight.keys(), self._fleet.greeted
-        asked = self._progress.sweep.open.keys() if self._progress.sweep else ()
+        asked = self._evaluator.open_ids()
         return in_flight | {*greeted.values(), *asked} if greeted or asked else in_flight
 
     # The fleet.
@@ -285,7 +287,7 @@ class Loop:
             self._method.close_task(task)
         progress.in_flight.clear()
         progress.idle.clear()
-        progress.sweep = None
+        self._evaluator.forget()
         for client in self._fleet.disconnect():
             self._apply(self._method.dispatch.left(client, self.now()))
             self._method.remove_client(client)
@@ -381,9 +383,8 @@ class Loop:
         if message_id in greeted:
             self._introduce(greeted[message_id], reply)
             return
-        if self._evaluator.is_asked(message_id):
-            report = self._evaluator.take_in(message_id, reply, self._idle)
-            if report is not None:
+        if message_id in self._evaluator.open_ids():
+            for report in self._evaluator.take_in(message_id, reply, self._idle):
                 self._evaluated(report)
             return
         task = self._progress.in_flight.pop(message_id, None)

@@ -166,7 +166,7 @@ class Method(Questions, Strategy):
         plan = plan or Plan()
         self.planned_updates = num_rounds or plan.planned_updates
         self.probe, self.starts = probe, starts
-        self._spec = ModelSpec.of(initial_arrays)
+        self._spec, self.initial = ModelSpec.of(initial_arrays), initial_arrays
         self.result = RunResult()
         self.train_config = train_config or ConfigRecord()
         if self.validates and VALIDATION_SHARE not in self.train_config:

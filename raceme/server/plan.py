@@ -58,6 +58,8 @@ class Plan:
         Rounds or windows between two evaluations, of a method that has them; 0: `eval_every`.
     eval_steps : bool
         Evaluate also when all clients' data have moved on, before anybody trains on them.
+    eval_tasks : bool
+        Test on the data of every step so far whenever a step is over, and at the end.
     concurrency : int
         Clients that train at a time; 0 means all that are online.
     drift : StepSchedule or None
@@ -75,6 +77,7 @@ class Plan:
     eval_every: int = 20
     eval_rounds: int = 0
     eval_steps: bool = False
+    eval_tasks: bool = False
     concurrency: int = 0
     drift: StepSchedule | None = None
     max_rounds: int | None = None

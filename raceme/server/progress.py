@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from raceme.server.evaluation import Sweep
 from raceme.server.fleet import Fleet
+from raceme.server.task_sweep import TaskSweep
 from raceme.server.work import Task
 
 
@@ -46,6 +47,14 @@ class Progress:
         Step of each client's data, where its own uploads decide it.
     sweep : Sweep or None
         The evaluation that is under way.
+    task_step : int
+        Step of all clients' data, as the tests on all steps know it.
+    task_steps : dict[str, int]
+        The same of each client's data, where its own uploads decide it.
+    tasks_tested_at : int
+        Number of updates when these tests were begun last; -1 before the first.
+    task_sweep : TaskSweep or None
+        Those that are under way.
     fleet : Fleet
         The clients.
     """
@@ -68,6 +77,10 @@ class Progress:
     step: int = 0
     steps: dict[str, int] = field(default_factory=dict)
     sweep: Sweep | None = None
+    task_step: int = 0
+    task_steps: dict[str, int] = field(default_factory=dict)
+    tasks_tested_at: int = -1
+    task_sweep: TaskSweep | None = None
     fleet: Fleet = field(default_factory=Fleet)
 
     def count_update(self, client: str) -> None:

@@ -116,6 +116,7 @@ class ClientCache:
         self._run: _Items | None = None
         self._clients: OrderedDict[_Items, dict[int, Client]] = OrderedDict()
         self._stamps: dict[_Items, Stamp] = {}
+        self._since: dict[_Items, int] = {}
 
     def client(self, context: Context, step: int = 0, kept: int = _STEPS_KEPT) -> Client:
         """Return the client that a node is.
@@ -162,7 +163,7 @@ class ClientCache:
         if stamp != known:
             # Taken before the file is read: what is written meanwhile shows at the next message.
             self._stamps[node] = stamp
-            self._clients.pop(node, None)
+            self._since[node] = max(self._clients.pop(node, {}), default=0)
             datasets.forget()
 
     def clients(self, context: Context, steps: Sequence[int]) -> list[Client]:
@@ -170,9 +171,18 @@ class ClientCache:
         kept = max(_STEPS_KEPT, len(steps) + 1)
         return [self.client(context, step, kept) for step in steps]
 
+    def since(self, context: Context) -> int:
+        """Return the first step whose data a node still has: later if its file was replaced.
+
+        That is the latest step that was asked for before. A process that answers a single message
+        does not know of any.
+        """
+        return self._since.get(tuple(context.node_config.items()), 0)
+
     def forget(self) -> None:
         """Drop all clients."""
         self._run = None
+        self._since.clear()
         self._clients.clear()
 
 

@@ -10,12 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import TypeGuard
 
 import numpy as np
-from flwr.app import ArrayRecord
+from flwr.app import ArrayRecord, ConfigRecord
 from numpy.typing import NDArray
 
 from raceme import training
+from raceme.config.errors import UserError
 from raceme.protocol.messages import (
     ACCURACIES,
     ANCHOR,
@@ -29,6 +31,8 @@ from raceme.protocol.messages import (
     ON,
     SHARES,
     STEP,
+    TESTED_MODELS,
+    TESTED_STEPS,
     TRAIN_LOSS,
     UNIT,
     ModelSpec,
@@ -121,9 +125,54 @@ def _stated(work: ClientWork, count: int) -> NDArray[np.float64]:
 
 def evaluate(work: ClientWork) -> Answer:
     """Test the received model on the client's test samples."""
-    work.receive(work.model)
-    score, loss = training.evaluate(work.client.network, work.client.test)
-    return evaluation_answer(work, score, loss)
+    return evaluation_answer(work, *tested(work, work.model))
+
+
+def tested(work: ClientWork, model: ArrayRecord) -> tuple[float, float]:
+    """Return the score and the mean loss of a model on the client's test samples."""
+    work.receive(model)
+    return training.evaluate(work.client.network, work.client.test)
+
+
+def test_steps(work: ClientWork) -> Answer:
+    """Test received models on the client's test samples of the steps that the message names.
+
+    Data of a step that cannot be loaded, or that a device had in a file that was replaced since,
+    are not tested on: the number is NaN.
+
+    Raises
+    ------
+    ValueError
+        The message does not say which model is tested on which step.
+    """
+    steps, which = (work.settings.get(name) for name in (TESTED_STEPS, TESTED_MODELS))
+    models = work.models
+    if not (_are_counts(steps) and _are_counts(which)) or len(steps) != len(which):
+        raise ValueError(f"{TESTED_STEPS} and {TESTED_MODELS} must be two lists of equal length.")
+    if any(index >= len(models) for index in which):
+        raise ValueError(f"{TESTED_MODELS} names models that were not sent: {which!r}.")
+    measured = np.full(len(steps), np.nan)
+    for place, (step, index) in enumerate(zip(steps, which, strict=True)):
+        if step < work.since:
+            continue
+        try:
+            client = work.at_step(step)
+        except UserError:
+            continue
+        settings = ConfigRecord({**work.settings, STEP: step})
+        there = replace(work, client=client, settings=settings)
+        measured[place] = tested(there, models[index])[0]
+    unit = work.client.network.objective.measure.unit
+    return Answer(
+        {NUM_EXAMPLES: len(work.client.test)},
+        numbers={ACCURACIES: measured},
+        told={} if unit is None else {UNIT: unit},
+    )
+
+
+def _are_counts(stated: object) -> TypeGuard[list[int]]:
+    """Return whether a setting is a list of whole numbers of at least 0."""
+    return isinstance(stated, list) and all(isinstance(n, int) and n >= 0 for n in stated)
 
 
 def losses(work: ClientWork) -> Answer:

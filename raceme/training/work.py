@@ -61,6 +61,8 @@ class ClientWork:
     steps : tuple[Client, ...]
         The client with its data of each of the steps that the message names; empty if it names
         none. To train is to train on all of them together: :attr:`client` has them so.
+    since : int
+        First step whose data the client still has: that at which a device's own file was replaced.
     """
 
     kind: str
@@ -70,6 +72,7 @@ class ClientWork:
     state: RecordDict
     at_step: Callable[[int], Client]
     steps: tuple[Client, ...] = ()
+    since: int = 0
 
     @property
     def arrays(self) -> Mapping[str, ArrayRecord]:

@@ -30,6 +30,8 @@ from raceme.protocol.events import (
     Event,
     RunEnded,
     SupportChanged,
+    TaskScore,
+    TasksTested,
     UpdateApplied,
     UpdateRejected,
 )
@@ -90,6 +92,18 @@ ONE_OF_EACH: list[Event] = [
     ClustersScored(5.75, 3, {0: 0.75, 2: 0.5}),
     SupportChanged(5.8, 3, {1: (0, 2), 4: (1,)}),
     SupportChanged(5.85, 3, {}),
+    TasksTested(
+        5.855,
+        3,
+        1,
+        2,
+        {
+            "b": {0: TaskScore(2, 0.5), 2: TaskScore(1, 0.75, 0.125)},
+            "a": {1: TaskScore(0, 0.25)},
+        },
+        3,
+    ),
+    TasksTested(5.857, 3, 0, 2, {"c": {0: TaskScore(1, 20.5)}}, 1, Measure("µg/m³")),
     AnswerTaken(5.86, "a", "losses", "support", 1000, 40),
     replace(UPDATE, seq=4, time=5.875, passes=90, mixture=(0.25, 0.0, 0.75), phase="init"),
     RunEnded(6.0, 4, "all clients are gone", Ending.NO_CLIENTS),
@@ -252,6 +266,18 @@ _EVENTS = st.one_of(
         _NUMBERS,
     ),
     st.builds(AnswerTaken, _TIMES, _CLIENTS, _CLIENTS, _CLIENTS, _COUNTS, _COUNTS),
+    st.builds(
+        TasksTested,
+        *(_TIMES, _COUNTS, _COUNTS, _COUNTS),
+        st.dictionaries(
+            _CLIENTS,
+            st.dictionaries(
+                _COUNTS, st.builds(TaskScore, _COUNTS, _NUMBERS, st.none() | _NUMBERS), min_size=1
+            ),
+            max_size=2,
+        ),
+        _COUNTS,
+    ),
     st.builds(
         SupportChanged,
         _TIMES,
@@ -462,7 +488,7 @@ def as_format_5(events: Iterable[Event]) -> list[Event]:
     return [
         replace(event, phase="train") if isinstance(event, UpdateApplied) else event
         for event in events
-        if not isinstance(event, AnswerTaken | SupportChanged)
+        if not isinstance(event, AnswerTaken | SupportChanged | TasksTested)
     ]
 
 

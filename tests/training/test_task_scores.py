@@ -1,0 +1,107 @@
+"""The kind of work test-steps: models on the test data of several steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from nodes import CONFIG, SPEC, context, node_context, several, write_device
+
+from raceme import datasets, models
+from raceme.client_app import app, forget
+from raceme.compat import identify_process
+from raceme.config import RunConfig
+from raceme.protocol.messages import from_array
+from raceme.training.clients import load
+
+DRIFTING = CONFIG.with_values(drift="tasks")
+NODE = (("partition-id", 3), ("num-partitions", 20))
+ZERO = SPEC.pack(np.zeros(SPEC.size, np.float32))
+
+
+@pytest.fixture(autouse=True)
+def _identity() -> None:
+    identify_process()
+    forget()
+
+
+def ask(node: Context, settings: dict[str, object], **arrays: object) -> list[float]:
+    config = ConfigRecord({"kind": "test-steps", **settings})  # type: ignore[dict-item]
+    content = RecordDict({**arrays, "config": config})  # type: ignore[arg-type]
+    reply = app(Message(content=content, dst_node_id=7, message_type="evaluate"), node)
+    found: list[float] = from_array(reply.content["numbers"]["accuracies"]).tolist()
+    return found
+
+
+def saying(label: int) -> ArrayRecord:
+    """Return a model that takes everything for one label."""
+    vector = np.zeros(SPEC.size, np.float32)
+    vector[label - 10] = 1.0
+    return SPEC.pack(vector)
+
+
+def test_each_model_is_tested_on_the_test_data_of_its_step() -> None:
+    items = tuple(DRIFTING.to_mapping().items())
+    labels = [load(items, NODE, step).test.y for step in range(3)]
+    first, last = (int(labels[step][0]) for step in (0, 2))
+    tests = {"tested-steps": [0, 1, 2, 2], "tested-models": [1, 0, 1, 0]}
+    node = context(3, DRIFTING)
+    found = ask(node, {"step": 2, **tests}, **several(saying(last), saying(first)))
+    wanted = ((0, first), (1, last), (2, first), (2, last))
+    assert found == [float((labels[step] == label).double().mean()) for step, label in wanted]
+    assert found[0] > 0 == found[2]
+    assert found[3] > 0 == found[1]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "two lists of equal length"),
+        ({"tested-steps": [0, 1], "tested-models": [0]}, "two lists of equal length"),
+        ({"tested-steps": [-1], "tested-models": [0]}, "two lists of equal length"),
+        ({"tested-steps": [0], "tested-models": [1]}, "were not sent"),
+    ],
+)
+def test_a_message_that_does_not_say_what_is_tested_is_refused(
+    settings: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        ask(context(3, DRIFTING), settings, **several(ZERO))
+
+
+def test_a_device_whose_file_was_replaced_does_not_test_on_what_it_had(tmp_path: Path) -> None:
+    path = tmp_path / "own.npz"
+    write_device(path, classes=4)
+    config = RunConfig(dataset="npz", model="mclr", drift="tasks", clients=1)
+    config = config.with_values(data_file=str(path), tasks_count=2)
+    node = node_context({"device-id": "a", "data-file": str(path)}, config)
+    initial = models.initial_arrays(config)
+    wanted: dict[str, object] = {"step": 1, "tested-steps": [0, 1, 2], "tested-models": [0, 0, 0]}
+    assert np.isfinite(ask(node, wanted, **several(initial))).all()
+    ask(node, {"step": 2, "tested-steps": [2], "tested-models": [0]}, **several(initial))
+    other = tmp_path / "other.npz"
+    write_device(other, classes=4)
+    other.replace(path)
+    found = ask(node, {**wanted, "step": 2}, **several(initial))
+    assert np.isfinite(found).tolist() == [False, False, True]
+    # So it remains; another run knows of nothing before.
+    again = ask(node, {**wanted, "step": 3}, **several(initial))
+    assert np.isfinite(again).tolist() == [False, False, True]
+    forget()
+    assert np.isfinite(ask(node, wanted, **several(initial))).all()
+
+
+def test_data_that_cannot_be_loaded_are_missing(tmp_path: Path) -> None:
+    path = tmp_path / "own.npz"
+    write_device(path, classes=4)
+    config = RunConfig(dataset="npz", model="mclr", drift="tasks", clients=1)
+    config = config.with_values(data_file=str(path), tasks_count=2)
+    node = node_context({"device-id": "a", "data-file": str(path)}, config)
+    initial = models.initial_arrays(config)
+    ask(node, {"step": 0, "tested-steps": [0], "tested-models": [0]}, **several(initial))
+    datasets.forget()
+    path.unlink()
+    wanted: dict[str, object] = {"step": 0, "tested-steps": [0, 1], "tested-models": [0, 0]}
+    assert np.isfinite(ask(node, wanted, **several(initial))).tolist() == [True, False]
