@@ -27,6 +27,7 @@ from raceme.protocol.messages import (
     CONFIG,
     DESCRIBE,
     EVALUATE,
+    EVALUATE_DECOMPOSED,
     FINISHED_AT,
     GROUP,
     KIND,
@@ -44,6 +45,8 @@ from raceme.protocol.messages import (
     TASK,
     TRAIN,
     TRAIN_BEST,
+    TRAIN_BORROWING,
+    TRAIN_DECOMPOSED,
     TRAIN_ELASTIC,
     TRAIN_MIXED,
     TRAIN_OWN,
@@ -51,7 +54,7 @@ from raceme.protocol.messages import (
     VERSION,
     to_array,
 )
-from raceme.training import continual, hardware, kinds
+from raceme.training import continual, hardware, kinds, task_parts
 from raceme.training.clients import Client, ClientCache, joined, load
 from raceme.training.work import Answer, ClientWork
 
@@ -103,7 +106,10 @@ KINDS: dict[str, Callable[[ClientWork], Answer]] = {
     TRAIN_MIXED: kinds.train_mixed,
     TRAIN_OWN: kinds.train_own,
     TRAIN_ELASTIC: continual.train_elastic,
+    TRAIN_DECOMPOSED: task_parts.train_decomposed,
+    TRAIN_BORROWING: task_parts.train_borrowing,
     EVALUATE: kinds.evaluate,
+    EVALUATE_DECOMPOSED: task_parts.evaluate_decomposed,
     LOSSES: kinds.losses,
     SCORES: kinds.scores,
     LABEL_COUNTS: kinds.label_counts,
