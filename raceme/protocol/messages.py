@@ -166,7 +166,7 @@ CHOSEN = "chosen"
 """Which of several models a client has trained, counted from 0; a reply states it."""
 
 _STYPE = "numpy.ndarray"
-_LARGEST_SQUARE = 1e30
+LARGEST_SQUARE = 1e30
 """Squared length of a model from which on it is refused. No network that works comes near it, and
 below it sums, differences and distances over very many clients stay finite in float32."""
 
@@ -393,7 +393,7 @@ class ModelSpec:
         # NaN and infinity survive in the squared norm: one pass, no temporary array.
         with np.errstate(over="ignore", invalid="ignore"):
             squared_norm = np.dot(vector, vector)
-        if not squared_norm <= _LARGEST_SQUARE:
+        if not squared_norm <= LARGEST_SQUARE:
             if not np.isfinite(vector).all():
                 raise InvalidModelError("not finite: the model holds NaN or infinity")
             length = float(np.linalg.norm(vector.astype(np.float64)))

@@ -31,6 +31,7 @@ from raceme.protocol.messages import (
 )
 from raceme.training.decomposition import Decomposition, Masks, Strengths, TaskPart
 from raceme.training.kinds import evaluation_answer, training_answer
+from raceme.training.network import is_usable
 from raceme.training.scores import score_former, score_upload
 from raceme.training.work import Answer, ClientWork
 
@@ -117,8 +118,10 @@ def _train(
     loss = training.train(network, client.train, settings, work.generator(), descent=parts.descent)
     parts.finish()
     scores |= score_upload(work)
-    for name, part in kept.items():
-        work.state[name] = _written(part, masks)
+    # A training that diverged is refused by the server; it must not spoil all that follow.
+    if is_usable(parts.weights) and all(is_usable(part.adaptive) for part in formers):
+        for name, part in kept.items():
+            work.state[name] = _written(part, masks)
     network.weights.copy_(parts.shared)
     answer = training_answer(work, work.give(spec, received), {TRAIN_LOSS: loss, **scores})
     return answer, kept[present]

@@ -150,3 +150,14 @@ def test_uploads_are_scored_with_the_parts_of_their_tasks() -> None:
     assert answer["metrics"]["accuracy-before"] == kept
     answer = ask(node, "train-decomposed", shared, step=1, scored=True, former_step=0)
     assert answer["metrics"]["accuracy-after"] == kept
+
+
+@KINDS
+def test_a_training_that_diverges_leaves_the_parts_as_they_were(kind: str) -> None:
+    node = context(1, TASKS)
+    trained(node, kind, step=0)
+    before = {name: own(node, 0, name) for name in node.state.array_records["part-0"]}
+    ask(node, kind, step=1, lr=1e30, local_epochs=3, drift_strength=1.0)
+    assert list(node.state) == ["part-0"]
+    for name, values in before.items():
+        assert np.array_equal(values, own(node, 0, name))
