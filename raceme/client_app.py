@@ -27,6 +27,7 @@ from raceme.protocol.messages import (
     CONFIG,
     DESCRIBE,
     EVALUATE,
+    EVALUATE_DECOMPOSED,
     FINISHED_AT,
     GROUP,
     KIND,
@@ -48,6 +49,8 @@ from raceme.protocol.messages import (
     TEST_STEPS,
     TRAIN,
     TRAIN_BEST,
+    TRAIN_BORROWING,
+    TRAIN_DECOMPOSED,
     TRAIN_ELASTIC,
     TRAIN_MIXED,
     TRAIN_OWN,
@@ -55,7 +58,7 @@ from raceme.protocol.messages import (
     VERSION,
     to_array,
 )
-from raceme.training import continual, hardware, kinds, memory
+from raceme.training import continual, hardware, kinds, memory, task_parts
 from raceme.training.clients import Client, ClientCache, joined, load
 from raceme.training.work import Answer, ClientWork
 
@@ -110,8 +113,11 @@ KINDS: dict[str, Callable[[ClientWork], Answer]] = {
     MATCH: memory.match,
     LEND: memory.lend,
     TRAIN_ELASTIC: continual.train_elastic,
+    TRAIN_DECOMPOSED: task_parts.train_decomposed,
+    TRAIN_BORROWING: task_parts.train_borrowing,
     EVALUATE: kinds.evaluate,
     TEST_STEPS: kinds.test_steps,
+    EVALUATE_DECOMPOSED: task_parts.evaluate_decomposed,
     LOSSES: kinds.losses,
     SCORES: kinds.scores,
     LABEL_COUNTS: kinds.label_counts,

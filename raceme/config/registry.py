@@ -95,6 +95,7 @@ STRATEGIES = Registry(
     "strategy",
     {
         "c-faacl": "raceme.strategies.c_faacl:CFAACL",
+        "apd": "raceme.strategies.apd:APD",
         "casa": "raceme.strategies.casa:CASA",
         "casa-c": "raceme.strategies.casa_ablations:CASAC",
         "casa-d": "raceme.strategies.casa_ablations:CASAD",
@@ -115,6 +116,7 @@ STRATEGIES = Registry(
         "fedprox": "raceme.strategies.flower_rounds:FedProx",
         "fesem": "raceme.strategies.fesem:FeSEM",
         "cdfl": "raceme.strategies.cdfl:CDFL",
+        "fedweit": "raceme.strategies.fedweit:FedWeIT",
         "fedsoft": "raceme.strategies.fedsoft:FedSoft",
         "fedsoft-async": "raceme.strategies.fedsoft_async:FedSoftAsync",
         "flexcfl": "raceme.strategies.flexcfl:FlexCFL",

@@ -46,6 +46,10 @@ TRAIN_OWN = "train-own"
 """Train the client's own model, that it keeps, with a pull towards the received one."""
 TRAIN_ELASTIC = "train-elastic"
 """Train, and stay where weights matter for former tasks (EWC): the kind of work."""
+TRAIN_DECOMPOSED = "train-decomposed"
+"""Train weights that are made of a shared part, the model, and of parts for each task (APD)."""
+TRAIN_BORROWING = "train-borrowing"
+"""The same, where parts of other clients' tasks are borrowed (FedWeIT)."""
 LOSSES = "losses"
 """The loss of every sample under each of several models: the kind of work, and the numbers that
 answer it, float32, shape (models, samples)."""
@@ -82,9 +86,22 @@ LOCAL = "local"
 """Models that clients have trained themselves, beside those of clusters: numbered from 0."""
 INPUTS, LABELS = "x", "y"
 """Arrays of a record of samples."""
-TRAINING = frozenset({TRAIN, TRAIN_BEST, TRAIN_MIXED, TRAIN_OWN, TRAIN_ELASTIC, LEARN})
+TRAINING = frozenset(
+    {
+        TRAIN,
+        TRAIN_BEST,
+        TRAIN_MIXED,
+        TRAIN_OWN,
+        TRAIN_ELASTIC,
+        TRAIN_DECOMPOSED,
+        TRAIN_BORROWING,
+        LEARN,
+    }
+)
 """Kinds of work whose reply is a trained model."""
 EVALUATE = "evaluate"
+EVALUATE_DECOMPOSED = "evaluate-decomposed"
+"""Test the received shared part together with the client's own part for the task: the kind."""
 DESCRIBE = "describe"
 """Who the client is and what it has: what every client is asked first."""
 ON = "on"
@@ -152,6 +169,18 @@ INVITATION = "invitation"
 ROUND = "server-round"
 """Flower's own number of a round, in the messages of round-based strategies."""
 
+SPARSITY = "sparsity"
+"""Strength of the L1 norm of what is a task's own."""
+DRIFT_STRENGTH = "drift-strength"
+"""Strength with which former tasks' weights are held where they were when the task began."""
+OTHERS = "others"
+"""Record with the task-adaptive weights of other clients, each as indices and values."""
+ADAPTIVE_INDICES = "adaptive-indices"
+ADAPTIVE_VALUES = "adaptive-values"
+"""Where a client's task-adaptive weights are not 0, int32, and what they are, float32: numbers that
+come back with the shared part. In the record of others' they have the number of each behind them.
+"""
+
 ANCHOR = "anchor"
 """Record with the model towards which the proximal term pulls, if it is not the received one."""
 MASK = "mask"
@@ -164,7 +193,7 @@ CHOSEN = "chosen"
 """Which of several models a client has trained, counted from 0; a reply states it."""
 
 _STYPE = "numpy.ndarray"
-_LARGEST_SQUARE = 1e30
+LARGEST_SQUARE = 1e30
 """Squared length of a model from which on it is refused. No network that works comes near it, and
 below it sums, differences and distances over very many clients stay finite in float32."""
 
@@ -401,7 +430,7 @@ class ModelSpec:
         # NaN and infinity survive in the squared norm: one pass, no temporary array.
         with np.errstate(over="ignore", invalid="ignore"):
             squared_norm = np.dot(vector, vector)
-        if not squared_norm <= _LARGEST_SQUARE:
+        if not squared_norm <= LARGEST_SQUARE:
             if not np.isfinite(vector).all():
                 raise InvalidModelError("not finite: the model holds NaN or infinity")
             length = float(np.linalg.norm(vector.astype(np.float64)))

@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -22,7 +23,7 @@ from raceme.server.dispatch import Dispatch, EveryIdle, Moment, NoState
 from raceme.server.fleet import Client
 from raceme.server.progress import Progress
 from raceme.server.replies import Answer, Update
-from raceme.server.work import Task, Work
+from raceme.server.work import Task, Value, Work
 
 StopCheck = Callable[[], str]
 """Called between two steps, when the state is whole and can be saved. What it returns, unless it
@@ -112,6 +113,8 @@ class Questions(ABC):
     """Whether `initialize` starts from the server's pre-trained models, where there are some."""
     validates: ClassVar[bool] = False
     """Whether clients compare models on samples that they neither train on nor are tested on."""
+    test_settings: ClassVar[Mapping[str, Value]] = MappingProxyType({})
+    """What the messages that test models say beyond the run's own settings, e.g. another kind."""
     exchanges: ClassVar[bool] = True
     """Whether models really travel; without it no traffic is reported."""
 

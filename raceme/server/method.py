@@ -179,7 +179,7 @@ class Method(Questions, Strategy):
             stop_check,
             timeout=timeout,
             train_config=self.train_config,
-            evaluate_config=evaluate_config or ConfigRecord(),
+            evaluate_config=ConfigRecord({**(evaluate_config or {}), **self.test_settings}),
             evaluate_fn=evaluate_fn,
             time_before=self._now(),
         )

@@ -7,6 +7,7 @@ from raceme.config.registry import STRATEGIES
 from raceme.server.dispatch import RoundsParameters
 from raceme.server.method import Method
 from raceme.server.plan import Plan
+from raceme.strategies.apd import APD, APDParameters
 from raceme.strategies.c_faacl import CFAACL, CFAACLParameters
 from raceme.strategies.casa import CASA, CASAParameters
 from raceme.strategies.casa_ablations import CASAC, CASAD
@@ -37,6 +38,7 @@ from raceme.strategies.feddrift import (
 from raceme.strategies.feddrift_async import FedDriftAsync, FedDriftAsyncParameters
 from raceme.strategies.fedsoft import FedSoft, FedSoftParameters
 from raceme.strategies.fedsoft_async import FedSoftAsync, FedSoftAsyncParameters
+from raceme.strategies.fedweit import FedWeIT, FedWeITParameters
 from raceme.strategies.fesem import FeSEM, FeSEMParameters
 from raceme.strategies.flexcfl import FedGroup, FedGroupParameters, FlexCFL, FlexCFLParameters
 from raceme.strategies.flexcfl_async import FlexCFLAsync, FlexCFLAsyncParameters
@@ -53,6 +55,7 @@ from raceme.strategies.ssgd import StableSGD, StableSGDParameters
 from raceme.strategies.standalone import Standalone
 
 __all__ = [
+    "APD",
     "CASA",
     "CASAC",
     "CASAD",
@@ -65,6 +68,7 @@ __all__ = [
     "ICFL",
     "IFCA",
     "STRATEGIES",
+    "APDParameters",
     "CASAParameters",
     "CASAPlus",
     "CASAPlusParameters",
@@ -100,6 +104,8 @@ __all__ = [
     "FedSoftAsync",
     "FedSoftAsyncParameters",
     "FedSoftParameters",
+    "FedWeIT",
+    "FedWeITParameters",
     "FlexCFL",
     "FlexCFLAsync",
     "FlexCFLAsyncParameters",

@@ -20,7 +20,7 @@ from raceme.protocol.messages import (
 )
 from raceme.training.kinds import OWN_MODEL, train_model
 from raceme.training.local import differentiate
-from raceme.training.network import Network
+from raceme.training.network import Network, is_usable
 from raceme.training.samples import Samples
 from raceme.training.work import Answer, ClientWork
 
@@ -39,8 +39,10 @@ def train_elastic(work: ClientWork) -> Answer:
     held = {name: state.array_records[name] for name in (FISHER, FORMER) if name in state}
     answer = train_model(work, work.model, forward=passed, arrays={**work.arrays, **held})
     assert answer.model is not None, "training answers with a model"
-    state[OWN_MODEL] = answer.model
-    state[TRAINED] = ConfigRecord({STEP: work.step})
+    # A training that diverged is refused by the server; it must not spoil all that follow.
+    if is_usable(work.client.network.weights):
+        state[OWN_MODEL] = answer.model
+        state[TRAINED] = ConfigRecord({STEP: work.step})
     return answer
 
 

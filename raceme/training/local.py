@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 import numpy as np
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from raceme.training.dropout import dropout
 from raceme.training.network import Network
-from raceme.training.optimisers import optimiser_of
+from raceme.training.optimisers import Descent, optimiser_of
 from raceme.training.samples import Samples
 from raceme.training.settings import TrainingSettings
 from raceme.training.terms import Term, terms_of
@@ -76,6 +76,7 @@ def train(
     settings: TrainingSettings,
     rng: np.random.Generator,
     arrays: Mapping[str, ArrayRecord] = _NO_ARRAYS,
+    descent: Callable[[Network, TrainingSettings], Descent] = optimiser_of,
 ) -> float:
     """Train a network in place.
 
@@ -91,6 +92,8 @@ def train(
         Shuffles the samples, and seeds the network's own randomness.
     arrays : Mapping[str, ArrayRecord]
         What came with the model, for terms that need it, e.g. a mask.
+    descent : Callable
+        Makes what follows the gradient; by default the optimiser of the settings.
 
     Returns
     -------
@@ -98,7 +101,7 @@ def train(
         Mean loss of the samples as they were met, without the terms added to it.
     """
     terms = terms_of(network, settings, arrays)
-    descend = optimiser_of(network, settings)
+    descend = descent(network, settings)
     total = torch.zeros(())
     seen = 0
     network.module.train()

@@ -17,10 +17,21 @@ from torch import Tensor, nn
 
 from raceme.compat import array_record
 from raceme.models.batch_norm import batch_norm_arrays, has_batch_norm
-from raceme.protocol.messages import InvalidModelError, ModelSpec, from_array, to_array
+from raceme.protocol.messages import (
+    LARGEST_SQUARE,
+    InvalidModelError,
+    ModelSpec,
+    from_array,
+    to_array,
+)
 from raceme.training.objective import Objective
 
 _CLASSIFICATION = Objective()
+
+
+def is_usable(weights: Tensor) -> bool:
+    """Return whether the server would take a model of these weights: neither NaN nor huge."""
+    return float(weights @ weights) <= LARGEST_SQUARE
 
 
 class Network:

@@ -7,45 +7,59 @@ client's last visit, not of the model that it now trains.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from raceme.training.network import Network
 from raceme.training.settings import TrainingSettings
 
+
+class Trained(Protocol):
+    """Weights in one flat vector, and their gradient in another: a network's, or what makes them.
+
+    Attributes
+    ----------
+    weights, gradient : Tensor
+        Shape (d,), float32.
+    """
+
+    weights: Tensor
+    gradient: Tensor
+
+
 Descent = Callable[[], None]
-"""Moves a network's weights by one step along its gradient."""
+"""Moves weights by one step along their gradient."""
 
 
-def sgd(network: Network, settings: TrainingSettings) -> Descent:
+def sgd(trained: Trained, settings: TrainingSettings) -> Descent:
     """Plain stochastic gradient descent: one operation, without a library's bookkeeping."""
 
     def descend() -> None:
-        network.weights.add_(network.gradient, alpha=-settings.lr)
+        trained.weights.add_(trained.gradient, alpha=-settings.lr)
 
     return descend
 
 
-def momentum(network: Network, settings: TrainingSettings) -> Descent:
+def momentum(trained: Trained, settings: TrainingSettings) -> Descent:
     """Stochastic gradient descent with (heavy-ball) momentum."""
-    weights = [_with_gradient(network)]
+    weights = [_with_gradient(trained)]
     return _steps_of(torch.optim.SGD(weights, lr=settings.lr, momentum=settings.momentum))
 
 
-def adam(network: Network, settings: TrainingSettings) -> Descent:
+def adam(trained: Trained, settings: TrainingSettings) -> Descent:
     """Adam (Kingma and Ba 2015) with its usual constants."""
-    return _steps_of(torch.optim.Adam([_with_gradient(network)], lr=settings.lr))
+    return _steps_of(torch.optim.Adam([_with_gradient(trained)], lr=settings.lr))
 
 
-OPTIMISERS: dict[str, Callable[[Network, TrainingSettings], Descent]] = {
+OPTIMISERS: dict[str, Callable[[Trained, TrainingSettings], Descent]] = {
     "sgd": sgd,
     "momentum": momentum,
     "adam": adam,
 }
 
 
-def optimiser_of(network: Network, settings: TrainingSettings) -> Descent:
+def optimiser_of(trained: Trained, settings: TrainingSettings) -> Descent:
     """Make the optimiser that the settings name, for one piece of work.
 
     Raises
@@ -56,13 +70,13 @@ def optimiser_of(network: Network, settings: TrainingSettings) -> Descent:
     if settings.optimizer not in OPTIMISERS:
         known = ", ".join(OPTIMISERS)
         raise ValueError(f"optimizer must be one of {known}, got '{settings.optimizer}'.")
-    return OPTIMISERS[settings.optimizer](network, settings)
+    return OPTIMISERS[settings.optimizer](trained, settings)
 
 
-def _with_gradient(network: Network) -> Tensor:
-    """Return a network's weights as torch's optimisers want them, their gradient attached."""
-    weights = network.weights.detach()
-    weights.grad = network.gradient
+def _with_gradient(trained: Trained) -> Tensor:
+    """Return weights as torch's optimisers want them, their gradient attached."""
+    weights = trained.weights.detach()
+    weights.grad = trained.gradient
     return weights
 
 

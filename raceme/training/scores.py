@@ -9,11 +9,14 @@ What a kind of work trains is not changed by these tests. They ask for it by the
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from flwr.app import ArrayRecord
 
 from raceme.protocol.messages import (
     ACCURACY_AFTER,
     ACCURACY_BEFORE,
+    FORMER_STEP,
     PASSES_OF_TRAINING,
     SAMPLE_PASSES,
     SCORED,
@@ -22,7 +25,11 @@ from raceme.training.local import epoch_sizes, evaluate
 from raceme.training.work import ClientWork, Metric
 
 
-def score_former(work: ClientWork, received: ArrayRecord) -> dict[str, Metric]:
+def score_former(
+    work: ClientWork,
+    received: ArrayRecord,
+    completes: Callable[[int], object] = lambda step: None,
+) -> dict[str, Metric]:
     """Test what a client was sent in return for its last upload, on the data of that upload.
 
     To be called before training: afterwards the client's network holds the received model.
@@ -33,6 +40,8 @@ def score_former(work: ClientWork, received: ArrayRecord) -> dict[str, Metric]:
         What the client is asked.
     received : ArrayRecord
         The model that it goes on from: the one that was sent, or one made of several.
+    completes : Callable
+        Does to the client's network, which holds that model, what its tests at a step need.
 
     Returns
     -------
@@ -44,6 +53,7 @@ def score_former(work: ClientWork, received: ArrayRecord) -> dict[str, Metric]:
     if former is None:
         return {}
     work.receive(received)
+    completes(int(work.number(FORMER_STEP, 0)))
     return {ACCURACY_AFTER: evaluate(work.client.network, former.test)[0]}
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from types import MappingProxyType
 
 import numpy as np
 import pytest
 from fleets import MODEL, grid_of, pulled_app
-from flwr.app import Message, MessageType
+from flwr.app import ConfigRecord, Context, Message, MessageType
+from flwr.clientapp import ClientApp
 from runs import ONES, devices, half, of, run
 
 from raceme.protocol import events
@@ -185,3 +187,27 @@ def test_who_asks_a_run_to_stop_does_not_wait_for_evaluations() -> None:
     )
     assert [e.updates for e in of(Evaluated, seen)] == [0]
     assert seen[-1].ending is Ending.INTERRUPTED
+
+
+class Peculiar(FedAsync):
+    """A method whose clients test in a way of its own."""
+
+    test_settings = MappingProxyType({"kind": "peculiar"})
+
+
+@pytest.mark.parametrize(("method", "kind"), [(FedAsync, None), (Peculiar, "peculiar")])
+def test_a_method_says_how_its_models_are_tested(method: type[FedAsync], kind: str | None) -> None:
+    inner, app, told = pulled_app(), ClientApp(), []
+
+    @app.evaluate()
+    def evaluate(message: Message, context: Context) -> Message:
+        told.append(dict(message.content["config"]))
+        return inner(message, context)
+
+    app.query()(inner)
+    app.train()(inner)
+    config = ConfigRecord({"thorough": True})
+    method().start(grid_of(app, devices(1.0)), MODEL, 2, evaluate_config=config)
+    assert told
+    wanted = {"thorough": True} | ({} if kind is None else {"kind": kind})
+    assert all(settings == wanted for settings in told)

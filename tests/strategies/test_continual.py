@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,8 +11,28 @@ import pytest
 from clustered import update, with_clients
 from flwr.app import ConfigRecord
 
+from raceme.config import RunConfig
+from raceme.datasets.drift.schedule import Schedule
+from raceme.experiment import build_grid, resolve, training_settings
+from raceme.models import initial_arrays
+from raceme.protocol import events
+from raceme.protocol.messages import from_array
 from raceme.server.fleet import Client
-from raceme.strategies import EWC, EWCParameters, StableSGD, StableSGDParameters
+from raceme.server.replies import Update
+from raceme.server.state import from_tree, to_tree
+from raceme.strategies import (
+    APD,
+    EWC,
+    STRATEGIES,
+    APDParameters,
+    EWCParameters,
+    FedWeIT,
+    FedWeITParameters,
+    Plan,
+    StableSGD,
+    StableSGDParameters,
+)
+from raceme.strategies.fedweit import Adaptive, FedWeITState, adaptive_of
 
 
 def at_tasks(strategy: Any, trained: dict[str, int], **now: int) -> Any:
@@ -54,11 +76,146 @@ def test_stable_sgds_learning_rate_falls_with_each_task() -> None:
     assert small.work_for("c0").settings["batch-size"] == 4
 
 
-@pytest.mark.parametrize("method", [EWC, StableSGD])
+@pytest.mark.parametrize("method", [EWC, StableSGD, APD, FedWeIT])
 def test_a_round_is_the_mean_by_samples(method: Any) -> None:
     made = with_clients(method(), 2)
     updates = [update(made, "c0", 1, 0, examples=10), update(made, "c1", 5, 2, examples=30)]
     applied = made.aggregate(updates)
     assert made.models[0].vector.tolist() == [4.0, 1.5]
     assert [one.weight for one in applied] == [0.25, 0.75]
-    assert np.isfinite(made.models[0].vector).all()
+
+
+def test_apd_says_how_strongly_parts_are_held_and_has_them_tested_with() -> None:
+    made = at_tasks(APD(APDParameters(mu=0.3, sparsity=0.2, drift=7.0)), {}, c0=0)
+    work = made.work_for("c0")
+    assert work.kind == "train-decomposed"
+    assert work.settings == {"proximal-mu": 0.3, "sparsity": 0.2, "drift-strength": 7.0}
+    assert dict(made.test_settings) == {"kind": "evaluate-decomposed"}
+
+
+METHODS = pytest.mark.parametrize("name", ["ewc", "ssgd", "apd", "fedweit"])
+
+
+# FedWeIT: what clients borrow.
+
+
+def brought(made: Any, client: str, task: int, indices: list[int], *values: float) -> Update:
+    """An update with task-adaptive weights, from a task of the client."""
+    one = update(made, client, 1.0, 1.0)
+    numbers = {
+        "adaptive-indices": np.array(indices, np.int32),
+        "adaptive-values": np.array(values, np.float32),
+    }
+    return replace(one, task=replace(one.task, step=task), numbers=numbers)
+
+
+def borrowed(made: Any, client: str) -> list[list[float]]:
+    """Return the values that a client is sent of others."""
+    record = made.work_for(client).arrays.get("others", {})
+    values = [name for name in record if name.startswith("adaptive-values")]
+    assert len(record) == 2 * len(values)
+    return [from_array(record[name]).tolist() for name in values]
+
+
+def test_a_client_that_begins_a_task_borrows_others_latest_tasks_before_it() -> None:
+    made = at_tasks(FedWeIT(), {"c0": 1, "c1": 2, "c2": 1}, c0=2, c1=2, c2=2)
+    for task in (0, 1):
+        made.aggregate([brought(made, "c0", task, [0], 1.0 + task)])
+    made.aggregate([brought(made, "c1", 0, [1], 7.0), brought(made, "c2", 1, [0, 1], 8.0, 9.0)])
+    made.aggregate([brought(made, "c1", 2, [1], 6.0)])
+    # Not its own, and of c1 not what belongs to the very task that begins.
+    assert borrowed(made, "c0") == [[7.0], [8.0, 9.0]]
+    assert borrowed(made, "c2") == [[2.0], [7.0]]
+    # c1 has begun already.
+    assert borrowed(made, "c1") == []
+    state = from_tree(FedWeITState, to_tree(made.state))
+    assert to_tree(state)["adaptive"].keys() == {"c0", "c1", "c2"}
+    assert isinstance(state.adaptive["c0"][1], Adaptive)
+
+
+def test_of_each_client_two_tasks_are_kept_and_so_many_clients_are_borrowed_from() -> None:
+    made = at_tasks(FedWeIT(FedWeITParameters(others=2)), {}, c0=9, c1=9, c2=9, c3=9)
+    for number, client in enumerate(("c1", "c2", "c3")):
+        for task in range(4):
+            made.aggregate([brought(made, client, task, [0], 1.0 + 10.0 * number + task)])
+    assert {client: list(tasks) for client, tasks in made.state.adaptive.items()} == {
+        client: [2, 3] for client in ("c1", "c2", "c3")
+    }
+    drawn = {tuple(value for (value,) in borrowed(made, "c0")) for _ in range(50)}
+    assert drawn == {(4.0, 14.0), (4.0, 24.0), (14.0, 24.0)}
+
+
+@pytest.mark.parametrize(
+    ("indices", "values"),
+    [([0, 0], [1.0, 1.0]), ([2], [1.0]), ([-1], [1.0]), ([0, 1], [1.0]), ([], [])],
+)
+def test_unusable_adaptive_weights_are_left_aside(indices: list[int], values: list[float]) -> None:
+    made = at_tasks(FedWeIT(), {}, c0=0)
+    one = brought(made, "c0", 0, indices, *values)
+    assert adaptive_of(one, made.spec) is None
+    made.aggregate([one])
+    assert made.state.adaptive == {}
+    assert made.models[0].vector.tolist() == [1.0, 1.0]
+
+
+# Whole runs, on tasks.
+
+IID = {"clients": 4, "partition": "iid", "workers": "0"}
+TASKS = {"drift": "tasks", "tasks-count": 2, "tasks-order": "same"}
+CONFIG = resolve(RunConfig.from_mapping({**IID, **TASKS}))
+PLAN = Plan(eval_every=20, drift=Schedule("updates", (40,)))
+
+
+def play(
+    name: str,
+    saved: dict[str, Any] | None = None,
+    save_at: int = -1,
+    config: RunConfig = CONFIG,
+    plan: Plan = PLAN,
+) -> tuple[list[events.Event], bytes, dict[str, Any]]:
+    """Run a method with Raceme's own clients, from a state or from the start; save it once."""
+    strategy, grid = STRATEGIES[name](seed=3), build_grid(config)
+    if saved:
+        strategy.load_state_dict(saved["strategy"])
+        grid.load_state_dict(saved["grid"])
+    seen: list[events.Event] = []
+    state: dict[str, Any] = {}
+
+    def stop_check() -> str:
+        if strategy.progress.updates == save_at and not state:
+            own = {"strategy": strategy.state_dict(), "grid": grid.state_dict()}
+            state.update(copy.deepcopy(own), seen=len(seen))
+        return ""
+
+    strategy.start(
+        grid,
+        initial_arrays(config),
+        80,
+        train_config=training_settings(config),
+        plan=plan,
+        observe=seen.append,
+        stop_check=stop_check,
+    )
+    grid.close()
+    return seen, strategy.models[0].vector.tobytes(), state
+
+
+def accuracies(seen: list[events.Event]) -> list[float]:
+    return [event.accuracy for event in seen if isinstance(event, events.Evaluated)]
+
+
+@METHODS
+def test_a_run_of_two_tasks_that_goes_on_is_the_one_that_was_never_interrupted(name: str) -> None:
+    # In the second task: what clients keep of the first must be there again.
+    seen, model, state = play(name, save_at=52)
+    rest, again, _ = play(name, saved=state)
+    assert list(map(repr, rest)) == list(map(repr, seen[state["seen"] :]))
+    assert again == model
+    # Tested after 0, 20, 40, 60 and 80 updates. Guessing would be right in a fifth.
+    assert accuracies(seen)[-1] > 0.7
+
+
+@METHODS
+def test_it_simply_works_where_data_never_change(name: str) -> None:
+    config = resolve(RunConfig.from_mapping(IID))
+    assert accuracies(play(name, config=config, plan=Plan(eval_every=80))[0])[-1] > 0.6

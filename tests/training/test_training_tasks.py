@@ -127,6 +127,16 @@ def test_a_client_measures_a_task_when_it_is_over_and_adds_it_to_those_before() 
     assert kept(node, "fisher") == pytest.approx(expected)
 
 
+def test_a_training_that_diverges_is_not_kept() -> None:
+    node = context(1, TASKS)
+    own = ask(node, 0)
+    content = RecordDict({"arrays": START})
+    content["config"] = ConfigRecord({"kind": "train-elastic", "step": 1, "lr": 1e30})
+    app(Message(content, 7, "train"), node)
+    assert kept(node, "own-model") == pytest.approx(own)
+    assert np.isfinite(kept(node, "fisher")).all()
+
+
 def test_weights_that_matter_are_held() -> None:
     def second_task(strength: float) -> tuple[np.ndarray, np.ndarray]:
         node = context(1, TASKS)

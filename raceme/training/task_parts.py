@@ -1,0 +1,174 @@
+"""Work on decomposed weights: APD's and FedWeIT's training, and tests with a task's own parts.
+
+The model that travels is the shared part. A client keeps a part for each of its tasks, which are
+the steps of its data, in its state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+import torch
+from flwr.app import ArrayRecord
+from numpy.typing import NDArray
+from torch import Tensor
+
+from raceme import training
+from raceme.compat import array_record
+from raceme.protocol.messages import (
+    ADAPTIVE_INDICES,
+    ADAPTIVE_VALUES,
+    DRIFT_STRENGTH,
+    OTHERS,
+    PROXIMAL_MU,
+    SPARSITY,
+    TRAIN_LOSS,
+    InvalidModelError,
+    from_array,
+    to_array,
+)
+from raceme.training.decomposition import Decomposition, Masks, Strengths, TaskPart
+from raceme.training.kinds import evaluation_answer, training_answer
+from raceme.training.network import is_usable
+from raceme.training.scores import score_former, score_upload
+from raceme.training.work import Answer, ClientWork
+
+PART = "part-"
+"""Records of a client's state: what it keeps of a task, by the task's number."""
+_LOGITS = "logits"
+"""Name of a mask in such a record if M is the sigmoid of it."""
+
+
+def train_decomposed(work: ClientWork) -> Answer:
+    """Train the received shared part, and the part of the present task (APD)."""
+    answer, _ = _train(work, sigmoid=True)
+    return answer
+
+
+def train_borrowing(work: ClientWork) -> Answer:
+    """Train likewise, with what other clients have for their tasks (FedWeIT).
+
+    What was sent of others when the task began is kept for as long as it lasts. The answer states
+    the task-adaptive weights, for others to borrow.
+    """
+    state, own = work.state, OTHERS + f"-{work.step}"
+    if _key(work.step) not in state:
+        for name in [name for name in state if name.startswith(OTHERS)]:
+            del state[name]
+        if OTHERS in work.arrays:
+            state[own] = work.arrays[OTHERS]
+    answer, part = _train(work, sigmoid=False, borrowed=state.array_records.get(own))
+    where = torch.nonzero(part.adaptive).reshape(-1)
+    numbers: Mapping[str, NDArray[np.generic]] = {
+        ADAPTIVE_INDICES: where.numpy().astype(np.int32),
+        ADAPTIVE_VALUES: part.adaptive[where].numpy(),
+    }
+    return replace(answer, numbers=numbers)
+
+
+def evaluate_decomposed(work: ClientWork) -> Answer:
+    """Test the received shared part with the client's own part for the step that it is told.
+
+    At a step on which it has not trained it tests the shared part alone.
+    """
+    work.receive(work.model)
+    _complete(work, work.step)
+    score, loss = training.evaluate(work.client.network, work.client.test)
+    return evaluation_answer(work, score, loss)
+
+
+def _complete(work: ClientWork, step: int) -> None:
+    """Make of the shared part in a client's network its weights for a task, if it has a part."""
+    if _key(step) in work.state:
+        network, record = work.client.network, work.state.array_records[_key(step)]
+        masks = Masks(network, sigmoid=_LOGITS in record)
+        network.weights.copy_(_read(record).weights(network.weights, masks))
+
+
+def _train(
+    work: ClientWork, sigmoid: bool, borrowed: ArrayRecord | None = None
+) -> tuple[Answer, TaskPart]:
+    """Train, and keep the parts; return the answer, and the present task's part."""
+    client, network, received = work.client, work.client.network, work.model
+    scores = score_former(work, received, lambda step: _complete(work, step))
+    spec = work.receive(received)
+    shared, masks = network.weights.clone(), Masks(network, sigmoid)
+    others = _others(borrowed, len(shared))
+    kept = {
+        name: _read(record)
+        for name, record in work.state.array_records.items()
+        if name.startswith(PART)
+    }
+    present = _key(work.step)
+    if present not in kept:
+        for former in kept.values():
+            former.held = former.weights(shared, masks)
+        kept[present] = TaskPart.new(masks, len(shared), len(others), len(network.slices))
+    formers = [part for name, part in kept.items() if name != present]
+    strengths = Strengths(
+        sparsity=work.number(SPARSITY, 0.0),
+        drift=work.number(DRIFT_STRENGTH, 0.0),
+        mu=work.number(PROXIMAL_MU, 0.0),
+    )
+    parts = Decomposition(network, masks, shared, kept[present], formers, others, strengths)
+    # FedProx's term is on the shared part, not on what is made of it.
+    settings = replace(work.training_settings(), proximal_mu=0.0)
+    loss = training.train(network, client.train, settings, work.generator(), descent=parts.descent)
+    parts.finish()
+    scores |= score_upload(work)
+    # A training that diverged is refused by the server; it must not spoil all that follow.
+    if is_usable(parts.weights) and all(is_usable(part.adaptive) for part in formers):
+        for name, part in kept.items():
+            work.state[name] = _written(part, masks)
+    network.weights.copy_(parts.shared)
+    answer = training_answer(work, work.give(spec, received), {TRAIN_LOSS: loss, **scores})
+    return answer, kept[present]
+
+
+def _key(step: int) -> str:
+    return f"{PART}{step}"
+
+
+def _read(record: ArrayRecord) -> TaskPart:
+    """Read a part as the client keeps it."""
+    arrays = {name: torch.from_numpy(np.array(from_array(array))) for name, array in record.items()}
+    mask = arrays[_LOGITS] if _LOGITS in arrays else arrays["mask"]
+    rest = (arrays[name] for name in ("adaptive", "borrowed", "shares", "held"))
+    return TaskPart(mask, *rest)
+
+
+def _written(part: TaskPart, masks: Masks) -> ArrayRecord:
+    """Return a part as the client keeps it."""
+    arrays: dict[str, Tensor] = {
+        _LOGITS if masks.sigmoid else "mask": part.mask,
+        "adaptive": part.adaptive,
+        "borrowed": part.borrowed,
+        "shares": part.shares,
+        "held": part.held,
+    }
+    return array_record({name: to_array(values.numpy()) for name, values in arrays.items()})
+
+
+def _others(record: ArrayRecord | None, weights: int) -> Tensor:
+    """Return the task-adaptive weights of other clients, shape (clients, d).
+
+    Raises
+    ------
+    InvalidModelError
+        They do not fit the network.
+    """
+    record = ArrayRecord() if record is None else record
+    count = sum(name.startswith(ADAPTIVE_INDICES) for name in record)
+    others = torch.zeros(count, weights)
+    for row in range(count):
+        where = from_array(record[f"{ADAPTIVE_INDICES}-{row}"])
+        values = from_array(record[f"{ADAPTIVE_VALUES}-{row}"])
+        fits = where.shape == values.shape and where.ndim == 1 and where.dtype.kind in "iu"
+        if not fits or (where.size and not 0 <= int(where.min()) <= int(where.max()) < weights):
+            raise InvalidModelError("The task-adaptive weights of another client do not fit.")
+        others[row, torch.from_numpy(where.astype(np.int64))] = torch.from_numpy(
+            values.astype(np.float32)
+        )
+    return others
