@@ -31,7 +31,10 @@ from raceme.protocol.messages import (
     GROUP,
     KIND,
     LABEL_COUNTS,
+    LEARN,
+    LEND,
     LOSSES,
+    MATCH,
     METRICS,
     NUM_EXAMPLES,
     NUM_TEST_EXAMPLES,
@@ -44,13 +47,14 @@ from raceme.protocol.messages import (
     TASK,
     TRAIN,
     TRAIN_BEST,
+    TRAIN_ELASTIC,
     TRAIN_MIXED,
     TRAIN_OWN,
     VALIDATION_SHARE,
     VERSION,
     to_array,
 )
-from raceme.training import hardware, kinds
+from raceme.training import continual, hardware, kinds, memory
 from raceme.training.clients import Client, ClientCache, joined, load
 from raceme.training.work import Answer, ClientWork
 
@@ -101,6 +105,10 @@ KINDS: dict[str, Callable[[ClientWork], Answer]] = {
     TRAIN_BEST: kinds.train_best,
     TRAIN_MIXED: kinds.train_mixed,
     TRAIN_OWN: kinds.train_own,
+    LEARN: memory.learn,
+    MATCH: memory.match,
+    LEND: memory.lend,
+    TRAIN_ELASTIC: continual.train_elastic,
     EVALUATE: kinds.evaluate,
     LOSSES: kinds.losses,
     SCORES: kinds.scores,

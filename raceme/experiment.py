@@ -20,7 +20,7 @@ from raceme.datasets.drift import schedule_of
 from raceme.datasets.reserve import with_whole_path
 from raceme.protocol import messages as names
 from raceme.protocol.events import Ending, Event, Observer
-from raceme.protocol.messages import ModelSpec
+from raceme.protocol.messages import ModelSpec, kept_for_validation
 from raceme.protocol.timeline import timeline_of
 from raceme.records.folder import forget_end, log_file, prepare_folder, resumed_folder
 from raceme.records.store import RunStore, read_events
@@ -28,6 +28,7 @@ from raceme.records.summary import RunSummary
 from raceme.reporting.artefacts import write_all
 from raceme.server.cluster_scores import scores_beside
 from raceme.server.interface import StopCheck, never_stop
+from raceme.server.method import DEFAULT_VALIDATION_SHARE
 from raceme.simulation import (
     Node,
     VirtualGrid,
@@ -156,13 +157,14 @@ def check_parts(config: RunConfig) -> None:
     models.initial_arrays(config)
 
 
-def build_grid(config: RunConfig) -> VirtualGrid:
+def build_grid(config: RunConfig, strategy: Method | None = None) -> VirtualGrid:
     """Make the simulated fleet of a configuration: one node per client, with its device.
 
     Raises
     ------
     UserError
-        Unknown profile, unusable trace, missing data, an impossible partition.
+        Unknown profile, unusable trace, missing data, an impossible partition; too few samples for
+        the strategy, if one is given.
     """
     # Worker processes start while this one reads the data.
     prepare(config.workers)
@@ -171,6 +173,10 @@ def build_grid(config: RunConfig) -> VirtualGrid:
     examples = [
         len(datasets.client_data(config, client).y_train) for client in range(config.num_clients)
     ]
+    if strategy is not None and strategy.validates:
+        share = config.validation_share
+        share = DEFAULT_VALIDATION_SHARE if share is None else share
+        strategy.check_validation(kept_for_validation(min(examples), share))
     nodes = _fleet(config, examples)
     executor = executor_for(
         _CLIENT_APP,
@@ -224,7 +230,7 @@ def simulate(config: RunConfig, *observers: Observer, stop: StopCheck = never_st
     config = resolve(config)
     strategy = build_strategy(config)
     strategy.check(config.num_clients)
-    grid = build_grid(config)
+    grid = build_grid(config, strategy)
     from raceme.client_app import forget
 
     try:

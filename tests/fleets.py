@@ -47,9 +47,11 @@ def pulled_app(
     @app.train()
     def train(message: Message, context: Context) -> Message:
         wanted = target(context)
-        if message.content["config"].get("kind") == "scores":
-            return Message(scores_of(message.content, wanted), reply_to=message)
-        mixed = message.content["config"].get("kind") == "train-mixed"
+        kind = message.content["config"].get("kind")
+        if kind in ("scores", "losses"):
+            samples = 8 if kind == "losses" else 1
+            return Message(scores_of(message.content, wanted, samples), reply_to=message)
+        mixed = kind == "train-mixed"
         flat, chosen = received(message.content, wanted)
         if wanted is not None:
             moved = flat + np.float32(step) * (wanted.astype(np.float32) - flat)
@@ -85,12 +87,15 @@ def pulled_app(
     return app
 
 
-def scores_of(content: RecordDict, wanted: np.ndarray | None) -> RecordDict:
-    """Return accuracies and losses of the received models, for as many steps as are named."""
+def scores_of(content: RecordDict, wanted: np.ndarray | None, samples: int = 1) -> RecordDict:
+    """Return accuracies and losses of the received models, for as many steps as are named.
+
+    Where losses of samples are asked for, all samples have the same.
+    """
     config = content["config"]
     several = several_of(content)
     far = [0.0 if wanted is None else float(np.linalg.norm(flat - wanted)) for flat in several]
-    losses = np.tile(np.array(far, np.float32)[:, None], len(config.get("steps", [0])))
+    losses = np.tile(np.array(far, np.float32)[:, None], samples * len(config.get("steps", [0])))
     accuracies = np.asarray(1 / (1 + losses), np.float32)
     numbers = ArrayRecord({"accuracies": Array(accuracies), "losses": Array(losses)})
     metrics = MetricRecord({"num-examples": 10})
@@ -114,8 +119,9 @@ def received(content: RecordDict, wanted: np.ndarray | None) -> tuple[np.ndarray
 
 def several_of(content: RecordDict) -> list[np.ndarray]:
     """Return the models of a message that holds several."""
-    names = sorted(name for name in content.array_records if name.startswith("arrays-"))
-    return [read(content[name]) for name in names]
+    names = (name for name in content.array_records if name.startswith("arrays-"))
+    ordered = sorted(names, key=lambda name: int(name.removeprefix("arrays-")))
+    return [read(content[name]) for name in ordered]
 
 
 def read(record: ArrayRecord) -> np.ndarray:

@@ -94,6 +94,7 @@ class Registry(Mapping[str, Any]):
 STRATEGIES = Registry(
     "strategy",
     {
+        "c-faacl": "raceme.strategies.c_faacl:CFAACL",
         "casa": "raceme.strategies.casa:CASA",
         "casa-c": "raceme.strategies.casa_ablations:CASAC",
         "casa-d": "raceme.strategies.casa_ablations:CASAD",
@@ -101,6 +102,9 @@ STRATEGIES = Registry(
         "cfl": "raceme.strategies.cfl:CFL",
         "cfl-async": "raceme.strategies.cfl:CFLAsync",
         "csafl": "raceme.strategies.csafl:CSAFL",
+        "faacl": "raceme.strategies.faacl:FAACL",
+        "faacl-async": "raceme.strategies.faacl_async:FAACLAsync",
+        "ewc": "raceme.strategies.ewc:EWC",
         "fedasync": "raceme.strategies.fedasync:FedAsync",
         "fedavg": "raceme.strategies.flower_rounds:FedAvg",
         "fedbuff": "raceme.strategies.fedbuff:FedBuff",
@@ -123,6 +127,7 @@ STRATEGIES = Registry(
         "ifca-async": "raceme.strategies.ifca:IFCAAsync",
         "nog-fedavg": "raceme.strategies.csafl:NoGFedAvg",
         "r-fedavg": "raceme.strategies.csafl:RFedAvg",
+        "ssgd": "raceme.strategies.ssgd:StableSGD",
         "standalone": "raceme.strategies.standalone:Standalone",
         "t-fedavg": "raceme.strategies.csafl:TFedAvg",
         "ta-fedavg": "raceme.strategies.csafl:TAFedAvg",

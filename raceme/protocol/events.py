@@ -85,6 +85,8 @@ class UpdateApplied:
         client's work took, forward counted as 1 and backward as 2.
     mixture : tuple[float, ...]
         Share of each distribution in the client's samples of this step, where they are a mixture.
+    phase : str
+        What the method did meanwhile, for the account of bytes; by default the kind of work.
     """
 
     seq: int
@@ -105,6 +107,29 @@ class UpdateApplied:
     accuracy_after: float | None = None
     passes: int | None = None
     mixture: tuple[float, ...] = ()
+    phase: str = "train"
+
+
+@dataclass(frozen=True)
+class AnswerTaken:
+    """A client's answer to work that was not training was taken.
+
+    Attributes
+    ----------
+    kind : str
+        The kind of work.
+    phase : str
+        What the method did meanwhile, for the account of bytes; by default the kind of work.
+    bytes_down, bytes_up : int
+        Size of the arrays that were sent, and of those that came back; 0 where no models travel.
+    """
+
+    time: float
+    client: str
+    kind: str
+    phase: str
+    bytes_down: int
+    bytes_up: int
 
 
 @dataclass(frozen=True)
@@ -354,6 +379,7 @@ Event = (
     ClientJoined
     | ClientLeft
     | UpdateApplied
+    | AnswerTaken
     | UpdateRejected
     | Evaluated
     | ClustersScored

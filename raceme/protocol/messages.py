@@ -44,6 +44,8 @@ SHARES = "shares"
 record that says what the client has answered last. Float64, shape (models,), sum 1."""
 TRAIN_OWN = "train-own"
 """Train the client's own model, that it keeps, with a pull towards the received one."""
+TRAIN_ELASTIC = "train-elastic"
+"""Train, and stay where weights matter for former tasks (EWC): the kind of work."""
 LOSSES = "losses"
 """The loss of every sample under each of several models: the kind of work, and the numbers that
 answer it, float32, shape (models, samples)."""
@@ -54,7 +56,26 @@ ACCURACIES = "accuracies"
 """The one of them beside ``losses``."""
 LABEL_COUNTS = "label-counts"
 """Training samples per class: the kind of work, and the numbers, int64, shape (classes,)."""
-TRAINING = frozenset({TRAIN, TRAIN_BEST, TRAIN_MIXED, TRAIN_OWN})
+LEARN = "learn"
+"""Train, and remember a sample of the validation samples."""
+MATCH = "match"
+"""The loss of every sample under each of several models, on several sets of samples: the kind of
+work, answered by an array for each set, float32, shape (models, samples)."""
+LEND = "lend"
+"""Hand out remembered samples: the kind of work, answered by their inputs and labels."""
+REMEMBERED = "remembered"
+"""How many samples of a step a client remembers."""
+MEMORY_STEPS = "memory-steps"
+"""Steps of which a client is to use what it remembers: a list of numbers."""
+MEMORY = "memory"
+"""Remembered samples of a step, numbered by it."""
+BORROWED = "borrowed"
+"""Samples that another client has lent: records numbered from 0."""
+LOCAL = "local"
+"""Models that clients have trained themselves, beside those of clusters: numbered from 0."""
+INPUTS, LABELS = "x", "y"
+"""Arrays of a record of samples."""
+TRAINING = frozenset({TRAIN, TRAIN_BEST, TRAIN_MIXED, TRAIN_OWN, TRAIN_ELASTIC, LEARN})
 """Kinds of work whose reply is a trained model."""
 EVALUATE = "evaluate"
 DESCRIBE = "describe"
@@ -105,6 +126,13 @@ OPTIMIZER = "optimizer"
 MOMENTUM = "momentum"
 WEIGHT_DECAY = "weight-decay"
 PROXIMAL_MU = "proximal-mu"
+LR_SCALE = "lr-scale"
+"""Share of the learning rate that is left."""
+DROPOUT = "dropout"
+"""Share of the inputs of linear layers that a step leaves out."""
+ELASTIC_STRENGTH = "elastic-strength"
+ELASTIC_MEMORY = "elastic-memory"
+"""Share of former tasks' Fisher information that is left when the next one's is added."""
 COMPUTE_SCALE = "compute-scale"
 """Share of a full local round's computation that a task asks for; only the simulator reads it."""
 REPORT_TIMING = "report-timing"
@@ -121,6 +149,10 @@ ANCHOR = "anchor"
 """Record with the model towards which the proximal term pulls, if it is not the received one."""
 MASK = "mask"
 """Record with one array of 0 and 1 for each of the model's: which weights a client trains."""
+FISHER = "fisher"
+"""Record of a client: how much each weight matters for its former tasks."""
+FORMER = "former"
+"""Record of a client: its weights at the end of its former task."""
 CHOSEN = "chosen"
 """Which of several models a client has trained, counted from 0; a reply states it."""
 
@@ -130,9 +162,19 @@ _LARGEST_SQUARE = 1e30
 below it sums, differences and distances over very many clients stay finite in float32."""
 
 
+def kept_for_validation(examples: int, share: float) -> int:
+    """Return how many of its samples a client keeps to compare models on: one at least."""
+    return min(max(1, round(share * examples)), examples - 1)
+
+
+def numbered(name: str, index: int) -> str:
+    """Name one of several records of a kind: ``memory-2``."""
+    return f"{name}-{index}"
+
+
 def candidate(index: int) -> str:
     """Name the record of one of several models among which a client chooses: ``arrays-2``."""
-    return f"{ARRAYS}-{index}"
+    return numbered(ARRAYS, index)
 
 
 _MOST = 2**53

@@ -24,8 +24,8 @@ from raceme.protocol.events import (
     RunEnded,
     UpdateApplied,
 )
+from raceme.records.store_rows import number_of
 from raceme.records.store_tables import (
-    number_of,
     read_clients,
     read_evaluations,
     read_rejections,

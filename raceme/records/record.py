@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raceme.protocol.events import (
+    AnswerTaken,
     ClientIdled,
     ClientJoined,
     ClientLeft,
@@ -22,6 +23,7 @@ from raceme.protocol.events import (
     Evaluated,
     Event,
     RunEnded,
+    SupportChanged,
     UpdateApplied,
     UpdateRejected,
 )
@@ -60,6 +62,19 @@ class Updates:
     accuracy_before: Floats
     accuracy_after: Floats
     passes: Floats
+    phase: Texts
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Answers to work that was not training; see :class:`raceme.protocol.events.AnswerTaken`."""
+
+    time: Floats
+    client: Texts
+    kind: Texts
+    phase: Texts
+    bytes_down: Integers
+    bytes_up: Integers
 
 
 @dataclass(frozen=True)
@@ -142,7 +157,7 @@ class RunRecord:
     ----------
     clients : tuple of Client
         In the order in which they joined.
-    updates, rejections, evaluations, client_evaluations
+    updates, answers, rejections, evaluations, client_evaluations
         Columns, in the order of events.
     changes : tuple of ClustersChanged
         All changes of the clusters, as they were observed.
@@ -156,6 +171,8 @@ class RunRecord:
         How good uploads were, and how well mixtures were estimated.
     cluster_scores : tuple of ClustersScored
         All tests of the clusters' models on the server.
+    support_changes : tuple of SupportChanged
+        Which clusters supported which, whenever that changed.
     end : float
         When the run ended in seconds; the time of the last event if it was killed.
     reason : str or None
@@ -168,6 +185,7 @@ class RunRecord:
 
     clients: tuple[Client, ...]
     updates: Updates
+    answers: Answers
     rejections: Rejections
     evaluations: Evaluations
     client_evaluations: ClientEvaluations
@@ -177,6 +195,7 @@ class RunRecord:
     idle_times: IdleTimes
     uploads: Uploads
     cluster_scores: tuple[ClustersScored, ...]
+    support_changes: tuple[SupportChanged, ...]
     end: float
     reason: str | None
     ending: Ending | None
@@ -199,6 +218,7 @@ class RunRecord:
         return cls(
             clients=_clients(listed),
             updates=_columns(Updates, [e for e in listed if isinstance(e, UpdateApplied)]),
+            answers=_columns(Answers, [e for e in listed if isinstance(e, AnswerTaken)]),
             rejections=_columns(Rejections, [e for e in listed if isinstance(e, UpdateRejected)]),
             evaluations=_columns(Evaluations, evaluated),
             client_evaluations=_client_evaluations(evaluated),
@@ -208,6 +228,7 @@ class RunRecord:
             idle_times=_columns(IdleTimes, [e for e in listed if isinstance(e, ClientIdled)]),
             uploads=uploads,
             cluster_scores=tuple(event for event in listed if isinstance(event, ClustersScored)),
+            support_changes=tuple(event for event in listed if isinstance(event, SupportChanged)),
             end=last,
             reason=endings[-1].reason if endings else None,
             ending=endings[-1].ending if endings else None,

@@ -18,6 +18,7 @@ from types import TracebackType
 from raceme.config.errors import UserError
 from raceme.protocol.events import Evaluated, Event, RunEnded
 from raceme.records import old_stores
+from raceme.records.store_rows import Rows
 from raceme.records.store_tables import (
     FORMAT,
     READ_ALIKE,
@@ -25,7 +26,6 @@ from raceme.records.store_tables import (
     SCHEMA,
     TABLES,
     WRITERS,
-    Rows,
 )
 
 FILE_NAME = "run.sqlite"

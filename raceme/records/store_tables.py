@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import sqlite3
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
@@ -19,20 +18,21 @@ from raceme.protocol.events import (
     DataChanged,
     Ending,
     Evaluated,
-    Event,
     RunEnded,
     UpdateApplied,
     UpdateRejected,
 )
 from raceme.protocol.measure import Measure
+from raceme.records import method_tables
+from raceme.records.store_rows import Numbered, Rows, columns_of, number_of
 
-FORMAT = 5
-"""3 and 4 have less, and are read alike; 1 and 2 are :mod:`raceme.records.old_stores`'."""
+FORMAT = 6
+"""3 to 5 have less, and are read alike; 1 and 2 are :mod:`raceme.records.old_stores`'."""
 
-READ_ALIKE = (3, 4, FORMAT)
+READ_ALIKE = (3, 4, 5, FORMAT)
 """Formats that the readers of this module read."""
 
-SCHEMA = """
+SCHEMA = f"""
 CREATE TABLE client_events (
     event INTEGER PRIMARY KEY, time REAL NOT NULL, client TEXT NOT NULL,
     kind TEXT NOT NULL CHECK (kind IN ('joined', 'returned', 'left')),
@@ -46,7 +46,7 @@ CREATE TABLE updates (
     weight REAL, dispatched_at REAL NOT NULL, train_loss REAL,
     bytes_down INTEGER NOT NULL, bytes_up INTEGER NOT NULL, started_at REAL, finished_at REAL,
     step INTEGER NOT NULL, accuracy_before REAL, accuracy_after REAL, passes INTEGER,
-    event INTEGER PRIMARY KEY);
+    phase TEXT NOT NULL, event INTEGER PRIMARY KEY);
 CREATE TABLE mixtures (
     event INTEGER NOT NULL REFERENCES updates, distribution INTEGER NOT NULL, share REAL NOT NULL,
     PRIMARY KEY (event, distribution)) WITHOUT ROWID;
@@ -84,11 +84,11 @@ CREATE TABLE idle_times (
 CREATE TABLE endings (
     event INTEGER PRIMARY KEY, time REAL NOT NULL, updates INTEGER NOT NULL,
     ending TEXT NOT NULL, reason TEXT NOT NULL);
-"""
+{method_tables.SCHEMA}"""
 
 TABLES = {
     "client_events": (6, "event"),
-    "updates": (18, "event"),
+    "updates": (19, "event"),
     "mixtures": (3, "event, distribution"),
     "rejections": (5, "event"),
     "evaluations": (10, "event"),
@@ -100,13 +100,11 @@ TABLES = {
     "data_changes": (5, "event"),
     "idle_times": (6, "event"),
     "endings": (5, "event"),
+    **method_tables.TABLES,
 }
 """Number of columns and key of each table."""
 
 # Conversions with int() and float() let numpy's scalars in, which sqlite3 does not know.
-
-Rows = defaultdict[str, list[tuple[Any, ...]]]
-"""Rows that are not written yet, by table."""
 
 
 def _write_joined(rows: Rows, number: int, event: ClientJoined) -> None:
@@ -140,6 +138,7 @@ def _write_update(rows: Rows, number: int, event: UpdateApplied) -> None:
             event.accuracy_before,
             event.accuracy_after,
             event.passes,
+            event.phase,
             number,
         )
     )
@@ -236,21 +235,9 @@ WRITERS: dict[type[Any], Callable[[Rows, int, Any], None]] = {
     DataChanged: _write_data_change,
     ClientIdled: _write_idle,
     RunEnded: _write_ending,
+    **method_tables.WRITERS,
 }
 """How an event of each type becomes rows."""
-
-Numbered = Iterator[tuple[int, Event]]
-"""Events with their numbers."""
-
-
-def number_of(value: float | None) -> float:
-    """Return a number, or NaN where SQLite stored NULL for it."""
-    return math.nan if value is None else value
-
-
-def columns_of(connection: sqlite3.Connection, table: str) -> set[str]:
-    """Return the columns that a table has: older formats have fewer."""
-    return {name for _, name, *_ in connection.execute(f"PRAGMA table_info({table})")}
 
 
 def read_clients(connection: sqlite3.Connection) -> Numbered:
@@ -407,5 +394,6 @@ READERS: tuple[Callable[[sqlite3.Connection], Numbered], ...] = (
     _read_data_changes,
     _read_idle,
     _read_endings,
+    *method_tables.READERS,
 )
 """What reads the tables of this format, each in any order."""

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import raceme
 from raceme.protocol.events import (
+    AnswerTaken,
     ClientIdled,
     ClientJoined,
     ClusterChange,
@@ -22,6 +23,7 @@ from raceme.protocol.events import (
     Evaluated,
     Event,
     RunEnded,
+    SupportChanged,
     UpdateApplied,
     UpdateRejected,
 )
@@ -31,6 +33,7 @@ from raceme.records.files import atomic_write
 from raceme.records.idle import IdleShares
 from raceme.records.membership import Membership, home, purity
 from raceme.records.steps import StepAccuracies
+from raceme.records.traffic import Traffic
 from raceme.records.uploads import Uploads
 
 __all__ = ["Evaluation", "RunSummary", "purity", "summarise", "time_to_target", "write_summary"]
@@ -117,8 +120,8 @@ class RunSummary:
         What these are.
     asked, answered : int or None
         Clients that were asked in the latest evaluation, and of them those that answered.
-    bytes_down, bytes_up : int
-        Traffic of the updates applied, to the clients and from them.
+    traffic : Traffic
+        Bytes of the updates applied, and of the answers to other work.
     clusters : int
         Number of cluster models now.
     moves : int
@@ -131,6 +134,8 @@ class RunSummary:
         How good uploads were, and how well mixtures were estimated.
     cluster_scores : ClustersScored or None
         The latest test of the clusters' models on the server.
+    supporters : Mapping[int, tuple[int, ...]] or None
+        Clusters to those that support them now; None where no method says so.
     passes : int or None
         Passes of single samples through a network, where clients state them.
     reason : str or None
@@ -150,14 +155,14 @@ class RunSummary:
         self.measure = ACCURACY
         self.asked: int | None = None
         self.answered: int | None = None
-        self.bytes_down = 0
-        self.bytes_up = 0
+        self.traffic = Traffic()
         self.clusters = 0
         self.moves = 0
         self.idle = IdleShares()
         self.membership = Membership()
         self.uploads = Uploads(self.membership)
         self.cluster_scores: ClustersScored | None = None
+        self.supporters: Mapping[int, tuple[int, ...]] | None = None
         self.passes: int | None = None
         self.reason: str | None = None
         self.ending: Ending | None = None
@@ -170,12 +175,13 @@ class RunSummary:
         self.time = max(self.time, float(event.time))
         if isinstance(event, UpdateApplied):
             self.updates = int(event.seq)
-            self.bytes_down += int(event.bytes_down)
-            self.bytes_up += int(event.bytes_up)
+            self.traffic.observe(event)
             if event.passes is not None:
                 self.passes = (self.passes or 0) + event.passes
         elif isinstance(event, Evaluated):
             self._observe_evaluation(event)
+        elif isinstance(event, AnswerTaken):
+            self.traffic.observe(event)
         elif isinstance(event, UpdateRejected):
             self.rejected += 1
         elif isinstance(event, RunEnded):
@@ -185,6 +191,8 @@ class RunSummary:
             self.idle.observe(event)
         elif isinstance(event, ClustersScored):
             self.cluster_scores = event
+        elif isinstance(event, SupportChanged):
+            self.supporters = event.supporters
         elif isinstance(event, ClustersChanged | ClientJoined):
             self._observe_clusters(event)
         self.uploads.observe(event)
@@ -241,11 +249,13 @@ class RunSummary:
             "unrest": unrest([point.accuracy for point in self._evaluations], self.measure),
             "clusters": self.clusters,
             "cluster_sizes": {str(k): size for k, size in self.membership.sizes().items()},
+            "supporters": self._supporters(),
             "moves": self.moves,
             "purity": self.purity(),
             "purity_reached_at_update": self._pure_since,
-            "bytes_up": self.bytes_up,
-            "bytes_down": self.bytes_down,
+            "bytes_up": self.traffic.up,
+            "bytes_down": self.traffic.down,
+            "bytes_by_phase": self.traffic.result(),
             "rejected_updates": self.rejected,
             **self.idle.result(),
             **self.uploads.result(),
@@ -268,6 +278,11 @@ class RunSummary:
             "cluster_accuracy": _finite(found.mean),
             "cluster_accuracies": {str(k): _finite(a) for k, a in found.accuracies.items()},
         }
+
+    def _supporters(self) -> dict[str, list[int]] | None:
+        if self.supporters is None:
+            return None
+        return {str(k): [int(s) for s in of] for k, of in sorted(self.supporters.items())}
 
     def _scores(self) -> dict[str, float | None]:
         """Return the measure by its name; a run that was not evaluated has accuracies of None."""

@@ -22,6 +22,7 @@ from raceme.reporting.mixtures_plot import has_mixtures, mixtures_figure
 from raceme.reporting.plots import accuracy_figure
 from raceme.reporting.similarity import Similarity
 from raceme.reporting.style import CLOCK, save_figure
+from raceme.reporting.support_plot import has_support, support_figure
 from raceme.reporting.uploads_plot import has_scores, uploads_figure
 
 log = logging.getLogger("raceme")
@@ -83,6 +84,8 @@ def write_all(
         figures["uploads.png"] = lambda: uploads_figure(record)
     if has_mixtures(record):
         figures["mixtures.png"] = lambda: mixtures_figure(record)
+    if has_support(record):
+        figures["support.png"] = lambda: support_figure(record, clock=clock)
     for name, draw in figures.items():
         failed += _attempt(name, lambda n=name, d=draw: save_figure(d(), out / n))  # type: ignore[misc]
     return failed

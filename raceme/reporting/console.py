@@ -209,6 +209,7 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("virtual time", f"{summary['virtual_time']:.1f} s"),
         ("wall time", f"{summary['wall_time']:.1f} s ({rate or 0:.0f} updates/s)"),
         ("traffic", f"{_bytes(summary['bytes_up'])} up, {_bytes(summary['bytes_down'])} down"),
+        *_phases_row(summary),
     ]
     return rows
 
@@ -247,6 +248,17 @@ def _moves_row(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     moves = summary.get("moves")
     times = "once" if moves == 1 else f"{moves} times"
     return [("clients moved", f"{times}, each to another cluster on its own")] if moves else []
+
+
+def _phases_row(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the traffic of each phase, if there are several; earlier versions did not tell it."""
+    phases = summary.get("bytes_by_phase") or {}
+    if len(phases) < 2:
+        return []
+    each = [
+        f"{name} {_bytes(of['up'])} up, {_bytes(of['down'])} down" for name, of in phases.items()
+    ]
+    return [("traffic by phase", "; ".join(each))]
 
 
 def _number(value: float | None) -> str:

@@ -44,6 +44,7 @@ from raceme.reporting.repeat import repeat_command
 from raceme.reporting.similarity import read_similarity
 from raceme.reporting.staleness import staleness_figure
 from raceme.reporting.style import CLOCK
+from raceme.reporting.support_plot import has_support, support_figure
 from raceme.reporting.uploads_plot import has_scores, uploads_figure
 
 _MOST_EVALUATIONS = 60
@@ -88,6 +89,7 @@ def run_page(folder: Path, links: str) -> str:
         summary=summary,
         tiles=tiles,
         results=results,
+        traffic=_traffic(summary),
         accuracy=plot(accuracy_figure(record, target=target, clock=clock), record.measure.name),
         measure=record.measure,
         evaluations=_evaluations(record),
@@ -98,6 +100,9 @@ def run_page(folder: Path, links: str) -> str:
         changes=changes_table(record),
         moves=moves_table(record),
         members=members,
+        support=plot(support_figure(record, clock=clock), "support")
+        if has_support(record)
+        else None,
         similarity=similarity,
         without_similarity=without,
         devices=plot(devices_figure(record, clock=clock), "devices"),
@@ -142,6 +147,19 @@ def _results(summary: Mapping[str, Any]) -> PageTable:
         ("ended because", str(summary["reason"] or "it was killed")),
     ]
     return PageTable("Result", (), tuple(rows), words=(0, 1), kind="pairs")
+
+
+def _traffic(summary: Mapping[str, Any]) -> PageTable | None:
+    """Return the bytes of each phase; None if none travelled, or of earlier versions."""
+    phases = summary.get("bytes_by_phase") or {}
+    rows = tuple(
+        (name, number(of["messages"]), number(of["down"]), number(of["up"]))
+        for name, of in phases.items()
+    )
+    if not any(of["down"] or of["up"] for of in phases.values()):
+        return None
+    heads = ("phase", "answered", "bytes down", "bytes up")
+    return PageTable("Traffic by phase", heads, rows)
 
 
 def _tiles(summary: Mapping[str, Any]) -> list[Tile]:

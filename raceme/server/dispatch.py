@@ -307,14 +307,14 @@ class InRounds(Dispatch):
         wanted : Callable
             Whether a client, given by its id, is to be asked; all idle ones by default.
         every : int
-            Rounds from one time to the next.
+            Rounds from one time to the next; 0: again and again, as long as somebody is wanted.
         patience : float
             Seconds for which answers are waited for.
         """
         state = self.state
         if state.running or moment.greeting:
             return None
-        if state.asking.is_due(state.number, every):
+        if not state.asking.is_open and state.asking.is_due(state.number, every):
             ready = [client.client_id for client in moment.idle.ready(moment.now)]
             state.asking.begin(filter(wanted, ready), state.number, moment.now + patience)
         if not state.asking.is_open:

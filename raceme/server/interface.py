@@ -137,6 +137,20 @@ class Questions(ABC):
             They do not.
         """
 
+    def check_validation(self, samples: int) -> None:  # noqa: B027
+        """Find out whether clients have samples enough to compare models on, before a simulation.
+
+        Parameters
+        ----------
+        samples : int
+            The fewest that a client keeps.
+
+        Raises
+        ------
+        UserError
+            They are too few.
+        """
+
     def check_server(self, proxies: int, pretrains: bool) -> None:
         """Find out whether the server's own samples are those that the method needs.
 

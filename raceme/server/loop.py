@@ -26,7 +26,7 @@ from raceme.server.outgoing import Outgoing
 from raceme.server.packing import Packer
 from raceme.server.plan import Plan
 from raceme.server.replies import Answer, InvalidReplyError, Update, read_reply
-from raceme.server.reports import applied_update, joined, unasked
+from raceme.server.reports import answer_taken, applied_update, fill_result, joined, unasked
 from raceme.server.steps import Steps
 from raceme.server.work import Task
 
@@ -142,7 +142,7 @@ class Loop:
         log.log(INFO, "The run ended after %d updates: %s", updates, reason)
         ended_at = self.now() if ended_at is None else ended_at
         self._observe(events.RunEnded(ended_at, updates, reason, ending))
-        self._fill_result()
+        fill_result(self._method, self._packer)
 
     def _run(self) -> float:
         """Give work, wait, act on replies, until something ends it; return when that was."""
@@ -416,6 +416,7 @@ class Loop:
         self._progress.rejected_in_a_row = 0
         self._fleet.clients[task.client].failures = 0
         self._method.on_answer(answer)
+        self._observe(answer_taken(self.now(), answer, self._method.exchanges))
         self._method.close_task(task)
         self._apply(self._method.dispatch.lost(task, self.now()))
         self._free(task.client)
@@ -484,16 +485,3 @@ class Loop:
         if isinstance(event, events.ClustersChanged):
             event = replace(event, updates=self._progress.updates)
         self._tell(event)
-
-    def _fill_result(self) -> None:
-        """Put models and placements into the result."""
-        method, result = self._method, self._method.result
-        result.clusters = {
-            cluster: self._packer.pack(cluster, model)[0]
-            for cluster, model in method.models.items()
-        }
-        if result.clusters:
-            result.arrays = result.clusters[method.clusters.largest()]
-        result.client_clusters = {
-            client: dict(method.placement(client)) for client in self._fleet.clients
-        }

@@ -30,7 +30,7 @@ __all__ = ["Applied", "Method", "Variant", "average_by_cluster", "staleness_of"]
 
 log = getLogger("raceme")
 
-_VALIDATION_SHARE = 0.2
+DEFAULT_VALIDATION_SHARE = 0.2
 """What clients keep to compare models on, if a method needs that and nobody says how much."""
 
 
@@ -170,7 +170,7 @@ class Method(Questions, Strategy):
         self.result = RunResult()
         self.train_config = train_config or ConfigRecord()
         if self.validates and VALIDATION_SHARE not in self.train_config:
-            self.train_config[VALIDATION_SHARE] = _VALIDATION_SHARE
+            self.train_config[VALIDATION_SHARE] = DEFAULT_VALIDATION_SHARE
         loop = Loop(
             self,
             grid,

@@ -63,6 +63,7 @@ class Outgoing:
         main = method.clusters.main(work.client)
         cluster = next(iter(versions)) if len(versions) == 1 else main
         step = self._steps.of(work.client)
+        size += sum(record.count_bytes() for record in work.arrays.values())
         task = Task(
             number=progress.tasks,
             client=work.client,
@@ -70,7 +71,7 @@ class Outgoing:
             version=method.models[cluster].version,
             updates=progress.updates,
             sent_at=now,
-            bytes_down=size + sum(record.count_bytes() for record in work.arrays.values()),
+            bytes_down=0 if work.is_held else size,
             candidates=versions,
             kind=work.kind,
             step=step or 0,

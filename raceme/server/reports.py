@@ -1,4 +1,4 @@
-"""What the loop reports of clients and updates."""
+"""What the loop reports of clients, updates and answers, and what a run leaves."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from logging import getLogger
 
 from flwr.app import Message
 
-from raceme.protocol.events import ClientJoined, UpdateApplied, UpdateRejected
+from raceme.protocol.events import AnswerTaken, ClientJoined, UpdateApplied, UpdateRejected
 from raceme.protocol.messages import (
     ACCURACY_AFTER,
     ACCURACY_BEFORE,
@@ -19,8 +19,9 @@ from raceme.protocol.messages import (
     count_of,
 )
 from raceme.server.fleet import Client
-from raceme.server.interface import Applied
-from raceme.server.replies import Update
+from raceme.server.interface import Applied, Questions
+from raceme.server.packing import Packer
+from raceme.server.replies import Answer, Update
 
 log = getLogger("raceme")
 
@@ -71,7 +72,44 @@ def applied_update(
         accuracy_after=_share(update.metrics.get(ACCURACY_AFTER, math.nan)),
         passes=count_of(update.metrics.get(SAMPLE_PASSES)),
         mixture=update.mixture,
+        phase=task.phase or task.kind,
     )
+
+
+def answer_taken(time: float, answer: Answer, exchanges: bool) -> AnswerTaken:
+    """Report a valid answer to work that was not training.
+
+    Parameters
+    ----------
+    time : float
+        When it arrived.
+    answer : Answer
+        It.
+    exchanges : bool
+        Whether models really travel; without it there is no traffic to report.
+    """
+    task = answer.task
+    return AnswerTaken(
+        time=time,
+        client=task.client,
+        kind=task.kind,
+        phase=task.phase or task.kind,
+        bytes_down=task.bytes_down if exchanges else 0,
+        bytes_up=answer.bytes_up if exchanges else 0,
+    )
+
+
+def fill_result(method: Questions, packer: Packer) -> None:
+    """Put models and placements into the result of a run."""
+    result = method.result
+    result.clusters = {
+        cluster: packer.pack(cluster, model)[0] for cluster, model in method.models.items()
+    }
+    if result.clusters:
+        result.arrays = result.clusters[method.clusters.largest()]
+    result.client_clusters = {
+        client: dict(method.placement(client)) for client in method.progress.fleet.clients
+    }
 
 
 def _share(stated: float) -> float | None:

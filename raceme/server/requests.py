@@ -167,13 +167,14 @@ class OnRequest(Dispatch):
             Who.
         held : ArrayRecord
             The model that it holds. It travels, though the client has it, so that clients need no
-            memory; a method counts it as no traffic.
+            memory, and counts as no traffic.
         cost : float
             Share of a whole training that it takes, on virtual time; see
             :func:`raceme.protocol.messages.forward_cost`.
         """
         settings = {COMPUTE_SCALE: cost}
-        return Work(client, LOSSES, models=(), arrays={ARRAYS: held}, settings=settings)
+        arrays = {ARRAYS: held}
+        return Work(client, LOSSES, (), arrays, settings, phase="look", is_held=True)
 
     def heard(self, answer: Answer) -> bool:
         """Take in what a client has seen; False for an answer to other work, which is left alone.

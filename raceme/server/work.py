@@ -31,6 +31,9 @@ class Work:
         What the message says beyond the run's own settings.
     phase : str
         What the method does meanwhile, for the account of bytes; if empty, the kind of work.
+    is_held : bool
+        Whether the client has what is sent: it travels only so that clients need no memory, and
+        counts as no bytes down.
     """
 
     client: str
@@ -39,6 +42,7 @@ class Work:
     arrays: Mapping[str, ArrayRecord] = field(default_factory=dict)
     settings: Mapping[str, Value] = field(default_factory=dict)
     phase: str = ""
+    is_held: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,7 @@ class Task:
     sent_at : float
         When it was sent.
     bytes_down : int
-        Size of the arrays that were sent.
+        Size of the arrays that were sent; 0 if the client had them.
     candidates : dict[int, int]
         Where the work names models: their clusters in the order of their records, with their
         versions.

@@ -7,6 +7,7 @@ from raceme.config.registry import STRATEGIES
 from raceme.server.dispatch import RoundsParameters
 from raceme.server.method import Method
 from raceme.server.plan import Plan
+from raceme.strategies.c_faacl import CFAACL, CFAACLParameters
 from raceme.strategies.casa import CASA, CASAParameters
 from raceme.strategies.casa_ablations import CASAC, CASAD
 from raceme.strategies.casa_plus import CASAPlus, CASAPlusParameters
@@ -22,6 +23,9 @@ from raceme.strategies.csafl import (
     TAFedAvg,
     TFedAvg,
 )
+from raceme.strategies.ewc import EWC, EWCParameters
+from raceme.strategies.faacl import FAACL, FAACLParameters
+from raceme.strategies.faacl_async import FAACLAsync, FAACLAsyncParameters
 from raceme.strategies.fedasync import FedAsync, FedAsyncParameters
 from raceme.strategies.fedbuff import FedBuff, FedBuffParameters
 from raceme.strategies.feddrift import (
@@ -45,6 +49,7 @@ from raceme.strategies.flower_rounds import (
 )
 from raceme.strategies.icfl import ICFL, ICFLAsync, ICFLAsyncParameters, ICFLParameters
 from raceme.strategies.ifca import IFCA, IFCAAsync, IFCAAsyncParameters, IFCAParameters
+from raceme.strategies.ssgd import StableSGD, StableSGDParameters
 from raceme.strategies.standalone import Standalone
 
 __all__ = [
@@ -52,8 +57,11 @@ __all__ = [
     "CASAC",
     "CASAD",
     "CDFL",
+    "CFAACL",
     "CFL",
     "CSAFL",
+    "EWC",
+    "FAACL",
     "ICFL",
     "IFCA",
     "STRATEGIES",
@@ -61,10 +69,15 @@ __all__ = [
     "CASAPlus",
     "CASAPlusParameters",
     "CDFLParameters",
+    "CFAACLParameters",
     "CFLAsync",
     "CFLAsyncParameters",
     "CFLParameters",
     "CSAFLParameters",
+    "EWCParameters",
+    "FAACLAsync",
+    "FAACLAsyncParameters",
+    "FAACLParameters",
     "FeSEM",
     "FeSEMParameters",
     "FedAsync",
@@ -105,6 +118,8 @@ __all__ = [
     "Plan",
     "RFedAvg",
     "RoundsParameters",
+    "StableSGD",
+    "StableSGDParameters",
     "Standalone",
     "TAFedAvg",
     "TFedAvg",

@@ -25,7 +25,7 @@ from raceme import datasets, models
 from raceme.config import RunConfig, Value
 from raceme.datasets.own_file import DATA_FILE, Stamp, stamp_of
 from raceme.datasets.source import generator
-from raceme.protocol.messages import VALIDATION_SHARE
+from raceme.protocol.messages import VALIDATION_SHARE, kept_for_validation
 from raceme.training.network import Network
 from raceme.training.objective import objective_of
 from raceme.training.samples import Samples
@@ -93,7 +93,7 @@ class Client:
                     f"This client has a single training sample: {VALIDATION_SHARE} needs two."
                 )
             rng = generator(self.config.seed, VALIDATION_SHARE, crc32(self.id.encode()))
-            count = min(max(1, round(share * len(self.train))), len(self.train) - 1)
+            count = kept_for_validation(len(self.train), share)
             train, validation = self.train.divided(count, rng)
             self._divided[share] = replace(self, train=train, validation=validation, _divided={})
         return self._divided[share]

@@ -129,6 +129,8 @@ def evaluate(work: ClientWork) -> Answer:
 def losses(work: ClientWork) -> Answer:
     """Measure the loss of each sample under each of the received models.
 
+    A loss that is not finite is the largest number.
+
     Raises
     ------
     ValueError
@@ -140,7 +142,7 @@ def losses(work: ClientWork) -> Answer:
     if samples is None:
         known = ", ".join(name for name, part in parts.items() if part is not None)
         raise ValueError(f"losses are measured on these samples: {known}; not on {wanted!r}.")
-    measured = _losses_of(work, work.models, samples)
+    measured = bounded(_losses_of(work, work.models, samples))
     return Answer({NUM_EXAMPLES: len(samples)}, numbers={LOSSES: measured})
 
 
@@ -156,10 +158,16 @@ def scores(work: ClientWork) -> Answer:
         work.receive(model)
         for column, client in enumerate(clients):
             measured[:, row, column] = training.evaluate(client.network, client.train)
-    most = float(np.finfo(np.float32).max)
-    bounded = np.nan_to_num(measured, nan=most, posinf=most).clip(max=most).astype(np.float32)
-    numbers = {ACCURACIES: bounded[0], LOSSES: bounded[1]}
+    accuracies, means = bounded(measured)
+    numbers = {ACCURACIES: accuracies, LOSSES: means}
     return Answer({NUM_EXAMPLES: sum(len(client.train) for client in clients)}, numbers=numbers)
+
+
+def bounded(measured: NDArray[np.floating]) -> NDArray[np.float32]:
+    """Return what was measured as finite numbers: what is none, or too large, is the largest."""
+    most = float(np.finfo(np.float32).max)
+    finite = np.nan_to_num(measured, nan=most, posinf=most).clip(max=most)
+    return np.asarray(finite, np.float32)
 
 
 def label_counts(work: ClientWork) -> Answer:

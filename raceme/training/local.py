@@ -11,6 +11,7 @@ from flwr.app import ArrayRecord
 from numpy.typing import NDArray
 from torch import Tensor
 
+from raceme.training.dropout import dropout
 from raceme.training.network import Network
 from raceme.training.optimisers import optimiser_of
 from raceme.training.samples import Samples
@@ -101,7 +102,7 @@ def train(
     total = torch.zeros(())
     seen = 0
     network.module.train()
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), dropout(network.module, settings.dropout):
         torch.default_generator.manual_seed(torch_seed(rng))
         for order in epochs(len(samples), settings, network.needs_pairs, rng):
             for x, y in samples.mini_batches(torch.from_numpy(order), settings.batch_size):

@@ -175,6 +175,15 @@ class Network:
             weights[where] = torch.from_numpy(values.reshape(-1).astype(np.float32))
         return weights
 
+    def write_weights(self, values: Tensor) -> ArrayRecord:
+        """Return a number for each weight as :meth:`read_weights` takes it: arrays by name."""
+        return array_record(
+            {
+                name: to_array(values[where].numpy().reshape(self._state[name].shape))
+                for name, where in self.slices.items()
+            }
+        )
+
     def write(self, spec: ModelSpec) -> ArrayRecord:
         """Return the model as it is now, in the order and types of the one that was read."""
         return array_record(

@@ -27,6 +27,10 @@ class TrainingSettings:
         Strength λ of the term λ/2 ‖w‖².
     proximal_mu : float
         Strength μ of FedProx's term μ/2 ‖w - w₀‖², with w₀ the received weights.
+    elastic_strength : float
+        Strength λ of EWC's term λ/2 Σ F (w - w*)², of a client that has former tasks.
+    dropout : float
+        Share of the inputs of linear layers that each step leaves out.
 
     Raises
     ------
@@ -42,6 +46,8 @@ class TrainingSettings:
     momentum: float = 0.9
     weight_decay: float = 0.0
     proximal_mu: float = 0.0
+    elastic_strength: float = 0.0
+    dropout: float = 0.0
 
     def __post_init__(self) -> None:
         if not 0 < self.lr < float("inf"):
@@ -58,3 +64,7 @@ class TrainingSettings:
             raise ValueError(f"weight-decay must be at least 0, got {self.weight_decay}.")
         if not 0 <= self.proximal_mu < float("inf"):
             raise ValueError(f"proximal-mu must be at least 0, got {self.proximal_mu}.")
+        if not 0 <= self.elastic_strength < float("inf"):
+            raise ValueError(f"elastic-strength must be at least 0, got {self.elastic_strength}.")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout must be at least 0 and below 1, got {self.dropout}.")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from flwr.app import ArrayRecord
 from torch import Tensor
 
-from raceme.protocol.messages import ANCHOR, MASK
+from raceme.protocol.messages import ANCHOR, FISHER, FORMER, MASK
 from raceme.training.network import Network
 from raceme.training.settings import TrainingSettings
 
@@ -55,6 +55,28 @@ def proximal(
     return pull
 
 
+def elastic(
+    network: Network, settings: TrainingSettings, arrays: Mapping[str, ArrayRecord]
+) -> Term | None:
+    """Return EWC's term (Kirkpatrick et al. 2017): the gradient of λ/2 Σ_i F_i (w_i - w*_i)².
+
+    F and w* come with the model: how much each weight matters for former tasks, and where it was.
+    The gradient is λF / (1 + η λF) (w - w*), with η the learning rate: that of the penalty's Moreau
+    envelope, by which a step goes to w* and never past it, however large λF is. Where η λF is
+    small, as in the paper, it is λF (w - w*).
+    """
+    if not settings.elastic_strength or FISHER not in arrays:
+        return None
+    stiffness = settings.elastic_strength * network.read_weights(arrays[FISHER])
+    stiffness /= 1.0 + settings.lr * stiffness
+    former = network.read_weights(arrays[FORMER])
+
+    def hold(weights: Tensor, gradient: Tensor) -> None:
+        gradient.addcmul_(stiffness, weights - former)
+
+    return hold
+
+
 def masked(
     network: Network, settings: TrainingSettings, arrays: Mapping[str, ArrayRecord]
 ) -> Term | None:
@@ -70,7 +92,7 @@ def masked(
 
 
 # The mask is last: nothing may move what it freezes.
-TERMS: tuple[TermBuilder, ...] = (weight_decay, proximal, masked)
+TERMS: tuple[TermBuilder, ...] = (weight_decay, proximal, elastic, masked)
 
 
 def terms_of(

@@ -14,14 +14,18 @@ from raceme.config import Value
 from raceme.protocol.messages import (
     ARRAYS,
     BATCH_SIZE,
+    DROPOUT,
+    ELASTIC_STRENGTH,
     FORMER_STEP,
     LOCAL_EPOCHS,
     LOCAL_STEPS,
     LR,
+    LR_SCALE,
     MOMENTUM,
     OPTIMIZER,
     PROXIMAL_MU,
     ROUND,
+    STEP,
     TASK,
     WEIGHT_DECAY,
     ModelSpec,
@@ -102,6 +106,11 @@ class ClientWork:
             several.append(self.arrays[candidate(len(several))])
         return several or [self.model]
 
+    @property
+    def step(self) -> int:
+        """The step of the client's data; 0 where data never change."""
+        return int(self.number(STEP, 0))
+
     def former(self) -> Client | None:
         """Return the client with the data of its last upload; None if there was none.
 
@@ -162,7 +171,7 @@ class ClientWork:
         """
         config = self.client.config
         return TrainingSettings(
-            lr=self.number(LR, config.lr),
+            lr=self.number(LR, config.lr) * self.number(LR_SCALE, 1.0),
             batch_size=int(self.number(BATCH_SIZE, config.batch_size)),
             local_epochs=int(self.number(LOCAL_EPOCHS, config.local_epochs)),
             local_steps=int(self.number(LOCAL_STEPS, config.local_steps)),
@@ -170,6 +179,8 @@ class ClientWork:
             momentum=self.number(MOMENTUM, config.momentum),
             weight_decay=self.number(WEIGHT_DECAY, config.weight_decay),
             proximal_mu=self.number(PROXIMAL_MU, 0.0),
+            elastic_strength=self.number(ELASTIC_STRENGTH, 0.0),
+            dropout=self.number(DROPOUT, 0.0),
         )
 
     def number(self, name: str, default: float | None) -> float:

@@ -219,7 +219,7 @@ def test_why_a_run_ended_is_known_from_its_words(
 def test_a_run_in_an_old_format_is_not_gone_on_with(tmp_path: Path, version: int) -> None:
     store = OldStore(tmp_path, version)
     store.client(0.0, "a", "joined")
-    with pytest.raises(UserError, match=f"format {version}, and format 5 is needed"):
+    with pytest.raises(UserError, match=f"format {version}, and format 6 is needed"):
         RunStore(tmp_path, after=1)
 
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from raceme.config.errors import UserError
 from raceme.protocol.events import (
+    AnswerTaken,
     ClientIdled,
     ClientJoined,
     ClientLeft,
@@ -28,10 +29,12 @@ from raceme.protocol.events import (
     Evaluated,
     Event,
     RunEnded,
+    SupportChanged,
     UpdateApplied,
     UpdateRejected,
 )
 from raceme.protocol.measure import ACCURACY, Measure
+from raceme.records.method_tables import TABLES as METHOD_TABLES
 from raceme.records.store import FILE_NAME, RunStore, read_events
 
 UPDATE = UpdateApplied(
@@ -85,7 +88,10 @@ ONE_OF_EACH: list[Event] = [
         Measure("µg/m³"),
     ),
     ClustersScored(5.75, 3, {0: 0.75, 2: 0.5}),
-    replace(UPDATE, seq=4, time=5.875, passes=90, mixture=(0.25, 0.0, 0.75)),
+    SupportChanged(5.8, 3, {1: (0, 2), 4: (1,)}),
+    SupportChanged(5.85, 3, {}),
+    AnswerTaken(5.86, "a", "losses", "support", 1000, 40),
+    replace(UPDATE, seq=4, time=5.875, passes=90, mixture=(0.25, 0.0, 0.75), phase="init"),
     RunEnded(6.0, 4, "all clients are gone", Ending.NO_CLIENTS),
 ]
 
@@ -244,6 +250,15 @@ _EVENTS = st.one_of(
         _CLUSTERS,
         _NUMBERS,
         _NUMBERS,
+    ),
+    st.builds(AnswerTaken, _TIMES, _CLIENTS, _CLIENTS, _CLIENTS, _COUNTS, _COUNTS),
+    st.builds(
+        SupportChanged,
+        _TIMES,
+        _COUNTS,
+        st.dictionaries(
+            _COUNTS, st.sets(_COUNTS, min_size=1, max_size=3).map(lambda of: tuple(sorted(of)))
+        ),
     ),
     st.builds(RunEnded, _TIMES, _COUNTS, _CLIENTS, st.sampled_from(Ending)),
 )
@@ -433,11 +448,36 @@ def test_a_store_of_format_3_lacks_what_came_later(tmp_path: Path) -> None:
         if not isinstance(event, ClientIdled)
     ]
     assert read_events(path) == expected
-    with pytest.raises(UserError, match="format 3, and format 5 is needed"):
+    with pytest.raises(UserError, match="format 3, and format 6 is needed"):
+        RunStore(tmp_path, after=3)
+
+
+def forget_format_6(connection: sqlite3.Connection) -> None:
+    connection.execute("ALTER TABLE updates DROP COLUMN phase")
+    for table in METHOD_TABLES:
+        connection.execute(f"DROP TABLE {table}")
+
+
+def as_format_5(events: Iterable[Event]) -> list[Event]:
+    return [
+        replace(event, phase="train") if isinstance(event, UpdateApplied) else event
+        for event in events
+        if not isinstance(event, AnswerTaken | SupportChanged)
+    ]
+
+
+def test_a_store_of_format_5_lacks_what_only_some_methods_report(tmp_path: Path) -> None:
+    path = write(tmp_path, ONE_OF_EACH)
+    with closing(sqlite3.connect(path)) as connection:
+        forget_format_6(connection)
+        connection.execute("PRAGMA user_version = 5")
+    assert read_events(path) == as_format_5(ONE_OF_EACH)
+    with pytest.raises(UserError, match="format 5, and format 6 is needed"):
         RunStore(tmp_path, after=3)
 
 
 def forget_format_5(connection: sqlite3.Connection) -> None:
+    forget_format_6(connection)
     for column in ("accuracy_before", "accuracy_after", "passes"):
         connection.execute(f"ALTER TABLE updates DROP COLUMN {column}")
     for table in ("mixtures", "cluster_scores"):
@@ -448,7 +488,7 @@ def as_format_4(events: Iterable[Event]) -> list[Event]:
     unknown: dict[str, Any] = {"accuracy_before": None, "accuracy_after": None, "passes": None}
     return [
         replace(event, **unknown, mixture=()) if isinstance(event, UpdateApplied) else event
-        for event in events
+        for event in as_format_5(events)
         if not isinstance(event, ClustersScored)
     ]
 
@@ -459,7 +499,7 @@ def test_a_store_of_format_4_lacks_the_scores(tmp_path: Path) -> None:
         forget_format_5(connection)
         connection.execute("PRAGMA user_version = 4")
     assert read_events(path) == as_format_4(ONE_OF_EACH)
-    with pytest.raises(UserError, match="format 4, and format 5 is needed"):
+    with pytest.raises(UserError, match="format 4, and format 6 is needed"):
         RunStore(tmp_path, after=3)
 
 

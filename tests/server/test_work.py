@@ -112,6 +112,16 @@ def test_answers_of_every_kind_reach_the_method() -> None:
     assert losses.bytes_up > 0
     assert not of(events.UpdateRejected, seen)
     assert strategy.progress.in_flight == {}
+    # Both are reported with what travelled; without a word of the method the phase is the kind.
+    taken = of(events.AnswerTaken, seen)
+    assert [(e.time, e.client, e.kind, e.phase) for e in taken] == [
+        (0.0, "c0", "label-counts", "label-counts"),
+        (2.0, "c0", "losses", "losses"),
+    ]
+    assert [(e.bytes_down, e.bytes_up) for e in taken] == [
+        (answer.task.bytes_down, answer.bytes_up) for answer in (counts, losses)
+    ]
+    assert update.phase == "train"
 
 
 def test_a_round_of_answers_is_a_round() -> None:

@@ -1,0 +1,224 @@
+"""What FAACL, C-FAACL and FAACL-Async have in common: what clients are asked, and what follows.
+
+Zhang, "Federated Asymmetric Adaptive Clustering" (FAACL), thesis, University of Waterloo, 2024; see
+:mod:`raceme.strategies.faacl`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raceme.clustering.model import Model
+from raceme.clustering.support import Supported, disjoint_pairs, fewest_samples
+from raceme.config.errors import UserError
+from raceme.config.options import option
+from raceme.protocol.events import SupportChanged
+from raceme.protocol.messages import (
+    ARRAYS,
+    COMPUTE_SCALE,
+    LOCAL_EPOCHS,
+    LOCAL_STEPS,
+    LOSSES,
+    ON,
+    VALIDATION_SHARE,
+    Vector,
+    forward_cost,
+    kept_for_validation,
+)
+from raceme.server.fleet import Client
+from raceme.server.method import Applied, Method
+from raceme.server.replies import Answer, InvalidReplyError, Update
+from raceme.server.work import Value, Work
+
+log = logging.getLogger("raceme")
+
+_LARGEST = float(np.finfo(np.float32).max)
+
+INIT, SUPPORT, CLUSTER = "init", "support", "train"
+"""Phases, by which bytes are counted."""
+START = 0
+"""The cluster of θ, in which clients are until they have a model of their own."""
+
+
+@dataclass(frozen=True)
+class SupportParameters:
+    """What FAACL, C-FAACL and FAACL-Async can be told in common."""
+
+    epsilon: float = option(
+        0.5, "ε: how much worse another model may be on a sample and still support", low=0
+    )
+    alpha: float = option(0.05, "α: level of Wilcoxon's test", above=0, below=1)
+    init_epochs: int = option(5, "passes over its samples before a client is compared", low=1)
+
+
+@dataclass
+class SupportState:
+    """What they know in common beside their models.
+
+    Attributes
+    ----------
+    initial : Vector
+        The θ from which every client starts. Shape (d,).
+    cold : dict[str, bool]
+        Clients that have no model of their own yet, or data that belong nowhere yet.
+    supported : Supported
+        Who supports whom, and who is compared with whom.
+    losses : dict[str, dict[int, Vector]]
+        What clients have measured since models last changed: by client and cluster.
+    """
+
+    initial: Vector
+    cold: dict[str, bool] = field(default_factory=dict)
+    supported: Supported = field(default_factory=Supported)
+    losses: dict[str, dict[int, NDArray[np.float64]]] = field(default_factory=dict)
+
+
+# What a client is asked.
+
+
+def initial_training(method: Method, client: str, initial: Vector, epochs: int) -> Work:
+    """Return the work of a client that has no model yet: it trains θ, Algorithm 1."""
+    settings: dict[str, Value] = {LOCAL_STEPS: 0, LOCAL_EPOCHS: epochs}
+    arrays = {ARRAYS: method.spec.pack(initial)}
+    return Work(client, models=(), arrays=arrays, settings=settings, phase=INIT)
+
+
+def comparison(method: Method, client: str, clusters: Sequence[int]) -> Work:
+    """Return the work of a client that measures models on its validation samples."""
+    examples = method.progress.fleet.clients[client].num_examples
+    share = method.train_config[VALIDATION_SHARE]
+    assert isinstance(share, float), "start() sees to it"
+    cost = share * forward_cost(method.train_config, examples, len(clusters))
+    settings: dict[str, Value] = {ON: "validation", COMPUTE_SCALE: cost}
+    return Work(client, LOSSES, models=tuple(clusters), settings=settings, phase=SUPPORT)
+
+
+def trains(supported: Supported, cluster: int) -> list[int]:
+    """Return what a cluster's clients train, Algorithm 4: its model, and those that it supports."""
+    return [cluster, *supported.supported_by(cluster)]
+
+
+def check_samples(samples: int, alpha: float) -> None:
+    """Raise UserError if a client keeps too few samples for any test to be passed."""
+    needed = fewest_samples(alpha)
+    if samples < needed:
+        raise UserError(
+            f"A client keeps {samples} samples to compare models on, and a test at level {alpha:g} "
+            f"needs {needed}: raise validation-share, or take fewer clients."
+        )
+
+
+def warn_of_few_samples(client: Client, share: float, alpha: float) -> None:
+    """Say that a client has too few validation samples for any test to be passed."""
+    needed, kept = fewest_samples(alpha), kept_for_validation(client.num_examples, share)
+    if client.num_examples and kept < needed:
+        log.warning(
+            "%s keeps %d samples for validation, and a test at level %g needs %d: no other model "
+            "can support its cluster. Raise validation-share or alpha.",
+            client.client_id,
+            kept,
+            alpha,
+            needed,
+        )
+
+
+# What becomes of the answers.
+
+
+def losses_of(answer: Answer, key: str = LOSSES) -> NDArray[np.float64]:
+    """Return what a client has measured, shape (models, samples); what is not finite is large.
+
+    Raises
+    ------
+    InvalidReplyError
+        These are no losses of the models that it was sent.
+    """
+    losses, asked = answer.numbers.get(key), answer.task.candidates
+    if losses is None or losses.ndim != 2 or losses.dtype.kind != "f" or not losses.size:
+        raise InvalidReplyError("it brings no losses")
+    if len(losses) < len(asked):
+        raise InvalidReplyError(f"it brings losses of {len(losses)} of {len(asked)} models")
+    bounded = np.nan_to_num(losses, nan=_LARGEST, posinf=_LARGEST, neginf=_LARGEST)
+    return np.asarray(bounded, np.float64)
+
+
+def found_each(method: Method, state: SupportState, updates: Sequence[Update]) -> list[Applied]:
+    """Let each client that has trained θ become a cluster of its own."""
+    applied = []
+    for update in updates:
+        client = update.task.client
+        cluster = method.clusters.found(Model(update.vector.copy(), 1), [client])
+        state.cold.pop(client, None)
+        applied.append(Applied(cluster, staleness=0, weight=1.0))
+    if START in method.models and not method.clusters.clients(START, online_only=False):
+        method.clusters.retire(START)
+    return applied
+
+
+def update_support(
+    method: Method,
+    state: SupportState,
+    clusters: Mapping[int, Sequence[int]],
+    parameters: SupportParameters,
+) -> None:
+    """Find out anew who supports some clusters, Algorithm 2; report it if that has changed.
+
+    Parameters
+    ----------
+    method : Method
+        The method.
+    state : SupportState
+        Its state; what clients have measured is there.
+    clusters : Mapping[int, Sequence[int]]
+        Those whose support is looked at, to those that may support them. A cluster of which no
+        client has measured anything keeps its supporters.
+    parameters : SupportParameters
+        ε and α.
+    """
+    before = state.supported.listed()
+    for cluster, others in clusters.items():
+        measured = [
+            state.losses[client]
+            for client in method.clusters.clients(cluster, online_only=False)
+            if client in state.losses
+        ]
+        if measured:
+            found = state.supported.find(
+                cluster, others, measured, parameters.epsilon, parameters.alpha
+            )
+            state.supported.support(cluster, found)
+    report_support(method, state.supported, before)
+
+
+def merge_mutual(method: Method, supported: Supported, clusters: Sequence[int]) -> bool:
+    """Merge pairs of clusters that support each other, Algorithm 3; return whether there are any.
+
+    The model is that of one of the two, drawn at random: their mean may be worse than either, as
+    networks that were trained apart hold what they know in different places.
+    """
+    before = supported.listed()
+
+    def are_mutual(one: int, two: int) -> bool:
+        return supported.is_supported(one, two) and supported.is_supported(two, one)
+
+    pairs = disjoint_pairs(clusters, are_mutual, method.rng)
+    for pair in pairs:
+        kept = method.models[int(method.rng.choice(pair))]
+        target = method.clusters.merge(pair, kept.copy())
+        supported.unite(pair, target)
+    report_support(method, supported, before)
+    return bool(pairs)
+
+
+def report_support(
+    method: Method, supported: Supported, before: Mapping[int, tuple[int, ...]]
+) -> None:
+    """Report who supports whom, if that is not as it was."""
+    now = supported.listed()
+    if now != before:
+        method.report(SupportChanged(method.now(), method.progress.updates, now))

@@ -1,0 +1,132 @@
+"""What a client remembers of the data of its former tasks: a sample of each, never trained on.
+
+Zhang, "Federated Asymmetric Adaptive Clustering" (C-FAACL), thesis, University of Waterloo, 2024.
+The samples are records of the client's state; they leave it only where :func:`lend` is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+from flwr.app import ArrayRecord
+from numpy.typing import NDArray
+
+from raceme import training
+from raceme.compat import array_record
+from raceme.protocol.messages import (
+    BORROWED,
+    INPUTS,
+    LABELS,
+    LOCAL,
+    MEMORY,
+    MEMORY_STEPS,
+    NUM_EXAMPLES,
+    ON,
+    REMEMBERED,
+    STEP,
+    from_array,
+    numbered,
+    to_array,
+)
+from raceme.training.kinds import bounded, train_model
+from raceme.training.samples import Samples
+from raceme.training.work import Answer, ClientWork
+
+
+def learn(work: ClientWork) -> Answer:
+    """Train the received model, and remember a sample of the validation samples of this step.
+
+    Raises
+    ------
+    ValueError
+        The client keeps no samples for validation, or is not told how many to remember.
+    """
+    kept = work.client.validation
+    if kept is None:
+        raise ValueError("To remember samples, a client has to keep some for validation.")
+    count = min(int(work.number(REMEMBERED, None)), len(kept))
+    chosen = np.sort(work.generator().choice(len(kept), count, replace=False))
+    step = int(work.number(STEP, 0))
+    inputs = np.asarray(kept.shaped(kept.x).numpy())[chosen]
+    arrays = {INPUTS: to_array(inputs), LABELS: to_array(kept.y.numpy()[chosen])}
+    work.state[numbered(MEMORY, step)] = array_record(arrays)
+    return train_model(work, work.model)
+
+
+def match(work: ClientWork) -> Answer:
+    """Measure the loss of each sample under each of several models, on several sets of samples.
+
+    The models are those of clusters, and then those that clients have trained themselves. The sets
+    are the validation samples, if asked for, what the client remembers of the steps that the
+    message names (left out where it remembers nothing), and samples that came with the message.
+    """
+    models = [*_clusters(work), *_numbered(work, LOCAL)]
+    sets: dict[str, Samples] = {}
+    if work.settings.get(ON) == "validation" and work.client.validation is not None:
+        sets["validation"] = work.client.validation
+    for step in _steps(work):
+        name = numbered(MEMORY, step)
+        if name in work.state:
+            sets[name] = _samples(work, work.state.array_records[name])
+    for index, record in enumerate(_numbered(work, BORROWED)):
+        sets[numbered(BORROWED, index)] = _samples(work, record)
+    measured = {
+        name: np.empty((len(models), len(samples)), np.float32) for name, samples in sets.items()
+    }
+    for row, model in enumerate(models):
+        work.receive(model)
+        for name, samples in sets.items():
+            measured[name][row] = training.losses(work.client.network, samples)
+    numbers = {name: bounded(losses) for name, losses in measured.items()}
+    return Answer({NUM_EXAMPLES: len(work.client.train)}, numbers=numbers)
+
+
+def lend(work: ClientWork) -> Answer:
+    """Hand out what the client remembers of the steps that the message names."""
+    numbers: dict[str, NDArray[np.generic]] = {}
+    for step in _steps(work):
+        name = numbered(MEMORY, step)
+        if name in work.state:
+            record = work.state.array_records[name]
+            for part in (INPUTS, LABELS):
+                numbers[f"{name}-{part}"] = from_array(record[part])
+    return Answer({NUM_EXAMPLES: len(work.client.train)}, numbers=numbers)
+
+
+def _clusters(work: ClientWork) -> list[ArrayRecord]:
+    """Return the models of clusters in a message, which may have none."""
+    try:
+        return work.models
+    except ValueError:
+        return []
+
+
+def _numbered(work: ClientWork, name: str) -> Iterable[ArrayRecord]:
+    """Yield the records of a message that are numbered from 0."""
+    index = 0
+    while numbered(name, index) in work.arrays:
+        yield work.arrays[numbered(name, index)]
+        index += 1
+
+
+def _steps(work: ClientWork) -> list[int]:
+    steps = work.settings.get(MEMORY_STEPS, [])
+    return [step for step in steps if isinstance(step, int)] if isinstance(steps, list) else []
+
+
+def _samples(work: ClientWork, record: ArrayRecord) -> Samples:
+    """Return samples out of a record, in the order of memory of this client's network.
+
+    Raises
+    ------
+    ValueError
+        They are not of the shape of the client's own.
+    """
+    inputs, labels = from_array(record[INPUTS]), from_array(record[LABELS])
+    own = work.client.train
+    if inputs.shape[1:] != tuple(own.shaped(own.x[:1]).shape[1:]) or len(inputs) != len(labels):
+        raise ValueError(f"These samples have the shape {inputs.shape}, unlike the client's own.")
+    return Samples(
+        np.array(inputs, np.float32), np.array(labels), work.client.network.channels_last
+    )

@@ -1,0 +1,149 @@
+"""Who supports whom: reported by a method, kept, summarised and drawn."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from fleets import grid_of, pulled_app
+from matplotlib.colors import to_hex
+from matplotlib.patches import Circle, FancyArrowPatch, Wedge
+from runs import ONES, devices, of, run
+
+from raceme.clustering.model import Model
+from raceme.config import RunConfig, write_toml
+from raceme.protocol.events import (
+    ClientJoined,
+    ClusterChange,
+    ClustersChanged,
+    Event,
+    RunEnded,
+    SupportChanged,
+)
+from raceme.records.record import RunRecord
+from raceme.records.store import RunStore, read_events
+from raceme.records.summary import summarise
+from raceme.reporting.artefacts import write_all
+from raceme.reporting.run_page import run_page
+from raceme.reporting.style import cluster_colour
+from raceme.reporting.support_plot import counts_over_time, support_figure
+from raceme.server.interface import Applied
+from raceme.server.replies import Update
+from raceme.strategies import FedAsync
+
+
+def change(
+    time: float, kind: ClusterChange, clusters: dict[str, int], gone: tuple[int, ...] = ()
+) -> ClustersChanged:
+    made = tuple(set(clusters.values())) if kind is not ClusterChange.ASSIGN else ()
+    members = {client: {cluster: 1.0} for client, cluster in clusters.items()}
+    return ClustersChanged(time, 0, kind, members, gone, made)
+
+
+# Clusters 0, 1 and 2 support each other in part; 0 and 1 become 3, which then supports 2 only.
+RUN: list[Event] = [
+    *(ClientJoined(0.0, client, 0, 10, group) for client, group in zip("abcd", (0, 0, 1, 1))),  # noqa: B905
+    change(0.0, ClusterChange.ASSIGN, {"a": 0, "b": 1, "c": 2, "d": 2}),
+    SupportChanged(1.0, 1, {0: (1,), 1: (0,), 2: (0, 1)}),
+    change(2.0, ClusterChange.MERGE, {"a": 3, "b": 3}, (0, 1)),
+    SupportChanged(2.0, 2, {2: (3,)}),
+    RunEnded(4.0, 4, "so"),
+]
+
+
+def test_clusters_and_supports_are_counted_over_time() -> None:
+    assert counts_over_time(RunRecord.of(RUN)) == ([0.0, 1.0, 2.0], [3, 3, 2], [0, 4, 1])
+
+
+def test_an_arrow_leads_from_the_supporter_to_the_supported() -> None:
+    graph, counts = support_figure(RunRecord.of(RUN)).axes
+    (arrow,) = [patch for patch in graph.patches if isinstance(patch, FancyArrowPatch)]
+    names = {text.get_text(): text.get_position() for text in graph.texts}
+    start, end = arrow._posA_posB  # type: ignore[attr-defined]
+    assert (tuple(start), tuple(end)) == (names["3"], names["2"])
+    assert [text.get_text() for text in graph.texts] == ["3", "2 clients", "2", "2 clients"]
+    discs = [p for p in graph.patches if isinstance(p, Circle) and p.get_fill()]
+    faces = [to_hex(disc.get_facecolor()) for disc in discs]
+    assert faces == [cluster_colour(3), cluster_colour(2)]
+    # Each is of one true group: a whole ring.
+    rings = [patch for patch in graph.patches if isinstance(patch, Wedge)]
+    assert [ring.theta2 - ring.theta1 for ring in rings] == [360.0, 360.0]
+    drawn = {str(line.get_label()): line.get_ydata() for line in counts.lines}
+    assert {name: list(y) for name, y in drawn.items()} == {
+        "clusters": [3, 3, 2, 2],
+        "supports": [0, 4, 1, 1],
+    }
+
+
+def test_a_ring_is_divided_by_true_groups_and_the_area_by_clients() -> None:
+    clusters = {"a": 5, "b": 5, "c": 5, "d": 6}
+    events = [
+        *RUN[:4],
+        change(0.0, ClusterChange.ASSIGN, clusters),
+        SupportChanged(1.0, 1, {5: (6,), 6: (5, 7)}),
+    ]
+    graph = support_figure(RunRecord.of(events)).axes[0]
+    rings = [patch for patch in graph.patches if isinstance(patch, Wedge)]
+    found = sorted((round(ring.theta2 - ring.theta1), round(ring.r, 3)) for ring in rings)
+    # Cluster 5 has two clients of group 0 and one of group 1; cluster 6 has one: √(1/3) of the
+    # radius. Cluster 7 has nobody, and is drawn as an outline.
+    assert found == [(120, 0.3), (240, 0.3), (360, pytest.approx(0.3 / 3**0.5, abs=1e-3))]
+    assert len([p for p in graph.patches if isinstance(p, FancyArrowPatch)]) == 3
+    assert "0 clients" in [text.get_text() for text in graph.texts]
+
+
+def test_of_very_many_clusters_the_largest_are_drawn() -> None:
+    clusters = {f"c{index}": max(0, index - 4) for index in range(44)}
+    events: list[Event] = [
+        *(ClientJoined(0.0, client, 0, 10, None) for client in clusters),
+        change(0.0, ClusterChange.ASSIGN, clusters),
+        SupportChanged(1.0, 1, {0: (1, 39), 39: (38,)}),
+    ]
+    graph = support_figure(RunRecord.of(events)).axes[0]
+    assert graph.get_title(loc="left") == "Who supports whom at the end (24 of 40 clusters)"
+    assert len([p for p in graph.patches if isinstance(p, FancyArrowPatch)]) == 1
+
+
+def test_the_last_word_may_be_that_nobody_supports_anybody() -> None:
+    graph = support_figure(RunRecord.of([*RUN[:-1], SupportChanged(3.0, 3, {})])).axes[0]
+    assert graph.get_title(loc="left") == "Nobody supports anybody at the end"
+
+
+def test_a_run_without_support_has_no_picture_and_says_so(tmp_path: Path) -> None:
+    plain: list[Event] = [ClientJoined(0.0, "a", 0, 10, None), RunEnded(1.0, 0, "so")]
+    (axes,) = support_figure(RunRecord.of(plain)).axes
+    assert axes.texts[-1].get_text() == "no cluster has supported another"
+    for name, events in (("without", plain), ("with", RUN)):
+        folder = tmp_path / name
+        with RunStore(folder) as store:
+            for event in events:
+                store.observe(event)
+        write_toml(RunConfig().to_mapping(), folder / "config.toml")
+        summary = summarise(events, strategy="casa", dataset="digits", seed=0, wall_time=1.0)
+        assert summary["supporters"] == (None if name == "without" else {"2": [3]})
+        assert write_all(folder, summary=summary, models={}) == []
+        assert (folder / "support.png").exists() is (name == "with")
+        assert ('id="support"' in run_page(folder, "")) is (name == "with")
+
+
+class Supported(FedAsync):
+    """FedAsync whose second cluster is supported by the first from its second update on."""
+
+    def on_update(self, update: Update) -> Applied:
+        if self.progress.updates == 1:
+            other = self.clusters.found(Model(ONES), [])
+            self.report(SupportChanged(self.now(), self.progress.updates + 1, {other: (0,)}))
+        return super().on_update(update)
+
+
+def test_what_a_method_reports_of_support_comes_after_its_update_and_is_kept(
+    tmp_path: Path,
+) -> None:
+    seen = run(Supported(), grid_of(pulled_app(), devices(1.0)), num_rounds=3)
+    (found,) = of(SupportChanged, seen)
+    assert (found.time, found.updates, found.supporters) == (2.0, 2, {1: (0,)})
+    assert seen[seen.index(found) - 2].seq == 2
+    with RunStore(tmp_path) as store:
+        for event in seen:
+            store.observe(event)
+    assert [event for event in read_events(tmp_path) if event == found] == [found]

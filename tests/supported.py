@@ -1,0 +1,113 @@
+"""A bench for FAACL and its kin: clients answer with the losses that a test says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from test_feddrift import Bench
+
+from raceme.protocol.messages import LEND, LOSSES, MATCH
+from raceme.server.replies import Answer, Update
+from raceme.server.work import Task, Work
+
+SAMPLES = 8
+SPREAD = np.linspace(0.0, 0.01, SAMPLES)
+"""Samples differ a little, alike under all models."""
+
+Said = dict[str, dict[int, float]]
+"""The loss of each cluster's model at each client."""
+
+
+class SupportBench(Bench):
+    """Clients of FAACL that train and measure by hand, on data that move when a test says."""
+
+    def __init__(self, method: Any, clients: int) -> None:
+        method.train_config["validation-share"] = 0.2
+        super().__init__(method, clients)
+        self.seen: list[Any] = []
+        method.report = self.seen.append
+
+    def train(self, values: dict[str, float], examples: dict[str, int] | None = None) -> list[Any]:
+        """Play a round in which clients come back with these values; return what was applied.
+
+        Each is (client, model, kind).
+        """
+        done: list[Any] = []
+        while work := self.hand_out():
+            for one in work:
+                task = self.dispatch(one)
+                done.append((task.client, task.cluster, one.kind))
+                vector = np.full(2, values.get(task.client, 0.0), np.float32)
+                count = (examples or {}).get(task.client, 10)
+                released = self.method.dispatch.accept(Update(task, vector, count, 0.0), 0.0)
+                self.idle.add(task.client)
+                if released:
+                    self.method.aggregate(released)
+                    self.method.progress.updates += len(released)
+                self.method.close_task(task)
+                if released:
+                    return done
+        return done
+
+    def answer(self, task: Task, numbers: dict[str, Any]) -> None:
+        """Let a client answer work that was not training."""
+        self.method.on_answer(Answer(task, 10, numbers=numbers))
+        self.end(task)
+
+    def end(self, task: Task) -> None:
+        """End work without an update."""
+        self.method.close_task(task)
+        self.method.dispatch.lost(task, 0.0)
+        self.idle.add(task.client)
+
+    def compare(self, said: Said) -> dict[str, list[int]]:
+        """Let clients measure models; return who was asked about which."""
+        asked = {}
+        for work in self.hand_out():
+            assert work.kind == LOSSES
+            task = self.dispatch(work)
+            asked[task.client] = list(task.candidates)
+            rows = [said[task.client][model] + SPREAD for model in task.candidates]
+            self.answer(task, {LOSSES: np.array(rows, np.float32)})
+        return asked
+
+    def search(
+        self, loss: Callable[[str, str, str], float], forgotten: tuple[str, ...] = ()
+    ) -> list[Work]:
+        """Let clients answer what searches ask until none does; return all that was asked.
+
+        ``loss(model, client, set)`` is said for the model ``"3"`` of a cluster, or ``"c1"`` of a
+        client, on a set ``"validation"`` or ``"memory-0"`` of a client.
+        """
+        asked: list[Work] = []
+        while work := [w for w in self.hand_out() if w.kind in (MATCH, LEND)]:
+            for one in work:
+                asked.append(one)
+                self._found(one, loss, forgotten)
+        return asked
+
+    def _found(
+        self, work: Work, loss: Callable[[str, str, str], float], forgotten: tuple[str, ...]
+    ) -> None:
+        request = self.method.state.requests[work.client]
+        task = self.dispatch(work)
+        own = [] if work.client in forgotten else [f"memory-{step}" for step in request.steps]
+        if work.kind == LEND:
+            parts = {
+                f"{name}-{part}": np.ones(SAMPLES, np.float32) for name in own for part in "xy"
+            }
+            self.answer(task, parts)
+            return
+        sets = {name: (work.client, name) for name in own}
+        if request.searches:
+            sets["validation"] = (work.client, "validation")
+        for index, lent in enumerate(request.borrowed):
+            sets[f"borrowed-{index}"] = (lent.client, f"memory-{lent.step}")
+        models = [*map(str, request.clusters), *request.clients]
+        numbers = {
+            name: np.array([loss(model, *where) + SPREAD for model in models], np.float32)
+            for name, where in sets.items()
+        }
+        self.answer(task, numbers)
