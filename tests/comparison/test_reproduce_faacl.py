@@ -93,7 +93,8 @@ def test_what_the_table_runs(name: str) -> None:
         if scenario == "a1":
             assert (options.scenario_variance, options.scenario_density) == (variance, density)
     assert configs["feddrift"].parameters().delta == (2.0 if name in DELTA_2 else 3.0)
-    assert configs["feddrift"].parameters().measure == "loss"
+    drift = configs["feddrift"].parameters()
+    assert (drift.measure, drift.start, drift.ask_every) == ("loss", "per-client", 10)
     assert [configs[label].parameters().k for label in ("ifca", "fesem", "fedsoft")] == [5, 5, 5]
     assert configs["fedgroup"].parameters().groups == 5
     faacl = configs["faacl"].parameters()
