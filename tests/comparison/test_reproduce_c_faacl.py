@@ -93,6 +93,7 @@ def test_continual_streams(mode: str, data: str, scenario: str) -> None:
                 1,
                 9,
             ]
-    assert suite.config(suite.methods[3], 10).parameters().delta == 3.0
+    drift = suite.config(suite.methods[3], 10).parameters()
+    assert (drift.delta, drift.measure, drift.start) == (3.0, "loss", "per-client")
     faacl = suite.config(suite.methods[-1], 10).parameters()
     assert faacl.epsilon == of(CONTINUAL_EPSILON, data, scenario)
