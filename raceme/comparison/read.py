@@ -47,6 +47,7 @@ def read_comparison(folder: Path) -> Comparison:
             score=score,
             shows_unrest=bool(tree.get("shows-unrest", False)),
             shows_forgetting=bool(tree.get("shows-forgetting", False)),
+            shows_clusters=bool(tree.get("shows-clusters", False)),
             shows_traffic=bool(tree.get("shows-traffic", False)),
             scores=tuple(Scored(name) for name in tree.get("scores", [])),
             shows_mixtures=bool(tree.get("shows-mixtures", False)),
@@ -111,6 +112,8 @@ def _published(entry: Mapping[str, Any] | None) -> tuple[Published, ...]:
         return ()
     time = entry["time"]
     time = math.inf if time == NEVER else time
-    before, after, cluster = (entry.get(str(scored)) for scored in Scored)
-    traffic = entry.get("traffic")
-    return (Published(entry["accuracy"], time, {}, traffic, before, after, cluster),)
+    numbers: dict[str, Any] = {
+        name: entry.get(name) for name in ("traffic", "clusters", *map(str, Scored))
+    }
+    remark = str(entry.get("remark") or "")
+    return (Published(entry["accuracy"], time, remark=remark, **numbers),)

@@ -167,6 +167,11 @@ class Result:
         return Spread.over([run.summary["purity"] for run in self.runs])
 
     @property
+    def clusters(self) -> Spread:
+        """Number of clusters at the end."""
+        return Spread.over([run.summary.get("clusters") for run in self.runs])
+
+    @property
     def rank_time(self) -> float | None:
         """Mean time; infinite if a seed missed what is timed, None if there are no runs."""
         if not self.runs:

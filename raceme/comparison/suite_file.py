@@ -40,6 +40,7 @@ _SUITE_KEYS = (
     "shows-unrest",
     "shows-forgetting",
     "shows-traffic",
+    "shows-clusters",
     "scores",
     "shows-mixtures",
     "shows-work",
@@ -49,7 +50,8 @@ _SUITE_KEYS = (
     "methods",
 )
 _METHOD_KEYS = ("strategy", "options", "sweep", "published")
-_NUMBERS = ("accuracy", "time", "traffic", *Scored)
+_NUMBERS = ("accuracy", "time", "traffic", "clusters", *Scored)
+_REMARK = "remark"
 
 _Choice = TypeVar("_Choice", bound=StrEnum)
 
@@ -81,6 +83,7 @@ def load_suite(path: Path) -> Suite:
         shows_unrest=_flag(path, "shows-unrest", tree.get("shows-unrest", False)),
         shows_forgetting=_flag(path, "shows-forgetting", tree.get("shows-forgetting", False)),
         shows_traffic=_flag(path, "shows-traffic", tree.get("shows-traffic", False)),
+        shows_clusters=_flag(path, "shows-clusters", tree.get("shows-clusters", False)),
         scores=_scores(path, tree.get("scores", [])),
         shows_mixtures=_flag(path, "shows-mixtures", tree.get("shows-mixtures", False)),
         shows_work=_flag(path, "shows-work", tree.get("shows-work", False)),
@@ -205,8 +208,11 @@ def _row(path: Path, where: str, table: Mapping[str, Any]) -> Published:
             numbers[name] = float(value)
         elif value is not None:
             raise UserError(f"{where}.{name} in {path} must be a number, got {value!r}.")
-    options = {name: value for name, value in table.items() if name not in _NUMBERS}
-    return Published(**numbers, options=options)
+    remark = table.get(_REMARK, "")
+    if not isinstance(remark, str):
+        raise UserError(f"{where}.{_REMARK} in {path} must be text, got {remark!r}.")
+    options = {name: v for name, v in table.items() if name not in (*_NUMBERS, _REMARK)}
+    return Published(**numbers, options=options, remark=remark)
 
 
 def _check_keys(path: Path, where: str, entry: Mapping[str, Any], valid: Sequence[str]) -> None:

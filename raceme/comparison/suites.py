@@ -104,7 +104,12 @@ class Published:
     traffic : float or None
         Bytes that were sent, as a multiple of those of the suite's reference.
     before, after, cluster : float or None
-        In percent: see :class:`Measure`.
+        In percent: see :class:`Scored`.
+    clusters : float or None
+        Number of clusters at the end.
+    remark : str
+        What a reader has to know of these numbers, if anything: that they cannot be right, or are
+        of other data. They are marked in tables, and it stands below.
     """
 
     accuracy: float | None = None
@@ -114,6 +119,8 @@ class Published:
     before: float | None = None
     after: float | None = None
     cluster: float | None = None
+    clusters: float | None = None
+    remark: str = ""
 
     def is_of(self, options: Mapping[str, Value]) -> bool:
         """Return whether a run with these hyper-parameters is to be compared with this row."""
@@ -231,6 +238,8 @@ class Suite:
     scores : tuple[Scored, ...]
         What the table has a column of, with the published number beside it, in place of the one
         accuracy and the times.
+    shows_clusters : bool
+        Whether the table tells the number of clusters at the end.
     shows_mixtures : bool
         Whether the table tells how far estimated mixtures are from the true ones.
     shows_work : bool
@@ -258,6 +267,7 @@ class Suite:
     shows_unrest: bool = False
     shows_forgetting: bool = False
     shows_traffic: bool = False
+    shows_clusters: bool = False
     scores: tuple[Scored, ...] = ()
     shows_mixtures: bool = False
     shows_work: bool = False

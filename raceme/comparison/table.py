@@ -10,13 +10,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import raceme
+from raceme.comparison.legend import (
+    MARK,
+    TO_CONVERGENCE,
+    TO_TARGET,
+    UNKNOWN,
+    compares_times,
+    lines_below,
+)
 from raceme.comparison.results import Comparison, Result, Spread
 from raceme.comparison.suites import NEVER, Score, Scored, Timing, described
 from raceme.comparison.text_table import Text
 from raceme.protocol.measure import Measure
-from raceme.records.convergence import WITHIN
-
-UNKNOWN = "-"
 
 _KINDS = ("", "best_", "weighted_", "best_weighted_")
 _CSV = (
@@ -40,16 +45,6 @@ _SCORED = {
     Score.STEP_ENDS: ", {} at the steps' ends",
     Score.CURRENT: ", {} on each task when it was learnt",
 }
-_SCORE_LINES = {
-    Score.BEST_WEIGHTED: "the best evaluation of a run, the mean over the clients "
-    "weighted by their numbers of test examples.",
-    Score.STEP_STARTS: "the mean over the steps of the data, from the second on, of the "
-    "first evaluation on the data of each.",
-    Score.STEP_ENDS: "the mean over the steps of the data of the last evaluation on the "
-    "data of each.",
-    Score.CURRENT: "on each task right after it was trained on, before anybody trained on the next "
-    "one; the mean over the tasks.",
-}
 
 
 def main_table(comparison: Comparison) -> Text:
@@ -67,7 +62,7 @@ def main_table(comparison: Comparison) -> Text:
         of = ", time to convergence"
     of += _SCORED.get(suite.score, "").format(comparison.measure.word)
     seeds = f"{len(suite.seeds)} seeds" if len(suite.seeds) > 1 else f"seed {suite.seeds[0]}"
-    return Text(f"{suite.title} ({seeds}{of})", columns, tuple(rows), _lines(comparison))
+    return Text(f"{suite.title} ({seeds}{of})", columns, tuple(rows), lines_below(comparison))
 
 
 _Cells = tuple[str, ...]
@@ -82,7 +77,7 @@ def _accuracies(comparison: Comparison) -> tuple[_Cells, list[_Cells]]:
         factor = f"× {comparison.suite.reference or 'reference'}"
         columns = (*_REPRODUCTION, f"{factor}\npaper", f"{factor}\nours", "purity")
     elif comparison.suite.timing is Timing.CONVERGENCE:
-        columns = tuple(_TO_CONVERGENCE if name == _TO_TARGET else name for name in columns)
+        columns = tuple(TO_CONVERGENCE if name == TO_TARGET else name for name in columns)
     rows = [make(comparison, result) for result in comparison.results]
     if comparison.has_published:
         shown = _shown_columns(comparison)
@@ -98,8 +93,7 @@ def _scores(comparison: Comparison) -> tuple[_Cells, list[_Cells]]:
         columns += [f"{scored}\npaper"] * comparison.has_published + [f"{scored}\nours"]
         for cells, result in zip(rows, comparison.results, strict=True):
             if comparison.has_published:
-                known = None if result.published is None else getattr(result.published, scored)
-                cells.append(UNKNOWN if known is None else f"{known:.1f}")
+                cells.append(_paper(result, scored, 1))
             # Like the papers': with two digits so many columns have no room in a terminal.
             cells.append(_spread(result.score(scored), 100, 1))
     return tuple(columns), [tuple(cells) for cells in rows]
@@ -122,6 +116,13 @@ def _with_further(
         columns = (*columns, "bytes\npaper", "bytes\nours")
         traffics = (_traffic(comparison, result) for result in comparison.results)
         rows = [(*row, *cells) for row, cells in zip(rows, traffics, strict=True)]
+    if comparison.suite.shows_clusters:
+        columns = (*columns, "clusters\npaper", "clusters\nours")
+        cells = (
+            (_paper(result, "clusters", 0), _spread(result.clusters, 1, 1))
+            for result in comparison.results
+        )
+        rows = [(*row, *pair) for row, pair in zip(rows, cells, strict=True)]
     if comparison.suite.shows_mixtures:
         columns = (*columns, "KL")
         spreads = (_spread(result.mixture_divergence, 1, 2) for result in comparison.results)
@@ -202,6 +203,7 @@ def to_json(comparison: Comparison) -> str:
         "shows-unrest": suite.shows_unrest,
         "shows-forgetting": suite.shows_forgetting,
         "shows-traffic": suite.shows_traffic,
+        "shows-clusters": suite.shows_clusters,
         "scores": [str(measure) for measure in suite.scores],
         "shows-mixtures": suite.shows_mixtures,
         "shows-work": suite.shows_work,
@@ -225,9 +227,8 @@ def to_json(comparison: Comparison) -> str:
 
 
 _WORK = {"bytes_down": "bytes\ndown", "sample_passes": "client\nwork"}
-_TO_TARGET, _TO_CONVERGENCE = "time to target", "time to convergence"
 _ACCURACY = "acc %"
-_COLUMNS = ("method", _ACCURACY, _TO_TARGET, "ratio to best", "purity", "updates")
+_COLUMNS = ("method", _ACCURACY, TO_TARGET, "ratio to best", "purity", "updates")
 _REPRODUCTION = (
     "method",
     "acc %\npaper",
@@ -251,11 +252,10 @@ def _row(comparison: Comparison, result: Result) -> tuple[str, ...]:
 
 def _reproduction_row(comparison: Comparison, result: Result) -> tuple[str, ...]:
     published = result.published
-    accuracy = None if published is None else published.accuracy
     time = None if published is None else published.time
     return (
         _name(result),
-        UNKNOWN if accuracy is None else f"{accuracy:.2f}",
+        _paper(result, "accuracy", 2),
         _percent(result.accuracy, comparison.measure),
         UNKNOWN if time is None else NEVER if math.isinf(time) else f"{time:g}",
         _time(result),
@@ -265,104 +265,21 @@ def _reproduction_row(comparison: Comparison, result: Result) -> tuple[str, ...]
     )
 
 
+def _paper(result: Result, quantity: str, digits: int) -> str:
+    """Return what the paper reports of a method, with a mark if there is a remark on it."""
+    published = result.published
+    value = None if published is None else getattr(published, quantity)
+    if published is None or value is None:
+        return UNKNOWN
+    return f"{value:.{digits}f}{MARK if published.remark else ''}"
+
+
 def _shown_columns(comparison: Comparison) -> list[int]:
     """Return which columns of a reproduction have anything: the paper may tell no times."""
     times = comparison.has_published_times
-    factors = _compares_times(comparison)
+    factors = compares_times(comparison)
     shown = [True, True, True, times, True, times and factors, factors, True]
     return [index for index, is_shown in enumerate(shown) if is_shown]
-
-
-def _compares_times(comparison: Comparison) -> bool:
-    """Return whether times are shown as multiples of the reference's, which may be for bytes."""
-    suite = comparison.suite
-    return suite.reference is not None and not suite.shows_traffic
-
-
-def _lines(comparison: Comparison) -> tuple[str, ...]:
-    """Return what a reader of the main table has to know."""
-    suite, measure = comparison.suite, comparison.measure
-    lines = []
-    if suite.scale != 1.0:
-        lines.append(
-            f"SHORTENED: --scale {suite.scale:g}, so each run has {suite.scale:.3g} of the suite's "
-            "updates; accuracies and times are not those of the full suite."
-        )
-    if comparison.has_published:
-        times = comparison.has_published_times and not suite.scores
-        taus = [(name, comparison.tau(name)) for name in comparison.ranked]
-        shown = ", ".join(
-            f"{name} {UNKNOWN if tau is None else f'{tau:.2f}'}" for name, tau in taus
-        )
-        lines.append(f"Kendall's τ between the paper's order of the methods and ours: {shown}.")
-        if times:
-            lines.append("The paper's times are in a unit of its own: compare their ratios.")
-        if _compares_times(comparison) and not suite.scores:
-            what = _TO_CONVERGENCE if suite.timing is Timing.CONVERGENCE else _TO_TARGET
-            lines.append(f"× {suite.reference}: {what} over its time.")
-    if suite.score in _SCORE_LINES:
-        lines.append(f"{measure.title}: {_SCORE_LINES[suite.score]}")
-    if suite.timing is Timing.CONVERGENCE:
-        lines.append(
-            f"Time to convergence: when the {measure.word} last comes within "
-            f"{100 * WITHIN:g} {'%' if measure.is_error else 'point'} of its final value (our "
-            "rule)."
-        )
-    if suite.shows_unrest:
-        lines.append(
-            f"Unrest: by how many {measure.unit or 'points'} the {measure.word} is "
-            f"{'above' if measure.is_error else 'below'} its best so far, on the mean over the "
-            "evaluations of a run."
-        )
-    if suite.shows_forgetting:
-        lines.append(
-            f"Forgotten: by how many {measure.unit or 'points'} the {measure.word} on former tasks "
-            "is worse at the end than at the end of the best earlier step; the mean over them."
-        )
-    if suite.shows_traffic:
-        lines.append(
-            f"Bytes: those sent up and down, as multiples of {suite.reference}'s; evaluations are "
-            "left out."
-        )
-    lines += [_SAID_OF[measure] for measure in suite.scores]
-    if suite.shows_mixtures:
-        lines.append(
-            "KL: divergence of the true mixture of a client's data from the estimated one, in "
-            "nats, the mean over the last third of the uploads."
-        )
-    if suite.shows_work:
-        lines.append(
-            "Bytes down, client work: for each update, as multiples of "
-            f"{suite.reference}'s. Work counts a sample's pass forward as 1, backward as 2; tests "
-            "are left out."
-        )
-    if comparison.sweeps:
-        swept = ", ".join(comparison.sweeps)
-        lines.append(f"Swept on the first seed and shown at the most accurate point: {swept}.")
-    if any(result.time_above is not None for result in comparison.results) and not suite.scores:
-        missed = "converge" if suite.timing is Timing.CONVERGENCE else "reach the target"
-        lines.append(f"'>': a run that did not {missed} counts with its length.")
-    lines += [
-        f"{result.label}, seed {seed} FAILED: {error}"
-        for result in comparison.results
-        for seed, error in result.errors.items()
-    ]
-    return (*lines, *suite.notes)
-
-
-_SAID_OF = {
-    Scored.BEFORE: (
-        "Before: what a client uploads, on test data of the mixture that it was trained on; the "
-        "mean over the clients of their last upload."
-    ),
-    Scored.AFTER: (
-        "After: what a client gets in return, on the same data; known of its last upload but one."
-    ),
-    Scored.CLUSTER: (
-        "Cluster: the clusters' models, on the server's test set of each distribution; their "
-        "mean at the last evaluation."
-    ),
-}
 
 
 def _entry(comparison: Comparison, result: Result) -> dict[str, Any]:
@@ -382,6 +299,7 @@ def _entry(comparison: Comparison, result: Result) -> dict[str, Any]:
         "mixture_divergence": _plain(result.mixture_divergence),
         "relative": {key: comparison.relative(result, key) for key in _WORK},
         "purity": _plain(result.purity),
+        "clusters": _plain(result.clusters),
         "ratio_to_best": comparison.ratio(result),
         "time_above": result.time_above,
         "speed_up_of_reference": comparison.speed_up(result),
@@ -393,6 +311,8 @@ def _entry(comparison: Comparison, result: Result) -> dict[str, Any]:
             "accuracy": published.accuracy,
             "time": NEVER if published.time == math.inf else published.time,
             "traffic": published.traffic,
+            "clusters": published.clusters,
+            "remark": published.remark,
             **{str(scored): getattr(published, scored) for scored in Scored},
         },
         "runs": [{"seed": run.seed, "folder": run.folder, **run.summary} for run in result.runs],

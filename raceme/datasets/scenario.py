@@ -1,8 +1,8 @@
 """The scenarios of FAACL's thesis: two groups of clients that differ in one way.
 
-Zhang, "Federated Asymmetric Adaptive Clustered Learning" (Waterloo 2024). S0: all alike. S1: the
-first half of the classes, and the second. S2: true labels, and shifted ones. A1: clean images, and
-noisy ones. A2: much data, and little of a task that is slightly different. The groups are
+Zhang, "Asymmetric Clustering in Federated Continual Learning" (Waterloo 2024). S0: all alike. S1:
+the first half of the classes, and the second. S2: true labels, and shifted ones. A1: clean images,
+and noisy ones. A2: much data, and little of a task that is slightly different. The groups are
 symmetric in S1 and S2; in A1 and A2 the second gains more from the first than it gives.
 
 Our readings, where the thesis is silent: the groups are equal, every other client is of the second;

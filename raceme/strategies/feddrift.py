@@ -55,6 +55,9 @@ class FedDriftParameters(ConceptParameters, RoundsParameters):
         "new models: each drifted client founds one, or all that drift together (Eager)",
         among=("each", "together"),
     )
+    ask_every: int = option(
+        0, "rounds after which a client measures again, data moved on or not (0: only then)", low=0
+    )
 
 
 @dataclass(frozen=True)
@@ -80,12 +83,15 @@ class FedDriftState:
         The latest step at which data were assigned.
     begun : dict[str, dict[int, bool]]
         Models that a client was given to train in this round.
+    trained : dict[str, int]
+        Rounds in which a client has trained since it last measured.
     """
 
     concepts: Concepts = field(default_factory=Concepts)
     answered: dict[str, int] = field(default_factory=dict)
     latest: int = 0
     begun: dict[str, dict[int, bool]] = field(default_factory=dict)
+    trained: dict[str, int] = field(default_factory=dict)
 
 
 class FedDrift(Method):
@@ -115,24 +121,28 @@ class FedDrift(Method):
         super().add_client(client)
         seat(self, self.state.concepts, client.client_id, self.parameters)
 
-    # Before a round: who has new data?
+    # Before a round: who is to measure?
 
     def next_work(self, moment: Moment) -> Iterable[Work]:
         """Let clients with new data measure all models first; then let participants train."""
-        asked = self.dispatch.ask_first(moment, self._has_new_data, patience=_ASKING_SECONDS)
+        asked = self.dispatch.ask_first(moment, self._is_to_measure, patience=_ASKING_SECONDS)
         if asked is not None:
             return [scoring(self, self.state.concepts, c, self.parameters) for c in asked]
         if self.state.answered and not (self.dispatch.state.running or moment.greeting):
             self._judge()
         return super().next_work(moment)
 
-    def _has_new_data(self, client: str) -> bool:
-        return (self.step_of(client) or 0) not in self.state.concepts.assigned.get(client, {})
+    def _is_to_measure(self, client: str) -> bool:
+        """Return whether a client has new data, or has trained long enough (``ask-every``)."""
+        if (self.step_of(client) or 0) not in self.state.concepts.assigned.get(client, {}):
+            return True
+        return 0 < self.parameters.ask_every <= self.state.trained.get(client, 0)
 
     def on_dispatch(self, task: Task) -> None:
         """Note who is asked, and who trains what."""
         state = self.state
         if task.kind == SCORES:
+            state.trained[task.client] = 0
             ask(state.concepts, task, self.parameters)
         else:
             state.begun.setdefault(task.client, {})[task.cluster] = True
@@ -188,6 +198,8 @@ class FedDrift(Method):
     def aggregate(self, updates: Sequence[Update]) -> list[Applied]:
         """Average what was trained from each model, weighted by the numbers of samples."""
         self.state.begun = {}
+        for client in {update.task.client for update in updates}:
+            self.state.trained[client] = self.state.trained.get(client, 0) + 1
         return average_by_cluster(self.clusters, updates, home=lambda update: update.task.cluster)
 
 

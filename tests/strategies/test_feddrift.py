@@ -275,6 +275,22 @@ def test_each_client_may_begin_with_a_model_of_its_own() -> None:
     assert homes(few.method) == {"c0": 0, "c1": 1, "c2": 0, "c3": 1}
 
 
+def test_models_of_data_that_stay_are_compared_after_some_rounds() -> None:
+    made = bench(start="per-client", ask_every=2)
+    # The bench has played a round; before the third one all measure, and three models are alike.
+    made.round()
+    alike = {0: 0.2, 1: 0.2, 2: 0.2, 3: 0.9}
+    losses = {f"c{own}": {**alike, own: 0.1} for own in range(3)}
+    made.ask({**losses, "c3": {0: 0.9, 1: 0.9, 2: 0.9, 3: 0.1}})
+    assert len(made.round()) == 4
+    assert homes(made.method) == {"c0": 4, "c1": 4, "c2": 4, "c3": 3}
+    assert {one.kind for one in made.hand_out()} != {SCORES}
+    # Without the option nobody is asked again.
+    still = bench(start="per-client")
+    still.round()
+    assert {one.kind for one in still.hand_out()} != {SCORES}
+
+
 def test_loss_may_be_measured_instead_of_accuracy() -> None:
     made = bench(measure="loss")
     move_on(made, CALM)
