@@ -100,8 +100,6 @@ TRAINING = frozenset(
 )
 """Kinds of work whose reply is a trained model."""
 EVALUATE = "evaluate"
-EVALUATE_DECOMPOSED = "evaluate-decomposed"
-"""Test the received shared part together with the client's own part for the task: the kind."""
 DESCRIBE = "describe"
 """Who the client is and what it has: what every client is asked first."""
 ON = "on"
@@ -173,6 +171,9 @@ SPARSITY = "sparsity"
 """Strength of the L1 norm of what is a task's own."""
 DRIFT_STRENGTH = "drift-strength"
 """Strength with which former tasks' weights are held where they were when the task began."""
+DECOMPOSED = "decomposed"
+"""Says that a model to be tested is the shared part of decomposed weights, to which a client adds
+its own part for the task."""
 OTHERS = "others"
 """Record with the task-adaptive weights of other clients, each as indices and values."""
 ADAPTIVE_INDICES = "adaptive-indices"

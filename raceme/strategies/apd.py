@@ -31,9 +31,8 @@ from types import MappingProxyType
 
 from raceme.config.options import option
 from raceme.protocol.messages import (
+    DECOMPOSED,
     DRIFT_STRENGTH,
-    EVALUATE_DECOMPOSED,
-    KIND,
     PROXIMAL_MU,
     SPARSITY,
     TRAIN_DECOMPOSED,
@@ -57,7 +56,7 @@ class APD(Method):
     """FedProx on weights shared by all tasks, with masks and sparse weights for each (APD)."""
 
     parameters_type = APDParameters
-    test_settings = MappingProxyType({KIND: EVALUATE_DECOMPOSED})
+    test_settings = MappingProxyType({DECOMPOSED: True})
     parameters: APDParameters
     dispatch: InRounds
 

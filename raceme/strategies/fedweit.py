@@ -39,9 +39,8 @@ from raceme.config.options import option
 from raceme.protocol.messages import (
     ADAPTIVE_INDICES,
     ADAPTIVE_VALUES,
+    DECOMPOSED,
     DRIFT_STRENGTH,
-    EVALUATE_DECOMPOSED,
-    KIND,
     OTHERS,
     PROXIMAL_MU,
     SPARSITY,
@@ -103,7 +102,7 @@ class FedWeIT(Method):
 
     parameters_type = FedWeITParameters
     state_type = FedWeITState
-    test_settings = MappingProxyType({KIND: EVALUATE_DECOMPOSED})
+    test_settings = MappingProxyType({DECOMPOSED: True})
     parameters: FedWeITParameters
     state: FedWeITState
     dispatch: InRounds

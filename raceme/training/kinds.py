@@ -22,6 +22,7 @@ from raceme.protocol.messages import (
     ACCURACIES,
     ANCHOR,
     CHOSEN,
+    DECOMPOSED,
     GROUP,
     LABEL_COUNTS,
     LOSS,
@@ -38,6 +39,7 @@ from raceme.protocol.messages import (
     ModelSpec,
     from_array,
 )
+from raceme.training.kept_parts import complete
 from raceme.training.samples import Samples
 from raceme.training.scores import score_former, score_upload
 from raceme.training.work import Answer, ClientWork, Metric
@@ -129,8 +131,14 @@ def evaluate(work: ClientWork) -> Answer:
 
 
 def tested(work: ClientWork, model: ArrayRecord) -> tuple[float, float]:
-    """Return the score and the mean loss of a model on the client's test samples."""
+    """Return the score and the mean loss of a model on the client's test samples.
+
+    Where weights are decomposed, the model is the shared part, and the client adds what it keeps
+    for the step that it is told; if that is nothing, it tests the shared part alone.
+    """
     work.receive(model)
+    if work.settings.get(DECOMPOSED, False):
+        complete(work, work.step)
     return training.evaluate(work.client.network, work.client.test)
 
 

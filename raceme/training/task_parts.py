@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from raceme import training
-from raceme.compat import array_record
 from raceme.protocol.messages import (
     ADAPTIVE_INDICES,
     ADAPTIVE_VALUES,
@@ -27,18 +26,13 @@ from raceme.protocol.messages import (
     TRAIN_LOSS,
     InvalidModelError,
     from_array,
-    to_array,
 )
 from raceme.training.decomposition import Decomposition, Masks, Strengths, TaskPart
-from raceme.training.kinds import evaluation_answer, training_answer
+from raceme.training.kept_parts import PART, complete, key, read, written
+from raceme.training.kinds import training_answer
 from raceme.training.network import is_usable
 from raceme.training.scores import score_former, score_upload
 from raceme.training.work import Answer, ClientWork
-
-PART = "part-"
-"""Records of a client's state: what it keeps of a task, by the task's number."""
-_LOGITS = "logits"
-"""Name of a mask in such a record if M is the sigmoid of it."""
 
 
 def train_decomposed(work: ClientWork) -> Answer:
@@ -54,7 +48,7 @@ def train_borrowing(work: ClientWork) -> Answer:
     the task-adaptive weights, for others to borrow.
     """
     state, own = work.state, OTHERS + f"-{work.step}"
-    if _key(work.step) not in state:
+    if key(work.step) not in state:
         for name in [name for name in state if name.startswith(OTHERS)]:
             del state[name]
         if OTHERS in work.arrays:
@@ -68,40 +62,21 @@ def train_borrowing(work: ClientWork) -> Answer:
     return replace(answer, numbers=numbers)
 
 
-def evaluate_decomposed(work: ClientWork) -> Answer:
-    """Test the received shared part with the client's own part for the step that it is told.
-
-    At a step on which it has not trained it tests the shared part alone.
-    """
-    work.receive(work.model)
-    _complete(work, work.step)
-    score, loss = training.evaluate(work.client.network, work.client.test)
-    return evaluation_answer(work, score, loss)
-
-
-def _complete(work: ClientWork, step: int) -> None:
-    """Make of the shared part in a client's network its weights for a task, if it has a part."""
-    if _key(step) in work.state:
-        network, record = work.client.network, work.state.array_records[_key(step)]
-        masks = Masks(network, sigmoid=_LOGITS in record)
-        network.weights.copy_(_read(record).weights(network.weights, masks))
-
-
 def _train(
     work: ClientWork, sigmoid: bool, borrowed: ArrayRecord | None = None
 ) -> tuple[Answer, TaskPart]:
     """Train, and keep the parts; return the answer, and the present task's part."""
     client, network, received = work.client, work.client.network, work.model
-    scores = score_former(work, received, lambda step: _complete(work, step))
+    scores = score_former(work, received, lambda step: complete(work, step))
     spec = work.receive(received)
     shared, masks = network.weights.clone(), Masks(network, sigmoid)
     others = _others(borrowed, len(shared))
     kept = {
-        name: _read(record)
+        name: read(record)
         for name, record in work.state.array_records.items()
         if name.startswith(PART)
     }
-    present = _key(work.step)
+    present = key(work.step)
     if present not in kept:
         for former in kept.values():
             former.held = former.weights(shared, masks)
@@ -121,34 +96,10 @@ def _train(
     # A training that diverged is refused by the server; it must not spoil all that follow.
     if is_usable(parts.weights) and all(is_usable(part.adaptive) for part in formers):
         for name, part in kept.items():
-            work.state[name] = _written(part, masks)
+            work.state[name] = written(part, masks)
     network.weights.copy_(parts.shared)
     answer = training_answer(work, work.give(spec, received), {TRAIN_LOSS: loss, **scores})
     return answer, kept[present]
-
-
-def _key(step: int) -> str:
-    return f"{PART}{step}"
-
-
-def _read(record: ArrayRecord) -> TaskPart:
-    """Read a part as the client keeps it."""
-    arrays = {name: torch.from_numpy(np.array(from_array(array))) for name, array in record.items()}
-    mask = arrays[_LOGITS] if _LOGITS in arrays else arrays["mask"]
-    rest = (arrays[name] for name in ("adaptive", "borrowed", "shares", "held"))
-    return TaskPart(mask, *rest)
-
-
-def _written(part: TaskPart, masks: Masks) -> ArrayRecord:
-    """Return a part as the client keeps it."""
-    arrays: dict[str, Tensor] = {
-        _LOGITS if masks.sigmoid else "mask": part.mask,
-        "adaptive": part.adaptive,
-        "borrowed": part.borrowed,
-        "shares": part.shares,
-        "held": part.held,
-    }
-    return array_record({name: to_array(values.numpy()) for name, values in arrays.items()})
 
 
 def _others(record: ArrayRecord | None, weights: int) -> Tensor:

@@ -33,6 +33,8 @@ def ask(
 ) -> RecordDict:
     told = {name.replace("_", "-"): value for name, value in settings.items()}
     arrays = START if model is None else SPEC.pack(model)
+    if kind == "evaluate-decomposed":
+        kind, told = "evaluate", {**told, "decomposed": True}
     config = ConfigRecord({"kind": kind, "task": 1, **told})
     content = RecordDict({"arrays": arrays, "config": config})
     if others is not None:
@@ -161,3 +163,16 @@ def test_a_training_that_diverges_leaves_the_parts_as_they_were(kind: str) -> No
     assert list(node.state) == ["part-0"]
     for name, values in before.items():
         assert np.array_equal(values, own(node, 0, name))
+
+
+def test_several_steps_are_tested_each_with_its_own_part() -> None:
+    node = context(1, TASKS)
+    shared = SPEC.unpack(ask(node, "train-decomposed", step=0, local_epochs=3)["arrays"])
+    shared = SPEC.unpack(ask(node, "train-decomposed", shared, step=1)["arrays"])
+    alone = [ask(node, "evaluate-decomposed", shared, step=step) for step in (0, 1, 2)]
+    settings = {"kind": "test-steps", "tested-steps": [0, 1, 2], "tested-models": [0, 0, 0]}
+    config = ConfigRecord({**settings, "decomposed": True, "step": 1})
+    content = RecordDict({"arrays-0": SPEC.pack(shared), "config": config})
+    answer = app(Message(content, 7, "train"), node).content
+    together = from_array(answer.array_records["numbers"]["accuracies"])
+    assert together.tolist() == [float(one["metrics"]["accuracy"]) for one in alone]
