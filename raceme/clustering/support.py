@@ -1,6 +1,6 @@
 """One-sided support between clusters: who may train whose model, and who merges with whom.
 
-Zhang, "Federated Asymmetric Adaptive Clustering" (FAACL), thesis, University of Waterloo, 2024:
+Zhang, "Asymmetric Clustering in Federated Continual Learning" (FAACL), thesis, Waterloo 2024:
 Algorithms 2, 3 and 6. A cluster is supported by another if, on the validation samples of every one
 of its own clients, the other's model is no worse than its own by more than ε. Two clusters that
 support each other are merged; one that supports another without being supported by it trains the

@@ -21,7 +21,7 @@ from raceme.compat import (
 )
 from raceme.config import Value
 from raceme.datasets.own_file import stamp_of
-from raceme.deployment.apps import Apps, RefusedAppError
+from raceme.deployment.apps import Apps, LoadedRun, RefusedAppError
 from raceme.deployment.connection import Link, RejoinError
 from raceme.deployment.invitations import Invitations, When
 from raceme.protocol.messages import CONFIG, KIND, LOSSES, NUMBERS, ON, TASK, from_array
@@ -109,6 +109,7 @@ class Tasks:
         self.invitations = invitations or Invitations(When())
         self.answered_at = float("-inf")
         self._states: dict[int, RecordDict] = {}
+        self._folders: dict[int, str] = {}
         self._count = 0
 
     def answer(self, link: Link, head: Message, fetch: Callable[[], Message]) -> None:
@@ -234,7 +235,7 @@ class Tasks:
     def _call(self, link: Link, message: Message, keeps_state: bool = True) -> Message:
         loaded = self._apps.of_run(message.metadata.run_id, link.run, link.bundle)
         series = loaded.series_id
-        state = self._states.setdefault(series, RecordDict())
+        state = self._state_of(loaded)
         context = Context(
             run_id=message.metadata.run_id,
             node_id=link.node_id,
@@ -253,6 +254,21 @@ class Tasks:
         if keeps_state:
             self._states[series] = context.state
         return reply
+
+    def _state_of(self, loaded: LoadedRun) -> RecordDict:
+        """Return what this client keeps for a run; one that resumes takes up what was kept before.
+
+        To Flower a run that resumes another is a new one. Its key ``resume`` names the folder of
+        the one before, whose key ``out`` named it too, unless that was left to chance.
+        """
+        series, config = loaded.series_id, loaded.config
+        if series not in self._states:
+            resumed = str(config.get("resume", ""))
+            former = [s for s, folder in self._folders.items() if folder in (resumed, "")]
+            taken_up = self._states[former[-1]] if resumed and former else {}
+            self._states[series] = RecordDict(dict(taken_up))
+            self._folders[series] = resumed or str(config.get("out", ""))
+        return self._states[series]
 
 
 def _error(message: Message, code: int, reason: str) -> Message:

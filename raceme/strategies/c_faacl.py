@@ -1,12 +1,12 @@
 """C-FAACL: FAACL for clients that meet one task after another.
 
-Zhang, "Federated Asymmetric Adaptive Clustering" (C-FAACL), thesis, University of Waterloo, 2024.
-At first clusters are found as by FAACL. Whenever a client has new data (a step of data that change)
-it trains a model of its own on them, and looks for the cluster that they belong to: among those of
-its own former tasks first, then among all, comparing models on its new data and on a remembered
-sample of that task (Algorithms 8 and 9, :mod:`raceme.strategies.concept_search`). If none fits, the
-data are a new concept, and its model is that of a new cluster (Algorithm 10). Then clusters are
-trained, compared and merged as in FAACL.
+Zhang, "Asymmetric Clustering in Federated Continual Learning" (C-FAACL), thesis, Waterloo 2024. At
+first clusters are found as by FAACL. Whenever a client has new data (a step of data that change) it
+trains a model of its own on them, and looks for the cluster that they belong to: among those of its
+own former tasks first, then among all, comparing models on its new data and on a remembered sample
+of that task (Algorithms 8 and 9, :mod:`raceme.strategies.concept_search`). If none fits, the data
+are a new concept, and its model is that of a new cluster (Algorithm 10). Then clusters are trained,
+compared and merged as in FAACL.
 
 Each client remembers a sample of its validation data of every task, and the server which cluster
 they belonged to. By default, as in the thesis, such a sample is lent to other clients, by way of

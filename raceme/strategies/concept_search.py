@@ -1,6 +1,6 @@
 """Where data of a new task belong: the searches of C-FAACL.
 
-Zhang, "Federated Asymmetric Adaptive Clustering" (C-FAACL), thesis, University of Waterloo, 2024:
+Zhang, "Asymmetric Clustering in Federated Continual Learning" (C-FAACL), thesis, Waterloo 2024:
 Algorithms 8 and 9. A client that has trained a model on new data looks first at what it remembers
 itself: a sample of a former task, and the cluster that it belonged to. If none matches, it looks at
 what clients of each of the other clusters remember. A match: the cluster's model is no worse on the

@@ -1,7 +1,7 @@
 """FAACL: clusters that may be supported by clusters which they do not support.
 
-Zhang, "Federated Asymmetric Adaptive Clustering" (FAACL), thesis, University of Waterloo, 2024.
-Every client trains a random θ and is a cluster of its own. Then clusters are trained, compared and
+Zhang, "Asymmetric Clustering in Federated Continual Learning" (FAACL), thesis, Waterloo 2024. Every
+client trains a random θ and is a cluster of its own. Then clusters are trained, compared and
 merged, again and again, until nothing changes: C2 supports C1 if on every client of C1 the model of
 C2 is no worse by more than ε, by Wilcoxon's test on the losses of its validation samples; two that
 support each other are merged; and a model is trained by the clients of its cluster and of those

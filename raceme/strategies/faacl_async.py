@@ -1,7 +1,7 @@
 """FAACL-Async: FAACL's clusters and support, tested and acted on with every single answer.
 
-Our own, after Zhang, "Federated Asymmetric Adaptive Clustering" (FAACL), thesis, University of
-Waterloo, 2024. There are no rounds and no partitions, and nobody waits. Every client trains θ and
+Our own, after Zhang, "Asymmetric Clustering in Federated Continual Learning" (FAACL), thesis,
+Waterloo 2024. There are no rounds and no partitions, and nobody waits. Every client trains θ and
 becomes a cluster of its own when it is done. From then on it trains, and between two trainings it
 measures a few models on its validation samples: those of clusters that it has not been compared
 with first, and among them those that would merge with its own. What it finds is acted on at once. A

@@ -1,6 +1,6 @@
 """What FAACL, C-FAACL and FAACL-Async have in common: what clients are asked, and what follows.
 
-Zhang, "Federated Asymmetric Adaptive Clustering" (FAACL), thesis, University of Waterloo, 2024; see
+Zhang, "Asymmetric Clustering in Federated Continual Learning" (FAACL), thesis, Waterloo 2024; see
 :mod:`raceme.strategies.faacl`.
 """
 

@@ -1,6 +1,6 @@
 """FAACL's rounds: train, compare, merge, until nothing changes; then train.
 
-Zhang, "Federated Asymmetric Adaptive Clustering" (FAACL), thesis, University of Waterloo, 2024:
+Zhang, "Asymmetric Clustering in Federated Continual Learning" (FAACL), thesis, Waterloo 2024:
 Algorithms 2 to 6. FAACL and C-FAACL have these rounds in common; where the clusters that they start
 from come from differs.
 """

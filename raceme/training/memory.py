@@ -1,7 +1,7 @@
 """What a client remembers of the data of its former tasks: a sample of each, never trained on.
 
-Zhang, "Federated Asymmetric Adaptive Clustering" (C-FAACL), thesis, University of Waterloo, 2024.
-The samples are records of the client's state; they leave it only where :func:`lend` is asked for.
+Zhang, "Asymmetric Clustering in Federated Continual Learning" (C-FAACL), thesis, Waterloo 2024. The
+samples are records of the client's state; they leave it only where :func:`lend` is asked for.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ import grpc
 import pytest
 from bundles import IDLE_CLIENT, announced, bundle, project
 from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.clientapp import ClientApp
 from flwr.proto.message_pb2 import PushObjectRequest, PushObjectResponse
 from flwr.supercore.inflatable.inflatable_object import get_object_tree
 from flwr.supercore.inflatable.inflatable_utils import ObjectUnavailableError
@@ -23,7 +24,7 @@ import raceme as package
 from raceme import compat
 from raceme.compat import INVALID_APP, LOAD_APP_EXCEPTION, fleet
 from raceme.config.errors import UserError
-from raceme.deployment.apps import Apps, RefusedAppError
+from raceme.deployment.apps import Apps, LoadedRun, RefusedAppError
 from raceme.deployment.connection import (
     Link,
     NotAcceptedError,
@@ -397,3 +398,24 @@ def test_a_message_whose_sender_died_half_way_is_given_up(
     _, fetch = received
     with pytest.raises(fleet.ObjectPullError):
         fetch()
+
+
+def test_what_a_client_keeps_goes_over_to_a_run_that_resumes_and_to_no_other() -> None:
+    tasks = Tasks(Apps(["tests/other"]), {}, Interrupter(1.0))
+
+    def state(series: int, **config: str) -> RecordDict:
+        return tasks._state_of(LoadedRun(ClientApp(), dict(config), series))
+
+    state(1, out="runs/a")["kept"] = ConfigRecord({"of": "a"})
+    state(2, out="runs/b")["kept"] = ConfigRecord({"of": "b"})
+    assert dict(state(3, out="runs/c")) == {}
+    resumed = state(4, resume="runs/a")
+    assert resumed["kept"] == ConfigRecord({"of": "a"})
+    # From then on it is its own, and may be resumed again.
+    resumed["more"] = ConfigRecord({"of": "a"})
+    assert "more" not in state(1, out="runs/a")
+    assert "more" in state(5, resume="runs/a")
+    # A run whose folder was left to chance may be the one that is resumed.
+    state(6)["kept"] = ConfigRecord({"of": "nameless"})
+    assert state(7, resume="runs/20260101-casa-digits")["kept"] == ConfigRecord({"of": "nameless"})
+    assert dict(state(8, out="runs/a")) == {}
