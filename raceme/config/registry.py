@@ -158,6 +158,7 @@ DATASETS = Registry(
         "fsdd": "raceme.datasets.fsdd:Fsdd",
         "text": "raceme.datasets.text:Text",
         "usps": "raceme.datasets.usps:Usps",
+        "emnist": "raceme.datasets.emnist:Emnist",
         "gas-drift": "raceme.datasets.gas:GasDrift",
         "beijing-air": "raceme.datasets.air:BeijingAir",
         "hit-bearing": "raceme.datasets.bearing:HitBearing",
