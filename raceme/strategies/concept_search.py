@@ -57,7 +57,7 @@ log = logging.getLogger("raceme")
 
 Item = TypeVar("Item")
 
-OWN, LENDING, OTHERS = "own", "lending", "others"
+OWN, LENDING, OTHERS = "search-own", "lend", "search-others"
 """Stages of a search; a stage is also the phase by which its bytes are counted."""
 
 

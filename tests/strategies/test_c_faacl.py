@@ -124,7 +124,7 @@ def test_a_concept_of_another_client_is_found_by_what_that_one_remembers(borrow:
         assert not any("borrowed-0" in work.arrays for work in asked)
         # The other's new model comes to the sample instead.
         assert all("local-1" in work.arrays for work in asked[2:])
-    assert [work.phase for work in asked[-2:]] == ["others", "others"]
+    assert [work.phase for work in asked[-2:]] == ["search-others", "search-others"]
 
 
 def test_the_first_of_three_remembered_samples_that_matches_decides() -> None:
