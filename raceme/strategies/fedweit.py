@@ -19,7 +19,7 @@ Our readings: the clients upload B itself, not B ⊙ m, which each round would m
 are of the latest task of each other client that is before t, of at most `others` of them, drawn at
 random; m starts from 1, A and α from 0; FedProx's term is there too, on B; proximal steps as in
 :mod:`raceme.training.decomposition`. When a task is over, what was borrowed for it stays as it is.
-The defaults of λ1 and λ2 are ours, found on the digits.
+The default of λ1 was found on the digits; that of λ2 was compared with 0 and 1 only.
 
 **What leaves a client**: its task-adaptive weights go to other clients as they are, not averaged
 with anybody's, and they are made from its data alone.
