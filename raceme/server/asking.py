@@ -24,12 +24,15 @@ class Asking:
         Number of rounds that had begun when clients were asked last; −1 before the first time.
     until : float
         Until when answers are waited for, in seconds.
+    held_until : float
+        Until when clients that are busy are waited for before anybody is asked; 0: nobody is.
     """
 
     unasked: dict[str, bool] = field(default_factory=dict)
     awaited: dict[str, int] = field(default_factory=dict)
     before: int = -1
     until: float = 0.0
+    held_until: float = 0.0
 
     @property
     def is_open(self) -> bool:
@@ -40,10 +43,15 @@ class Asking:
         """Return whether clients are to be asked: so many rounds since the last time."""
         return self.before < 0 or rounds >= self.before + every
 
+    def holds(self, now: float, patience: float) -> bool:
+        """Return whether to wait for clients that are busy: so many seconds at the most."""
+        self.held_until = self.held_until or now + patience
+        return now < self.held_until
+
     def begin(self, clients: Iterable[str], rounds: int, until: float) -> None:
         """Wait for the answers of some clients, until some time."""
         self.unasked, self.awaited = dict.fromkeys(clients, True), {}
-        self.before, self.until = rounds, until
+        self.before, self.until, self.held_until = rounds, until, 0.0
 
     def sent(self, task: Task) -> None:
         """Note that a client was asked."""
@@ -62,7 +70,9 @@ class Asking:
 
     def wake_at(self) -> float:
         """Return until when answers are waited for; infinity if none are."""
-        return self.until if self.is_open else math.inf
+        if self.is_open:
+            return self.until
+        return self.held_until or math.inf
 
     def give_up(self) -> None:
         """Wait for nobody."""

@@ -61,6 +61,11 @@ class Moment:
     rng: np.random.Generator
     greeting: bool = False
 
+    def busy(self) -> list[str]:
+        """Return the clients that are online and have something to do: a test, say."""
+        online = (client.client_id for client in self.fleet.online())
+        return [client for client in online if client not in self.idle]
+
 
 @dataclass
 class NoState:
@@ -300,6 +305,8 @@ class InRounds(Dispatch):
     ) -> list[str] | None:
         """Return whom a method is to ask now, before the next round; None if that may begin.
 
+        As long as somebody who is to be asked is being tested, nobody is asked yet.
+
         Parameters
         ----------
         moment : Moment
@@ -315,6 +322,10 @@ class InRounds(Dispatch):
         if state.running or moment.greeting:
             return None
         if not state.asking.is_open and state.asking.is_due(state.number, every):
+            if any(wanted(client) for client in moment.busy()) and state.asking.holds(
+                moment.now, patience
+            ):
+                return []
             ready = [client.client_id for client in moment.idle.ready(moment.now)]
             state.asking.begin(filter(wanted, ready), state.number, moment.now + patience)
         if not state.asking.is_open:
@@ -416,8 +427,8 @@ class InRounds(Dispatch):
 
     def wake_at(self) -> float:
         """Return until when answers are awaited, or when the last who works is taken for lost."""
-        if self.state.asking.is_open:
-            return self.state.asking.wake_at()
+        if (due := self.state.asking.wake_at()) < math.inf:
+            return due
         waited_for = [client for client in self.state.open if client not in self.state.away]
         if not waited_for:
             return math.inf

@@ -22,7 +22,7 @@ CHANGE = 8
 """Rounds until all devices have their second task: other labels for the same images."""
 KEYS = (
     f"strategy='c-faacl' dataset='digits' clients={DEVICES} partition='iid' model='mclr' "
-    "lr=0.1 batch-size=10 eval-every=1000 checkpoint-every=1 drift='label-shift' max-rounds=14 "
+    "lr=0.1 batch-size=10 eval-every=8 checkpoint-every=1 drift='label-shift' max-rounds=14 "
     f"set='drift-at={CHANGE}rounds c-faacl.borrow=samples'"
 )
 

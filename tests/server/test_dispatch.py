@@ -291,6 +291,27 @@ def test_a_round_waits_for_the_answers_to_what_was_asked_before_it() -> None:
     assert bench.policy.wake_at() == math.inf
 
 
+def test_nobody_is_asked_while_somebody_who_is_to_be_asked_is_being_tested() -> None:
+    bench = Bench(InRounds(), 3)
+    bench.idle.remove("c1")
+    assert asked(bench, 5.0) == []
+    assert bench.policy.wake_at() == 65.0
+    # Others may be busy.
+    policy = bench.policy
+    assert isinstance(policy, InRounds)
+    other = InRounds()
+    assert other.ask_first(bench.moment(5.0), lambda client: client == "c2") == ["c2"]
+    bench.idle.add("c1")
+    assert asked(bench, 7.0) == ["c0", "c2", "c1"]
+    # For ever nobody is waited for.
+    bench = Bench(InRounds(), 3)
+    bench.idle.remove("c1")
+    assert asked(bench, 5.0) == []
+    assert asked(bench, 64.9) == []
+    assert asked(bench, 65.0) == ["c0", "c2"]
+    assert bench.policy.wake_at() == 125.0
+
+
 def test_answers_are_waited_for_for_a_minute_and_asked_for_every_so_many_rounds() -> None:
     bench = Bench(InRounds(), 1)
     assert asked(bench, 0.0, every=2) == ["c0"]
