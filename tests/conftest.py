@@ -19,3 +19,12 @@ def command() -> Iterator[Commands]:
     """Offer `raceme` without the seconds that it takes to start."""
     with commands() as opened:
         yield opened
+
+
+_LONGEST = ("test_flower.py", "test_extending.py", "test_device.py", "test_testbed.py")
+"""Files of few tests that take long: begun last, they would leave one process alone."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files that take longest."""
+    items.sort(key=lambda item: item.path.name not in _LONGEST)
