@@ -49,17 +49,24 @@ class SupportBench(Bench):
                     self.answer(task, {LOSSES: (np.array(rows) + SPREAD).astype(np.float32)})
                     continue
                 done.append((task.client, task.cluster, one.kind))
-                vector = np.full(2, values.get(task.client, 0.0), np.float32)
-                count = (examples or {}).get(task.client, 10)
-                released = self.method.dispatch.accept(Update(task, vector, count, 0.0), 0.0)
-                self.idle.add(task.client)
-                if released:
-                    self.method.aggregate(released)
-                    self.method.progress.updates += len(released)
-                self.method.close_task(task)
-                if released:
+                if self.finish([task], values, examples):
                     return done
         return done
+
+    def finish(
+        self, tasks: list[Task], values: dict[str, float], examples: dict[str, int] | None = None
+    ) -> bool:
+        """Let clients come back from their training; return whether that ends the round."""
+        for task in tasks:
+            vector = np.full(2, values.get(task.client, 0.0), np.float32)
+            count = (examples or {}).get(task.client, 10)
+            released = self.method.dispatch.accept(Update(task, vector, count, 0.0), 0.0)
+            self.idle.add(task.client)
+            if released:
+                self.method.aggregate(released)
+                self.method.progress.updates += len(released)
+            self.method.close_task(task)
+        return bool(released)
 
     def answer(self, task: Task, numbers: dict[str, Any]) -> None:
         """Let a client answer work that was not training."""

@@ -116,6 +116,10 @@ class Supported:
         """Return whether a cluster is supported by another."""
         return by in self.supporters.get(cluster, {})
 
+    def are_mutual(self, one: int, other: int) -> bool:
+        """Return whether two clusters support each other."""
+        return self.is_supported(one, other) and self.is_supported(other, one)
+
     def supported_by(self, cluster: int) -> list[int]:
         """Return the clusters that a cluster supports."""
         return [other for other, theirs in self.supporters.items() if cluster in theirs]

@@ -27,13 +27,19 @@ from raceme.clustering.clusters import Clusters, Weights
 from raceme.clustering.model import Model
 from raceme.config.options import option
 from raceme.protocol.messages import LEARN, LEND, LOSSES, MATCH, REMEMBERED, Vector
-from raceme.server.dispatch import Dispatch, Moment
+from raceme.server.dispatch import Dispatch, InRounds, Moment
 from raceme.server.fleet import Client
 from raceme.server.method import Applied, Method
 from raceme.server.replies import Answer, Update
 from raceme.server.work import Task, Work
 from raceme.strategies.concept_search import ConceptSearch, SearchParameters, SearchState
-from raceme.strategies.supported_models import START, check_samples, found_each, initial_training
+from raceme.strategies.supported_models import (
+    START,
+    check_samples,
+    found_each,
+    greet,
+    initial_training,
+)
 from raceme.strategies.supported_rounds import SupportRounds
 
 _SEARCHING = (MATCH, LEND)
@@ -61,6 +67,7 @@ class CFAACL(Method):
     validates = True
     parameters: CFAACLParameters
     state: CFAACLState
+    dispatch: InRounds
 
     def policy(self) -> Dispatch:
         """Work in rounds; who supports other clusters trains their models after its own."""
@@ -82,7 +89,7 @@ class CFAACL(Method):
         is_new = client.client_id not in self.clusters.members
         super().add_client(client)
         if is_new:
-            self.rounds.greet(client)
+            greet(self, self.state, client, self.parameters.alpha)
 
     def serving(self, client: str, step: int) -> Weights:
         """Return the cluster that a client's data of a step belonged to, or what it has become."""
@@ -98,18 +105,17 @@ class CFAACL(Method):
         """Find out where new data belong, have clusters compared, then let participants train."""
         asked = self.search.ask(moment)
         if asked is None:
-            self._notice_new_data()
             asked = self.rounds.compare(moment)
+        if asked is None and not self.dispatch.state.running:
+            self._notice_new_data(self.state.memory)
         return super().next_work(moment) if asked is None else asked
 
-    def _notice_new_data(self) -> None:
+    def _notice_new_data(self, clients: Iterable[str]) -> None:
         """Let clients whose data have moved on train a model of their own next."""
-        for client, known in self.state.memory.items():
-            if self._step(client) not in known:
+        for client in clients:
+            known = self.state.memory.get(client)
+            if known is not None and (self.step_of(client) or 0) not in known:
                 self.state.cold[client] = True
-
-    def _step(self, client: str) -> int:
-        return self.step_of(client) or 0
 
     def on_dispatch(self, task: Task) -> None:
         """Note who trains what, and who was asked."""
@@ -129,6 +135,7 @@ class CFAACL(Method):
 
     def work_for(self, client: str) -> Work:
         """Let a client with new data train θ on them and remember a sample; others as in FAACL."""
+        self._notice_new_data([client])
         if client not in self.state.cold:
             return self.rounds.train(client)
         epochs = self.parameters.learn_epochs if self._has_clusters else self.parameters.init_epochs
@@ -138,12 +145,12 @@ class CFAACL(Method):
 
     def aggregate(self, updates: Sequence[Update]) -> list[Applied]:
         """Make clusters of the first clients; let later ones search; average the others."""
-        state = self.state
-        cold = [update for update in updates if update.task.client in state.cold]
-        others = [update for update in updates if update.task.client not in state.cold]
+        # Data may have moved on since: what a client was asked to do counts, not what it is now.
+        new = [update for update in updates if update.task.kind == LEARN]
+        others = [update for update in updates if update.task.kind != LEARN]
         averaged = self.rounds.aggregate(others)
-        learned = self._learned(cold) if self._has_clusters else self._found(cold)
-        done = dict(zip(map(id, [*cold, *others]), [*learned, *averaged], strict=True))
+        learned = self._learned(new) if self._has_clusters else self._found(new)
+        done = dict(zip(map(id, [*new, *others]), [*learned, *averaged], strict=True))
         return [done[id(update)] for update in updates]
 
     @property

@@ -36,7 +36,6 @@ from raceme.protocol.messages import (
     MEMORY,
     MEMORY_STEPS,
     ON,
-    VALIDATION_SHARE,
     Vector,
     forward_cost,
     numbered,
@@ -46,7 +45,7 @@ from raceme.server.dispatch import InRounds, Moment
 from raceme.server.method import Method
 from raceme.server.replies import Answer, InvalidReplyError
 from raceme.server.work import Task, Value, Work
-from raceme.strategies.supported_models import losses_of
+from raceme.strategies.supported_models import losses_of, validation_share
 from raceme.strategies.supported_rounds import (
     ASKING_SECONDS,
     SupportRoundsParameters,
@@ -226,6 +225,7 @@ class ConceptSearch:
         state, request = self._state, self._state.requests[client]
         settings: dict[str, Value] = {MEMORY_STEPS: request.steps}
         if state.stage == LENDING:
+            settings[COMPUTE_SCALE] = 0.0
             return Work(client, LEND, models=(), settings=settings, phase=state.stage)
         if request.searches:
             settings[ON] = "validation"
@@ -242,9 +242,7 @@ class ConceptSearch:
     def _cost(self, client: str, request: Request) -> float:
         """Return what measuring takes, as a share of a round's computing."""
         examples = self._method.progress.fleet.clients[client].num_examples
-        share = self._method.train_config[VALIDATION_SHARE]
-        assert isinstance(share, float), "start() sees to it"
-        samples = share * examples if request.searches else 0.0
+        samples = validation_share(self._method) * examples if request.searches else 0.0
         samples += self._parameters.remembered * (len(request.steps) + len(request.borrowed))
         models = len(request.clusters) + len(request.clients)
         train_config = self._method.train_config
@@ -277,10 +275,7 @@ class ConceptSearch:
             state.lent[client] = dict(answer.numbers)
             return
         rows = len(request.clusters) + len(request.clients)
-        measured = {name: losses_of(answer, name) for name in answer.numbers}
-        if any(len(losses) != rows for losses in measured.values()):
-            raise InvalidReplyError(f"it brings losses of other than {rows} models")
-        state.answers[client] = measured
+        state.answers[client] = {name: losses_of(answer, rows, name) for name in answer.numbers}
 
     def _forget_what_is_lost(self, client: str, request: Request, there: Iterable[str]) -> None:
         """Note that a client remembers steps no more: it was set up anew, say."""

@@ -29,7 +29,13 @@ from raceme.server.fleet import Client
 from raceme.server.method import Applied, Method
 from raceme.server.replies import Answer, Update
 from raceme.server.work import Task, Work
-from raceme.strategies.supported_models import START, check_samples, found_each, initial_training
+from raceme.strategies.supported_models import (
+    START,
+    check_samples,
+    found_each,
+    greet,
+    initial_training,
+)
 from raceme.strategies.supported_rounds import (
     SupportRounds,
     SupportRoundsParameters,
@@ -75,7 +81,7 @@ class FAACL(Method):
         is_new = client.client_id not in self.clusters.members
         super().add_client(client)
         if is_new:
-            self.rounds.greet(client)
+            greet(self, self.state, client, self.parameters.alpha)
 
     def next_work(self, moment: Moment) -> Iterable[Work]:
         """Have clusters compared first, if that is due; then let participants train."""

@@ -17,33 +17,31 @@ networks that were trained apart may be worse than either.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
 from raceme.clustering.clusters import Clusters
 from raceme.clustering.decay import StalenessFunction, staleness_factor
 from raceme.clustering.model import Model
-from raceme.clustering.support import fewest_samples, no_worse
+from raceme.clustering.support import no_worse
 from raceme.config.options import option
-from raceme.protocol.messages import LOSSES, VALIDATION_SHARE, Vector
+from raceme.protocol.messages import LOSSES, Vector
 from raceme.server.fleet import Client
 from raceme.server.method import Applied, Method
-from raceme.server.replies import Answer, InvalidReplyError, Update
+from raceme.server.replies import Answer, Update
 from raceme.server.work import Task, Work
 from raceme.strategies.supported_models import (
-    CLUSTER,
     START,
     SupportParameters,
     SupportState,
     check_samples,
+    compared,
     comparison,
     found_each,
+    greet,
     initial_training,
-    losses_of,
     report_support,
     trains,
-    warn_of_few_samples,
 )
 
 
@@ -123,10 +121,7 @@ class FAACLAsync(Method):
         is_new = client.client_id not in self.clusters.members
         super().add_client(client)
         if is_new:
-            self.state.cold[client.client_id] = True
-            share = self.train_config[VALIDATION_SHARE]
-            assert isinstance(share, float), "start() sees to it"
-            warn_of_few_samples(client, share, self.parameters.alpha)
+            greet(self, self.state, client, self.parameters.alpha)
 
     # What a client is asked.
 
@@ -140,7 +135,7 @@ class FAACLAsync(Method):
             return comparison(self, client, [own, *others])
         models, begun = trains(self.state.supported, own), self.state.begun.get(client, {})
         model = next((model for model in models if model not in begun), own)
-        return Work(client, models=(model,), phase=CLUSTER)
+        return Work(client, models=(model,))
 
     def _to_compare(self, client: str, own: int) -> list[int]:
         """Return the clusters that a client is to be compared with now, none if it is to train."""
@@ -186,23 +181,20 @@ class FAACLAsync(Method):
             They are no losses, or too few for any test.
         """
         client, state = answer.task.client, self.state
-        measured, alpha = losses_of(answer), self.parameters.alpha
-        if measured.shape[1] < fewest_samples(alpha):
-            raise InvalidReplyError(
-                f"it has {measured.shape[1]} samples for validation, and a test at level {alpha:g} "
-                f"needs {fewest_samples(alpha)}"
-            )
-        own, *others = answer.task.candidates
+        measured = compared(answer, self.parameters.alpha)
+        own = next(iter(measured))
         if self.clusters.main(client) != own:
             # It was merged meanwhile: what was measured is not of its present model.
             return
         state.answers += 1
         passed = state.passed.setdefault(client, {})
         before = dict(passed)
-        for other, losses in zip(others, measured[1:], strict=False):
-            if other in self.models:
+        for other, losses in measured.items():
+            if other != own and other in self.models:
                 state.supported.tests += 1
-                passed[other] = no_worse(measured[0], losses, self.parameters.epsilon, alpha)
+                passed[other] = no_worse(
+                    measured[own], losses, self.parameters.epsilon, self.parameters.alpha
+                )
                 state.tested_at.setdefault(client, {})[other] = state.answers
         longer = min(2 * state.waits.get(client, 1), self.parameters.retest_after)
         state.waits[client] = longer if passed == before else 1
@@ -219,7 +211,7 @@ class FAACLAsync(Method):
     def _merge(self, cluster: int) -> None:
         """Merge a cluster with one that supports it and that it supports, drawn at random."""
         supported = self.state.supported
-        mutual = [k for k in supported.supported_by(cluster) if supported.is_supported(cluster, k)]
+        mutual = [k for k in supported.supported_by(cluster) if supported.are_mutual(cluster, k)]
         if not mutual:
             return
         pair = (cluster, mutual[int(self.rng.integers(len(mutual)))])
@@ -240,12 +232,12 @@ class FAACLAsync(Method):
             if all(found) and self.clusters.main(client) != target:
                 passed[target], tested[target] = True, min(times)
 
-    def aggregate(self, updates: Sequence[Update]) -> list[Applied]:
+    def on_update(self, update: Update) -> Applied:
         """Make a cluster of a new client; mix what others have trained into its model."""
-        (update,) = updates
         if update.task.client in self.state.cold:
-            return found_each(self, self.state, updates)
-        return [self._mix(update)]
+            (founded,) = found_each(self, self.state, [update])
+            return founded
+        return self._mix(update)
 
     def _mix(self, update: Update) -> Applied:
         task, own = update.task, self.clusters.main(update.task.client)

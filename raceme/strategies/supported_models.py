@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raceme.clustering.model import Model
-from raceme.clustering.support import Supported, disjoint_pairs, fewest_samples
+from raceme.clustering.support import Supported, fewest_samples
 from raceme.config.errors import UserError
 from raceme.config.options import option
 from raceme.protocol.events import SupportChanged
@@ -37,10 +37,8 @@ from raceme.server.work import Value, Work
 
 log = logging.getLogger("raceme")
 
-_LARGEST = float(np.finfo(np.float32).max)
-
-INIT, SUPPORT, CLUSTER = "init", "support", "train"
-"""Phases, by which bytes are counted."""
+INIT, SUPPORT = "init", "support"
+"""Phases, by which bytes are counted, beside training."""
 START = 0
 """The cluster of θ, in which clients are until they have a model of their own."""
 
@@ -68,17 +66,37 @@ class SupportState:
         Clients that have no model of their own yet, or data that belong nowhere yet.
     supported : Supported
         Who supports whom, and who is compared with whom.
-    losses : dict[str, dict[int, Vector]]
-        What clients have measured since models last changed: by client and cluster.
     """
 
     initial: Vector
     cold: dict[str, bool] = field(default_factory=dict)
     supported: Supported = field(default_factory=Supported)
-    losses: dict[str, dict[int, NDArray[np.float64]]] = field(default_factory=dict)
 
 
 # What a client is asked.
+
+
+def greet(method: Method, state: SupportState, client: Client, alpha: float) -> None:
+    """Note that a new client has to train θ; say so if it has too few samples for any test."""
+    state.cold[client.client_id] = True
+    needed = fewest_samples(alpha)
+    kept = kept_for_validation(client.num_examples, validation_share(method))
+    if client.num_examples and kept < needed:
+        log.warning(
+            "%s keeps %d samples for validation, and a test at level %g needs %d: no other model "
+            "can support its cluster. Raise validation-share or alpha.",
+            client.client_id,
+            kept,
+            alpha,
+            needed,
+        )
+
+
+def validation_share(method: Method) -> float:
+    """Return the share of its samples that a client keeps to compare models on."""
+    share = method.train_config[VALIDATION_SHARE]
+    assert isinstance(share, float), "start() sees to it"
+    return share
 
 
 def initial_training(method: Method, client: str, initial: Vector, epochs: int) -> Work:
@@ -91,9 +109,7 @@ def initial_training(method: Method, client: str, initial: Vector, epochs: int) 
 def comparison(method: Method, client: str, clusters: Sequence[int]) -> Work:
     """Return the work of a client that measures models on its validation samples."""
     examples = method.progress.fleet.clients[client].num_examples
-    share = method.train_config[VALIDATION_SHARE]
-    assert isinstance(share, float), "start() sees to it"
-    cost = share * forward_cost(method.train_config, examples, len(clusters))
+    cost = validation_share(method) * forward_cost(method.train_config, examples, len(clusters))
     settings: dict[str, Value] = {ON: "validation", COMPUTE_SCALE: cost}
     return Work(client, LOSSES, models=tuple(clusters), settings=settings, phase=SUPPORT)
 
@@ -113,38 +129,41 @@ def check_samples(samples: int, alpha: float) -> None:
         )
 
 
-def warn_of_few_samples(client: Client, share: float, alpha: float) -> None:
-    """Say that a client has too few validation samples for any test to be passed."""
-    needed, kept = fewest_samples(alpha), kept_for_validation(client.num_examples, share)
-    if client.num_examples and kept < needed:
-        log.warning(
-            "%s keeps %d samples for validation, and a test at level %g needs %d: no other model "
-            "can support its cluster. Raise validation-share or alpha.",
-            client.client_id,
-            kept,
-            alpha,
-            needed,
-        )
-
-
 # What becomes of the answers.
 
 
-def losses_of(answer: Answer, key: str = LOSSES) -> NDArray[np.float64]:
-    """Return what a client has measured, shape (models, samples); what is not finite is large.
+def losses_of(answer: Answer, models: int, key: str = LOSSES) -> NDArray[np.float64]:
+    """Return what a client has measured, shape (models, samples).
 
     Raises
     ------
     InvalidReplyError
-        These are no losses of the models that it was sent.
+        These are no losses of so many models.
     """
-    losses, asked = answer.numbers.get(key), answer.task.candidates
+    losses = answer.numbers.get(key)
     if losses is None or losses.ndim != 2 or losses.dtype.kind != "f" or not losses.size:
         raise InvalidReplyError("it brings no losses")
-    if len(losses) < len(asked):
-        raise InvalidReplyError(f"it brings losses of {len(losses)} of {len(asked)} models")
-    bounded = np.nan_to_num(losses, nan=_LARGEST, posinf=_LARGEST, neginf=_LARGEST)
-    return np.asarray(bounded, np.float64)
+    if len(losses) != models:
+        raise InvalidReplyError(f"it brings losses of {len(losses)} of {models} models")
+    return np.asarray(losses, np.float64)
+
+
+def compared(answer: Answer, alpha: float) -> dict[int, NDArray[np.float64]]:
+    """Return a client's losses by cluster, each of shape (samples,), its own cluster's first.
+
+    Raises
+    ------
+    InvalidReplyError
+        These are no losses of the models that it was sent, or too few for any test.
+    """
+    asked = answer.task.candidates
+    measured, needed = losses_of(answer, len(asked)), fewest_samples(alpha)
+    if measured.shape[1] < needed:
+        raise InvalidReplyError(
+            f"it has {measured.shape[1]} samples for validation, and a test at level {alpha:g} "
+            f"needs {needed}"
+        )
+    return dict(zip(asked, measured, strict=True))
 
 
 def found_each(method: Method, state: SupportState, updates: Sequence[Update]) -> list[Applied]:
@@ -158,61 +177,6 @@ def found_each(method: Method, state: SupportState, updates: Sequence[Update]) -
     if START in method.models and not method.clusters.clients(START, online_only=False):
         method.clusters.retire(START)
     return applied
-
-
-def update_support(
-    method: Method,
-    state: SupportState,
-    clusters: Mapping[int, Sequence[int]],
-    parameters: SupportParameters,
-) -> None:
-    """Find out anew who supports some clusters, Algorithm 2; report it if that has changed.
-
-    Parameters
-    ----------
-    method : Method
-        The method.
-    state : SupportState
-        Its state; what clients have measured is there.
-    clusters : Mapping[int, Sequence[int]]
-        Those whose support is looked at, to those that may support them. A cluster of which no
-        client has measured anything keeps its supporters.
-    parameters : SupportParameters
-        ε and α.
-    """
-    before = state.supported.listed()
-    for cluster, others in clusters.items():
-        measured = [
-            state.losses[client]
-            for client in method.clusters.clients(cluster, online_only=False)
-            if client in state.losses
-        ]
-        if measured:
-            found = state.supported.find(
-                cluster, others, measured, parameters.epsilon, parameters.alpha
-            )
-            state.supported.support(cluster, found)
-    report_support(method, state.supported, before)
-
-
-def merge_mutual(method: Method, supported: Supported, clusters: Sequence[int]) -> bool:
-    """Merge pairs of clusters that support each other, Algorithm 3; return whether there are any.
-
-    The model is that of one of the two, drawn at random: their mean may be worse than either, as
-    networks that were trained apart hold what they know in different places.
-    """
-    before = supported.listed()
-
-    def are_mutual(one: int, two: int) -> bool:
-        return supported.is_supported(one, two) and supported.is_supported(two, one)
-
-    pairs = disjoint_pairs(clusters, are_mutual, method.rng)
-    for pair in pairs:
-        kept = method.models[int(method.rng.choice(pair))]
-        target = method.clusters.merge(pair, kept.copy())
-        supported.unite(pair, target)
-    report_support(method, supported, before)
-    return bool(pairs)
 
 
 def report_support(

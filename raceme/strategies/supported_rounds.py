@@ -12,26 +12,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
-from raceme.clustering.support import Partition, fewest_samples
+from raceme.clustering.support import Partition, disjoint_pairs
 from raceme.config.options import option
-from raceme.protocol.messages import VALIDATION_SHARE
 from raceme.server.dispatch import InRounds, Moment, RoundsParameters
 from raceme.server.fleet import Client
 from raceme.server.method import Applied, Method, average_by_cluster
 from raceme.server.replies import Answer, InvalidReplyError, Update
 from raceme.server.work import Task, Work
 from raceme.strategies.supported_models import (
-    CLUSTER,
     SupportParameters,
     SupportState,
+    compared,
     comparison,
-    losses_of,
-    merge_mutual,
     report_support,
     trains,
-    update_support,
-    warn_of_few_samples,
 )
 
 log = logging.getLogger("raceme")
@@ -59,11 +55,14 @@ class SupportRoundsState(SupportState):
         Whether clusters have been found once: from then on all clients train in every round.
     begun : dict[str, dict[int, bool]]
         Models that a client was given to train in this round.
+    losses : dict[str, dict[int, NDArray]]
+        What clients have measured since models last changed: by client and cluster.
     """
 
     is_due: bool = False
     has_settled: bool = False
     begun: dict[str, dict[int, bool]] = field(default_factory=dict)
+    losses: dict[str, dict[int, NDArray[np.float64]]] = field(default_factory=dict)
 
 
 class SupportRounds:
@@ -114,21 +113,12 @@ class SupportRounds:
     def _works(self, client: str) -> bool:
         return self._state.supported.works(self._method.clusters.main(client))
 
-    def greet(self, client: Client) -> None:
-        """Say whether a new client has samples enough to compare models on; it is cold."""
-        self._state.cold[client.client_id] = True
-        share = self._method.train_config[VALIDATION_SHARE]
-        assert isinstance(share, float), "start() sees to it"
-        warn_of_few_samples(client, share, self._parameters.alpha)
-
     # Cluster Train, Algorithm 4.
 
     def train(self, client: str) -> Work:
         """Return the work of a client: the next of the models that it trains in this round."""
         model = self._next_model(client)
-        if model is None:
-            return Work(client, phase=CLUSTER)
-        return Work(client, models=(model,), phase=CLUSTER)
+        return Work(client, models=None if model is None else (model,))
 
     def sent(self, task: Task) -> None:
         """Note which model a client was given to train."""
@@ -182,34 +172,53 @@ class SupportRounds:
         client = answer.task.client
         if client not in self._dispatch.state.asking.awaited:
             raise InvalidReplyError("it came after the round had begun")
-        measured, alpha = losses_of(answer), self._parameters.alpha
-        if measured.shape[1] < fewest_samples(alpha):
-            raise InvalidReplyError(
-                f"it has {measured.shape[1]} samples for validation, and a test at level {alpha:g} "
-                f"needs {fewest_samples(alpha)}"
-            )
-        self._state.losses[client] = dict(zip(answer.task.candidates, measured, strict=True))
+        self._state.losses[client] = compared(answer, self._parameters.alpha)
 
     def _judge(self) -> None:
         """Find support, merge; a partition in which nothing has changed is settled."""
         state, supported = self._state, self._state.supported
         state.is_due = False
-        compared = {
-            cluster: [other for other in partition.clusters if other != cluster]
-            for partition in supported.partitions
-            if not partition.settled
-            for cluster in partition.clusters
-        }
-        update_support(self._method, state, compared, self._parameters)
+        open_partitions = [part for part in supported.partitions if not part.settled]
+        before = supported.listed()
+        for partition in open_partitions:
+            for cluster in partition.clusters:
+                self._update_support(cluster, supported.compared_with(cluster))
+        report_support(self._method, supported, before)
         state.losses = {}
-        for partition in supported.partitions:
-            if not partition.settled:
-                partition.settled = not merge_mutual(self._method, supported, partition.clusters)
+        for partition in open_partitions:
+            partition.settled = not self._merge_mutual(partition.clusters)
         if len(supported.partitions) > 1 and all(part.settled for part in supported.partitions):
             supported.join(self._method.rng)
         if supported.is_settled:
             state.has_settled = True
             log.info("%d clusters after %d tests.", len(self._method.models), supported.tests)
+
+    def _update_support(self, cluster: int, others: Sequence[int]) -> None:
+        """Find out anew who supports a cluster, Algorithm 2.
+
+        One of which no client has measured anything keeps its supporters.
+        """
+        state, options = self._state, self._parameters
+        clients = self._method.clusters.clients(cluster, online_only=False)
+        measured = [state.losses[client] for client in clients if client in state.losses]
+        if measured:
+            found = state.supported.find(cluster, others, measured, options.epsilon, options.alpha)
+            state.supported.support(cluster, found)
+
+    def _merge_mutual(self, clusters: Sequence[int]) -> bool:
+        """Merge pairs that support each other, Algorithm 3; return whether there are any.
+
+        The model is that of one of the two, drawn at random: their mean may be worse than either,
+        as networks that were trained apart hold what they know in different places.
+        """
+        method, supported = self._method, self._state.supported
+        before = supported.listed()
+        pairs = disjoint_pairs(clusters, supported.are_mutual, method.rng)
+        for pair in pairs:
+            kept = method.models[int(method.rng.choice(pair))]
+            supported.unite(pair, method.clusters.merge(pair, kept.copy()))
+        report_support(method, supported, before)
+        return bool(pairs)
 
     def add(self, clusters: Sequence[int]) -> None:
         """Take new clusters in: each is a partition of its own, or all are in the only one."""
@@ -227,6 +236,7 @@ class SupportRounds:
         No others support, or are supported, until they are compared again.
         """
         state, before = self._state, self._state.supported.listed()
+        state.is_due = False
         state.supported.partitions = [Partition(list(clusters))]
         for cluster, theirs in before.items():
             kept = [other for other in theirs if other in clusters and cluster in clusters]

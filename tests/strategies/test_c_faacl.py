@@ -192,3 +192,31 @@ def test_two_concepts_of_digits_are_recognised(tmp_path: Path, borrow: str) -> N
     }
     summary = simulate(RunConfig.from_mapping(keys)).summary
     assert (summary["clusters"], summary["purity"], summary["rejected_updates"]) == (2, 1.0, 0)
+
+
+def test_what_was_trained_before_data_moved_on_is_not_what_was_learned_of_them() -> None:
+    made = bench()
+    training = [made.dispatch(work) for work in made.hand_out()]
+    assert [task.kind for task in training] == ["train", "train"]
+    # Data move on while the round runs; whoever is given more to do in it learns them.
+    made.step = 1
+    assert made.hand_out() == []
+    assert made.method.work_for("c0").kind == "learn"
+    made.finish(training, {"c0": 5.0, "c1": 6.0})
+    assert made.method.state.local == {}
+    assert [float(made.method.models[k].vector[0]) for k in (1, 2)] == [5.0, 6.0]
+    assert [work.kind for work in made.hand_out()] == ["learn", "learn"]
+
+
+def test_after_a_search_clusters_are_trained_before_they_are_compared() -> None:
+    made = bench()
+    made.method.step_of = lambda client: made.step if client == "c0" else 0
+    for step in (1, 2):
+        # c0 meets a new concept each time; at the second one clusters are not settled yet.
+        made.step = step
+        done = made.train({"c0": 7.0, "c1": 8.0})
+        assert sorted(kind for *_, kind in done) == ["learn", "train"]
+        made.search(lambda model, client, where: HOME if model == client else FAR)
+    assert not made.method.state.supported.partitions[0].settled
+    assert {kind for *_, kind in made.train({"c0": 7.0, "c1": 8.0})} == {"train"}
+    assert [work.kind for work in made.hand_out()] == ["losses", "losses"]

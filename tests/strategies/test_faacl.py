@@ -140,6 +140,7 @@ def test_a_newcomer_is_a_partition_of_its_own_that_is_joined_with_the_others() -
     [
         (np.ones((2, 4), np.float32), "4 samples for validation, and a test at level 0.05 needs 5"),
         (np.ones((1, SAMPLES), np.float32), "losses of 1 of 2 models"),
+        (np.ones((3, SAMPLES), np.float32), "losses of 3 of 2 models"),
         (np.ones(SAMPLES, np.float32), "no losses"),
         (np.ones((2, SAMPLES), np.int64), "no losses"),
         (None, "no losses"),

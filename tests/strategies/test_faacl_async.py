@@ -35,7 +35,7 @@ def train(made: SupportBench, client: str, value: float, task: Task | None = Non
     task = task or begin(made, client)
     assert task.kind == "train"
     update = Update(task, np.full(2, value, np.float32), 10, 0.0)
-    (applied,) = made.method.aggregate([update])
+    applied = made.method.on_update(update)
     made.end(task)
     made.method.progress.updates += 1
     return applied
