@@ -29,8 +29,8 @@ from rich.table import Table
 from raceme.config import RunConfig
 from raceme.experiment import build_grid, build_strategy, resolve, simulate, training_settings
 from raceme.models import initial_arrays
-from raceme.protocol.events import ClustersChanged, Event
-from raceme.server.interface import StopCheck
+from raceme.protocol.events import Event
+from raceme.records.record import RunRecord
 
 EPSILON = {"s0": 0.7, "s1": 0.7, "s2": 0.7, "a1": 0.5, "a2": 0.4}
 """ε of the thesis, for MNIST."""
@@ -38,6 +38,12 @@ LENGTH: dict[str, dict[str, Any]] = {
     "faacl": {"max-rounds": 25},
     "faacl-async": {"max-updates": 600},
 }
+
+TESTED: dict[str, Any] = {
+    **{"dataset": "mnist", "model": "mclr", "partition": "label-groups", "groups": 2},
+    **{"lr": 0.05, "batch-size": 32, "workers": "0", "max-rounds": 100, "eval-every": 10**6},
+}
+"""The runs in which tests are counted."""
 
 
 def found(method: str, scenario: str, seed: int, keys: dict[str, Any]) -> dict[str, Any]:
@@ -54,8 +60,8 @@ def found(method: str, scenario: str, seed: int, keys: dict[str, Any]) -> dict[s
         summary = simulate(
             RunConfig.from_mapping({**settings, "out": folder}), events.append
         ).summary
-    changes = [event for event in events if isinstance(event, ClustersChanged)]
-    sizes = Counter(k for weights in _homes(changes).values() for k in weights)
+    record = RunRecord.of(events)
+    sizes = Counter(record.assignment().values())
     return {
         "scenario": scenario,
         "method": method,
@@ -64,44 +70,24 @@ def found(method: str, scenario: str, seed: int, keys: dict[str, Any]) -> dict[s
         "sizes": sorted(sizes.values(), reverse=True),
         "purity": summary["purity"],
         "accuracy": summary["accuracy"],
-        "found_at": max(event.time for event in changes),
+        "found_at": max(change.time for change in record.changes),
         "supporters": summary.get("supporters"),
     }
 
 
-def _homes(changes: list[ClustersChanged]) -> dict[str, Any]:
-    """Return the clusters of each client at the end."""
-    homes: dict[str, Any] = {}
-    for change in changes:
-        homes |= change.memberships
-    return homes
-
-
-def tests(clients: int, hierarchical: bool) -> dict[str, Any]:
+def tests(clients: int, hierarchical: bool, keys: dict[str, Any]) -> dict[str, Any]:
     """Find the clusters of so many clients; return what it took."""
-    config = resolve(
-        RunConfig.from_mapping(
-            {
-                **{"strategy": "faacl", "clients": clients},
-                "faacl.hierarchical": hierarchical,
-            }
-            | DEALT
-        )
-    )
+    own = {"strategy": "faacl", "clients": clients, "faacl.hierarchical": hierarchical}
+    config = resolve(RunConfig.from_mapping({**TESTED, **own, **keys}))
     strategy: Any = build_strategy(config)
     grid = build_grid(config, strategy)
-
-    def settled() -> str:
-        return "found" if strategy.state.supported.is_settled else ""
-
     started = time.perf_counter()
-    stop: StopCheck = settled
     strategy.start(
         grid,
         initial_arrays(config),
         0,
         train_config=training_settings(config),
-        stop_check=stop,
+        stop_check=lambda: "found" if strategy.state.supported.is_settled else "",
     )
     seconds = time.perf_counter() - started
     grid.close()
@@ -114,12 +100,6 @@ def tests(clients: int, hierarchical: bool) -> dict[str, Any]:
         "virtual_time": strategy.now(),
         "seconds": seconds,
     }
-
-
-DEALT: dict[str, Any] = {
-    **{"dataset": "mnist", "model": "mclr", "partition": "label-groups", "groups": 2},
-    **{"lr": 0.05, "batch-size": 32, "workers": "0", "max-rounds": 100, "eval-every": 10**6},
-}
 
 
 def main() -> None:
@@ -159,12 +139,11 @@ def _clusters(arguments: argparse.Namespace, keys: dict[str, Any]) -> list[dict[
 
 
 def _tests(arguments: argparse.Namespace, keys: dict[str, Any]) -> list[dict[str, Any]]:
-    DEALT.update(keys)
     table = Table("clients", "FAACL", "tests", "rounds", "clusters", "virtual s", "seconds")
     rows: list[dict[str, Any]] = []
     for clients in map(int, arguments.clients.split(",")):
         for hierarchical in (True, False):
-            row = tests(clients, hierarchical)
+            row = tests(clients, hierarchical, keys)
             rows.append(row)
             table.add_row(
                 str(clients),
