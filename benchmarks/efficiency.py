@@ -92,10 +92,10 @@ def run(config: RunConfig) -> tuple[float, Counter[str]]:
 
     arrays = models.initial_arrays(config)
     with threadpool_limits(1):
-        strategy.start(
+        strategy.run(
             grid,
             arrays,
-            num_rounds=config.max_updates,
+            max_updates=config.max_updates,
             train_config=experiment.training_settings(config),
             plan=experiment.plan(config),
             observe=observe,

@@ -82,7 +82,7 @@ def tests(clients: int, hierarchical: bool, keys: dict[str, Any]) -> dict[str, A
     strategy: Any = build_strategy(config)
     grid = build_grid(config, strategy)
     started = time.perf_counter()
-    strategy.start(
+    strategy.run(
         grid,
         initial_arrays(config),
         0,

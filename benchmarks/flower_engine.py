@@ -88,7 +88,7 @@ def on_ray(
         plan = Plan(eval_every=NEVER)
         # As every run of Raceme does: linear algebra leaves the cores to the clients.
         with threadpool_limits(1):
-            strategy.start(
+            strategy.run(
                 grid,
                 arrays,
                 updates + nodes,
@@ -119,7 +119,7 @@ def on_virtual_grid(
     settings = experiment.training_settings(config) if config else None
     plan = Plan(eval_every=NEVER)
     with threadpool_limits(1):
-        strategy.start(
+        strategy.run(
             grid, arrays, updates + nodes, train_config=settings, plan=plan, observe=clock.observe
         )
     grid.close()

@@ -24,10 +24,10 @@ def seconds(config: RunConfig) -> float:
     """Return the wall time of a run without evaluations."""
     grid, strategy = experiment.build_grid(config), experiment.build_strategy(config)
     started = time.perf_counter()
-    strategy.start(
+    strategy.run(
         grid,
         models.initial_arrays(config),
-        num_rounds=config.max_updates,
+        max_updates=config.max_updates,
         train_config=experiment.training_settings(config),
         plan=experiment.plan(config),
     )

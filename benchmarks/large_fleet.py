@@ -38,7 +38,7 @@ def run(method: str, clients: int, updates: int, size: int) -> dict[str, float]:
     strategy = METHODS[method]()
     before = _peak()
     started = time.perf_counter()
-    strategy.start(grid, arrays, num_rounds=updates, plan=Plan(eval_every=10**9))
+    strategy.run(grid, arrays, max_updates=updates, plan=Plan(eval_every=10**9))
     return {
         "seconds": time.perf_counter() - started,
         "updates": strategy.progress.updates,

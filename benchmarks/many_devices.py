@@ -1,17 +1,23 @@
-"""Many devices on one SuperLink: is anything lost, how many updates a second, how much memory.
+"""Many devices on one server: is anything lost, how many updates a second, how much memory.
 
-    python benchmarks/many_devices.py [--devices 200] [--seconds 600] [--json FILE]
+    python benchmarks/many_devices.py [--server serve|superlink] [--devices 200] [--seconds 600]
+        [--weights 0] [--json FILE]
 
-Light devices, threads with the connection of `raceme device`, answer a stock SuperLink's messages
-with the number that each carries. A server app gives every device its next message as soon as it
-has answered, checks each answer, and at the end waits for those that are open. All on loopback.
+Light devices, threads with the connection of `raceme device`, answer messages with what each
+carries: a number, and a model of so many weights in eight arrays. The server gives every device its
+next message as soon as it has answered, checks each answer, and at the end waits for those that are
+open. It is the Fleet API and the grid of `raceme serve`, in one process without a strategy, or a
+server app on a stock SuperLink. All on loopback.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
+import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,82 +25,133 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from bundles import write_app  # noqa: E402
-from flwr.app import ConfigRecord, Message, RecordDict  # noqa: E402
-from processes import Loopback, Process, loopback  # noqa: E402
+from flwr.app import Message  # noqa: E402
+from processes import Loopback, Process, free_port, loopback  # noqa: E402
 
 from raceme.compat import identify_process  # noqa: E402
 from raceme.compat.fleet import Endpoint, generate_keys  # noqa: E402
+from raceme.compat.fleet_api import FleetApi  # noqa: E402
+from raceme.compat.link_state import App, LinkState  # noqa: E402
+from raceme.compat.patience import LONGEST_WAIT  # noqa: E402
 from raceme.deployment.connection import RejoinError, RunOverError, StoppedError, join  # noqa: E402
 from raceme.deployment.polling import Pause  # noqa: E402
+from raceme.deployment.served_grid import ServedGrid  # noqa: E402
 from raceme.deployment.stopping import StopSignal  # noqa: E402
+from raceme.deployment.testbed import descendants  # noqa: E402
 from raceme.training.hardware import resident_memory  # noqa: E402
 
 MIB = 1024 * 1024
 THREADS = 50
 """Devices per process."""
 
-SERVER = """
+DRIVE = """
 import time
 
-from flwr.app import ConfigRecord, Message, RecordDict
-from flwr.serverapp import ServerApp
-
-from raceme.compat.grid import hasten_replies
-
-app = ServerApp()
+import numpy as np
+from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 
 
-@app.main()
-def main(grid, context):
-    hasten_replies()
+def drive(grid, devices, seconds, weights):
     nodes = []
-    while len(nodes) < context.run_config["devices"]:
-        time.sleep(0.2)
+    while len(nodes) < devices:
+        if hasattr(grid, "wait"):
+            grid.wait([], grid.now() + 0.2)
+        else:
+            time.sleep(0.2)
         nodes = list(grid.get_node_ids())
     print(f"ONLINE {len(nodes)}", flush=True)
     open_tasks, sent, answered, wrong, repeated, seen = {}, 0, 0, 0, 0, set()
+    # Every message has a model of its own, as in asynchronous learning.
+    model = np.arange(weights, dtype=np.float32)
 
     def give_work(nodes):
         nonlocal sent
         messages = []
         for node in nodes:
-            content = RecordDict({"config": ConfigRecord({"number": sent + len(messages)})})
-            messages.append(Message(content, node, "train"))
+            records = {"config": ConfigRecord({"number": sent + len(messages)})}
+            if weights:
+                parts = np.array_split(model + (sent + len(messages)), 8)
+                records["arrays"] = ArrayRecord(parts)
+            messages.append(Message(RecordDict(records), node, "train"))
         for key, message in zip(grid.push_messages(messages), messages, strict=True):
             open_tasks[key] = (message.metadata.dst_node_id, sent)
             sent += 1
 
-    start = time.monotonic()
+    def is_right(reply, number):
+        if reply.has_error() or reply.content["config"]["number"] != number:
+            return False
+        if not weights:
+            return True
+        arrays = reply.content["arrays"].to_numpy_ndarrays()
+        return np.array_equal(np.concatenate(arrays), model + number)
+
+    start, cpu = time.monotonic(), time.process_time()
     give_work(nodes)
     while open_tasks:
         elapsed = time.monotonic() - start
-        if elapsed > context.run_config["seconds"] + 60:
+        if elapsed > seconds + 60:
             break
-        replies = list(grid.pull_messages(list(open_tasks)))
+        if hasattr(grid, "wait"):
+            replies = grid.wait(open_tasks, grid.now() + 1.0)
+            grid.get_node_ids()
+        else:
+            replies = list(grid.pull_messages(list(open_tasks)))
         free = []
         for reply in replies:
             node, number = open_tasks.pop(reply.metadata.reply_to_message_id)
             repeated += number in seen
             seen.add(number)
             answered += 1
-            wrong += reply.has_error() or reply.content["config"]["number"] != number
+            wrong += not is_right(reply, number)
             free.append(node)
-        if elapsed < context.run_config["seconds"]:
+        if elapsed < seconds:
             give_work(free)
             end = time.monotonic() - start
-        if not replies:
+        if not replies and not hasattr(grid, "wait"):
             time.sleep(0.02)
+    used = time.process_time() - cpu
     print(
         f"RESULT sent={sent} answered={answered} wrong={wrong} repeated={repeated} "
-        f"lost={len(open_tasks)} seconds={end:.1f}",
+        f"lost={len(open_tasks)} seconds={end:.1f} app_cpu_seconds={used:.1f}",
         flush=True,
     )
 """
+
+SERVER = (
+    DRIVE
+    + """
+from flwr.serverapp import ServerApp
+
+from raceme.compat.grid import prompt
+
+app = ServerApp()
+
+
+@app.main()
+def main(grid, context):
+    config = context.run_config
+    drive(prompt(grid), config["devices"], config["seconds"], config["weights"])
+"""
+)
+
+
+def be_server(address: str, devices: int, seconds: float, weights: int) -> None:
+    """Be what `raceme serve` is, without a strategy."""
+    logging.getLogger("flwr").setLevel(logging.CRITICAL)
+    state = LinkState(App("tests/none", "1.0.0", b"no bundle"))
+    with tempfile.TemporaryDirectory() as folder, FleetApi(state, address) as api:
+        grid = ServedGrid(state, Path(folder), api.start)
+        namespace: dict[str, Any] = {}
+        exec(DRIVE, namespace)
+        namespace["drive"](grid, devices, seconds, weights)
 
 
 # Light devices.
@@ -103,24 +160,27 @@ _making = threading.Lock()
 """Flower keeps in one place of a process on whose behalf it makes messages."""
 
 
-def be_device(endpoint: Endpoint, stop: StopSignal) -> None:
-    """Answer messages until told to stop."""
+def be_device(endpoint: Endpoint, stop: StopSignal, gaps: list[float]) -> None:
+    """Answer messages until told to stop; note the seconds from a reply to the next message."""
     while not stop.is_set():
         try:
             with join(endpoint, generate_keys(), stop, register=True) as link:
-                pause = Pause(0.02, 2.0)
+                pause, sent_at = Pause(0.02, 2.0), math.nan
                 while not stop.is_set():
                     try:
-                        received = link.receive()
+                        received = link.receive(LONGEST_WAIT)
                         if received is not None:
                             message = received[1]()
-                            number = message.content["config"]["number"]
-                            content = RecordDict({"config": ConfigRecord({"number": number})})
+                            if not math.isnan(sent_at):
+                                gaps.append(time.monotonic() - sent_at)
                             with _making:
                                 identify_process(message.metadata.run_id, link.node_id)
-                                reply = Message(content, reply_to=message)
+                                reply = Message(message.content, reply_to=message)
                             link.send(reply, 0.0)
+                            sent_at = time.monotonic()
                             pause.reset()
+                            continue
+                        if link.waited:
                             continue
                     except RunOverError:
                         pass
@@ -136,11 +196,16 @@ def be_devices(address: str, count: int) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     endpoint = Endpoint(address, True, None)
-    threads = [threading.Thread(target=be_device, args=(endpoint, stop)) for _ in range(count)]
+    gaps: list[float] = []
+    threads = [
+        threading.Thread(target=be_device, args=(endpoint, stop, gaps)) for _ in range(count)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+    print(f"GAPS {json.dumps([round(gap, 4) for gap in gaps])}", flush=True)
+    print(f"CPU {time.process_time():.2f}", flush=True)
 
 
 # The measurement.
@@ -152,51 +217,91 @@ def start_devices(bed: Loopback, count: int) -> list[Process]:
     return [bed.start("devices", [*command, str(size)]) for size in sizes]
 
 
-def measure(devices: int, seconds: float) -> dict[str, float]:
+def start_server(bed: Loopback, kind: str, count: int, seconds: float, weights: int) -> Process:
+    """Start the server; return the process whose memory is looked at."""
+    if kind == "superlink":
+        return bed.superlink()
+    bed.fleet_port = free_port()
+    command = [sys.executable, __file__, "--listen", bed.fleet_address, "--devices", str(count)]
+    return bed.start("serve", [*command, "--seconds", str(seconds), "--weights", str(weights)])
+
+
+def cpu_seconds(process_id: int) -> float:
+    """Return what a process and those that it has started have used so far."""
+    total = 0.0
+    for one in (process_id, *descendants(process_id)):
+        fields = Path(f"/proc/{one}/stat").read_text().rpartition(")")[2].split()
+        total += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return total
+
+
+def measure(kind: str, devices: int, seconds: float, weights: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder, loopback(Path(folder)) as bed:
-        config = "devices = 2\nseconds = 10.0"
-        app = write_app(Path(folder) / "app", server=SERVER, config=config)
-        superlink = bed.superlink()
+        server = start_server(bed, kind, devices, seconds, weights)
         started = start_devices(bed, devices)
-        settings = f"devices={devices} seconds={seconds}"
-        run = bed.flwr("run", str(app), "here", "--stream", "--run-config", settings)
-        run.wait_for(rf"ONLINE {devices}", 60 + devices)
-        first = resident_memory(superlink.handle.pid) / MIB
+        run = server
+        if kind == "superlink":
+            config = "devices = 2\nseconds = 10.0\nweights = 0"
+            app = write_app(Path(folder) / "app", server=SERVER, config=config)
+            settings = f"devices={devices} seconds={seconds} weights={weights}"
+            run = bed.flwr("run", str(app), "here", "--stream", "--run-config", settings)
+        run.wait_for(rf"ONLINE {devices}", 120 + 2 * devices)
+        first = resident_memory(server.handle.pid) / MIB
+        before = cpu_seconds(server.handle.pid)
         peak, deadline = first, time.monotonic() + seconds + 90
         while "RESULT" not in run.text() and time.monotonic() < deadline:
-            peak = max(peak, resident_memory(superlink.handle.pid) / MIB)
-            time.sleep(1.0)
+            peak = max(peak, resident_memory(server.handle.pid) / MIB)
+            used = cpu_seconds(server.handle.pid) - before
+            time.sleep(0.5)
         line = run.wait_for(r"RESULT (.*)", 5).group(1)
-        last = resident_memory(superlink.handle.pid) / MIB
         numbers = {name: float(value) for name, value in (p.split("=") for p in line.split())}
         numbers["rejoined"] = sum(process.text().count("joining again") for process in started)
         numbers["updates_per_second"] = round(numbers["answered"] / numbers["seconds"], 1)
-        numbers |= {"mib_first": round(first), "mib_peak": round(peak), "mib_last": round(last)}
+        numbers["server_cpu_ms_per_update"] = round(1000 * used / numbers["answered"], 2)
+        numbers |= {"mib_first": round(first), "mib_peak": round(peak)}
         for process in started:
             process.handle.terminate()
         for process in started:
             try:
-                process.handle.wait(30)
+                process.handle.wait(60)
             except subprocess.TimeoutExpired:
                 process.handle.kill()
+        texts = [process.text() for process in started]
+        found = [re.search(r"GAPS (\[.*\])", text) for text in texts]
+        gaps = [gap for one in found if one for gap in json.loads(one.group(1))]
+        if gaps:
+            numbers["gap_p50"], numbers["gap_p99"] = (
+                round(float(value), 3) for value in np.percentile(gaps, [50, 99])
+            )
+        times = [float(one.group(1)) for text in texts if (one := re.search(r"CPU (\S+)", text))]
+        numbers["devices_cpu_ms_per_update"] = round(1000 * sum(times) / numbers["answered"], 2)
         return numbers
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--server", choices=["serve", "superlink"], default="serve")
+    parser.add_argument("--weights", type=int, default=0, help="of the model in each message")
     parser.add_argument("--devices", type=int, default=200)
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--json", type=Path, help="write the numbers here too")
     parser.add_argument("--superlink", help=argparse.SUPPRESS)
+    parser.add_argument("--listen", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.superlink:
         be_devices(arguments.superlink, arguments.devices)
         return
-    numbers = {"devices": arguments.devices, **measure(arguments.devices, arguments.seconds)}
+    if arguments.listen:
+        be_server(arguments.listen, arguments.devices, arguments.seconds, arguments.weights)
+        return
+    asked = (arguments.server, arguments.devices, arguments.seconds, arguments.weights)
+    numbers = {"devices": arguments.devices, "weights": arguments.weights, **measure(*asked)}
     for name, value in numbers.items():
-        print(f"{name:20} {value:>10,g}")
+        print(f"{name:26} {value:>10,g}")
     if arguments.json:
-        text = json.dumps({"processors": os.cpu_count(), **numbers}, indent=2)
+        text = json.dumps(
+            {"server": arguments.server, "processors": os.cpu_count(), **numbers}, indent=2
+        )
         arguments.json.write_text(text + "\n")
     if numbers["lost"] or numbers["wrong"] or numbers["repeated"]:
         raise SystemExit("something was lost")

@@ -63,7 +63,7 @@ def milliseconds_per_update(size: int, clients: int, updates: int) -> float:
     arrays, device = layers(size), Device(jitter=0.1)
     grid = VirtualGrid(idle_app(), [Node(1000 + i, device) for i in range(clients)])
     started = time.perf_counter()
-    FedAsync().start(grid, arrays, num_rounds=updates, plan=Plan(eval_every=10**9))
+    FedAsync().run(grid, arrays, max_updates=updates, plan=Plan(eval_every=10**9))
     return (time.perf_counter() - started) / updates * 1e3
 
 

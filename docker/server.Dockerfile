@@ -1,4 +1,4 @@
-# The server: Flower's SuperLink, which starts Raceme's server app, for amd64 and arm64.
+# The server, for amd64 and arm64.
 #
 #   docker build -f docker/server.Dockerfile -t raceme-server .
 ARG BASE=python:3.11.13-slim-bookworm
@@ -16,23 +16,20 @@ RUN /opt/raceme/bin/pip install --no-cache-dir /src
 
 FROM ${BASE}
 COPY --from=build /opt/raceme /opt/raceme
-# The app's dependencies are in this image: without the last variable Flower would install them
-# anew for every run.
 ENV PATH=/opt/raceme/bin:${PATH} \
     HOME=/tmp \
     USER=raceme \
+    OMP_NUM_THREADS=1 \
     PYTHONUNBUFFERED=1 \
     PYTHONDONTWRITEBYTECODE=1 \
     MPLCONFIGDIR=/tmp/matplotlib \
-    FLWR_HOME=/state/flwr \
     FLWR_TELEMETRY_ENABLED=0 \
-    FLWR_DISABLE_UPDATE_CHECK=1 \
-    FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1
-# A number: give the keys, the state and the results to it.
+    FLWR_DISABLE_UPDATE_CHECK=1
+# A number: give the keys and the results to it.
 USER 1000:1000
 WORKDIR /tmp
-EXPOSE 9092 8000
+EXPOSE 9092
 HEALTHCHECK --interval=30s --timeout=5s --start-period=60s --retries=3 \
     CMD ["python", "-c", "import socket; socket.create_connection(('127.0.0.1', 9092), 3).close()"]
 STOPSIGNAL SIGTERM
-ENTRYPOINT ["flower-superlink", "--fleet-api-type", "grpc-rere"]
+ENTRYPOINT ["raceme", "serve"]

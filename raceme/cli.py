@@ -8,9 +8,22 @@ from typing import Annotated
 import typer
 
 from raceme import __version__
-from raceme.commands import certs, compare, device, listing, report, reproduce, run, suites, up
+from raceme.commands import (
+    certs,
+    compare,
+    device,
+    listing,
+    report,
+    reproduce,
+    run,
+    serve,
+    simulate,
+    suites,
+    up,
+)
 from raceme.commands.keys import KeyCommand, with_keys
 from raceme.config.errors import UserError
+from raceme.reporting.output import keep_output
 
 app = typer.Typer(
     help="Asynchronous, clustered federated learning on Flower.",
@@ -19,10 +32,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command(cls=KeyCommand)(with_keys(run.run))
+app.command()(simulate.simulate)
 app.command("list")(listing.list_names)
 app.command(cls=KeyCommand)(with_keys(compare.compare, compare.SHOWN))
 app.command(cls=KeyCommand)(with_keys(reproduce.reproduce, suites.SHARED))
 app.command()(report.report)
+app.command(cls=KeyCommand)(with_keys(serve.serve, serve.SHOWN))
 app.command()(device.device)
 app.command()(certs.certs)
 app.command(cls=KeyCommand)(with_keys(up.up, up.SHOWN))
@@ -45,8 +60,13 @@ def _root(
 
 def main() -> None:
     """Run the command line; what the user got wrong is one line on standard error, exit code 2."""
+    keep_output()
     try:
         app()
     except UserError as error:
         print(f"raceme: {error}", file=sys.stderr)
         raise SystemExit(2) from None
+    except MemoryError as error:
+        reason = " ".join(str(error).split()) or "for what was asked"
+        print(f"raceme: This machine has too little memory: {reason}.", file=sys.stderr)
+        raise SystemExit(1) from None

@@ -12,13 +12,14 @@ What a message asks for is its kind of work, one of ``KINDS``. A new kind is one
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
 import torch
 from flwr.app import ConfigRecord, Context, Message, MessageType, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.clientapp.typing import Mod
 
 from raceme.compat import array_record
 from raceme.protocol.messages import (
@@ -59,9 +60,9 @@ from raceme.protocol.messages import (
 )
 from raceme.training import continual, hardware, kinds, memory, task_parts
 from raceme.training.clients import Client, ClientCache, joined, load
+from raceme.training.own_data import OwnData
+from raceme.training.privacy import check_kind, local_dp, privacy_of
 from raceme.training.work import Answer, ClientWork
-
-app = ClientApp()
 
 # Clients work side by side, each on one thread: two processes of one thread get through nearly
 # twice the work of one process with two.
@@ -74,22 +75,46 @@ _ECHOED = (TASK, VERSION, KIND, STEP)
 _clients = ClientCache(load)
 
 
-@app.train()
 def train(message: Message, context: Context) -> Message:
     """Do work that takes a device's time."""
     return _respond(message, context)
 
 
-@app.evaluate()
 def evaluate(message: Message, context: Context) -> Message:
     """Test a model, or do what else is asked for."""
     return _respond(message, context)
 
 
-@app.query()
 def query(message: Message, context: Context) -> Message:
     """Say who this client is, or what else is asked for."""
     return _respond(message, context)
+
+
+def client_app(mods: Sequence[Mod] = ()) -> ClientApp:
+    """Make Raceme's ClientApp with mods of Flower's around training.
+
+    A Flower app of your own names it in place of Raceme's, with ``fixedclipping_mod`` for example::
+
+        app = client_app([fixedclipping_mod])
+
+    Parameters
+    ----------
+    mods : Sequence[Mod]
+        The first one is the outermost. The device's own local differential privacy is innermost.
+    """
+    made = ClientApp()
+    made.train(mods=[*mods, local_dp])(train)
+    made.evaluate()(evaluate)
+    made.query()(query)
+    return made
+
+
+app = client_app()
+
+
+def is_private(context: Context) -> bool:
+    """Return whether a device has local differential privacy, which only the app provides."""
+    return privacy_of(context) is not None
 
 
 def describe(work: ClientWork) -> Answer:
@@ -126,8 +151,62 @@ _DEFAULTS = {MessageType.TRAIN: TRAIN, MessageType.EVALUATE: EVALUATE, MessageTy
 """Kinds of work where a message states none, as Flower's own strategies do not."""
 
 
-def work_of(message: Message, context: Context) -> ClientWork:
+class AddedKinds:
+    """Raceme's kinds of work for a user's own ClientApp: a Flower mod, and a function for queries.
+
+    Messages that ask for a kind of work are answered here, all others by the user's functions::
+
+        kinds = AddedKinds(load)
+        app = ClientApp(mods=[kinds])
+        app.query()(kinds.answer)
+
+    Parameters
+    ----------
+    load : Callable
+        Returns the network and the samples of the client that a context is of; called once for each
+        in a process.
+    """
+
+    def __init__(self, load: Callable[[Context], OwnData]) -> None:
+        self._load = load
+        self._loaded: dict[int, Client] = {}
+
+    def __call__(
+        self,
+        message: Message,
+        context: Context,
+        call_next: Callable[[Message, Context], Message],
+    ) -> Message:
+        """Answer a message that asks for a kind of work; leave others to the user's functions."""
+        record = message.content.get(CONFIG)
+        asks = isinstance(record, ConfigRecord) and record.get(KIND, TRAIN) != TRAIN
+        return self.answer(message, context) if asks else call_next(message, context)
+
+    def answer(self, message: Message, context: Context) -> Message:
+        """Answer a query, or any message, in Raceme's way."""
+        work = work_of(message, context, self._client)
+        return reply_to(message, work, KINDS[work.kind](work))
+
+    def _client(self, context: Context) -> Client:
+        """Return the client that a context is of."""
+        if context.node_id not in self._loaded:
+            self._loaded[context.node_id] = self._load(context).client(context)
+        return self._loaded[context.node_id]
+
+
+def work_of(
+    message: Message, context: Context, own: Callable[[Context], Client] | None = None
+) -> ClientWork:
     """Read what a message asks of the client that a node is.
+
+    Parameters
+    ----------
+    message : Message
+        What is asked.
+    context : Context
+        The node's.
+    own : Callable, optional
+        Returns the client, where a user's own app says who it is; its data never change.
 
     Raises
     ------
@@ -148,6 +227,11 @@ def work_of(message: Message, context: Context) -> ClientWork:
     share = settings.get(VALIDATION_SHARE, 0.0)
     if not isinstance(share, int | float):
         raise ValueError(f"{VALIDATION_SHARE} must be a number, got {share!r}.")
+    if own is not None:
+        mine = _kept(own(context), share)
+        return ClientWork(
+            kind, mine, message.content, settings, context.state, at_step=lambda step: mine
+        )
     at_step = partial(_client_at, context, share)
     client = at_step(step)
     since = _clients.since(context)
@@ -207,6 +291,7 @@ def forget() -> None:
 def _respond(message: Message, context: Context) -> Message:
     started_at = time.time()
     work = work_of(message, context)
+    check_kind(work.kind, context)
     answer = KINDS[work.kind](work)
     if work.settings.get(REPORT_TIMING, False):
         times = {STARTED_AT: started_at, FINISHED_AT: time.time()}

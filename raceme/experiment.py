@@ -13,37 +13,50 @@ from flwr.serverapp import Grid
 from threadpoolctl import threadpool_limits
 
 from raceme import datasets, models
-from raceme.checkpoints import CheckpointFolder, Keeper, Schedule, only_writer, restore
+from raceme.checkpoints import CheckpointFolder, Keeper, Schedule, only_writer, restore, resumed
 from raceme.config import RunConfig
 from raceme.config.errors import UserError
+from raceme.config.reading import whole_path
 from raceme.datasets.drift import schedule_of
 from raceme.datasets.reserve import with_whole_path
+from raceme.protection import protection_of
+from raceme.protection.attacks import NONE, attackers_of
 from raceme.protocol import messages as names
 from raceme.protocol.events import Ending, Event, Observer
 from raceme.protocol.messages import ModelSpec, kept_for_validation
-from raceme.protocol.timeline import timeline_of
-from raceme.records.folder import forget_end, log_file, prepare_folder, resumed_folder
+from raceme.protocol.timeline import Timeline, timeline_of
+from raceme.records.folder import (
+    begin,
+    forget_end,
+    given_up_if_it_fails,
+    log_file,
+    new_folder,
+    resumed_folder,
+)
+from raceme.records.protection import ProtectionSummary
 from raceme.records.store import RunStore, read_events
 from raceme.records.summary import RunSummary
 from raceme.reporting.artefacts import write_all
 from raceme.server.cluster_scores import scores_beside
+from raceme.server.identity import BoundToKeys, Identities
 from raceme.server.interface import StopCheck, never_stop
 from raceme.server.method import DEFAULT_VALIDATION_SHARE
 from raceme.simulation import (
-    Node,
     VirtualGrid,
     executor_for,
     fleet,
+    nodes_of,
     prepare,
     training_seconds,
 )
 from raceme.simulation.trace import PREFIX, traced_fleet
+from raceme.simulation.worker import load
 from raceme.strategies import STRATEGIES, Method, Plan
 from raceme.training.probe import ModelProbe
 from raceme.training.server import probe_of, starts_of
 
-_FIRST_NODE_ID = 1000
 _CLIENT_APP = "raceme.client_app:app"
+_ATTACKED_APP = "raceme.simulation.attacked_app:app"
 _CHECKPOINT_SECONDS = 60.0
 """From one checkpoint to the next on real devices, if nothing else is asked for."""
 _WRITER_SECONDS = 30.0
@@ -64,15 +77,15 @@ class Outcome:
         False if the run ended for another reason than its limits.
     interrupted : bool
         True if the user ended it.
-    unwritten : list[str]
-        Names of artefacts that could not be written; the log in the folder says why.
+    unwritten : dict[str, str]
+        Names of artefacts that could not be written or are not whole, and why.
     """
 
     out: Path
     summary: dict[str, Any]
     complete: bool
     interrupted: bool
-    unwritten: list[str]
+    unwritten: dict[str, str]
 
 
 def resolve(config: RunConfig) -> RunConfig:
@@ -111,6 +124,7 @@ def build_strategy(config: RunConfig) -> Method:
     """
     method = STRATEGIES[config.strategy]
     strategy: Method = method(config.parameters(), seed=config.seed)
+    strategy.protection = protection_of(config)
     drift = schedule_of(config)
     if drift is not None and drift.in_rounds and strategy.dispatch.rounds is None:
         raise UserError(
@@ -170,8 +184,12 @@ def build_grid(config: RunConfig, strategy: Method | None = None) -> VirtualGrid
     """
     # Worker processes start while this one reads the data.
     prepare(config.workers)
-    from raceme.client_app import app
-
+    target = _CLIENT_APP if config.attack == NONE else _ATTACKED_APP
+    if target is _ATTACKED_APP and (config.vectorised or config.device != "cpu"):
+        raise UserError(
+            f"attack={config.attack} is simulated one client at a time: leave vectorised and "
+            "device out."
+        )
     examples = [
         len(datasets.client_data(config, client).y_train) for client in range(config.num_clients)
     ]
@@ -179,37 +197,25 @@ def build_grid(config: RunConfig, strategy: Method | None = None) -> VirtualGrid
         share = config.validation_share
         share = DEFAULT_VALIDATION_SHARE if share is None else share
         strategy.check_validation(kept_for_validation(min(examples), share))
-    nodes = _fleet(config, examples)
+    nodes = nodes_of(config.devices, examples, config.seed)
     executor = executor_for(
-        _CLIENT_APP,
+        target,
         config.workers,
         config.device,
         config.vectorised,
         seconds=lambda: training_seconds(config, examples),
     )
-    return VirtualGrid(app, nodes, config.to_mapping(), seed=config.seed, executor=executor)
+    return VirtualGrid(
+        load(target), nodes, config.to_mapping(), seed=config.seed, executor=executor
+    )
 
 
-def _fleet(config: RunConfig, examples: Sequence[int]) -> list[Node]:
-    """Return one node per client, with its device."""
+def _attackers(config: RunConfig) -> list[str]:
+    """Return the names of the clients that attack."""
     names: list[str] = []
     if config.devices.startswith(PREFIX):
-        devices, names = traced_fleet(config.devices.removeprefix(PREFIX), config.num_clients)
-    else:
-        devices = fleet(config.devices, config.num_clients, config.seed)
-    return [
-        Node(
-            node_id=_FIRST_NODE_ID + index,
-            device=device,
-            config={
-                "partition-id": index,
-                "num-partitions": config.num_clients,
-                **({"device-id": names[index]} if names else {}),
-            },
-            examples=count,
-        )
-        for index, (device, count) in enumerate(zip(devices, examples, strict=True))
-    ]
+        _, names = traced_fleet(config.devices.removeprefix(PREFIX), config.num_clients)
+    return [names[number] if names else f"client-{number}" for number in attackers_of(config)]
 
 
 def simulate(config: RunConfig, *observers: Observer, stop: StopCheck = never_stop) -> Outcome:
@@ -230,6 +236,8 @@ def simulate(config: RunConfig, *observers: Observer, stop: StopCheck = never_st
         Anything that cannot work is said before any work starts.
     """
     config = resolve(config)
+    if config.device_keys:
+        raise UserError("device-keys are real devices', and all here are simulated: leave it out.")
     strategy = build_strategy(config)
     strategy.check(config.num_clients)
     grid = build_grid(config, strategy)
@@ -274,12 +282,18 @@ def conduct(
         The model does not exist or does not fit the data; the folder cannot be used; there is no
         checkpoint to resume from.
     """
+    if config.attack != NONE and not timeline_of(grid).is_virtual:
+        raise UserError("attack is for simulated clients: leave it out on real devices.")
     initial = models.initial_arrays(config)
     probe = probe_of(config, initial)
     strategy.check_server(0 if probe is None else probe.sets, bool(config.pretrain))
-    out = resumed_folder(config) if config.resume else prepare_folder(config)
-    with only_writer(out, 0.0 if timeline_of(grid).is_virtual else _WRITER_SECONDS):
-        return _conduct_in(out, initial, probe, config, strategy, grid, observers, stop)
+    identities = BoundToKeys(Path(config.device_keys), grid) if config.device_keys else None
+    out = resumed_folder(config) if config.resume else new_folder(config)
+    # A grid that keeps a clock of its own is not Flower's: its process is the only one of the run.
+    with only_writer(out, 0.0 if isinstance(grid, Timeline) else _WRITER_SECONDS):
+        if not config.resume:
+            begin(out, config)
+        return _conduct_in(out, initial, probe, config, strategy, grid, observers, stop, identities)
 
 
 def _conduct_in(
@@ -291,6 +305,7 @@ def _conduct_in(
     grid: Grid,
     observers: Sequence[Observer],
     stop: StopCheck,
+    identities: Identities | None,
 ) -> Outcome:
     """Run a strategy in its folder."""
     virtual = timeline_of(grid).is_virtual
@@ -299,11 +314,16 @@ def _conduct_in(
         with log_file(out / "run.log"):
             restored = restore(checkpoints, config, strategy, grid)
     started = time.perf_counter() - (restored.wall_time if restored else 0.0)
-    summary = RunSummary()
+    summary, protection = RunSummary(), ProtectionSummary(_attackers(config))
     # The server's matrices are small: threads of the linear algebra library would only compete
     # with the clients' training for the cores.
+    if restored:
+        store = RunStore(out, after=restored.events)
+    else:
+        with given_up_if_it_fails(out):
+            store = RunStore(out)
     with (
-        RunStore(out, after=restored.events if restored else None) as store,
+        store,
         log_file(out / "run.log"),
         threadpool_limits(1),
     ):
@@ -311,10 +331,11 @@ def _conduct_in(
             forget_end(config, out)
             for event in read_events(out):
                 summary.observe(event)
+                protection.observe(event)
 
         def observe(event: Event) -> None:
             for told in (event, *scores_beside(event, strategy, probe)):
-                for observer in (store.observe, summary.observe, *observers):
+                for observer in (store.observe, summary.observe, protection.observe, *observers):
                     observer(told)
 
         keeper = Keeper(
@@ -329,10 +350,11 @@ def _conduct_in(
             stop=stop,
             resumed=restored is not None,
         )
-        strategy.start(
+        start = strategy.run if restored is None else resumed(strategy.run, restored.path)
+        start(
             grid,
             initial,
-            num_rounds=config.max_updates or 0,
+            max_updates=config.max_updates or 0,
             timeout=config.task_timeout,
             train_config=training_settings(config, report_timing=not virtual),
             plan=plan(config),
@@ -340,6 +362,7 @@ def _conduct_in(
             stop_check=keeper.stop_check,
             probe=probe,
             starts=() if restored else starts_of(config, initial),
+            identities=identities,
         )
     result = summary.result(
         strategy=config.strategy,
@@ -349,6 +372,7 @@ def _conduct_in(
         wall_time=time.perf_counter() - started,
         target=config.target_accuracy,
     )
+    result |= protection.result()
     spec = ModelSpec.of(initial)
     with log_file(out / "run.log"):
         unwritten = write_all(
@@ -359,6 +383,9 @@ def _conduct_in(
             target=config.target_accuracy,
             clock="virtual time" if virtual else "time",
         )
+    for name, failure in (("run.sqlite", store.failure), ("checkpoint", keeper.failure)):
+        if failure:
+            unwritten[name] = failure
     ending = summary.ending
     return Outcome(
         out=out,
@@ -430,9 +457,5 @@ def training_settings(config: RunConfig, report_timing: bool = False) -> ConfigR
 def _resolved_devices(devices: str) -> str:
     """Make the path in a choice of devices absolute, if there is one."""
     if devices.startswith(PREFIX):
-        return PREFIX + _absolute(devices.removeprefix(PREFIX))
-    return _absolute(devices) if devices.endswith(".toml") else devices
-
-
-def _absolute(path: str) -> str:
-    return str(Path(path).expanduser().resolve()) if path else ""
+        return PREFIX + whole_path(devices.removeprefix(PREFIX))
+    return whole_path(devices) if devices.endswith(".toml") else devices

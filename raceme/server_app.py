@@ -9,12 +9,19 @@ from flwr.serverapp import Grid, ServerApp
 
 from raceme import experiment
 from raceme.checkpoints import StopRequest, end_with_parent
-from raceme.compat.grid import hasten_replies, told_parent
+from raceme.compat.grid import has_devices, told_parent
 from raceme.config import RunConfig
+from raceme.protocol.plain_log import PlainFormatter
+from raceme.reporting.artefacts import missing_line
 from raceme.reporting.console import RunProgress
 
 _ORPHAN_SECONDS = 20.0
 """A SuperLink that died may be back by then; if it is not, the run ends all the same."""
+
+_ON_TRUST = (
+    "Devices' ids are taken on trust: whoever may connect can say that it is any of them, unless "
+    "device-keys=FILE binds ids to keys (docs/server.md)"
+)
 
 app = ServerApp()
 
@@ -26,24 +33,28 @@ def main(grid: Grid, context: Context) -> None:
     The keys are those of `raceme run`; what concerns the simulated devices has no effect here.
     """
     _log_to_standard_output()
-    hasten_replies()
     parent = told_parent()
     if parent is not None:
         end_with_parent(parent, _ORPHAN_SECONDS)
     config = experiment.resolve(RunConfig.from_mapping(context.run_config))
     strategy = experiment.build_strategy(config)
+    if not config.device_keys and has_devices(grid):
+        logging.getLogger("raceme").info(_ON_TRUST)
     with (
         StopRequest() as stop,
         RunProgress(max_updates=config.planned_updates, each_update=True) as progress,
     ):
         outcome = experiment.conduct(config, strategy, grid, progress.observe, stop=stop)
-    logging.getLogger("raceme").info("Results are in %s", outcome.out)
+    log = logging.getLogger("raceme")
+    if outcome.unwritten:
+        log.error("%s", missing_line(outcome.out, outcome.unwritten))
+    log.info("Results are in %s", outcome.out)
 
 
 def _log_to_standard_output() -> None:
     """Let Raceme's log lines through: Flower shows what a ServerApp prints."""
     handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+    handler.setFormatter(PlainFormatter("%(levelname)s: %(message)s"))
     logger = logging.getLogger("raceme")
     logger.handlers = [handler]
     logger.setLevel(logging.INFO)

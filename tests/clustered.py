@@ -44,7 +44,7 @@ def three_groups() -> VirtualGrid:
 def run_on(strategy: Any, grid: VirtualGrid, num_rounds: int = 360) -> list[events.Event]:
     """Run any strategy and return all that it reports."""
     seen: list[events.Event] = []
-    strategy.start(grid, MODEL, num_rounds, plan=Plan(eval_every=60), observe=seen.append)
+    strategy.run(grid, MODEL, num_rounds, plan=Plan(eval_every=60), observe=seen.append)
     return seen
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -78,6 +79,8 @@ def _serve() -> None:
         output, *arguments = json.loads(line)
         child = os.fork()
         if not child:
+            # As in a terminal, whatever the tests were started from.
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)
             log = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(log, 1)
             os.dup2(log, 2)

@@ -81,7 +81,7 @@ def run(strategy: Method, devices: list[Device], updates: int, **plan: float) ->
     """Run a method on clients that do the same work, and return what it reports."""
     seen: list[events.Event] = []
     limits = Plan(eval_every=1000, **plan)  # type: ignore[arg-type]
-    strategy.start(grid_of(pulled_app(), devices), MODEL, updates, plan=limits, observe=seen.append)
+    strategy.run(grid_of(pulled_app(), devices), MODEL, updates, plan=limits, observe=seen.append)
     return seen
 
 

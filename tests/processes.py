@@ -132,6 +132,26 @@ class Loopback:
         wait_until(lambda: _listens(self.http_port), 90, process.describe)
         return process
 
+    def secure_superlink(self, *devices: str) -> Path:
+        """Start a SuperLink with TLS that knows no device yet; return the folder of the keys."""
+        folder = self.home / "certs"
+        named = [option for device in devices for option in ("--device", device)]
+        make = raceme("certs", "--host", "127.0.0.1", "--out", str(folder), *named)
+        assert self.start("certs", make).wait() == 0
+        self.superlink(
+            *("--ssl-ca-certfile", f"{folder}/ca.crt"),
+            *("--ssl-certfile", f"{folder}/server.crt"),
+            *("--ssl-keyfile", f"{folder}/server.key"),
+            "--enable-supernode-auth",
+            secure=True,
+        )
+        return folder
+
+    def register(self, device: str) -> None:
+        """Let a device in whose key is in the folder of the keys."""
+        key = f"{self.home}/certs/devices/{device}.pub"
+        assert self.flwr("supernode", "register", key, "here").wait() == 0
+
     def _write_connection(self, secure: bool) -> None:
         trust = f'root-certificates = "{self.home}/certs/ca.crt"' if secure else "insecure = true"
         config = self.home / "flwr" / "config.toml"
@@ -165,6 +185,7 @@ def loopback(home: Path) -> Iterator[Loopback]:
 def as_in_a_terminal() -> None:
     """Let Ctrl-C be heard: what is started in the background of a script is made deaf to it."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def raceme(*arguments: str) -> list[str]:

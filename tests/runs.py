@@ -29,7 +29,7 @@ def run(
 ) -> list[events.Event]:
     """Run a strategy and return all that it reports."""
     seen: list[events.Event] = []
-    strategy.start(grid, MODEL, num_rounds, timeout=timeout, plan=Plan(**plan), observe=seen.append)
+    strategy.run(grid, MODEL, num_rounds, timeout=timeout, plan=Plan(**plan), observe=seen.append)
     assert isinstance(seen[-1], events.RunEnded)
     return seen
 

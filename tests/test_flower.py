@@ -46,10 +46,10 @@ def test_casa_over_grpc_with_two_supernodes(tmp_path: Path) -> None:
         place.supernode(0, of=2)
         place.supernode(1, of=2)
         # As in the README: nothing is said of how many devices there are, nor of their groups.
-        keys = f'max-updates=6 eval-every=3 out="{out}"'
+        keys = f'max-updates=4 eval-every=4 out="{out}"'
         run = place.flwr("run", str(ROOT), "--stream", "--run-config", keys)
         run.wait(240)
-        check_run(run.text(), out, updates=6, clients=2)
+        check_run(run.text(), out, updates=4, clients=2)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs raceme[simulation]")

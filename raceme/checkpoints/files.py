@@ -19,6 +19,8 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from raceme.config.reading import ReadingError, check_regular, parse_json
+from raceme.config.room import check_room
 from raceme.records.files import atomic_write
 
 FORMAT = "raceme-checkpoint-1"
@@ -29,6 +31,8 @@ _HASH = "sha256"
 _MARK = "$"
 """Begins the keys that stand for something; one that a person chose is written with another."""
 _ARRAY, _BYTES = "$array", "$bytes"
+
+_UNREADABLE = (OSError, ReadingError, SafetensorError, ValueError, TypeError, KeyError)
 
 _Array = NDArray[np.generic]
 
@@ -76,17 +80,24 @@ def read_tree(path: Path) -> tuple[Any, dict[str, str]]:
         The file is not as it was written, or was written by something else.
     """
     try:
+        check_regular(path)
+        check_room(path.stat().st_size, f"The checkpoint {path}")
+        # It has found that the sizes which the header states are those of the file.
         with safe_open(path, framework="numpy") as file:
             metadata = dict(file.metadata() or {})
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError, ValueError, TypeError, KeyError) as error:
+    except _UNREADABLE as error:
         raise DamagedError(" ".join(str(error).split()) or type(error).__name__) from None
     if metadata.get("format") != FORMAT:
         raise DamagedError(f"its format is {metadata.get('format')!r}, not {FORMAT!r}")
     if metadata.pop(_HASH, None) != _digest(metadata, tensors):
         raise DamagedError("its content is not what was written")
     del metadata["format"]
-    return _unpack(json.loads(tensors[_TREE].tobytes()), tensors, {}), metadata
+    try:
+        return _unpack(parse_json(tensors[_TREE].tobytes()), tensors, {}), metadata
+    # The hash keeps accidents away; who means harm can make one.
+    except (ReadingError, LookupError, TypeError, AttributeError) as error:
+        raise DamagedError(f"its tree cannot be read: {error}") from None
 
 
 class _Packer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,9 @@ class CheckpointFolder:
         self._good = [*self._good, number][-_KEPT:]
         for old in self._numbers():
             if old not in self._good:
-                self._file(old).unlink(missing_ok=True)
+                # What somebody else has put there may be no file; it is in nobody's way.
+                with suppress(OSError):
+                    self._file(old).unlink(missing_ok=True)
         return path
 
     def load(self, check: Check) -> tuple[Any, Path]:
@@ -64,7 +67,7 @@ class CheckpointFolder:
             try:
                 tree, note = read_tree(path)
                 reason = check(tree, note)
-            except DamagedError as error:
+            except (DamagedError, UserError) as error:
                 reason = f"it is damaged ({error})"
             if not reason:
                 if refused:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from raceme.protocol.messages import Vector
 
 
@@ -36,7 +34,3 @@ class Bases:
             self.users[name] -= 1
             if not self.users[name]:
                 del self.users[name], self.vectors[name]
-
-    def delta(self, name: str, w_i: Vector) -> Vector:
-        """Return Δ_i = w_i − the model from which client i started."""
-        return np.asarray(w_i - self.vectors[name])

@@ -7,7 +7,7 @@ change of label counts after which a client is taken through it again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,6 +19,8 @@ from raceme.clustering.mixing import cosine
 from raceme.clustering.spectral import numbered
 from raceme.protocol.messages import Vector
 
+_MUCH = 0.5
+"""Two clients have much the same labels if they share so much of their samples' labels."""
 _PATIENCE = 3
 """A client that has not said its label counts so often in a row is not asked again."""
 
@@ -77,6 +79,30 @@ class ColdStart:
         """
         return self.nearest(delta) != group
 
+    def group_by_labels(self, client: str, homes: Mapping[str, int]) -> int | None:
+        """Return the group whose clients have much the same labels, if it is the only one.
+
+        Our own: eq (8) needs a training of w0, and a client whose labels are those of one group
+        alone is told by them. Groups that differ in other things have the same labels, and none is
+        returned.
+
+        Parameters
+        ----------
+        client : str
+            Who is to be placed; its label counts are known.
+        homes : Mapping[str, int]
+            The groups of the clients that are placed.
+        """
+        own = np.asarray(self.counts[client], np.float64)
+        found = {
+            group
+            for other, group in homes.items()
+            if other != client
+            and other in self.placed_with
+            and overlap(own, np.asarray(self.placed_with[other], np.float64)) >= _MUCH
+        }
+        return found.pop() if len(found) == 1 else None
+
     def settle(self, client: str) -> None:
         """Note that a client was placed, with the data that it has now."""
         self.cold.pop(client, None)
@@ -112,6 +138,17 @@ class ColdStart:
         then = self.placed_with.setdefault(client, self.counts[client])
         if has_shifted(counts, then, examples, tolerance):
             self.cold[client] = True
+
+
+def overlap(one: NDArray[np.float64], other: NDArray[np.float64]) -> float:
+    """Return how much of two clients' samples is of the same labels: Σ min of their shares.
+
+    Parameters
+    ----------
+    one, other : NDArray[np.float64]
+        Samples per label. Shape (labels,).
+    """
+    return float(np.minimum(one / one.sum(), other / other.sum()).sum())
 
 
 def has_shifted(

@@ -12,6 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 from sklearn.random_projection import SparseRandomProjection
 
+from raceme.config.errors import UserError
+from raceme.config.room import check_room
 from raceme.protocol.messages import Vector
 
 
@@ -67,6 +69,14 @@ class Sketches:
     """
 
     def __init__(self, reference: Vector, size: int, seed: int) -> None:
+        if size >= len(reference):
+            raise UserError(
+                f"sketch must be below the {len(reference):,} weights of the model to save "
+                f"anything, got {size:,}; 0 compares whole models."
+            )
+        # Each column of the sparse projection has so many entries: a value and an index.
+        entries = size * max(1.0, len(reference) ** 0.5)
+        check_room(int(32 * entries), f"A projection of models to {size:,} numbers")
         self._reference = reference.copy()
         self._squared = float(reference @ reference)
         projection = SparseRandomProjection(n_components=size, random_state=seed)

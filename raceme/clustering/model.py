@@ -56,8 +56,8 @@ class Model:
         """Mix an update in: w ← α w_i + (1 − α) w.
 
         Written as w + α (w_i − w), block by block, so that memory is gone through once and no
-        temporary array of the model's size is needed. A share of at most 1 keeps finite numbers
-        finite.
+        temporary array of the model's size is needed. A share of at most 1 keeps numbers of the
+        size that :meth:`raceme.protocol.messages.ModelSpec.unpack` lets in at that size.
 
         Parameters
         ----------

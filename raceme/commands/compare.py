@@ -24,7 +24,8 @@ def compare(
     ] = None,
     every: Annotated[bool, typer.Option("--all", help="all strategies")] = False,
     suite: Annotated[
-        Path | None, typer.Option("--suite", help="TOML file with a suite", show_default=False)
+        Path | None,
+        typer.Option("--suite", help="TOML file, or the suite poisoning", show_default=False),
     ] = None,
     seeds: Seeds = None,
     out: Out = None,

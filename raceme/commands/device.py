@@ -14,9 +14,10 @@ import typer
 
 from raceme.config import Value
 from raceme.config.errors import UserError
+from raceme.protocol.plain_log import PlainFormatter
 
 if TYPE_CHECKING:
-    from raceme.compat.fleet import Endpoint, Keys
+    from raceme.compat.fleet import Endpoint
 
 _LEVELS = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ERROR: 3}
 
@@ -37,6 +38,9 @@ def device(
     key: Annotated[
         Path | None, typer.Option("--key", help="private key of this device, from `raceme certs`")
     ] = None,
+    allow_open_key: Annotated[
+        bool, typer.Option("--allow-open-key", help="take a key that other users can read, too")
+    ] = False,
     node_config: Annotated[
         str, typer.Option("--node-config", help="what the ClientApp is told: \"key=1 key='text'\"")
     ] = "",
@@ -54,6 +58,15 @@ def device(
             "--trusted-app",
             metavar="PUBLISHER/NAME",
             help="run this app only; may be repeated",
+            show_default=False,
+        ),
+    ] = None,
+    trusted_model: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--trusted-model",
+            metavar="MODULE:FUNCTION",
+            help="let a run's key model import this; may be repeated",
             show_default=False,
         ),
     ] = None,
@@ -96,15 +109,17 @@ def device(
     _log_to_stderr(logging.DEBUG if verbose else logging.INFO)
 
     from raceme.compat.fleet import Endpoint
+    from raceme.deployment.certificates import read_device_key
     from raceme.deployment.device import DeviceOptions, run_device
     from raceme.deployment.invitations import parse_when
+    from raceme.deployment.trust import Trust
 
     run_device(
         DeviceOptions(
             endpoint=_endpoint(Endpoint, superlink, insecure, root_certificates),
-            keys=None if key is None else _keys(key),
+            keys=None if key is None else read_device_key(key, allow_open_key),
             node_config=_node_config(node_config, device_id),
-            trusted_apps=tuple(trusted_app or ()),
+            trust=Trust(tuple(trusted_app or ()), tuple(trusted_model or ())),
             memory_limit=memory_limit,
             grace=grace,
             health_file=health_file,
@@ -122,31 +137,10 @@ def _endpoint(
             f"'{address}' is not an address: expected HOST:PORT, for example "
             "--superlink server.example.org:9092"
         )
-    authority = None if root_certificates is None else _read(root_certificates, "certificate")
-    if authority is not None and b"BEGIN CERTIFICATE" not in authority:
-        raise UserError(f"'{root_certificates}' is not a certificate in PEM format.")
+    from raceme.deployment.tls import read_authority
+
+    authority = None if root_certificates is None else read_authority(root_certificates)
     return kind(address, insecure, authority)
-
-
-def _keys(path: Path) -> Keys:
-    from raceme.deployment.certificates import read_device_key
-
-    _warn_if_readable(path)
-    return read_device_key(_read(path, "key"), path)
-
-
-def _warn_if_readable(path: Path) -> None:
-    if path.is_file() and path.stat().st_mode & 0o077:
-        logging.getLogger("raceme.device").warning(
-            "'%s' can be read by other users: chmod 600 '%s'", path, path
-        )
-
-
-def _read(path: Path, kind: str) -> bytes:
-    try:
-        return path.expanduser().read_bytes()
-    except OSError as error:
-        raise UserError(f"The {kind} '{path}' cannot be read: {error.strerror}.") from None
 
 
 def _node_config(text: str, device_id: str | None) -> Mapping[str, Value]:
@@ -169,7 +163,7 @@ def _node_config(text: str, device_id: str | None) -> Mapping[str, Value]:
     return config
 
 
-class _Formatter(logging.Formatter):
+class _Formatter(PlainFormatter):
     """One line per message; journald gets its level instead of the time, which it knows."""
 
     def __init__(self, journal: bool) -> None:

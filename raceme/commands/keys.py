@@ -101,7 +101,7 @@ def with_keys(
         given = {name: values.pop(item.name) for name, item in shown.items()}
         resume = given.get("resume")
         keys: dict[str, Value] = read_toml(Path(resume) / "config.toml") if resume else {}
-        keys.update(read_toml(config) if config else {})
+        keys.update(read_toml(config, pipe=True) if config else {})
         keys.update({name: value for name, value in given.items() if value is not None})
         keys.update(parse_assignment(text) for text in assignments or [])
         command(keys, **values)

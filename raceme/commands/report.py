@@ -18,7 +18,8 @@ _Maker = Callable[[Path, str], str]
 
 def report(
     folders: Annotated[
-        list[Path], typer.Argument(metavar="RUN…", help="folders of runs or comparisons")
+        list[Path],
+        typer.Argument(metavar="RUN…", help="folders of runs, comparisons or simulations"),
     ],
     output: Annotated[
         Path | None,
@@ -29,7 +30,7 @@ def report(
         ),
     ] = None,
 ) -> None:
-    """Make a page of a run or of a comparison: one HTML file that needs nothing else."""
+    """Make a page of a run, a comparison or a simulated app: one HTML file, nothing else."""
     if output is not None and len(folders) > 1:
         raise UserError(f"--output names one file, and there are {len(folders)} folders.")
     planned = plan(folders, output)
@@ -74,6 +75,10 @@ def _maker(folder: Path) -> _Maker:
         from raceme.comparison.page import comparison_page
 
         return comparison_page
+    if (folder / "messages.csv").is_file():
+        from raceme.reporting.waiting_page import simulation_page
+
+        return simulation_page
     if any((folder / name).is_file() for name in ("run.sqlite", "summary.json")):
         from raceme.reporting.run_page import run_page
 
@@ -85,8 +90,8 @@ def _maker(folder: Path) -> _Maker:
     )
     hint = f" There are some inside: {', '.join(inside[:5])}." if inside else ""
     raise UserError(
-        f"{folder} has no results: expected what `raceme run` (run.sqlite) or "
-        f"`raceme compare` (compare.json) leaves.{hint}"
+        f"{folder} has no results: expected what `raceme run` (run.sqlite), "
+        f"`raceme compare` (compare.json) or `raceme simulate` (messages.csv) leaves.{hint}"
     )
 
 

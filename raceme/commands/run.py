@@ -6,8 +6,6 @@ import logging
 import sys
 from collections.abc import Mapping
 
-import typer
-
 from raceme.config import RunConfig, Value
 
 
@@ -18,22 +16,16 @@ def run(keys: Mapping[str, Value]) -> None:
     are those of the earlier run.
     """
     from raceme.checkpoints import StopRequest
+    from raceme.commands.ending import end_with
     from raceme.experiment import resolve, simulate
-    from raceme.reporting.console import RunProgress, print_summary
+    from raceme.reporting.console import RunProgress
 
     settings = resolve(RunConfig.from_mapping(keys))
 
     _quiet_flower()
     with StopRequest() as stop, RunProgress(max_updates=settings.planned_updates) as progress:
         outcome = simulate(settings, progress.observe, stop=stop)
-    print_summary(outcome.summary, outcome.out)
-    if outcome.unwritten:
-        failed = ", ".join(outcome.unwritten)
-        print(f"raceme: {failed} could not be written; see run.log there.", file=sys.stderr)
-    if outcome.interrupted:
-        raise typer.Exit(130)
-    if not outcome.complete:
-        raise typer.Exit(1)
+    end_with(outcome)
 
 
 def _quiet_flower() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -34,10 +35,12 @@ Processes = Annotated[
 
 def run_suites(planned: Sequence[tuple[Suite, Path]], processes: int) -> None:
     """Run suites one after another, after all of them were checked, and print their tables."""
+    from raceme.checkpoints import interrupted_by_signals
     from raceme.comparison.compare import compare as run_suite
     from raceme.comparison.compare import prepare
     from raceme.comparison.runner import cores
     from raceme.comparison.table import main_table, sweep_table
+    from raceme.reporting.artefacts import missing_line
 
     logging.getLogger("flwr").setLevel(logging.ERROR)
     console = Console(highlight=False)
@@ -48,7 +51,8 @@ def run_suites(planned: Sequence[tuple[Suite, Path]], processes: int) -> None:
         if suite.scale != 1.0:
             console.print(f"{suite.title}: SHORTENED, --scale {suite.scale:g}", markup=False)
         try:
-            comparison = run_suite(plan, processes or cores(), console)
+            with interrupted_by_signals():
+                comparison = run_suite(plan, processes or cores(), console)
         except KeyboardInterrupt:
             console.print(
                 f"\nInterrupted. Finished runs are kept; to continue, the same command with "
@@ -64,7 +68,11 @@ def run_suites(planned: Sequence[tuple[Suite, Path]], processes: int) -> None:
                 for line in text.lines:
                     console.print(line, markup=False, soft_wrap=True)
         console.print(f"\nTables, plots and runs: {plan.out}", markup=False, soft_wrap=True)
-        failed = failed or any(result.errors for result in comparison.results)
+        if comparison.unwritten:
+            said = missing_line(plan.out, comparison.unwritten)
+            print(f"raceme: {said}", file=sys.stderr)
+        failed |= bool(comparison.unwritten)
+        failed |= any(result.errors for result in comparison.results)
     if failed:
         raise typer.Exit(1)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Mapping
 from typing import Annotated
 
@@ -42,6 +41,7 @@ def up(
 
     Ctrl-C stops everything.
     """
+    from raceme.checkpoints import interrupted_by_signals
     from raceme.deployment.testbed import prepare, run_testbed, shapes_from
 
     settings = prepare({**keys, "clients": clients})
@@ -54,5 +54,6 @@ def up(
         print(f"{name:{max(width, 9)}} | {line}", flush=True)
 
     # However it is told to stop, it takes its processes and namespaces down.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    print(f"Results, plots and models: {run_testbed(settings, show, shapes)}")
+    with interrupted_by_signals():
+        out = run_testbed(settings, show, shapes)
+    print(f"Results, plots and models: {out}")

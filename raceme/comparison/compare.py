@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from matplotlib.figure import Figure
 from rich.console import Console
 
 from raceme.comparison import figures, table
+from raceme.comparison.folder import check_own, only_comparison, remove_run, wait_for_end
 from raceme.comparison.jobs import Job, check, make_jobs, survey
 from raceme.comparison.progress import SuiteProgress
 from raceme.comparison.read import read_first_runs
 from raceme.comparison.results import Comparison, best_of, gather
 from raceme.comparison.runner import run_jobs
 from raceme.comparison.score_figures import score_plots
-from raceme.comparison.suites import Suite
-from raceme.config.errors import UserError
+from raceme.comparison.suites import Suite, slug
+from raceme.config.reading import absolute
 from raceme.records.files import atomic_write
 from raceme.reporting.idle_plot import idle_figure
 from raceme.reporting.plots import comparison_figure
@@ -67,13 +67,14 @@ def prepare(suite: Suite, out: Path) -> Plan:
     UserError
         Something cannot run, or the folder holds other results.
     """
-    out = out.expanduser().resolve()
+    out = absolute(out)
     plain = [method.variants()[0] for method in suite.methods if not method.is_swept]
     points = [point for method in suite.methods if method.is_swept for point in method.variants()]
     every = make_jobs(suite, plain, suite.seeds, out)
     trials = make_jobs(suite, points, suite.seeds[:1], out, trial=True)
     further = make_jobs(suite, points, suite.seeds, out)
     plan = Plan(suite, out, tuple(every), tuple(trials), tuple(further))
+    check_own(out, {slug(method.label) for method in suite.methods})
     check(plan.every)
     survey(plan.every)
     return plan
@@ -99,16 +100,22 @@ def compare(plan: Plan, processes: int, console: Console) -> Comparison:
     Raises
     ------
     UserError
-        The folder cannot be written.
+        The folder cannot be written, or another comparison is at work in it.
     """
+    with only_comparison(plan.out):
+        return _compare(plan, processes, console)
+
+
+def _compare(plan: Plan, processes: int, console: Console) -> Comparison:
+    """Run a suite in a folder that nobody else works in."""
+    # Since it was prepared, another comparison may have done some of it.
     finished, half = survey(plan.every)
     done, compared = set(finished), (plan.suite.timing, plan.suite.score)
-    _make_folder(plan.out)
     certain = [*plan.plain, *plan.trials]
     with SuiteProgress(len(certain), len(done & set(certain)), console) as progress:
         lost = _say_resumed(progress, finished, half)
         for job in lost:
-            shutil.rmtree(job.folder)
+            remove_run(job.folder)
 
         def run(jobs: Sequence[Job]) -> Mapping[Job, str]:
             return run_jobs([job for job in jobs if job not in done], processes, progress.report)
@@ -136,12 +143,18 @@ def compare(plan: Plan, processes: int, console: Console) -> Comparison:
     ]
     sweeps = {label: tuple(points) for label, points in tried.items()}
     comparison = Comparison(plan.suite, tuple(results), sweeps)
-    write(comparison, plan.out)
-    return comparison
+    return replace(comparison, unwritten=write(comparison, plan.out))
 
 
-def write(comparison: Comparison, out: Path) -> None:
-    """Write the tables and plots of a comparison; a plot that fails holds nothing else up."""
+def write(comparison: Comparison, out: Path) -> dict[str, str]:
+    """Write the tables and plots of a comparison; what fails holds nothing else up.
+
+    Returns
+    -------
+    dict[str, str]
+        Names of what could not be written, and why.
+    """
+    unwritten: dict[str, str] = {}
     texts = [table.main_table(comparison), table.sweep_table(comparison)]
     files = {
         "compare.json": table.to_json(comparison),
@@ -149,8 +162,11 @@ def write(comparison: Comparison, out: Path) -> None:
         "compare.md": "\n".join(text.markdown() for text in texts if text is not None),
     }
     for name, content in files.items():
-        with atomic_write(out / name) as file:
-            file.write_text(content, encoding="utf-8")
+        try:
+            with atomic_write(out / name) as file:
+                file.write_text(content, encoding="utf-8")
+        except OSError as error:
+            unwritten[name] = error.strerror or str(error)
     records, missing = read_first_runs(out, comparison)
     for label in missing:
         log.warning("%s is not in the plots over time: its events cannot be read", label)
@@ -172,15 +188,12 @@ def write(comparison: Comparison, out: Path) -> None:
     for name, draw in plots.items():
         try:
             save_figure(draw(), out / name)
-        except Exception:
+        except OSError as error:
+            unwritten[name] = error.strerror or str(error)
+        except Exception as error:
             log.exception("%s could not be drawn", name)
-
-
-def _make_folder(out: Path) -> None:
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"Cannot write to {out}: {error.strerror}.") from None
+            unwritten[name] = " ".join(str(error).split()) or type(error).__name__
+    return unwritten
 
 
 def _say_resumed(
@@ -188,6 +201,8 @@ def _say_resumed(
 ) -> list[Job]:
     """Say what becomes of earlier runs; return those that have to start anew."""
     lost = []
+    for job in half:
+        wait_for_end(job.folder)
     for job in finished:
         progress.say(f"{job.name}: finished before, kept")
     for job in half:

@@ -6,7 +6,6 @@ a person removes one.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,12 +16,11 @@ from raceme.checkpoints import can_resume
 from raceme.comparison.suites import Method, Suite, slug
 from raceme.config import RunConfig, read_toml
 from raceme.config.errors import UserError
+from raceme.config.reading import ReadingError, parse_json, read_text
 from raceme.protocol.events import Ending
+from raceme.records.folder import CONFIG, ERROR
 
-CONFIG = "config.toml"
 SUMMARY = "summary.json"
-ERROR = "error.txt"
-"""Why a run failed, in its folder."""
 
 _CONDITIONS = (
     *("checkpoint-every", "checkpoint-seconds", "workers"),
@@ -78,8 +76,8 @@ class Job:
         fewer updates than the others have.
         """
         try:
-            content = json.loads((self.folder / SUMMARY).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            content = parse_json(read_text(self.folder / SUMMARY))
+        except ReadingError:
             return None
         return content if isinstance(content, dict) and self._is_complete(content) else None
 

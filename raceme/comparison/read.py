@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from raceme.comparison.results import Comparison, Result, Run
 from raceme.comparison.suites import NEVER, Method, Published, Score, Scored, Suite, Timing
 from raceme.config.errors import UserError
+from raceme.config.reading import ReadingError, parse_json, read_text
 from raceme.protocol.measure import Measure
 from raceme.records.record import RunRecord, read_run
 
@@ -29,7 +29,7 @@ def read_comparison(folder: Path) -> Comparison:
     """
     path = folder / FILE_NAME
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
+        tree = parse_json(read_text(path))
         timing = Timing(tree.get("timing", Timing.TARGET))
         score = Score(tree.get("score", Score.FINAL))
         results = tuple(_result(entry, timing, score) for entry in tree["methods"])
@@ -60,9 +60,9 @@ def read_comparison(folder: Path) -> Comparison:
             str(label): tuple(_result(entry, timing, score) for entry in entries)
             for label, entries in tree.get("sweeps", {}).items()
         }
-    except OSError as error:
-        raise UserError(f"Cannot read {path}: {error.strerror}.") from None
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except ReadingError as error:
+        raise UserError(f"Cannot read {path}: {error}.") from None
+    except (OverflowError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(
             f"{path} is not what `raceme compare` writes: {type(error).__name__} {error}."
         ) from None

@@ -72,6 +72,9 @@ class Run:
     def accuracy(self) -> float | None:
         """The accuracy that is compared, or of a regression the error; None if it has none."""
         found = self.summary.get(self.score.key(self.measure))
+        if found is None and self.score is Score.HONEST:
+            # Of a run without attackers all clients are honest.
+            found = self.summary.get(Score.FINAL.key(self.measure))
         return None if found is None else float(found)
 
     @property
@@ -192,11 +195,14 @@ class Comparison:
         One for each method, in the suite's order.
     sweeps : Mapping[str, tuple[Result, ...]]
         What was tried of each swept method, on the first seed.
+    unwritten : Mapping[str, str]
+        Tables and plots that could not be written, and why.
     """
 
     suite: Suite
     results: tuple[Result, ...]
     sweeps: Mapping[str, tuple[Result, ...]] = field(default_factory=dict)
+    unwritten: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     @property
     def target(self) -> float | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import tomllib
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -22,6 +21,7 @@ from raceme.comparison.suites import (
 )
 from raceme.config import Value
 from raceme.config.errors import UserError, unknown_name
+from raceme.config.reading import ReadingError, parse_toml, read_text
 
 SHIPPED = Path(__file__).parent / "suites"
 """The folder of the suites that come with the package."""
@@ -49,7 +49,7 @@ _SUITE_KEYS = (
     "settings",
     "methods",
 )
-_METHOD_KEYS = ("strategy", "options", "sweep", "published")
+_METHOD_KEYS = ("strategy", "options", "sweep", "published", "settings")
 _NUMBERS = ("accuracy", "time", "traffic", "clusters", *Scored)
 _REMARK = "remark"
 
@@ -57,13 +57,15 @@ _Choice = TypeVar("_Choice", bound=StrEnum)
 
 
 def load_suite(path: Path) -> Suite:
-    """Read a suite from a TOML file.
+    """Read a suite from a TOML file, or one that comes with the package by its name.
 
     Raises
     ------
     UserError
         The file is missing or is not TOML, or has a key that does not exist.
     """
+    if not path.exists() and (SHIPPED / f"{path}.toml").is_file():
+        path = SHIPPED / f"{path}.toml"
     tree = _tree(path, ())
     methods = _table(path, "methods", tree.get("methods", {}))
     return Suite(
@@ -120,10 +122,12 @@ def shipped(name: str) -> dict[str, Path]:
 def _tree(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     """Read a file, and what it extends: its own keys win, tables are merged."""
     try:
-        tree = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"Cannot read the suite {path}: {error.strerror}.") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        text = read_text(path, pipe=True)
+    except ReadingError as error:
+        raise UserError(f"Cannot read the suite {path}: {error}.") from None
+    try:
+        tree = parse_toml(text)
+    except ReadingError as error:
         raise UserError(f"The suite {path} is not valid TOML: {error}.") from None
     for name in tree:
         if name not in _SUITE_KEYS:
@@ -175,6 +179,7 @@ def _method(path: Path, label: str, table: Any) -> Method:
         options=_table(path, f"{where}.options", entry.get("options", {})),
         sweep=_sweep(path, f"{where}.sweep", entry.get("sweep", {})),
         published=_published(path, f"{where}.published", entry.get("published", [])),
+        settings=_settings(path, entry.get("settings", {})),
     )
 
 

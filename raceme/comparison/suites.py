@@ -41,6 +41,7 @@ _SCORE_KEYS = {
     "step-starts": "{}_at_step_starts",
     "step-ends": "{}_at_step_ends",
     "current": "current_{}",
+    "honest": "honest_{}",
 }
 
 
@@ -66,6 +67,8 @@ class Score(StrEnum):
     """The same of the last evaluation."""
     CURRENT = "current"
     """Of tests on all tasks the mean over the tasks right after each was trained on."""
+    HONEST = "honest"
+    """The mean at the end over the clients that do not attack."""
 
     def key(self, measure: Measure) -> str:
         """Return the key of a summary that has it."""
@@ -144,6 +147,8 @@ class Method:
         most accurate one is run on all seeds. A single point needs no trial.
     published : tuple[Published, ...]
         What the paper reports, a row for each point that it has.
+    settings : Mapping[str, Value]
+        Further keys of ``raceme run`` that only its runs have, e.g. an attack.
     """
 
     label: str
@@ -151,6 +156,7 @@ class Method:
     options: Mapping[str, Value] = field(default_factory=dict, hash=False)
     sweep: tuple[Mapping[str, Value], ...] = field(default=(), hash=False)
     published: tuple[Published, ...] = ()
+    settings: Mapping[str, Value] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         points = [{**self.options, **point} for point in self.sweep or ({},)]
@@ -314,7 +320,7 @@ class Suite:
         UserError
             An unknown key, or a value out of its range.
         """
-        keys = self._settings_for(method)
+        keys = {**self._settings_for(method), **method.settings}
         for name, hint in _OWN_KEYS.items():
             if name in keys:
                 raise UserError(f"The key '{name}' does not belong in settings: {hint}.")

@@ -44,6 +44,7 @@ _SCORED = {
     Score.STEP_STARTS: ", {} at the steps' starts",
     Score.STEP_ENDS: ", {} at the steps' ends",
     Score.CURRENT: ", {} on each task when it was learnt",
+    Score.HONEST: ", {} of clients that do not attack",
 }
 
 

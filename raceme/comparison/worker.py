@@ -15,11 +15,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from raceme.checkpoints import CHECKPOINTS
-from raceme.comparison.jobs import ERROR
+from raceme.checkpoints import CHECKPOINTS, StopRequest
+from raceme.comparison.jobs import SUMMARY
 from raceme.config import RunConfig, Value
 from raceme.config.errors import UserError
 from raceme.protocol.events import Evaluated, Event, UpdateApplied
+from raceme.records.folder import ERROR
 
 _REPORT_SECONDS = 0.2
 _CHECKPOINT_SECONDS = 60.0
@@ -51,10 +52,12 @@ class Finished:
 def serve(connection: Connection[Any, Any]) -> None:
     """Run each configuration that comes, and send :class:`Progress` and then :class:`Finished`.
 
-    If its folder exists, a run of it is half-done there and is resumed.
+    If its folder exists, a run of it is half-done there and is resumed. SIGTERM ends the run with a
+    checkpoint, and so does the end of the process that listens.
     """
-    # Ctrl-C reaches all processes of a terminal; the comparison ends its own.
+    # These reach all processes of a terminal; the comparison ends its own.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     # Flower sets its logger up when it is imported, so that comes first.
     import_module("flwr.serverapp")
     logging.getLogger("flwr").setLevel(logging.ERROR)
@@ -62,12 +65,14 @@ def serve(connection: Connection[Any, Any]) -> None:
     try:
         while True:
             connection.send(_run(connection.recv(), connection))
-    except (EOFError, OSError):
+    # The second SIGTERM interrupts.
+    except (EOFError, OSError, KeyboardInterrupt):
         return
 
 
 def _run(keys: Mapping[str, Value], connection: Connection[Any, Any]) -> Finished:
     from raceme.experiment import simulate
+    from raceme.reporting.artefacts import missing_line
 
     config = RunConfig.from_mapping(keys)
     folder = Path(config.out)
@@ -79,25 +84,36 @@ def _run(keys: Mapping[str, Value], connection: Connection[Any, Any]) -> Finishe
         config = config.with_values(resume=config.out)
         (folder / ERROR).unlink(missing_ok=True)
     last = time.monotonic()
-    score = ""
+    score = alone = ""
 
     def observe(event: Event) -> None:
-        nonlocal last, score
+        nonlocal last, score, alone
         if isinstance(event, Evaluated):
             score = f"{event.measure.word} {event.measure.shown(event.accuracy)}"
         elif isinstance(event, UpdateApplied) and time.monotonic() - last > _REPORT_SECONDS:
             last = time.monotonic()
-            connection.send(Progress(event.seq, event.time, score))
+            try:
+                connection.send(Progress(event.seq, event.time, score))
+            except OSError:
+                alone = "its comparison has ended"
 
     try:
-        outcome = simulate(config, observe)
+        with StopRequest(signal.SIGTERM) as told:
+            outcome = simulate(config, observe, stop=lambda: told() or alone)
+    except UserError as error:
+        # It says all. Nothing is written: it may be that the folder is another process's.
+        return Finished(" ".join(str(error).split()))
     except Exception as error:
         # The run may have failed because nothing can be written there.
         with suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
             (folder / ERROR).write_text(traceback.format_exc(), encoding="utf-8")
-        kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
-        return Finished(kind + (" ".join(str(error).split()) or "no reason given"))
+        reason = " ".join(str(error).split()) or "no reason given"
+        return Finished(f"{type(error).__name__}: {reason}")
+    if outcome.unwritten:
+        # Not finished, then: the next time it goes on from its last checkpoint.
+        (folder / SUMMARY).unlink(missing_ok=True)
+        return Finished(missing_line(outcome.out, outcome.unwritten))
     if not outcome.complete:
         return Finished(f"it ended early: {outcome.summary['reason']}")
     if passing:

@@ -20,6 +20,7 @@ from raceme.compat.message import (
     empty_run,
     error_reply,
     identify_process,
+    refused,
     set_message_id,
     start_now,
 )
@@ -39,6 +40,7 @@ __all__ = [
     "empty_run",
     "error_reply",
     "identify_process",
+    "refused",
     "set_message_id",
     "start_now",
 ]

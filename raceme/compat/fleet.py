@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import io
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -21,8 +22,6 @@ from flwr.app import Message
 from flwr.cli.install import install_from_fab
 from flwr.client.grpc_rere_client.connection import grpc_request_response
 from flwr.client.grpc_rere_client.node_auth_client_interceptor import NodeAuthClientInterceptor
-from flwr.clientapp import ClientApp
-from flwr.clientapp.client_app import LoadClientAppError
 from flwr.common.config import (
     get_fab_config,
     get_fused_config_from_fab,
@@ -31,6 +30,7 @@ from flwr.common.config import (
 )
 from flwr.proto.fleet_pb2 import (
     PullMessagesRequest,
+    PullMessagesResponse,
     RegisterNodeFleetRequest,
     UnregisterNodeFleetRequest,
 )
@@ -52,12 +52,14 @@ from flwr.supercore.inflatable.inflatable_utils import (
     push_objects,
 )
 from flwr.supercore.interceptors import RuntimeVersionClientInterceptor
-from flwr.supercore.object_ref import load_app
 from flwr.supercore.primitives.asymmetric import generate_key_pairs, public_key_to_bytes
 from flwr.supercore.retry import RetryInvoker
 from flwr.supercore.run import Run
 
+from raceme.compat.direct import Direct
+from raceme.compat.loading import LoadClientAppError, load_client_app
 from raceme.compat.message import set_message_id
+from raceme.compat.patience import LONGEST_WAIT, WAIT_HEADER
 
 __all__ = [
     "Calls",
@@ -77,6 +79,7 @@ __all__ = [
     "is_object_push",
     "is_pull",
     "load_client_app",
+    "open_channel",
     "parse_node_config",
     "run_config",
 ]
@@ -132,7 +135,13 @@ class Calls(Protocol):
         """Note that the SuperLink has answered a heartbeat."""
         ...
 
+    def wait_for(self, call: grpc.Future) -> bool:
+        """Wait for the end of a call; return whether it has come, not a reason to stop."""
+        ...
 
+
+_SIGNED_SECONDS = 20.0
+"""How long a signature is used. What is signed is the time; a SuperLink accepts it for 300 s."""
 ANNOUNCED_SECONDS = 30.0
 """Longest wait for the rest of a message. If its sender has died it will never come, and Flower
 would wait for two hours; the device is deaf meanwhile."""
@@ -150,9 +159,28 @@ class Fleet:
     _pull_object: Callable[[int, str], bytes]
     _push_object: Callable[[int, str, str, bytes], None]
     _confirm: Callable[[int, str], None]
+    _waiting: Waiting = field(default_factory=lambda: Waiting())
+    _direct: Direct | None = None
 
-    def receive(self) -> tuple[Message, Callable[[], Message]] | None:
-        """Return the next message without its content, and a function that fetches it whole."""
+    @property
+    def waited(self) -> bool:
+        """Whether the server lets devices wait for work: then it may be asked again at once."""
+        return self._waiting.in_vain
+
+    @property
+    def hands_out_again(self) -> bool:
+        """Whether a message whose way here failed is there for the asking: the server is ours."""
+        return self._waiting.known
+
+    def receive(self, patience: float = 0.0) -> tuple[Message, Callable[[], Message]] | None:
+        """Return the next message without its content, and a function that fetches it whole.
+
+        Parameters
+        ----------
+        patience : float
+            Seconds to wait for it, if the server can let a device wait.
+        """
+        self._waiting.patience = min(patience, LONGEST_WAIT)
         received = self._receive()
         if received is None:
             return None
@@ -160,16 +188,22 @@ class Fleet:
         return message, partial(self._inflate, message.metadata.run_id, tree)
 
     def _inflate(self, run_id: int, tree: ObjectTree) -> Message:
-        message = pull_and_inflate_object_from_tree(
-            tree,
-            partial(self._pull_object, run_id),
-            partial(self._confirm, run_id),
-            return_type=Message,
-            # The server app may still be sending what the message announces.
-            initial_backoff=0.05,
-            max_tries_per_object=None,
-            max_time=ANNOUNCED_SECONDS,
-        )
+        message = None
+        if self._direct is not None and self._waiting.known:
+            message = self._direct.fetch(self.node_id, run_id, tree)
+        if message is not None:
+            self._confirm(run_id, tree.object_id)
+        else:
+            message = pull_and_inflate_object_from_tree(
+                tree,
+                partial(self._pull_object, run_id),
+                partial(self._confirm, run_id),
+                return_type=Message,
+                # The server app may still be sending what the message announces.
+                initial_backoff=0.05,
+                max_tries_per_object=None,
+                max_time=ANNOUNCED_SECONDS,
+            )
         set_message_id(message, tree.object_id)
         return message
 
@@ -177,6 +211,9 @@ class Fleet:
         """Send a reply, and how long it took to compute."""
         set_message_id(reply, reply.object_id)
         with no_object_id_recompute():
+            direct = self._direct if self._waiting.known else None
+            if direct is not None and direct.send(self.node_id, reply, seconds):
+                return
             missing, session = self._send(reply, get_object_tree(reply), seconds)
             push_objects(
                 get_all_nested_objects(reply),
@@ -245,6 +282,72 @@ class _Guard:
         return response
 
 
+@dataclass
+class Waiting:
+    """How requests for work are made.
+
+    Attributes
+    ----------
+    patience : float
+        Seconds that the answer to the next may take.
+    known : bool
+        The server knows of that: it is Raceme's.
+    in_vain : bool
+        It was so, and there was no work.
+    """
+
+    patience: float = 0.0
+    known: bool = False
+    in_vain: bool = False
+
+
+class _Pull:
+    """Asks for the next message, and may wait for it at the server."""
+
+    def __init__(
+        self, calls: Calls, method: grpc.UnaryUnaryMultiCallable, waiting: Waiting
+    ) -> None:
+        self._calls, self._method, self._waiting = calls, method, waiting
+
+    def __call__(
+        self, request: PullMessagesRequest, timeout: float | None = None
+    ) -> PullMessagesResponse:
+        metadata = ((WAIT_HEADER, f"{self._waiting.patience:.3f}"),)
+        call = self._method.future(request, timeout=timeout, metadata=metadata)
+        if not self._calls.wait_for(call):
+            call.cancel()
+            return PullMessagesResponse()
+        response: PullMessagesResponse = call.result()
+        said = {key for key, _ in call.trailing_metadata() or ()}
+        self._waiting.known = WAIT_HEADER in said
+        self._waiting.in_vain = self._waiting.known and not response.messages_list
+        return response
+
+
+class _Signer(NodeAuthClientInterceptor):
+    """Flower's signature of calls, made once for a while: it is of the time, not of the call."""
+
+    def __init__(self, keys: Keys) -> None:
+        super().__init__(*keys)
+        self._signed: list[tuple[str, str | bytes]] = []
+        self._signed_at = float("-inf")
+
+    def intercept_unary_unary(
+        self, continuation: Callable[..., Any], details: Any, request: Any
+    ) -> Any:
+        before = list(details.metadata or [])
+        if time.monotonic() < self._signed_at + _SIGNED_SECONDS:
+            signed = details._replace(metadata=[*before, *self._signed])
+            return continuation(signed, request)
+
+        def keep(signed: Any, request: Any) -> Any:
+            self._signed = list(signed.metadata)[len(before) :]
+            self._signed_at = time.monotonic()
+            return continuation(signed, request)
+
+        return super().intercept_unary_unary(keep, details, request)
+
+
 @contextlib.contextmanager
 def connect(endpoint: Endpoint, keys: Keys, calls: Calls, *, register: bool) -> Iterator[Fleet]:
     """Join a SuperLink; on the way out the node goes offline.
@@ -265,12 +368,20 @@ def connect(endpoint: Endpoint, keys: Keys, calls: Calls, *, register: bool) -> 
     public_key = public_key_to_bytes(keys[1])
     stubs: list[FleetStub] = []
     channels: list[grpc.Channel] = []
+    waiting = Waiting()
+    directs: list[Direct] = []
 
     def make_stub(unused: grpc.Channel) -> FleetStub:
-        channel = _channel(endpoint, keys)
+        plain = open_channel(endpoint)
+        signer = _Signer(keys)
+        versions = RuntimeVersionClientInterceptor(component_name="SuperNode")
         # Flower closes the channel that it made only after this function has returned.
-        channels.extend((unused, channel))
-        stub = FleetStub(channel)
+        channels.extend((unused, plain))
+        stub = FleetStub(grpc.intercept_channel(plain, versions, signer))
+        # Flower's check of versions blocks until a call has ended; one that waits must not.
+        signed = grpc.intercept_channel(plain, signer)
+        stub.PullMessages = _Pull(calls, FleetStub(signed).PullMessages, waiting)
+        directs.append(Direct(signed, guard.invoke))
         if register:
             request = RegisterNodeFleetRequest(public_key=public_key)
             guard.invoke(stub.RegisterNode, request)
@@ -289,7 +400,7 @@ def connect(endpoint: Endpoint, keys: Keys, calls: Calls, *, register: bool) -> 
         ) as connection:
             guard.connecting = False
             try:
-                yield Fleet(*connection)
+                yield Fleet(*connection, waiting, directs[0])
             # Flower's code swallows what is raised here; it is raised again below.
             except BaseException as error:
                 failure = error
@@ -308,17 +419,12 @@ def connect(endpoint: Endpoint, keys: Keys, calls: Calls, *, register: bool) -> 
         raise failure
 
 
-def _channel(endpoint: Endpoint, keys: Keys) -> grpc.Channel:
+def open_channel(endpoint: Endpoint) -> grpc.Channel:
+    """Open a channel on which nothing is signed yet."""
     if endpoint.insecure:
-        channel = grpc.insecure_channel(endpoint.address, options=_CHANNEL_OPTIONS)
-    else:
-        credentials = grpc.ssl_channel_credentials(endpoint.root_certificates)
-        channel = grpc.secure_channel(endpoint.address, credentials, options=_CHANNEL_OPTIONS)
-    return grpc.intercept_channel(
-        channel,
-        RuntimeVersionClientInterceptor(component_name="SuperNode"),
-        NodeAuthClientInterceptor(*keys),
-    )
+        return grpc.insecure_channel(endpoint.address, options=_CHANNEL_OPTIONS)
+    credentials = grpc.ssl_channel_credentials(endpoint.root_certificates)
+    return grpc.secure_channel(endpoint.address, credentials, options=_CHANNEL_OPTIONS)
 
 
 def is_heartbeat(request: object) -> bool:
@@ -376,11 +482,3 @@ def install_app(bundle: bytes, folder: Path) -> Path:
     """Unpack an app bundle, checking the hash of every file in it."""
     with contextlib.redirect_stdout(io.StringIO()):
         return install_from_fab(bundle, folder, skip_prompt=True)
-
-
-def load_client_app(reference: str, folder: Path) -> ClientApp:
-    """Import a ClientApp from a folder, which is put on the module search path."""
-    app = load_app(reference, LoadClientAppError, folder)
-    if not isinstance(app, ClientApp):
-        raise LoadClientAppError(f"'{reference}' is not a ClientApp")
-    return app

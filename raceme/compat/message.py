@@ -21,6 +21,7 @@ __all__ = [
     "empty_run",
     "error_reply",
     "identify_process",
+    "refused",
     "set_message_id",
     "start_now",
 ]
@@ -63,6 +64,13 @@ def error_reply(message: Message, code: int, reason: str) -> Message:
     """Answer a message with Flower's error reply."""
     start_now(message)
     return Message(Error(code, reason), reply_to=message)
+
+
+def refused(reply: Message, reason: str) -> Message:
+    """Return a reply as an error, as if its client had said that it could not do its work."""
+    error = Error(ErrorCode.UNKNOWN, reason)
+    refusal: Message = Message(error=error, metadata=reply.metadata)  # type: ignore[call-overload]
+    return refusal
 
 
 def empty_run(run_id: int = 1) -> Run:

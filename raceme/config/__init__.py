@@ -9,25 +9,35 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields, replace
 from functools import cache, lru_cache
-from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from raceme.config.errors import UserError, unknown_name
-from raceme.config.files import SET, assignments, parse_assignment, read_toml, write_toml
+from raceme.config.files import SET, expanded, parse_assignment, read_toml, write_toml
 from raceme.config.options import (
     AUTO,
     SECONDS,
+    Key,
     Value,
     check_range,
     convert,
     declared,
+    is_path,
     key_of,
     listed,
     option,
     shown_type,
     written,
 )
-from raceme.config.registry import DATASETS, DRIFTS, PARTITIONERS, STRATEGIES, Registry
+from raceme.config.reading import whole_path
+from raceme.config.registry import (
+    ATTACKS,
+    DATASETS,
+    DRIFTS,
+    PARTITIONERS,
+    PROTECTIONS,
+    STRATEGIES,
+    Registry,
+)
 
 __all__ = [
     "AUTO",
@@ -37,6 +47,7 @@ __all__ = [
     "Value",
     "all_keys",
     "check_key",
+    "expanded",
     "general_keys",
     "parse_assignment",
     "read_toml",
@@ -63,7 +74,9 @@ class RunConfig:
     data_root: str = option("", "folder that holds the datasets' files", path=True)
     download: bool = option(False, "fetch missing files into data-root")
     model: str | None = option(None, "network, or module:function that builds one")
-    clients: int | None = option(None, "number of clients (auto: what suits the dataset)", low=1)
+    clients: int | None = option(
+        None, "number of clients (auto: fits the dataset)", low=1, high=10**6
+    )
     partition: str = option(
         "label-groups",
         "how samples go to clients; see `raceme list`",
@@ -80,6 +93,8 @@ class RunConfig:
         None, "share of training samples to compare models on (auto: if needed)", low=0, below=1
     )
     drift: str = option("none", "how clients' data change; see `raceme list`", names=DRIFTS)
+    protection: str = option("none", "defence against poison; see `raceme list`", names=PROTECTIONS)
+    attack: str = option("none", "poison of simulated clients; see `raceme list`", names=ATTACKS)
     proxy: str = option(
         "",
         "samples of each distribution that the server has and no client: how many, a share of the "
@@ -153,6 +168,9 @@ class RunConfig:
         unit=SECONDS,
         low=0,
     )
+    device_keys: str = option(
+        "", "file on the server with the devices' ids and keys (empty: ids on trust)", path=True
+    )
     resume: str = option("", "folder of a run to resume, from its last checkpoint", path=True)
     out: str = option(
         "", "folder for the results (empty: runs/<time>-<strategy>-<dataset>)", path=True
@@ -189,8 +207,7 @@ class RunConfig:
             A key that does not exist or that this run does not read, unless it has its default; a
             value of the wrong type or out of its range.
         """
-        given = dict(mapping)
-        given.update(assignments(str(given.pop(SET, ""))))
+        given = expanded(mapping)
         general = general_keys()
         values = {
             general[name].name: convert(name, value, general[name])
@@ -291,13 +308,13 @@ class RunConfig:
 
     def with_absolute_paths(self) -> RunConfig:
         """Return a copy whose paths are absolute, so that it means the same in any folder."""
-        paths = [item.name for item in general_keys().values() if _is_path(item)]
+        paths = [item.name for item in general_keys().values() if is_path(item)]
         readable = self._readable(prefixed=False)
         options = {
-            name: _absolute(value) if name in readable and _is_path(readable[name]) else value
+            name: whole_path(value) if name in readable and is_path(readable[name]) else value
             for name, value in self.options.items()
         }
-        values: dict[str, Any] = {name: _absolute(getattr(self, name)) for name in paths}
+        values: dict[str, Any] = {name: whole_path(getattr(self, name)) for name in paths}
         return replace(self, options=options, **values)
 
     def check_options(self) -> None:
@@ -385,31 +402,6 @@ class RunConfig:
         )
 
 
-class Key(NamedTuple):
-    """What is known of a key.
-
-    Attributes
-    ----------
-    default : Value
-        As a person writes it.
-    help : str
-        What it means.
-    type, unit : str
-        As shown to a person; the unit may be empty.
-    readers : Mapping[str, tuple[str, ...]]
-        The names of those who read it, by kind; empty for a key that every run has.
-    item : Field
-        The declaration.
-    """
-
-    default: Value
-    help: str
-    type: str
-    unit: str
-    readers: Mapping[str, tuple[str, ...]]
-    item: Field[Any]
-
-
 @cache
 def general_keys() -> dict[str, Field[Any]]:
     """Return the options that every run has, by key."""
@@ -489,11 +481,3 @@ def _key(item: Field[Any], readers: Mapping[str, tuple[str, ...]] | None = None)
 def _same(one: Field[Any], other: Field[Any]) -> bool:
     """Return whether two readers of a key declare the same option."""
     return (one.default, one.type, one.metadata) == (other.default, other.type, other.metadata)
-
-
-def _is_path(item: Field[Any]) -> bool:
-    return bool(item.metadata["path"])
-
-
-def _absolute(path: Any) -> str:
-    return str(Path(path).expanduser().resolve()) if path else ""

@@ -5,12 +5,22 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+from raceme.config.plain import plain
+
 
 class UserError(Exception):
     """Something the user asked for cannot be done; the message says what to do instead.
 
     The command line prints the message as one line without a traceback and exits with code 2.
+
+    Parameters
+    ----------
+    message : str
+        Quotes what was typed, or stands in a file; made one printable line.
     """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(plain(message))
 
 
 def unknown_name(kind: str, name: str, valid: Iterable[str]) -> UserError:
@@ -26,6 +36,7 @@ def unknown_name(kind: str, name: str, valid: Iterable[str]) -> UserError:
         All the names that exist.
     """
     names = sorted(valid)
-    nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    nearest = difflib.get_close_matches(name[:80], names, n=1, cutoff=0.5)
     hint = f" Did you mean '{nearest[0]}'?" if nearest else ""
+    name = name if len(name) <= 80 else f"{name[:80]}…"
     return UserError(f"Unknown {kind} '{name}'.{hint} Valid: {', '.join(names)}.")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,21 @@ import tomli_w
 
 from raceme.config.errors import UserError
 from raceme.config.options import Value
+from raceme.config.reading import ReadingError, parse_toml, read_text
 
 SET = "set"
 """The key that stands for any others, as the option ``--set`` does."""
 
 
-def read_toml(path: Path) -> dict[str, Value]:
+def read_toml(path: Path, pipe: bool = False) -> dict[str, Value]:
     """Read a configuration file into dotted keys.
+
+    Parameters
+    ----------
+    path : Path
+        The file.
+    pipe : bool
+        A pipe will do, too: ``--config <(command)``.
 
     Raises
     ------
@@ -26,10 +33,12 @@ def read_toml(path: Path) -> dict[str, Value]:
         The file is missing or is not TOML.
     """
     try:
-        tree = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"Cannot read the configuration file {path}: {error.strerror}.") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        text = read_text(path, pipe=pipe)
+    except ReadingError as error:
+        raise UserError(f"Cannot read the configuration file {path}: {error}.") from None
+    try:
+        tree = parse_toml(text)
+    except ReadingError as error:
         raise UserError(f"{path} is not valid TOML: {error}.") from None
     flat: dict[str, Value] = {}
     for name, value in tree.items():
@@ -64,10 +73,23 @@ def parse_assignment(text: str) -> tuple[str, Value]:
     if not equals or not name.strip():
         raise UserError(f"--set takes key=value, got '{text}'.")
     try:
-        value = tomllib.loads(f"value = {raw.strip()}")["value"]
-    except tomllib.TOMLDecodeError:
+        value = parse_toml(f"value = {raw.strip()}")["value"]
+    except ReadingError:
         value = raw.strip()
     return name.strip(), value
+
+
+def expanded(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Return keys with those that the key ``set`` holds as text in its place; they win.
+
+    Raises
+    ------
+    UserError
+        The text cannot be read.
+    """
+    given = dict(keys)
+    given.update(assignments(str(given.pop(SET, ""))))
+    return given
 
 
 def assignments(text: str) -> list[tuple[str, Value]]:

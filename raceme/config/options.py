@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import MISSING, Field, field, fields
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from raceme.config.errors import UserError, unknown_name
 
@@ -32,9 +32,36 @@ SECONDS = "s"
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
+_LARGEST = 2**63 - 1
+"""Whole numbers in TOML, in SQLite and in Flower's messages have 64 bits and a sign."""
 _TYPES = {"bool": "true|false", "int": "INTEGER", "float": "NUMBER", "str": "TEXT"}
 _UNITS = {SECONDS: "SECONDS", "px": "PIXELS"}
 """Units in words, as they stand in the help of a command."""
+
+
+class Key(NamedTuple):
+    """What is known of a key.
+
+    Attributes
+    ----------
+    default : Value
+        As a person writes it.
+    help : str
+        What it means.
+    type, unit : str
+        As shown to a person; the unit may be empty.
+    readers : Mapping[str, tuple[str, ...]]
+        The names of those who read it, by kind; empty for a key that every run has.
+    item : Field
+        The declaration.
+    """
+
+    default: Value
+    help: str
+    type: str
+    unit: str
+    readers: Mapping[str, tuple[str, ...]]
+    item: Field[Any]
 
 
 def option(
@@ -110,6 +137,11 @@ def declared(options_type: type[Any], prefix: str = "") -> dict[str, Field[Any]]
     return options
 
 
+def is_path(item: Field[Any]) -> bool:
+    """Return whether the value of an option is a path."""
+    return bool(item.metadata["path"])
+
+
 def written(value: Value | None) -> Value:
     """Return the value of an option as a person writes it."""
     return AUTO if value is None else value
@@ -138,7 +170,9 @@ def convert(name: str, value: Any, item: Field[Any]) -> Any:
     converted = _converted(value, wanted)
     if converted is None:
         described = {"bool": "true or false", "int": "a whole number", "float": "a number"}
-        raise UserError(f"{name} must be {described.get(wanted, 'text')}, got {value!r}.")
+        raise UserError(f"{name} must be {described.get(wanted, 'text')}, got {_shown(value)}.")
+    if isinstance(converted, str) and not _is_writable(converted):
+        raise UserError(f"{name} must be text that a file can hold, got {_shown(converted)}.")
     check_range(name, converted, item)
     return converted
 
@@ -156,6 +190,8 @@ def check_range(name: str, value: Any, item: Field[Any]) -> None:
         raise unknown_name(f"value of {name}", str(value), rules["among"])
     if value is None or isinstance(value, bool | str):
         return
+    if isinstance(value, int) and abs(value) > _LARGEST:
+        raise UserError(f"{name} must be a number of 64 bits, {_LARGEST} at most.")
     low, above, high, below = (rules.get(rule) for rule in ("low", "above", "high", "below"))
     if low is not None and value < low:
         raise UserError(f"{name} must be at least {low:g}, got {value:g}.")
@@ -228,6 +264,25 @@ def _whole_number(value: str | float) -> int | None:
         with suppress(ValueError):  # "1e3"
             value = float(value)
     return int(value) if isinstance(value, float) and value.is_integer() else None
+
+
+def _shown(value: Any) -> str:
+    """Return a value as an error shows it: not all of it if somebody made it long."""
+    try:
+        text = repr(value)
+    # A whole number of too many digits to be written.
+    except (ValueError, RecursionError):
+        return f"a {type(value).__name__}"
+    return text if len(text) <= 80 else f"{text[:80]}…"
+
+
+def _is_writable(text: str) -> bool:
+    """Return whether a text is in UTF-8, and none that a file's name cannot have."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return "\0" not in text
 
 
 def listed(names: tuple[str, ...]) -> str:

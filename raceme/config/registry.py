@@ -113,7 +113,9 @@ STRATEGIES = Registry(
         "feddrift-async": "raceme.strategies.feddrift_async:FedDriftAsync",
         "feddrift-eager": "raceme.strategies.feddrift:FedDriftEager",
         "fedgroup": "raceme.strategies.flexcfl:FedGroup",
+        "fedmedian": "raceme.strategies.robust_rounds:FedMedian",
         "fedprox": "raceme.strategies.flower_rounds:FedProx",
+        "fedtrimmedavg": "raceme.strategies.robust_rounds:FedTrimmedAvg",
         "fesem": "raceme.strategies.fesem:FeSEM",
         "cdfl": "raceme.strategies.cdfl:CDFL",
         "fedweit": "raceme.strategies.fedweit:FedWeIT",
@@ -127,6 +129,8 @@ STRATEGIES = Registry(
         "icfl-async": "raceme.strategies.icfl:ICFLAsync",
         "ifca": "raceme.strategies.ifca:IFCA",
         "ifca-async": "raceme.strategies.ifca:IFCAAsync",
+        "krum": "raceme.strategies.robust_rounds:Krum",
+        "multikrum": "raceme.strategies.robust_rounds:MultiKrum",
         "nog-fedavg": "raceme.strategies.csafl:NoGFedAvg",
         "r-fedavg": "raceme.strategies.csafl:RFedAvg",
         "ssgd": "raceme.strategies.ssgd:StableSGD",
@@ -198,6 +202,28 @@ DRIFTS = Registry(
     },
 )
 """How data change during a run."""
+
+PROTECTIONS = Registry(
+    "protection",
+    {
+        "none": "raceme.protection.guard:NoProtection",
+        "norm": "raceme.protection.guard:NormProtection",
+        "filter": "raceme.protection.guard:FilterProtection",
+    },
+)
+"""What stands between clients' updates and a method."""
+
+ATTACKS = Registry(
+    "attack",
+    {
+        "none": "raceme.protection.attacks:NoAttack",
+        "scale": "raceme.protection.attacks:Scale",
+        "sign-flip": "raceme.protection.attacks:SignFlip",
+        "label-flip": "raceme.protection.attacks:LabelFlip",
+        "noise": "raceme.protection.attacks:Noise",
+    },
+)
+"""What some simulated clients do to harm a run."""
 
 MODELS = Registry(
     "model",

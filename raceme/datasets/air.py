@@ -16,6 +16,7 @@ from raceme.config import RunConfig
 from raceme.config.errors import UserError
 from raceme.config.options import option
 from raceme.datasets import npz
+from raceme.datasets.archive import read_arrays
 from raceme.datasets.cache import Arrays, cached
 from raceme.datasets.source import Dataset, DataShape, Indices, Labels, Source, Target
 
@@ -145,8 +146,8 @@ def _read(paths: Sequence[Path]) -> Arrays:
 
 
 def _station(path: Path) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    with npz.explained(path, _EXPECTED), np.load(path, allow_pickle=False) as archive:
-        arrays = {name: archive[name] for name in ("x", "wind_dir") if name in archive.files}
+    with npz.explained(path, _EXPECTED):
+        arrays = read_arrays(path, ("x", "wind_dir"))
     x, wind = arrays.get("x"), arrays.get("wind_dir")
     if x is None or wind is None or x.dtype.kind != "f" or x.ndim != 2:
         raise UserError(f"{path} lacks x or wind_dir, or holds others. {_EXPECTED}.")

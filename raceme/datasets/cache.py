@@ -19,6 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from raceme.config.errors import UserError
+
 log = logging.getLogger("raceme")
 
 Arrays = Mapping[str, NDArray[Any]]
@@ -70,7 +72,10 @@ def cache_folder() -> Path:
 def _digest(files: Sequence[Path], settings: Sequence[object]) -> str:
     digest = hashlib.sha256(repr(list(settings)).encode())
     for file in files:
-        stat = os.stat(file)
+        try:
+            stat = os.stat(file)
+        except OSError as error:
+            raise UserError(f"Cannot read {file}: {error.strerror}.") from None
         # Not Path.resolve, which takes longer than all the rest for tens of thousands of files.
         path = os.path.abspath(file)
         digest.update(f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())

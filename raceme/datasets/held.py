@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raceme.config.errors import UserError
+from raceme.datasets.archive import read_arrays
 from raceme.datasets.dealt import Dealt
 from raceme.datasets.npz import checked_inputs, checked_labels, explained
 from raceme.datasets.source import DataShape, Indices, generator
@@ -193,8 +194,8 @@ def _check_shape(path: Path, file: Mapping[str, Held], shape: DataShape) -> None
 
 def _read(path: Path) -> dict[str, Held]:
     """Read and check one file: proxies, and tests and training samples if it has some."""
-    with explained(path, _EXPECTED), np.load(path, allow_pickle=False) as archive:
-        arrays = {name: archive[name] for name in archive.files}
+    with explained(path, _EXPECTED):
+        arrays = read_arrays(path, {f"{part}{end}" for part in "xy" for end in _SUFFIXES.values()})
     found: dict[str, Held] = {}
     for part, suffix in _SUFFIXES.items():
         names = f"x{suffix}", f"y{suffix}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +15,21 @@ from PIL import Image, UnidentifiedImageError
 from raceme.config import RunConfig
 from raceme.config.errors import UserError
 from raceme.config.options import option
+from raceme.config.reading import ReadingError, check_regular
+from raceme.config.room import check_room
 from raceme.datasets.cache import cached
 from raceme.datasets.source import Dataset, Indices, Source
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
 """Files with other endings are left out."""
 
+_MOST_PIXELS = 1 << 26
+"""Of one image: 8,192 by 8,192. A file of some kB can say that it has billions."""
+_UNREADABLE = (
+    *(OSError, ReadingError, UnidentifiedImageError, Image.DecompressionBombError),
+    *(ValueError, SyntaxError, EOFError, LookupError, OverflowError, MemoryError),
+)
+"""What Pillow raises for what is damaged, and no image."""
 _PARTS = ("train", "test")
 _EXPECTED = (
     "Expected: DIR/train/<class>/*.jpg and DIR/test/<class>/*.jpg, or DIR/<class>/*.jpg "
@@ -50,7 +60,7 @@ class Tree:
 class ImageFolderOptions:
     """What is done with the images."""
 
-    image_size: int = option(0, "height and width (0: as they are)", unit="px", low=0)
+    image_size: int = option(0, "height and width (0: as they are)", unit="px", low=0, high=8192)
 
 
 class ImageFolder(Source):
@@ -127,6 +137,7 @@ def _by_class(folder: Path) -> Mapping[str, Sequence[Path]]:
 
 def _decoded(files: Sequence[Path], size: int) -> NDArray[np.uint8]:
     first = _decode(files[0], size)
+    check_room(2 * len(files) * first.size, f"All {len(files)} images, each like {files[0]},")
     pixels = np.empty((len(files), 3, *first.shape[:2]), np.uint8)
     for index, file in enumerate(files):
         image = _decode(file, size)
@@ -142,10 +153,19 @@ def _decoded(files: Sequence[Path], size: int) -> NDArray[np.uint8]:
 def _decode(file: Path, size: int) -> NDArray[np.uint8]:
     """Return one image, shape (height, width, 3)."""
     try:
-        with Image.open(file) as image:
-            colours = image.convert("RGB")
-            if size and colours.size != (size, size):
-                colours = colours.resize((size, size), Image.Resampling.BILINEAR)
-            return np.asarray(colours, np.uint8)
-    except (OSError, UnidentifiedImageError, ValueError, SyntaxError) as error:
-        raise UserError(f"Cannot read the image {file}: {error}.") from None
+        check_regular(file)
+        with warnings.catch_warnings():
+            # The bound is ours: nothing is decoded before the size is known.
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            with Image.open(file) as image:
+                if image.width * image.height > _MOST_PIXELS:
+                    raise ReadingError(
+                        f"it has {image.width}x{image.height} pixels, more than {_MOST_PIXELS:,}"
+                    )
+                colours = image.convert("RGB")
+        if size and colours.size != (size, size):
+            colours = colours.resize((size, size), Image.Resampling.BILINEAR)
+        return np.asarray(colours, np.uint8)
+    except _UNREADABLE as error:
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        raise UserError(f"Cannot read the image {file}: {reason}.") from None

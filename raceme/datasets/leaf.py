@@ -6,7 +6,6 @@ What FEMNIST and every other task of LEAF have in common is here: the folders ``
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,10 +15,15 @@ from numpy.typing import NDArray
 
 from raceme.config import RunConfig
 from raceme.config.errors import UserError
+from raceme.config.reading import ReadingError, parse_json, read_text
+from raceme.config.room import free_bytes
 from raceme.datasets.cache import Arrays, cached
+from raceme.datasets.npz import MOST_CLASSES
 from raceme.datasets.npz_folder import standardised
 from raceme.datasets.source import Dataset, Indices, Source
 
+_PARSED = 8
+"""Bytes of memory that a byte of JSON takes when it is parsed, at least."""
 _FEWEST = 2
 """A user needs a sample to train with and one to test with."""
 _EXPECTED = (
@@ -186,11 +190,11 @@ class Leaf(Source):
 def _users(path: Path) -> Mapping[str, Any]:
     """Return the samples of each user in a file."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(read_text(path, free_bytes() // _PARSED))
         users = content["user_data"]
         if not isinstance(users, dict):
             raise TypeError
-    except (OSError, ValueError) as error:
+    except ReadingError as error:
         raise UserError(f"Cannot read {path} as JSON: {error}.") from None
     except (KeyError, TypeError):
         raise UserError(f"{path} has no 'user_data' by user, as LEAF's files have.") from None
@@ -199,6 +203,7 @@ def _users(path: Path) -> Mapping[str, Any]:
 
 def _samples(path: Path, name: str, told: Any) -> tuple[NDArray[Any], NDArray[Any]]:
     """Check the samples of one user: numbers, or texts, whose characters become their codes."""
+    labels: NDArray[Any]
     try:
         x, y = told["x"], told["y"]
         if x and all(isinstance(text, str) for text in (*x, *y)):
@@ -208,11 +213,18 @@ def _samples(path: Path, name: str, told: Any) -> tuple[NDArray[Any], NDArray[An
             inputs, labels = np.asarray(x, np.float32), np.asarray(y)
             if not len(labels):
                 return inputs, np.empty(0, np.int64)
-            if not np.isfinite(inputs).all() or np.any(labels != labels.astype(np.int64)):
+            # What is no whole number, or too large for one, is told by its not coming back.
+            with np.errstate(invalid="ignore"):
+                whole = labels.astype(np.int64)
+            if not np.isfinite(inputs).all() or np.any(labels != whole):
                 raise ValueError
-            labels = labels.astype(np.int64)
-    except (KeyError, TypeError, ValueError):
-        raise UserError(f"{path}, user '{name}': {_EXPECTED}.") from None
+            labels = whole
+    except (KeyError, TypeError, ValueError, OverflowError):
+        raise UserError(f"{path}, user '{name[:80]}': {_EXPECTED}.") from None
+    if labels.dtype == np.int64 and labels.max() >= MOST_CLASSES:
+        raise UserError(
+            f"{path}, user '{name[:80]}': y must be below {MOST_CLASSES:,}, got {labels.max()}."
+        )
     if inputs.ndim < 2 or labels.shape != (len(inputs),) or np.any(labels < 0):
         raise UserError(f"{path}, user '{name}': {_EXPECTED}.")
     return inputs, labels

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,11 +15,15 @@ from numpy.typing import NDArray
 from raceme.config import RunConfig
 from raceme.config.errors import UserError
 from raceme.config.options import option
+from raceme.config.reading import ReadingError
+from raceme.datasets.archive import read_arrays
 from raceme.datasets.source import Dataset, DataShape, Indices, Source
 
 CLIENT = "{client}"
 """Stands for the number of a client in ``data-file``."""
 
+MOST_CLASSES = 100_000
+"""A model has an output for each: more than that are a mistake, as a rule of the labels' type."""
 _NEEDED = ("x_train", "y_train", "x_test", "y_test")
 _EXPECTED = (
     "Expected: x_train and x_test, numbers of shape (samples, ...), y_train and y_test, whole "
@@ -131,12 +134,7 @@ def read(path: Path) -> _File:
         The file or an array in it is missing or not what it should be; names both.
     """
     with explained(path):
-        # Never allow_pickle: unpickling a file runs whatever code its author put there.
-        archive = np.load(path, allow_pickle=False)
-        if not isinstance(archive, np.lib.npyio.NpzFile):
-            raise UserError(f"{path} holds a single array, not an .npz archive. {_EXPECTED}.")
-        with archive:
-            arrays = {name: archive[name] for name in (*_NEEDED, "num_classes") if name in archive}
+        arrays = read_arrays(path, (*_NEEDED, "num_classes"))
     missing = [name for name in _NEEDED if name not in arrays]
     if missing:
         raise UserError(f"{path} lacks {', '.join(missing)}. {_EXPECTED}.")
@@ -170,8 +168,9 @@ def explained(path: Path, expected: str = _EXPECTED) -> Iterator[None]:
         yield
     except FileNotFoundError:
         raise UserError(f"There is no data file {path}. {expected}.") from None
-    except (OSError, EOFError, ValueError, BadZipFile) as error:
-        raise UserError(f"Cannot read {path} as .npz: {error}. {expected}.") from None
+    except (OSError, ReadingError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"Cannot read {path} as .npz: {reason}. {expected}.") from None
 
 
 def files_in(data_root: str, folders: Iterable[str], pattern: str = "*.npz") -> list[Path]:
@@ -193,8 +192,8 @@ def labelled(
     UserError
         It is not what is expected, which it says.
     """
-    with explained(path, expected), np.load(path, allow_pickle=False) as archive:
-        arrays = {name: archive[name] for name in ("x", "y") if name in archive.files}
+    with explained(path, expected):
+        arrays = read_arrays(path, ("x", "y"))
     if len(arrays) < 2:
         raise UserError(f"{path} lacks x or y. {expected}.")
     x = arrays["x"]
@@ -239,20 +238,24 @@ def checked_labels(
             f"{path}: {name} must hold whole numbers, shape ({samples},), one for each sample; "
             f"got {values.dtype} of shape {values.shape}."
         )
-    labels = values.astype(np.int64)
-    if labels.min() < 0:
-        raise UserError(f"{path}: {name} must hold labels from 0 on; got {labels.min()}.")
-    return labels
+    lowest, highest = int(values.min()), int(values.max())
+    if lowest < 0 or highest >= MOST_CLASSES:
+        raise UserError(
+            f"{path}: {name} must hold labels from 0 on, below {MOST_CLASSES:,}; got "
+            f"{lowest if lowest < 0 else highest}."
+        )
+    return values.astype(np.int64)
 
 
 def num_classes_of(path: Path, values: NDArray[np.generic] | None, found: int) -> int:
     """Return the stated number of classes, or else the one found in the labels."""
     if values is None:
         return found
-    if values.dtype.kind not in "iu" or values.size != 1 or int(values.item()) < found:
+    fits = values.dtype.kind in "iu" and values.size == 1
+    if not fits or not found <= int(values.item()) <= MOST_CLASSES:
         raise UserError(
-            f"{path}: num_classes must be one whole number, at least {found} for its labels; "
-            f"got {values.tolist()}."
+            f"{path}: num_classes must be one whole number, at least {found} for its labels and at "
+            f"most {MOST_CLASSES:,}; got {str(values.tolist())[:60]}."
         )
     return int(values.item())
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from raceme.config import RunConfig
 from raceme.config.errors import UserError
 from raceme.datasets import npz
+from raceme.datasets.archive import read_arrays
 from raceme.datasets.cache import Arrays, cached
 from raceme.datasets.source import Dataset, Indices, Source
 from raceme.datasets.suited import SPECTRUM
@@ -165,7 +166,12 @@ def _read(paths: Sequence[Path]) -> Arrays:
     tokens = 0
     if x.dtype.kind in "iu" and x.ndim == _TEXT and x.min() >= 0:
         # Of next-token tasks the labels are of the same vocabulary.
-        tokens = int(max(x.max() + 1, num_classes))
+        tokens = int(max(int(x.max()) + 1, num_classes))
+        if tokens > npz.MOST_CLASSES:
+            raise UserError(
+                f"The files in {paths[0].parent} hold x up to {tokens - 1}; of text, which whole "
+                f"numbers are taken for, it must be below {npz.MOST_CLASSES:,}."
+            )
     elif x.dtype == np.uint8 and x.ndim in _IMAGES:
         x = x[:, np.newaxis] if x.ndim == _IMAGES[0] else x
     elif x.dtype.kind in "iu":
@@ -186,15 +192,11 @@ def _read(paths: Sequence[Path]) -> Arrays:
 def _part(path: Path) -> _Part:
     """Read and check one file."""
     with npz.explained(path, _EXPECTED):
-        archive = np.load(path, allow_pickle=False)
-        names = set(getattr(archive, "files", ()))
-        wanted = ("x", "y") if "x" in names else _FOUR
-        missing = [name for name in wanted if name not in names]
-        if missing:
-            raise UserError(f"{path} lacks {', '.join(missing)}. {_EXPECTED}.")
-        known = (*wanted, "heldout", "group", "num_classes")
-        with archive:
-            arrays = {name: archive[name] for name in known if name in names}
+        arrays = read_arrays(path, ("x", "y", *_FOUR, "heldout", "group", "num_classes"))
+    wanted = ("x", "y") if "x" in arrays else _FOUR
+    missing = [name for name in wanted if name not in arrays]
+    if missing:
+        raise UserError(f"{path} lacks {', '.join(missing)}. {_EXPECTED}.")
     if wanted == _FOUR:
         sizes = [len(arrays[name]) for name in ("x_train", "x_test")]
         checked = npz.read(path)

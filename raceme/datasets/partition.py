@@ -185,6 +185,8 @@ def parse_groups(text: str) -> Shares:
     expected = "groups must be positive shares that sum to 1 or a number, e.g. 0.2,0.2,0.3,0.3 or 4"
     if text.strip().isdecimal() and 1 <= int(text) <= _MOST_GROUPS:
         return np.full(int(text), 1.0 / int(text))
+    if text.count(",") >= _MOST_GROUPS:
+        raise UserError(f"{expected}; got more than {_MOST_GROUPS:,}.")
     try:
         shares = np.array([float(part) for part in text.split(",")])
     except ValueError:

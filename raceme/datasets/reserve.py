@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from raceme.config.errors import UserError
+from raceme.config.reading import absolute
 from raceme.datasets.source import Indices
 
 
@@ -58,7 +59,7 @@ def with_whole_path(text: str) -> str:
     folder = folder_of(text)
     if folder is None:
         return text
-    found = folder.expanduser().resolve()
+    found = absolute(folder)
     if not found.is_dir():
         raise UserError(
             f"proxy: there is no folder {found} on this machine. With flwr run it is the SuperLink "

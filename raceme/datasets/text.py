@@ -13,6 +13,7 @@ from raceme.config import RunConfig
 from raceme.config.errors import UserError
 from raceme.config.options import option
 from raceme.datasets import npz
+from raceme.datasets.archive import read_arrays
 from raceme.datasets.cache import Arrays, cached
 from raceme.datasets.source import Dataset, Indices, Source
 
@@ -111,12 +112,11 @@ def _starts(length: int, test_fraction: float, options: TextOptions) -> tuple[In
 def _read(path: Path) -> Arrays:
     """Read the text; its characters are numbered from 0 in the order of their codes."""
     with npz.explained(path, _EXPECTED):
-        archive = np.load(path, allow_pickle=False)
-        missing = {"text", "offset"} - set(getattr(archive, "files", ()))
-        if missing:
-            raise UserError(f"{path} lacks {', '.join(sorted(missing))}. {_EXPECTED}.")
-        with archive:
-            text, offset = archive["text"], archive["offset"]
+        arrays = read_arrays(path, ("text", "offset"))
+    missing = {"text", "offset"} - arrays.keys()
+    if missing:
+        raise UserError(f"{path} lacks {', '.join(sorted(missing))}. {_EXPECTED}.")
+    text, offset = arrays["text"], arrays["offset"]
     if not _fit(text, offset):
         raise UserError(
             f"{path} does not fit together: text is {text.dtype} of shape {text.shape}, offset "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,9 +15,7 @@ from raceme import __version__
 from raceme.compat import INVALID_APP, LOAD_APP_EXCEPTION, fleet
 from raceme.compat.fleet import Run
 from raceme.config import Value
-from raceme.config.errors import UserError
-
-_OWN = "raceme/raceme"
+from raceme.deployment.trust import OWN_APP, Trust, UntrustedError
 
 
 class RefusedAppError(Exception):
@@ -58,18 +56,14 @@ class Apps:
 
     Parameters
     ----------
-    trusted : Sequence[str]
-        The apps that may run, as publisher/name; empty allows all.
+    trust : Trust, optional
+        Which apps, and what of them, the device's owner allows; by default everything.
+    node : Mapping, optional
+        What the owner tells the apps.
     """
 
-    def __init__(self, trusted: Sequence[str] = ()) -> None:
-        for name in trusted:
-            if name.count("/") != 1:
-                raise UserError(
-                    f"'{name}' is not an app: expected PUBLISHER/NAME, for example "
-                    f"--trusted-app {_OWN}"
-                )
-        self._trusted = frozenset(trusted)
+    def __init__(self, trust: Trust | None = None, node: Mapping[str, Value] | None = None) -> None:
+        self._trust, self._node = trust or Trust(), dict(node or {})
         self._runs: dict[int, LoadedRun] = {}
         self._foreign: tuple[str, ClientApp] | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -97,13 +91,27 @@ class Apps:
             run = describe(run_id)
             bundle = fetch(run)
             name, version, reference = _checked(bundle, run)
-            if self._trusted and name not in self._trusted:
-                raise RefusedAppError(INVALID_APP, f"the app {name} is not trusted on this device")
+            config = self._checked_config(name, bundle, run)
             app = self._load(name, version, reference, bundle, run.fab_hash)
             if len(self._runs) >= 8:
                 del self._runs[next(iter(self._runs))]
-            self._runs[run_id] = LoadedRun(app, fleet.run_config(bundle, run), run.series_id)
+            self._runs[run_id] = LoadedRun(app, config, run.series_id)
         return self._runs[run_id]
+
+    def _checked_config(self, name: str, bundle: bytes, run: Run) -> dict[str, Value]:
+        """Return the configuration of a run that the device's owner allows."""
+        try:
+            self._trust.check_app(name)
+            config = fleet.run_config(bundle, run)
+            if name == OWN_APP:
+                self._trust.check_run(config, self._node)
+        except UntrustedError as error:
+            raise RefusedAppError(INVALID_APP, str(error)) from None
+        # A server may write anything into it.
+        except Exception as error:
+            reason = f"the run's configuration cannot be read: {type(error).__name__}: {error}"
+            raise RefusedAppError(INVALID_APP, reason) from error
+        return config
 
     def close(self) -> None:
         """Remove what was unpacked."""
@@ -112,7 +120,7 @@ class Apps:
     def _load(
         self, name: str, version: str, reference: str, bundle: bytes, digest: str
     ) -> ClientApp:
-        if name == _OWN:
+        if name == OWN_APP:
             return _own_app(version)
         if self._foreign is None or self._foreign[0] != digest:
             self._forget_foreign()

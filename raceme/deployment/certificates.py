@@ -1,7 +1,7 @@
 """Certificates and keys: an authority, the server's certificate, a key pair per device.
 
 The server proves who it is with a certificate (TLS); a device signs its calls with its own key,
-whose public half is registered with the SuperLink (`flwr supernode register`).
+whose public half the server has (a stock SuperLink: by `flwr supernode register`).
 """
 
 from __future__ import annotations
@@ -29,10 +29,17 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from raceme.config.errors import UserError
 
+DEVICE_KEYS = "device-keys"
+"""The file with the ids and the public keys of all devices."""
 _AUTHORITY_DAYS = 3650
 _LOCAL = ("localhost", "127.0.0.1")
 """Names under which a SuperLink's own processes, and `flwr` on the same host, reach it."""
 _DEVICE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_LABEL = r"(?!-)[A-Za-z0-9_-]{1,63}(?<!-)"
+_HOST_NAME = re.compile(rf"(\*\.{_LABEL}\.)?({_LABEL}\.)*(?!\d+$){_LABEL}")
+"""Names of hosts, as DNS and Docker give them, or all those of a domain; no numbers with dots."""
+_LONGEST_NAME = 253
+_LARGEST_KEY = 65536
 
 
 def make_certificates(
@@ -41,7 +48,8 @@ def make_certificates(
     """Write what is missing of the authority, the server's certificate and the devices' keys.
 
     ``ca.crt`` goes to every device, ``ca.key`` nowhere; ``server.crt`` and ``server.key`` to the
-    server; ``devices/ID`` to one device, ``devices/ID.pub`` is registered with the SuperLink.
+    server; ``devices/ID`` to one device, ``devices/ID.pub`` is registered with the SuperLink. Every
+    device has a line in ``device-keys``, by which a run binds its id to its key.
 
     Parameters
     ----------
@@ -65,6 +73,8 @@ def make_certificates(
         Something would be overwritten, or a name cannot be used.
     """
     _check_names(hosts, devices)
+    if not 1 <= days <= _AUTHORITY_DAYS:
+        raise UserError(f"--days must be 1 to {_AUTHORITY_DAYS}, as the authority is, got {days}.")
     server, authority = folder / "server.crt", folder / "ca.crt"
     keys = [folder / "devices" / device for device in devices]
     existing = [path for path in keys if path.exists() or _public(path).exists()]
@@ -83,26 +93,29 @@ def make_certificates(
         written = _make_server(folder, hosts, days)
     for path in keys:
         written += _make_device(path)
+    if keys:
+        written.append(_list_keys(folder / DEVICE_KEYS, keys))
     return written
 
 
 def read_device_key(
-    data: bytes, path: Path
+    path: Path, allow_open: bool = False
 ) -> tuple[ec.EllipticCurvePrivateKey, ec.EllipticCurvePublicKey]:
     """Read a device's private key.
 
     Parameters
     ----------
-    data : bytes
-        The file's content.
     path : Path
-        The file, for the error.
+        The file.
+    allow_open : bool
+        Take it although other users can read it.
 
     Raises
     ------
     UserError
-        It is not an elliptic-curve key in OpenSSH format.
+        It cannot be read, or by too many; or it is not an elliptic-curve key in OpenSSH format.
     """
+    data, is_open = _read_private(path.expanduser())
     try:
         key = load_ssh_private_key(data, password=None)
     except (ValueError, TypeError, UnsupportedAlgorithm):
@@ -112,16 +125,40 @@ def read_device_key(
             f"'{path}' is not a device's private key: expected an elliptic-curve key in OpenSSH "
             "format, as `raceme certs` and `ssh-keygen -t ecdsa -b 384` make it."
         )
+    if is_open and not allow_open:
+        raise UserError(
+            f"The key '{path}' can be read by other users, who can pass for this device with it: "
+            f"chmod 600 '{path}' (--allow-open-key takes it as it is)."
+        )
     return key, key.public_key()
+
+
+def _read_private(path: Path) -> tuple[bytes, bool]:
+    """Return what a file with a private key holds, and whether others than its owner can read it.
+
+    Group members may, if the file is another user's, such as root's: he has chosen the group.
+    """
+    try:
+        with path.open("rb") as file:
+            found, data = os.fstat(file.fileno()), file.read(_LARGEST_KEY)
+    except OSError as error:
+        raise UserError(f"The key '{path}' cannot be read: {error.strerror}.") from None
+    if os.name != "posix":
+        # The mode says nothing of who can read a file.
+        return data, False
+    mine = found.st_uid == os.geteuid()
+    return data, bool(found.st_mode & (0o077 if mine else 0o007))
 
 
 def _check_names(hosts: Sequence[str], devices: Sequence[str]) -> None:
     if not hosts:
         raise UserError("Say under which name devices reach the server: --host NAME_OR_ADDRESS.")
+    for host in hosts:
+        _subject_name(host)
     for device in devices:
         if not _DEVICE_ID.fullmatch(device):
             raise UserError(
-                f"'{device}' cannot be a device id here: use letters, digits, '.', '_' and '-'."
+                f"{device!r} cannot be a device id here: use letters, digits, '.', '_' and '-'."
             )
     if len(set(devices)) != len(devices):
         raise UserError("A device is named twice: each needs an id of its own.")
@@ -129,8 +166,14 @@ def _check_names(hosts: Sequence[str], devices: Sequence[str]) -> None:
 
 def _check_hosts(certificate: Path, hosts: Sequence[str]) -> None:
     """Refuse hosts that an existing server certificate does not cover."""
-    loaded = x509.load_pem_x509_certificate(certificate.read_bytes())
-    names = loaded.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    try:
+        loaded = x509.load_pem_x509_certificate(certificate.read_bytes())
+        names = loaded.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except (OSError, ValueError, x509.ExtensionNotFound):
+        raise UserError(
+            f"'{certificate}' is not a certificate of a server: remove server.crt and server.key "
+            "to have new ones made."
+        ) from None
     missing = [host for host in hosts if _subject_name(host) not in names]
     if missing:
         raise UserError(
@@ -186,6 +229,23 @@ def _make_device(path: Path) -> list[Path]:
         _write_private(path, private),
         _write_public(_public(path), public + b" " + path.name.encode() + b"\n"),
     ]
+
+
+def _list_keys(path: Path, added: Sequence[Path]) -> Path:
+    """Add devices to the list of ids and keys; all that there are, if there is none."""
+    former = path.is_file()
+    keys = [_public(key) for key in added] if former else sorted(added[0].parent.glob("*.pub"))
+    lines = b"".join(key.read_bytes().rstrip(b"\n") + b"\n" for key in keys)
+    if not former:
+        return _write_public(path, lines)
+    try:
+        # An editor may have left the last line without an end.
+        ended = path.read_bytes().endswith(b"\n") or not path.stat().st_size
+        with path.open("ab") as file:
+            file.write(lines if ended else b"\n" + lines)
+    except OSError as error:
+        raise UserError(f"'{path}' cannot be written: {error.strerror}.") from None
+    return path
 
 
 def _public(path: Path) -> Path:
@@ -260,14 +320,21 @@ def _name(common_name: str) -> x509.Name:
 
 
 def _subject_name(host: str) -> x509.GeneralName:
+    """Return a host's name or address as a certificate states it."""
     try:
-        return x509.IPAddress(ipaddress.ip_address(host))
+        address = ipaddress.ip_address(host)
     except ValueError:
-        pass
-    try:
+        address = None
+    if address is not None and "%" not in host:
+        if not address.is_unspecified:
+            return x509.IPAddress(address)
+    elif _HOST_NAME.fullmatch(host) and len(host) <= _LONGEST_NAME:
         return x509.DNSName(host)
-    except ValueError:
-        raise UserError(f"'{host}' is neither a host name nor an address.") from None
+    # What is no name may hold anything: it is shown as Python writes it.
+    raise UserError(
+        f"--host {host!r} is neither a host name nor an address under which devices could reach "
+        "the server: give one without a port, for example server.example.org or 192.0.2.7."
+    )
 
 
 def _private_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
@@ -284,11 +351,13 @@ def _write_public(path: Path, data: bytes) -> Path:
 
 def _write_new(path: Path, data: bytes, mode: int) -> Path:
     """Write a file that does not exist yet; nobody else can read a private one at any time."""
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
     except FileExistsError:
         raise UserError(f"'{path}' exists already and is not overwritten.") from None
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(data)
+    except OSError as error:
+        raise UserError(f"'{path}' cannot be written: {error.strerror}.") from None
     return path

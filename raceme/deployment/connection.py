@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +17,8 @@ from raceme.compat.fleet import Endpoint, Keys, Run
 from raceme.config.errors import UserError
 from raceme.deployment.polling import Pause
 from raceme.deployment.stopping import StopSignal
+from raceme.deployment.tls import passing_trouble
+from raceme.protocol.stated import printable
 
 log = logging.getLogger("raceme.device")
 
@@ -61,17 +65,27 @@ class Link:
         self._connection = connection
         self._calls = calls
 
-    def receive(self) -> tuple[Message, Callable[[], Message]] | None:
+    @property
+    def waited(self) -> bool:
+        """Whether the server lets devices wait for work: then it may be asked again at once."""
+        return self._connection.waited
+
+    def receive(self, patience: float = 0.0) -> tuple[Message, Callable[[], Message]] | None:
         """Return the next message without its content, and a function that fetches it whole.
+
+        Parameters
+        ----------
+        patience : float
+            Seconds to wait for it, if the server can let a device wait.
 
         Raises
         ------
         RejoinError
             A message may have been lost on its way: only a new start makes that known.
         """
-        received = self._connection.receive()
+        received = self._connection.receive(patience)
         doubtful, self._calls.pull_failed = self._calls.pull_failed, False
-        if received is None and doubtful:
+        if received is None and doubtful and not self._connection.hands_out_again:
             raise RejoinError("the network failed while it asked for work")
         return received
 
@@ -132,10 +146,10 @@ class PatientCalls:
             except grpc.RpcError as error:
                 if leaving:
                     raise
-                self._judge(error, tries)
+                reason = self._judge(error, tries)
                 arrived |= not _never_sent(error)
                 self.pull_failed |= pull and arrived
-                self._wait(pause.next(), error, tries)
+                self._wait(pause.next(), reason, tries)
             else:
                 if tries > 1:
                     log.info("%s can be reached again", self._address)
@@ -146,26 +160,43 @@ class PatientCalls:
                 self.answered()
                 return result
 
-    def _judge(self, error: grpc.RpcError, tries: int) -> None:
-        """Return if a call is worth another try; else raise what that means."""
+    def wait_for(self, call: grpc.Future) -> bool:
+        """Wait for the end of a call; return whether it has come, not a reason to stop."""
+        reader, writer = os.pipe()
+        try:
+            done = threading.Event()
+
+            def tell(_call: grpc.Future) -> None:
+                os.write(writer, b"!")
+                done.set()
+
+            call.add_done_callback(tell)
+            stopped = self._stop.wait_or(reader)
+            if stopped:
+                call.cancel()
+            # Not before the callback has run is the pipe nobody's.
+            done.wait()
+            return not stopped
+        finally:
+            os.close(reader)
+            os.close(writer)
+
+    def _judge(self, error: grpc.RpcError, tries: int) -> str:
+        """Return what failed if a call is worth another try; else raise what that means."""
         code, text = error.code(), fleet.error_text(error)
-        if "handshake failed" in text.lower() or "certificate_verify_failed" in text.lower():
-            raise UserError(
-                f"{self._address} is not the SuperLink that it should be, or speaks no TLS: "
-                "its certificate does not come from the authority in --root-certificates (without "
-                "that option: from a public one), or does not name this host. "
-                f"({_one_line(text)})"
-            )
+        trouble = passing_trouble(text, self._address)
+        if trouble is not None:
+            return trouble
         if code is _Code.PERMISSION_DENIED:
             raise RunOverError(text)
         if code is _Code.UNAUTHENTICATED:
-            self._unauthenticated(text)
-            return
+            return self._unauthenticated(text)
         if code is _Code.FAILED_PRECONDITION:
             if "must be registered" in text:
                 raise UserError(
                     f"{self._address} takes only devices with a registered key: pass --key FILE, "
-                    "and register its public key with 'flwr supernode register'."
+                    "and give the server its public key (of a stock SuperLink: "
+                    "'flwr supernode register')."
                 )
             if "activate" in text:
                 raise NotAcceptedError(text)
@@ -176,24 +207,26 @@ class PatientCalls:
                 "--fleet-api-type grpc-rere, and give its --fleet-api-address."
             )
         if code in _PASSING or (code in _PUZZLING and tries < _PUZZLING_TRIES):
-            return
+            return self._unreachable(text)
         raise RejoinError(f"{code.name}: {_one_line(text)}")
 
-    def _unauthenticated(self, text: str) -> None:
+    def _unauthenticated(self, text: str) -> str:
         if "timestamp" in text.lower():
             # Boards without a battery start with a wrong clock, until they hear from a time server.
-            log.warning("%s does not accept this device's clock: set the time", self._address)
-        elif "node id" in text.lower():
+            return f"{self._address} does not accept this device's clock: set the time"
+        if "node id" in text.lower():
             raise RejoinError(f"{self._address} does not know this node any more")
-        else:
-            raise UserError(f"{self._address} refuses this device's key: {_one_line(text)}")
+        raise UserError(f"{self._address} refuses this device's key: {_one_line(text)}")
 
-    def _wait(self, seconds: float, error: grpc.RpcError, tries: int) -> None:
+    def _unreachable(self, text: str) -> str:
+        reason = _one_line(text)
+        if self._endpoint.insecure and not self._answered and "Socket closed" in reason:
+            reason += "; perhaps it wants TLS: then leave out --insecure"
+        return f"{self._address} cannot be reached, trying again: {reason}"
+
+    def _wait(self, seconds: float, reason: str, tries: int) -> None:
         if tries == 1:
-            reason = _one_line(fleet.error_text(error))
-            if self._endpoint.insecure and not self._answered and "Socket closed" in reason:
-                reason += "; perhaps it wants TLS: then leave out --insecure"
-            log.warning("%s cannot be reached, trying again: %s", self._address, reason)
+            log.warning("%s", reason)
         if self._stop.wait(seconds):
             raise StoppedError
 
@@ -234,4 +267,4 @@ def _never_sent(error: grpc.RpcError) -> bool:
 
 
 def _one_line(text: str) -> str:
-    return " ".join(text.split())[:200]
+    return printable(" ".join(text[:1000].split()), 200)

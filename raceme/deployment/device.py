@@ -15,8 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
+from raceme.checkpoints import heeds_hang_up
 from raceme.compat import fleet
 from raceme.compat.fleet import Endpoint, Keys
+from raceme.compat.known_key import knows_key
+from raceme.compat.patience import LONGEST_WAIT
 from raceme.config import Value
 from raceme.deployment.apps import Apps
 from raceme.deployment.connection import (
@@ -33,6 +36,7 @@ from raceme.deployment.memory import limit_memory
 from raceme.deployment.polling import Pause
 from raceme.deployment.stopping import StopSignal
 from raceme.deployment.tasks import Interrupter, Tasks
+from raceme.deployment.trust import Trust
 
 log = logging.getLogger("raceme.device")
 
@@ -44,6 +48,11 @@ _ABSENCE_SECONDS = 12.0
 _LINGER_SECONDS = 3.5
 """Time online after a reply. A SuperLink throws the replies of a node away as soon as it is
 offline, and Flower's own strategies look for them every 3 s."""
+_WHY_NOT = {
+    False: "this key is not registered with the SuperLink (flwr supernode register)",
+    True: "an earlier process of this device, or another one with its key, counts as online",
+}
+"""Why a SuperLink does not let a node go online, by whether it knows its key."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +67,8 @@ class DeviceOptions:
         The registered key pair; without one the device registers a key of its own making.
     node_config : Mapping
         What its ClientApp is told about the device, ``device-id`` among it.
-    trusted_apps : tuple[str, ...]
-        The apps that may run, as publisher/name; empty allows all.
+    trust : Trust
+        Which apps may run, and what of them; by default all.
     memory_limit : int or None
         MiB of data that the process may hold.
     grace : float
@@ -73,7 +82,7 @@ class DeviceOptions:
     endpoint: Endpoint
     keys: Keys | None = None
     node_config: Mapping[str, Value] = field(default_factory=dict)
-    trusted_apps: tuple[str, ...] = ()
+    trust: Trust = field(default_factory=Trust)
     memory_limit: int | None = None
     grace: float = 5.0
     health_file: Path | None = None
@@ -81,17 +90,17 @@ class DeviceOptions:
 
 
 def run_device(options: DeviceOptions) -> None:
-    """Answer messages until SIGTERM or SIGINT.
+    """Answer messages until SIGTERM, SIGINT or, unless it is ignored, SIGHUP.
 
     The task in work is then finished, or returned with an error reply, and the node goes offline;
-    a second signal hurries both.
+    a second SIGTERM or SIGINT hurries both.
 
     Raises
     ------
     UserError
         The SuperLink will never take this device, or an option cannot be met.
     """
-    apps = Apps(options.trusted_apps)
+    apps = Apps(options.trust, options.node_config)
     if options.memory_limit is not None:
         # Torch is the largest part of what the process holds: it counts from the start.
         import raceme.client_app  # noqa: F401
@@ -102,11 +111,15 @@ def run_device(options: DeviceOptions) -> None:
 
     def on_signal(number: int, _frame: FrameType | None) -> None:
         if stop.is_set():
+            # A terminal that is closed may send its signal several times.
+            if number == signal.SIGHUP:
+                return
             hurry.set()
         stop.set()
         interrupter.stop()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    numbers = [signal.SIGTERM, signal.SIGINT, *([signal.SIGHUP] if heeds_hang_up() else [])]
+    for number in numbers:
         signal.signal(number, on_signal)
     with closing(apps):
         invitations = Invitations(options.when)
@@ -137,13 +150,10 @@ def _stay_online(options: DeviceOptions, tasks: Tasks, stop: StopSignal, hurry: 
                 log.info("stopping")
                 hurry.wait(tasks.answered_at + _LINGER_SECONDS - time.monotonic())
         except NotAcceptedError:
-            absent = True
+            # A node that has only just been registered was never there: nobody has to miss it.
+            absent = knows_key(options.endpoint, keys) is not False
             seconds = pause.next()
-            log.warning(
-                "not accepted: this key is not registered with the SuperLink, or an earlier "
-                "process with it still counts as online; next try in %.0f s",
-                seconds,
-            )
+            log.warning("not accepted: %s; next try in %.0f s", _WHY_NOT[absent], seconds)
             stop.wait(seconds)
         except RejoinError as error:
             log.warning("joining again: %s", error)
@@ -158,16 +168,19 @@ def _stay_online(options: DeviceOptions, tasks: Tasks, stop: StopSignal, hurry: 
 def _serve(link: Link, tasks: Tasks, stop: StopSignal) -> None:
     """Ask for work, often after a reply and less and less often while there is none.
 
-    Invitations that are held are accepted meanwhile, when the device wishes.
+    A server that lets devices wait for work is asked again at once. Invitations that are held are
+    accepted meanwhile, when the device wishes.
     """
     pause = Pause(_SHORTEST_PAUSE, _LONGEST_PAUSE)
     while not stop.is_set():
         try:
-            received = link.receive()
+            received = link.receive(min(LONGEST_WAIT, tasks.invitations.next_in()))
             if received is not None:
                 tasks.answer(link, *received)
             if tasks.follow_wish(link) or received is not None:
                 pause.reset()
+                continue
+            if link.waited:
                 continue
         except RunOverError as error:
             log.info("the run is over; its message is dropped (%s)", error)

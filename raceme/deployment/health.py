@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from raceme.config.errors import UserError
@@ -30,6 +31,9 @@ class HealthFile:
         self._path = path
         self._touched_at = float("-inf")
         try:
+            # It is removed and made again: a device would be gone.
+            if path.exists() and not path.is_file():
+                raise UserError(f"The health file '{path}' is no regular file.")
             path.unlink(missing_ok=True)
             path.touch()
             path.unlink()
@@ -43,4 +47,6 @@ class HealthFile:
         now = time.monotonic()
         if now - self._touched_at >= _INTERVAL_SECONDS:
             self._touched_at = now
-            self._path.touch()
+            # A disk that is full, or a folder that is gone, is no reason to stop training.
+            with suppress(OSError):
+                self._path.touch()

@@ -27,6 +27,12 @@ class StopSignal:
         """Return whether it is time to stop."""
         return self._is_set
 
+    def wait_or(self, file: int) -> bool:
+        """Wait for it, or until there is something to read; return whether it is time to stop."""
+        if not self._is_set:
+            select.select([self._reader, file], [], [])
+        return self._is_set
+
     def wait(self, seconds: float) -> bool:
         """Wait for it, at most this long; return whether it is time to stop."""
         if not self._is_set and seconds > 0:

@@ -27,7 +27,10 @@ import tomli_w
 import raceme
 from raceme.config import RunConfig, Value
 from raceme.config.errors import UserError
+from raceme.config.reading import absolute
 from raceme.deployment.shaping import CpuShare, Place, Shape, check, places, shapes_of
+from raceme.records.folder import check_new
+from raceme.reporting.artefacts import missing_line
 
 _START_SECONDS = 60.0
 _GRACE_SECONDS = 15.0
@@ -38,6 +41,8 @@ _NOISE = "[uvicorn.access]"
 """Marks the lines that the SuperLink prints for each of its requests, a dozen per update."""
 _GREETED = "query: done"
 """What a device says when it has answered a greeting."""
+_LEFT = ("run.sqlite", "clusters", "accuracy.png", "clusters.png", "devices.png", "similarity.png")
+"""What every run leaves beside its summary."""
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 Show = Callable[[str, str], None]
@@ -192,12 +197,16 @@ def prepare(keys: Mapping[str, Value]) -> RunConfig:
     from raceme import datasets, experiment
 
     config = experiment.resolve(RunConfig.from_mapping(keys))
+    if config.device_keys:
+        raise UserError("The devices of `raceme up` make keys of their own: leave device-keys out.")
     datasets.all_clients(config)
     experiment.build_strategy(config)
     if config.resume:
         return config.with_values(out=config.resume)
     if config.out:
-        return config.with_values(out=str(Path(config.out).expanduser().resolve()))
+        out = absolute(config.out)
+        check_new(out)
+        return config.with_values(out=str(out))
     stamp = time.strftime("%Y%m%d-%H%M%S")
     return config.with_values(
         out=str(Path("runs").resolve() / f"{stamp}-up-{config.strategy}-{config.dataset}")
@@ -290,6 +299,9 @@ def run_testbed(config: RunConfig, show: Show, shapes: Sequence[Shape] | None = 
             f"The run ended without results in {out}; what it printed is above. "
             "If there is a checkpoint, --resume resumes from it."
         )
+    missing = [name for name in _LEFT if not (out / name).exists()]
+    if missing:
+        raise UserError(missing_line(out, dict.fromkeys(missing, "run.log there says why")))
     return out
 
 

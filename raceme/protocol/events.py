@@ -14,6 +14,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from raceme.protocol.measure import ACCURACY, Measure
+from raceme.protocol.verdicts import UpdateJudged
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,26 @@ class ClientLeft:
 
     time: float
     client: str
+
+
+@dataclass(frozen=True)
+class ClaimRefused:
+    """A node said that it is a client whose key it does not have; it takes no part.
+
+    Attributes
+    ----------
+    node_id : int
+        Flower's id of the node.
+    client : str
+        Who it says it is. That client itself, online or not, is none the wiser.
+    reason : str
+        Whose key it has, in words.
+    """
+
+    time: float
+    node_id: int
+    client: str
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -430,9 +451,11 @@ class RunEnded:
 Event = (
     ClientJoined
     | ClientLeft
+    | ClaimRefused
     | UpdateApplied
     | AnswerTaken
     | UpdateRejected
+    | UpdateJudged
     | Evaluated
     | TasksTested
     | ClustersScored

@@ -12,10 +12,15 @@ from numpy.typing import NDArray
 WITHIN = 0.01
 """How near the final value counts as converged: one point of accuracy, or 1 % of an error."""
 
+_LOSS = "loss"
+"""What stands in the place of a unit where the loss stands in for an accuracy."""
+
 
 @dataclass(frozen=True)
 class Measure:
     """Accuracy, or where the task is a regression the mean absolute error (MAE).
+
+    In a user's own Flower app whose clients measure neither, it is their loss.
 
     Everything that asks which of two evaluations is the better one, or whether a target is
     reached, asks here: of accuracies the larger one is better, of errors the smaller one.
@@ -35,41 +40,54 @@ class Measure:
 
     @property
     def name(self) -> str:
-        """Its key in replies and summaries: ``"accuracy"`` or ``"mae"``."""
+        """Its key in replies and summaries: ``"accuracy"``, ``"mae"`` or ``"loss"``."""
+        if self.is_loss:
+            return "loss"
         return "mae" if self.is_error else "accuracy"
+
+    @property
+    def is_loss(self) -> bool:
+        """Whether clients measure neither, and their loss stands in."""
+        return self.unit == _LOSS
 
     @property
     def label(self) -> str:
         """What it is called in tables and at axes, with its unit: ``"MAE (µg/m³)"``."""
-        if self.unit is None:
-            return "accuracy"
+        if self.unit is None or self.is_loss:
+            return self.name
         return f"MAE ({self.unit})" if self.unit else "MAE"
 
     @property
     def word(self) -> str:
         """What it is called in a sentence and in the head of a narrow column."""
-        return "MAE" if self.is_error else "accuracy"
+        return "MAE" if self.is_error and not self.is_loss else self.name
 
     @property
     def title(self) -> str:
         """What it is called at the beginning of a title."""
-        return "Mean absolute error" if self.is_error else "Accuracy"
+        return "Mean absolute error" if self.word == "MAE" else self.word.capitalize()
 
     @classmethod
     def of(cls, summary: Mapping[str, Any]) -> Measure:
         """Return the measure of a ``summary.json``; those of earlier versions have accuracies."""
         if summary.get("measure", "accuracy") == "accuracy":
             return cls()
+        if summary["measure"] == "loss":
+            return LOSS_MEASURE
         return cls(str(summary.get("unit") or ""))
 
     def shown(self, value: float | None) -> str:
         """Return a value for people, an error with its unit."""
         if value is None:
             return "-"
-        return f"{value:.2f} {self.unit}".rstrip() if self.is_error else f"{value:.3f}"
+        if self.is_error and not self.is_loss:
+            return f"{value:.2f} {self.unit}".rstrip()
+        return f"{value:.3f}"
 
     def goal(self, target: float) -> str:
         """Return a target for people: ``"95.0%"`` or ``"20 µg/m³"``."""
+        if self.is_loss:
+            return f"{target:g}"
         return f"{target:g} {self.unit}".rstrip() if self.is_error else f"{target:.1%}"
 
     def reaches(self, value: float, target: float) -> bool:
@@ -93,3 +111,5 @@ class Measure:
 
 ACCURACY = Measure()
 """Of a classification."""
+LOSS_MEASURE = Measure(_LOSS)
+"""Of clients that measure nothing else."""

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property, lru_cache
+from itertools import islice
 from math import prod
 from typing import TypeVar
 
@@ -20,6 +21,7 @@ from flwr.app import Array, ArrayRecord
 from numpy.typing import NDArray
 
 from raceme.compat import array, array_record
+from raceme.protocol.stated import printable, quoted
 
 Vector = NDArray[np.float32]
 """A whole model, flat: shape (d,), float32."""
@@ -413,8 +415,9 @@ class ModelSpec:
             large that arithmetic with several models could overflow.
         """
         if len(record) != len(self.names) or any(name not in record for name in self.names):
+            found = ", ".join(map(quoted, islice(record, 5))) or "none"
             raise InvalidModelError(
-                f"wrong arrays: expected {len(self.names)}, got {sorted(record)}"
+                f"wrong arrays: expected {len(self.names)}, got {len(record)}: {found}"
             )
         vector = np.empty(self.size, np.float32)
         for name, view in self.views(vector).items():
@@ -463,7 +466,7 @@ def from_array(array: Array) -> NDArray[np.generic]:
         return values.reshape(shape, order="F" if fortran else "C")
     # numpy reads the header as Python source: bytes made to do harm can raise almost anything.
     except Exception as error:
-        raise InvalidModelError(f"unreadable array: {error}") from None
+        raise InvalidModelError(f"unreadable array: {printable(error)}") from None
 
 
 @lru_cache(maxsize=64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Protocol, runtime_checkable
@@ -63,6 +64,15 @@ class Timeline(Protocol):
         message_ids : Iterable[str]
             Ids of messages, answered already or not; unknown ones are ignored.
         """
+        ...
+
+
+@runtime_checkable
+class Forgetful(Protocol):
+    """A grid that keeps something for replies that it is waiting for."""
+
+    def forget(self, message_ids: Iterable[str]) -> None:
+        """Give up on the replies to these messages."""
         ...
 
 
@@ -133,7 +143,35 @@ class WallTimeline:
             pause = min(pause * 1.5, self._longest)
 
     def forget(self, message_ids: Iterable[str]) -> None:
-        """Do nothing: Flower has no way to take a message back, and only asked-for replies come."""
+        """Give up on replies that were announced; Flower has no way to take a message back."""
+        if isinstance(self._grid, Forgetful):
+            self._grid.forget(message_ids)
+
+
+def push(grid: Grid, clock: Timeline, message: Message) -> str | None:
+    """Send one message.
+
+    On the wall clock nobody can guess its id. Flower makes that of what is in the message, of which
+    only the time to the microsecond is not known beforehand, and takes a reply from any node that
+    names it, in the name of the node that was asked.
+
+    Parameters
+    ----------
+    grid : Grid
+        Where to.
+    clock : Timeline
+        The clock of the grid.
+    message : Message
+        It.
+
+    Returns
+    -------
+    str or None
+        Its id; None if the grid would not take it.
+    """
+    if not clock.is_virtual:
+        message.metadata.group_id = secrets.token_hex(16)
+    return next(iter(grid.push_messages([message])), None)
 
 
 def timeline_of(grid: Grid, start: float = 0.0) -> Timeline:
@@ -146,4 +184,9 @@ def timeline_of(grid: Grid, start: float = 0.0) -> Timeline:
     start : float
         What time it is on the wall clock, in a resumed run.
     """
-    return grid if isinstance(grid, Timeline) else WallTimeline(grid, start=start)
+    if isinstance(grid, Timeline):
+        return grid
+    # With it come HTTP clients, which a simulation has no use for.
+    from raceme.compat.grid import prompt
+
+    return WallTimeline(prompt(grid), start=start)

@@ -5,37 +5,127 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from raceme.config import RunConfig, write_toml
 from raceme.config.errors import UserError
+from raceme.config.reading import absolute
+from raceme.protocol.plain_log import PlainFormatter
+from raceme.records.files import atomic_write
+
+CONFIG = "config.toml"
+ERROR = "error.txt"
+"""Why a run of a comparison failed."""
+_STORE = "run.sqlite"
+_FILES = {CONFIG, ERROR, _STORE, "run.log", "summary.json", "similarity.npz", "report.html"}
+_PLOTS = (
+    *("accuracy", "clusters", "devices", "similarity", "idle"),
+    *("uploads", "mixtures", "tasks", "support"),
+)
+_FOLDERS = {"checkpoint", "clusters"}
 
 
-def prepare_folder(config: RunConfig) -> Path:
-    """Make the folder of a run and write its configuration.
-
-    The configuration is written without the folder itself, so that feeding it back makes a new
-    run and leaves this one alone.
+def new_folder(config: RunConfig) -> Path:
+    """Choose and make the folder of a new run; nothing is written into it.
 
     Raises
     ------
     UserError
-        The folder holds a run already, or cannot be written.
+        There is something in it already, or it cannot be made.
     """
     if config.out:
-        out = Path(config.out).expanduser().resolve()
-    else:
-        stamp = time.strftime("%Y%m%d-%H%M%S")
-        out = _unused(Path("runs").resolve() / f"{stamp}-{config.strategy}-{config.dataset}")
-    if (out / "run.sqlite").exists():
-        raise UserError(f"{out} holds a run already; choose another folder with --out.")
+        out = absolute(config.out)
+        check_new(out)
+        make_folder(out)
+        return out
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    return made_anew(Path("runs").resolve() / f"{stamp}-{config.strategy}-{config.dataset}")
+
+
+def check_new(out: Path) -> None:
+    """Raise UserError if a new run cannot go into a folder: whatever is in it is somebody's."""
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        write_toml(config.with_values(out="", resume="").to_mapping(), out / "config.toml")
+        if not out.exists():
+            return
+        held = sorted(path.name for path in out.iterdir())
     except OSError as error:
         raise UserError(f"Cannot write to {out}: {error.strerror}.") from None
-    return out
+    if _STORE in held:
+        raise UserError(f"{out} holds a run already; choose another folder with --out.")
+    if held:
+        raise UserError(
+            f"{out} is not empty and holds no run ({held[0]} is in it): choose a new folder with "
+            "--out."
+        )
+
+
+def make_folder(out: Path) -> None:
+    """Make a folder if there is none.
+
+    Raises
+    ------
+    UserError
+        It cannot be made.
+    """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"Cannot write to {out}: {error.strerror}.") from None
+
+
+def begin(out: Path, config: RunConfig) -> None:
+    """Write the configuration of a new run into its folder, which this process alone writes to.
+
+    It is written without the folder itself, so that feeding it back makes a new run and leaves
+    this one alone.
+
+    Raises
+    ------
+    UserError
+        Another process has been first, or the folder cannot be written.
+    """
+    check_new(out)
+    _write_config(out, config)
+
+
+@contextmanager
+def given_up_if_it_fails(out: Path) -> Iterator[None]:
+    """Take back what :func:`begin` wrote if the run cannot begin after all: the next one may."""
+    try:
+        yield
+    except UserError:
+        with suppress(OSError):
+            for name in (CONFIG, "run.log"):
+                (out / name).unlink(missing_ok=True)
+        raise
+
+
+def foreign(folder: Path) -> str:
+    """Return the name of something in a folder that no run has left there; nothing if it is all."""
+    for path in sorted(folder.iterdir()):
+        stem = path.name.removesuffix("-journal")
+        ours = stem in _FILES or _is_partial(path)
+        ours = ours or (path.suffix == ".png" and path.stem in _PLOTS)
+        if path.is_dir() and not path.is_symlink():
+            ours = path.name in _FOLDERS and all(
+                inner.suffix == ".safetensors" or _is_partial(inner) for inner in path.iterdir()
+            )
+        if not ours:
+            return path.name
+    return ""
+
+
+def _is_partial(path: Path) -> bool:
+    return path.name.startswith(".") and path.name.endswith(".partial")
+
+
+def _write_config(out: Path, config: RunConfig) -> None:
+    try:
+        with atomic_write(out / CONFIG) as file:
+            write_toml(config.with_values(out="", resume="").to_mapping(), file)
+    except OSError as error:
+        raise UserError(f"Cannot write to {out}: {error.strerror}.") from None
 
 
 def resumed_folder(config: RunConfig) -> Path:
@@ -46,10 +136,10 @@ def resumed_folder(config: RunConfig) -> Path:
     UserError
         There is no run in it, or the results are to go elsewhere.
     """
-    out = Path(config.resume)
-    if not (out / "run.sqlite").is_file():
+    out = absolute(config.resume)
+    if not (out / _STORE).is_file():
         raise UserError(f"There is no run in {out} to resume; expected a folder of results.")
-    if config.out and Path(config.out).expanduser().resolve() != out:
+    if config.out and absolute(config.out) != out:
         raise UserError(f"A run resumes in its own folder, {out}: leave out --out.")
     return out
 
@@ -61,23 +151,60 @@ def forget_end(config: RunConfig, out: Path) -> None:
     """
     for path in (out / "clusters").glob("*.safetensors"):
         path.unlink()
-    write_toml(config.with_values(out="", resume="").to_mapping(), out / "config.toml")
+    _write_config(out, config)
 
 
-def _unused(path: Path) -> Path:
-    """Return the path, or with a number behind it if it exists: runs may start side by side."""
+def made_anew(path: Path) -> Path:
+    """Make a folder, with a number behind its name if it exists: runs may start side by side."""
+    make_folder(path.parent)
     candidate, number = path, 2
-    while candidate.exists():
-        candidate = path.with_name(f"{path.name}-{number}")
-        number += 1
-    return candidate
+    while True:
+        try:
+            candidate.mkdir()
+            return candidate
+        except FileExistsError:
+            candidate = path.with_name(f"{path.name}-{number}")
+            number += 1
+        except OSError as error:
+            raise UserError(f"Cannot write to {candidate}: {error.strerror}.") from None
+
+
+def saved_in(out: Path) -> list[str]:
+    """Return what a run has left in its folder, with the number of files in each inner folder."""
+    names = []
+    with suppress(OSError):
+        for path in sorted(out.iterdir()):
+            if path.is_dir():
+                names.append(f"{path.name}/ ({len(list(path.iterdir()))})")
+            elif not _is_partial(path):
+                names.append(path.name)
+    return names
+
+
+class _LogFile(logging.FileHandler):
+    """A log that goes without the lines for which there is no room: it never ends a run."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with suppress(OSError):
+            super().emit(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        pass
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            super().flush()
+
+    def close(self) -> None:
+        with suppress(OSError):
+            super().close()
 
 
 @contextmanager
 def log_file(path: Path) -> Iterator[None]:
     """Write what Raceme logs meanwhile to a file."""
-    handler = logging.FileHandler(path, encoding="utf-8")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    handler = _LogFile(path, encoding="utf-8", delay=True)
+    handler.setFormatter(PlainFormatter("%(asctime)s %(levelname)s %(message)s"))
     logger = logging.getLogger("raceme")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)

@@ -9,9 +9,10 @@ from typing import Any
 
 from raceme.protocol.events import AnswerTaken, SupportChanged, TaskScore, TasksTested
 from raceme.protocol.measure import Measure
+from raceme.records import protection
 from raceme.records.store_rows import Numbered, Rows, columns_of, number_of
 
-SCHEMA = """
+SCHEMA = f"""
 CREATE TABLE answers (
     event INTEGER PRIMARY KEY, time REAL NOT NULL, client TEXT NOT NULL, kind TEXT NOT NULL,
     phase TEXT NOT NULL, bytes_down INTEGER NOT NULL, bytes_up INTEGER NOT NULL);
@@ -27,7 +28,7 @@ CREATE TABLE support_changes (
 CREATE TABLE supporters (
     event INTEGER NOT NULL REFERENCES support_changes, cluster INTEGER NOT NULL,
     supporter INTEGER NOT NULL, PRIMARY KEY (event, cluster, supporter)) WITHOUT ROWID;
-"""
+{protection.SCHEMA}"""
 
 TABLES = {
     "answers": (7, "event"),
@@ -35,6 +36,7 @@ TABLES = {
     "task_scores": (6, "event, client, step"),
     "support_changes": (3, "event"),
     "supporters": (3, "event, cluster, supporter"),
+    **protection.TABLES,
 }
 """Number of columns and key of each table."""
 
@@ -86,6 +88,7 @@ WRITERS: dict[type[Any], Callable[[Rows, int, Any], None]] = {
     AnswerTaken: _write_answer,
     TasksTested: _write_task_tests,
     SupportChanged: _write_support,
+    **protection.WRITERS,
 }
 """How an event of each type becomes rows."""
 
@@ -132,5 +135,6 @@ READERS: tuple[Callable[[sqlite3.Connection], Numbered], ...] = (
     _read_answers,
     _read_task_tests,
     _read_support,
+    *protection.READERS,
 )
 """What reads these tables, each in any order."""

@@ -7,10 +7,10 @@ chance beyond the seed: two runs with one seed have the same contents.
 
 from __future__ import annotations
 
-import contextlib
 import sqlite3
 from collections import defaultdict
 from collections.abc import Collection
+from contextlib import closing, suppress
 from operator import itemgetter
 from pathlib import Path
 from types import TracebackType
@@ -48,7 +48,8 @@ class RunStore:
 
     Events are gathered and written in one transaction per 500 events or evaluation. After
     ``close``, and so after leaving a ``with`` block for whatever reason, everything observed is
-    on disk; after a kill, everything up to the last such transaction.
+    on disk; after a kill, everything up to the last such transaction. Where the disk is full, too:
+    what comes after a transaction that failed is not kept, and `failure` says why.
 
     Parameters
     ----------
@@ -60,6 +61,11 @@ class RunStore:
         Resume the run that the folder holds, after so many of its events; what it holds of
         later ones is dropped.
 
+    Attributes
+    ----------
+    failure : str
+        Why events could not be written, and which; empty if all were.
+
     Raises
     ------
     UserError
@@ -68,7 +74,8 @@ class RunStore:
 
     def __init__(self, folder: Path, *, replace: bool = False, after: int | None = None) -> None:
         self.path = folder / FILE_NAME
-        self._event = after or 0
+        self.failure = ""
+        self._event = self._written = after or 0
         self._observed = 0
         self._rows: Rows = defaultdict(list)
         self._connection: sqlite3.Connection | None = (
@@ -76,34 +83,48 @@ class RunStore:
         )
 
     def observe(self, event: Event) -> None:
-        """Append an event."""
+        """Append an event, unless one before it could not be written."""
+        if self.failure:
+            return
         self._event += 1
         WRITERS[type(event)](self._rows, self._event, event)
         self._observed += 1
         if self._observed >= _BATCH or isinstance(event, Evaluated | TasksTested | RunEnded):
-            self.commit()
+            with suppress(UserError):
+                self.commit()
 
     def commit(self) -> int:
-        """Write what was observed since the last time to disk; return the number of all events."""
+        """Write what was observed since the last time to disk; return the number of all events.
+
+        Raises
+        ------
+        UserError
+            It cannot be written, now or before.
+        """
         connection = self._connection
         if connection is None:
             raise ValueError(f"{self.path} is closed.")
-        try:
-            with connection:
-                for table, rows in self._rows.items():
-                    connection.executemany(_INSERT[table], rows)
-        except sqlite3.OperationalError as error:
-            raise UserError(f"Cannot write {self.path}: {error}.") from None
+        if not self.failure:
+            try:
+                with connection:
+                    for table, rows in self._rows.items():
+                        connection.executemany(_INSERT[table], rows)
+            except sqlite3.Error as error:
+                self.failure = f"{error}, after {self._written} of {self._event} events"
         self._rows.clear()
         self._observed = 0
+        if self.failure:
+            raise UserError(f"Cannot write {self.path}: {self.failure}.")
+        self._written = self._event
         return self._event
 
     def close(self) -> None:
-        """Write what is left and close the file. Closing twice does no harm."""
+        """Write what is left, if that is possible, and close the file; twice does no harm."""
         if self._connection is None:
             return
         try:
-            self.commit()
+            with suppress(UserError):
+                self.commit()
         finally:
             self._connection.close()
             self._connection = None
@@ -140,7 +161,7 @@ def read_events(path: Path) -> list[Event]:
     file = path / FILE_NAME if path.is_dir() else path
     if not file.is_file():
         raise UserError(f"There is no run store {file}; expected a folder that `raceme run` wrote.")
-    with contextlib.closing(_open(file)) as connection:
+    with closing(_open(file)) as connection:
         connection.execute("PRAGMA query_only = ON")
         stored = _check_format(connection, file, (*old_stores.FORMATS, *READ_ALIKE))
         try:
@@ -171,6 +192,8 @@ def _create(path: Path, replace: bool) -> sqlite3.Connection:
             connection.executescript(f"BEGIN; {SCHEMA} COMMIT;")
         except BaseException:
             connection.close()
+            # Nothing is in it yet; left there, it would be in the way of the next run.
+            path.unlink(missing_ok=True)
             raise
     except (OSError, sqlite3.OperationalError) as error:
         raise UserError(f"Cannot write {path}: {error}. Give another folder with --out.") from None

@@ -9,6 +9,7 @@ from dataclasses import fields
 from typing import Any
 
 from raceme.protocol.events import (
+    ClaimRefused,
     ClientIdled,
     ClientJoined,
     ClientLeft,
@@ -26,10 +27,10 @@ from raceme.protocol.measure import Measure
 from raceme.records import method_tables
 from raceme.records.store_rows import Numbered, Rows, columns_of, number_of
 
-FORMAT = 6
-"""3 to 5 have less, and are read alike; 1 and 2 are :mod:`raceme.records.old_stores`'."""
+FORMAT = 7
+"""3 to 6 have less, and are read alike; 1 and 2 are :mod:`raceme.records.old_stores`'."""
 
-READ_ALIKE = (3, 4, 5, FORMAT)
+READ_ALIKE = (3, 4, 5, 6, FORMAT)
 """Formats that the readers of this module read."""
 
 SCHEMA = f"""
@@ -40,6 +41,9 @@ CREATE TABLE client_events (
 CREATE VIEW clients AS
     SELECT client, time AS joined_at, num_examples, group_id, min(event) AS event
     FROM client_events WHERE kind IN ('joined', 'returned') GROUP BY client ORDER BY event;
+CREATE TABLE refused_claims (
+    event INTEGER PRIMARY KEY, time REAL NOT NULL, node_id TEXT NOT NULL, client TEXT NOT NULL,
+    reason TEXT NOT NULL);
 CREATE TABLE updates (
     seq INTEGER NOT NULL UNIQUE, time REAL NOT NULL, client TEXT NOT NULL,
     cluster INTEGER NOT NULL, base_version INTEGER NOT NULL, staleness INTEGER NOT NULL,
@@ -88,6 +92,7 @@ CREATE TABLE endings (
 
 TABLES = {
     "client_events": (6, "event"),
+    "refused_claims": (5, "event"),
     "updates": (19, "event"),
     "mixtures": (3, "event, distribution"),
     "rejections": (5, "event"),
@@ -116,6 +121,13 @@ def _write_joined(rows: Rows, number: int, event: ClientJoined) -> None:
 
 def _write_left(rows: Rows, number: int, event: ClientLeft) -> None:
     rows["client_events"].append((number, float(event.time), event.client, "left", None, None))
+
+
+def _write_claim(rows: Rows, number: int, event: ClaimRefused) -> None:
+    # Flower's numbers of nodes have 64 bits without a sign, one more than SQLite's.
+    rows["refused_claims"].append(
+        (number, float(event.time), str(event.node_id), event.client, event.reason)
+    )
 
 
 def _write_update(rows: Rows, number: int, event: UpdateApplied) -> None:
@@ -227,6 +239,7 @@ def _write_ending(rows: Rows, number: int, event: RunEnded) -> None:
 WRITERS: dict[type[Any], Callable[[Rows, int, Any], None]] = {
     ClientJoined: _write_joined,
     ClientLeft: _write_left,
+    ClaimRefused: _write_claim,
     UpdateApplied: _write_update,
     UpdateRejected: _write_rejection,
     Evaluated: _write_evaluation,
@@ -251,6 +264,14 @@ def read_clients(connection: sqlite3.Connection) -> Numbered:
             yield event, ClientLeft(time, client)
         else:
             yield event, ClientJoined(time, client, 0, num_examples, group, kind == "returned")
+
+
+def _read_claims(connection: sqlite3.Connection) -> Numbered:
+    if not columns_of(connection, "refused_claims"):
+        return
+    query = "SELECT event, time, node_id, client, reason FROM refused_claims"
+    for number, time, node_id, client, reason in connection.execute(query):
+        yield number, ClaimRefused(time, int(node_id), client, reason)
 
 
 def read_updates(connection: sqlite3.Connection) -> Numbered:
@@ -386,6 +407,7 @@ def _read_endings(connection: sqlite3.Connection) -> Numbered:
 
 READERS: tuple[Callable[[sqlite3.Connection], Numbered], ...] = (
     read_clients,
+    _read_claims,
     read_updates,
     read_rejections,
     read_evaluations,

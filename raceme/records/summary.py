@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import raceme
 from raceme.protocol.events import (
     AnswerTaken,
+    ClaimRefused,
     ClientIdled,
     ClientJoined,
     ClusterChange,
@@ -113,6 +114,8 @@ class RunSummary:
         Time of the latest event in seconds.
     updates, rejected : int
         Updates applied, and replies that were not used.
+    refused_claims : int
+        How often a node stated an id that is not that of its key.
     accuracy, best_accuracy : float or None
         Mean client accuracy of the latest evaluation, and of the best one that counts; None
         before the first. Of a regression, here and below, the mean absolute error.
@@ -152,6 +155,7 @@ class RunSummary:
         self.time = 0.0
         self.updates = 0
         self.rejected = 0
+        self.refused_claims = 0
         self.accuracy: float | None = None
         self.best_accuracy: float | None = None
         self.weighted_accuracy: float | None = None
@@ -189,6 +193,8 @@ class RunSummary:
             self.traffic.observe(event)
         elif isinstance(event, UpdateRejected):
             self.rejected += 1
+        elif isinstance(event, ClaimRefused):
+            self.refused_claims += 1
         elif isinstance(event, RunEnded):
             # Tasks that nobody was left to answer may have been given up later than this.
             self.reason, self.ending, self.time = event.reason, event.ending, float(event.time)
@@ -265,6 +271,7 @@ class RunSummary:
             "bytes_down": self.traffic.down,
             "bytes_by_phase": self.traffic.result(),
             "rejected_updates": self.rejected,
+            "refused_claims": self.refused_claims,
             **self.idle.result(),
             **self.uploads.result(),
             **self._cluster_result(),

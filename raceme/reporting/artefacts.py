@@ -12,7 +12,9 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
+from raceme.config.errors import UserError
 from raceme.records.files import atomic_write
+from raceme.records.folder import saved_in
 from raceme.records.record import RunRecord, read_run
 from raceme.records.summary import write_summary
 from raceme.reporting.clusters_plot import clusters_figure
@@ -40,7 +42,7 @@ def write_all(
     similarity: Similarities | None = None,
     target: float | None = None,
     clock: str = CLOCK,
-) -> list[str]:
+) -> dict[str, str]:
     """Write a run's artefacts beside its database. What fails is logged and holds nothing else up.
 
     Parameters
@@ -60,18 +62,21 @@ def write_all(
 
     Returns
     -------
-    list[str]
-        Names of what could not be written.
+    dict[str, str]
+        Names of what could not be written, and why.
     """
     failed = _attempt("summary.json", lambda: write_summary(out / "summary.json", summary))
     for cluster, arrays in models.items():
         name = f"clusters/{cluster}.safetensors"
         note = f"cluster {cluster} of {summary['strategy']} on {summary['dataset']}"
-        failed += _attempt(name, lambda n=name, a=arrays, t=note: save_model(out / n, a, t))  # type: ignore[misc]
+        failed |= _attempt(name, lambda n=name, a=arrays, t=note: save_model(out / n, a, t))  # type: ignore[misc]
     kept = None if similarity is None else Similarity.thinned(*similarity)
     if kept is not None:
-        failed += _attempt("similarity.npz", lambda: kept.save(out))
-    record = read_run(out)
+        failed |= _attempt("similarity.npz", lambda: kept.save(out))
+    try:
+        record = read_run(out)
+    except UserError as error:
+        return failed | {"plots": str(error)}
     title = f"{summary['strategy']} on {summary['dataset']}, seed {summary['seed']}"
     figures: dict[str, Callable[[], Figure]] = {
         "accuracy.png": lambda: accuracy_figure(record, target=target, title=title, clock=clock),
@@ -90,7 +95,7 @@ def write_all(
     if has_support(record):
         figures["support.png"] = lambda: support_figure(record, clock=clock)
     for name, draw in figures.items():
-        failed += _attempt(name, lambda n=name, d=draw: save_figure(d(), out / n))  # type: ignore[misc]
+        failed |= _attempt(name, lambda n=name, d=draw: save_figure(d(), out / n))  # type: ignore[misc]
     return failed
 
 
@@ -115,11 +120,22 @@ def draw_similarity(record: RunRecord, similarity: Similarity | None) -> Figure:
     )
 
 
-def _attempt(name: str, write: Callable[[], None]) -> list[str]:
-    """Write one artefact; if that fails, log it and return its name."""
+def _attempt(name: str, write: Callable[[], None]) -> dict[str, str]:
+    """Write one artefact; if that fails, log it and return its name and the reason."""
     try:
         write()
-    except Exception:
+    except Exception as error:
         log.exception("%s could not be written", name)
-        return [name]
-    return []
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        return {name: " ".join(reason.split())}
+    return {}
+
+
+def missing_line(out: Path, unwritten: Mapping[str, str]) -> str:
+    """Say in one line what of a run could not be written, why, and what is there."""
+    reasons = dict.fromkeys(unwritten.values())
+    saved = ", ".join(saved_in(out)) or "nothing"
+    return (
+        f"{', '.join(unwritten)} could not be written ({'; '.join(reasons)}). Saved in {out}: "
+        f"{saved}."
+    )

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -15,7 +14,6 @@ from rich.table import Table
 from rich.text import Text
 
 from raceme.protocol.events import (
-    ClusterChange,
     ClustersChanged,
     DataChanged,
     Evaluated,
@@ -24,8 +22,8 @@ from raceme.protocol.events import (
     UpdateRejected,
 )
 from raceme.protocol.measure import Measure
-from raceme.records.membership import home
 from raceme.records.summary import RunSummary
+from raceme.records.words import change_line, is_news
 
 
 class RunProgress:
@@ -126,25 +124,6 @@ class RunProgress:
         return " · ".join(parts)
 
 
-def is_news(event: ClustersChanged) -> bool:
-    """Return whether a change of clusters is told: what a run begins with, and moves, are not."""
-    if event.change in (ClusterChange.SPLIT, ClusterChange.MERGE):
-        return True
-    return event.change in (ClusterChange.FOUND, ClusterChange.RETIRE) and event.updates > 0
-
-
-def change_line(event: ClustersChanged) -> str:
-    """Describe a change of clusters in one line: with clients, where they are named."""
-    sizes = Counter(home(weights) for weights in event.memberships.values())
-    made = ", ".join(f"{k} ({sizes[k]})" if sizes else str(k) for k in event.made)
-    gone = ", ".join(map(str, event.gone))
-    # "cluster 2 → clusters 3 (2), 4 (1)", "clusters 3, 4 → cluster 5 (3)", "new cluster 6".
-    before = f"cluster{'' if len(event.gone) == 1 else 's'} {gone}"
-    after = f"cluster{'' if len(event.made) == 1 else 's'} {made}"
-    what = f"{before} → {after}" if gone and made else f"new {after}" if made else f"{before} ended"
-    return f"{what} at update {event.updates}"
-
-
 def data_line(event: DataChanged) -> str:
     """Describe a change of clients' data in one line."""
     whose = "all clients" if event.client is None else event.client
@@ -166,6 +145,14 @@ def print_summary(summary: Mapping[str, Any], out: Path, console: Console | None
     title = f"{summary['strategy']} on {summary['dataset']}"
     if summary["reason"] is not None:
         title += f": {summary['reason']}"
+    where = f"Results, plots and models: {shown_path(out)}"
+    print_results(title, summary_rows(summary), where, console)
+
+
+def print_results(
+    title: str, rows: Iterable[tuple[str, str]], where: str, console: Console
+) -> None:
+    """Print names and values under a title, and where the rest is."""
     table = Table(
         # What a name or a reason has in brackets is no markup.
         title=Text(title, style="bold"),
@@ -176,11 +163,11 @@ def print_summary(summary: Mapping[str, Any], out: Path, console: Console | None
     )
     table.add_column(style="cyan", no_wrap=True)
     table.add_column()
-    for name, value in summary_rows(summary):
-        table.add_row(name, value)
+    for name, value in rows:
+        table.add_row(name, Text(value))
     console.print()
     console.print(table)
-    console.print(f"\nResults, plots and models: {_shown(out)}", soft_wrap=True, markup=False)
+    console.print(f"\n{where}", soft_wrap=True, markup=False)
 
 
 def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -209,7 +196,10 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("updates", f"{summary['updates']} ({summary['rejected_updates']} rejected)"),
         ("virtual time", f"{summary['virtual_time']:.1f} s"),
         ("wall time", f"{summary['wall_time']:.1f} s ({rate or 0:.0f} updates/s)"),
-        ("traffic", f"{_bytes(summary['bytes_up'])} up, {_bytes(summary['bytes_down'])} down"),
+        (
+            "traffic",
+            f"{shown_bytes(summary['bytes_up'])} up, {shown_bytes(summary['bytes_down'])} down",
+        ),
         *_phases_row(summary),
     ]
     return rows
@@ -268,7 +258,8 @@ def _phases_row(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     if len(phases) < 2:
         return []
     each = [
-        f"{name} {_bytes(of['up'])} up, {_bytes(of['down'])} down" for name, of in phases.items()
+        f"{name} {shown_bytes(of['up'])} up, {shown_bytes(of['down'])} down"
+        for name, of in phases.items()
     ]
     return [("traffic by phase", "; ".join(each))]
 
@@ -284,7 +275,12 @@ def _answered(answered: int | None, asked: int | None) -> str:
     return f"{answered} of {asked} clients"
 
 
-def _bytes(count: float) -> str:
+def _both(up: float, down: float) -> str:
+    return f"{shown_bytes(up)} up, {shown_bytes(down)} down"
+
+
+def shown_bytes(count: float) -> str:
+    """Return a number of bytes in the unit that suits it."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:.3g} {unit}"
@@ -292,7 +288,7 @@ def _bytes(count: float) -> str:
     return f"{count:.3g} TB"
 
 
-def _shown(path: Path) -> str:
+def shown_path(path: Path) -> str:
     """Return a path relative to where the person is, if it lies below."""
     try:
         return str(path.relative_to(Path.cwd()))

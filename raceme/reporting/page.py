@@ -135,6 +135,9 @@ def check_writable(path: Path) -> None:
         if path.is_dir():
             raise UserError(f"{path} is a folder; --output takes the name of a file.")
         if path.exists():
+            # The page takes the name of what is there: a device would be gone.
+            if not path.is_file():
+                raise UserError(f"{path} is no regular file; --output takes the name of one.")
             with path.open("rb") as file:
                 head = file.read(_HEAD)
             if head and _GENERATOR.encode() not in head:

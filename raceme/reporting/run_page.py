@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Mapping
@@ -13,6 +12,7 @@ import numpy as np
 
 from raceme.config import Value, read_toml
 from raceme.config.errors import UserError
+from raceme.config.reading import ReadingError, parse_json, read_text
 from raceme.protocol.measure import Measure
 from raceme.records.record import RunRecord, read_run
 from raceme.reporting.artefacts import draw_similarity
@@ -136,8 +136,8 @@ def _read_summary(folder: Path) -> dict[str, Any]:
             f"{folder} has no summary.json: the run is not over yet or was killed{further}."
         )
     try:
-        summary = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        summary = parse_json(read_text(path))
+    except ReadingError as error:
         raise UserError(f"{path} is damaged: {error}.") from None
     if not isinstance(summary, dict):
         raise UserError(f"{path} is damaged: expected an object.")

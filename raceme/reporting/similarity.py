@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raceme.config.errors import UserError
+from raceme.datasets.archive import read_arrays
 from raceme.records.files import atomic_write
 
 FILE_NAME = "similarity.npz"
@@ -69,8 +70,8 @@ def read_similarity(folder: Path) -> Similarity | None:
     if not path.is_file():
         return None
     try:
-        with np.load(path, allow_pickle=False) as stored:
-            clients, matrix, of = stored["clients"], stored["similarity"], stored["of"]
+        stored = read_arrays(path, ("clients", "similarity", "of"))
+        clients, matrix, of = stored["clients"], stored["similarity"], stored["of"]
         n = len(clients)
         if clients.dtype.kind != "U" or matrix.shape != (n, n) or matrix.dtype.kind != "f":
             raise ValueError("its arrays do not fit each other")

@@ -264,6 +264,8 @@ class InRounds(Dispatch):
     """
 
     state: RoundState
+    least: int = 1
+    """How many take part at least, as far as they are online."""
 
     def __init__(
         self,
@@ -292,6 +294,7 @@ class InRounds(Dispatch):
         self, online: Sequence[Client], count: int, rng: np.random.Generator
     ) -> Sequence[Client]:
         """Pick so many clients, at least one, at random or in turn; in order of greeting."""
+        count = max(count, self.least)
         if self._picking == IN_TURN:
             return in_turn(online, count, self.state.picked, rng)
         return sample(online, count, rng)

@@ -7,6 +7,7 @@ when it is next free, before it trains again; what is reported is how many have 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
@@ -15,6 +16,8 @@ from flwr.app import Message
 from raceme.protocol.events import Evaluated
 from raceme.protocol.measure import ACCURACY, Measure
 from raceme.protocol.messages import CONFIG, GROUP, LOSS, NUM_EXAMPLES, STEP, UNIT, count_of
+from raceme.protocol.stated import StatementError, number_of, quoted, unit_of
+from raceme.server.sizes import largest_believed
 
 
 @dataclass(frozen=True)
@@ -82,13 +85,14 @@ class Sweep:
 
     def report(self) -> Evaluated:
         """Make the report, of those who have answered; at least one has."""
-        scores = self.scores.values()
+        # Accuracies and errors have no mean: what most of the clients have measured counts.
+        measure, _ = Counter(score.measure for score in self.scores.values()).most_common(1)[0]
+        by_client = {name: s for name, s in self.scores.items() if s.measure == measure}
+        scores = by_client.values()
         accuracy, loss = mean_scores(scores)
-        per_client = {
-            name: (score.cluster, score.accuracy, score.loss) for name, score in self.scores.items()
-        }
-        groups = {name: s.group for name, s in self.scores.items() if s.group is not None}
-        steps = {name: score.step for name, score in self.scores.items() if score.step}
+        per_client = {name: (s.cluster, s.accuracy, s.loss) for name, s in by_client.items()}
+        groups = {name: s.group for name, s in by_client.items() if s.group is not None}
+        steps = {name: score.step for name, score in by_client.items() if score.step}
         return Evaluated(
             time=self.time,
             updates=self.updates,
@@ -100,43 +104,64 @@ class Sweep:
             steps=steps,
             weighted_accuracy=weighted_accuracy(scores),
             groups=groups,
-            measure=next(iter(scores)).measure,
+            measure=measure,
         )
 
 
-def read_score(reply: Message, cluster: int) -> ClientScore | None:
-    """Take accuracy and loss out of a reply; None if it has none that are numbers."""
+def read_score(reply: Message, cluster: int, latest: int = 0) -> ClientScore | None:
+    """Take accuracy and loss out of a reply; None if it states none.
+
+    Parameters
+    ----------
+    reply : Message
+        What came back.
+    cluster : int
+        Main cluster of the client.
+    latest : int
+        Latest step that its data can be at.
+
+    Raises
+    ------
+    StatementError
+        It states what cannot be.
+    """
     if reply.has_error() or len(reply.content.metric_records) != 1:
         return None
-    stated = reply.content.config_records.get(CONFIG)
-    step = None if stated is None else stated.get(STEP)
-    step = step if isinstance(step, int) else 0
-    unit = None if stated is None else stated.get(UNIT)
-    measure = Measure(unit) if isinstance(unit, str) else ACCURACY
-    return score_from(next(iter(reply.content.metric_records.values())), cluster, step, measure)
+    stated: Mapping[str, object] = reply.content.config_records.get(CONFIG, {})
+    step, unit = stated.get(STEP, 0), unit_of(stated.get(UNIT))
+    if not isinstance(step, int) or not 0 <= step <= latest:
+        raise StatementError(f"it has tested on step {quoted(step)}, and its data are at {latest}")
+    metrics = next(iter(reply.content.metric_records.values()))
+    return score_from(metrics, cluster, step, ACCURACY if unit is None else Measure(unit))
 
 
 def score_from(
     metrics: Mapping[str, object], cluster: int, step: int = 0, measure: Measure = ACCURACY
 ) -> ClientScore | None:
-    """Take accuracy and loss out of a client's metrics; None if there is no finite accuracy.
+    """Take accuracy and loss out of a client's metrics; None if there are none.
 
-    An error may be infinite: the prediction of a model that diverged.
+    An error may be infinite: the prediction of a model that diverged. An accuracy may be NaN, as
+    that of no samples is: then it is none.
+
+    Raises
+    ------
+    StatementError
+        The accuracy does not lie in 0…1, the error is below 0, or a number is too large.
     """
-    accuracy, loss = metrics.get(measure.name), metrics.get(LOSS, math.nan)
-    if not isinstance(accuracy, int | float) or not isinstance(loss, int | float):
+    value, loss = metrics.get(measure.name), metrics.get(LOSS, math.nan)
+    if not isinstance(value, int | float) or not isinstance(loss, int | float):
         return None
+    value, loss = number_of(measure.name, value), number_of(LOSS, loss)
+    if math.isnan(value):
+        if not measure.is_error:
+            return None
+        value = math.inf
+    if value < 0 or (value > 1 and not measure.is_error):
+        wanted = "from 0 on" if measure.is_error else "from 0 to 1"
+        raise StatementError(f"its {measure.name} is {value:g}: it must be a number {wanted}")
     examples = count_of(metrics.get(NUM_EXAMPLES)) or 0
-    try:
-        group = count_of(metrics.get(GROUP, -1))
-        value = float(accuracy)
-        if measure.is_error and math.isnan(value):
-            value = math.inf
-        score = ClientScore(cluster, value, float(loss), step, examples, group, measure)
-    except OverflowError:
-        return None
-    usable = value >= 0 if measure.is_error else math.isfinite(value)
-    return score if usable else None
+    group = count_of(metrics.get(GROUP, -1))
+    return ClientScore(cluster, value, loss, step, examples, group, measure)
 
 
 def mean_scores(scores: Collection[ClientScore]) -> tuple[float, float]:
@@ -157,5 +182,7 @@ def weighted_accuracy(scores: Collection[ClientScore]) -> float:
     """
     if any(not score.examples for score in scores):
         return math.nan
-    total = sum(score.examples for score in scores)
-    return math.fsum(score.accuracy * score.examples for score in scores) / total
+    limit = largest_believed(sorted(score.examples for score in scores))
+    counted = [(score.accuracy, min(score.examples, limit)) for score in scores]
+    total = sum(examples for _, examples in counted)
+    return math.fsum(accuracy * examples for accuracy, examples in counted) / total

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.serverapp import Grid
@@ -11,6 +12,7 @@ from raceme.protocol import messages as names
 from raceme.protocol.events import Evaluated, TasksTested
 from raceme.protocol.timeline import Timeline
 from raceme.server.evaluation import Sweep, read_score
+from raceme.server.fleet import Client
 from raceme.server.idle import Idle
 from raceme.server.interface import Questions
 from raceme.server.packing import Packer
@@ -44,6 +46,8 @@ class Evaluator(Sweeper):
         Evaluates models on the server.
     ttl : float
         Time to live of the messages, in seconds.
+    testers : Callable
+        Returns who tests, given who is online.
     """
 
     def __init__(
@@ -56,8 +60,10 @@ class Evaluator(Sweeper):
         config: ConfigRecord,
         central: EvaluateFn | None,
         ttl: float,
+        testers: Callable[[Sequence[Client]], Sequence[Client]],
     ) -> None:
         super().__init__(method, grid, clock, ttl)
+        self._testers = testers
         self._packer, self._steps, self._config, self._central = packer, steps, config, central
         self._tasks = TaskTests(method, grid, clock, packer, steps, config, ttl)
         # The models of the moment, by client; they are packed once per cluster.
@@ -69,7 +75,7 @@ class Evaluator(Sweeper):
         progress.evaluated_at = progress.updates
         progress.evaluated_round = method.dispatch.rounds or 0
         progress.evaluated_step = progress.step
-        online = progress.fleet.online()
+        online = self._testers(progress.fleet.online())
         waiting = {c.client_id: method.clusters.main(c.client_id) for c in online}
         sweep = Sweep(self._clock.now(), progress.updates, len(method.models), len(online), waiting)
         sweep.placed = dict(waiting)
@@ -144,6 +150,10 @@ class Evaluator(Sweeper):
             settings[names.STEP] = step
         node = self._progress.fleet.clients[client].node_id
         assert node is not None, "clients that left are dropped"
+        if client not in self._records:
+            # The run was resumed in the middle of an evaluation: the models are those of now.
+            method = self._method
+            self._records[client] = self._packer.serve(method.models, method.placement(client))[0]
         content = RecordDict(
             {names.ARRAYS: self._records[client], names.CONFIG: ConfigRecord(settings)}
         )
@@ -153,7 +163,7 @@ class Evaluator(Sweeper):
         """Take a client's score, if it has one."""
         sweep = self._progress.sweep
         assert sweep is not None, "an evaluation is under way"
-        score = read_score(reply, sweep.placed[client])
+        score = read_score(reply, sweep.placed[client], self._steps.tested(client) or 0)
         if score is not None:
             sweep.scores[client] = score
 
@@ -182,18 +192,34 @@ class Evaluator(Sweeper):
         """Let the server's own function test every cluster's model; average over the clients."""
         if self._central is None:
             return
-        method, updates = self._method, self._progress.updates
-        sizes = dict.fromkeys(method.models, 0.0)
-        for client in self._progress.fleet.clients:
-            for cluster, weight in method.placement(client).items():
-                sizes[cluster] += weight
-        found: list[tuple[MetricRecord, float]] = []
-        for cluster, model in method.models.items():
-            measured = self._central(updates, self._packer.pack(cluster, model)[0])
-            if measured:
-                found.append((measured, sizes[cluster]))
-        if found:
-            self._method.result.evaluate_metrics_serverapp[updates] = mean_metrics(found)
+        test, updates = self._central, self._progress.updates
+        mean, _ = tested_by_server(self._method, self._packer, partial(test, updates))
+        if mean is not None:
+            self._method.result.evaluate_metrics_serverapp[updates] = mean
+
+
+def tested_by_server(
+    method: Questions, packer: Packer, test: Callable[[ArrayRecord], MetricRecord | None]
+) -> tuple[MetricRecord | None, dict[int, MetricRecord]]:
+    """Let a function of the server test every cluster's model.
+
+    Returns
+    -------
+    tuple[MetricRecord or None, dict[int, MetricRecord]]
+        What it has measured, averaged over the clusters' clients, and of each cluster; nothing
+        where it returns nothing.
+    """
+    sizes = dict.fromkeys(method.models, 0.0)
+    for client in method.progress.fleet.clients:
+        for cluster, weight in method.placement(client).items():
+            sizes[cluster] += weight
+    found: dict[int, MetricRecord] = {}
+    for cluster, model in method.models.items():
+        if measured := test(packer.pack(cluster, model)[0]):
+            found[cluster] = measured
+    if not found:
+        return None, {}
+    return mean_metrics([(record, sizes[cluster]) for cluster, record in found.items()]), found
 
 
 def mean_metrics(measured: list[tuple[MetricRecord, float]]) -> MetricRecord:

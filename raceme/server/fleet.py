@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from logging import getLogger
 
 from flwr.app import Message
 
 from raceme.compat import CLIENT_APP_RAISED_EXCEPTION, INVALID_APP, LOAD_APP_EXCEPTION
 from raceme.protocol.messages import CLIENT_ID, CONFIG, GROUP, NUM_EXAMPLES, count_of
-from raceme.server.replies import error_line
+from raceme.protocol.stated import error_line, name_of
+from raceme.server.identity import ForeignIdError, Identities
+from raceme.server.sizes import MOST_EXAMPLES, largest_believed
+
+log = getLogger("raceme")
 
 _NO_QUERY = "No query function registered"
 """What Flower's ClientApp says when it has no handler for queries."""
 _FINAL = frozenset({CLIENT_APP_RAISED_EXCEPTION, INVALID_APP, LOAD_APP_EXCEPTION})
 """Errors that a second greeting would meet again."""
-_LONGEST_ID = 128
-_LIMIT = 2**53
-"""Counts from here on are not exact as float numbers, and no client's."""
 
 
 @dataclass
@@ -62,12 +65,61 @@ class Fleet:
         Nodes with an open greeting, to the id of the message.
     refused : dict[int, str]
         Nodes that state the id of a client that is online elsewhere.
+    sizes : dict[str, int]
+        Training examples that each client has stated last: in its greeting or with an update.
     """
 
     clients: dict[str, Client] = field(default_factory=dict)
     by_node: dict[int, str] = field(default_factory=dict)
     greeted: dict[int, str] = field(default_factory=dict)
     refused: dict[int, str] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        # Derived from the sizes, and told only once: no state.
+        self._ordered = sorted(self.sizes.values())
+        self._capped: set[str] = set()
+
+    def heard(self, client: str, examples: int) -> None:
+        """Note how many examples a client says it has."""
+        before = self.sizes.get(client)
+        if before == examples:
+            return
+        if before is not None:
+            del self._ordered[bisect_left(self._ordered, before)]
+        self.sizes[client] = examples
+        insort(self._ordered, examples)
+
+    def counted(self, client: str, stated: int | None = None) -> int:
+        """Return how many examples of a client count where clients are weighed by them.
+
+        Parameters
+        ----------
+        client : str
+            Who.
+        stated : int, optional
+            What it states; by default what it stated in its greeting.
+
+        Returns
+        -------
+        int
+            The same, or :func:`raceme.server.sizes.largest_believed` if that is less.
+        """
+        stated = self.clients[client].num_examples if stated is None else stated
+        limit = self.most_counted()
+        if stated > limit and client not in self._capped:
+            self._capped.add(client)
+            log.warning(
+                "%s states %d examples, far more than the others: it counts like one with %d",
+                client,
+                stated,
+                limit,
+            )
+        return min(stated, limit)
+
+    def most_counted(self) -> int:
+        """Return the number of examples beyond which no client counts more."""
+        return largest_believed(self._ordered) if self._ordered else MOST_EXAMPLES
 
     def disconnect(self) -> list[str]:
         """Forget all nodes; return the clients that were online."""
@@ -77,13 +129,17 @@ class Fleet:
         self.by_node, self.greeted, self.refused = {}, {}, {}
         return left
 
-    def changes(self, online: Iterable[int]) -> tuple[list[int], list[str]]:
+    def changes(
+        self, online: Iterable[int], ask_again: bool = False
+    ) -> tuple[list[int], list[str]]:
         """Compare with the nodes that are online now.
 
         Parameters
         ----------
         online : Iterable[int]
             Node ids.
+        ask_again : bool
+            Greet nodes too that were refused.
 
         Returns
         -------
@@ -103,18 +159,25 @@ class Fleet:
         self.refused = {
             node: client
             for node, client in self.refused.items()
-            if node in present and client not in freed
+            if node in present and client not in freed and not ask_again
         }
         known = self.by_node.keys() | self.greeted.keys() | self.refused.keys()
         return [node for node in online if node not in known], left
 
-    def introduce(self, node_id: int, reply: Message) -> tuple[Client, bool] | str:
+    def introduce(
+        self, node_id: int, reply: Message, identities: Identities | None = None
+    ) -> tuple[Client, bool] | str:
         """Register the client that answered a greeting.
 
         Returns
         -------
         tuple[Client, bool] or str
             The client and whether it was known before; or why it is refused.
+
+        Raises
+        ------
+        ForeignIdError
+            It is not who it says.
         """
         self.greeted.pop(node_id, None)
         stated: Mapping[str, object] = {}
@@ -129,15 +192,19 @@ class Fleet:
             if reply.error.code in _FINAL:
                 self.refused[node_id] = ""
             return f"node {node_id} did not answer its greeting: {error_line(reply)}"
-        client_id = str(stated.get(CLIENT_ID, f"node-{node_id}"))
-        if not client_id.isprintable() or not 1 <= len(client_id) <= _LONGEST_ID:
-            # It goes into terminals, logs and reports, which what a device sends must not steer.
+        client_id = name_of(stated.get(CLIENT_ID, f"node-{node_id}"))
+        if client_id is None:
             self.refused[node_id] = ""
-            return (
-                f"node {node_id} states an id that is not 1 to {_LONGEST_ID} printable characters"
-            )
-        examples = measured.get(NUM_EXAMPLES, 0)
-        if not isinstance(examples, int | float) or not 1 <= examples < _LIMIT:
+            return f"node {node_id} states an id that is not 1 to 128 printable characters"
+        if identities is not None:
+            try:
+                identities.check(node_id, client_id)
+            except ForeignIdError:
+                # It does not wait for the client that it claims to be.
+                self.refused[node_id] = ""
+                raise
+        examples = count_of(measured.get(NUM_EXAMPLES))
+        if not examples:
             self.refused[node_id] = client_id
             return f"'{client_id}' has no examples to train on"
         group = measured.get(GROUP, -1)
@@ -147,9 +214,11 @@ class Fleet:
             return f"'{client_id}' is already online as node {client.node_id}"
         returned = client is not None
         if client is None:
-            client = Client(client_id, int(examples), count_of(group))
+            client = Client(client_id, examples, count_of(group))
             self.clients[client_id] = client
-        client.num_examples, client.node_id = int(examples), node_id
+        client.num_examples, client.node_id = examples, node_id
+        if not reply.has_error():
+            self.heard(client_id, examples)
         client.failures, client.ready_at = 0, 0.0
         self.by_node[node_id] = client_id
         return client, returned

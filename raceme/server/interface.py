@@ -10,15 +10,16 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from flwr.serverapp.strategy import Result
 
 from raceme.clustering.bases import Bases
 from raceme.clustering.clusters import Clusters, Weights, blended
 from raceme.clustering.model import Model
 from raceme.config.errors import UserError
+from raceme.protection.guard import Guard
 from raceme.protocol.events import Observer
-from raceme.protocol.messages import ModelSpec, Vector
+from raceme.protocol.messages import TRAIN_BEST, TRAINING, ModelSpec, Vector
 from raceme.server.dispatch import Dispatch, EveryIdle, Moment, NoState
 from raceme.server.fleet import Client
 from raceme.server.progress import Progress
@@ -64,12 +65,28 @@ class RunResult(Result):
         The model of the largest cluster; with one cluster, the model.
     clusters : dict[int, ArrayRecord]
         The model of every cluster.
+    evaluate_metrics_clusters : dict[int, dict[int, MetricRecord]]
+        What the server's own function has measured of each cluster's model, by round, or by number
+        of updates.
     client_clusters : dict[str, dict[int, float]]
         Client id to its clusters, with weights.
     """
 
     clusters: dict[int, ArrayRecord] = field(default_factory=dict)
+    evaluate_metrics_clusters: dict[int, dict[int, MetricRecord]] = field(default_factory=dict)
     client_clusters: dict[str, dict[int, float]] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        """Return Flower's representation, with the clusters if there are several."""
+        whole = super().__repr__()
+        if len(self.clusters) < 2:
+            return whole
+        clients = {
+            cluster: sum(cluster in weights for weights in self.client_clusters.values())
+            for cluster in self.clusters
+        }
+        listed = ", ".join(f"{cluster} ({count})" for cluster, count in clients.items())
+        return f"{whole}\nClusters (clients): {listed}\n"
 
 
 class Questions(ABC):
@@ -80,6 +97,8 @@ class Questions(ABC):
 
     Attributes
     ----------
+    parameters : dataclass
+        Its hyper-parameters.
     clusters : Clusters
         The models, and which of them serve each client.
     state : dataclass
@@ -93,7 +112,9 @@ class Questions(ABC):
     result : RunResult
         What the run leaves.
     bases : Bases
-        Models that clients are training from, if the method keeps them.
+        Models that clients are training from, if the method or its protection keeps them.
+    protection : Guard
+        What clients' updates have to pass before the method sees them.
     train_config : ConfigRecord
         The run's settings for local training.
     initial : ArrayRecord
@@ -118,6 +139,7 @@ class Questions(ABC):
     exchanges: ClassVar[bool] = True
     """Whether models really travel; without it no traffic is reported."""
 
+    parameters: Any
     clusters: Clusters
     state: Any
     dispatch: Dispatch
@@ -125,6 +147,7 @@ class Questions(ABC):
     progress: Progress
     result: RunResult
     bases: Bases
+    protection: Guard
     train_config: ConfigRecord
     initial: ArrayRecord
     report: Observer
@@ -235,6 +258,9 @@ class Questions(ABC):
         """Take in a client that was greeted, for the first time or again."""
         self.clusters.join(client.client_id)
 
+    def count_examples(self, client: Client) -> None:  # noqa: B027
+        """Note a client's number of examples, which came not with its greeting but with a reply."""
+
     def remove_client(self, client: str) -> None:
         """Note that a client went offline; it keeps its cluster."""
         self.clusters.leave(client)
@@ -250,6 +276,11 @@ class Questions(ABC):
         return None
 
     @property
+    def asked_kinds(self) -> frozenset[str]:
+        """Kinds of work that clients are asked for, beyond training and testing a model."""
+        return frozenset()
+
+    @property
     def by_distribution(self) -> bool:
         """Whether cluster k is of the k-th distribution, of which the server may have samples."""
         return False
@@ -260,30 +291,57 @@ class Questions(ABC):
         return self.clusters.models
 
     def open_task(self, task: Task) -> None:
-        """Keep what a method that keeps bases needs, and tell the method of the task."""
-        if self.keeps_bases:
-            weights = self.placement(task.client)
-            whole = len(weights) == 1 or bool(task.candidates)
-            models = self.models
-            vector = models[task.cluster].vector if whole else blended(models, weights)
-            self.bases.hold(base_name(task, whole), vector)
+        """Keep what is needed of the models that travel, and tell the method of the task."""
+        if self._keeps_base_of(task):
+            for name, vector in self._bases_of(task).items():
+                self.bases.hold(name, vector)
         self.on_dispatch(task)
+
+    def _keeps_base_of(self, task: Task) -> bool:
+        return self.keeps_bases or (self.protection.is_on and task.kind in TRAINING)
+
+    def _bases_of(self, task: Task) -> Mapping[str, Vector]:
+        """Return the models that a task may start from, by the names that they are kept under."""
+        if task.kind == TRAIN_BEST:
+            return {
+                f"{cluster}/{version}": self.models[cluster].vector
+                for cluster, version in task.candidates.items()
+            }
+        weights = self.placement(task.client)
+        whole = len(weights) == 1 or bool(task.candidates)
+        models = self.models
+        vector = models[task.cluster].vector if whole else blended(models, weights)
+        return {base_name(task, whole): vector}
 
     def close_task(self, task: Task) -> None:
         """Tell the method that a task is over, and forget what was kept for it."""
         self.on_close(task)
-        if self.keeps_bases:
-            self.bases.release(base_name(task, True))
+        if not self._keeps_base_of(task):
+            return
+        if task.kind == TRAIN_BEST:
+            for cluster, version in task.candidates.items():
+                self.bases.release(f"{cluster}/{version}")
+        elif base_name(task, False) in self.bases.vectors:
             self.bases.release(base_name(task, False))
+        else:
+            self.bases.release(base_name(task, True))
 
     def delta(self, update: Update) -> Vector:
         """Return Δ_i = w_i − the model from which client i started; for a method that keeps bases.
 
         Shape (d,).
         """
-        names = (base_name(update.task, whole) for whole in (True, False))
-        held = next(name for name in names if name in self.bases.vectors)
-        return self.bases.delta(held, update.vector)
+        return np.asarray(update.vector - self.base_of(update))
+
+    def base_of(self, update: Update) -> Vector:
+        """Return the model from which client i started; for a method that keeps bases. Shape (d,).
+
+        Of a client that has mixed several models itself, the mixture that served it when it was
+        asked: another client may have been sent the same version of one of them.
+        """
+        vectors = self.bases.vectors
+        own = base_name(update.task, False)
+        return vectors[own] if own in vectors else vectors[base_name(update.task, True)]
 
     @property
     @abstractmethod

@@ -17,9 +17,11 @@ from flwr.serverapp import Grid
 from raceme.clustering.model import NonFiniteModelError
 from raceme.protocol import events
 from raceme.protocol.events import Ending
-from raceme.protocol.timeline import timeline_of
+from raceme.protocol.timeline import push, timeline_of
 from raceme.server.dispatch import Moment
 from raceme.server.evaluator import EvaluateFn, Evaluator, Report
+from raceme.server.guarding import judged
+from raceme.server.identity import ForeignIdError, Identities, OnTrust
 from raceme.server.idle import Idle
 from raceme.server.interface import Questions, StopCheck
 from raceme.server.outgoing import Outgoing
@@ -63,6 +65,8 @@ class Loop:
         Evaluates models on the server.
     time_before : float
         Time at which an earlier run of the same method ended.
+    identities : Identities, optional
+        Says whether clients are who they say; by default they are believed.
     """
 
     def __init__(
@@ -78,8 +82,10 @@ class Loop:
         evaluate_config: ConfigRecord,
         evaluate_fn: EvaluateFn | None,
         time_before: float = 0.0,
+        identities: Identities | None = None,
     ) -> None:
-        self._method, self._grid, self._plan = method, grid, plan
+        self._method, self._grid = method, grid
+        self._plan, self._identities = plan, identities or OnTrust()
         self._tell, self._stop_check, self._ttl = observe, stop_check, timeout
         self._clock = timeline_of(grid, time_before)
         self._progress = method.progress
@@ -100,6 +106,7 @@ class Loop:
             evaluate_config,
             evaluate_fn,
             timeout,
+            plan.testers,
         )
         self._held: list[events.Event] | None = None
         self._num_updates = 0
@@ -151,8 +158,7 @@ class Loop:
         while True:
             if self._is_over():
                 break
-            reason = self._stop_check()
-            if reason:
+            if reason := self._stop_check():
                 self._ending = Ending.INTERRUPTED, reason
                 break
             if self._wake() and self._is_over():
@@ -201,16 +207,9 @@ class Loop:
             rounds = self._method.dispatch.rounds
             if limit := self._plan.limit(progress.updates, self._num_updates, self.now(), rounds):
                 self._ending = Ending.LIMIT, limit
-        if self._ending is None and (hopeless := self._method.dispatch.hopeless()):
+        hopeless = self._method.dispatch.hopeless() or progress.uselessness()
+        if self._ending is None and hopeless:
             self._ending = Ending.USELESS_REPLIES, hopeless
-        if self._ending is None:
-            useless = max(100, 10 * len(self._fleet.clients))
-            if progress.rejected_in_a_row >= useless:
-                self._ending = (
-                    Ending.USELESS_REPLIES,
-                    f"the last {progress.rejected_in_a_row} replies were unusable; the last one: "
-                    f"{progress.last_refusal}",
-                )
         return self._ending is not None
 
     def _evaluation_is_due(self) -> bool:
@@ -294,7 +293,8 @@ class Loop:
 
     def _look_at_fleet(self) -> None:
         """Notice who came and who left; greet the new nodes."""
-        arrived, left = self._fleet.changes(self._grid.get_node_ids())
+        ask_again = self._identities.renewed()
+        arrived, left = self._fleet.changes(self._grid.get_node_ids(), ask_again)
         for client in left:
             self._idle.remove(client)
             self._evaluator.drop(client)
@@ -310,8 +310,12 @@ class Loop:
 
     def _introduce(self, node_id: int, reply: Message) -> None:
         """Welcome the client that answered a greeting, and let it have work."""
-        introduced = self._fleet.introduce(node_id, reply)
         now = self.now()
+        try:
+            introduced = self._fleet.introduce(node_id, reply, self._identities)
+        except ForeignIdError as error:
+            self._observe(error.report(now, node_id))
+            return
         if isinstance(introduced, str):
             log.warning("A client is refused: %s", introduced)
             self._observe(events.UpdateRejected(now, f"node {node_id}", introduced, now))
@@ -352,12 +356,13 @@ class Loop:
 
     def _free_places(self) -> int | None:
         """Return how many more clients may be given work; None stands for all."""
-        if not self._plan.concurrency:
+        places = self._plan.places(len(self._fleet.by_node))
+        if places is None:
             return None
         # Who went offline with a task trains no more: it must not keep the others from working.
         clients, open_tasks = self._fleet.clients, self._progress.in_flight.values()
         busy = sum(clients[task.client].node_id is not None for task in open_tasks)
-        return self._plan.concurrency - busy
+        return places - busy
 
     def _send(self, message: Message, task: Task) -> None:
         """Send work, and remember who has it."""
@@ -372,7 +377,7 @@ class Loop:
 
     def _push(self, message: Message) -> str | None:
         """Send one message; None if the grid would not take it."""
-        return next(iter(self._grid.push_messages([message])), None)
+        return push(self._grid, self._clock, message)
 
     # Taking replies in.
 
@@ -397,13 +402,14 @@ class Loop:
             if isinstance(update, Answer):
                 self._answered(update)
             else:
-                self._accept(update)
+                self._accept(judged(self._method, update, self.now()))
         except (InvalidReplyError, NonFiniteModelError) as error:
             self._refuse(task, str(error))
 
     def _accept(self, update: Update) -> None:
         """Take a valid update, and act on those that the policy releases because of it."""
         task, now = update.task, self.now()
+        self._fleet.heard(task.client, update.num_examples)
         released = self._method.dispatch.accept(update, now)
         self._progress.trained_steps[task.client] = task.step
         self._progress.rejected_in_a_row = 0
@@ -430,6 +436,7 @@ class Loop:
         if not updates:
             return
         progress, counters = self._progress, self._method.spec.counters
+        updates = [self._weighed(update) for update in updates]
         self._held = []
         try:
             applied = self._method.aggregate(updates)
@@ -450,6 +457,11 @@ class Loop:
         self._packer.keep_only(self._method.models)
         for event in held:
             self._observe(event)
+
+    def _weighed(self, update: Update) -> Update:
+        """Let no client count as many more examples than the others have."""
+        counted = self._fleet.counted(update.task.client, update.num_examples)
+        return update if counted == update.num_examples else replace(update, num_examples=counted)
 
     def _refuse(self, task: Task, reason: str, rests: bool = True) -> None:
         """Count and report an unusable reply; its client rests longer each time in a row."""

@@ -15,9 +15,15 @@ from numpy.typing import NDArray
 
 from raceme.clustering.bases import Bases
 from raceme.clustering.clusters import Clusters
+from raceme.config.errors import UserError
+from raceme.protection.guard import Guard, GuardState, NoProtection
 from raceme.protocol import events
 from raceme.protocol.messages import VALIDATION_SHARE, ModelSpec, Vector
 from raceme.server.dispatch import Dispatch, NoState
+from raceme.server.drop_in.arguments import check_share, divided
+from raceme.server.drop_in.run import flower_run
+from raceme.server.drop_in.run import start as drop_in
+from raceme.server.identity import Identities
 from raceme.server.interface import Applied, Questions, RunResult, StopCheck, never_stop
 from raceme.server.loop import Loop
 from raceme.server.plan import Plan
@@ -46,6 +52,14 @@ class Method(Questions, Strategy):
         Hyper-parameters; by default the class's `parameters_type`, made without arguments.
     seed : int
         Decides whatever the method leaves to chance.
+    **arguments
+        Single hyper-parameters, and the arguments that Flower's own strategies take
+        (:class:`~raceme.server.drop_in.arguments.FlowerArguments`): ``fraction_train=0.5``.
+
+    Raises
+    ------
+    UserError
+        There is no such argument, or it means nothing to the method.
 
     Attributes
     ----------
@@ -60,8 +74,10 @@ class Method(Questions, Strategy):
 
     parameters_type: ClassVar[type[Any]] = NoState
 
-    def __init__(self, parameters: Any = None, seed: int = 0) -> None:
-        self.parameters = self.parameters_type() if parameters is None else parameters
+    def __init__(self, parameters: Any = None, seed: int = 0, **arguments: Any) -> None:
+        self.parameters, self.arguments = divided(
+            type(self).__name__, self.parameters_type, parameters, arguments
+        )
         self.rng = np.random.default_rng(np.random.SeedSequence([seed, 0x57A7E9]))
         self.progress = Progress()
         self.clusters = Clusters()
@@ -71,10 +87,12 @@ class Method(Questions, Strategy):
         self.starts: Sequence[Vector] = ()
         self.result = RunResult()
         self.bases = Bases()
+        self.protection: Guard = NoProtection()
         self.train_config = ConfigRecord()
         self.report: events.Observer = events.ignore
         self.step_of: Callable[[str], int | None] = lambda client: None
         self.dispatch: Dispatch = self.policy()
+        check_share(self, self.arguments)
         self._spec: ModelSpec | None = None
         self._now: Callable[[], float] = lambda: 0.0
         self._loaded = False
@@ -111,7 +129,69 @@ class Method(Questions, Strategy):
         self,
         grid: Grid,
         initial_arrays: ArrayRecord,
-        num_rounds: int = 500,
+        num_rounds: int = 3,
+        timeout: float = 3600,
+        train_config: ConfigRecord | None = None,
+        evaluate_config: ConfigRecord | None = None,
+        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
+        **further: Any,
+    ) -> RunResult:
+        """Run in a user's own Flower app, in the place of one of Flower's strategies.
+
+        The ClientApp need know nothing of Raceme: messages and replies are those of Flower's own
+        strategies, clients are known by their nodes, or by the ``client-id`` that a ConfigRecord of
+        their replies states.
+
+        Parameters
+        ----------
+        grid : Grid
+            Any Flower grid.
+        initial_arrays : ArrayRecord
+            The initial model; its names and shapes are those of every model of the run.
+        num_rounds : int
+            Rounds. Of a method that works in none, a round is as many updates as clients take part.
+        timeout : float
+            Seconds after which an unanswered message is lost.
+        train_config, evaluate_config : ConfigRecord, optional
+            Sent along with every training and every evaluation message.
+        evaluate_fn : Callable, optional
+            Called before the first and after each round, once per cluster, with the number of the
+            round and the arrays of the cluster's model. What it returns is averaged over the
+            clusters' clients.
+        **further
+            Other fields of :class:`~raceme.server.drop_in.run.FlowerRun`: ``max_updates`` ends the
+            run after so many updates instead of rounds, ``max_time`` at this time at the latest;
+            ``observe`` is called with everything that happens; ``greet=True`` asks clients who
+            they are, as Raceme's own ClientApp expects.
+
+        Returns
+        -------
+        RunResult
+            Models, metrics by round, and who is where.
+
+        Raises
+        ------
+        UserError
+            The run cannot begin; the ClientApp cannot do what the method asks for; no client has
+            returned anything of use.
+        """
+        told = flower_run(
+            grid=grid,
+            initial_arrays=initial_arrays,
+            num_rounds=num_rounds,
+            timeout=timeout,
+            train_config=train_config or ConfigRecord(),
+            evaluate_config=evaluate_config or ConfigRecord(),
+            evaluate_fn=evaluate_fn,
+            **further,
+        )
+        return drop_in(self, self.arguments, told, self.run)
+
+    def run(
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord,
+        max_updates: int = 500,
         timeout: float = 3600,
         train_config: ConfigRecord | None = None,
         evaluate_config: ConfigRecord | None = None,
@@ -122,12 +202,14 @@ class Method(Questions, Strategy):
         stop_check: StopCheck = never_stop,
         probe: Probe | None = None,
         starts: Sequence[Vector] = (),
+        identities: Identities | None = None,
     ) -> RunResult:
-        """Run until a limit is reached, nobody is left, or the user interrupts.
+        """Run with Raceme's own ClientApp, or one that answers as it does.
 
-        A strategy that has run before, or was given a state, resumes: everybody is greeted again,
-        and tasks that were open then are given up; unless the grid was brought back to its own
-        state of that moment, and continues as if nothing had happened.
+        Until a limit is reached, nobody is left, or the user interrupts. A strategy that has run
+        before, or was given a state, resumes: everybody is greeted again, and tasks that were open
+        then are given up; unless the grid was brought back to its own state of that moment, and
+        continues as if nothing had happened.
 
         Parameters
         ----------
@@ -135,7 +217,7 @@ class Method(Questions, Strategy):
             Any Flower grid.
         initial_arrays : ArrayRecord
             The initial model; its names and shapes are those of every model of the run.
-        num_rounds : int
+        max_updates : int
             Client updates to apply; 0: no limit but the plan's. A round-based method completes the
             round in which the limit falls.
         timeout : float
@@ -157,6 +239,8 @@ class Method(Questions, Strategy):
             Measures models on data that the server has.
         starts : Sequence[Vector]
             Models that the server has pre-trained, one for each distribution.
+        identities : Identities, optional
+            Says whether clients are who they say; by default they are believed.
 
         Returns
         -------
@@ -164,7 +248,7 @@ class Method(Questions, Strategy):
             Models, evaluations by number of updates, and who is where.
         """
         plan = plan or Plan()
-        self.planned_updates = num_rounds or plan.planned_updates
+        self.planned_updates = max_updates or plan.planned_updates
         self.probe, self.starts = probe, starts
         self._spec, self.initial = ModelSpec.of(initial_arrays), initial_arrays
         self.result = RunResult()
@@ -182,6 +266,7 @@ class Method(Questions, Strategy):
             evaluate_config=ConfigRecord({**(evaluate_config or {}), **self.test_settings}),
             evaluate_fn=evaluate_fn,
             time_before=self._now(),
+            identities=identities,
         )
         self._now = loop.now
         if self.state is None:
@@ -189,7 +274,7 @@ class Method(Questions, Strategy):
             self.restored()
         nothing_missed, self._loaded = self._loaded and loop.keeps_messages, False
         self.summary()
-        loop.run(num_rounds, nothing_missed)
+        loop.run(max_updates, nothing_missed)
         ended_at = loop.now()
         self._now = lambda: ended_at
         return self.result
@@ -208,6 +293,7 @@ class Method(Questions, Strategy):
             "bases": to_tree(self.bases),
             "state": to_tree(self.state),
             "dispatch": self.dispatch.state_dict(),
+            "protection": to_tree(self.protection.state),
             "progress": to_tree(self.progress),
             "rng": to_tree(self.rng.bit_generator.state),
             "time": self.now(),
@@ -227,6 +313,7 @@ class Method(Questions, Strategy):
         self.bases = from_tree(Bases, tree["bases"])
         self.state = from_tree(self.state_type, tree["state"])
         self.dispatch.load_state_dict(tree["dispatch"])
+        self.protection.state = from_tree(GuardState, tree["protection"])
         self.progress = from_tree(Progress, tree["progress"])
         self.rng.bit_generator.state = tree["rng"]
         time_before = float(tree["time"])
@@ -234,31 +321,39 @@ class Method(Questions, Strategy):
         self.restored()
 
     # Flower's four questions of a round. The loop does not ask them: it takes each reply when it
-    # arrives. A subclass that runs one of Flower's own strategies hands them on.
+    # arrives.
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Make no messages: the loop does, from `next_work`."""
-        return []
+        """Raise UserError: a strategy around this one asks, which would train nobody."""
+        raise _cannot_be_wrapped(type(self).__name__)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Aggregate nothing: the loop hands updates to `aggregate`."""
-        return None, None
+        """Raise UserError, as `configure_train` does."""
+        raise _cannot_be_wrapped(type(self).__name__)
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Make no messages: the loop evaluates all methods alike."""
-        return []
+        """Raise UserError, as `configure_train` does."""
+        raise _cannot_be_wrapped(type(self).__name__)
 
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
     ) -> MetricRecord | None:
-        """Aggregate nothing: the loop evaluates all methods alike."""
-        return None
+        """Raise UserError, as `configure_train` does."""
+        raise _cannot_be_wrapped(type(self).__name__)
+
+
+def _cannot_be_wrapped(name: str) -> UserError:
+    return UserError(
+        f"{name} acts on each update when it arrives: a strategy that works in rounds cannot be "
+        f"put around it. Call {name}'s own start(); for differential privacy take client mods, "
+        "such as LocalDpMod."
+    )
 
 
 Made = TypeVar("Made", bound=Method)
@@ -285,9 +380,10 @@ class Variant(Generic[Made]):
     def __post_init__(self) -> None:
         object.__setattr__(self, "__doc__", self.summary)
 
-    def __call__(self, parameters: Any = None, seed: int = 0) -> Made:
+    def __call__(self, parameters: Any = None, seed: int = 0, **arguments: Any) -> Made:
         """Make the method."""
-        return self.method(self.parameters_type() if parameters is None else parameters, seed)
+        parameters = self.parameters_type() if parameters is None else parameters
+        return self.method(parameters, seed, **arguments)
 
 
 def average_by_cluster(

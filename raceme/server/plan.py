@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from raceme.protocol.events import Evaluated
+from raceme.server.fleet import Client
 from raceme.server.progress import Progress
 
 
@@ -108,6 +110,14 @@ class Plan:
         if now >= self.deadline:
             return f"the time limit of {self.deadline:g} s was reached"
         return ""
+
+    def places(self, online: int) -> int | None:
+        """Return how many of so many clients train at a time; None stands for all."""
+        return self.concurrency or None
+
+    def testers(self, online: Sequence[Client]) -> Sequence[Client]:
+        """Return who tests the models now, of those who are online."""
+        return online
 
     def is_tested(self, progress: Progress, rounds: int | None) -> bool:
         """Return whether the next evaluation is due.

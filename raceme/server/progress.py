@@ -87,3 +87,12 @@ class Progress:
         """Count an update of a client that was applied."""
         self.updates += 1
         self.uploads[client] = self.uploads.get(client, 0) + 1
+
+    def uselessness(self) -> str:
+        """Return why it is of no use to go on: only unusable replies for long; else nothing."""
+        if self.rejected_in_a_row < max(100, 10 * len(self.fleet.clients)):
+            return ""
+        return (
+            f"the last {self.rejected_in_a_row} replies were unusable; the last one: "
+            f"{self.last_refusal}"
+        )

@@ -28,17 +28,26 @@ from raceme.protocol.messages import (
     InvalidModelError,
     ModelSpec,
     Vector,
+    count_of,
     from_array,
+)
+from raceme.protocol.stated import (
+    LARGEST,
+    StatementError,
+    error_line,
+    metrics_of,
+    printable,
+    quoted,
 )
 from raceme.server.work import Task
 
-_LONGEST_LINE = 300
-"""Letters of a client's own words that are reported."""
 _MOST_DISTRIBUTIONS = 1000
 """Distributions of which a mixture may be."""
 _ROUNDING = 1e-6
 _MOST_NUMBERS = 50_000_000
-"""Numbers beside the model that a reply may bring."""
+"""Numbers beside the model that one array of a reply may bring."""
+_MOST_ARRAYS = 1000
+"""Arrays beside the model that a reply may bring."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +115,16 @@ class Update:
 
 
 class InvalidReplyError(ValueError):
-    """A reply is not what was asked for; the message says why."""
+    """A reply is not what was asked for; the message says why, in one short printable line.
+
+    Parameters
+    ----------
+    reason : str
+        Why; it may hold words of the client's own.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(printable(reason))
 
 
 def read_reply(reply: Message, task: Task, spec: ModelSpec, now: float = 0.0) -> Update | Answer:
@@ -136,11 +154,11 @@ def read_reply(reply: Message, task: Task, spec: ModelSpec, now: float = 0.0) ->
         raise InvalidReplyError(
             f"it brings arrays that work of kind '{task.kind}' was not asked for"
         )
-    examples = metrics.get(NUM_EXAMPLES, 0.0)
-    if not (math.isfinite(examples) and examples >= 0):
+    examples = count_of(metrics.get(NUM_EXAMPLES, 0.0))
+    if examples is None:
         raise InvalidReplyError("no examples")
     size = sum(record.count_bytes() for record in content.array_records.values())
-    return Answer(task, int(examples), metrics, numbers, size)
+    return Answer(task, examples, metrics, numbers, size)
 
 
 def read_update(reply: Message, task: Task, spec: ModelSpec, now: float = 0.0) -> Update:
@@ -159,8 +177,8 @@ def read_update(reply: Message, task: Task, spec: ModelSpec, now: float = 0.0) -
         raise InvalidReplyError(f"missing records: {len(records)} ArrayRecords, not 1")
     if task.kind == TRAIN_BEST:
         task = _chosen(stated, task)
-    examples = metrics.get(NUM_EXAMPLES, 0.0)
-    if not (math.isfinite(examples) and examples >= 1):
+    examples = count_of(metrics.get(NUM_EXAMPLES))
+    if not examples:
         raise InvalidReplyError("no examples")
     arrays = records.get(ARRAYS) or next(iter(records.values()))
     numbers = content.array_records.get(NUMBERS)
@@ -171,7 +189,7 @@ def read_update(reply: Message, task: Task, spec: ModelSpec, now: float = 0.0) -
     return Update(
         task=task,
         vector=vector,
-        num_examples=int(examples),
+        num_examples=examples,
         train_loss=metrics.get(TRAIN_LOSS, math.nan),
         metrics=metrics,
         bytes_up=arrays.count_bytes() + (numbers.count_bytes() if numbers else 0),
@@ -179,18 +197,6 @@ def read_update(reply: Message, task: Task, spec: ModelSpec, now: float = 0.0) -
         arrived_at=now,
         mixture=_mixture(next(iter(content.metric_records.values())).get(MIXTURE)),
     )
-
-
-def error_line(reply: Message) -> str:
-    """Return the first line of why a client could not do its work, of printable characters."""
-    lines = (reply.error.reason or "").strip().splitlines()
-    return printable(lines[0]) if lines else "no reason given"
-
-
-def printable(text: object) -> str:
-    """Return what a client says as it may stand in a log or a terminal: short, no controls."""
-    line = "".join(letter if letter.isprintable() else " " for letter in str(text)[:10_000])
-    return line.strip()[:_LONGEST_LINE] or "no reason given"
 
 
 def _checked(
@@ -207,13 +213,9 @@ def _checked(
     stated: Mapping[str, object] = content.config_records.get(CONFIG, {})
     _check_echo(stated, task)
     try:
-        metrics = {
-            name: float(value)
-            for name, value in next(iter(content.metric_records.values())).items()
-            if not isinstance(value, list)
-        }
-    except OverflowError:
-        raise InvalidReplyError("a metric is too large") from None
+        metrics = metrics_of(next(iter(content.metric_records.values())))
+    except StatementError as error:
+        raise InvalidReplyError(str(error)) from None
     return content, stated, metrics
 
 
@@ -225,19 +227,19 @@ def _check_echo(stated: Mapping[str, object], task: Task) -> None:
     """
     if VERSION in stated and stated[VERSION] != task.version:
         raise InvalidReplyError(
-            f"unknown base version {printable(stated[VERSION])}: it was sent {task.version}"
+            f"unknown base version {quoted(stated[VERSION])}: it was sent {task.version}"
         )
     if TASK in stated and stated[TASK] != task.number:
         raise InvalidReplyError(
-            f"repeated or foreign task {printable(stated[TASK])}: it was sent {task.number}"
+            f"repeated or foreign task {quoted(stated[TASK])}: it was sent {task.number}"
         )
     if stated.get(KIND, task.kind) != task.kind:
         raise InvalidReplyError(
-            f"it answers work of kind '{printable(stated[KIND])}': it was asked for '{task.kind}'"
+            f"it answers work of kind {quoted(stated[KIND])}: it was asked for '{task.kind}'"
         )
     if stated.get(STEP, task.step) != task.step:
         raise InvalidReplyError(
-            f"it is about step {printable(stated[STEP])} of its data, not step {task.step}"
+            f"it is about step {quoted(stated[STEP])} of its data, not step {task.step}"
         )
 
 
@@ -247,7 +249,7 @@ def _chosen(stated: Mapping[str, object], task: Task) -> Task:
     if not isinstance(index, int) or not 0 <= index < count:
         raise InvalidReplyError(
             f"it must state as '{CHOSEN}' which of the {count} models it has trained, "
-            f"got {printable(repr(index))}"
+            f"got {quoted(index)}"
         )
     cluster, version = list(task.candidates.items())[index]
     return replace(task, cluster=cluster, version=version)
@@ -265,14 +267,19 @@ def _mixture(stated: object) -> tuple[float, ...]:
 def _numbers(record: ArrayRecord | None) -> dict[str, NDArray[Any]]:
     """Read the named arrays beside a model."""
     numbers: dict[str, NDArray[Any]] = {}
+    if len(record or ()) > _MOST_ARRAYS:
+        raise InvalidReplyError(f"it brings {len(record or ())} arrays beside the model")
     for name, array in (record or {}).items():
         try:
             values = from_array(array)
         except InvalidModelError as error:
             raise InvalidReplyError(str(error)) from None
         if values.dtype.kind not in "fiu" or values.size > _MOST_NUMBERS:
-            raise InvalidReplyError(f"unusable numbers '{printable(name)}': {values.dtype}")
-        if not np.isfinite(values).all():
-            raise InvalidReplyError(f"not finite: '{printable(name)}' holds NaN or infinity")
+            raise InvalidReplyError(f"unusable numbers {quoted(name)}: {values.dtype}")
+        # NaN fails both comparisons. Sums of what is left are finite in float64.
+        if values.size and not -LARGEST <= float(values.min()) <= float(values.max()) <= LARGEST:
+            if np.isfinite(values).all():
+                raise InvalidReplyError(f"too large: {quoted(name)}")
+            raise InvalidReplyError(f"not finite: {quoted(name)} holds NaN or infinity")
         numbers[name] = values
     return numbers

@@ -153,6 +153,11 @@ class OnRequest(Dispatch):
 
     # What a method asks and says of looks.
 
+    @property
+    def asked_kinds(self) -> frozenset[str]:
+        """Kinds of work that clients are asked for, beyond training and testing a model."""
+        return frozenset({LOSSES} if self._mode == LOSS else ())
+
     def looks(self, client: str) -> bool:
         """Return whether a client that was chosen is to look at its loss, and not to train."""
         state = self.state

@@ -35,15 +35,33 @@ def to_tree(value: Any) -> Any:
     raise TypeError(f"cannot keep a {type(value).__name__} in a state")
 
 
+_TYPES: dict[Any, tuple[type, ...]] = {
+    bool: (bool,),
+    int: (int,),
+    float: (float, int),
+    str: (str,),
+    dict: (dict,),
+    list: (list,),
+    tuple: (list,),
+    np.ndarray: (np.ndarray,),
+}
+"""What stands in a tree for a type."""
+
+
 def from_tree(kind: Any, tree: Any) -> Any:
     """Build an object of type `kind` from the tree that :func:`to_tree` made of one.
 
     Raises
     ------
     ValueError
-        The tree has other fields than the dataclass.
+        The tree has other fields than the dataclass, or something in it is of another type.
     """
+    wanted = _TYPES.get(get_origin(kind) or kind)
+    if wanted and type(tree) not in wanted:
+        raise ValueError(f"{str(tree)[:40]!r} is no {getattr(kind, '__name__', kind)}")
     if is_dataclass(kind) and isinstance(kind, type):
+        if not isinstance(tree, dict):
+            raise ValueError(f"not a {kind.__name__}: {str(tree)[:40]!r}")
         hints = get_type_hints(kind)
         names = [item.name for item in fields(kind)]
         if set(names) != set(tree):
@@ -61,5 +79,13 @@ def from_tree(kind: Any, tree: Any) -> Any:
     if origin is tuple:
         return tuple(from_tree(arguments[0], inner) for inner in tree)
     if isinstance(tree, np.ndarray):
+        _check_dtype(tree, arguments)
         return tree.copy()
     return kind(tree) if kind in (int, float, str) else tree
+
+
+def _check_dtype(array: np.ndarray[Any, Any], arguments: tuple[Any, ...]) -> None:
+    """Raise ValueError if an array's numbers are not those of its annotation, NDArray[kind]."""
+    wanted = get_args(arguments[1])[0] if len(arguments) == 2 else None
+    if isinstance(wanted, type) and not issubclass(array.dtype.type, wanted):
+        raise ValueError(f"an array of {array.dtype} where {wanted.__name__} belongs")

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection
+from logging import getLogger
 from typing import Protocol
 
 from flwr.app import Message
 from flwr.serverapp import Grid
 
-from raceme.protocol.timeline import Timeline
+from raceme.protocol.events import UpdateRejected
+from raceme.protocol.stated import StatementError
+from raceme.protocol.timeline import Timeline, push
 from raceme.server.idle import Idle
 from raceme.server.interface import Questions
+
+log = getLogger("raceme")
 
 _LAST_SECONDS = 60.0
 """How long the last tests of a run wait for clients that are still busy."""
@@ -62,7 +67,13 @@ class Sweeper(ABC):
 
     @abstractmethod
     def _score(self, client: str, reply: Message) -> None:
-        """Take a client's answer, if it is one."""
+        """Take a client's answer, if it is one.
+
+        Raises
+        ------
+        StatementError
+            It states what cannot be.
+        """
 
     def open_ids(self) -> Collection[str]:
         """Return the ids of messages without an answer."""
@@ -88,7 +99,7 @@ class Sweeper(ABC):
         works = any(task.client == client for task in progress.in_flight.values())
         if not works and progress.fleet.clients[client].node_id is not None:
             idle.add(client)
-        self._score(client, reply)
+        self._take_score(client, reply)
 
     def drop(self, client: str) -> None:
         """Wait no more for a client that is gone."""
@@ -106,7 +117,7 @@ class Sweeper(ABC):
         for reply in self._grid.send_and_receive(messages):
             client = by_node.get(reply.metadata.src_node_id)
             if client is not None:
-                self._score(client, reply)
+                self._take_score(client, reply)
 
     def _wait(self) -> None:
         """Ask everyone who is left, busy or not, and wait a while."""
@@ -116,14 +127,24 @@ class Sweeper(ABC):
             self._push(client)
         while sweep.open and self._clock.now() < until:
             for reply in self._clock.wait(sweep.open.keys(), until):
-                self._score(sweep.open.pop(reply.metadata.reply_to_message_id), reply)
+                self._take_score(sweep.open.pop(reply.metadata.reply_to_message_id), reply)
         sweep.open = {}
+
+    def _take_score(self, client: str, reply: Message) -> None:
+        """Take a client's answer; count and report one that states what cannot be."""
+        try:
+            self._score(client, reply)
+        except StatementError as error:
+            self._progress.rejected += 1
+            log.warning("The test of %s was rejected: %s", client, error)
+            now = self._clock.now()
+            self._method.report(UpdateRejected(now, client, str(error), now))
 
     def _push(self, client: str) -> bool:
         """Ask one client; return whether the grid took the message."""
         assert self.sweep is not None, "tests are under way"
         del self.sweep.waiting[client]
-        message_id = next(iter(self._grid.push_messages([self._message(client)])), None)
+        message_id = push(self._grid, self._clock, self._message(client))
         if message_id:
             self.sweep.open[message_id] = client
         return message_id is not None

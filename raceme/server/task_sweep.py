@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -32,8 +32,8 @@ class TaskSweep:
     scores : dict[str, list[float]]
         What the clients have answered, in the same order, with the untrained model's score on the
         last step behind it; NaN where a client could not test.
-    unit : str or None
-        Unit of the scores; None for accuracies.
+    units : dict[str, str or None]
+        Unit of each client's scores; None for accuracies.
     """
 
     time: float
@@ -45,15 +45,20 @@ class TaskSweep:
     open: dict[str, str] = field(default_factory=dict)
     placed: dict[str, list[int]] = field(default_factory=dict)
     scores: dict[str, list[float]] = field(default_factory=dict)
-    unit: str | None = None
+    units: dict[str, str | None] = field(default_factory=dict)
 
     def reports(self) -> Iterator[TasksTested]:
         """Make the reports of those who have answered: one for each step that was the last."""
+        if not self.units:
+            return
+        # Accuracies and errors have no mean: what most of the clients have measured counts.
+        unit, _ = Counter(self.units.values()).most_common(1)[0]
         together: defaultdict[int, list[str]] = defaultdict(list)
         for client, step in self.last.items():
             together[step].append(client)
         for step, clients in sorted(together.items()):
-            found = {client: self._of(client) for client in clients if client in self.scores}
+            alike = [c for c in clients if c in self.units and self.units[c] == unit]
+            found = {client: self._of(client) for client in alike}
             if any(found.values()):
                 yield TasksTested(
                     time=self.time,
@@ -62,7 +67,7 @@ class TaskSweep:
                     clusters=self.clusters,
                     per_client={client: of for client, of in found.items() if of},
                     asked=len(clients),
-                    measure=ACCURACY if self.unit is None else Measure(self.unit),
+                    measure=ACCURACY if unit is None else Measure(unit),
                 )
 
     def _of(self, client: str) -> dict[int, TaskScore]:

@@ -18,6 +18,7 @@ from flwr.serverapp import Grid
 from raceme.clustering.clusters import Weights
 from raceme.protocol import messages as names
 from raceme.protocol.events import TasksTested
+from raceme.protocol.stated import LARGEST, unit_of
 from raceme.protocol.timeline import Timeline
 from raceme.server.interface import Questions
 from raceme.server.packing import Packer
@@ -142,6 +143,13 @@ class TaskTests(Sweeper):
     def _message(self, client: str) -> Message:
         node = self._progress.fleet.clients[client].node_id
         assert node is not None, "clients that left are dropped"
+        sweep = self.sweep
+        assert sweep is not None, "tests are under way"
+        if client not in self._contents:
+            # The run was resumed in the middle of the tests: the models are those of now.
+            tested = range(len(sweep.placed[client]))
+            serving = [self._method.serving(client, step) for step in tested]
+            self._contents[client] = self._content(serving, sweep.last[client], sweep.ahead)
         return Message(self._contents[client], node, MessageType.EVALUATE, ttl=self._ttl)
 
     def _score(self, client: str, reply: Message) -> None:
@@ -150,7 +158,7 @@ class TaskTests(Sweeper):
         tested = len(sweep.placed[client])
         unit, scores = read_scores(reply, tested + sweep.ahead)
         if scores:
-            sweep.unit = unit
+            sweep.units[client] = unit
             sweep.scores[client] = scores if sweep.ahead else [*scores, math.nan]
 
 
@@ -159,12 +167,16 @@ def read_scores(reply: Message, count: int) -> tuple[str | None, list[float]]:
 
     What is no accuracy, and of a regression no error, is NaN. An error may be infinite: the
     prediction of a model that diverged.
+
+    Raises
+    ------
+    StatementError
+        The unit is none.
     """
     if reply.has_error() or names.NUMBERS not in reply.content.array_records:
         return None, []
-    told = reply.content.config_records.get(names.CONFIG)
-    stated = None if told is None else told.get(names.UNIT)
-    unit = stated if isinstance(stated, str) else None
+    told: Mapping[str, object] = reply.content.config_records.get(names.CONFIG, {})
+    unit = unit_of(told.get(names.UNIT))
     record = reply.content.array_records[names.NUMBERS]
     if names.ACCURACIES not in record:
         return unit, []
@@ -175,8 +187,8 @@ def read_scores(reply: Message, count: int) -> tuple[str | None, list[float]]:
     if values.shape != (count,) or values.dtype.kind != "f":
         return unit, []
     numbers = np.asarray(values, np.float64)
-    highest = 1.0 if unit is None else math.inf
-    usable = (numbers >= 0) & (numbers <= highest)
+    highest = 1.0 if unit is None else LARGEST
+    usable = (numbers >= 0) & ((numbers <= highest) | (np.isposinf(numbers) & (unit is not None)))
     return unit, [float(value) for value in np.where(usable, numbers, np.nan)]
 
 

@@ -3,6 +3,7 @@
 from raceme.simulation.choice import executor_for, prepare, training_seconds
 from raceme.simulation.devices import PROFILES, Device, fleet
 from raceme.simulation.executor import Executor, InProcess
+from raceme.simulation.nodes import nodes_of
 from raceme.simulation.pool import Pool
 from raceme.simulation.virtual_grid import Node, VirtualGrid
 
@@ -16,6 +17,7 @@ __all__ = [
     "VirtualGrid",
     "executor_for",
     "fleet",
+    "nodes_of",
     "prepare",
     "training_seconds",
 ]

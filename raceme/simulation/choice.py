@@ -16,6 +16,7 @@ from raceme.simulation.worker import load
 
 AUTO = "auto"
 
+_MOST_WORKERS = 1024
 _WORTHWHILE_SECONDS = 6.0
 """Local training from which on ``auto`` starts worker processes.
 
@@ -31,6 +32,7 @@ def executor_for(
     device: str = "cpu",
     vectorised: bool = False,
     seconds: Callable[[], float] | None = None,
+    seed: int | None = None,
 ) -> Executor:
     """Make the executor of a run.
 
@@ -49,6 +51,9 @@ def executor_for(
     seconds : Callable, optional
         Estimates how long one process would take for all local training; asked for ``"auto"``
         only. Without it there is enough work.
+    seed : int, optional
+        Of apps that draw from the process's own random numbers; see
+        :func:`~raceme.simulation.executor.answer`.
 
     Raises
     ------
@@ -60,7 +65,7 @@ def executor_for(
         from raceme.simulation.vectorised import Vectorised
 
         return Vectorised(device)
-    return pool.Pool(target, count) if count else InProcess(load(target))
+    return pool.Pool(target, count, seed=seed) if count else InProcess(load(target), seed)
 
 
 def prepare(workers: str | int) -> None:
@@ -92,7 +97,7 @@ def training_seconds(config: RunConfig, examples: Sequence[int]) -> float:
     shape = datasets.data_shape(config)
     module = models.build(str(config.model), shape.input_shape, shape.outputs, tokens=shape.tokens)
     network = Network(module, objective_of(shape))
-    x = torch.rand(max(2, config.batch_size), *shape.input_shape)
+    x = torch.rand(max(2, min(config.batch_size, max(examples))), *shape.input_shape)
     y = torch.zeros(len(x), dtype=torch.int64 if shape.target is None else torch.float32)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -119,9 +124,10 @@ def _count(workers: str | int, seconds: Callable[[], float] | None) -> int:
         count = int(workers)
     except ValueError:
         count = -1
-    if count < 0:
+    if not 0 <= count <= _MOST_WORKERS:
         raise UserError(
-            f"workers must be auto, 0 for none, or a number of worker processes, got '{workers}'."
+            "workers must be auto, 0 for none, or a number of worker processes up to "
+            f"{_MOST_WORKERS}, got '{workers[:40] if isinstance(workers, str) else workers}'."
         )
     return count
 

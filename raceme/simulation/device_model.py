@@ -25,12 +25,15 @@ class Workload(NamedTuple):
         Size of the transfers.
     scale : float
         Factor on the compute time, e.g. the share of a model that is trained.
+    examples : int or None
+        Number of the training examples; None stands for as many as the device has.
     """
 
     epochs: float
     bytes_down: int
     bytes_up: int
     scale: float
+    examples: int | None = None
 
 
 class Outcome(NamedTuple):
@@ -59,6 +62,11 @@ class DeviceModel:
         Its training examples.
     seed : np.random.SeedSequence
         Decides jitter, lost tasks and random absences.
+
+    Attributes
+    ----------
+    busy_until : float
+        When the last of its tasks ends; it is free if that is over.
     """
 
     def __init__(self, device: Device, examples: int, seed: np.random.SeedSequence) -> None:
@@ -66,7 +74,7 @@ class DeviceModel:
         self.examples = examples
         tasks, absences = seed.spawn(2)
         self._rng = np.random.default_rng(tasks)
-        self._busy_until = 0.0
+        self.busy_until = 0.0
         self._tasks = 0
         self._switches = device.switches(np.random.default_rng(absences))
         self._switched = 0
@@ -86,7 +94,7 @@ class DeviceModel:
         number = self._tasks
         self._tasks += 1
         duration = self.device.duration(
-            examples=self.examples,
+            examples=self.examples if load.examples is None else load.examples,
             epochs=load.epochs,
             bytes_down=load.bytes_down,
             bytes_up=load.bytes_up,
@@ -96,7 +104,7 @@ class DeviceModel:
         )
         # Drawn whether it can happen or not, so that one setting does not change other draws.
         dropped = self._rng.uniform() < self.device.drop
-        due = self._busy_until = max(now, self._busy_until) + duration
+        due = self.busy_until = max(now, self.busy_until) + duration
         if dropped:
             return Outcome(expires, DROPPED)
         if due > expires:
@@ -105,7 +113,7 @@ class DeviceModel:
 
     def stop(self) -> None:
         """Drop all work: the device has gone offline."""
-        self._busy_until = 0.0
+        self.busy_until = 0.0
 
     def next_switch(self) -> float | None:
         """Return when the device next goes offline, or comes back; None if it never does."""
@@ -115,7 +123,7 @@ class DeviceModel:
     def state_dict(self) -> dict[str, Any]:
         """Return what has changed since the beginning, as a tree of plain values."""
         return {
-            "busy-until": self._busy_until,
+            "busy-until": self.busy_until,
             "rng": self._rng.bit_generator.state,
             "tasks": self._tasks,
             "switched": self._switched,
@@ -123,7 +131,7 @@ class DeviceModel:
 
     def load_state_dict(self, tree: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned, on a new model of the same device and seed."""
-        self._busy_until, self._tasks = tree["busy-until"], tree["tasks"]
+        self.busy_until, self._tasks = tree["busy-until"], tree["tasks"]
         self._rng.bit_generator.state = tree["rng"]
         while self._switched < tree["switched"]:
             self.next_switch()

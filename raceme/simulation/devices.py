@@ -25,12 +25,12 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from raceme.config.errors import UserError, unknown_name
+from raceme.config.reading import ReadingError, absolute, parse_toml, read_text
 from raceme.simulation.uplink import Uplink
 
 
@@ -198,17 +198,14 @@ def fleet(profile: str, clients: int, seed: int) -> list[Device]:
         text = PROFILES[profile]
     elif profile.endswith(".toml"):
         try:
-            text = Path(profile).expanduser().read_text(encoding="utf-8")
-        except OSError as error:
-            reason = error.strerror or error
-            raise UserError(f"Cannot read the device profile {profile}: {reason}.") from None
-        except UnicodeDecodeError as error:
-            raise UserError(f"Device profile {profile} is not a text file: {error}.") from None
+            text = read_text(absolute(profile))
+        except ReadingError as error:
+            raise UserError(f"Cannot read the device profile {profile}: {error}.") from None
     else:
         raise unknown_name("device profile", profile, PROFILES)
     try:
-        tree = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        tree = parse_toml(text)
+    except ReadingError as error:
         raise UserError(f"Device profile {profile} is not valid TOML: {error}.") from None
     return _build(profile, tree, clients, np.random.default_rng([seed, 0xDE71CE]))
 

@@ -13,6 +13,7 @@ from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
 from raceme import compat
+from raceme.simulation.randomness import own_randomness
 
 
 class Executor(Protocol):
@@ -53,10 +54,13 @@ class InProcess:
     ----------
     client_app : ClientApp
         The app that answers messages. An exception in it becomes Flower's error reply.
+    seed : int, optional
+        See :func:`answer`.
     """
 
-    def __init__(self, client_app: ClientApp) -> None:
+    def __init__(self, client_app: ClientApp, seed: int | None = None) -> None:
         self._client_app = client_app
+        self._seed = seed
         self._waiting: dict[str, tuple[Message, Context]] = {}
 
     def submit(self, message: Message, context: Context, due: float) -> None:
@@ -66,7 +70,7 @@ class InProcess:
     def result(self, message_id: str) -> Message:
         """Run the ClientApp and return its reply."""
         message, context = self._waiting.pop(message_id)
-        return answer(self._client_app, message, context)
+        return answer(self._client_app, message, context, self._seed)
 
     def cancel(self, message_id: str) -> None:
         """Drop the message without running anything."""
@@ -77,11 +81,30 @@ class InProcess:
         self._waiting.clear()
 
 
-def answer(client_app: ClientApp, message: Message, context: Context) -> Message:
-    """Let a ClientApp answer a message, as a SuperNode would: its exceptions are error replies."""
+def answer(
+    client_app: ClientApp, message: Message, context: Context, seed: int | None = None
+) -> Message:
+    """Let a ClientApp answer a message, as a SuperNode would: its exceptions are error replies.
+
+    Parameters
+    ----------
+    client_app : ClientApp
+        The app.
+    message : Message
+        What is asked; its id is the number of the message.
+    context : Context
+        Of the client that is asked.
+    seed : int, optional
+        Decides, with the client and the message, what the app draws from the process's own random
+        numbers, for apps that are not known to leave them alone.
+    """
     compat.start_now(message)
     try:
-        reply = client_app(message, context)
+        if seed is None:
+            reply = client_app(message, context)
+        else:
+            with own_randomness([seed, context.node_id, int(message.metadata.message_id)]):
+                reply = client_app(message, context)
         if not isinstance(reply, Message):
             raise TypeError(f"the ClientApp returned no Message but {reply!r}")
         if reply.metadata.reply_to_message_id != message.metadata.message_id:

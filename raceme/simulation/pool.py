@@ -33,7 +33,7 @@ from raceme.simulation.transfer import (
     sizes,
     unpack,
 )
-from raceme.simulation.worker import work
+from raceme.simulation.worker import SENT_TO_ALL, work
 
 _QUEUED = 2
 """Tasks that a worker has at a time: one that it works on, and one so that it need not wait."""
@@ -132,12 +132,20 @@ class Pool:
     slot_bytes : int, optional
         Shared memory for one message's arrays; larger ones go through a pipe, which is slower. By
         default it is what the first message with arrays needs, and half as much again.
+    seed : int, optional
+        See :func:`~raceme.simulation.executor.answer`.
     """
 
-    def __init__(self, target: str, workers: int, slot_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        target: str,
+        workers: int,
+        slot_bytes: int | None = None,
+        seed: int | None = None,
+    ) -> None:
         if workers < 1:
             raise ValueError(f"a pool needs at least 1 worker, got {workers}.")
-        self._target = target
+        self._target, self._seed = target, seed
         self._slot_bytes = slot_bytes
         self._tasks: dict[str, _Task] = {}
         self._results: dict[str, _Result] = {}
@@ -330,7 +338,10 @@ class Pool:
         own, other = context.Pipe()
         level = logging.getLogger("flwr").level
         process = context.Process(
-            target=work, args=(other, self._target, level), name="raceme-worker", daemon=True
+            target=work,
+            args=(other, self._target, level, self._seed),
+            name="raceme-worker",
+            daemon=True,
         )
         try:
             with _interrupts_ignored(), _script_hidden(self._target):
@@ -448,12 +459,16 @@ def _script_hidden(target: str) -> Iterator[None]:
 
 @contextmanager
 def _interrupts_ignored() -> Iterator[None]:
-    """Let a process that is started here ignore Ctrl-C from its first moment on."""
+    """Let a process that is started here ignore, from its first moment on, what all get at once.
+
+    Ctrl-C, and the end of the terminal.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in SENT_TO_ALL}
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -424,7 +424,7 @@ def _prepare(message: Message, context: Context) -> _Training:
     """
     work = client_app.work_of(message, context)
     settings, network = work.training_settings(), work.client.network
-    if settings.optimizer != "sgd" or settings.weight_decay:
+    if settings.optimizer != "sgd" or settings.weight_decay or client_app.is_private(context):
         raise ValueError("only plain stochastic gradient descent is stacked")
     spec = work.receive(work.model)
     indices, shares = _mini_batches(work, settings)

@@ -8,16 +8,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from flwr.app import ConfigRecord, Context, Message, MessageType, RecordDict
+from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.serverapp import Grid
 
 from raceme import compat
 from raceme.compat import Run
-from raceme.protocol.messages import COMPUTE_SCALE, CONFIG, KIND, TRAIN, TRAINING, passes
-from raceme.simulation.device_model import DeviceModel, Workload
+from raceme.compat.own_grid import OwnGrid
+from raceme.protocol.exchange import Exchange, ExchangeObserver, Switched
+from raceme.simulation.device_model import DeviceModel
 from raceme.simulation.devices import Device
-from raceme.simulation.event_queue import EventQueue
+from raceme.simulation.event_queue import EventQueue, Key
 from raceme.simulation.executor import Executor, InProcess
 from raceme.simulation.grid_state import (
     message_from_tree,
@@ -27,6 +27,8 @@ from raceme.simulation.grid_state import (
     reply_from_tree,
     reply_to_tree,
 )
+from raceme.simulation.open_messages import Client, Pending, exchange_of
+from raceme.simulation.workload import Cost, bytes_of, copy_of, training_cost
 
 Value = str | int | float | bool
 
@@ -58,62 +60,15 @@ class Node:
 _SWITCH, _REPLY = 0, 1
 
 
-@dataclass(eq=False)
-class _Client:
-    """A node as the grid keeps it.
-
-    Attributes
-    ----------
-    device : DeviceModel
-        Its timing.
-    context : Context
-        Flower's, with the state that the ClientApp keeps.
-    at_work : dict[str, None]
-        Ids of the messages that the executor has for it, in order of sending.
-    """
-
-    device: DeviceModel
-    context: Context
-    at_work: dict[str, None] = field(default_factory=dict)
-
-
-@dataclass
-class _Pending:
-    """A message without a reply yet.
-
-    Attributes
-    ----------
-    client : _Client or None
-        Whom it was sent to; None if there is no such node.
-    expires : float
-        When its time to live ends.
-    due : float
-        When it is answered.
-    lost : str or None
-        Why it is answered by an error; None if it is not.
-    event : int
-        Number of the event of its reply.
-    is_wanted : bool
-        False if nobody will ask for the reply.
-    """
-
-    message: Message
-    client: _Client | None
-    expires: float
-    due: float
-    lost: str | None = None
-    event: int = -1
-    is_wanted: bool = True
-
-
-class VirtualGrid(Grid):
+class VirtualGrid(OwnGrid):
     """Simulates devices behind Flower's own Grid interface, on a clock of its own.
 
     A training message is answered after the time that its device needs for download, computation
-    and upload; a device works on one at a time. Queries and evaluation cost no virtual time. The
-    clock moves only inside `wait`, `pull_messages` and `send_and_receive`, to the next arrival.
+    and upload; a device works on one at a time. Queries and evaluation cost no virtual time, unless
+    `cost` says otherwise. The clock moves only inside `wait`, `pull_messages` and
+    `send_and_receive`, to the next arrival, and inside `pass_time`.
     A task that gets lost (dropped, or its device went offline) is answered by Flower's error reply
-    when its time to live ends. The seed alone decides what happens.
+    when its time to live ends, or when the device is missed. The seed alone decides what happens.
 
     Time is kept by an :class:`EventQueue`, a :class:`DeviceModel` says how long work takes, and an
     :class:`Executor` does it; the grid itself only moves messages.
@@ -130,6 +85,13 @@ class VirtualGrid(Grid):
         Decides jitter, lost tasks and random absences.
     executor : Executor, optional
         Where the work is done; in this process if not given.
+    cost : Cost
+        What messages cost devices.
+    observe : ExchangeObserver, optional
+        Told of every message that is over, and of who comes and goes.
+    notice : float
+        Seconds after which a device that went offline is missed: what it was working on is then
+        answered by errors, if its time to live has not ended before.
     """
 
     is_virtual = True
@@ -143,20 +105,24 @@ class VirtualGrid(Grid):
         run_config: Mapping[str, Value] | None = None,
         seed: int = 0,
         executor: Executor | None = None,
+        cost: Cost = training_cost,
+        observe: ExchangeObserver | None = None,
+        notice: float = math.inf,
     ) -> None:
         self.nodes = tuple(nodes)
+        self._cost, self._observe, self._notice = cost, observe, notice
         self._run = compat.empty_run()
         self._executor = executor or InProcess(client_app)
         self._queue = EventQueue()
         self._pushed = 0
-        self._pending: dict[str, _Pending] = {}
+        self._pending: dict[str, Pending] = {}
         # Replies that nobody has fetched, with their place in the order of arrival.
         self._arrived: dict[str, tuple[int, Message]] = {}
         self._arrivals = 0
-        self._clients: dict[int, _Client] = {}
+        self._clients: dict[int, Client] = {}
         self._online: dict[int, None] = {}
         for node in nodes:
-            self._clients[node.node_id] = _Client(
+            self._clients[node.node_id] = Client(
                 device=DeviceModel(
                     node.device, node.examples, np.random.SeedSequence([seed, node.node_id])
                 ),
@@ -210,7 +176,7 @@ class VirtualGrid(Grid):
         for message in messages:
             message_id = f"{self._pushed:08d}"
             self._pushed += 1
-            message.content = _copy(message.content)
+            message.content = copy_of(message.content)
             compat.set_message_id(message, message_id)
             self._dispatch(message_id, message)
             message_ids.append(message_id)
@@ -242,6 +208,17 @@ class VirtualGrid(Grid):
         """Return the ids of the nodes that are online now."""
         return list(self._online)
 
+    def pass_time(self, seconds: float) -> None:
+        """Move the clock on by some seconds; replies that arrive meanwhile wait to be asked for."""
+        queue, end = self._queue, self._queue.now + seconds
+        while queue and queue.next_time() <= end:
+            self._happen(*queue.pop())
+        queue.advance(end)
+
+    def unanswered(self) -> list[Exchange]:
+        """Return what is known of the messages that have no reply yet."""
+        return [exchange_of(pending, math.inf, None) for pending in self._pending.values()]
+
     def set_run(self, run: Run) -> None:
         """Set the run that messages belong to."""
         self._run = run
@@ -251,17 +228,6 @@ class VirtualGrid(Grid):
     def run(self) -> Run:
         """The run that messages belong to."""
         return self._run
-
-    def create_message(
-        self,
-        content: RecordDict,
-        message_type: str,
-        dst_node_id: int,
-        group_id: str,
-        ttl: float | None = None,
-    ) -> Message:
-        """Create a message; ``Message(...)`` does the same."""
-        return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
 
     def close(self) -> None:
         """Release the executor."""
@@ -310,7 +276,7 @@ class VirtualGrid(Grid):
             self._keep(reply["id"], reply_from_tree(reply))
         for saved in tree["pending"]:
             message = message_from_tree(saved["message"])
-            pending = _Pending(
+            pending = Pending(
                 message,
                 self._clients.get(message.metadata.dst_node_id),
                 expires=saved["expires"],
@@ -329,20 +295,28 @@ class VirtualGrid(Grid):
         now, metadata = self._queue.now, message.metadata
         node_id, expires = metadata.dst_node_id, now + metadata.ttl
         client = self._clients.get(node_id)
-        pending = self._pending[message_id] = _Pending(message, client, expires, due=now)
+        pending = self._pending[message_id] = Pending(
+            message, client, expires, due=now, sent=now, begun=now, ended=now
+        )
+        if self._observe is not None:
+            # Now: a client may change what it was sent.
+            pending.bytes_down = bytes_of(message.content)
         if client is None:
             pending.lost = f"there is no node {node_id}"
         elif node_id not in self._online:
-            pending.lost, pending.due = "the device is offline", expires
-        elif metadata.message_type.split(".")[0] == MessageType.TRAIN:
-            pending.due, pending.lost = client.device.begin(
-                workload_of(message, client.device.examples), now, expires
-            )
+            pending.lost, pending.due = "the device is offline", min(expires, now + self._notice)
+        else:
+            device = client.device
+            load = self._cost(message, client.context, device.examples)
+            if load is not None:
+                pending.begun = max(now, device.busy_until)
+                pending.due, pending.lost = device.begin(load, now, expires)
+                pending.ended = device.busy_until
         if pending.lost is None:
             self._work_on(message_id, pending)
         pending.event = self._queue.schedule(pending.due, _REPLY, message_id)
 
-    def _work_on(self, message_id: str, pending: _Pending) -> None:
+    def _work_on(self, message_id: str, pending: Pending) -> None:
         """Hand the work of a message to the executor."""
         assert pending.client is not None, "a message to nobody is lost"
         pending.client.at_work[message_id] = None
@@ -360,22 +334,25 @@ class VirtualGrid(Grid):
         hopeless = not stop_on_switch and not any(self._is_coming(key) for key in message_ids)
         while queue and not hopeless and queue.next_time() <= deadline:
             kind, key = queue.pop()
-            if kind == _SWITCH:
-                assert isinstance(key, int)
-                self._switch(key)
-                if stop_on_switch:
-                    return []
-                continue
-            assert isinstance(key, str)
-            reply = self._reply(key)
-            if reply is None:
-                continue
-            if key in message_ids:
-                return [reply]
-            self._keep(key, reply)
+            self._happen(kind, key)
+            if kind == _SWITCH and stop_on_switch:
+                return []
+            if key in self._arrived and key in message_ids:
+                return [self._arrived.pop(key)[1]]
         if deadline < math.inf:
             queue.advance(deadline)
         return []
+
+    def _happen(self, kind: int, key: Key) -> None:
+        """Let an event happen; a reply waits to be asked for."""
+        if kind == _SWITCH:
+            assert isinstance(key, int)
+            self._switch(key)
+            return
+        assert isinstance(key, str)
+        reply = self._reply(key)
+        if reply is not None:
+            self._keep(key, reply)
 
     def _is_coming(self, message_id: str) -> bool:
         """Return whether there will be a reply to a message."""
@@ -404,10 +381,13 @@ class VirtualGrid(Grid):
         client = pending.client
         if pending.lost is not None:
             code = compat.NODE_UNAVAILABLE if client is None else compat.REPLY_MESSAGE_UNAVAILABLE
-            return compat.error_reply(pending.message, code, pending.lost)
-        assert client is not None, "a message to nobody is lost"
-        del client.at_work[message_id]
-        reply = self._executor.result(message_id)
+            reply = compat.error_reply(pending.message, code, pending.lost)
+        else:
+            assert client is not None, "a message to nobody is lost"
+            del client.at_work[message_id]
+            reply = self._executor.result(message_id)
+        if self._observe is not None:
+            self._observe(exchange_of(pending, self._queue.now, reply))
         return reply if pending.is_wanted else None
 
     def _drop(self, message_id: str) -> None:
@@ -418,6 +398,8 @@ class VirtualGrid(Grid):
             assert pending.client is not None, "a message to nobody is lost"
             del pending.client.at_work[message_id]
             self._executor.cancel(message_id)
+        if self._observe is not None:
+            self._observe(exchange_of(pending, math.inf, None))
 
     def _switch(self, node_id: int) -> None:
         """Let a device come online, or go offline with all that it was working on."""
@@ -426,21 +408,26 @@ class VirtualGrid(Grid):
             self._lose_work(self._clients[node_id])
         else:
             self._online[node_id] = None
+        if self._observe is not None:
+            self._observe(Switched(node_id, self._queue.now, node_id in self._online))
         self._schedule_switch(node_id)
 
-    def _lose_work(self, client: _Client) -> None:
-        """Let what a device was working on be answered by errors, when its time to live ends."""
+    def _lose_work(self, client: Client) -> None:
+        """Let what a device was working on be answered by errors, when it is missed."""
         client.device.stop()
         for message_id in list(client.at_work):
             pending = self._pending[message_id]
+            pending.begun = min(pending.begun, self._queue.now)
+            pending.ended = min(pending.ended, self._queue.now)
             if not pending.is_wanted:
                 self._drop(message_id)
                 continue
             self._executor.cancel(message_id)
             pending.lost = "the device went offline"
-            if pending.due < pending.expires:
+            noticed = min(pending.expires, self._queue.now + self._notice)
+            if pending.due != noticed:
                 self._queue.cancel(pending.event)
-                pending.due = pending.expires
+                pending.due = noticed
                 pending.event = self._queue.schedule(pending.due, _REPLY, message_id)
         client.at_work.clear()
 
@@ -448,38 +435,3 @@ class VirtualGrid(Grid):
         time = self._clients[node_id].device.next_switch()
         if time is not None:
             self._queue.schedule(time, _SWITCH, node_id)
-
-
-def workload_of(message: Message, examples: int) -> Workload:
-    """Return what a training message costs the device that it is sent to.
-
-    All arrays go down. What comes back of training is one model, as large as the first one that
-    went; the numbers that answer other work are small, and take no time.
-
-    Parameters
-    ----------
-    message : Message
-        Work that takes a device's time.
-    examples : int
-        Training examples of the device.
-    """
-    config = message.content.config_records.get(CONFIG, ConfigRecord())
-    sizes = [record.count_bytes() for record in message.content.array_records.values()]
-    return Workload(
-        epochs=passes(config, examples),
-        bytes_down=sum(sizes),
-        bytes_up=sizes[0] if sizes and config.get(KIND, TRAIN) in TRAINING else 0,
-        scale=float(config.get(COMPUTE_SCALE, 1.0)),  # type: ignore[arg-type]
-    )
-
-
-def _copy(content: RecordDict) -> RecordDict:
-    """Copy records, not the arrays in them, as sending does: messages may share their content.
-
-    Without it what a client writes into its message would show in the others', and what the
-    server writes later would show in work that is not done yet.
-    """
-    copied = RecordDict()
-    for name, record in content.items():
-        copied[name] = record.copy()
-    return copied

@@ -8,6 +8,7 @@ import sys
 from importlib import import_module
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
+from operator import attrgetter
 from typing import Any
 
 from flwr.app import Context, Message, RecordDict
@@ -26,8 +27,13 @@ from raceme.simulation.transfer import (
     unpack,
 )
 
+SENT_TO_ALL = (signal.SIGINT, signal.SIGHUP)
+"""Signals that all processes of a terminal get: Ctrl-C, and its end."""
 
-def work(connection: Connection[Any, Any], target: str, log_level: int) -> None:
+
+def work(
+    connection: Connection[Any, Any], target: str, log_level: int, seed: int | None = None
+) -> None:
     """Answer messages until the other end of the connection is closed, or its process ends.
 
     Parameters
@@ -40,9 +46,12 @@ def work(connection: Connection[Any, Any], target: str, log_level: int) -> None:
         The ClientApp, as ``module:attribute``.
     log_level : int
         Of Flower's logger.
+    seed : int, optional
+        See :func:`~raceme.simulation.executor.answer`.
     """
-    # Ctrl-C reaches all processes of a terminal; the simulator decides what becomes of its own.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # The simulator decides what becomes of its processes.
+    for number in SENT_TO_ALL:
+        signal.signal(number, signal.SIG_IGN)
     logging.getLogger("flwr").setLevel(log_level)
     try:
         app = load(target)
@@ -52,7 +61,7 @@ def work(connection: Connection[Any, Any], target: str, log_level: int) -> None:
         return
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
-    desk = _Desk(app)
+    desk = _Desk(app, seed)
     try:
         connection.send(None)
         while True:
@@ -74,7 +83,7 @@ def load(target: str) -> ClientApp:
         Whatever the import raises; TypeError if it is no ClientApp.
     """
     module, _, attribute = target.partition(":")
-    app = getattr(import_module(module), attribute)
+    app = attrgetter(attribute)(import_module(module))
     if not isinstance(app, ClientApp):
         raise TypeError(f"{target} must be a flwr.clientapp.ClientApp, got {type(app).__name__}")
     return app
@@ -87,10 +96,12 @@ class _Desk:
     ----------
     app : ClientApp
         Answers.
+    seed : int or None
+        See :func:`~raceme.simulation.executor.answer`.
     """
 
-    def __init__(self, app: ClientApp) -> None:
-        self._app = app
+    def __init__(self, app: ClientApp, seed: int | None) -> None:
+        self._app, self._seed = app, seed
         self._nodes: dict[int, Node] = {}
         self.memory: SharedMemory | None = None
 
@@ -100,7 +111,7 @@ class _Desk:
             self._nodes[request.node_id] = request.node
         state = RecordDict() if request.state is None else unpack(request.state)
         context = _context(request.node_id, self._nodes[request.node_id], state)
-        reply = answer(self._app, self._message(request), context)
+        reply = answer(self._app, self._message(request), context, self._seed)
         before = request.state or Packed([], [])
         after = pack(context.state)
         packed = Packed([], []) if reply.has_error() else pack(reply.content)

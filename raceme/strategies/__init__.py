@@ -51,6 +51,16 @@ from raceme.strategies.flower_rounds import (
 )
 from raceme.strategies.icfl import ICFL, ICFLAsync, ICFLAsyncParameters, ICFLParameters
 from raceme.strategies.ifca import IFCA, IFCAAsync, IFCAAsyncParameters, IFCAParameters
+from raceme.strategies.robust_rounds import (
+    FedMedian,
+    FedMedianParameters,
+    FedTrimmedAvg,
+    FedTrimmedAvgParameters,
+    Krum,
+    KrumParameters,
+    MultiKrum,
+    MultiKrumParameters,
+)
 from raceme.strategies.ssgd import StableSGD, StableSGDParameters
 from raceme.strategies.standalone import Standalone
 
@@ -98,12 +108,16 @@ __all__ = [
     "FedDriftParameters",
     "FedGroup",
     "FedGroupParameters",
+    "FedMedian",
+    "FedMedianParameters",
     "FedProx",
     "FedProxParameters",
     "FedSoft",
     "FedSoftAsync",
     "FedSoftAsyncParameters",
     "FedSoftParameters",
+    "FedTrimmedAvg",
+    "FedTrimmedAvgParameters",
     "FedWeIT",
     "FedWeITParameters",
     "FlexCFL",
@@ -119,7 +133,11 @@ __all__ = [
     "IFCAAsync",
     "IFCAAsyncParameters",
     "IFCAParameters",
+    "Krum",
+    "KrumParameters",
     "Method",
+    "MultiKrum",
+    "MultiKrumParameters",
     "NoGFedAvg",
     "Plan",
     "RFedAvg",

@@ -60,6 +60,11 @@ class APD(Method):
     parameters: APDParameters
     dispatch: InRounds
 
+    @property
+    def asked_kinds(self) -> frozenset[str]:
+        """Kinds of work that clients are asked for, beyond training and testing a model."""
+        return frozenset({TRAIN_DECOMPOSED})
+
     def policy(self) -> Dispatch:
         """Work in rounds."""
         return InRounds(self.parameters.fraction, picking=self.parameters.picking)

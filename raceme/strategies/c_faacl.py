@@ -69,6 +69,11 @@ class CFAACL(Method):
     state: CFAACLState
     dispatch: InRounds
 
+    @property
+    def asked_kinds(self) -> frozenset[str]:
+        """Kinds of work that clients are asked for, beyond training and testing a model."""
+        return frozenset({LEARN, LEND, LOSSES, MATCH})
+
     def policy(self) -> Dispatch:
         """Work in rounds; who supports other clusters trains their models after its own."""
         self.search = ConceptSearch(self, self._place)

@@ -150,6 +150,10 @@ class CASA(Method):
         self._watches.clear()
         state.examples[index] = client.num_examples
 
+    def count_examples(self, client: Client) -> None:
+        """Note |D_i|."""
+        self.state.examples[self._index[client.client_id]] = client.num_examples
+
     def remove_client(self, client: str) -> None:
         """Leave a client that went offline out of sizes and splits; it keeps its cluster."""
         super().remove_client(client)
@@ -320,7 +324,8 @@ class CASA(Method):
         for k, model in self.models.items():
             inside = owners[self._cluster[owners] == k]
             if len(inside):
-                weights = state.examples[inside].astype(np.float64)
+                most = self.progress.fleet.most_counted()
+                weights = np.minimum(state.examples[inside], most).astype(np.float64)
                 representative = state.buffers.mean_of(i, inside, weights)
             else:
                 whole = self._encoder.encode(self.compared(model.vector))

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -121,7 +122,9 @@ class CDFL(Method):
     state: CDFLState
     dispatch: OnRequest
 
-    def __init__(self, parameters: CDFLParameters | None = None, seed: int = 0) -> None:
+    def __init__(
+        self, parameters: CDFLParameters | None = None, seed: int = 0, **arguments: Any
+    ) -> None:
         """Make the method.
 
         Raises
@@ -129,7 +132,7 @@ class CDFL(Method):
         UserError
             A bar, the sharpness or the weights cannot be.
         """
-        super().__init__(parameters, seed)
+        super().__init__(parameters, seed, **arguments)
         options = self.parameters
         if options.c1 + options.c2 > 1:
             raise UserError(
@@ -142,6 +145,11 @@ class CDFL(Method):
             bar_of("cdfl.model-loss-bar", options.model_loss_bar),
             bar_of("cdfl.distance-bar", options.distance_bar),
         )
+
+    @property
+    def asked_kinds(self) -> frozenset[str]:
+        """Kinds of work that clients are asked for, beyond training and testing a model."""
+        return self.dispatch.asked_kinds
 
     def policy(self) -> Dispatch:
         """Let each client decide when it uploads."""

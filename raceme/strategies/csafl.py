@@ -266,9 +266,8 @@ class CSAFL(Method):
 
     def _examples(self, group: int) -> int:
         """Return Σ n_j over the members of a group that take part in this window."""
-        clients = self.progress.fleet.clients
-        picked = self.windows.state.members
-        return sum(clients[c].num_examples for c in picked if self._group_of(c) == group)
+        fleet, picked = self.progress.fleet, self.windows.state.members
+        return sum(fleet.counted(c) for c in picked if self._group_of(c) == group)
 
 
 def affinity_of(

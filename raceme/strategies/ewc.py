@@ -58,6 +58,11 @@ class EWC(Method):
     parameters: EWCParameters
     dispatch: InRounds
 
+    @property
+    def asked_kinds(self) -> frozenset[str]:
+        """Kinds of work that clients are asked for, beyond training and testing a model."""
+        return frozenset({TRAIN_ELASTIC})
+
     def policy(self) -> Dispatch:
         """Work in rounds."""
         return InRounds(self.parameters.fraction, picking=self.parameters.picking)

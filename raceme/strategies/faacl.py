@@ -62,6 +62,11 @@ class FAACL(Method):
     parameters: FAACLParameters
     state: FAACLState
 
+    @property
+    def asked_kinds(self) -> frozenset[str]:
+        """Kinds of work that clients are asked for, beyond training and testing a model."""
+        return frozenset({LOSSES})
+
     def policy(self) -> Dispatch:
         """Work in rounds; who supports other clusters trains their models after its own."""
         self.rounds = SupportRounds(self)

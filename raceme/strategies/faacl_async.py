@@ -2,12 +2,13 @@
 
 Our own, after Zhang, "Asymmetric Clustering in Federated Continual Learning" (FAACL), thesis,
 Waterloo 2024. There are no rounds and no partitions, and nobody waits. Every client trains θ and
-becomes a cluster of its own when it is done. From then on it trains, and between two trainings it
-measures a few models on its validation samples: those of clusters that it has not been compared
-with first, and among them those that would merge with its own. What it finds is acted on at once. A
+becomes a cluster of its own when it is done. Then it measures, a few at a time, the models of the
+clusters that it has not been compared with, on its validation samples, and among them those first
+that would merge with its own. Only when there are none left does it train: a slow client that
+trained in between would keep its whole cluster from merging. What it finds is acted on at once. A
 cluster supports another if the latest test of every client of that one says so, and two that
-support each other are merged. Old tests are made again, a few at a time, so that support ends when
-models grow apart.
+support each other are merged. Old tests are made again between two trainings, a few at a time, so
+that support ends when models grow apart.
 
 An update is mixed in by its staleness, as in FedAsync, but never with less than its client's share
 of the samples of all that train the model: a client that is alone in its cluster just replaces it.
@@ -83,6 +84,8 @@ class FAACLAsyncState(SupportState):
         Trainings of each client since it last measured models.
     waits : dict[str, int]
         After how many it repeats tests.
+    unanswered : dict[str, bool]
+        Clients that were asked to measure models and have brought no valid answer.
     begun : dict[str, dict[int, bool]]
         Models that a client was given to train since it last began with its own.
     kept : dict[int, int]
@@ -94,6 +97,7 @@ class FAACLAsyncState(SupportState):
     answers: int = 0
     trained: dict[str, int] = field(default_factory=dict)
     waits: dict[str, int] = field(default_factory=dict)
+    unanswered: dict[str, bool] = field(default_factory=dict)
     begun: dict[str, dict[int, bool]] = field(default_factory=dict)
     kept: dict[int, int] = field(default_factory=dict)
 
@@ -115,6 +119,11 @@ class FAACLAsync(Method):
         """Begin with θ, which serves everybody until there are clusters."""
         self.clusters = Clusters({START: Model(vector)})
         self.state = FAACLAsyncState(vector.copy())
+
+    @property
+    def asked_kinds(self) -> frozenset[str]:
+        """Kinds of work that clients are asked for, beyond training and testing a model."""
+        return frozenset({LOSSES})
 
     def add_client(self, client: Client) -> None:
         """Take a client in; one that is new has to train θ first."""
@@ -144,7 +153,8 @@ class FAACLAsync(Method):
         others = [cluster for cluster in self.models if cluster != own and cluster != START]
         is_new = any(other not in tested for other in others)
         is_old = self.parameters.retest_after > 0 and state.waits.get(client, 1) <= trained
-        if not trained or not (is_new or is_old):
+        # Who cannot measure trains all the same.
+        if client in state.unanswered or not (is_new or is_old):
             return []
         # Untested ones come first, and of these the ones that have agreed to merge.
         order = {other: (tested.get(other, -1), not self._agrees(other, own)) for other in others}
@@ -159,6 +169,7 @@ class FAACLAsync(Method):
     def on_dispatch(self, task: Task) -> None:
         """Note who trains what."""
         if task.kind == LOSSES:
+            self.state.unanswered[task.client] = True
             return
         begun = self.state.begun.setdefault(task.client, {})
         if task.cluster in begun:
@@ -168,7 +179,11 @@ class FAACLAsync(Method):
     def on_close(self, task: Task) -> None:
         """Count a client's trainings since it last measured models."""
         trained = self.state.trained
-        trained[task.client] = 0 if task.kind == LOSSES else trained.get(task.client, 0) + 1
+        if task.kind == LOSSES:
+            trained[task.client] = 0
+        else:
+            trained[task.client] = trained.get(task.client, 0) + 1
+            self.state.unanswered.pop(task.client, None)
 
     # What becomes of an answer.
 
@@ -182,6 +197,7 @@ class FAACLAsync(Method):
         """
         client, state = answer.task.client, self.state
         measured = compared(answer, self.parameters.alpha)
+        del state.unanswered[client]
         own = next(iter(measured))
         if self.clusters.main(client) != own:
             # It was merged meanwhile: what was measured is not of its present model.
@@ -266,9 +282,9 @@ class FAACLAsync(Method):
 
     def _share(self, update: Update, cluster: int) -> float:
         """Return a client's share of the samples of all that train a cluster's model."""
-        clients = self.progress.fleet.clients
+        fleet = self.progress.fleet
         names = {name for k in self._trainers(cluster) for name in self.clusters.clients(k)}
         names.add(update.task.client)
-        total = sum(clients[name].num_examples for name in names)
-        own = clients[update.task.client].num_examples
+        total = sum(fleet.counted(name) for name in names)
+        own = fleet.counted(update.task.client)
         return own / total if total else 1.0 / len(names)

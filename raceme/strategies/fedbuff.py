@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from logging import getLogger
 
 import numpy as np
 
@@ -18,6 +19,8 @@ from raceme.config.options import option
 from raceme.protocol.messages import Vector
 from raceme.server.method import Applied, Method
 from raceme.server.replies import Update
+
+log = getLogger("raceme")
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,13 @@ class FedBuff(Method):
 
     def initialize(self, vector: Vector) -> None:
         """Start from the initial model with nothing collected."""
+        if 0 < self.planned_updates < self.parameters.k:
+            log.warning(
+                "FedBuff moves its model after every %d updates, and the run has %d: it will stay "
+                "as it is. Give a smaller k.",
+                self.parameters.k,
+                self.planned_updates,
+            )
         self.clusters = Clusters({0: Model(vector)})
         self.state = FedBuffState(np.zeros_like(vector))
 

@@ -103,6 +103,11 @@ class FedDrift(Method):
     state: FedDriftState
     dispatch: InRounds
 
+    @property
+    def asked_kinds(self) -> frozenset[str]:
+        """Kinds of work that clients are asked for, beyond training and testing a model."""
+        return frozenset({SCORES} if self.parameters.ask_every else ())
+
     def policy(self) -> Dispatch:
         """Work in rounds; who has data of several models trains one after the other."""
         return InRounds(

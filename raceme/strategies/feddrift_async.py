@@ -78,6 +78,11 @@ class FedDriftAsync(Method):
         self.clusters = Clusters({0: Model(vector)})
         self.state = FedDriftAsyncState()
 
+    @property
+    def asked_kinds(self) -> frozenset[str]:
+        """Kinds of work that clients are asked for, beyond training and testing a model."""
+        return frozenset({SCORES} if self.parameters.ask_every else ())
+
     def add_client(self, client: Client) -> None:
         """Take a client in; at the start it is given a model, later it is asked for scores."""
         super().add_client(client)

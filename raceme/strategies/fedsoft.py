@@ -90,6 +90,11 @@ class FedSoft(Method):
     state: FedSoftState
     dispatch: InRounds
 
+    @property
+    def asked_kinds(self) -> frozenset[str]:
+        """Kinds of work that clients are asked for, beyond training and testing a model."""
+        return frozenset({LOSSES, TRAIN_OWN})
+
     def policy(self) -> Dispatch:
         """Work in rounds, with those whom clusters draw."""
         return InRounds(participants=self._draw)
@@ -157,10 +162,10 @@ class FedSoft(Method):
 
     def _weights(self, names: Sequence[str]) -> NDArray[np.float64]:
         """Return v: u_ks n_k over its sum for each cluster s, shape (clients, K)."""
-        clients, count = self.progress.fleet.clients, len(self.models)
+        fleet, count = self.progress.fleet, len(self.models)
         alike = [1.0 / count] * count
         shares = np.array([self.state.importance.get(name, alike) for name in names])
-        examples = np.array([max(1, clients[name].num_examples) for name in names])
+        examples = np.array([max(1, fleet.counted(name)) for name in names])
         weights = shares * examples[:, None]
         return np.asarray(weights / weights.sum(axis=0))
 

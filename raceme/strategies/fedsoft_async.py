@@ -76,6 +76,11 @@ class FedSoftAsync(Method):
     state: FedSoftAsyncState
     dispatch: OnRequest
 
+    @property
+    def asked_kinds(self) -> frozenset[str]:
+        """Kinds of work that clients are asked for, beyond training and testing a model."""
+        return frozenset({TRAIN_MIXED}) | self.dispatch.asked_kinds
+
     def policy(self) -> Dispatch:
         """Let each client decide when it uploads."""
         return OnRequest(self.parameters)

@@ -41,6 +41,7 @@ from raceme.protocol.messages import (
     ADAPTIVE_VALUES,
     DECOMPOSED,
     DRIFT_STRENGTH,
+    LARGEST_SQUARE,
     OTHERS,
     PROXIMAL_MU,
     SPARSITY,
@@ -107,6 +108,11 @@ class FedWeIT(Method):
     state: FedWeITState
     dispatch: InRounds
 
+    @property
+    def asked_kinds(self) -> frozenset[str]:
+        """Kinds of work that clients are asked for, beyond training and testing a model."""
+        return frozenset({TRAIN_BORROWING})
+
     def policy(self) -> Dispatch:
         """Work in rounds."""
         return InRounds(self.parameters.fraction, picking=self.parameters.picking)
@@ -161,5 +167,8 @@ def adaptive_of(update: Update, spec: ModelSpec) -> Adaptive | None:
     if not usable or not indices.size:
         return None
     if indices.min() < 0 or indices.max() >= weights or len(np.unique(indices)) < len(indices):
+        return None
+    # Other clients will train with them: they are bounded as models are.
+    if not np.sum(np.square(values, dtype=np.float64)) <= LARGEST_SQUARE:
         return None
     return Adaptive(indices.astype(np.int32), values.astype(np.float32))

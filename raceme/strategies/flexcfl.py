@@ -116,6 +116,11 @@ class FlexCFL(Method):
         """Whether label counts tell that data have changed."""
         return bool(self.parameters.detect == "label-counts")
 
+    @property
+    def asked_kinds(self) -> frozenset[str]:
+        """Kinds of work that clients are asked for, beyond training and testing a model."""
+        return frozenset({LABEL_COUNTS} if self.counts_labels else ())
+
     def policy(self) -> Dispatch:
         """Work in rounds; who is cold is placed first, and then trains if it was picked."""
         return InRounds(

@@ -5,8 +5,9 @@ the directions of their updates are grouped; then nobody waits for anybody. A cl
 trains w0 for a little while and joins the group of the nearest direction; each later update is
 mixed into its group's model at once, with a weight that falls with staleness as FedAsync's does.
 Before a client is given work it is asked for its label counts, or the direction of its latest
-update is looked at; if its data have changed, it trains w0 again. An update that comes from a model
-which is not that of its client's group is dropped.
+update is looked at. If its data have changed, it joins the group that alone has clients with such
+labels, and else it trains w0 again. An update that comes from a model which is not that of its
+client's group is dropped.
 
 There is no inter-group aggregation: η_g belongs to a round, after which all groups are at rest.
 """
@@ -75,6 +76,11 @@ class FlexCFLAsync(Method):
         """Whether label counts tell that data have changed."""
         return bool(self.parameters.detect == "label-counts")
 
+    @property
+    def asked_kinds(self) -> frozenset[str]:
+        """Kinds of work that clients are asked for, beyond training and testing a model."""
+        return frozenset({LABEL_COUNTS} if self.counts_labels else ())
+
     def policy(self) -> Dispatch:
         """Wait for those who make the groups; then nobody waits."""
         first = InRounds(participants=self._first)
@@ -124,7 +130,20 @@ class FlexCFLAsync(Method):
         """Take label counts in: a client whose data have changed is cold."""
         client = answer.task.client
         examples = self.progress.fleet.clients[client].num_examples
-        take_counts(self.state.start, answer, examples, self.parameters.tolerance)
+        start = self.state.start
+        was_cold = client in start.cold
+        take_counts(start, answer, examples, self.parameters.tolerance)
+        if client in start.cold and not was_cold:
+            self._place_by_labels(client)
+
+    def _place_by_labels(self, client: str) -> None:
+        """Move a client whose data have changed at once, if its labels are those of one group."""
+        start, members = self.state.start, self.clusters.members
+        homes = {c: self.clusters.main(c) for c in members if c not in start.cold}
+        group = start.group_by_labels(client, homes)
+        if group is not None:
+            self.clusters.assign(client, group)
+            start.settle(client)
 
     def on_close(self, task: Task) -> None:
         """Ask a client again after each of its trainings, and only once if it does not answer."""

@@ -19,6 +19,7 @@ from flwr.serverapp.strategy import Strategy
 from raceme.config.options import option
 from raceme.protocol import messages as names
 from raceme.server.dispatch import Dispatch, InRounds, RoundsParameters
+from raceme.server.drop_in.arguments import divided
 from raceme.server.fleet import Client
 from raceme.server.method import Applied, Method
 from raceme.server.picking import IN_TURN
@@ -71,8 +72,10 @@ class FlowerRounds(Method):
     state: FlowerState
     dispatch: InRounds
 
-    def __init__(self, inner: Strategy, parameters: Any = None, seed: int = 0) -> None:
-        super().__init__(parameters, seed)
+    def __init__(
+        self, inner: Strategy, parameters: Any = None, seed: int = 0, **arguments: Any
+    ) -> None:
+        super().__init__(parameters, seed, **arguments)
         self.inner = inner
         self._seed = seed
 
@@ -98,7 +101,7 @@ class FlowerRounds(Method):
         finally:
             random.setstate(before)
         self.state.settings = dict(asked[0].content[names.CONFIG]) if asked else {}
-        if self.parameters.picking == IN_TURN:
+        if self.parameters.picking == IN_TURN or len(asked) < self.dispatch.least:
             return self.dispatch.pick(online, len(asked), rng)
         return [nodes[message.metadata.dst_node_id] for message in asked]
 
@@ -114,8 +117,12 @@ class FlowerRounds(Method):
             self.models[0].replace(self.spec.unpack(arrays))
         if metrics is not None:
             self.result.train_metrics_clientapp[number] = metrics
+        return [Applied(0, staleness=0, weight=weight) for weight in self.weights(updates)]
+
+    def weights(self, updates: Sequence[Update]) -> list[float]:
+        """Return the share of each update in what Flower's strategy has made of them."""
         examples = sum(update.num_examples for update in updates)
-        return [Applied(0, staleness=0, weight=u.num_examples / examples) for u in updates]
+        return [update.num_examples / examples for update in updates]
 
     def _replies(self, updates: Sequence[Update]) -> Iterable[Message]:
         """Return the updates as messages, with the metrics that all of them have.
@@ -144,9 +151,11 @@ class FedAvg(FlowerRounds):
 
     parameters_type = FedAvgParameters
 
-    def __init__(self, parameters: FedAvgParameters | None = None, seed: int = 0) -> None:
-        parameters = parameters or FedAvgParameters()
-        super().__init__(strategy.FedAvg(**_sampling(parameters)), parameters, seed)
+    def __init__(
+        self, parameters: FedAvgParameters | None = None, seed: int = 0, **arguments: Any
+    ) -> None:
+        made, _ = divided(type(self).__name__, FedAvgParameters, parameters, arguments)
+        super().__init__(strategy.FedAvg(**sampling(made)), made, seed, **arguments)
 
 
 class FedProx(FlowerRounds):
@@ -154,10 +163,12 @@ class FedProx(FlowerRounds):
 
     parameters_type = FedProxParameters
 
-    def __init__(self, parameters: FedProxParameters | None = None, seed: int = 0) -> None:
-        parameters = parameters or FedProxParameters()
-        sampling, mu = _sampling(parameters), parameters.proximal_mu
-        super().__init__(strategy.FedProx(**sampling, proximal_mu=mu), parameters, seed)
+    def __init__(
+        self, parameters: FedProxParameters | None = None, seed: int = 0, **arguments: Any
+    ) -> None:
+        made, _ = divided(type(self).__name__, FedProxParameters, parameters, arguments)
+        sampled, mu = sampling(made), made.proximal_mu
+        super().__init__(strategy.FedProx(**sampled, proximal_mu=mu), made, seed, **arguments)
 
 
 class _Nodes:
@@ -170,7 +181,7 @@ class _Nodes:
         return self._node_ids
 
 
-def _sampling(parameters: RoundsParameters) -> dict[str, Any]:
+def sampling(parameters: RoundsParameters) -> dict[str, Any]:
     """Return Flower's settings for a share of the clients.
 
     One that is online is enough: Flower would sleep on the wall clock until more come, which never

@@ -16,6 +16,7 @@ import numpy as np
 from raceme.clustering.clusters import Clusters
 from raceme.clustering.model import Model
 from raceme.config.options import option
+from raceme.config.room import check_room
 from raceme.protocol.messages import COMPUTE_SCALE, TRAIN, TRAIN_BEST, ModelSpec, Vector
 from raceme.server.dispatch import Dispatch, InRounds, RoundsParameters
 from raceme.server.method import Applied, Method, average_by_cluster, staleness_of
@@ -56,6 +57,11 @@ class IFCA(Method):
     parameters_type = IFCAParameters
     parameters: IFCAParameters
 
+    @property
+    def asked_kinds(self) -> frozenset[str]:
+        """Kinds of work that clients are asked for, beyond training and testing a model."""
+        return kinds_of_choice(self.parameters.k)
+
     def policy(self) -> Dispatch:
         """Work in rounds."""
         return InRounds(self.parameters.fraction, picking=self.parameters.picking)
@@ -82,6 +88,11 @@ class IFCAAsync(Method):
     parameters_type = IFCAAsyncParameters
     parameters: IFCAAsyncParameters
 
+    @property
+    def asked_kinds(self) -> frozenset[str]:
+        """Kinds of work that clients are asked for, beyond training and testing a model."""
+        return kinds_of_choice(self.parameters.k)
+
     def initialize(self, vector: Vector) -> None:
         """Start from K different models."""
         self.clusters = different_models(vector, self.parameters.k, self._spec, self.rng)
@@ -103,8 +114,14 @@ def different_models(
     vector: Vector, k: int, spec: ModelSpec | None, rng: np.random.Generator
 ) -> Clusters:
     """Return K clusters with different models; the first is the initial model itself."""
+    check_room(k * vector.nbytes, f"{k:,} models of {vector.size:,} weights")
     vectors = [vector, *(redrawn(vector, spec, rng) for _ in range(1, k))]
     return Clusters({cluster: Model(start) for cluster, start in enumerate(vectors)})
+
+
+def kinds_of_choice(k: int) -> frozenset[str]:
+    """Return the kinds of work of clients that choose among so many models."""
+    return frozenset({TRAIN_BEST} if k > 1 else ())
 
 
 def choose_and_train(client: str, clusters: Clusters, choosing_cost: float) -> Work:

@@ -6,9 +6,9 @@ A node says who it is in its node config:
     Which of how many clients it is; the latter replaces the key ``clients``.
 ``device-id``
     A stable name of the device; otherwise ``client-<partition-id>``.
-``data-file``, ``data-root``
-    Where this device keeps its data; they replace the keys of the same name. A data file that was
-    replaced is read anew for the next message.
+``data-file``, ``data-root``, ``download``
+    Where this device keeps its data, and whether missing ones are fetched; they replace the keys of
+    the same name. A data file that was replaced is read anew for the next message.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from zlib import crc32
 from flwr.app import Context
 
 from raceme import datasets, models
-from raceme.config import RunConfig, Value
+from raceme.config import RunConfig, Value, expanded
 from raceme.datasets.own_file import DATA_FILE, Stamp, stamp_of
 from raceme.datasets.source import generator
 from raceme.protocol.messages import VALIDATION_SHARE, kept_for_validation
@@ -32,7 +32,7 @@ from raceme.training.samples import Samples
 
 _Items = tuple[tuple[str, Value], ...]
 
-_NODE_KEYS = (DATA_FILE, "data-root")
+_NODE_KEYS = (DATA_FILE, "data-root", "download")
 """Keys of the run that a node may have its own values of."""
 _MOST_CLIENTS = 16384
 _STEPS_KEPT = 2
@@ -200,7 +200,7 @@ def load(run_items: _Items, node_items: _Items, step: int) -> Client:
     """Load a client with its data of a step; see :class:`ClientCache`."""
     node = dict(node_items)
     own = tuple((name, node[name]) for name in _NODE_KEYS if name in node)
-    config = _run_config(run_items + own)
+    config = _run_config(run_items, own)
     config = config.with_values(clients=int(node.get("num-partitions", config.num_clients)))
     position = _position(config, node)
     data, shape = datasets.client_data(config, position, step), datasets.data_shape(config)
@@ -218,9 +218,11 @@ def load(run_items: _Items, node_items: _Items, step: int) -> Client:
 
 
 @lru_cache(maxsize=1)
-def _run_config(items: _Items) -> RunConfig:
+def _run_config(run: _Items, own: _Items) -> RunConfig:
+    # What the device's owner says wins, however the run says it.
+    items = {**expanded(dict(run)), **dict(own)}
     # Hyper-parameters of strategies are the server's; to read them would import scikit-learn.
-    return datasets.with_defaults(RunConfig.from_mapping(dict(items), lenient=True))
+    return datasets.with_defaults(RunConfig.from_mapping(items, lenient=True))
 
 
 def _position(config: RunConfig, node: Mapping[str, Value]) -> int:

@@ -56,6 +56,13 @@ class Samples:
         taken[rng.choice(len(self), count, replace=False)] = True
         return self._where(~taken), self._where(taken)
 
+    def with_labels(self, y: Labels) -> Samples:
+        """Return the same inputs, not copied, with other labels, shape (n,)."""
+        other = Samples.__new__(Samples)
+        other._channels_last, other.x = self._channels_last, self.x
+        other.y = torch.from_numpy(np.ascontiguousarray(y))
+        return other
+
     def _where(self, wanted: NDArray[np.bool_]) -> Samples:
         part = Samples.__new__(Samples)
         part._channels_last = self._channels_last

@@ -150,7 +150,7 @@ def play(
         return ""
 
     plan = Plan(eval_every=7, concurrency=5)
-    strategy.start(
+    strategy.run(
         grid,
         MODEL,
         90,

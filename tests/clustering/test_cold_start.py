@@ -9,6 +9,7 @@ from raceme.clustering.cold_start import (
     group_by_edc,
     has_shifted,
     madc,
+    overlap,
 )
 
 
@@ -88,3 +89,27 @@ def test_a_client_is_cold_until_it_is_settled_with_what_it_has_now() -> None:
     start.settle("b")
     start.count("b", [5, 5], 10, 0.2)
     assert "b" not in start.cold
+
+
+def test_the_overlap_of_labels() -> None:
+    # Shares (0.5, 0.5, 0) and (0.25, 0.25, 0.5).
+    assert overlap(np.array([2.0, 2.0, 0.0]), np.array([5.0, 5.0, 10.0])) == 0.5
+    assert overlap(np.array([3.0, 0.0]), np.array([0.0, 1.0])) == 0.0
+
+
+def test_a_group_by_labels_is_the_only_one_that_has_them() -> None:
+    start = ColdStart(np.zeros(2, np.float32))
+    for client, counts in {"a": [10, 0, 0], "b": [5, 0, 5], "c": [0, 0, 8]}.items():
+        start.count(client, counts, 10, 0.2)
+        start.settle(client)
+    homes = {"a": 1, "b": 1, "c": 2}
+    start.counts["new"] = [6, 4, 0]
+    assert start.group_by_labels("new", homes) == 1
+    # b has half of these labels too, c all.
+    start.counts["new"] = [0, 0, 3]
+    assert start.group_by_labels("new", homes) is None
+    assert start.group_by_labels("new", {"a": 1, "c": 2}) == 2
+    # Nobody has the label; a client is not compared with itself.
+    start.counts["new"] = [0, 3, 0]
+    assert start.group_by_labels("new", homes) is None
+    assert start.group_by_labels("a", {"a": 1}) is None

@@ -27,6 +27,7 @@ def client_events(out: Path) -> list[tuple[str, str]]:
         return [(str(client), str(kind)) for client, kind in rows]
 
 
+@pytest.mark.slow
 def test_one_of_two_devices_with_one_id_is_refused_until_the_other_leaves(tmp_path: Path) -> None:
     with loopback(tmp_path) as bed:
         bed.superlink()
@@ -51,28 +52,11 @@ def test_one_of_two_devices_with_one_id_is_refused_until_the_other_leaves(tmp_pa
     assert client_events(tmp_path / "out") == [("board-0", kind) for kind in kinds]
 
 
-def start_secure_superlink(bed: Loopback, *devices: str) -> Path:
-    """Start a SuperLink with TLS that knows the key of the first device; return its folder."""
-    folder = bed.home / "certs"
-    named = [option for device in devices for option in ("--device", device)]
-    make = raceme("certs", "--host", "127.0.0.1", "--out", str(folder), *named)
-    assert bed.start("certs", make).wait() == 0
-    bed.superlink(
-        *("--ssl-ca-certfile", f"{folder}/ca.crt"),
-        *("--ssl-certfile", f"{folder}/server.crt"),
-        *("--ssl-keyfile", f"{folder}/server.key"),
-        "--enable-supernode-auth",
-        secure=True,
-    )
-    register = ("supernode", "register", f"{folder}/devices/{devices[0]}.pub", "here")
-    assert bed.flwr(*register).wait() == 0
-    return folder
-
-
 def test_tls_and_registered_keys_keep_everybody_else_out(tmp_path: Path) -> None:
     other = tmp_path / "other"
     with loopback(tmp_path) as bed:
-        certificates = start_secure_superlink(bed, "kitchen", "stranger")
+        certificates = bed.secure_superlink("kitchen", "stranger")
+        bed.register("kitchen")
         make = raceme("certs", "--host", "127.0.0.1", "--out", str(other))
         assert bed.start("certs", make).wait() == 0
         authority = ("--root-certificates", f"{certificates}/ca.crt")
@@ -99,6 +83,22 @@ def test_tls_and_registered_keys_keep_everybody_else_out(tmp_path: Path) -> None
         assert all(private not in process.text() for process in bed.processes)
 
 
+@pytest.mark.slow
+def test_a_device_that_has_just_been_registered_is_online_at_once(tmp_path: Path) -> None:
+    with loopback(tmp_path) as bed:
+        folder = bed.secure_superlink("kitchen")
+        options = ("--root-certificates", f"{folder}/ca.crt", "--key", f"{folder}/devices/kitchen")
+        early = bed.device(*options)
+        early.wait_for("not accepted: this key is not registered")
+        bed.register("kitchen")
+        early.wait_for("online at")
+        assert "joining again" not in early.text()
+        # The second with one key is told another reason.
+        second = bed.device(*options)
+        second.wait_for("not accepted: an earlier process of this device, or another one")
+        assert [each.stop() for each in (second, early)] == [0, 0]
+
+
 def test_a_device_joins_again_when_the_superlink_has_forgotten_it(tmp_path: Path) -> None:
     with loopback(tmp_path) as bed:
         superlink = bed.superlink()
@@ -111,6 +111,7 @@ def test_a_device_joins_again_when_the_superlink_has_forgotten_it(tmp_path: Path
         assert device.stop() == 0
 
 
+@pytest.mark.slow
 def test_a_task_in_work_is_returned_when_the_device_is_stopped(tmp_path: Path) -> None:
     endless = "    print('AT WORK', flush=True)\n    __import__('time').sleep(600)\n    return"
     app = write_app(tmp_path / "app", IDLE_CLIENT.replace("    return", endless))
@@ -128,7 +129,8 @@ def test_a_task_in_work_is_returned_when_the_device_is_stopped(tmp_path: Path) -
 @pytest.mark.slow
 def test_a_device_that_was_killed_comes_back_with_its_key(tmp_path: Path) -> None:
     with loopback(tmp_path) as bed:
-        certificates = start_secure_superlink(bed, "kitchen")
+        certificates = bed.secure_superlink("kitchen")
+        bed.register("kitchen")
         options = (
             *("--root-certificates", f"{certificates}/ca.crt"),
             *("--key", f"{certificates}/devices/kitchen", "--device-id", "kitchen"),

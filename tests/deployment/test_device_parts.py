@@ -37,6 +37,7 @@ from raceme.deployment.memory import data_memory, limit_memory
 from raceme.deployment.polling import Pause
 from raceme.deployment.stopping import StopSignal
 from raceme.deployment.tasks import InterruptedTaskError, Interrupter, Tasks
+from raceme.deployment.trust import Trust
 from raceme.protocol.messages import CLIENT_ID, CONFIG
 from raceme.training import hardware
 
@@ -45,7 +46,7 @@ from raceme.training import hardware
 
 def load(data: bytes, run: fleet.Run, trusted: tuple[str, ...] = ()) -> Message:
     """Load the app of a run and return its answer to a training message."""
-    with closing(Apps(trusted)) as apps:
+    with closing(Apps(Trust(trusted))) as apps:
         loaded = apps.of_run(run.run_id, lambda _: run, lambda _: data)
         compat.identify_process()
         message = Message(RecordDict(), 1, "train")
@@ -119,7 +120,7 @@ def test_an_app_that_cannot_be_imported_is_an_error_reply_not_a_crash() -> None:
 
 def test_a_trusted_app_needs_publisher_and_name() -> None:
     with pytest.raises(UserError, match="PUBLISHER/NAME"):
-        Apps(["raceme"])
+        Trust(("raceme",))
 
 
 # Waiting, retrying, stopping.
@@ -220,7 +221,7 @@ def test_a_device_whose_reply_cannot_be_delivered_joins_again(tmp_path: Path) ->
         def send(self, reply: Message, seconds: float) -> None:
             raise fleet.ObjectPushError("part", 7, "session")
 
-    tasks = Tasks(Apps(["tests/other"]), {}, Interrupter(1.0))
+    tasks = Tasks(Apps(Trust(("tests/other",))), {}, Interrupter(1.0))
     compat.identify_process(7, 5)
     message = Message(RecordDict(), 5, "train")
 
@@ -401,7 +402,7 @@ def test_a_message_whose_sender_died_half_way_is_given_up(
 
 
 def test_what_a_client_keeps_goes_over_to_a_run_that_resumes_and_to_no_other() -> None:
-    tasks = Tasks(Apps(["tests/other"]), {}, Interrupter(1.0))
+    tasks = Tasks(Apps(Trust(("tests/other",))), {}, Interrupter(1.0))
 
     def state(series: int, **config: str) -> RecordDict:
         return tasks._state_of(LoadedRun(ClientApp(), dict(config), series))

@@ -109,16 +109,16 @@ def test_containers_have_no_more_rights_than_they_need(name: str) -> None:
     assert service["image"].partition(":")[2] not in ("", "latest")
     build = service["build"]
     assert (DOCKER / build["context"] / build["dockerfile"]).is_file()
-    secrets = [volume for volume in service["volumes"] if "/certs/" in volume]
+    secrets = [volume for volume in service["volumes"] if ":/certs" in volume]
     assert secrets
     assert all(volume.endswith(":ro") for volume in secrets)
 
 
-def test_the_server_offers_its_control_interface_to_its_own_host_only() -> None:
+def test_the_server_lets_registered_devices_in_and_nobody_else() -> None:
     (service,) = services(DOCKER / "compose.server.yaml").values()
-    assert service["ports"] == ["9092:9092", "127.0.0.1:8000:8000"]
-    assert "--enable-supernode-auth" in service["command"]
-    assert "--insecure" not in service["command"]
+    assert service["ports"] == ["9092:9092"]
+    assert "--certificates=/certs" in service["command"]
+    assert "--any-device" not in service["command"]
 
 
 def options_of(words: list[str]) -> set[str]:
@@ -136,18 +136,16 @@ def test_the_options_that_are_passed_exist() -> None:
     assert all(option in known.output for option in passed)
 
 
-def test_the_options_of_the_superlink_exist() -> None:
-    from flwr.superlink.cli.flower_superlink import _parse_args_run_superlink
-
+def test_the_options_of_the_server_exist() -> None:
     (server,) = services(DOCKER / "compose.server.yaml").values()
-    words = ["--fleet-api-type", "grpc-rere", *server["command"]]
-    unit = (DOCKER / "systemd" / "raceme-superlink.service").read_text()
-    command = re.search(r"ExecStart=\S+ ((?:.*\\\n)*.*)\n", unit)
+    assert 'ENTRYPOINT ["raceme", "serve"]' in (DOCKER / "server.Dockerfile").read_text()
+    unit = (DOCKER / "systemd" / "raceme-server.service").read_text()
+    command = re.search(r"ExecStart=\S+ serve ((?:.*\\\n)*.*)\n", unit)
     assert command
-    for arguments in (words, command.group(1).replace("\\\n", " ").split()):
-        parsed = _parse_args_run_superlink().parse_args(arguments)
-        assert parsed.enable_supernode_auth
-        assert parsed.fleet_api_address == "0.0.0.0:9092"
+    passed = options_of(server["command"])
+    assert passed == options_of(command.group(1).replace("\\\n", " ").split())
+    known = CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "200", "TERM": "dumb"})
+    assert all(option in known.output for option in passed)
 
 
 @pytest.mark.parametrize("path", UNITS, ids=is_name)

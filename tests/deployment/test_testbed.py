@@ -116,7 +116,10 @@ def test_a_server_app_that_is_killed_is_gone_on_with_and_applies_no_update_twice
     assert len(tasks) == 30
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=SLOW)])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGHUP, *(pytest.param(n, marks=SLOW) for n in (signal.SIGINT, signal.SIGTERM))],
+)
 def test_a_signal_stops_everything_and_leaves_a_checkpoint(
     number: signal.Signals, place: Loopback, tmp_path: Path
 ) -> None:

@@ -6,7 +6,7 @@ from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
 from raceme import compat
-from raceme.protocol.timeline import Resumable, Timeline, WallTimeline, timeline_of
+from raceme.protocol.timeline import Resumable, Timeline, WallTimeline, push, timeline_of
 
 
 class Wall:
@@ -38,7 +38,7 @@ class Mailbox(Grid):
         return iter([Message(RecordDict(), 1, "train")] if is_there else [])
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        return []
+        return [message.object_id for message in messages]
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
@@ -139,3 +139,21 @@ def test_waiting_for_nobody_only_lets_time_pass() -> None:
     assert timeline.wait([], until=2.0) == []
     assert timeline.now() == 2.0
     assert mailbox.polls == 0
+
+
+class Virtual(WallTimeline):
+    is_virtual = True
+
+
+def test_on_the_wall_clock_nobody_can_guess_the_id_of_a_message() -> None:
+    wall, mailbox, timeline = waiting(0.0)
+
+    def sent(clock: Timeline) -> str | None:
+        message = Message(RecordDict(), 1, "query")
+        vars(message.metadata)["_created_at"] = 1.0
+        return push(mailbox, clock, message)
+
+    assert len({sent(timeline) for _ in range(3)}) == 3
+    # Two runs on virtual time are alike in everything.
+    virtual = Virtual(mailbox, clock=wall.clock)
+    assert len({sent(virtual) for _ in range(3)}) == 1

@@ -22,6 +22,7 @@ from raceme.protocol.events import (
 )
 from raceme.records.record import read_run
 from raceme.records.store import FILE_NAME, RunStore, read_events
+from raceme.records.store_tables import FORMAT
 
 _SCHEMA = """
 CREATE TABLE client_events (
@@ -219,7 +220,7 @@ def test_why_a_run_ended_is_known_from_its_words(
 def test_a_run_in_an_old_format_is_not_gone_on_with(tmp_path: Path, version: int) -> None:
     store = OldStore(tmp_path, version)
     store.client(0.0, "a", "joined")
-    with pytest.raises(UserError, match=f"format {version}, and format 6 is needed"):
+    with pytest.raises(UserError, match=f"format {version}, and format {FORMAT} is needed"):
         RunStore(tmp_path, after=1)
 
 

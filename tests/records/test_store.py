@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from raceme.config.errors import UserError
 from raceme.protocol.events import (
     AnswerTaken,
+    ClaimRefused,
     ClientIdled,
     ClientJoined,
     ClientLeft,
@@ -36,6 +37,7 @@ from raceme.protocol.events import (
     UpdateRejected,
 )
 from raceme.protocol.measure import Measure
+from raceme.protocol.verdicts import UpdateJudged, Verdict
 from raceme.records.store import FILE_NAME, RunStore, read_events
 
 UPDATE = UpdateApplied(
@@ -66,6 +68,9 @@ ONE_OF_EACH: list[Event] = [
     ClientJoined(0.0, "a", 0, 7, None),
     UPDATE,
     UpdateRejected(3.0, "a", "task lost", 0.25),
+    ClaimRefused(3.25, 2**64 - 1, "a", "its key is that of 'b'"),
+    UpdateJudged(3.0, "a", Verdict.SCALED, 12.5, 10.0, "an update of length 12.5", 2),
+    UpdateJudged(3.0, "a", Verdict.REFUSED, 0.1, 0.5, "none of others'", None),
     replace(UPDATE, seq=2, time=3.5, client="a", started_at=100.5, finished_at=103.0),
     Evaluated(3.5, 2, 0.5, 1.25, 1, {"b": (0, 0.75, 1.0), "a": (0, 0.25, 1.5)}, 2),
     SPLIT,
@@ -243,6 +248,9 @@ _EVENTS = st.one_of(
     st.builds(ClientLeft, _TIMES, _CLIENTS),
     st.builds(DataChanged, _TIMES, _COUNTS, st.none() | _CLIENTS, _COUNTS),
     st.builds(UpdateRejected, _TIMES, _CLIENTS, _CLIENTS, _TIMES),
+    st.builds(
+        UpdateJudged, _TIMES, _CLIENTS, st.sampled_from(Verdict), _TIMES, _TIMES, _CLIENTS, _COUNTS
+    ),
     st.builds(
         Evaluated,
         _TIMES,

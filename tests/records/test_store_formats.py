@@ -16,6 +16,7 @@ from test_store import ONE_OF_EACH, write
 from raceme.config.errors import UserError
 from raceme.protocol.events import (
     AnswerTaken,
+    ClaimRefused,
     ClientIdled,
     ClustersScored,
     Evaluated,
@@ -25,8 +26,10 @@ from raceme.protocol.events import (
     UpdateApplied,
 )
 from raceme.protocol.measure import ACCURACY
+from raceme.protocol.verdicts import UpdateJudged
 from raceme.records.method_tables import TABLES as METHOD_TABLES
 from raceme.records.store import RunStore, read_events
+from raceme.records.store_tables import FORMAT
 
 
 def test_a_store_of_a_later_format_is_refused(tmp_path: Path) -> None:
@@ -63,20 +66,40 @@ def test_a_store_of_format_3_lacks_what_came_later(tmp_path: Path) -> None:
         if not isinstance(event, ClientIdled)
     ]
     assert read_events(path) == expected
-    with pytest.raises(UserError, match="format 3, and format 6 is needed"):
+    with pytest.raises(UserError, match=f"format 3, and format {FORMAT} is needed"):
+        RunStore(tmp_path, after=3)
+
+
+def forget_format_7(connection: sqlite3.Connection) -> None:
+    connection.execute("DROP TABLE refused_claims")
+    connection.execute("DROP TABLE verdicts")
+
+
+def as_format_6(events: Iterable[Event]) -> list[Event]:
+    return [event for event in events if not isinstance(event, ClaimRefused | UpdateJudged)]
+
+
+def test_a_store_of_format_6_lacks_claims_and_verdicts(tmp_path: Path) -> None:
+    path = write(tmp_path, ONE_OF_EACH)
+    with closing(sqlite3.connect(path)) as connection:
+        forget_format_7(connection)
+        connection.execute("PRAGMA user_version = 6")
+    assert read_events(path) == as_format_6(ONE_OF_EACH)
+    with pytest.raises(UserError, match=f"format 6, and format {FORMAT} is needed"):
         RunStore(tmp_path, after=3)
 
 
 def forget_format_6(connection: sqlite3.Connection) -> None:
+    forget_format_7(connection)
     connection.execute("ALTER TABLE updates DROP COLUMN phase")
     for table in METHOD_TABLES:
-        connection.execute(f"DROP TABLE {table}")
+        connection.execute(f"DROP TABLE IF EXISTS {table}")
 
 
 def as_format_5(events: Iterable[Event]) -> list[Event]:
     return [
         replace(event, phase="train") if isinstance(event, UpdateApplied) else event
-        for event in events
+        for event in as_format_6(events)
         if not isinstance(event, AnswerTaken | SupportChanged | TasksTested)
     ]
 
@@ -87,7 +110,7 @@ def test_a_store_of_format_5_lacks_what_only_some_methods_report(tmp_path: Path)
         forget_format_6(connection)
         connection.execute("PRAGMA user_version = 5")
     assert read_events(path) == as_format_5(ONE_OF_EACH)
-    with pytest.raises(UserError, match="format 5, and format 6 is needed"):
+    with pytest.raises(UserError, match=f"format 5, and format {FORMAT} is needed"):
         RunStore(tmp_path, after=3)
 
 
@@ -114,5 +137,5 @@ def test_a_store_of_format_4_lacks_the_scores(tmp_path: Path) -> None:
         forget_format_5(connection)
         connection.execute("PRAGMA user_version = 4")
     assert read_events(path) == as_format_4(ONE_OF_EACH)
-    with pytest.raises(UserError, match="format 4, and format 6 is needed"):
+    with pytest.raises(UserError, match=f"format 4, and format {FORMAT} is needed"):
         RunStore(tmp_path, after=3)

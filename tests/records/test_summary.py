@@ -225,6 +225,7 @@ def test_the_summary_by_hand() -> None:
         "bytes_down": 400,
         "bytes_by_phase": {"train": {"down": 400, "up": 40, "messages": 4}},
         "rejected_updates": 1,
+        "refused_claims": 0,
         "idle_share_mean": None,
         "idle_over_30_percent": None,
         "idle_over_50_percent": None,

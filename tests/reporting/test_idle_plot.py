@@ -51,5 +51,5 @@ def test_a_run_without_windows_says_so_and_leaves_no_picture(tmp_path: Path) -> 
         with RunStore(tmp_path / name) as store:
             for event in events:
                 store.observe(event)
-        assert write_all(tmp_path / name, summary=summary, models={}) == []
+        assert write_all(tmp_path / name, summary=summary, models={}) == {}
         assert (tmp_path / name / "idle.png").exists() is (name == "with")

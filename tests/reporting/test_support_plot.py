@@ -121,7 +121,7 @@ def test_a_run_without_support_has_no_picture_and_says_so(tmp_path: Path) -> Non
         write_toml(RunConfig().to_mapping(), folder / "config.toml")
         summary = summarise(events, strategy="casa", dataset="digits", seed=0, wall_time=1.0)
         assert summary["supporters"] == (None if name == "without" else {"2": [3]})
-        assert write_all(folder, summary=summary, models={}) == []
+        assert write_all(folder, summary=summary, models={}) == {}
         assert (folder / "support.png").exists() is (name == "with")
         assert ('id="support"' in run_page(folder, "")) is (name == "with")
 

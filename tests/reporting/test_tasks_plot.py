@@ -130,7 +130,7 @@ def test_the_tables_have_the_matrix_and_what_follows() -> None:
 def events_of(config: RunConfig) -> list[Event]:
     """Return what a run reports, without leaving anything."""
     config, seen = resolve(config), []
-    build_strategy(config).start(
+    build_strategy(config).run(
         build_grid(config),
         models.initial_arrays(config),
         40,

@@ -98,7 +98,7 @@ def test_a_run_without_them_has_no_pictures_and_says_so(tmp_path: Path) -> None:
                 store.observe(event)
         write_toml(RunConfig().to_mapping(), folder / "config.toml")
         summary = summarise(events, strategy="casa", dataset="digits", seed=0, wall_time=1.0)
-        assert write_all(folder, summary=summary, models={}) == []
+        assert write_all(folder, summary=summary, models={}) == {}
         page = run_page(folder, "")
         for what in ("uploads", "mixtures"):
             assert (folder / f"{what}.png").exists() is (name == "with")

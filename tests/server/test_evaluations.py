@@ -56,6 +56,28 @@ def test_all_test_the_models_of_one_moment_each_when_it_is_next_free() -> None:
     assert seen.index(of(events.UpdateApplied, seen)[1]) < index[0] < index[1]
 
 
+def test_an_evaluation_goes_on_when_its_run_is_resumed_with_its_messages() -> None:
+    def made() -> VirtualGrid:
+        return costly(grid_of(pulled_app([8 * ONES, -8 * ONES]), devices(1.0, 3.0)))
+
+    grid, first = made(), half()
+    # c0 has been tested at 1 s, c1 is at work until 3 s.
+    plan = Plan(eval_every=1)
+    first.run(grid, MODEL, 4, plan=plan, stop_check=lambda: "now" if grid.now() >= 2.0 else "")
+    assert first.progress.sweep is not None
+    assert list(first.progress.sweep.waiting) == ["c1"]
+    state, kept = first.state_dict(), grid.state_dict()
+    second, resumed = half(), made()
+    second.load_state_dict(state)
+    resumed.load_state_dict(kept)
+    assert resumed.keeps_messages
+    seen = run(second, resumed, num_rounds=4, eval_every=1)
+    report = of(Evaluated, seen)[0]
+    assert (report.updates, report.answered, report.asked) == (1, 2, 2)
+    assert seen[-1].ending is Ending.LIMIT
+    assert second.progress.updates == 4
+
+
 class Inviting(FedAsync):
     """FedAsync whose clients decide when they train."""
 
@@ -169,7 +191,7 @@ def test_a_client_whose_evaluation_cannot_be_sent_trains_nevertheless() -> None:
 def test_rounds_are_evaluated_by_the_same_rule() -> None:
     seen: list[events.Event] = []
     grid = costly(grid_of(pulled_app([8 * ONES, -8 * ONES]), devices(1.0, 3.0)))
-    FedAvg().start(grid, MODEL, 4, plan=Plan(eval_every=2), observe=seen.append)
+    FedAvg().run(grid, MODEL, 4, plan=Plan(eval_every=2), observe=seen.append)
     found = [(e.time, e.updates, e.answered, e.asked) for e in of(Evaluated, seen)]
     assert found == [(0.0, 0, 2, 2), (3.0, 2, 2, 2), (6.0, 4, 2, 2)]
     assert [u.time for u in of(events.UpdateApplied, seen)] == [1.0, 3.0, 4.0, 6.0]
@@ -178,7 +200,7 @@ def test_rounds_are_evaluated_by_the_same_rule() -> None:
 def test_who_asks_a_run_to_stop_does_not_wait_for_evaluations() -> None:
     seen: list[events.Event] = []
     grid = costly(grid_of(pulled_app(), devices(1.0)))
-    half().start(
+    half().run(
         grid,
         MODEL,
         observe=seen.append,
@@ -207,7 +229,7 @@ def test_a_method_says_how_its_models_are_tested(method: type[FedAsync], kind: s
     app.query()(inner)
     app.train()(inner)
     config = ConfigRecord({"thorough": True})
-    method().start(grid_of(app, devices(1.0)), MODEL, 2, evaluate_config=config)
+    method().run(grid_of(app, devices(1.0)), MODEL, 2, evaluate_config=config)
     assert told
     wanted = {"thorough": True} | ({} if kind is None else {"kind": kind})
     assert all(settings == wanted for settings in told)

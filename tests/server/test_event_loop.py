@@ -129,7 +129,7 @@ def test_the_result_holds_models_and_evaluations() -> None:
         central.append((updates, list(arrays), float(arrays["w"].numpy()[0])))
         return MetricRecord({"x": float(arrays["w"].numpy()[0])})
 
-    result = Standalone().start(
+    result = Standalone().run(
         grid, MODEL, 4, evaluate_fn=evaluate_fn, plan=Plan(eval_every=2), observe=seen.append
     )
     # Each cluster's arrays have the names that the model's own `load_state_dict` takes.
@@ -371,7 +371,7 @@ def test_an_interruption_ends_the_run_with_what_was_done() -> None:
 
     seen: list[events.Event] = []
     grid = grid_of(pulled_app([8 * ONES], change=interrupt), devices(1.0))
-    result = half().start(grid, MODEL, observe=seen.append)
+    result = half().run(grid, MODEL, observe=seen.append)
     assert seen[-1] == events.RunEnded(4.0, 3, "interrupted by the user", Ending.INTERRUPTED)
     # 0 → 2 → 3.5 → 4.625.
     assert read(result.arrays).tolist() == [4.625] * 8

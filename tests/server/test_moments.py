@@ -115,7 +115,7 @@ def drifting(schedule: Schedule | None, updates: int, *seconds: float) -> tuple[
     steps: list[tuple[str, int | None]] = []
     seen: list[events.Event] = []
     grid = grid_of(noting(pulled_app(), steps), devices(*seconds))
-    FedAsync().start(
+    FedAsync().run(
         grid, MODEL, updates, plan=Plan(eval_every=2, drift=schedule), observe=seen.append
     )
     return seen, steps
@@ -182,7 +182,7 @@ def test_steps_by_rounds_move_before_the_next_round_is_handed_out() -> None:
     seen: list[events.Event] = []
     grid = grid_of(noting(pulled_app(), steps), devices(1.0, 2.0))
     plan = Plan(eval_every=2, drift=Schedule("rounds", every=1.0))
-    FedAvg().start(grid, MODEL, 6, plan=plan, observe=seen.append)
+    FedAvg().run(grid, MODEL, 6, plan=plan, observe=seen.append)
     # Two clients, three rounds of 2 s: the first round and its test are on the first data.
     assert steps == [
         *[("evaluate", 0)] * 2,
@@ -203,7 +203,7 @@ def test_steps_by_windows_move_when_a_window_is_over() -> None:
     # In windows of 3.6 s updates come at 1, 2 and 3 s; that of 4 s is given up, though its device
     # is busy until then, and the next ones come at 5, 6 and 7 s, and at 9 and 10 s.
     method = InSpans()
-    method.start(grid_of(pulled_app(), devices(1.0)), MODEL, 8, plan=plan, observe=seen.append)
+    method.run(grid_of(pulled_app(), devices(1.0)), MODEL, 8, plan=plan, observe=seen.append)
     assert [u.step for u in of(events.UpdateApplied, seen)] == [0, 0, 0, 1, 1, 1, 2, 2]
     assert method.dispatch.rounds == 2
 
@@ -221,9 +221,9 @@ def test_a_method_without_rounds_cannot_change_data_by_them() -> None:
 def test_a_resumed_run_does_not_report_a_step_twice(unit: Unit) -> None:
     plan, seen, again = Plan(drift=Schedule(unit, (3,))), [], []
     strategy, restored = FedAsync(), FedAsync()
-    strategy.start(grid_of(pulled_app(), devices(1.0)), MODEL, 5, plan=plan, observe=seen.append)
+    strategy.run(grid_of(pulled_app(), devices(1.0)), MODEL, 5, plan=plan, observe=seen.append)
     restored.load_state_dict(copy.deepcopy(strategy.state_dict()))
-    restored.start(grid_of(pulled_app(), devices(1.0)), MODEL, 9, plan=plan, observe=again.append)
+    restored.run(grid_of(pulled_app(), devices(1.0)), MODEL, 9, plan=plan, observe=again.append)
     assert [change[3] for change in changed(seen)] == [1]
     assert changed(again) == []
     assert {u.step for u in of(events.UpdateApplied, again)} == {1}

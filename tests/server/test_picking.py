@@ -64,7 +64,7 @@ def rounds_of(
     """Run with six clients; return who took part in each round of two."""
     seen: list[events.Event] = []
     grid = grid_of(pulled_app(targets), devices(*[1.0] * 6))
-    method.start(grid, MODEL, updates, plan=Plan(eval_every=1000), observe=seen.append)
+    method.run(grid, MODEL, updates, plan=Plan(eval_every=1000), observe=seen.append)
     order = [event.client for event in seen if isinstance(event, events.UpdateApplied)]
     return [set(order[start : start + 2]) for start in range(0, len(order), 2)]
 

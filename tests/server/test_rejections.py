@@ -161,7 +161,7 @@ def test_a_client_that_has_failed_for_weeks_does_not_end_the_run() -> None:
             strategy.progress.fleet.clients["c1"].failures = 20_000
 
     broken = pulled_app(change=lambda reply, index: fails(reply, index) if index else reply)
-    strategy.start(grid_of(broken, devices(1.0, 1.0)), MODEL, 200, observe=age)
+    strategy.run(grid_of(broken, devices(1.0, 1.0)), MODEL, 200, observe=age)
     assert strategy.progress.updates == 200
 
 
@@ -228,7 +228,7 @@ def on_grid(kind: type[VirtualGrid], strategy: Method, seconds: float) -> list[e
     seen: list[events.Event] = []
     targets = [np.ones(8)]
     plan = Plan(eval_every=1000, max_time=6.5)
-    strategy.start(kind(pulled_app(targets), [node]), MODEL, 0, plan=plan, observe=seen.append)
+    strategy.run(kind(pulled_app(targets), [node]), MODEL, 0, plan=plan, observe=seen.append)
     return seen
 
 

@@ -288,7 +288,7 @@ def test_on_virtual_time_clients_train_only_once_their_data_have_moved() -> None
     seen: list[events.Event] = []
     plan = Plan(eval_every=1000, drift=Schedule("seconds", (25.0, 45.0)), max_time=80.0)
     grid = grid_of(drifting_app([1.0, 1.05, 1.2]), [Device()] * 3)
-    strategy.start(grid, MODEL, 0, plan=plan, observe=seen.append)
+    strategy.run(grid, MODEL, 0, plan=plan, observe=seen.append)
     updates = updates_of(seen)
     assert [(sent, client) for sent, client, _ in updates[:3]] == [
         (0.0, "c0"),
@@ -405,7 +405,7 @@ def test_the_message_says_that_it_is_an_invitation() -> None:
 
     for mode in ("device", "fixed"):
         strategy = Asks(asking(mode))
-        strategy.start(grid_of(app, [Device()]), MODEL, 2, plan=Plan(eval_every=1000))
+        strategy.run(grid_of(app, [Device()]), MODEL, 2, plan=Plan(eval_every=1000))
     assert said == [True, True, None, None]
 
 
@@ -438,13 +438,13 @@ def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(requests: str) -> No
             saved.append((len(seen), whole(strategy, grid)))
         return ""
 
-    strategy.start(grid, MODEL, 40, 60.0, plan=plan, observe=seen.append, stop_check=save)
+    strategy.run(grid, MODEL, 40, 60.0, plan=plan, observe=seen.append, stop_check=save)
     assert len(saved) > 1
     assert strategy.dispatch.state.hurried
     for before, state in saved:
         again, restored, new_grid = [], method(99), fleet()
         restored.load_state_dict(state["strategy"])
         new_grid.load_state_dict(state["grid"])
-        restored.start(new_grid, MODEL, 40, 60.0, plan=plan, observe=again.append)
+        restored.run(new_grid, MODEL, 40, 60.0, plan=plan, observe=again.append)
         assert again == seen[before:]
         assert plain(restored.state_dict()) == plain(strategy.state_dict())

@@ -103,7 +103,7 @@ def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(method: type[Method]
             saved.append((len(seen), whole(strategy, grid)))
         return ""
 
-    strategy.start(
+    strategy.run(
         grid,
         MODEL,
         UPDATES,
@@ -119,7 +119,7 @@ def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(method: type[Method]
         again, restored, new_grid = [], method(seed=99), troubled_fleet()
         restored.load_state_dict(state["strategy"])
         new_grid.load_state_dict(state["grid"])
-        restored.start(
+        restored.run(
             new_grid,
             MODEL,
             UPDATES,
@@ -138,7 +138,7 @@ def test_a_round_that_is_resumed_has_the_updates_that_were_there() -> None:
         return grid_of(pulled_app([2 * np.ones(8), 8 * np.ones(8)]), [Device(), Device(3.0)])
 
     strategy, grid, saved = FedAvg(), fleet(), []
-    strategy.start(
+    strategy.run(
         grid,
         MODEL,
         2,
@@ -150,7 +150,7 @@ def test_a_round_that_is_resumed_has_the_updates_that_were_there() -> None:
     restored, new_grid, seen = FedAvg(), fleet(), []
     restored.load_state_dict(saved[-1]["strategy"])
     new_grid.load_state_dict(saved[-1]["grid"])
-    restored.start(new_grid, MODEL, 2, observe=seen.append)
+    restored.run(new_grid, MODEL, 2, observe=seen.append)
     updates = [event for event in seen if isinstance(event, events.UpdateApplied)]
     assert [(u.client, u.time, u.dispatched_at) for u in updates] == [
         ("c0", 1.0, 0.0),

@@ -24,10 +24,10 @@ def spoiled(partition: int, spoil: Change) -> Change:
 def test_a_round_by_hand() -> None:
     # c0 has 10 examples and moves half way to 2, c1 has 11 and moves half way to 8.
     strategy, seen = FedAvg(), []
-    result = strategy.start(
+    result = strategy.run(
         grid_of(pulled_app([2 * ONES, 8 * ONES]), devices(1.0, 3.0)),
         MODEL,
-        num_rounds=4,
+        max_updates=4,
         observe=seen.append,
     )
     # Round 1: 1 and 4, (10 · 1 + 11 · 4) / 21 = 54/21 = 2.571429.
@@ -54,7 +54,7 @@ def test_a_round_by_hand() -> None:
 
 def test_the_round_in_which_the_limit_falls_is_completed() -> None:
     strategy = FedAvg()
-    strategy.start(grid_of(pulled_app(), devices(1.0, 1.0, 1.0)), MODEL, num_rounds=4)
+    strategy.run(grid_of(pulled_app(), devices(1.0, 1.0, 1.0)), MODEL, max_updates=4)
     assert strategy.progress.updates == 6
 
 
@@ -63,13 +63,13 @@ def test_a_number_of_rounds_ends_a_run_whatever_updates_they_bring() -> None:
     strategy = FedAvg()
     plan = Plan(max_rounds=3, planned_updates=7)
     grid = grid_of(pulled_app(), devices(1.0, 2.0))
-    strategy.start(grid, MODEL, num_rounds=0, plan=plan, observe=seen.append)
+    strategy.run(grid, MODEL, max_updates=0, plan=plan, observe=seen.append)
     assert seen[-1] == events.RunEnded(6.0, 6, "3 rounds are over")
     # What schedules depend on is what was planned, not what came of it.
     assert strategy.planned_updates == 7
     # If updates are limited too, the first limit counts.
     strategy = FedAvg()
-    strategy.start(grid_of(pulled_app(), devices(1.0, 2.0)), MODEL, 4, plan=plan)
+    strategy.run(grid_of(pulled_app(), devices(1.0, 2.0)), MODEL, 4, plan=plan)
     assert (strategy.progress.updates, strategy.planned_updates) == (4, 4)
 
 
@@ -83,12 +83,12 @@ def test_a_round_that_is_under_way_is_not_over() -> None:
 def test_time_limit_and_target_end_a_run() -> None:
     seen: list[events.Event] = []
     grid = grid_of(pulled_app(), devices(2.0))
-    FedAvg().start(grid, MODEL, plan=Plan(max_time=5.0), observe=seen.append)
+    FedAvg().run(grid, MODEL, plan=Plan(max_time=5.0), observe=seen.append)
     # The third round would end at 6 s: it does not count.
     assert seen[-1] == events.RunEnded(5.0, 2, "the time limit of 5 s was reached")
     grid = grid_of(pulled_app([ONES]), devices(2.0))
     plan = Plan(target_accuracy=0.9, eval_every=1)
-    FedAvg().start(grid, MODEL, plan=plan, observe=seen.append)
+    FedAvg().run(grid, MODEL, plan=plan, observe=seen.append)
     # √8 / 2^n ≤ 1/9 from n = 5 on.
     assert seen[-1] == events.RunEnded(
         10.0, 5, "the target accuracy of 0.9 was reached", Ending.TARGET
@@ -98,7 +98,7 @@ def test_time_limit_and_target_end_a_run() -> None:
 def test_evaluation_keeps_to_its_schedule_and_costs_no_time() -> None:
     seen: list[events.Event] = []
     grid = grid_of(pulled_app(), devices(1.0, 1.0))
-    FedAvg().start(grid, MODEL, 8, plan=Plan(eval_every=4), observe=seen.append)
+    FedAvg().run(grid, MODEL, 8, plan=Plan(eval_every=4), observe=seen.append)
     assert [(e.updates, e.time) for e in of(events.Evaluated, seen)] == [(0, 0), (4, 2), (8, 4)]
 
 
@@ -123,8 +123,8 @@ def fails(reply: Message, index: int) -> Message:
 def test_invalid_replies_are_left_out(spoil: Change, reason: str) -> None:
     strategy, seen = FedAvg(), []
     app = pulled_app([2 * ONES, 8 * ONES], change=spoiled(1, spoil))
-    result = strategy.start(
-        grid_of(app, devices(1.0, 3.0)), MODEL, num_rounds=1, observe=seen.append
+    result = strategy.run(
+        grid_of(app, devices(1.0, 3.0)), MODEL, max_updates=1, observe=seen.append
     )
     assert read(result.arrays).tolist() == [1.0] * 8
     (rejected,) = of(events.UpdateRejected, seen)
@@ -149,8 +149,8 @@ def odd_names(reply: Message, index: int) -> Message:
 def test_a_client_that_reports_differently_does_not_end_the_run(oddity: Change) -> None:
     seen: list[events.Event] = []
     app = pulled_app([2 * ONES, 8 * ONES], change=spoiled(1, oddity))
-    result = FedAvg().start(
-        grid_of(app, devices(1.0, 3.0)), MODEL, num_rounds=2, observe=seen.append
+    result = FedAvg().run(
+        grid_of(app, devices(1.0, 3.0)), MODEL, max_updates=2, observe=seen.append
     )
     assert read(result.arrays).tolist() == pytest.approx([54 / 21] * 8)
     assert dict(result.train_metrics_clientapp[1]) == {"train-loss": pytest.approx(0.5)}
@@ -159,7 +159,7 @@ def test_a_client_that_reports_differently_does_not_end_the_run(oddity: Change) 
 def test_a_run_without_any_valid_update_ends_and_says_why() -> None:
     seen: list[events.Event] = []
     grid = grid_of(pulled_app(change=nan), devices(1.0, 1.0))
-    result = FedAvg().start(grid, MODEL, num_rounds=4, observe=seen.append)
+    result = FedAvg().run(grid, MODEL, max_updates=4, observe=seen.append)
     # Both fail in each of 50 rounds; from the seventh failure on a client rests 60 s before each.
     assert (seen[-1].time, seen[-1].updates) == (64.0 + 43 * 61.0, 0)
     assert seen[-1].ending is Ending.USELESS_REPLIES
@@ -175,7 +175,7 @@ def ends_of_rounds(devices: list[Device], updates: int, timeout: float = 3600.0)
         if isinstance(event, events.UpdateApplied) and grid.now() not in ends:
             ends.append(grid.now())
 
-    FedAvg().start(grid, MODEL, updates, timeout=timeout, observe=note)
+    FedAvg().run(grid, MODEL, updates, timeout=timeout, observe=note)
     return ends
 
 
@@ -205,7 +205,7 @@ def test_a_client_that_comes_back_takes_part_in_the_round_again() -> None:
     # c1 leaves at 1 s, is back at 2 s and needs 4 s from then on; c2 needs 5 s.
     fleet = [Device(), Device(4.0, online=((0.0, 1.0), (2.0, 100.0))), Device(5.0)]
     seen: list[events.Event] = []
-    FedAvg().start(grid_of(pulled_app(), fleet), MODEL, num_rounds=3, observe=seen.append)
+    FedAvg().run(grid_of(pulled_app(), fleet), MODEL, max_updates=3, observe=seen.append)
     assert [(u.dispatched_at, u.client, u.time) for u in of(events.UpdateApplied, seen)] == [
         (0.0, "c0", 1.0),
         (0.0, "c2", 5.0),
@@ -218,10 +218,10 @@ def test_a_client_that_comes_back_takes_part_in_the_round_again() -> None:
 def test_a_request_to_stop_ends_a_round_at_once() -> None:
     seen: list[events.Event] = []
     grid = grid_of(pulled_app(), [Device(), Device(3000.0)])
-    FedAvg().start(
+    FedAvg().run(
         grid,
         MODEL,
-        num_rounds=2,
+        max_updates=2,
         observe=seen.append,
         stop_check=lambda: "asked to stop" if grid.now() >= 1.0 else "",
     )
@@ -232,7 +232,7 @@ def test_newcomers_take_part_from_the_next_round_on_and_leavers_no_more() -> Non
     seen: list[events.Event] = []
     late, early = Device(online=((1.5, 100.0),)), Device(online=((0.0, 3.5),))
     grid = grid_of(pulled_app(), [Device(), late, early])
-    FedAvg().start(grid, MODEL, num_rounds=9, observe=seen.append)
+    FedAvg().run(grid, MODEL, max_updates=9, observe=seen.append)
     # A task of 1 s each: rounds of {0, 2}, {0, 2}, {0, 1, 2}; in the fourth c2 leaves at 3.5.
     arrivals = Counter((u.time, u.client) for u in of(events.UpdateApplied, seen))
     assert set(arrivals) == {
@@ -247,18 +247,18 @@ def test_newcomers_take_part_from_the_next_round_on_and_leavers_no_more() -> Non
 def test_when_everybody_is_gone_the_run_ends() -> None:
     seen: list[events.Event] = []
     grid = grid_of(pulled_app(), [Device(online=((0.0, 2.0),))])
-    FedAvg().start(grid, MODEL, num_rounds=9, timeout=50.0, observe=seen.append)
+    FedAvg().run(grid, MODEL, max_updates=9, timeout=50.0, observe=seen.append)
     assert seen[-1].reason == "all clients are gone"
     # A time limit that comes while nobody is there is a time limit.
     grid = grid_of(pulled_app(), [Device(online=((60.0, 70.0),))])
-    FedAvg().start(grid, MODEL, plan=Plan(max_time=20.0), observe=seen.append)
+    FedAvg().run(grid, MODEL, plan=Plan(max_time=20.0), observe=seen.append)
     assert seen[-1] == events.RunEnded(20.0, 0, "the time limit of 20 s was reached")
 
 
 def test_a_second_node_of_the_same_client_gets_no_work() -> None:
     strategy, seen = FedAvg(), []
     grid = grid_of(pulled_app(), devices(1.0, 1.0), partitions=[0, 0])
-    strategy.start(grid, MODEL, num_rounds=3, observe=seen.append)
+    strategy.run(grid, MODEL, max_updates=3, observe=seen.append)
     assert [u.client for u in of(events.UpdateApplied, seen)] == ["c0"] * 3
     (rejected,) = of(events.UpdateRejected, seen)
     assert rejected.reason == "'c0' is already online as node 100"
@@ -281,10 +281,10 @@ def configs_seen(app: ClientApp, seen: list[dict]) -> ClientApp:
 @pytest.mark.parametrize("mu", [0.0, 0.25])
 def test_fedprox_sends_its_proximal_weight_with_the_settings(mu: float) -> None:
     seen: list[dict] = []
-    FedProx(FedProxParameters(proximal_mu=mu)).start(
+    FedProx(FedProxParameters(proximal_mu=mu)).run(
         grid_of(configs_seen(ClientApp(), seen), devices(1.0)),
         MODEL,
-        num_rounds=2,
+        max_updates=2,
         train_config=ConfigRecord({"lr": 0.1}),
     )
     assert seen == [
@@ -295,7 +295,7 @@ def test_fedprox_sends_its_proximal_weight_with_the_settings(mu: float) -> None:
 def sampled(seed: int, fraction: float = 0.3) -> list[str]:
     seen: list[events.Event] = []
     grid = grid_of(pulled_app(), devices(*[1.0] * 10))
-    FedAvg(FedAvgParameters(fraction=fraction), seed).start(grid, MODEL, 9, observe=seen.append)
+    FedAvg(FedAvgParameters(fraction=fraction), seed).run(grid, MODEL, 9, observe=seen.append)
     return [u.client for u in of(events.UpdateApplied, seen)]
 
 
@@ -324,7 +324,7 @@ def test_pythons_own_generator_is_left_as_it_was() -> None:
     random.seed(123)
     seen: list[events.Event] = []
     grid = grid_of(pulled_app(change=interrupt), devices(1.0))
-    result = FedAvg().start(grid, MODEL, observe=seen.append)
+    result = FedAvg().run(grid, MODEL, observe=seen.append)
     assert random.random() == expected
     assert seen[-1] == events.RunEnded(1.0, 0, "interrupted by the user", Ending.INTERRUPTED)
     assert isinstance(result.arrays, ArrayRecord)

@@ -47,7 +47,7 @@ def started(
 ) -> list[events.Event]:
     seen: list[events.Event] = []
     chosen = Plan(**{"eval_tasks": True, "drift": schedule, **plan})  # type: ignore[arg-type]
-    method.start(grid, MODEL, updates, plan=chosen, observe=seen.append)
+    method.run(grid, MODEL, updates, plan=chosen, observe=seen.append)
     return seen
 
 
@@ -158,12 +158,12 @@ def test_a_resumed_run_tests_what_the_uninterrupted_one_would(unit: Unit) -> Non
         saved.append((len(seen), *copy.deepcopy(states)))
         return ""
 
-    strategy.start(grid, MODEL, 12, plan=plan, observe=seen.append, stop_check=save)
+    strategy.run(grid, MODEL, 12, plan=plan, observe=seen.append, stop_check=save)
     for before, state, grid_state in saved:
         restored, again, new_grid = half(), [], fleet()
         restored.load_state_dict(state)
         new_grid.load_state_dict(grid_state)
-        restored.start(new_grid, MODEL, 12, plan=plan, observe=again.append)
+        restored.run(new_grid, MODEL, 12, plan=plan, observe=again.append)
         assert again == seen[before:]
     assert len(of(TasksTested, seen)) >= 3
 
@@ -284,6 +284,24 @@ def test_the_next_step_ends_tests_that_a_slow_device_has_not_answered() -> None:
     # The end of the run waits for c1, as an evaluation does.
     assert found[:2] == [(2, 0, ["c0"], 2), (4, 1, ["c0", "c1"], 2)]
     assert found[2] == (6, 2, ["c0", "c1"], 2)
+
+
+def test_tests_go_on_when_their_run_is_resumed_with_its_messages() -> None:
+    def made() -> VirtualGrid:
+        return costly(grid_of(pulled_app([8 * ONES, -8 * ONES]), devices(1.0, 5.0)))
+
+    # Step 0 ends at 2 s; c1 is at work until 5 s.
+    schedule, grid, first = Schedule("updates", (2,)), made(), half()
+    plan = Plan(eval_tasks=True, drift=schedule, eval_every=100)
+    first.run(grid, MODEL, 8, plan=plan, stop_check=lambda: "now" if grid.now() >= 3.0 else "")
+    assert first.progress.task_sweep is not None
+    assert list(first.progress.task_sweep.waiting) == ["c1"]
+    second, resumed = half(), made()
+    second.load_state_dict(first.state_dict())
+    resumed.load_state_dict(grid.state_dict())
+    seen = started(second, resumed, 8, schedule, eval_every=100)
+    report = of(TasksTested, seen)[0]
+    assert (report.updates, report.step, sorted(report.per_client)) == (2, 0, ["c0", "c1"])
 
 
 def test_tests_and_an_evaluation_may_be_under_way_together() -> None:

@@ -189,7 +189,7 @@ def test_windows_on_virtual_time() -> None:
     # c0 needs 4, c1 12 s: in a window of 10 s c0 is back twice, c1 never. A device that was given
     # up is busy with its old work until 12 s, of which the server hears nothing.
     grid, seen = grid_of(pulled_app(), [Device(4.0), Device(12.0), Device()]), []
-    Windowed().start(grid, MODEL, 4, plan=Plan(eval_every=1000), observe=seen.append)
+    Windowed().run(grid, MODEL, 4, plan=Plan(eval_every=1000), observe=seen.append)
     assert updates_of(seen) == [
         (0.0, "c0", 4.0),
         (4.0, "c0", 8.0),

@@ -230,7 +230,7 @@ def raceme_fleet() -> tuple[RunConfig, Any]:
 def test_work_that_no_client_knows_gives_one_line_that_says_what_they_know() -> None:
     config, grid = raceme_fleet()
     seen: list[events.Event] = []
-    Unheard().start(grid, models.initial_arrays(config), 2, observe=seen.append)
+    Unheard().run(grid, models.initial_arrays(config), 2, observe=seen.append)
     (rejected,) = of(events.UpdateRejected, seen)
     assert "This client does no work of the kind 'dance'; it knows train, train-best," in (
         rejected.reason
@@ -242,7 +242,7 @@ def test_work_that_no_client_knows_gives_one_line_that_says_what_they_know() -> 
 def test_racemes_own_clients_answer_every_kind() -> None:
     config, grid = raceme_fleet()
     strategy = Asking()
-    strategy.start(grid, models.initial_arrays(config), 10)
+    strategy.run(grid, models.initial_arrays(config), 10)
     assert len(strategy.answers) == 2
     for counts, losses in strategy.answers.values():
         assert counts.numbers["label-counts"].shape == (10,)
@@ -263,12 +263,12 @@ def test_work_for_a_client_that_is_away_is_a_mistake_of_the_method() -> None:
     grid = grid_of(pulled_app(), devices(1.0))
     strategy.progress.fleet.clients["c1"] = Client("c1", 10)
     with pytest.raises(ValueError, match="Confused has work for 'c1', who is away"):
-        strategy.start(grid, MODEL, 1)
+        strategy.run(grid, MODEL, 1)
 
 
 def test_a_method_must_say_what_becomes_of_updates() -> None:
     with pytest.raises(TypeError, match="defines neither on_update"):
-        Method().start(grid_of(pulled_app(), devices(1.0)), MODEL, 1)
+        Method().run(grid_of(pulled_app(), devices(1.0)), MODEL, 1)
 
 
 def test_a_model_that_work_names_is_the_one_that_its_update_started_from() -> None:

@@ -312,7 +312,7 @@ def test_a_missing_file_is_named() -> None:
 def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "binary.toml"
     path.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(UserError, match="not a text file"):
+    with pytest.raises(UserError, match="it is no text in UTF-8"):
         fleet(str(path), 4, 0)
 
 

@@ -68,10 +68,10 @@ def casa(executor: Executor, kill_at: int | None = None) -> tuple[list[str], lis
             workers = [p for p in multiprocessing.active_children() if p.name == "raceme-worker"]
             os.kill(workers[0].pid, signal.SIGKILL)
 
-    strategy.start(
+    strategy.run(
         grid,
         models.initial_arrays(config),
-        num_rounds=config.max_updates,
+        max_updates=config.max_updates,
         train_config=experiment.training_settings(config),
         plan=experiment.plan(config),
         observe=observe,

@@ -335,10 +335,10 @@ def test_on_a_grid_the_groups_are_found_and_reported() -> None:
     targets = [centres[group] + 0.01 * rng.normal(size=8) for group in groups]
     devices = [Device(seconds_per_round=5.0 if index % 4 == 0 else 1.0) for index in range(12)]
     strategy, seen = CASA(), []
-    result = strategy.start(
+    result = strategy.run(
         grid_of(pulled_app(targets), devices, groups),
         MODEL,
-        num_rounds=400,
+        max_updates=400,
         plan=Plan(eval_every=50),
         observe=seen.append,
     )

@@ -157,7 +157,7 @@ def test_on_virtual_time_clients_go_to_their_distribution() -> None:
     grid = grid_of(pulled_app([centres[i % 2] for i in range(6)]), [Device()] * 6)
     probe = Centres(*(centre.tolist() for centre in centres))
     starts = [np.full(8, 1, np.float32), np.full(8, 3, np.float32)]
-    cdfl.start(
+    cdfl.run(
         grid, MODEL, 60, plan=Plan(eval_every=60), observe=seen.append, probe=probe, starts=starts
     )
     assert {cdfl.clusters.main(f"c{i}") for i in (0, 2, 4)} == {0}

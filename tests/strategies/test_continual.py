@@ -147,7 +147,7 @@ def test_of_each_client_two_tasks_are_kept_and_so_many_clients_are_borrowed_from
 
 @pytest.mark.parametrize(
     ("indices", "values"),
-    [([0, 0], [1.0, 1.0]), ([2], [1.0]), ([-1], [1.0]), ([0, 1], [1.0]), ([], [])],
+    [([0, 0], [1.0, 1.0]), ([2], [1.0]), ([-1], [1.0]), ([0, 1], [1.0]), ([0], [3e38]), ([], [])],
 )
 def test_unusable_adaptive_weights_are_left_aside(indices: list[int], values: list[float]) -> None:
     made = at_tasks(FedWeIT(), {}, c0=0)
@@ -187,7 +187,7 @@ def play(
             state.update(copy.deepcopy(own), seen=len(seen))
         return ""
 
-    strategy.start(
+    strategy.run(
         grid,
         initial_arrays(config),
         80,

@@ -72,6 +72,28 @@ def test_label_counts_are_asked_for_before_each_training() -> None:
     assert strategy.work_for("c0").arrays == {}
 
 
+def test_a_client_with_labels_of_one_group_alone_moves_there_at_once() -> None:
+    strategy = started()
+
+    def say(client: str, *counts: int) -> None:
+        task = Task(99, client, 1, 0, 0, 0.0, 0, kind=LABEL_COUNTS)
+        strategy.on_answer(Answer(task, 10, numbers={LABEL_COUNTS: np.array(counts)}))
+        strategy.close_task(task)
+
+    assert homes(strategy) == {"c0": 1, "c1": 2, "c2": 1, "c3": 2}
+    say("c0", 10, 0, 0)
+    say("c2", 9, 1, 0)
+    say("c1", 0, 5, 5)
+    say("c3", 0, 6, 4)
+    # It shares half of its labels with c1 and 0.6 with c3, both of group 2.
+    say("c0", 0, 10, 0)
+    assert homes(strategy)["c0"] == 2
+    assert strategy.work_for("c0").arrays == {}
+    # Nobody has half of such labels: it trains w0.
+    say("c1", 4, 0, 6)
+    assert strategy.work_for("c1").arrays
+
+
 def test_a_late_update_of_a_client_that_has_moved_changes_no_group() -> None:
     strategy = started(detect="none")
     late = update(strategy, "c0", 100, 100)

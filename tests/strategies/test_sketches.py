@@ -28,7 +28,7 @@ def mixtures(main: float) -> VirtualGrid:
 def run(strategy: Method, grid: VirtualGrid, updates: int) -> list[events.Event]:
     seen: list[events.Event] = []
     plan = Plan(eval_every=60)
-    strategy.start(grid, MODEL, updates, plan=plan, observe=seen.append, probe=centre_losses)
+    strategy.run(grid, MODEL, updates, plan=plan, observe=seen.append, probe=centre_losses)
     return seen
 
 

@@ -21,6 +21,7 @@ from raceme.config.errors import UserError
 from raceme.datasets.source import DataShape, Target
 from raceme.protocol.events import Evaluated
 from raceme.protocol.measure import ACCURACY, Measure
+from raceme.protocol.stated import StatementError
 from raceme.records.convergence import convergence_index, unrest
 from raceme.records.record import read_run
 from raceme.records.summary import summarise
@@ -137,7 +138,8 @@ def test_an_evaluation_is_of_errors_if_the_clients_say_so() -> None:
     diverged = score_from({"mae": math.nan, "loss": math.nan}, 0, measure=ERROR)
     assert diverged is not None
     assert diverged.accuracy == math.inf
-    assert score_from({"mae": -1.0}, 0, measure=ERROR) is None
+    with pytest.raises(StatementError, match="from 0 on"):
+        score_from({"mae": -1.0}, 0, measure=ERROR)
     assert score_from({"accuracy": 0.5}, 0, measure=ERROR) is None
 
 
@@ -204,7 +206,7 @@ def test_a_run_ends_at_its_target_error_and_says_so_everywhere(
     summary = json.loads((out / "summary.json").read_text(encoding="utf-8"))
     assert summary["reason"] == "the target MAE of 30 was reached"
     assert summary["mae"] <= 30.0 == summary["target"]
-    assert outcome.unwritten == []
+    assert outcome.unwritten == {}
     record = read_run(out)
     assert record.measure == ERROR
     errors = record.evaluations.accuracy

@@ -1,0 +1,1 @@
+"""Anybody's Flower apps on virtual time."""

@@ -1,0 +1,162 @@
+"""`raceme simulate`: anybody's Flower app on virtual time."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from raceme.config.errors import UserError
+from raceme.config.files import parse_assignment
+
+
+def simulate(
+    folder: Annotated[Path, typer.Argument(metavar="APP_DIR", help="folder of a Flower app")],
+    clients: Annotated[
+        int, typer.Option("--clients", metavar="INTEGER", help="simulated SuperNodes", min=1)
+    ] = 10,
+    devices: Annotated[
+        str,
+        typer.Option(
+            "--devices",
+            metavar="PROFILE",
+            help="device profile, TOML file with one, or trace:FOLDER of a run; see `raceme list`",
+        ),
+    ] = "slow30x5",
+    run_config: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--run-config",
+            metavar="'KEY=VALUE …'",
+            help="changes the app's run config, as in `flwr run`: pairs, or a TOML file",
+            show_default=False,
+        ),
+    ] = None,
+    strategy: Annotated[
+        str | None,
+        typer.Option(
+            "--strategy",
+            metavar="NAME",
+            help="method of Raceme's in the place of the app's strategy; see `raceme list`",
+            show_default=False,
+        ),
+    ] = None,
+    assignments: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="with --strategy: a key of it, as casa.gamma=0.2",
+            show_default=False,
+        ),
+    ] = None,
+    workers: Annotated[
+        str,
+        typer.Option(
+            "--workers",
+            metavar="INTEGER",
+            help="processes that do the clients' work; 0: none but this one, auto: one per core",
+        ),
+    ] = "auto",
+    seed: Annotated[
+        int,
+        typer.Option(
+            "--seed",
+            metavar="INTEGER",
+            help="decides devices, losses, and what an app draws that does not seed itself",
+            min=0,
+        ),
+    ] = 0,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", metavar="FOLDER", help="folder for results", show_default="runs/<date>-<app>"
+        ),
+    ] = None,
+    examples: Annotated[
+        int | None,
+        typer.Option(
+            "--examples",
+            metavar="INTEGER",
+            help="training examples of each client, for device profiles with times per sample",
+            show_default="what replies state as num-examples",
+            min=1,
+        ),
+    ] = None,
+    evaluation_share: Annotated[
+        float | None,
+        typer.Option(
+            "--evaluation-share",
+            metavar="SHARE",
+            help="let evaluations take time: this share of a training task's, and their transfers",
+            show_default="they take none",
+            min=0,
+        ),
+    ] = None,
+    max_time: Annotated[
+        float | None,
+        typer.Option(
+            "--max-time",
+            metavar="SECONDS",
+            help="end at this virtual time",
+            show_default="no limit",
+            min=0,
+        ),
+    ] = None,
+    max_wall_time: Annotated[
+        float | None,
+        typer.Option(
+            "--max-wall-time",
+            metavar="SECONDS",
+            help="end after so long on this machine",
+            show_default="no limit",
+            min=0,
+        ),
+    ] = None,
+) -> None:
+    """Run any Flower app on virtual time: how long it takes on a fleet, and who waits for whom.
+
+    ServerApp and ClientApp are used as they are, whatever the strategy.
+    """
+    from raceme.apps.artefacts import write_results
+    from raceme.apps.simulate import AppEnding, Settings
+    from raceme.apps.simulate import simulate as run
+    from raceme.reporting.waiting_console import print_simulation
+
+    for name, seconds in (("--max-time", max_time), ("--max-wall-time", max_wall_time)):
+        if seconds is not None and not 0 < seconds < math.inf:
+            raise UserError(f"{name} must be a number above 0, got {seconds:g}.")
+    settings = Settings(
+        folder=folder,
+        clients=clients,
+        devices=devices,
+        run_config=tuple(run_config or ()),
+        strategy=strategy,
+        parameters=dict(parse_assignment(text) for text in assignments or ()),
+        workers=workers,
+        seed=seed,
+        out=out,
+        max_time=math.inf if max_time is None else max_time,
+        max_wall_time=math.inf if max_wall_time is None else max_wall_time,
+        examples=examples,
+        evaluation_share=evaluation_share,
+    )
+    simulated = run(settings)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    summary, unwritten = write_results(simulated)
+    print_simulation(summary, simulated.out)
+    if unwritten:
+        print(f"raceme: {', '.join(unwritten)} could not be written.", file=sys.stderr)
+    if simulated.ending is AppEnding.INTERRUPTED:
+        raise typer.Exit(130)
+    if simulated.ending is not AppEnding.RETURNED:
+        print(f"raceme: {simulated.reason}.", file=sys.stderr)
+        raise typer.Exit(1)
+    if summary["trains_in_vain"]:
+        first = summary["first_failure"]
+        print(f"raceme: all training failed. The first failure: {first}", file=sys.stderr)
+        raise typer.Exit(1)

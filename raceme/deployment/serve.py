@@ -1,0 +1,189 @@
+"""`raceme serve`: one process that devices connect to and that holds the strategy."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import sqlite3
+import tempfile
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import raceme
+from raceme import experiment
+from raceme.checkpoints import CHECKPOINTS
+from raceme.compat.bundle import build_bundle
+from raceme.compat.fleet_api import Certificates, FleetApi, PortInUseError
+from raceme.compat.link_state import App, LinkState
+from raceme.config import RunConfig, Value, read_toml
+from raceme.config.errors import UserError
+from raceme.deployment.certificates import DEVICE_KEYS
+from raceme.deployment.credentials import read_certificates, registered_keys
+from raceme.deployment.served_grid import ServedGrid
+from raceme.deployment.testbed import write_app
+from raceme.experiment import Outcome
+from raceme.protocol.events import Observer, RunEnded
+from raceme.records.store import read_events
+from raceme.server.interface import StopCheck, never_stop
+
+log = logging.getLogger("raceme.serve")
+
+_APP = "raceme/raceme"
+_UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES}
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """What a server is told beside the keys of its run.
+
+    Attributes
+    ----------
+    address : str
+        ``HOST:PORT`` at which devices reach it.
+    certificates : Path or None
+        Folder of `raceme certs`, for TLS and the devices' keys; plain text without.
+    any_device : bool
+        Let devices in whose keys are not registered there.
+    clients_min : int
+        Devices that have to be online before the run begins.
+    """
+
+    address: str = "0.0.0.0:9092"
+    certificates: Path | None = None
+    any_device: bool = False
+    clients_min: int = 1
+
+
+def prepare(keys: Mapping[str, Value]) -> RunConfig:
+    """Check the configuration of a run, and resume what is in its folder.
+
+    Raises
+    ------
+    UserError
+        It cannot work.
+    """
+    config = experiment.resolve(RunConfig.from_mapping(keys))
+    experiment.build_strategy(config)
+    folder = config.resume or config.out
+    if not folder:
+        raise UserError(
+            "Say where results and checkpoints go, e.g. --out runs/lab: with the same folder, the "
+            "same command resumes."
+        )
+    out = str(Path(folder).expanduser().resolve())
+    is_there = (Path(out) / "run.sqlite").is_file()
+    return config.with_values(out=out, resume=out if is_there or config.resume else "")
+
+
+def with_device_keys(keys: Mapping[str, Value], certificates: Path | None) -> Mapping[str, Value]:
+    """Bind ids to keys by the list that `raceme certs` has left, unless another one is named."""
+    known = None if certificates is None else certificates / DEVICE_KEYS
+    if known is None or not known.is_file() or keys.get(DEVICE_KEYS):
+        return keys
+    return {**keys, DEVICE_KEYS: str(known)}
+
+
+def is_complete(config: RunConfig) -> bool:
+    """Return whether the run in the folder has come to its end, with the same limits.
+
+    A service that is started again at every boot must not work on a run that is over.
+    """
+    out = Path(config.out)
+    if not config.resume or not (out / "summary.json").is_file():
+        return False
+    endings = [event for event in read_events(out) if isinstance(event, RunEnded)]
+    if not endings or not endings[-1].ending.is_complete:
+        return False
+    asked = config.with_values(out="", resume="").to_mapping()
+    return read_toml(out / "config.toml") == asked
+
+
+def serve(
+    config: RunConfig, options: ServeOptions, *observers: Observer, stop: StopCheck = never_stop
+) -> Outcome:
+    """Serve a run to devices until it ends.
+
+    Parameters
+    ----------
+    config : RunConfig
+        What :func:`prepare` has returned.
+    options : ServeOptions
+        Where and to whom.
+    observers : Observer
+        Called with everything that happens.
+    stop : Callable
+        Returns why the run is to end; nothing if it is not.
+
+    Raises
+    ------
+    UserError
+        Something does not fit together, is taken by another process, or cannot be written.
+    """
+    certificates, registered = _credentials(options)
+    state = LinkState(_app(config))
+    api = FleetApi(state, options.address, certificates, registered)
+    try:
+        with api:
+            grid = ServedGrid(
+                state,
+                Path(config.out) / CHECKPOINTS,
+                partial(_listen, api, options),
+                clients_min=options.clients_min,
+                stopping=stop,
+            )
+            try:
+                strategy = experiment.build_strategy(config)
+                return experiment.conduct(config, strategy, grid, *observers, stop=stop)
+            finally:
+                grid.close()
+    except PortInUseError:
+        raise UserError(
+            f"{options.address} cannot be listened at: another process has the port, or the "
+            "address is not this host's. Stop that process, or choose another with --address."
+        ) from None
+    except (OSError, sqlite3.OperationalError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        if isinstance(error, OSError) and error.errno not in _UNWRITABLE:
+            raise
+        raise UserError(
+            f"Cannot go on writing to {config.out}: {reason}. When that is mended, the same "
+            "command resumes from the last checkpoint."
+        ) from error
+
+
+def _listen(api: FleetApi, options: ServeOptions) -> None:
+    api.start()
+    secure = "TLS" if options.certificates is not None else "plain text, for a test only"
+    log.info("Listening at %s (%s)", options.address, secure)
+    if options.clients_min > 1:
+        log.info("The run begins when %d devices are online", options.clients_min)
+
+
+def _credentials(
+    options: ServeOptions,
+) -> tuple[Certificates | None, Callable[[], Collection[bytes]] | None]:
+    """Return certificates, and what lists the registered keys, if devices need one."""
+    folder = options.certificates
+    if folder is None:
+        return None, None
+    certificates = read_certificates(folder)
+    if options.any_device:
+        return certificates, None
+    if not registered_keys(folder):
+        raise UserError(
+            f"No device is registered: {folder / 'devices'} holds no keys (*.pub). Make some with "
+            f"`raceme certs --out {folder} --host NAME --device ID`, or let every device in with "
+            "--any-device."
+        )
+    return certificates, partial(registered_keys, folder)
+
+
+def _app(config: RunConfig) -> App:
+    """Return this package as the app bundle that devices fetch."""
+    # The folder is the server's own affair, and the same run must have the same bundle again.
+    keys = config.with_values(out="", resume="").to_mapping()
+    with tempfile.TemporaryDirectory(prefix="raceme-serve-") as folder:
+        bundle = build_bundle(write_app(Path(folder) / "raceme", keys))
+    return App(_APP, raceme.__version__, bundle)

@@ -1,0 +1,214 @@
+"""Flower's Grid for a strategy in the same process as the link state that its clients talk to."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from flwr.app import Message
+
+from raceme.compat import Run
+from raceme.compat.link_state import LinkState
+from raceme.compat.own_grid import OwnGrid
+from raceme.deployment.journal import Journal
+
+_SLICE_SECONDS = 0.25
+"""A signal is noticed so soon while nothing comes."""
+_FLEET_SECONDS = 0.2
+"""From one look at the fleet to the next, however many nodes come and go."""
+_KIND = "served"
+
+
+class ServedGrid(OwnGrid):
+    """Messages go to the link state and come from it; a reply wakes whoever waits for it.
+
+    It keeps the wall clock, which stands until there are enough clients. Saved in a checkpoint and
+    brought back, it still has all messages that were open then.
+
+    Parameters
+    ----------
+    state : LinkState
+        What the Fleet API answers from.
+    journal : Path
+        Folder for the replies that have come since the last checkpoint.
+    listen : Callable
+        Begins to answer calls; called when everything is ready for them.
+    clients_min : int
+        Nodes that have to be there before there are any.
+    stopping : Callable
+        Returns something that is true once the run is to end.
+    clock : Callable
+        Replaceable for tests.
+    """
+
+    is_virtual = False
+    free_evaluation = False
+    keeps_messages = False
+
+    def __init__(
+        self,
+        state: LinkState,
+        journal: Path,
+        listen: Callable[[], None],
+        *,
+        clients_min: int = 1,
+        stopping: Callable[[], object] = lambda: False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._state, self._listen, self._stopping = state, listen, stopping
+        self._journal = Journal(journal)
+        self._clients_min, self._clock = clients_min, clock
+        self._listens = self._is_open = False
+        self._start = 0.0
+        self._news = threading.Condition()
+        self._has_news = False
+        self._nodes: list[int] = []
+        self._looked_at = float("-inf")
+        # Messages that the last checkpoint knows: only their replies are worth keeping.
+        self._saved: frozenset[str] = frozenset()
+        self._files: list[int] = []
+        state.on_news = self._tell
+        state.on_reply = self._keep
+
+    # A clock and the wait for replies.
+
+    def now(self) -> float:
+        """Return the seconds since there were enough clients, those of earlier processes too."""
+        return self._clock() - self._start if self._is_open else self._start
+
+    def wait(self, message_ids: Collection[str], until: float | None = None) -> list[Message]:
+        """Wait until replies have come, the fleet has changed, or the deadline has passed."""
+        if not self._listens:
+            self._listens = True
+            self._listen()
+        wanted = frozenset(message_ids)
+        while True:
+            with self._news:
+                self._has_news = False
+            replies = self._state.take(wanted)
+            if replies or self._has_fleet_changed() or self._stopping():
+                return replies
+            left = _SLICE_SECONDS
+            if until is not None and self._is_open:
+                left = min(left, until - self.now())
+                if left <= 0:
+                    return []
+            with self._news:
+                if not self._has_news:
+                    self._news.wait(left)
+
+    def forget(self, message_ids: Iterable[str]) -> None:
+        """Drop messages: those that were not fetched are not handed out any more."""
+        self._state.forget(message_ids)
+
+    def _has_fleet_changed(self) -> bool:
+        """Return whether nodes have come or gone since they were last asked for."""
+        now = self._clock()
+        if now < self._looked_at + _FLEET_SECONDS:
+            return False
+        self._looked_at = now
+        online = self._state.online()
+        if not self._is_open and len(online) >= self._clients_min:
+            self._open()
+        return self._is_open and online != self._nodes
+
+    def _open(self) -> None:
+        self._start = self._clock() - self._start
+        self._is_open = True
+
+    def _tell(self) -> None:
+        """Wake whoever waits: something has come, or somebody."""
+        with self._news:
+            self._has_news = True
+            self._news.notify_all()
+
+    def _keep(self, message_id: str, parcel: Callable[[], list[bytes]]) -> None:
+        """Put a reply on disk if a restart from the last checkpoint would ask for it."""
+        if message_id in self._saved:
+            self._journal.append(parcel)
+
+    # Flower's interface.
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """Send messages; the ids of those that could not be sent are left out."""
+        sent = [self._state.push(message) for message in messages]
+        return [message_id for message_id in sent if message_id is not None]
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """Return the replies that are there."""
+        return self._state.take(frozenset(message_ids))
+
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> Iterable[Message]:
+        """Send messages and wait until all are answered, or for `timeout` seconds."""
+        still_open = set(self.push_messages(messages))
+        deadline = None if timeout is None else self.now() + timeout
+        replies: list[Message] = []
+        while still_open and not self._stopping():
+            replies += self.wait(still_open, deadline)
+            still_open -= {reply.metadata.reply_to_message_id for reply in replies}
+            if deadline is not None and self.now() >= deadline:
+                break
+        return replies
+
+    def get_node_ids(self) -> Iterable[int]:
+        """Return the nodes that are online, as soon as there are enough of them."""
+        self._nodes = self._state.online() if self._is_open else []
+        return list(self._nodes)
+
+    def get_nodes(self) -> Iterable[Any]:
+        """Return what is known of the nodes that are online, with their public keys."""
+        return self._state.get_node_info(node_ids=self._state.online())
+
+    def set_run(self, run: Run) -> None:
+        """Do nothing: the link state has one run."""
+
+    @property
+    def run(self) -> Run:
+        """The run that messages belong to."""
+        return self._state.get_run_info(run_ids=[self._state.run_id])[0]
+
+    # Checkpoints.
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nodes, open messages and replies that nobody has taken, and the time."""
+        with self._state.lock:
+            # Whole replies are in the state from here on, later ones in the new file. Two
+            # checkpoints are kept, and the one before this is still the only good one.
+            number = self._journal.begin()
+            self._files = [*self._files[-1:], number]
+            self._journal.drop(self._files[0])
+            tree = self._state.state_dict()
+            self._saved = frozenset(self._state.message_ins_store)
+        return {
+            "kind": _KIND,
+            "time": self.now(),
+            "open": self._is_open,
+            "journal": number,
+            "state": tree,
+        }
+
+    def load_state_dict(self, tree: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned, and the replies that came after it."""
+        if tree.get("kind") != _KIND:
+            raise ValueError("it is of a run on virtual time: `raceme run --resume` resumes it")
+        self._state.load_state_dict(tree["state"])
+        for parcel in self._journal.read(tree["journal"]):
+            self._state.receive(parcel)
+        self._start = float(tree["time"])
+        if tree["open"]:
+            self._open()
+        self._nodes = self._state.online()
+        self._saved = frozenset(self._state.message_ins_store)
+        # What comes now belongs to the same checkpoint, until there is another.
+        self._journal.begin()
+        self._files = [tree["journal"]]
+        self.keeps_messages = True
+
+    def close(self) -> None:
+        """Let go of the files."""
+        self._journal.close()

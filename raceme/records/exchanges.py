@@ -1,0 +1,362 @@
+"""What the messages of a simulated fleet tell: who was at work when, who waited, and for whom."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raceme.config.errors import UserError
+from raceme.protocol.exchange import Exchange, Switched
+
+MESSAGES, CLIENTS, SUMMARY = "messages.csv", "clients.csv", "summary.json"
+
+Floats = NDArray[np.float64]
+Span = tuple[float, float]
+
+_COLUMNS = ("number", "client", "kind", "sent", "begun", "ended", "answered", "failure")
+_BYTES = ("bytes_down", "bytes_up")
+
+
+class ExchangeLog:
+    """Gathers what a grid reports and writes it to ``messages.csv``, a line for each message.
+
+    A context manager: after an error that is the user's, which leaves no results, the file is gone.
+
+    Parameters
+    ----------
+    path : Path
+        The file; replaced if it is there.
+    names : Mapping[int, str]
+        What the clients are called, by node id.
+    online : Iterable[int]
+        Nodes that are online at first.
+    """
+
+    def __init__(self, path: Path, names: Mapping[int, str], online: Iterable[int]) -> None:
+        self.names = names
+        self._online = frozenset(online)
+        self._exchanges: list[Exchange] = []
+        self._switches: list[Switched] = []
+        self._path = path
+        self._file = path.open("w", newline="", encoding="utf-8")
+        self._writer = csv.writer(self._file)
+        self._writer.writerow((*_COLUMNS, *_BYTES))
+
+    def __enter__(self) -> ExchangeLog:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._file.close()
+        if kind is not None and issubclass(kind, UserError):
+            self._path.unlink(missing_ok=True)
+
+    def observe(self, event: Exchange | Switched) -> None:
+        """Take note of a message that is over, or of a client that came or went."""
+        if isinstance(event, Switched):
+            self._switches.append(event)
+            return
+        self._exchanges.append(event)
+        self._writer.writerow(
+            (
+                event.number,
+                self.names.get(event.node_id, str(event.node_id)),
+                event.kind,
+                event.sent,
+                event.begun,
+                event.ended,
+                event.answered if event.answered < math.inf else "",
+                # What an app's traceback says is in its own log: here is what went wrong.
+                (event.failure or "").strip().partition("\n")[0],
+                event.bytes_down,
+                event.bytes_up,
+            )
+        )
+
+    def fleet(self, end: float) -> Fleet:
+        """Return what became of the fleet until the end of the simulation, in seconds."""
+        return Fleet(
+            end=end,
+            clients=tuple(self.names.values()),
+            tasks=tuple(
+                Task(
+                    client=self.names[event.node_id],
+                    kind=event.kind,
+                    sent=event.sent,
+                    begun=event.begun,
+                    ended=event.ended,
+                    answered=event.answered,
+                    failure=event.failure,
+                    bytes_down=event.bytes_down,
+                    bytes_up=event.bytes_up,
+                )
+                for event in sorted(self._exchanges, key=lambda event: event.number)
+                if event.node_id in self.names
+            ),
+            offline=_offline(self.names, self._online, self._switches, end),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A message to a client; see :class:`~raceme.protocol.exchange.Exchange`."""
+
+    client: str
+    kind: str
+    sent: float
+    begun: float
+    ended: float
+    answered: float
+    failure: str | None
+    bytes_down: int
+    bytes_up: int
+
+    @property
+    def takes_time(self) -> bool:
+        """Whether it took the device any time."""
+        return self.ended > self.begun
+
+
+@dataclass(frozen=True)
+class ClientAccount:
+    """How a client spent its time, in seconds, and what it sent.
+
+    Attributes
+    ----------
+    messages : int
+        Messages to it.
+    tasks : int
+        Those that took its time.
+    failures : int
+        Those without a usable reply.
+    busy, idle, offline : float
+        Its time, in three parts: at work, online without work, and offline.
+    held_up : float
+        How long the others waited for it, summed over them.
+    bytes_down, bytes_up : int
+        What it received and sent.
+    """
+
+    client: str
+    messages: int
+    tasks: int
+    failures: int
+    busy: float
+    idle: float
+    offline: float
+    held_up: float
+    bytes_down: int
+    bytes_up: int
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """What became of a simulated fleet.
+
+    Attributes
+    ----------
+    end : float
+        Virtual time at the end, in seconds.
+    clients : tuple[str, ...]
+        All clients.
+    tasks : tuple[Task, ...]
+        All messages, in the order of sending.
+    offline : Mapping[str, list[Span]]
+        When clients were offline.
+    """
+
+    end: float
+    clients: tuple[str, ...]
+    tasks: tuple[Task, ...]
+    offline: Mapping[str, Sequence[Span]]
+
+    def moments(self) -> Floats:
+        """Return when the server gave out work that takes time, ascending, and the end."""
+        sent = {task.sent for task in self.tasks if task.takes_time and task.sent < self.end}
+        return np.array(sorted({*sent, self.end}))
+
+    def awaited(self) -> list[list[str]]:
+        """Return for each moment the clients that the server had been waiting for.
+
+        They are those whose replies came just then, several if at the same time. Where none came,
+        the server gave up on those whose work was lost; where there was none, it went on by itself.
+        """
+        arrivals: dict[float, list[str]] = {}
+        lost = [task for task in self.tasks if task.failure is not None]
+        for task in self.tasks:
+            if task.takes_time:
+                arrivals.setdefault(task.answered, []).append(task.client)
+        found, before = [], -math.inf
+        for moment in map(float, self.moments()):
+            given_up = (t.client for t in lost if before <= t.sent < moment < t.answered)
+            found.append(arrivals.get(moment) or list(given_up))
+            before = moment
+        return found
+
+    def busy(self) -> dict[str, list[Span]]:
+        """Return when clients were at work, until the end."""
+        spans: dict[str, list[Span]] = {client: [] for client in self.clients}
+        for task in self.tasks:
+            if task.takes_time and task.begun < self.end:
+                spans[task.client].append((task.begun, min(task.ended, self.end)))
+        return spans
+
+    def idle(self) -> dict[str, list[Span]]:
+        """Return when clients were online and had no work."""
+        return {
+            client: _complement([*spans, *self.offline.get(client, ())], self.end)
+            for client, spans in self.busy().items()
+        }
+
+    def accounts(self) -> list[ClientAccount]:
+        """Return an account for each client.
+
+        A client that is online and has no work waits until the server next gives out work, or until
+        the end; it waits for those whose replies the server had been waiting for.
+        """
+        moments, awaited = self.moments(), self.awaited()
+        busy, idle = self.busy(), self.idle()
+        waited = np.zeros(len(moments))
+        for spans in idle.values():
+            for start, stop in spans:
+                _share_out(waited, moments, start, stop)
+        held_up = dict.fromkeys(self.clients, 0.0)
+        for clients, seconds in zip(awaited, waited, strict=True):
+            for client in clients:
+                held_up[client] += float(seconds) / len(clients)
+        own: dict[str, list[Task]] = {client: [] for client in self.clients}
+        for task in self.tasks:
+            own[task.client].append(task)
+        return [
+            ClientAccount(
+                client=client,
+                messages=len(tasks),
+                tasks=sum(task.takes_time for task in tasks),
+                failures=sum(task.failure is not None for task in tasks),
+                busy=_length(busy[client]),
+                idle=_length(idle[client]),
+                offline=_length(self.offline.get(client, ())),
+                held_up=held_up[client],
+                bytes_down=sum(task.bytes_down for task in tasks),
+                bytes_up=sum(task.bytes_up for task in tasks),
+            )
+            for client, tasks in own.items()
+        ]
+
+    def without_waiting(self) -> float:
+        """Return how long the same number of tasks takes a fleet in which nobody waits, in seconds.
+
+        Every device that has done one takes one task after the other, as long as it took for its
+        own in the mean.
+        """
+        lengths: dict[str, list[float]] = {}
+        for task in self.tasks:
+            if task.takes_time and task.ended <= self.end:
+                lengths.setdefault(task.client, []).append(task.ended - task.begun)
+        rate = math.fsum(len(own) / math.fsum(own) for own in lengths.values())
+        return sum(map(len, lengths.values())) / rate if rate else 0.0
+
+
+def read_fleet(folder: Path) -> Fleet:
+    """Read what a simulation has left of its fleet in its folder.
+
+    Raises
+    ------
+    UserError
+        It is not there, or damaged.
+    """
+    try:
+        summary = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
+        with (folder / MESSAGES).open(newline="", encoding="utf-8") as file:
+            rows = sorted(csv.DictReader(file), key=lambda row: int(row["number"]))
+        with (folder / CLIENTS).open(newline="", encoding="utf-8") as file:
+            clients = tuple(row["client"] for row in csv.DictReader(file))
+        return Fleet(
+            end=float(summary["virtual_time"]),
+            clients=clients,
+            tasks=tuple(_task(row) for row in rows if row["client"] in clients),
+            offline={
+                name: [(a, b) for a, b in spans] for name, spans in summary["offline"].items()
+            },
+        )
+    except OSError as error:
+        raise UserError(f"Cannot read {error.filename}: {error.strerror}.") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"The results in {folder} are damaged: {error!r}.") from None
+
+
+def _task(row: Mapping[str, str]) -> Task:
+    return Task(
+        client=row["client"],
+        kind=row["kind"],
+        sent=float(row["sent"]),
+        begun=float(row["begun"]),
+        ended=float(row["ended"]),
+        answered=float(row["answered"] or math.inf),
+        failure=row["failure"] or None,
+        bytes_down=int(row["bytes_down"]),
+        bytes_up=int(row["bytes_up"]),
+    )
+
+
+def write_accounts(path: Path, accounts: Sequence[ClientAccount]) -> None:
+    """Write ``clients.csv``: a line for each client."""
+    names = [item.name for item in fields(ClientAccount)]
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(names)
+        writer.writerows([getattr(account, name) for name in names] for account in accounts)
+
+
+def _offline(
+    names: Mapping[int, str], online: Collection[int], switches: Sequence[Switched], end: float
+) -> dict[str, list[Span]]:
+    """Return when clients were offline, for those that ever were."""
+    spans: dict[str, list[Span]] = {}
+    gone = {node_id: 0.0 for node_id in names if node_id not in online}
+    for event in switches:
+        if not event.online:
+            gone[event.node_id] = event.time
+        else:
+            spans.setdefault(names[event.node_id], []).append((gone.pop(event.node_id), event.time))
+    for node_id, start in gone.items():
+        spans.setdefault(names[node_id], []).append((start, end))
+    return spans
+
+
+def _length(spans: Sequence[Span]) -> float:
+    """Return the sum of some spans' lengths; they do not overlap."""
+    return math.fsum(stop - start for start, stop in spans)
+
+
+def _complement(spans: Sequence[Span], end: float) -> list[Span]:
+    """Return what some spans, which may overlap, leave of the time from 0 to the end."""
+    left, reached = [], 0.0
+    for start, stop in sorted(spans):
+        if start > reached:
+            left.append((reached, start))
+        reached = max(reached, stop)
+    if reached < end:
+        left.append((reached, end))
+    return left
+
+
+def _share_out(waited: Floats, moments: Floats, start: float, stop: float) -> None:
+    """Add a span of waiting to the moments that ended its parts."""
+    first = int(np.searchsorted(moments, start, side="right"))
+    last = int(np.searchsorted(moments, stop, side="left"))
+    last = min(last, len(moments) - 1)
+    edges = np.concatenate([[start], moments[first:last], [stop]])
+    waited[first : last + 1] += np.diff(edges)

@@ -1,0 +1,64 @@
+"""Plays attacks for some minutes, or one of them again."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import logging
+import sys
+import time
+
+from .case import Case, Count, play
+from .categories import CATEGORIES
+
+
+def main() -> int:
+    """Play cases until the time is over; return 1 if anything was found."""
+    parser = argparse.ArgumentParser(prog="python -m tests.attack", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=1.0)
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first case of each kind")
+    parser.add_argument("--only", help="one category: " + ", ".join(CATEGORIES))
+    parser.add_argument("--case", help="one case again: CATEGORY/SUBJECT/SEED")
+    options = parser.parse_args()
+    logging.getLogger("raceme").addHandler(logging.NullHandler())
+    logging.getLogger("raceme").propagate = False
+    logging.getLogger("flwr").setLevel(logging.CRITICAL)
+    if options.case:
+        name, _, rest = options.case.partition("/")
+        subject, _, seed = rest.rpartition("/")
+        finding = Case(CATEGORIES[name], subject, int(seed)).play()
+        print(finding or "Nothing is broken.")
+        return bool(finding)
+    names = [options.only] if options.only else list(CATEGORIES)
+    counts = {name: Count() for name in names}
+    until = time.monotonic() + 60 * options.minutes
+    kinds: set[str] = set()
+    for turn in itertools.count():
+        for name in names:
+            category = CATEGORIES[name]
+            if turn % category.every != category.every - 1:
+                continue
+            seed, index = divmod(turn // category.every, len(category.subjects))
+            case = Case(category, category.subjects[index], options.seed + seed)
+            if time.monotonic() >= until:
+                return _report(counts)
+            finding = play(case, counts[name])
+            # Of one kind of finding one is shown: what differs from case to case are numbers.
+            kind = finding.strip().rsplit("\n", 1)[-1][:60]
+            if finding and kind not in kinds:
+                kinds.add(kind)
+                print(f"FOUND by {case.name}:\n{finding}", flush=True)
+    raise AssertionError("the turns do not end")
+
+
+def _report(counts: dict[str, Count]) -> int:
+    print(f"{'category':<14}{'cases':>8}{'found':>8}{'seconds':>9}")
+    for name, count in counts.items():
+        print(f"{name:<14}{count.cases:>8}{count.found:>8}{count.seconds:>9.1f}")
+    cases, found = (sum(getattr(c, key) for c in counts.values()) for key in ("cases", "found"))
+    print(f"{'all':<14}{cases:>8}{found:>8}")
+    return bool(found)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

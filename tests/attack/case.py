@@ -1,0 +1,98 @@
+"""A case, and how it is played."""
+
+from __future__ import annotations
+
+import random
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from time import perf_counter
+
+from raceme.config.errors import UserError
+
+Attack = Callable[[str, random.Random, Path], None]
+"""Plays a case of a subject with a generator, in an empty folder; raises if something is broken."""
+
+_LONGEST = 2500
+"""Letters of a finding at most."""
+
+
+@dataclass(frozen=True)
+class Category:
+    """Cases of one kind.
+
+    Attributes
+    ----------
+    name : str
+        What it is called.
+    subjects : Sequence[str]
+        What is attacked, in turn.
+    attack : Attack
+        Plays a case.
+    every : int
+        It has its turn only once in so many turns: cases that take long.
+    """
+
+    name: str
+    subjects: Sequence[str]
+    attack: Attack
+    every: int = 1
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attack."""
+
+    category: Category
+    subject: str
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """What the case is played again by."""
+        return f"{self.category.name}/{self.subject}/{self.seed}"
+
+    def play(self) -> str:
+        """Play it; return what is broken, or nothing."""
+        with TemporaryDirectory(prefix="attack-") as folder:
+            try:
+                self.category.attack(self.subject, random.Random(self.name), Path(folder))
+            # Whatever comes through is a finding.
+            except (Exception, SystemExit):
+                found = traceback.format_exc(limit=-4)
+                return found if len(found) < _LONGEST else f"{found[:_LONGEST]} [...]"
+        return ""
+
+
+@contextmanager
+def refused_in_a_line(*kinds: type[Exception]) -> Iterator[None]:
+    """Let what is inside be refused by a `UserError`, or an error of other kinds: in one line."""
+    said = ""
+    try:
+        yield
+    except (UserError, *kinds) as error:
+        said = str(error).strip()
+    assert "\n" not in said, f"more than one line: {said!r}"
+    assert len(said) < 10_000, f"a line of {len(said)} letters"
+
+
+@dataclass
+class Count:
+    """What became of the cases of a category."""
+
+    cases: int = 0
+    found: int = 0
+    seconds: float = 0.0
+
+
+def play(case: Case, count: Count) -> str:
+    """Play a case and count it; return what is broken, or nothing."""
+    started = perf_counter()
+    finding = case.play()
+    count.cases += 1
+    count.found += bool(finding)
+    count.seconds += perf_counter() - started
+    return finding

@@ -1,0 +1,18 @@
+"""All categories of attacks."""
+
+from __future__ import annotations
+
+from . import config, files, replies, signals
+from .case import Category
+
+CATEGORIES = {
+    category.name: category
+    for category in (
+        Category("replies", replies.SUBJECTS, replies.attack),
+        Category("pages", ("casa", "csafl", "ewc"), replies.attack_pages, every=20),
+        Category("config", config.SUBJECTS, config.attack),
+        Category("nested", config.NESTED, config.attack),
+        Category("files", files.SUBJECTS, files.attack),
+        Category("signals", signals.SUBJECTS, signals.attack, every=40),
+    )
+}

@@ -1,0 +1,180 @@
+"""Data files that strangers have made: one line says what is wrong, and no memory is taken."""
+
+from __future__ import annotations
+
+import io
+import os
+import struct
+import tracemalloc
+import zipfile
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from PIL import Image
+
+from raceme import datasets
+from raceme.config import RunConfig
+from raceme.config.errors import UserError
+from raceme.datasets import archive
+from raceme.datasets.archive import read_arrays
+from raceme.datasets.image_folder import images, read_tree
+
+X = np.random.default_rng(0).random((8, 64)).astype(np.float32)
+Y = np.arange(8) % 4
+PLAIN = "{{'descr': '<f4', 'fortran_order': False, 'shape': ({}), }}"
+
+
+def stored(array: NDArray[np.generic]) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()
+
+
+def headed(text: str, version: int = 1) -> bytes:
+    """Return an array that has a header and no numbers."""
+    size = struct.pack("<H" if version == 1 else "<I", len(text) + 1)
+    return b"\x93NUMPY" + bytes([version, 0]) + size + text.encode() + b"\n"
+
+
+def npz(path: Path, **members: bytes) -> Path:
+    four = {"x_train": X, "y_train": Y, "x_test": X, "y_test": Y}
+    with zipfile.ZipFile(path, "w") as file:
+        for name, content in {**{n: stored(a) for n, a in four.items()}, **members}.items():
+            file.writestr(f"{name}.npy", content)
+    return path
+
+
+def load(path: Path) -> None:
+    keys = {"dataset": "npz", "clients": 1, "data-file": str(path)}
+    datasets.all_clients(RunConfig.from_mapping(keys))
+
+
+@pytest.mark.parametrize(
+    ("member", "message"),
+    [
+        (headed(PLAIN.format("268435456, 1024,")), "size of x_train is not that of its header"),
+        (headed(PLAIN.format(f"{2**63 - 1}, 2,")), "size of x_train is not that of its header"),
+        (headed(PLAIN.format(f"{10**30}, 2,")), "size of x_train is not that of its header"),
+        (headed(PLAIN.format("-1, 4,")), "size of x_train is not that of its header"),
+        (headed("{'descr': '<U1000000000', 'fortran_order': False, 'shape': (8,), }"), "dtype"),
+        (headed("{'descr': '|V9', 'fortran_order': False, 'shape': (8,), }"), "neither numbers"),
+        (headed("{'descr': '|O', 'fortran_order': False, 'shape': (8,), }"), "neither numbers"),
+        (headed("(" * 9000 + ")" * 9000), "header"),
+        (headed("-" * 9000 + "1"), "header"),
+        (headed("import os"), "header"),
+        (b"\x93NUMPY\x02\x00" + struct.pack("<I", 2**31) + b" " * 1000, "header"),
+        (b"\x93NUMPY\x03\x00" + bytes(100), r"format 3\.0"),
+        (b"hello", "magic"),
+        (b"", "magic"),
+        (stored(X)[:-50], "size of x_train"),
+        (stored(X) + b"more", "size of x_train"),
+    ],
+)
+def test_a_header_that_lies_is_found_out_before_memory_is_taken(
+    member: bytes, message: str, tmp_path: Path
+) -> None:
+    path = npz(tmp_path / "a.npz", x_train=member)
+    tracemalloc.start()
+    with pytest.raises(UserError, match=message) as told:
+        load(path)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 4 << 20
+    assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        (np.full(8, np.inf), "must hold whole numbers"),
+        (np.array([0, 1, 2, 3, 0, 1, 2, 10**9]), "below 100,000; got 1000000000"),
+        (np.full(8, 2**64 - 1, np.uint64), "below 100,000; got 18446744073709551615"),
+    ],
+)
+def test_labels_are_those_of_a_possible_model(
+    labels: NDArray[np.generic], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=message):
+        load(npz(tmp_path / "a.npz", y_train=stored(labels)))
+    with pytest.raises(UserError, match="at most 100,000; got 1000000000000"):
+        load(npz(tmp_path / "b.npz", num_classes=stored(np.array(10**12))))
+
+
+def test_an_array_larger_than_the_memory_is_not_unpacked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a kilobyte of a file may become."""
+    path = tmp_path / "a.npz"
+    np.savez_compressed(path, x=np.zeros((64, 1 << 16), np.float32))
+    assert path.stat().st_size < 1 << 17
+    monkeypatch.setattr("raceme.config.room.free_bytes", lambda: 20 << 20)
+    with pytest.raises(UserError, match=r"x in .*a\.npz would take 32 MiB of memory, and 20 MiB"):
+        read_arrays(path)
+    monkeypatch.undo()
+    assert read_arrays(path, ["x"])["x"].shape == (64, 1 << 16)
+    assert archive.read_arrays(path, ["y"]) == {}
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder", "dangling", "array"])
+def test_what_is_no_file_is_not_waited_for(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.npz"
+    {
+        "pipe": lambda: os.mkfifo(path),
+        "device": lambda: path.symlink_to("/dev/zero"),
+        "folder": path.mkdir,
+        "dangling": lambda: path.symlink_to("nowhere"),
+        "array": lambda: path.write_bytes(stored(X)),
+    }[kind]()
+    with pytest.raises(UserError, match=r"no regular|a folder|no data file|a single array"):
+        load(path)
+
+
+def chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def png(width: int, height: int, extra: bytes = b"") -> bytes:
+    head = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
+    data = chunk(b"IDAT", zlib.compress(bytes(1000)))
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + extra + data + chunk(b"IEND", b"")
+
+
+BOMB = b"".join(chunk(b"zTXt", b"k\0\0" + zlib.compress(bytes(1 << 20))) for _ in range(100))
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize(
+    "bad", [png(2**31 - 1, 2**31 - 1), png(30_000, 30_000), png(0, 0), png(8, 8, BOMB), "pipe", ""]
+)
+def test_an_image_that_is_a_bomb_or_no_file_is_one_line(
+    bad: bytes | str, first: bool, tmp_path: Path
+) -> None:
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        Image.new("RGB", (8, 8)).save(tmp_path / name / "5.png")
+    path = tmp_path / "a" / ("0.png" if first else "9.png")
+    if isinstance(bad, bytes):
+        path.write_bytes(bad)
+    elif bad:
+        os.mkfifo(path)
+    else:
+        path.symlink_to(path)
+    with pytest.raises(UserError, match=r"Cannot read (the image )?/.*\.png: ") as told:
+        images(read_tree(tmp_path), 8)
+    assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize(
+    "y", ["Infinity", "NaN", "1e30", "1e9", "9" * 30, "9" * 5000, "[" * 70 + "1" + "]" * 70]
+)
+def test_labels_of_leaf_are_those_of_a_possible_model(y: str, tmp_path: Path) -> None:
+    (tmp_path / "all_data").mkdir()
+    text = f'{{"user_data": {{"a": {{"x": [[1], [2], [3]], "y": [1, {y}, 0]}}}}}}'
+    (tmp_path / "all_data" / "a.json").write_text(text)
+    keys = {"dataset": "leaf", "clients": 1, "data-root": str(tmp_path)}
+    with pytest.raises(UserError, match=r"a\.json") as told:
+        datasets.all_clients(RunConfig.from_mapping(keys))
+    assert len(str(told.value)) < 500

@@ -1,0 +1,59 @@
+"""Ids that are bound to keys, with real devices: TLS, registered keys, a thief among them."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from processes import ROOT, Loopback, Process, loopback
+
+TASK = r"train task \d+: done"
+
+
+def device(bed: Loopback, key: str, claimed: str) -> Process:
+    folder = bed.home / "certs"
+    return bed.device(
+        *("--root-certificates", f"{folder}/ca.crt", "--key", f"{folder}/devices/{key}"),
+        *("--device-id", claimed, "--node-config", "partition-id=0 num-partitions=2"),
+    )
+
+
+@pytest.mark.slow
+def test_a_thief_with_a_registered_key_gets_nothing_and_locks_nobody_out(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with loopback(tmp_path) as bed:
+        folder = bed.secure_superlink("kitchen", "garden")
+        for name in ("kitchen", "garden"):
+            bed.register(name)
+        # It comes while the device that it claims to be is away.
+        thief = device(bed, "garden", "kitchen")
+        thief.wait_for("online at")
+        settings = "strategy='fedasync' groups='0.5,0.5' max-updates=4 eval-every=10 "
+        settings += f"device-keys='{folder}/device-keys' out='{out}'"
+        run = bed.flwr("run", str(ROOT), "here", "--stream", "--run-config", settings)
+        run.wait_for("says it is 'kitchen', but its key is that of 'garden'", 180)
+        assert "on trust" not in run.text()
+        right = device(bed, "kitchen", "kitchen")
+        right.wait_for(TASK, 180)
+        run.wait_for("Results are in", 180)
+        assert "train task" not in thief.text()
+    with closing(sqlite3.connect(out / "run.sqlite")) as connection:
+        assert connection.execute("SELECT DISTINCT client FROM updates").fetchall() == [
+            ("kitchen",)
+        ]
+        assert connection.execute("SELECT client FROM refused_claims").fetchall() == [("kitchen",)]
+    assert json.loads((out / "summary.json").read_text())["refused_claims"] == 1
+
+
+@pytest.mark.slow
+def test_without_a_list_of_keys_a_run_says_that_it_trusts(tmp_path: Path) -> None:
+    with loopback(tmp_path) as bed:
+        bed.superlink()
+        bed.device("--insecure", "--node-config", "partition-id=0 num-partitions=2")
+        settings = f"strategy='fedasync' groups='0.5,0.5' max-updates=1 out='{tmp_path}/out'"
+        run = bed.flwr("run", str(ROOT), "here", "--stream", "--run-config", settings)
+        run.wait_for("Devices' ids are taken on trust", 120)
+        run.wait_for("Results are in", 180)

@@ -1,0 +1,181 @@
+"""Protected runs of any method: what it sees of poison, what is reported, and how it resumes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+from clustered import CENTRES, GROUPS, centre_losses, plain
+from fleets import grid_of, pulled_app, read, write
+from flwr.app import Message
+from runs import of
+from test_resuming import TIMEOUT, whole
+
+from raceme.clustering.bases import Bases
+from raceme.protection.guard import FilterProtection, Guard, NoProtection, NormProtection
+from raceme.protocol import events
+from raceme.protocol.verdicts import UpdateJudged, Verdict
+from raceme.simulation import Device, VirtualGrid
+from raceme.strategies import (
+    CASA,
+    CDFL,
+    CFL,
+    CSAFL,
+    FAACL,
+    IFCA,
+    CASAPlus,
+    CDFLParameters,
+    CFLAsync,
+    CSAFLParameters,
+    FAACLAsync,
+    FedAsync,
+    FedAvg,
+    FedBuff,
+    FedDriftAsync,
+    FedDriftAsyncParameters,
+    FedSoftAsync,
+    FlexCFLAsync,
+    FlexCFLAsyncParameters,
+    ICFLAsync,
+    IFCAAsync,
+    Method,
+    Plan,
+)
+
+START = write(np.full(8, 3.0))
+"""The initial model: as long as what clients pull it to, so that no first update looks too long."""
+ATTACKER = "c5"
+UPDATES = 100
+METHODS = [
+    *(CASA, CASAPlus, FedAsync, FedBuff, CFLAsync, ICFLAsync, IFCAAsync, FAACLAsync, FedSoftAsync),
+    partial(FedDriftAsync, FedDriftAsyncParameters(start="per-client", delta=0.02, ask_every=2)),
+    partial(CDFL, CDFLParameters(k=3, request_seconds=2.0)),
+    partial(FlexCFLAsync, FlexCFLAsyncParameters(groups=3, detect="direction")),
+    partial(CSAFL, CSAFLParameters(groups=3)),
+    *(FedAvg, CFL, IFCA, FAACL),
+]
+"""Every asynchronous method, and some in rounds."""
+
+
+Poison = Callable[[np.ndarray], np.ndarray]
+"""What one client sends instead of its model."""
+STRAY = np.tile(np.array([1.0, -1.0], np.float32), 4)
+
+
+def strays(model: np.ndarray) -> np.ndarray:
+    """Go where nobody else goes."""
+    return model + STRAY
+
+
+def scales(model: np.ndarray) -> np.ndarray:
+    return np.float32(1e4) * model
+
+
+def poisoned_fleet(poison: Poison | None = strays) -> VirtualGrid:
+    """Twelve clients in three groups, of which one sends poison, if any."""
+    rng = np.random.default_rng(0)
+    targets = [CENTRES[group] + 0.01 * rng.normal(size=8) for group in GROUPS]
+
+    def change(reply: Message, index: int) -> Message:
+        if f"c{index}" == ATTACKER and poison is not None:
+            reply.content["arrays"] = write(poison(read(reply.content["arrays"])))
+        return reply
+
+    fleet = [Device(5.0 if index % 4 == 0 else 1.0, jitter=0.3) for index in range(12)]
+    return grid_of(pulled_app(targets, step=0.1, change=change), fleet, GROUPS)
+
+
+def started(
+    strategy: Method, grid: VirtualGrid, guard: Guard | None, **options: Any
+) -> list[events.Event]:
+    seen: list[events.Event] = []
+    if guard is not None:
+        strategy.protection = guard
+    plan = Plan(eval_every=50)
+    options = {"plan": plan, "observe": seen.append, "probe": centre_losses, **options}
+    strategy.run(grid, START, UPDATES, TIMEOUT, **options)
+    return seen
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_resumed_protected_run_is_bit_for_bit_the_uninterrupted_one(method: Any) -> None:
+    strategy, grid = method(seed=1), poisoned_fleet()
+    saved: list[tuple[int, Any]] = []
+    steps = itertools.count()
+    seen: list[events.Event] = []
+
+    def save() -> str:
+        if next(steps) >= 50 and not saved and strategy.progress.in_flight:
+            saved.append((len(seen), whole(strategy, grid)))
+        return ""
+
+    started(strategy, grid, FilterProtection(), observe=seen.append, stop_check=save)
+    (before, state), restored, again = saved[0], method(seed=99), poisoned_fleet()
+    assert state["strategy"]["protection"]["lengths"]
+    restored.protection = FilterProtection()
+    restored.load_state_dict(state["strategy"])
+    again.load_state_dict(state["grid"])
+    assert started(restored, again, None) == seen[before:]
+    assert plain(restored.state_dict()) == plain(strategy.state_dict())
+    assert not restored.bases.vectors or restored.progress.in_flight or held(restored)
+
+
+def held(strategy: Method) -> bool:
+    """Whether a policy still holds updates, and so the models that they started from."""
+    return bool(getattr(strategy.dispatch, "state", None))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_honest_fleet_is_bit_for_bit_the_same_with_a_bound_on_lengths(method: Any) -> None:
+    runs = []
+    for guard in (NoProtection(), NormProtection()):
+        strategy = method(seed=1)
+        runs.append((started(strategy, poisoned_fleet(None), guard), strategy.state_dict()))
+    (seen, state), (again, guarded) = runs
+    assert again == seen
+    assert plain(guarded["clusters"]) == plain(state["clusters"])
+    assert plain(guarded["state"]) == plain(state["state"])
+
+
+def test_without_protection_nothing_is_kept_for_it() -> None:
+    strategy = FedAsync()
+    started(strategy, poisoned_fleet(), None)
+    assert strategy.bases == Bases()
+    assert not strategy.protection.state.lengths
+
+
+def test_a_long_update_reaches_the_method_at_the_median_length() -> None:
+    strategy = FedAsync()
+    seen = started(strategy, poisoned_fleet(scales), NormProtection())
+    judged = of(UpdateJudged, seen)
+    assert {event.client for event in judged} == {ATTACKER}
+    assert {event.verdict for event in judged} <= {Verdict.SCALED, Verdict.REFUSED}
+    scaled = [event for event in judged if event.verdict is Verdict.SCALED]
+    assert scaled
+    # What is scaled is applied, and the model stays where honest clients pull it.
+    applied = [event for event in of(events.UpdateApplied, seen) if event.client == ATTACKER]
+    assert len(applied) >= len(scaled)
+    assert np.linalg.norm(strategy.models[0].vector) < 10 * np.linalg.norm(CENTRES, axis=1).max()
+    unprotected = FedAsync()
+    started(unprotected, poisoned_fleet(scales), None)
+    assert np.linalg.norm(unprotected.models[0].vector) > 1e3
+
+
+@pytest.mark.parametrize("method", [CASA, FedAsync, FedBuff])
+def test_an_excluded_client_is_refused_reported_and_gone_for_the_method(method: Any) -> None:
+    strategy = method(seed=1)
+    seen = started(strategy, poisoned_fleet(), FilterProtection())
+    judged = of(UpdateJudged, seen)
+    first = next(event for event in judged if event.verdict is Verdict.EXCLUDED)
+    assert first.client == ATTACKER
+    assert first.measured < first.bound
+    assert ATTACKER in strategy.protection.state.excluded
+    assert ATTACKER not in strategy.clusters.online or not strategy.clusters.online[ATTACKER]
+    late = [e for e in of(events.UpdateApplied, seen) if e.client == ATTACKER]
+    assert all(event.time <= first.time for event in late)
+    refused = [e for e in of(events.UpdateRejected, seen) if e.client == ATTACKER]
+    assert len(refused) == sum(e.verdict.keeps_out for e in judged if e.client == ATTACKER)

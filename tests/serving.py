@@ -1,0 +1,125 @@
+"""A link state, its Fleet API and light devices, all in this process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
+from processes import free_port
+
+from raceme.compat import SERVER_NODE_ID, identify_process
+from raceme.compat.fleet import Endpoint, Keys, generate_keys
+from raceme.compat.fleet_api import Certificates, FleetApi
+from raceme.compat.link_state import App, LinkState
+from raceme.deployment.connection import Link, join
+from raceme.deployment.served_grid import ServedGrid
+from raceme.deployment.stopping import StopSignal
+
+APP = App("tests/none", "1.0.0", b"a bundle")
+
+
+@dataclass
+class Server:
+    """A served grid, and where devices reach it."""
+
+    grid: ServedGrid
+    state: LinkState
+    address: str
+
+    def push(self, node: int, number: int = 0, ttl: float = 600.0) -> str:
+        """Send a message with a number and an array."""
+        identify_process(self.state.run_id, SERVER_NODE_ID)
+        content = RecordDict(
+            {
+                "config": ConfigRecord({"number": number}),
+                "arrays": ArrayRecord([np.full(5, number, np.float32)]),
+            }
+        )
+        (message_id,) = self.grid.push_messages([Message(content, node, "train", ttl=ttl)])
+        return message_id
+
+    def wait(self, *message_ids: str) -> list[Message]:
+        """Wait for replies as a strategy does: until there are some."""
+        deadline = self.grid.now() + 30
+        while not (replies := self.grid.wait(message_ids, deadline)):
+            self.grid.get_node_ids()
+            assert self.grid.now() < deadline, "no reply"
+        return replies
+
+
+@contextmanager
+def serving(
+    journal: Path,
+    port: int = 0,
+    *,
+    certificates: Certificates | None = None,
+    registered: Callable[[], Collection[bytes]] | None = None,
+    clients_min: int = 1,
+    saved: object = None,
+) -> Iterator[Server]:
+    """Serve a grid; with what another has saved it goes on from there."""
+    address = f"127.0.0.1:{port or free_port()}"
+    state = LinkState(APP)
+    with FleetApi(state, address, certificates, registered) as api:
+        grid = ServedGrid(state, journal, lambda: None, clients_min=clients_min)
+        if saved is not None:
+            assert isinstance(saved, dict)
+            grid.load_state_dict(saved)
+        api.start()
+        yield Server(grid, state, address)
+        grid.close()
+
+
+@contextmanager
+def light_device(server: Server, keys: Keys | None = None) -> Iterator[Link]:
+    """Be online as one node."""
+    endpoint = Endpoint(server.address, insecure=True)
+    with join(endpoint, keys or generate_keys(), StopSignal(), register=keys is None) as link:
+        yield link
+
+
+def fetch(link: Link, patience: float = 10.0) -> Message:
+    """Fetch the next message of a node."""
+    received = link.receive(patience)
+    assert received is not None, "there is no message"
+    return received[1]()
+
+
+def answer(link: Link, message: Message) -> None:
+    """Answer a message with its own content."""
+    identify_process(message.metadata.run_id, link.node_id)
+    link.send(Message(message.content, reply_to=message), 0.1)
+
+
+def number_of(message: Message) -> int:
+    """Return the number that a message or a reply carries."""
+    number = message.content["config"]["number"]
+    assert isinstance(number, int)
+    return number
+
+
+@dataclass
+class Later:
+    """Something done in a thread; its result is waited for."""
+
+    work: Callable[[], object]
+    result: object = None
+    thread: threading.Thread = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        self.result = self.work()
+
+    def wait(self) -> object:
+        """Return the result."""
+        self.thread.join(30)
+        assert not self.thread.is_alive(), "it takes too long"
+        return self.result

@@ -1,0 +1,205 @@
+"""Local differential privacy of a device, and Flower's mods around Raceme's ClientApp."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.clientapp.mod import fixedclipping_mod
+from flwr.serverapp.strategy import DifferentialPrivacyClientSideFixedClipping, FedAvg
+
+from raceme import compat
+from raceme.client_app import client_app
+from raceme.config import RunConfig
+from raceme.experiment import resolve, training_settings
+from raceme.models import initial_arrays
+from raceme.protocol import events
+from raceme.simulation import Device, Node, VirtualGrid
+from raceme.simulation.vectorised import Vectorised
+from raceme.strategies import CASA, Plan
+from raceme.strategies.flower_rounds import FlowerRounds, RoundsParameters
+from raceme.training.privacy import LocalPrivacy
+
+CONFIG = resolve(RunConfig.from_mapping({"clients": 4, "model": "mclr", "workers": "0"}))
+PRIVATE = {"local-dp-epsilon": 50.0, "local-dp-clip": 0.5, "local-dp-seed": 3}
+
+
+def context(**node: Any) -> Context:
+    node = {"partition-id": 0, "num-partitions": 4, **node}
+    return Context(1, 7, node, RecordDict(), CONFIG.to_mapping())
+
+
+def asked(kind: str = "train", message_type: str = "train", **settings: Any) -> Message:
+    compat.identify_process()
+    arrays = initial_arrays(CONFIG)
+    config = ConfigRecord({**training_settings(CONFIG), "kind": kind, "task": 1, **settings})
+    content = RecordDict({"arrays": arrays, "config": config})
+    return Message(content, 7, message_type)
+
+
+def change(reply: Message) -> np.ndarray:
+    start = initial_arrays(CONFIG).to_numpy_ndarrays()
+    pairs = zip(reply.content["arrays"].to_numpy_ndarrays(), start, strict=True)
+    return np.concatenate([(now - then).ravel() for now, then in pairs])
+
+
+def test_without_the_key_nothing_changes() -> None:
+    reply = client_app()(asked(), context())
+    assert "train-loss" in reply.content["metrics"]
+
+
+def test_an_update_is_clipped_and_noise_of_the_stated_size_is_added() -> None:
+    plain = change(client_app()(asked(), context()))
+    noisy = change(client_app()(asked(), context(**PRIVATE)))
+    clipped = plain * min(1.0, 0.5 / np.linalg.norm(plain))
+    assert np.linalg.norm(plain) > 0.5
+    # Two updates are at most 1.0 apart: σ = 1.0 √(2 ln(1.25 / 1e-5)) / 50.
+    sigma = math.sqrt(2 * math.log(1.25e5)) / 50
+    noise = noisy - clipped
+    assert noise.std() == pytest.approx(sigma, rel=0.1)
+    assert abs(noise.mean()) < 5 * sigma / math.sqrt(noise.size)
+
+
+def test_of_the_measurements_only_the_number_of_examples_leaves_the_device() -> None:
+    reply = client_app()(asked(), context(**PRIVATE))
+    assert set(reply.content["metrics"]) == {"num-examples"}
+
+
+def test_noise_with_a_seed_can_be_repeated_and_without_one_cannot() -> None:
+    app, other = client_app(), {k: v for k, v in PRIVATE.items() if k != "local-dp-seed"}
+    first, second = (change(app(asked(), context(**PRIVATE))) for _ in range(2))
+    assert first.tobytes() == second.tobytes()
+    third, fourth = (change(app(asked(), context(**other))) for _ in range(2))
+    assert third.tobytes() != fourth.tobytes()
+
+
+def test_noise_differs_from_task_to_task_and_leaves_numpys_generator_alone() -> None:
+    app = client_app()
+    np.random.seed(5)
+    first = change(app(asked(), context(**PRIVATE)))
+    drawn = np.random.random()
+    np.random.seed(5)
+    assert np.random.random() == drawn
+    second = change(app(asked(task=2), context(**PRIVATE)))
+    assert first.tobytes() != second.tobytes()
+
+
+@pytest.mark.parametrize("kind", ["losses", "label-counts", "lend", "scores", "train-best"])
+def test_a_private_device_does_no_work_that_would_tell_more(kind: str) -> None:
+    with pytest.raises(ValueError, match="local differential privacy"):
+        client_app()(asked(kind, "query"), context(**PRIVATE))
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        {"local-dp-epsilon": 0.0},
+        {"local-dp-epsilon": -1.0},
+        {"local-dp-epsilon": "much"},
+        {"local-dp-epsilon": math.nan},
+        {"local-dp-epsilon": 1.0, "local-dp-delta": 1.0},
+        {"local-dp-epsilon": 1.0, "local-dp-clip": 0},
+        {"local-dp-epsilon": 1.0, "local-dp-seed": -1},
+        {"local-dp-clip": 1.0},
+        {"local-dp-epsilom": 1.0},
+        {"local-dp-epsilon": 1.0, "local-dp-clipping": 1.0},
+    ],
+)
+def test_numbers_that_give_no_privacy_are_refused(node: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="local-dp-"):
+        client_app()(asked(), context(**node))
+
+
+def test_a_model_with_counters_is_refused() -> None:
+    message = asked()
+    counter = ArrayRecord([np.zeros(1, np.int64)], keep_input=True)
+    message.content["arrays"] = ArrayRecord(
+        {**message.content["arrays"], "bn.num_batches_tracked": counter["0"]}
+    )
+    with pytest.raises(ValueError, match="only counts"):
+        client_app()(message, context(**PRIVATE))
+
+
+def private_grid(**node: Any) -> VirtualGrid:
+    nodes = [
+        Node(100 + index, Device(1.0), {"partition-id": index, "num-partitions": 4, **node}, 100)
+        for index in range(4)
+    ]
+    return VirtualGrid(client_app(), nodes, CONFIG.to_mapping(), seed=0)
+
+
+@pytest.mark.parametrize(("ratio", "updates"), [(1.0, 1), (0.5, 4), (3.0, 1), (20.0, 25)])
+def test_what_is_spent_is_what_gaussian_noise_gives(ratio: float, updates: int) -> None:
+    privacy = LocalPrivacy(epsilon=ratio * math.sqrt(2 * math.log(1.25e5)))
+    epsilon, mu = privacy.spent(updates), ratio * math.sqrt(updates)
+    # δ is the mass of N(0, 1) over e^ε times N(-μ, 1): where the log ratio is above ε.
+    x = np.linspace(-12, 12 + 2 * mu, 4_000_001)
+    log_ratio = mu * x + mu * mu / 2
+    density = np.exp(-(x**2) / 2) / math.sqrt(2 * math.pi)
+    above = np.where(log_ratio > epsilon, density * -np.expm1(epsilon - log_ratio), 0.0)
+    assert np.trapezoid(above, x) == pytest.approx(1e-5, rel=1e-3)
+
+
+def test_a_small_budget_is_kept_and_a_large_one_is_not_what_it_says() -> None:
+    assert LocalPrivacy(epsilon=1.0).spent(1) < 1.0
+    assert LocalPrivacy(epsilon=100.0).spent(1) > 250
+    assert LocalPrivacy(epsilon=1.0).spent(20) < 20
+
+
+def test_casa_learns_from_private_devices_and_is_repeated_bit_for_bit() -> None:
+    found = []
+    for _ in range(2):
+        method, seen = CASA(seed=0), list[events.Event]()
+        method.run(
+            private_grid(**{**PRIVATE, "local-dp-epsilon": 2000.0}),
+            initial_arrays(CONFIG),
+            40,
+            train_config=training_settings(CONFIG),
+            plan=Plan(eval_every=40),
+            observe=seen.append,
+        )
+        assert not [event for event in seen if isinstance(event, events.UpdateRejected)]
+        tests = [event for event in seen if isinstance(event, events.Evaluated)]
+        assert tests[-1].accuracy > tests[0].accuracy + 0.3
+        found.append(method.spec.unpack(method.result.arrays).tobytes())
+    assert found[0] == found[1]
+
+
+def test_clients_that_are_stacked_add_noise_too() -> None:
+    nodes = [
+        Node(100 + index, Device(1.0), {"partition-id": index, "num-partitions": 4, **PRIVATE}, 100)
+        for index in range(4)
+    ]
+    grid = VirtualGrid(client_app(), nodes, CONFIG.to_mapping(), seed=0, executor=Vectorised())
+    method, seen = CASA(seed=0), list[events.Event]()
+    settings = training_settings(CONFIG)
+    method.run(grid, initial_arrays(CONFIG), 4, train_config=settings, observe=seen.append)
+    updates = [event for event in seen if isinstance(event, events.UpdateApplied)]
+    assert len(updates) == 4
+    # What is stacked states its loss, which a private device does not.
+    assert all(math.isnan(update.train_loss) for update in updates)
+
+
+def test_flowers_fixed_clipping_works_with_its_own_strategy_in_rounds() -> None:
+    inner = DifferentialPrivacyClientSideFixedClipping(
+        FedAvg(fraction_evaluate=0.0, min_available_nodes=1, min_train_nodes=1),
+        noise_multiplier=0.0,
+        clipping_norm=0.25,
+        num_sampled_clients=4,
+    )
+    nodes = [
+        Node(100 + index, Device(1.0), {"partition-id": index, "num-partitions": 4}, 100)
+        for index in range(4)
+    ]
+    app = client_app([fixedclipping_mod])
+    grid = VirtualGrid(app, nodes, CONFIG.to_mapping(), seed=0)
+    method, seen = FlowerRounds(inner, RoundsParameters()), list[events.Event]()
+    start = initial_arrays(CONFIG)
+    settings = training_settings(CONFIG)
+    method.run(grid, start, 4, train_config=settings, observe=seen.append)
+    assert not [event for event in seen if isinstance(event, events.UpdateRejected)]
+    before, after = method.spec.unpack(start), method.spec.unpack(method.result.arrays)
+    assert 0 < np.linalg.norm(after - before) <= 0.25 + 1e-4
