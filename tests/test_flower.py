@@ -39,6 +39,7 @@ def check_run(output: str, out: Path, updates: int, clients: int) -> None:
     assert read_run(out).updates.staleness.max() >= 1
 
 
+@pytest.mark.slow
 def test_casa_over_grpc_with_two_supernodes(tmp_path: Path) -> None:
     out = tmp_path / "out"
     with loopback(tmp_path) as place:

@@ -54,7 +54,8 @@ def test_a_sweep_is_tried_on_the_first_seed_and_its_best_runs_on_all(
     assert said.count("finished before, kept") == 4
 
 
-@pytest.mark.parametrize("sweep_scale", [1.0, pytest.param(0.5, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("sweep_scale", [1.0, 0.5])
 def test_a_sweep_of_one_point_is_that_point_on_all_seeds(
     tmp_path: Path, sweep_scale: float
 ) -> None:

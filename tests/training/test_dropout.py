@@ -73,6 +73,7 @@ def test_all_clients_stacked_leave_such_a_network_to_the_client_app(first: str) 
         assert np.array_equal(stacked[node], weights)
 
 
+@pytest.mark.slow
 def test_a_run_is_bit_for_bit_the_same_with_and_without_worker_processes(tmp_path: Path) -> None:
     found = []
     for workers in ("0", "2"):
