@@ -12,7 +12,7 @@ from flwr.app import ArrayRecord, ConfigRecord
 from flwr.serverapp import Grid
 from threadpoolctl import threadpool_limits
 
-from raceme import datasets, models
+from raceme import datasets, models, tracking
 from raceme.checkpoints import CheckpointFolder, Keeper, Schedule, only_writer, restore, resumed
 from raceme.config import RunConfig
 from raceme.config.errors import UserError
@@ -43,6 +43,7 @@ from raceme.server.interface import StopCheck, never_stop
 from raceme.server.method import DEFAULT_VALIDATION_SHARE
 from raceme.simulation import (
     VirtualGrid,
+    communication_of,
     executor_for,
     fleet,
     nodes_of,
@@ -52,6 +53,7 @@ from raceme.simulation import (
 from raceme.simulation.trace import PREFIX, traced_fleet
 from raceme.simulation.worker import load
 from raceme.strategies import STRATEGIES, Method, Plan
+from raceme.tracking.beside import Beside
 from raceme.training.probe import ModelProbe
 from raceme.training.server import probe_of, starts_of
 
@@ -97,6 +99,7 @@ def resolve(config: RunConfig) -> RunConfig:
         The dataset does not exist, or nobody reads an option that is set.
     """
     config.check_options()
+    tracking.chosen(config.track)
     config = config.with_absolute_paths().with_values(proxy=with_whole_path(config.proxy))
     config = datasets.with_fitting_groups(config)
     config = datasets.with_defaults(config)
@@ -290,10 +293,15 @@ def conduct(
     identities = BoundToKeys(Path(config.device_keys), grid) if config.device_keys else None
     out = resumed_folder(config) if config.resume else new_folder(config)
     # A grid that keeps a clock of its own is not Flower's: its process is the only one of the run.
-    with only_writer(out, 0.0 if isinstance(grid, Timeline) else _WRITER_SECONDS):
+    with (
+        only_writer(out, 0.0 if isinstance(grid, Timeline) else _WRITER_SECONDS),
+        Beside(config, out, communication_of(grid)) as beside,
+    ):
         if not config.resume:
             begin(out, config)
-        return _conduct_in(out, initial, probe, config, strategy, grid, observers, stop, identities)
+        return _conduct_in(
+            out, initial, probe, config, strategy, grid, observers, stop, identities, beside
+        )
 
 
 def _conduct_in(
@@ -306,6 +314,7 @@ def _conduct_in(
     observers: Sequence[Observer],
     stop: StopCheck,
     identities: Identities | None,
+    beside: Beside,
 ) -> Outcome:
     """Run a strategy in its folder."""
     virtual = timeline_of(grid).is_virtual
@@ -329,13 +338,19 @@ def _conduct_in(
     ):
         if restored:
             forget_end(config, out)
+            beside.begin(restored.events, strategy.progress.updates)
             for event in read_events(out):
                 summary.observe(event)
                 protection.observe(event)
+                beside.recall(event)
+        else:
+            beside.begin()
+        own = (store.observe, summary.observe, protection.observe, beside.observe)
+        listening = (*own, *observers)
 
         def observe(event: Event) -> None:
             for told in (event, *scores_beside(event, strategy, probe)):
-                for observer in (store.observe, summary.observe, protection.observe, *observers):
+                for observer in listening:
                     observer(told)
 
         keeper = Keeper(
@@ -383,6 +398,8 @@ def _conduct_in(
             target=config.target_accuracy,
             clock="virtual time" if virtual else "time",
         )
+        beside.end(result)
+    unwritten |= beside.failures
     for name, failure in (("run.sqlite", store.failure), ("checkpoint", keeper.failure)):
         if failure:
             unwritten[name] = failure

@@ -18,7 +18,7 @@ FLOORS = [
     {"apps", "experiment"},
     {"simulation"},
     {"strategies", "client_app"},
-    {"checkpoints", "server", "reporting", "training"},
+    {"checkpoints", "server", "reporting", "tracking", "training"},
     {"protection"},
     {"clustering", "models", "records"},
     {"datasets", "protocol"},

@@ -45,6 +45,8 @@ _FREE = frozenset(
         "download",
         "max-rounds",
         "max-time",
+        "trace",
+        "track",
         "max-updates",
         "out",
         "resume",

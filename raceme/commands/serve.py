@@ -69,12 +69,13 @@ def serve(
     if is_complete(settings):
         print(f"The run in {settings.out} is complete: a higher --max-updates goes on with it.")
         return
-    _log_to_standard_output()
     options = ServeOptions(address, folder, any_device, clients_min)
     with (
         StopRequest() as stop,
         RunProgress(max_updates=settings.planned_updates, each_update=True) as progress,
     ):
+        # Only now: on a terminal, lines go above the bar.
+        _log_to_standard_output()
         outcome = run(settings, options, progress.observe, stop=stop)
     end_with(outcome)
 

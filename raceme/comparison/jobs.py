@@ -23,7 +23,7 @@ from raceme.records.folder import CONFIG, ERROR
 SUMMARY = "summary.json"
 
 _CONDITIONS = (
-    *("checkpoint-every", "checkpoint-seconds", "workers"),
+    *("checkpoint-every", "checkpoint-seconds", "workers", "track", "trace"),
     *("data-file", "data-root", "download"),
 )
 """Keys that may differ between a finished run and the wanted one: they change no numbers.

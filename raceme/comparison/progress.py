@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from types import TracebackType
 
 from rich.console import Console
@@ -11,13 +13,15 @@ from rich.progress import Progress as Bars
 from raceme.comparison.jobs import Job
 from raceme.comparison.worker import Finished, Progress
 from raceme.protocol.measure import Measure
+from raceme.reporting.console import QUIET_SECONDS, shown_seconds
 
 
 class SuiteProgress:
     """Shows the progress of a suite; a context manager.
 
     On a terminal it is one line for the suite and one for each run under way. Every run that
-    ends leaves a plain line, on a terminal and elsewhere.
+    ends leaves a plain line, on a terminal and elsewhere; elsewhere a line says how far they are
+    whenever there was nothing to print for ten seconds.
 
     Parameters
     ----------
@@ -27,10 +31,22 @@ class SuiteProgress:
         Of them, those that are finished already.
     console : Console
         Where to print.
+    clock : Callable
+        Seconds of real time.
     """
 
-    def __init__(self, total: int, done: int, console: Console) -> None:
-        self._console = console
+    def __init__(
+        self,
+        total: int,
+        done: int,
+        console: Console,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._console, self._clock = console, clock
+        self._printed_at = clock()
+        self._under_way: dict[Job, Progress | None] = {}
+        # What was kept of an earlier comparison says nothing of how long a run takes.
+        self._kept, self._started = done, clock()
         self._total, self._done = total, done
         self._lines: dict[Job, TaskID] = {}
         self._bars = Bars(
@@ -61,27 +77,59 @@ class SuiteProgress:
         """Add runs that were not known at the start, e.g. the further seeds of a sweep's best."""
         self._total += total
         self._done += done
+        self._kept += done
         self._bars.update(self._suite, total=self._total, completed=self._done)
 
     def report(self, job: Job, news: Progress | Finished | None) -> None:
         """Show that a run started, how far it is, or how it ended."""
         if news is None:
+            self._under_way[job] = None
             self._lines[job] = self._bars.add_task(
                 job.name, total=job.config.planned_updates, state="starting"
             )
         elif isinstance(news, Progress):
             score = f", {news.score}" if news.score else ""
             state = f"t = {news.time:.0f} s{score}"
+            self._under_way[job] = news
             self._bars.update(self._lines[job], completed=news.updates, state=state)
+            self._bars.update(self._suite, state=self._left())
         else:
+            del self._under_way[job]
             self._bars.remove_task(self._lines.pop(job))
             self._done += 1
             self._bars.update(self._suite, completed=self._done)
             self.say(f"[{self._done}/{self._total}] {job.name}: {_ending(job, news)}")
+        if self._bars.disable and self._clock() - self._printed_at >= QUIET_SECONDS:
+            self.say(self._how_far())
 
     def say(self, line: str) -> None:
         """Print a line above what is live."""
+        self._printed_at = self._clock()
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def _how_far(self) -> str:
+        """Describe the runs under way in one line."""
+        each = [
+            f"{job.name}: {news.updates} of {job.config.planned_updates} updates"
+            if news
+            else f"{job.name}: starting"
+            for job, news in self._under_way.items()
+        ]
+        left = self._left()
+        return "; ".join([f"{self._done} of {self._total} runs done", *each, *filter(None, [left])])
+
+    def _left(self) -> str:
+        """Say how long the rest will take, runs under way counted by their updates."""
+        parts = [
+            min(news.updates / job.config.planned_updates, 1.0) if news else 0.0
+            for job, news in self._under_way.items()
+        ]
+        done = self._done - self._kept + sum(parts)
+        seconds = self._clock() - self._started
+        if done <= 0 or seconds <= 0 or self._done >= self._total:
+            return ""
+        left = (self._total - self._kept - done) * seconds / done
+        return f"about {shown_seconds(left)} left"
 
 
 def _ending(job: Job, news: Finished) -> str:

@@ -171,6 +171,8 @@ class RunConfig:
     device_keys: str = option(
         "", "file on the server with the devices' ids and keys (empty: ids on trust)", path=True
     )
+    track: str = option("", "trackers to tell, with commas: tensorboard, mlflow, wandb")
+    trace: bool = option(False, "write a JSON line per event to trace.jsonl in the run's folder")
     resume: str = option("", "folder of a run to resume, from its last checkpoint", path=True)
     out: str = option(
         "", "folder for the results (empty: runs/<time>-<strategy>-<dataset>)", path=True

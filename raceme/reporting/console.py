@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -25,11 +25,58 @@ from raceme.protocol.measure import Measure
 from raceme.records.summary import RunSummary
 from raceme.records.words import change_line, is_news
 
+QUIET_SECONDS = 10.0
+"""After so long without a line, one says how far a run is, where there is no live one."""
+
+
+class Pace:
+    """How fast something gets on, and when it will be done if it goes on like that.
+
+    Parameters
+    ----------
+    clock : Callable
+        Seconds of real time.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock, self._started = clock, clock()
+        self._first: int | None = None
+        self._done = 0
+
+    def reached(self, done: int) -> None:
+        """Take note of how much is done: of what is resumed, more than nothing at first."""
+        if done and self._first is None:
+            self._first = done - 1
+        self._done = done
+
+    @property
+    def rate(self) -> float:
+        """What is done in a second; 0 if nothing is known yet."""
+        elapsed = self._clock() - self._started
+        done = self._done - (self._first or 0)
+        return done / elapsed if done > 0 and elapsed > 0 else 0.0
+
+    def seconds_left(self, total: int) -> float | None:
+        """Return the seconds until all is done; None if that is not known, or if it is."""
+        if not self.rate or self._done >= total:
+            return None
+        return (total - self._done) / self.rate
+
+
+def shown_seconds(seconds: float) -> str:
+    """Return a span of time in the unit that suits it."""
+    if seconds < 99.5:
+        return f"{max(seconds, 1):.0f} s"
+    if seconds < 5400:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h" if seconds < 172800 else f"{seconds / 86400:.1f} d"
+
 
 class RunProgress:
     """Shows the progress of a run; an observer of it, and a context manager around it.
 
-    On a terminal it is one live line. Elsewhere it prints a plain line at each evaluation.
+    On a terminal it is one live line with a bar. Elsewhere it prints a plain line at each
+    evaluation, and one whenever there was nothing to print for ten seconds.
 
     Parameters
     ----------
@@ -39,19 +86,27 @@ class RunProgress:
         Print a line for every update: for real devices, where one takes seconds.
     console : Console, optional
         Where to print; standard output if not given.
+    clock : Callable
+        Seconds of real time.
     """
 
     def __init__(
-        self, max_updates: int, each_update: bool = False, console: Console | None = None
+        self,
+        max_updates: int,
+        each_update: bool = False,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._console = console or Console(highlight=False)
         self._each_update = each_update
         self._max_updates = max_updates
         self._summary = RunSummary()
-        self._started = time.perf_counter()
+        self._pace = Pace(clock)
+        self._clock = clock
         self._drawn_at = 0.0
+        self._printed_at = clock()
         self._bar: Progress | None = None
-        if self._console.is_terminal and not each_update:
+        if self._console.is_terminal:
             self._bar = Progress(
                 # Eighty columns hold all of it: a narrow bar, and no words that go without saying.
                 BarColumn(bar_width=10),
@@ -80,6 +135,7 @@ class RunProgress:
     def observe(self, event: Event) -> None:
         """Take note of an event, and show what is worth showing."""
         self._summary.observe(event)
+        self._pace.reached(self._summary.updates)
         if isinstance(event, ClustersChanged):
             if is_news(event):
                 self._print(change_line(event))
@@ -93,20 +149,31 @@ class RunProgress:
             self._print(update_line(event))
         elif isinstance(event, Evaluated) and self._bar is None:
             self._print(f"evaluated at {event.updates} updates: {self._status()}")
+        now = self._clock()
+        if self._bar is None and now - self._printed_at >= QUIET_SECONDS:
+            done = f"{self._summary.updates} of {self._max_updates} updates"
+            self._print(f"{done}: {self._status()}{self._left()}")
         # Drawing costs more than an update does: ten times a second is enough for the eye.
-        if self._bar is not None and time.perf_counter() - self._drawn_at > 0.1:
+        if self._bar is not None and now - self._drawn_at > 0.1:
             self._draw()
 
     def _print(self, line: str) -> None:
+        self._printed_at = self._clock()
         self._console.print(line, markup=False, soft_wrap=True)
+
+    def _left(self) -> str:
+        seconds = self._pace.seconds_left(self._max_updates)
+        return "" if seconds is None else f" · {shown_seconds(seconds)} left"
 
     def _draw(self) -> None:
         assert self._bar is not None, "only called with a live line"
-        self._drawn_at = time.perf_counter()
-        self._bar.update(self._line, completed=self._summary.updates, line=self._status())
+        self._drawn_at = self._clock()
+        # The time left says what the rate would say.
+        line = self._status(rate=False) + self._left()
+        self._bar.update(self._line, completed=self._summary.updates, line=line)
         self._bar.refresh()
 
-    def _status(self) -> str:
+    def _status(self, rate: bool = True) -> str:
         """Describe where the run is, in one line."""
         summary = self._summary
         parts = [f"t = {summary.time:.1f} s"]
@@ -116,9 +183,8 @@ class RunProgress:
             notes = ", ".join(filter(None, (of, f"best {measure.shown(summary.best_accuracy)}")))
             parts.append(f"{measure.word} {measure.shown(summary.accuracy)} ({notes})")
         parts.append(f"{summary.clusters} cluster{'' if summary.clusters == 1 else 's'}")
-        elapsed = time.perf_counter() - self._started
-        if summary.updates and elapsed > 0:
-            parts.append(f"{summary.updates / elapsed:.0f}/s")
+        if rate and self._pace.rate:
+            parts.append(f"{self._pace.rate:.0f}/s")
         if summary.rejected:
             parts.append(f"{summary.rejected} rejected")
         return " · ".join(parts)

@@ -3,7 +3,7 @@
 from raceme.simulation.choice import executor_for, prepare, training_seconds
 from raceme.simulation.devices import PROFILES, Device, fleet
 from raceme.simulation.executor import Executor, InProcess
-from raceme.simulation.nodes import nodes_of
+from raceme.simulation.nodes import communication_of, nodes_of
 from raceme.simulation.pool import Pool
 from raceme.simulation.virtual_grid import Node, VirtualGrid
 
@@ -15,6 +15,7 @@ __all__ = [
     "Node",
     "Pool",
     "VirtualGrid",
+    "communication_of",
     "executor_for",
     "fleet",
     "nodes_of",

@@ -120,7 +120,7 @@ class Device:
         if self.exponential_rate:
             compute += rng.standard_exponential() * examples * epochs / self.exponential_rate
         compute *= scale * (1.0 + self.jitter * jitter)
-        return self._transfer(bytes_down, bytes_up, compute)
+        return self._with_transfers(bytes_down, bytes_up, compute)
 
     def mean_duration(
         self, examples: int, epochs: float, bytes_down: int, bytes_up: int, scale: float = 1.0
@@ -130,13 +130,21 @@ class Device:
         if self.exponential_rate:
             per_sample += 1.0 / self.exponential_rate
         compute = scale * (self.seconds_per_round + per_sample * examples * epochs)
-        return self._transfer(bytes_down, bytes_up, compute)
+        return self._with_transfers(bytes_down, bytes_up, compute)
 
-    def _transfer(self, bytes_down: int, bytes_up: int, compute: float) -> float:
+    def communication(self, bytes_down: int, bytes_up: int) -> float:
+        """Return the seconds of a task that go into its transfers."""
+        return sum(self._transfers(bytes_down, bytes_up))
+
+    def _with_transfers(self, bytes_down: int, bytes_up: int, compute: float) -> float:
         """Return a task's time with the transfers before and after the computation."""
+        down, up = self._transfers(bytes_down, bytes_up)
+        return down + compute + up
+
+    def _transfers(self, bytes_down: int, bytes_up: int) -> tuple[float, float]:
         down = bytes_down / self.bandwidth_down if self.bandwidth_down else 0.0
         up = bytes_up / self.bandwidth_up if self.bandwidth_up else 0.0
-        return down + compute + up
+        return down, up
 
     def fails(self, task: int) -> bool:
         """Return whether the reply to a task of this number is an error."""

@@ -2,13 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+from flwr.serverapp import Grid
 
 from raceme.simulation.devices import fleet
 from raceme.simulation.trace import PREFIX, traced_fleet
-from raceme.simulation.virtual_grid import Node
+from raceme.simulation.virtual_grid import Node, VirtualGrid
 
 _FIRST_NODE_ID = 1000
+
+Communication = Callable[[str, int, int], float]
+
+
+def communication_of(grid: Grid) -> Communication | None:
+    """Return how long transfers take in a simulated fleet; None for any other grid.
+
+    The function takes a client's id, and the bytes down and up; it returns seconds.
+    """
+    if not isinstance(grid, VirtualGrid):
+        return None
+    devices = {
+        str(node.config.get("device-id", f"client-{node.config['partition-id']}")): node.device
+        for node in grid.nodes
+    }
+
+    def communication(client: str, bytes_down: int, bytes_up: int) -> float:
+        return devices[client].communication(bytes_down, bytes_up) if client in devices else 0.0
+
+    return communication
 
 
 def nodes_of(profile: str, examples: Sequence[int], seed: int) -> list[Node]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from raceme.reporting.console import (
     change_line,
     data_line,
     print_summary,
+    shown_seconds,
     update_line,
 )
 
@@ -125,10 +127,68 @@ def test_each_update_has_its_line() -> None:
     ]
 
 
-def test_each_update_is_a_plain_line_on_a_terminal_too() -> None:
-    text = shown(RUN, each_update=True, terminal=True)
-    assert "\x1b[2K" not in text
-    assert without_rate(text) == without_rate(shown(RUN, each_update=True))
+def test_on_a_terminal_updates_have_lines_above_the_bar() -> None:
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown(RUN, each_update=True, terminal=True))
+    assert update_line(UPDATE) in plain
+    assert "7/500 t = 6.0 s" in plain.strip().splitlines()[-1]
+
+
+def told(*moments: tuple[float, Event], terminal: bool = False) -> str:
+    """Return what is printed for events at moments of real time, in seconds."""
+    out, now = StringIO(), 0.0
+    console = Console(file=out, force_terminal=terminal, width=100, _environ={"TERM": "xterm"})
+    with RunProgress(100, console=console, clock=lambda: now) as progress:
+        for moment, event in moments:
+            now = moment
+            progress.observe(event)
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue())
+
+
+def applied(seq: int) -> UpdateApplied:
+    return replace(UPDATE, seq=seq, time=float(seq))
+
+
+def test_piped_ten_quiet_seconds_have_a_line() -> None:
+    # 21 updates in 21 s: the other 79 take 79 s.
+    text = told(*((float(seq), applied(seq)) for seq in range(1, 22)))
+    assert text.splitlines() == [
+        "10 of 100 updates: t = 10.0 s · 0 clusters · 1/s · 90 s left",
+        "20 of 100 updates: t = 20.0 s · 0 clusters · 1/s · 80 s left",
+    ]
+
+
+def test_a_line_that_is_printed_anyway_counts() -> None:
+    lines = told(
+        (6.0, applied(6)), (7.0, Evaluated(7.0, 7, 0.5, 1.0, 1)), (16.5, applied(16))
+    ).splitlines()
+    assert [line.split(" updates")[0] for line in lines] == ["evaluated at 7"]
+
+
+def test_of_a_resumed_run_only_what_it_did_itself_says_how_long_the_rest_takes() -> None:
+    # Ten updates in 10 s from the 60th on: 30 are left.
+    text = told(*((float(second), applied(60 + second)) for second in range(1, 11)))
+    assert text.splitlines() == ["70 of 100 updates: t = 70.0 s · 0 clusters · 1/s · 30 s left"]
+
+
+def test_the_bar_says_how_long_it_will_take() -> None:
+    text = told((1.0, applied(1)), (25.0, applied(25)), terminal=True)
+    assert "25/100 t = 25.0 s · 0 clusters · 75 s left" in text
+    assert "left" not in told((25.0, applied(100)), terminal=True)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [
+        (0.2, "1 s"),
+        (99.4, "99 s"),
+        (99.5, "2 min"),
+        (5399.0, "90 min"),
+        (5400.0, "1.5 h"),
+        (172800.0, "2.0 d"),
+    ],
+)
+def test_times_have_units_that_suit(seconds: float, shown: str) -> None:
+    assert shown_seconds(seconds) == shown
 
 
 def test_a_terminal_has_a_live_line() -> None:
