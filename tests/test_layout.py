@@ -14,6 +14,7 @@ FLOORS = [
     {"__main__"},
     {"cli"},
     {"commands"},
+    {"notebook"},
     {"comparison", "deployment", "server_app"},
     {"apps", "experiment"},
     {"simulation"},

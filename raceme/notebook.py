@@ -1,0 +1,286 @@
+"""A run or a comparison in a notebook: its tables as data frames, its figures, its models."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from functools import cached_property
+from io import StringIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from matplotlib.figure import Figure
+from safetensors.numpy import load_file
+
+from raceme.comparison.figures import purity_figure, times_figure
+from raceme.comparison.read import FILE_NAME, read_comparison, read_first_runs
+from raceme.comparison.results import Comparison
+from raceme.comparison.table import main_table, to_csv
+from raceme.config import Value, read_toml
+from raceme.config.errors import UserError
+from raceme.config.reading import ReadingError, parse_json, read_text
+from raceme.records.record import RunRecord, read_run
+from raceme.reporting.artefacts import draw_similarity
+from raceme.reporting.clusters_plot import clusters_figure
+from raceme.reporting.console import summary_rows
+from raceme.reporting.fleet_plots import devices_figure
+from raceme.reporting.plots import accuracy_figure, comparison_figure
+from raceme.reporting.similarity import read_similarity
+from raceme.reporting.style import CLOCK
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+class OpenRun:
+    """A run that has ended, or one that is still going on as it was when it was opened.
+
+    Tables are pandas data frames, a row for each event, with the names of
+    :mod:`raceme.protocol.events`; figures are matplotlib's. All are read when they are asked for.
+
+    Parameters
+    ----------
+    folder : Path
+        What `raceme run` left.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.config: Mapping[str, Value] = read_toml(folder / "config.toml")
+
+    def __repr__(self) -> str:
+        return f"<{self.title}: {len(self.record.updates.seq):,} updates, {self.folder}>"
+
+    def _repr_html_(self) -> str:
+        if self.summary is None:
+            return html.escape(repr(self))
+        return _html_table(self.title, summary_rows(self.summary))
+
+    @property
+    def title(self) -> str:
+        """The method and the dataset."""
+        return f"{self.config.get('strategy')} on {self.config.get('dataset')}"
+
+    @cached_property
+    def record(self) -> RunRecord:
+        """The run as columns of numbers; needs no pandas."""
+        return read_run(self.folder)
+
+    @cached_property
+    def summary(self) -> dict[str, Any] | None:
+        """The content of ``summary.json``; None if the run is not over."""
+        path = self.folder / "summary.json"
+        if not path.is_file():
+            return None
+        try:
+            content = parse_json(read_text(path))
+        except ReadingError as error:
+            raise UserError(f"{path} is damaged: {error}.") from None
+        if not isinstance(content, dict):
+            raise UserError(f"{path} is damaged: expected an object.")
+        return content
+
+    @property
+    def updates(self) -> pd.DataFrame:
+        """The accepted updates."""
+        return _columns(self.record.updates)
+
+    @property
+    def rejections(self) -> pd.DataFrame:
+        """The replies that were not used."""
+        return _columns(self.record.rejections)
+
+    @property
+    def evaluations(self) -> pd.DataFrame:
+        """The evaluations, means over the clients."""
+        return _columns(self.record.evaluations)
+
+    @property
+    def client_evaluations(self) -> pd.DataFrame:
+        """What each evaluation found for each client, with its time and updates."""
+        frame = _columns(self.record.client_evaluations)
+        when = self.record.evaluations
+        frame.insert(1, "time", when.time[frame["evaluation"]])
+        frame.insert(2, "updates", when.updates[frame["evaluation"]])
+        return frame
+
+    @property
+    def clients(self) -> pd.DataFrame:
+        """The clients: when they came, their examples, their true group, their last cluster."""
+        cluster = self.record.assignment()
+        return _frame(
+            {
+                "client": client.client,
+                "joined_at": client.joined_at,
+                "num_examples": client.num_examples,
+                "group": client.group,
+                "cluster": cluster.get(client.client),
+            }
+            for client in self.record.clients
+        )
+
+    @property
+    def placements(self) -> pd.DataFrame:
+        """Every change of a client's clusters, a row for each cluster and its weight."""
+        return _frame(
+            {
+                "time": placed.time,
+                "client": placed.client,
+                "cluster": cluster,
+                "weight": weight,
+            }
+            for placed in self.record.placements
+            for cluster, weight in placed.weights.items()
+        )
+
+    @property
+    def changes(self) -> pd.DataFrame:
+        """Splits, merges and the like; clients that were given their first cluster are left out."""
+        return _frame(
+            {
+                "time": event.time,
+                "updates": event.updates,
+                "change": event.change.value,
+                "gone": event.gone,
+                "made": event.made,
+                "clients": len(event.memberships),
+                "score": event.score,
+                "threshold": event.threshold,
+            }
+            for event in self.record.changes
+            if event.gone or event.made or event.change.value == "move"
+        )
+
+    def model(self, cluster: int) -> dict[str, Any]:
+        """Return a cluster's arrays by name.
+
+        Raises
+        ------
+        UserError
+            The run left no model of this cluster.
+        """
+        path = self.folder / "clusters" / f"{cluster}.safetensors"
+        if not path.is_file():
+            there = sorted(int(file.stem) for file in path.parent.glob("*.safetensors"))
+            raise UserError(f"There is no model of cluster {cluster}; there are {there}.")
+        return dict(load_file(path))
+
+    def plot_accuracy(self) -> Figure:
+        """Draw the accuracy over time, as in ``accuracy.png``."""
+        target = self.summary.get("target") if self.summary else None
+        return accuracy_figure(self.record, target=target, clock=self._clock)
+
+    def plot_clusters(self) -> Figure:
+        """Draw who was in which cluster, as in ``clusters.png``."""
+        return clusters_figure(self.record, clock=self._clock)
+
+    def plot_devices(self) -> Figure:
+        """Draw when devices were at work, as in ``devices.png``."""
+        return devices_figure(self.record, clock=self._clock)
+
+    def plot_similarity(self) -> Figure:
+        """Draw how similar clients were at the end, as in ``similarity.png``."""
+        return draw_similarity(self.record, read_similarity(self.folder))
+
+    @property
+    def _clock(self) -> str:
+        return "time" if self.record.on_devices else CLOCK
+
+
+class OpenComparison:
+    """A comparison that has ended.
+
+    Parameters
+    ----------
+    folder : Path
+        What `raceme compare` or `raceme reproduce` left.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.results: Comparison = read_comparison(folder)
+
+    def __repr__(self) -> str:
+        return f"<{self.results.suite.title}: {len(self.results.results)} methods, {self.folder}>"
+
+    def _repr_html_(self) -> str:
+        text = main_table(self.results)
+        return _html_table(text.title, text.rows, text.columns)
+
+    @property
+    def table(self) -> pd.DataFrame:
+        """A row for each method and seed, as in ``compare.csv``."""
+        frame: pd.DataFrame = _pandas().read_csv(StringIO(to_csv(self.results)))
+        return frame
+
+    @cached_property
+    def runs(self) -> dict[tuple[str, int], OpenRun]:
+        """The runs whose folders are there, by method and seed."""
+        return {
+            (result.label, run.seed): OpenRun(self.folder / run.folder)
+            for result in self.results.results
+            for run in result.runs
+            if (self.folder / run.folder / "run.sqlite").is_file()
+        }
+
+    def plot_accuracy(self) -> Figure:
+        """Draw the methods' accuracies over time, each with its first seed."""
+        records, _ = read_first_runs(self.folder, self.results)
+        return comparison_figure(records)
+
+    def plot_times(self) -> Figure:
+        """Draw how long each method took to the target."""
+        return times_figure(self.results)
+
+    def plot_purity(self) -> Figure:
+        """Draw how pure each method's clusters were."""
+        return purity_figure(self.results)
+
+
+def open_folder(folder: str | Path) -> OpenRun | OpenComparison:
+    """Open what a command of Raceme has left.
+
+    Raises
+    ------
+    UserError
+        There is neither a run nor a comparison in the folder.
+    """
+    path = Path(folder).expanduser()
+    if (path / FILE_NAME).is_file():
+        return OpenComparison(path)
+    if (path / "run.sqlite").is_file():
+        return OpenRun(path)
+    raise UserError(
+        f"{path} has no results: expected what `raceme run` (run.sqlite) or `raceme compare` "
+        f"({FILE_NAME}) leaves."
+    )
+
+
+def _columns(columns: Any) -> pd.DataFrame:
+    names = [item.name for item in fields(columns)]
+    return _frame({name: getattr(columns, name) for name in names})
+
+
+def _frame(data: Any) -> pd.DataFrame:
+    frame: pd.DataFrame = _pandas().DataFrame(data)
+    return frame
+
+
+def _pandas() -> Any:
+    try:
+        import pandas
+    except ImportError:
+        raise UserError("Tables need pandas: pip install 'raceme[notebook]'") from None
+    return pandas
+
+
+def _html_table(title: str, rows: Iterable[Iterable[str]], heads: Iterable[str] = ()) -> str:
+    head = "".join(f"<th>{html.escape(name)}</th>" for name in heads)
+    body = "".join(
+        "<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) + "</tr>"
+        for row in rows
+    )
+    top = f"<thead><tr>{head}</tr></thead>" if head else ""
+    caption = f"<caption>{html.escape(title)}</caption>"
+    return f"<table>{caption}{top}<tbody>{body}</tbody></table>"

@@ -1,0 +1,121 @@
+"""What a notebook shows of a run and of a comparison."""
+
+from __future__ import annotations
+
+import builtins
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+from rich.console import Console
+
+import raceme
+from raceme.comparison.compare import compare, prepare
+from raceme.comparison.suites import of_names
+from raceme.config.errors import UserError
+from raceme.experiment import simulate
+from raceme.notebook import OpenComparison, OpenRun
+
+SMALL: dict[str, Any] = {
+    "clients": 4,
+    "groups": "0.5,0.5",
+    "max-updates": 12,
+    "workers": "0",
+    "eval-every": 6,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a comparison's folder, whose runs are runs."""
+    out = tmp_path_factory.mktemp("compared")
+    # A comparison keeps runs that are finished: no process is started for them.
+    for job in prepare(of_names(["casa", "fedasync"], SMALL), out).every:
+        simulate(job.config)
+    compare(prepare(of_names(["casa", "fedasync"], SMALL), out), 1, Console(quiet=True))
+    return out
+
+
+@pytest.fixture
+def run(folder: Path) -> OpenRun:
+    opened = raceme.open(folder / "casa" / "seed-0")
+    assert isinstance(opened, OpenRun)
+    return opened
+
+
+def test_tables_have_a_row_for_each_event(run: OpenRun) -> None:
+    assert run.summary is not None
+    assert len(run.updates) == run.summary["updates"] == 12
+    assert list(run.updates["seq"]) == list(range(1, 13))
+    assert list(run.evaluations["updates"]) == [0, 6, 12]
+    assert run.evaluations["accuracy"].iloc[-1] == pytest.approx(run.summary["accuracy"])
+    clients = run.client_evaluations
+    last = clients[clients["updates"] == 12]
+    assert last["accuracy"].mean() == pytest.approx(run.summary["accuracy"])
+    assert set(last["time"]) == {run.evaluations["time"].iloc[-1]}
+    assert list(run.clients["client"]) == [f"client-{number}" for number in range(4)]
+    assert set(run.clients["cluster"]) == set(run.record.assignment().values())
+    assert len(run.placements) >= 4
+    assert run.rejections.empty
+    assert run.changes.empty
+
+
+def test_models_and_figures_are_those_of_the_run(run: OpenRun) -> None:
+    arrays = run.model(0)
+    assert all(np.isfinite(array).all() for array in arrays.values())
+    with pytest.raises(UserError, match=r"no model of cluster 7; there are \[0\]"):
+        run.model(7)
+    for draw in (run.plot_accuracy, run.plot_clusters, run.plot_devices, run.plot_similarity):
+        assert isinstance(draw(), Figure)
+
+
+def test_a_run_shows_its_numbers_with_names_escaped(folder: Path, run: OpenRun) -> None:
+    assert "casa on digits" in repr(run)
+    run.config = {"strategy": "<script>", "dataset": "digits"}
+    shown = run._repr_html_()
+    assert "&lt;script&gt; on digits" in shown
+    assert "<script>" not in shown
+    assert "virtual time" in shown
+
+
+def test_a_run_that_is_not_over_can_be_looked_at(run: OpenRun, tmp_path: Path) -> None:
+    for name in ("run.sqlite", "config.toml"):
+        (tmp_path / name).write_bytes((run.folder / name).read_bytes())
+    opened = raceme.open(tmp_path)
+    assert isinstance(opened, OpenRun)
+    assert opened.summary is None
+    assert "12 updates" in opened._repr_html_()
+
+
+def test_a_comparison_has_its_table_and_its_runs(folder: Path) -> None:
+    opened = raceme.open(str(folder))
+    assert isinstance(opened, OpenComparison)
+    assert list(opened.table["method"]) == ["casa", "fedasync"]
+    assert set(opened.runs) == {("casa", 0), ("fedasync", 0)}
+    assert len(opened.runs["fedasync", 0].updates) == 12
+    assert "fedasync" in opened._repr_html_()
+    for draw in (opened.plot_accuracy, opened.plot_times, opened.plot_purity):
+        assert isinstance(draw(), Figure)
+
+
+def test_a_folder_without_results_is_said(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="has no results"):
+        raceme.open(tmp_path)
+
+
+def test_without_pandas_the_error_names_the_extra(
+    run: OpenRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = builtins.__import__
+
+    def without(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name == "pandas":
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(UserError, match=r"raceme\[notebook\]"):
+        _ = run.updates
+    assert len(run.record.updates.seq) == 12
