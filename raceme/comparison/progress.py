@@ -15,6 +15,9 @@ from raceme.comparison.worker import Finished, Progress
 from raceme.protocol.measure import Measure
 from raceme.reporting.console import QUIET_SECONDS, shown_seconds
 
+_ENOUGH = 0.05
+"""Share of a run that must be done before anything is said of how long the rest takes."""
+
 
 class SuiteProgress:
     """Shows the progress of a suite; a context manager.
@@ -126,7 +129,7 @@ class SuiteProgress:
         ]
         done = self._done - self._kept + sum(parts)
         seconds = self._clock() - self._started
-        if done <= 0 or seconds <= 0 or self._done >= self._total:
+        if done < _ENOUGH or self._done >= self._total:
             return ""
         left = (self._total - self._kept - done) * seconds / done
         return f"about {shown_seconds(left)} left"

@@ -1,0 +1,45 @@
+"""What a person sees of a comparison where there is no terminal."""
+
+from __future__ import annotations
+
+from io import StringIO
+from pathlib import Path
+
+from rich.console import Console
+
+from raceme.comparison.jobs import Job, make_jobs
+from raceme.comparison.progress import SuiteProgress
+from raceme.comparison.suites import of_names
+from raceme.comparison.worker import Finished, Progress
+
+
+def test_ten_quiet_seconds_have_a_line(tmp_path: Path) -> None:
+    suite = of_names(["casa", "fedasync"], {"max-updates": 100})
+    casa, fedasync = make_jobs(suite, suite.methods, (0,), tmp_path)
+    out, now = StringIO(), 0.0
+    with SuiteProgress(3, 1, Console(file=out, width=200), clock=lambda: now) as progress:
+
+        def report(moment: float, job: Job, news: Progress | Finished | None) -> None:
+            nonlocal now
+            now = moment
+            progress.report(job, news)
+
+        report(0.0, casa, None)
+        report(0.0, fedasync, None)
+        # So early nothing is said of the time left.
+        report(10.0, casa, Progress(4, 1.0, ""))
+        report(19.0, casa, Progress(20, 2.0, ""))
+        # 0.2 + 0.3 of two runs after 25 s: 1.5 are left.
+        report(25.0, fedasync, Progress(30, 3.0, ""))
+        # It left no summary. What is printed anyway counts: ten seconds from here.
+        report(30.0, fedasync, Finished(None))
+        report(39.0, casa, Progress(50, 4.0, ""))
+        report(40.0, casa, Progress(60, 4.0, ""))
+    assert out.getvalue().splitlines() == [
+        "1 of 3 runs done; casa, seed 0: 4 of 100 updates; fedasync, seed 0: starting",
+        "1 of 3 runs done; casa, seed 0: 20 of 100 updates; fedasync, seed 0: 30 of 100 updates; "
+        "about 75 s left",
+        "[2/3] fedasync, seed 0: FAILED: it left no summary",
+        # 1 + 0.6 of two runs after 40 s.
+        "2 of 3 runs done; casa, seed 0: 60 of 100 updates; about 10 s left",
+    ]
