@@ -1,13 +1,17 @@
 """Many devices on one server: is anything lost, how many updates a second, how much memory.
 
-    python benchmarks/many_devices.py [--server serve|superlink] [--devices 200] [--seconds 600]
-        [--weights 0] [--json FILE]
+    python benchmarks/many_devices.py [--server serve superlink] [--devices 200] [--seconds 600]
+        [--weights 0] [--think 0] [--json FILE]
 
 Light devices, threads with the connection of `raceme device`, answer messages with what each
 carries: a number, and a model of so many weights in eight arrays. The server gives every device its
 next message as soon as it has answered, checks each answer, and at the end waits for those that are
 open. It is the Fleet API and the grid of `raceme serve`, in one process without a strategy, or a
-server app on a stock SuperLink. All on loopback.
+server app on a stock SuperLink; named both, one after the other. All on loopback.
+
+Devices that answer at once load the server fully: each of n devices then waits for the others, n
+divided by the updates per second on average, whatever the server does. With --think each takes so
+many seconds for its work, more or less: what is left of the wait is the server's own.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import json
 import logging
 import math
 import os
+import random
 import re
 import signal
 import subprocess
@@ -37,20 +42,19 @@ from flwr.app import Message  # noqa: E402
 from processes import Loopback, Process, free_port, loopback  # noqa: E402
 
 from raceme.compat import identify_process  # noqa: E402
+from raceme.compat.bundle import App  # noqa: E402
 from raceme.compat.fleet import Endpoint, generate_keys  # noqa: E402
 from raceme.compat.fleet_api import FleetApi  # noqa: E402
-from raceme.compat.link_state import App, LinkState  # noqa: E402
-from raceme.compat.patience import LONGEST_WAIT  # noqa: E402
+from raceme.compat.link_state import LinkState  # noqa: E402
+from raceme.compat.wire import LONGEST_WAIT  # noqa: E402
 from raceme.deployment.connection import RejoinError, RunOverError, StoppedError, join  # noqa: E402
 from raceme.deployment.polling import Pause  # noqa: E402
 from raceme.deployment.served_grid import ServedGrid  # noqa: E402
 from raceme.deployment.stopping import StopSignal  # noqa: E402
-from raceme.deployment.testbed import descendants  # noqa: E402
-from raceme.training.hardware import resident_memory  # noqa: E402
 
 MIB = 1024 * 1024
-THREADS = 50
-"""Devices per process."""
+PROCESSES = 4
+"""Processes that devices are spread over."""
 
 DRIVE = """
 import time
@@ -149,6 +153,7 @@ def be_server(address: str, devices: int, seconds: float, weights: int) -> None:
     state = LinkState(App("tests/none", "1.0.0", b"no bundle"))
     with tempfile.TemporaryDirectory() as folder, FleetApi(state, address) as api:
         grid = ServedGrid(state, Path(folder), api.start)
+        print("READY", flush=True)
         namespace: dict[str, Any] = {}
         exec(DRIVE, namespace)
         namespace["drive"](grid, devices, seconds, weights)
@@ -160,8 +165,15 @@ _making = threading.Lock()
 """Flower keeps in one place of a process on whose behalf it makes messages."""
 
 
-def be_device(endpoint: Endpoint, stop: StopSignal, gaps: list[float]) -> None:
-    """Answer messages until told to stop; note the seconds from a reply to the next message."""
+def be_device(
+    endpoint: Endpoint, stop: StopSignal, think: float, gaps: list[float], used: list[float]
+) -> None:
+    """Answer messages until told to stop; note the seconds from a reply to the next message.
+
+    What the process has used by its first message, and by its last reply, is noted too: importing
+    and joining are not what is measured.
+    """
+    chance = random.Random()
     while not stop.is_set():
         try:
             with join(endpoint, generate_keys(), stop, register=True) as link:
@@ -171,13 +183,18 @@ def be_device(endpoint: Endpoint, stop: StopSignal, gaps: list[float]) -> None:
                         received = link.receive(LONGEST_WAIT)
                         if received is not None:
                             message = received[1]()
+                            if not used:
+                                used.append(time.process_time())
                             if not math.isnan(sent_at):
                                 gaps.append(time.monotonic() - sent_at)
+                            if think:
+                                stop.wait(think * chance.uniform(0.5, 1.5))
                             with _making:
                                 identify_process(message.metadata.run_id, link.node_id)
                                 reply = Message(message.content, reply_to=message)
                             link.send(reply, 0.0)
                             sent_at = time.monotonic()
+                            used[1:] = [time.process_time()]
                             pause.reset()
                             continue
                         if link.waited:
@@ -191,30 +208,30 @@ def be_device(endpoint: Endpoint, stop: StopSignal, gaps: list[float]) -> None:
             return
 
 
-def be_devices(address: str, count: int) -> None:
+def be_devices(address: str, count: int, think: float) -> None:
     stop = StopSignal()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     endpoint = Endpoint(address, True, None)
     gaps: list[float] = []
-    threads = [
-        threading.Thread(target=be_device, args=(endpoint, stop, gaps)) for _ in range(count)
-    ]
+    used: list[float] = []
+    arguments = (endpoint, stop, think, gaps, used)
+    threads = [threading.Thread(target=be_device, args=arguments) for _ in range(count)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     print(f"GAPS {json.dumps([round(gap, 4) for gap in gaps])}", flush=True)
-    print(f"CPU {time.process_time():.2f}", flush=True)
+    print(f"CPU {used[-1] - used[0] if used else 0:.2f}", flush=True)
 
 
 # The measurement.
 
 
-def start_devices(bed: Loopback, count: int) -> list[Process]:
-    command = [sys.executable, __file__, "--superlink", bed.fleet_address, "--devices"]
-    sizes = [min(THREADS, count - first) for first in range(0, count, THREADS)]
-    return [bed.start("devices", [*command, str(size)]) for size in sizes]
+def start_devices(bed: Loopback, count: int, think: float) -> list[Process]:
+    command = [sys.executable, __file__, "--superlink", bed.fleet_address, "--think", str(think)]
+    sizes = [len(part) for part in np.array_split(range(count), PROCESSES) if len(part)]
+    return [bed.start("devices", [*command, "--devices", str(size)]) for size in sizes]
 
 
 def start_server(bed: Loopback, kind: str, count: int, seconds: float, weights: int) -> Process:
@@ -229,16 +246,26 @@ def start_server(bed: Loopback, kind: str, count: int, seconds: float, weights: 
 def cpu_seconds(process_id: int) -> float:
     """Return what a process and those that it has started have used so far."""
     total = 0.0
+    from raceme.deployment.testbed import descendants
+
     for one in (process_id, *descendants(process_id)):
         fields = Path(f"/proc/{one}/stat").read_text().rpartition(")")[2].split()
         total += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     return total
 
 
-def measure(kind: str, devices: int, seconds: float, weights: int) -> dict[str, float]:
+def measure(
+    kind: str, devices: int, seconds: float, weights: int, think: float
+) -> dict[str, float]:
+    # Not above: they bring torch, which devices do without.
+    from raceme.training.hardware import resident_memory
+
     with tempfile.TemporaryDirectory() as folder, loopback(Path(folder)) as bed:
         server = start_server(bed, kind, devices, seconds, weights)
-        started = start_devices(bed, devices)
+        if kind == "serve":
+            server.wait_for("READY", 120)
+        alone = resident_memory(server.handle.pid)
+        started = start_devices(bed, devices, think)
         run = server
         if kind == "superlink":
             config = "devices = 2\nseconds = 10.0\nweights = 0"
@@ -247,6 +274,7 @@ def measure(kind: str, devices: int, seconds: float, weights: int) -> dict[str, 
             run = bed.flwr("run", str(app), "here", "--stream", "--run-config", settings)
         run.wait_for(rf"ONLINE {devices}", 120 + 2 * devices)
         first = resident_memory(server.handle.pid) / MIB
+        per_device = (first * MIB - alone) / devices / 1000
         before = cpu_seconds(server.handle.pid)
         peak, deadline = first, time.monotonic() + seconds + 90
         while "RESULT" not in run.text() and time.monotonic() < deadline:
@@ -259,6 +287,7 @@ def measure(kind: str, devices: int, seconds: float, weights: int) -> dict[str, 
         numbers["updates_per_second"] = round(numbers["answered"] / numbers["seconds"], 1)
         numbers["server_cpu_ms_per_update"] = round(1000 * used / numbers["answered"], 2)
         numbers |= {"mib_first": round(first), "mib_peak": round(peak)}
+        numbers["kb_per_connected_device"] = round(per_device)
         for process in started:
             process.handle.terminate()
         for process in started:
@@ -280,30 +309,32 @@ def measure(kind: str, devices: int, seconds: float, weights: int) -> dict[str, 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--server", choices=["serve", "superlink"], default="serve")
+    parser.add_argument("--server", nargs="+", choices=["serve", "superlink"], default=["serve"])
     parser.add_argument("--weights", type=int, default=0, help="of the model in each message")
     parser.add_argument("--devices", type=int, default=200)
     parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--think", type=float, default=0.0, help="seconds of work on a message")
     parser.add_argument("--json", type=Path, help="write the numbers here too")
     parser.add_argument("--superlink", help=argparse.SUPPRESS)
     parser.add_argument("--listen", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.superlink:
-        be_devices(arguments.superlink, arguments.devices)
+        be_devices(arguments.superlink, arguments.devices, arguments.think)
         return
     if arguments.listen:
         be_server(arguments.listen, arguments.devices, arguments.seconds, arguments.weights)
         return
-    asked = (arguments.server, arguments.devices, arguments.seconds, arguments.weights)
-    numbers = {"devices": arguments.devices, "weights": arguments.weights, **measure(*asked)}
-    for name, value in numbers.items():
-        print(f"{name:26} {value:>10,g}")
+    asked = {name: getattr(arguments, name) for name in ("devices", "seconds", "weights", "think")}
+    results = {}
+    for kind in arguments.server:
+        results[kind] = {**asked, **measure(kind, **asked)}
+        print(kind, f"{time.strftime('%H:%M')}, load {os.getloadavg()[0]:.1f}")
+        for name, value in results[kind].items():
+            print(f"  {name:26} {value:>10,g}", flush=True)
     if arguments.json:
-        text = json.dumps(
-            {"server": arguments.server, "processors": os.cpu_count(), **numbers}, indent=2
-        )
+        text = json.dumps({"processors": os.cpu_count(), **results}, indent=2)
         arguments.json.write_text(text + "\n")
-    if numbers["lost"] or numbers["wrong"] or numbers["repeated"]:
+    if any(one["lost"] or one["wrong"] or one["repeated"] for one in results.values()):
         raise SystemExit("something was lost")
 
 
