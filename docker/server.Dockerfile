@@ -12,7 +12,7 @@ RUN python3 -m venv /opt/raceme \
         "torch==${TORCH}" "torchvision==${TORCHVISION}"
 COPY pyproject.toml README.md LICENSE /src/
 COPY raceme /src/raceme
-RUN /opt/raceme/bin/pip install --no-cache-dir /src
+RUN /opt/raceme/bin/pip install --no-cache-dir "/src[server]"
 
 FROM ${BASE}
 COPY --from=build /opt/raceme /opt/raceme

@@ -11,13 +11,23 @@ import sys
 from importlib import import_module
 from types import ModuleType
 
+from raceme.config.extras import explained
+
 _DECLARATIONS = "torchvision._meta_registrations"
 
 
 def import_datasets() -> ModuleType:
-    """Return the module ``torchvision.datasets``."""
+    """Return the module ``torchvision.datasets``.
+
+    Raises
+    ------
+    UserError
+        It is not installed.
+    """
     try:
         return import_module("torchvision.datasets")
+    except ModuleNotFoundError as error:
+        raise explained(error) from None
     except RuntimeError as error:
         if "torchvision::" not in str(error):
             raise

@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from raceme.checkpoints import heeds_hang_up
 from raceme.compat import fleet
 from raceme.compat.fleet import Endpoint, Keys
 from raceme.compat.known_key import knows_key
 from raceme.compat.patience import LONGEST_WAIT
 from raceme.config import Value
+from raceme.config.hang_up import heeds_hang_up
 from raceme.deployment.apps import Apps
 from raceme.deployment.connection import (
     Link,
