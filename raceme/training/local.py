@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import MappingProxyType
 
 import numpy as np
@@ -102,17 +103,30 @@ def train(
     """
     terms = terms_of(network, settings, arrays)
     descend = descent(network, settings)
-    total = torch.zeros(())
+    total = torch.zeros((), device=network.accelerator)
     seen = 0
     network.module.train()
-    with torch.random.fork_rng(devices=[]), dropout(network.module, settings.dropout):
-        torch.default_generator.manual_seed(torch_seed(rng))
+    with _seeded(torch_seed(rng), network), dropout(network.module, settings.dropout):
         for order in epochs(len(samples), settings, network.needs_pairs, rng):
-            for x, y in samples.mini_batches(torch.from_numpy(order), settings.batch_size):
+            where = torch.from_numpy(order).to(network.accelerator)
+            for x, y in samples.mini_batches(where, settings.batch_size):
                 total.add_(differentiate(network, x, y, terms), alpha=len(y))
                 descend()
             seen += len(order)
     return float(total) / seen
+
+
+@contextmanager
+def _seeded(seed: int, network: Network) -> Iterator[None]:
+    """Let a network's own randomness come from a seed; what torch draws elsewhere stays as it is.
+
+    A GPU draws by a generator of its own, which nobody else uses here.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        if network.accelerator != "cpu":
+            torch.get_device_module(network.accelerator).manual_seed(seed)
+        yield
 
 
 def differentiate(network: Network, x: Tensor, y: Tensor, terms: Sequence[Term] = ()) -> Tensor:
@@ -160,4 +174,4 @@ def losses(network: Network, samples: Samples) -> NDArray[np.float32]:
             network.objective.loss(network.module(x), y, "none")
             for x, y in samples.slices(_TEST_BATCH)
         ]
-        return torch.cat(parts).numpy()
+        return torch.cat(parts).cpu().numpy()
