@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fleet_api import fleet_api
 from processes import ROOT
 
 from raceme.config.extras import INSTALL, SERVER
@@ -67,13 +68,36 @@ def test_a_device_with_its_own_file_trains_without_the_packages_of_a_host(tmp_pa
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("command", ["run", "serve", "list", "compare casa fedavg", "report ."])
+@pytest.mark.parametrize("command", ["run", "serve", "list"])
 def test_a_host_without_the_extra_is_told_in_one_line_what_to_type(command: str) -> None:
     done = python(f"{WITHOUT}\nfrom raceme.cli import main\nmain()", *command.split())
     (line,) = done.stderr.splitlines()
     assert line.startswith("raceme: ")
     assert line.endswith(INSTALL)
     assert done.returncode == 2
+
+
+ONLINE = """
+import logging, os, signal, sys
+from raceme.commands.device import device
+
+class Look(logging.Handler):
+    def emit(self, record):
+        if record.getMessage().startswith("online at"):
+            print([name in sys.modules for name in ("torch", "raceme.client_app")], flush=True)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+logging.getLogger("raceme.device").addHandler(Look())
+device(superlink=ADDRESS, insecure=True)
+"""
+"""Says of a device that has just come online what it has loaded, and stops it."""
+
+
+def test_a_device_is_online_when_it_can_begin_to_work() -> None:
+    with fleet_api(registered_only=False) as api:
+        done = python(f"ADDRESS = {api.endpoint.address!r}\n{ONLINE}")
+    assert done.stdout == "[True, True]\n", done.stderr
+    assert done.returncode == 0
 
 
 def test_a_device_is_told_which_package_a_dataset_would_need() -> None:
