@@ -57,7 +57,7 @@ def python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         text=True,
         check=False,
         cwd=ROOT,
-        timeout=120,
+        timeout=280,
     )
 
 
