@@ -4,8 +4,8 @@
 ARG BASE=python:3.11.13-slim-bookworm
 
 FROM ${BASE} AS build
-ARG TORCH=2.10.0
-ARG TORCHVISION=0.25.0
+ARG TORCH=2.13.0
+ARG TORCHVISION=0.28.0
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 RUN python3 -m venv /opt/raceme \
     && /opt/raceme/bin/pip install --no-cache-dir --index-url "${TORCH_INDEX}" \
