@@ -9,18 +9,17 @@
 ARG BASE=python:3.11.13-slim-bookworm
 
 FROM ${BASE} AS build
-ARG TORCH=2.9.1
-ARG TORCHVISION=0.24.1
+ARG TORCH=2.10.0
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 # NVIDIA's images hold every package at the version that they were made with.
 ENV PIP_CONSTRAINT="" PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore
 # virtualenv, because NVIDIA's images lack what `python3 -m venv` needs. What the base image has,
-# torch above all, is used from there.
-RUN python3 -m pip install --no-cache-dir virtualenv==20.35.4 \
-    && python3 -m virtualenv --system-site-packages /opt/raceme
+# torch above all, is used from there; what virtualenv itself needs, filelock among it, must not
+# seem to be there, as it is not in the second stage.
+RUN python3 -m pip install --no-cache-dir --target /opt/virtualenv virtualenv==20.35.4 \
+    && PYTHONPATH=/opt/virtualenv python3 -m virtualenv --system-site-packages /opt/raceme
 RUN /opt/raceme/bin/python -c "import torch" 2>/dev/null \
-    || /opt/raceme/bin/pip install --no-cache-dir --index-url "${TORCH_INDEX}" \
-        "torch==${TORCH}" "torchvision==${TORCHVISION}"
+    || /opt/raceme/bin/pip install --no-cache-dir --index-url "${TORCH_INDEX}" "torch==${TORCH}"
 COPY pyproject.toml README.md LICENSE /src/
 COPY raceme /src/raceme
 RUN /opt/raceme/bin/pip install --no-cache-dir /src
@@ -32,8 +31,8 @@ ENV PATH=/opt/raceme/bin:${PATH} \
     USER=raceme \
     PYTHONUNBUFFERED=1 \
     PYTHONDONTWRITEBYTECODE=1 \
-    OMP_NUM_THREADS=1 \
     FLWR_TELEMETRY_ENABLED=0
+RUN pip check
 # A number: no account with it needs to exist in the base image. Give the key and the data to it.
 USER 1000:1000
 WORKDIR /tmp

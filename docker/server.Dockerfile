@@ -4,15 +4,15 @@
 ARG BASE=python:3.11.13-slim-bookworm
 
 FROM ${BASE} AS build
-ARG TORCH=2.9.1
-ARG TORCHVISION=0.24.1
+ARG TORCH=2.13.0
+ARG TORCHVISION=0.28.0
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 RUN python3 -m venv /opt/raceme \
     && /opt/raceme/bin/pip install --no-cache-dir --index-url "${TORCH_INDEX}" \
         "torch==${TORCH}" "torchvision==${TORCHVISION}"
 COPY pyproject.toml README.md LICENSE /src/
 COPY raceme /src/raceme
-RUN /opt/raceme/bin/pip install --no-cache-dir /src
+RUN /opt/raceme/bin/pip install --no-cache-dir "/src[server]"
 
 FROM ${BASE}
 COPY --from=build /opt/raceme /opt/raceme
@@ -25,6 +25,7 @@ ENV PATH=/opt/raceme/bin:${PATH} \
     MPLCONFIGDIR=/tmp/matplotlib \
     FLWR_TELEMETRY_ENABLED=0 \
     FLWR_DISABLE_UPDATE_CHECK=1
+RUN pip check
 # A number: give the keys and the results to it.
 USER 1000:1000
 WORKDIR /tmp

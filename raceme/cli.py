@@ -23,6 +23,7 @@ from raceme.commands import (
 )
 from raceme.commands.keys import KeyCommand, with_keys
 from raceme.config.errors import UserError
+from raceme.config.extras import explained
 from raceme.reporting.output import keep_output
 
 app = typer.Typer(
@@ -62,7 +63,7 @@ def main() -> None:
     """Run the command line; what the user got wrong is one line on standard error, exit code 2."""
     keep_output()
     try:
-        app()
+        _call()
     except UserError as error:
         print(f"raceme: {error}", file=sys.stderr)
         raise SystemExit(2) from None
@@ -70,3 +71,10 @@ def main() -> None:
         reason = " ".join(str(error).split()) or "for what was asked"
         print(f"raceme: This machine has too little memory: {reason}.", file=sys.stderr)
         raise SystemExit(1) from None
+
+
+def _call() -> None:
+    try:
+        app()
+    except ModuleNotFoundError as error:
+        raise explained(error) from None

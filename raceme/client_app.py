@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import torch
 from flwr.app import ConfigRecord, Context, Message, MessageType, MetricRecord, RecordDict
@@ -76,6 +76,7 @@ from raceme.training import (
     task_parts,
 )
 from raceme.training.clients import Client, ClientCache, joined, load
+from raceme.training.energy import Meter, measured, meter_of
 from raceme.training.own_data import OwnData
 from raceme.training.privacy import check_kind, local_dp, privacy_of
 from raceme.training.work import Answer, ClientWork
@@ -311,11 +312,28 @@ def forget() -> None:
 
 
 def _respond(message: Message, context: Context) -> Message:
+    if not _reports(message):
+        return reply_to(message, *_answered(message, context))
     started_at = time.time()
+    with measured(_meter()) as cost:
+        work, answer = _answered(message, context)
+    times = {STARTED_AT: started_at, FINISHED_AT: time.time(), **cost}
+    return reply_to(message, work, replace(answer, metrics={**answer.metrics, **times}))
+
+
+def _reports(message: Message) -> bool:
+    """Return whether a message asks when the work was done and what it cost."""
+    record = message.content.get(CONFIG)
+    return isinstance(record, ConfigRecord) and bool(record.get(REPORT_TIMING, False))
+
+
+def _answered(message: Message, context: Context) -> tuple[ClientWork, Answer]:
     work = work_of(message, context)
     check_kind(work.kind, context)
-    answer = KINDS[work.kind](work)
-    if work.settings.get(REPORT_TIMING, False):
-        times = {STARTED_AT: started_at, FINISHED_AT: time.time()}
-        answer = replace(answer, metrics={**answer.metrics, **times})
-    return reply_to(message, work, answer)
+    return work, KINDS[work.kind](work)
+
+
+@cache
+def _meter() -> Meter | None:
+    """Return what measures this machine's energy; look for it once."""
+    return meter_of()

@@ -4,7 +4,7 @@ from raceme.checkpoints.files import DamagedError, read_tree, write_tree
 from raceme.checkpoints.folder import CHECKPOINTS, CheckpointFolder
 from raceme.checkpoints.keeper import Keeper, Restored, Schedule, can_resume, restore, resumed
 from raceme.checkpoints.orphan import end_with_parent
-from raceme.checkpoints.stop import StopRequest, heeds_hang_up, interrupted_by_signals
+from raceme.checkpoints.stop import StopRequest, interrupted_by_signals
 from raceme.checkpoints.writer import only_writer
 
 __all__ = [
@@ -17,7 +17,6 @@ __all__ = [
     "StopRequest",
     "can_resume",
     "end_with_parent",
-    "heeds_hang_up",
     "interrupted_by_signals",
     "only_writer",
     "read_tree",

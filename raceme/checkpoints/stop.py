@@ -11,6 +11,8 @@ from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import Any
 
+from raceme.config.hang_up import heeds_hang_up
+
 log = logging.getLogger("raceme.checkpoints")
 
 _TOGETHER_SECONDS = 1.0
@@ -73,11 +75,6 @@ class StopRequest:
             # The signal may have come in the middle of another line to the same file.
             with suppress(RuntimeError):
                 log.warning("Stopping after this step; once more stops at once.")
-
-
-def heeds_hang_up() -> bool:
-    """Return whether the end of its terminal ends this process: ``nohup`` has it ignored."""
-    return signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
 
 
 @contextmanager

@@ -70,6 +70,20 @@ def device(
             show_default=False,
         ),
     ] = None,
+    threads: Annotated[
+        str,
+        typer.Option(
+            "--threads", metavar="N", help="threads of the CPU to train on [auto: the fastest]"
+        ),
+    ] = "auto",
+    accelerator: Annotated[
+        str,
+        typer.Option(
+            "--accelerator",
+            metavar="NAME",
+            help="where to train: cpu, cuda, mps [auto: the fastest]",
+        ),
+    ] = "auto",
     memory_limit: Annotated[
         int | None, typer.Option("--memory-limit", metavar="MIB", help="MiB of data at most", min=1)
     ] = None,
@@ -118,7 +132,9 @@ def device(
         DeviceOptions(
             endpoint=_endpoint(Endpoint, superlink, insecure, root_certificates),
             keys=None if key is None else read_device_key(key, allow_open_key),
-            node_config=_node_config(node_config, device_id),
+            node_config=_node_config(
+                node_config, device_id, {"threads": threads, "accelerator": accelerator}
+            ),
             trust=Trust(tuple(trusted_app or ()), tuple(trusted_model or ())),
             memory_limit=memory_limit,
             grace=grace,
@@ -143,8 +159,10 @@ def _endpoint(
     return kind(address, insecure, authority)
 
 
-def _node_config(text: str, device_id: str | None) -> Mapping[str, Value]:
-    """Return the node config with the device's id in it."""
+def _node_config(
+    text: str, device_id: str | None, processors: Mapping[str, str]
+) -> Mapping[str, Value]:
+    """Return the node config with the device's id in it, and on what it trains."""
     from raceme.compat.fleet import parse_node_config
 
     try:
@@ -160,7 +178,7 @@ def _node_config(text: str, device_id: str | None) -> Mapping[str, Value]:
         config["device-id"] = device_id
     elif "device-id" not in config and "partition-id" not in config:
         config["device-id"] = platform.node()
-    return config
+    return {**processors, **config}
 
 
 class _Formatter(PlainFormatter):

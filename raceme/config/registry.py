@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import Any
 
 from raceme.config.errors import unknown_name
+from raceme.config.extras import explained
 
 
 class Registry(Mapping[str, Any]):
@@ -51,13 +52,17 @@ class Registry(Mapping[str, Any]):
         Raises
         ------
         UserError
-            When no such name exists; it lists the valid names and the nearest match.
+            When no such name exists; it lists the valid names and the nearest match. Or when it
+            needs a package that a device's installation has not.
         """
         name = self._aliases.get(name, name)
         if name not in self._targets:
             raise unknown_name(self.kind, name, self._targets)
         module, attribute = self._targets[name].split(":")
-        return getattr(import_module(module), attribute)
+        try:
+            return getattr(import_module(module), attribute)
+        except ModuleNotFoundError as error:
+            raise explained(error) from None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._targets)

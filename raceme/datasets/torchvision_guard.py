@@ -14,14 +14,25 @@ from importlib import import_module
 from types import ModuleType
 from typing import TypeVar
 
+from raceme.config.extras import explained
+
 _DECLARATIONS = "torchvision._meta_registrations"
 
 Loaded = TypeVar("Loaded")
 
 
 def import_datasets() -> ModuleType:
-    """Return the module ``torchvision.datasets``."""
-    return without_operators(lambda: import_module("torchvision.datasets"))
+    """Return the module ``torchvision.datasets``.
+
+    Raises
+    ------
+    UserError
+        It is not installed.
+    """
+    try:
+        return without_operators(lambda: import_module("torchvision.datasets"))
+    except ModuleNotFoundError as error:
+        raise explained(error) from None
 
 
 def without_operators(load: Callable[[], Loaded]) -> Loaded:

@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from raceme.checkpoints import heeds_hang_up
 from raceme.compat import fleet
 from raceme.compat.fleet import Endpoint, Keys
 from raceme.compat.known_key import knows_key
 from raceme.compat.wire import LONGEST_WAIT
 from raceme.config import Value
+from raceme.config.hang_up import heeds_hang_up
 from raceme.deployment.apps import Apps
 from raceme.deployment.connection import (
     Link,
@@ -101,11 +101,7 @@ def run_device(options: DeviceOptions) -> None:
         The SuperLink will never take this device, or an option cannot be met.
     """
     apps = Apps(options.trust, options.node_config)
-    if options.memory_limit is not None:
-        # Torch is the largest part of what the process holds: it counts from the start.
-        import raceme.client_app  # noqa: F401
-
-        limit_memory(options.memory_limit)
+    _load(options)
     stop, hurry = StopSignal(), StopSignal()
     interrupter = Interrupter(options.grace)
 
@@ -126,6 +122,20 @@ def run_device(options: DeviceOptions) -> None:
         tasks = Tasks(apps, options.node_config, interrupter, invitations)
         _stay_online(options, tasks, stop, hurry)
     log.info("offline")
+
+
+def _load(options: DeviceOptions) -> None:
+    """Load torch and Raceme's ClientApp, and see that it can train as it was told.
+
+    A device is online when it can begin to work, not some seconds before; what cannot work is said
+    at once. Torch is the largest part of what the process holds: it counts in the memory's limit.
+    """
+    import raceme.client_app  # noqa: F401
+    from raceme.training.processors import ways_of
+
+    if options.memory_limit is not None:
+        limit_memory(options.memory_limit)
+    ways_of(options.node_config)
 
 
 def _stay_online(options: DeviceOptions, tasks: Tasks, stop: StopSignal, hurry: StopSignal) -> None:

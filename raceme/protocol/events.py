@@ -109,6 +109,9 @@ class UpdateApplied:
         Share of each distribution in the client's samples of this step, where they are a mixture.
     phase : str
         What the method did meanwhile, for the account of bytes; by default the kind of work.
+    cpu_seconds, joules : float or None
+        What the work cost the client, as it states it: seconds of computing of all its threads, and
+        the energy that its board took meanwhile, where that can tell; on real devices only.
     """
 
     seq: int
@@ -130,6 +133,8 @@ class UpdateApplied:
     passes: int | None = None
     mixture: tuple[float, ...] = ()
     phase: str = "train"
+    cpu_seconds: float | None = None
+    joules: float | None = None
 
 
 @dataclass(frozen=True)

@@ -44,8 +44,8 @@ Flags = NDArray[np.bool_]
 class Updates:
     """The accepted updates, one element each; see :class:`raceme.protocol.events.UpdateApplied`.
 
-    What is not known is NaN: ``started_at`` on virtual time, accuracies and ``passes`` of runs
-    whose uploads are not scored.
+    What is not known is NaN: ``started_at``, ``cpu_seconds`` and ``joules`` on virtual time,
+    accuracies and ``passes`` of runs whose uploads are not scored.
     """
 
     seq: Integers
@@ -65,6 +65,8 @@ class Updates:
     accuracy_after: Floats
     passes: Floats
     phase: Texts
+    cpu_seconds: Floats
+    joules: Floats
 
 
 @dataclass(frozen=True)

@@ -27,10 +27,10 @@ from raceme.protocol.measure import Measure
 from raceme.records import method_tables
 from raceme.records.store_rows import Numbered, Rows, columns_of, number_of
 
-FORMAT = 7
-"""3 to 6 have less, and are read alike; 1 and 2 are :mod:`raceme.records.old_stores`'."""
+FORMAT = 8
+"""3 to 7 have less, and are read alike; 1 and 2 are :mod:`raceme.records.old_stores`'."""
 
-READ_ALIKE = (3, 4, 5, 6, FORMAT)
+READ_ALIKE = (3, 4, 5, 6, 7, FORMAT)
 """Formats that the readers of this module read."""
 
 SCHEMA = f"""
@@ -50,7 +50,7 @@ CREATE TABLE updates (
     weight REAL, dispatched_at REAL NOT NULL, train_loss REAL,
     bytes_down INTEGER NOT NULL, bytes_up INTEGER NOT NULL, started_at REAL, finished_at REAL,
     step INTEGER NOT NULL, accuracy_before REAL, accuracy_after REAL, passes INTEGER,
-    phase TEXT NOT NULL, event INTEGER PRIMARY KEY);
+    phase TEXT NOT NULL, cpu_seconds REAL, joules REAL, event INTEGER PRIMARY KEY);
 CREATE TABLE mixtures (
     event INTEGER NOT NULL REFERENCES updates, distribution INTEGER NOT NULL, share REAL NOT NULL,
     PRIMARY KEY (event, distribution)) WITHOUT ROWID;
@@ -93,7 +93,7 @@ CREATE TABLE endings (
 TABLES = {
     "client_events": (6, "event"),
     "refused_claims": (5, "event"),
-    "updates": (19, "event"),
+    "updates": (21, "event"),
     "mixtures": (3, "event, distribution"),
     "rejections": (5, "event"),
     "evaluations": (10, "event"),
@@ -151,6 +151,8 @@ def _write_update(rows: Rows, number: int, event: UpdateApplied) -> None:
             event.accuracy_after,
             event.passes,
             event.phase,
+            event.cpu_seconds,
+            event.joules,
             number,
         )
     )

@@ -10,7 +10,7 @@ import numpy as np
 
 from raceme.protocol.events import ClusterChange, ClustersChanged
 from raceme.records.membership import home
-from raceme.records.record import Client, RunRecord
+from raceme.records.record import Client, Flags, Floats, RunRecord
 from raceme.reporting.page import PageTable, number, spread_over
 from raceme.reporting.style import cluster_colour
 
@@ -210,6 +210,42 @@ def clients_table(record: RunRecord) -> PageTable:
         record.measure.word,
     )
     return PageTable(f"The numbers: {shown}", heads, rows)
+
+
+def costs_table(record: RunRecord) -> PageTable | None:
+    """Return what each device's updates cost, summed up; None if no device states it.
+
+    Bytes are those of the arrays, as the server has counted them; seconds and energy are what
+    devices state.
+    """
+    updates = record.updates
+    if not np.isfinite(updates.cpu_seconds).any() and not np.isfinite(updates.joules).any():
+        return None
+    chosen = [record.clients[i].client for i in spread_over(len(record.clients), _MOST_CLIENTS)]
+    rows = [_cost_row(name, record, updates.client == name) for name in chosen]
+    if len(chosen) == len(record.clients) > 1:
+        rows.append(_cost_row("all", record, np.ones(len(updates.client), bool)))
+    heads = ("client", "updates", "CPU (s)", "energy (J)", "bytes down", "bytes up")
+    more = "" if len(chosen) == len(record.clients) else f", {len(chosen)} clients of the run"
+    return PageTable(f"What the updates cost{more}", heads, tuple(rows))
+
+
+def _cost_row(name: str, record: RunRecord, own: Flags) -> tuple[str, ...]:
+    updates = record.updates
+    return (
+        name,
+        number(int(own.sum())),
+        number(_sum(updates.cpu_seconds[own]), 1),
+        number(_sum(updates.joules[own]), 1),
+        number(int(updates.bytes_down[own].sum())),
+        number(int(updates.bytes_up[own].sum())),
+    )
+
+
+def _sum(values: Floats) -> float | None:
+    """Return the sum of what is known; None if nothing is."""
+    known = values[np.isfinite(values)]
+    return float(known.sum()) if len(known) else None
 
 
 def _client_rows(record: RunRecord, clients: Iterable[Client]) -> Iterable[tuple[str, ...]]:

@@ -24,6 +24,7 @@ from raceme.reporting.fleet_tables import (
     changes_table,
     clients_table,
     clusters_table,
+    costs_table,
     membership,
     moves_table,
 )
@@ -113,6 +114,7 @@ def run_page(folder: Path, links: str) -> str:
         without_similarity=without,
         devices=plot(devices_figure(record, clock=clock), "devices"),
         clients=clients_table(record),
+        costs=costs_table(record),
         staleness=_staleness(record),
         idle=_idle(record),
         uploads=plot(uploads_figure(record), "uploads") if has_scores(record) else None,

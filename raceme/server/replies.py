@@ -11,6 +11,7 @@ import numpy as np
 from flwr.app import ArrayRecord, Message, RecordDict
 from numpy.typing import NDArray
 
+from raceme.protocol.cost import NOT_STATED, Cost, cost_of
 from raceme.protocol.messages import (
     ARRAYS,
     CHOSEN,
@@ -122,6 +123,8 @@ class Update:
     mixture : tuple[float, ...]
         Share of each distribution in the client's samples, where they are a mixture and it says
         so; for reports only.
+    cost : Cost
+        What the work cost the device, as far as it says so; for reports only.
     """
 
     task: Task
@@ -133,6 +136,7 @@ class Update:
     numbers: dict[str, NDArray[Any]] = field(default_factory=dict)
     arrived_at: float = 0.0
     mixture: tuple[float, ...] = ()
+    cost: Cost = NOT_STATED
 
 
 class InvalidReplyError(ValueError):
@@ -189,8 +193,9 @@ def read_update(reply: Message, task: Task, spec: ModelSpec, now: float = 0.0) -
     ------
     InvalidReplyError
         An error reply; records missing; a base version, task, kind or step other than the one
-        that was sent; no word on which of several models was trained; no examples; arrays of other
-        shapes; NaN, infinity, or numbers with which no mean could be taken.
+        that was sent; no word on which of several models was trained; no examples; a cost that
+        cannot be; arrays of other shapes; NaN, infinity, or numbers with which no mean could be
+        taken.
     """
     content, stated, metrics = _checked(reply, task)
     records = {name: rec for name, rec in content.array_records.items() if name != NUMBERS}
@@ -205,7 +210,8 @@ def read_update(reply: Message, task: Task, spec: ModelSpec, now: float = 0.0) -
     numbers = content.array_records.get(NUMBERS)
     try:
         vector = spec.unpack(arrays)
-    except InvalidModelError as error:
+        cost = cost_of(metrics)
+    except (InvalidModelError, StatementError) as error:
         raise InvalidReplyError(str(error)) from None
     return Update(
         task=task,
@@ -217,6 +223,7 @@ def read_update(reply: Message, task: Task, spec: ModelSpec, now: float = 0.0) -
         numbers=_numbers(numbers),
         arrived_at=now,
         mixture=_mixture(next(iter(content.metric_records.values())).get(MIXTURE)),
+        cost=cost,
     )
 
 

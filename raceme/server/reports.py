@@ -73,6 +73,8 @@ def applied_update(
         passes=count_of(update.metrics.get(SAMPLE_PASSES)),
         mixture=update.mixture,
         phase=task.phase or task.kind,
+        cpu_seconds=update.cost.cpu_seconds,
+        joules=update.cost.joules,
     )
 
 

@@ -9,6 +9,9 @@ A node says who it is in its node config:
 ``data-file``, ``data-root``, ``download``
     Where this device keeps its data, and whether missing ones are fetched; they replace the keys of
     the same name. A data file that was replaced is read anew for the next message.
+``accelerator``, ``threads``
+    Where this device computes, ``cpu``, ``cuda`` or ``mps``, and on how many threads; ``auto``:
+    what is fastest for its network. Without them it trains on one thread.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from zlib import crc32
 
+import torch
 from flwr.app import Context
 
 from raceme import datasets, models
@@ -28,6 +32,7 @@ from raceme.datasets.source import generator
 from raceme.protocol.messages import VALIDATION_SHARE, kept_for_validation
 from raceme.training.network import Network
 from raceme.training.objective import objective_of
+from raceme.training.processors import ACCELERATOR, THREADS, fastest, ways_of
 from raceme.training.samples import Samples
 
 _Items = tuple[tuple[str, Value], ...]
@@ -204,17 +209,36 @@ def load(run_items: _Items, node_items: _Items, step: int) -> Client:
     config = config.with_values(clients=int(node.get("num-partitions", config.num_clients)))
     position = _position(config, node)
     data, shape = datasets.client_data(config, position, step), datasets.data_shape(config)
-    network = network_of(config)
+    network = _fastest_network(config, node, data)
+    kept = network.channels_last, network.accelerator
     return Client(
         id=str(node.get("device-id", f"client-{position}")),
         config=config,
-        train=Samples(data.x_train, data.y_train, network.channels_last),
-        test=Samples(data.x_test, data.y_test, network.channels_last),
+        train=Samples(data.x_train, data.y_train, *kept),
+        test=Samples(data.x_test, data.y_test, *kept),
         num_classes=shape.num_classes,
         group=data.group,
         mixture=data.mixture,
         network=network,
     )
+
+
+def _fastest_network(
+    config: RunConfig, node: Mapping[str, Value], data: datasets.ClientData
+) -> Network:
+    """Return the network where it trains fastest, of what the node's owner allows; set threads."""
+    if ACCELERATOR not in node and THREADS not in node:
+        return network_of(config)
+    # Batch normalisation takes two samples at least.
+    size = max(2, config.batch_size)
+    way = fastest(
+        ways_of(node),
+        lambda accelerator: network_of(config, accelerator),
+        data.x_train[:size],
+        data.y_train[:size],
+    )
+    torch.set_num_threads(way.threads)
+    return network_of(config, way.accelerator)
 
 
 @lru_cache(maxsize=1)
@@ -239,15 +263,22 @@ def _position(config: RunConfig, node: Mapping[str, Value]) -> int:
     )
 
 
-def network_of(config: RunConfig) -> Network:
+def network_of(config: RunConfig, accelerator: str = "cpu") -> Network:
     """Return this process's network of a resolved configuration.
 
     Its weights are overwritten by every model that it serves.
+
+    Parameters
+    ----------
+    config : RunConfig
+        Names the model.
+    accelerator : str
+        Where it computes; see :class:`~raceme.training.network.Network`.
     """
-    return _network(str(config.model), datasets.data_shape(config))
+    return _network(str(config.model), datasets.data_shape(config), accelerator)
 
 
 @lru_cache(maxsize=8)
-def _network(name: str, shape: datasets.DataShape) -> Network:
+def _network(name: str, shape: datasets.DataShape, accelerator: str) -> Network:
     module = models.build(name, shape.input_shape, shape.outputs, tokens=shape.tokens)
-    return Network(module, objective_of(shape))
+    return Network(module, objective_of(shape), accelerator)

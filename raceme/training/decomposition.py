@@ -63,23 +63,24 @@ class Masks:
                 self.count += shape[0]
             else:
                 units.append(torch.full((math.prod(shape),), -1))
-        self._unit = torch.cat(units)
+        self._unit = torch.cat(units).to(network.accelerator)
         # Weights without a mask have that of a unit behind the last one, which is always 1.
         self._unit[self._unit < 0] = self.count
 
     def first(self) -> Tensor:
         """Return what the mask of a new task starts from, shape (units,)."""
         first = math.log(_FIRST_SIGMOID / (1 - _FIRST_SIGMOID)) if self.sigmoid else 1.0
-        return torch.full((self.count,), first)
+        return torch.full((self.count,), first, device=self._unit.device)
 
     def of_weights(self, trained: Tensor) -> Tensor:
         """Return M for each weight, shape (d,), of what is trained, shape (units,)."""
         mask = torch.sigmoid(trained) if self.sigmoid else trained
-        return torch.cat([mask, torch.ones(1)])[self._unit]
+        return torch.cat([mask, mask.new_ones(1)])[self._unit]
 
     def gradient(self, trained: Tensor, of_weights: Tensor) -> Tensor:
         """Return the gradient of what is trained, given that of M for each weight."""
-        summed = torch.zeros(self.count + 1).index_add_(0, self._unit, of_weights)[:-1]
+        summed = of_weights.new_zeros(self.count + 1)
+        summed = summed.index_add_(0, self._unit, of_weights)[:-1]
         if self.sigmoid:
             mask = torch.sigmoid(trained)
             summed *= mask * (1 - mask)
@@ -113,8 +114,9 @@ class TaskPart:
     @classmethod
     def new(cls, masks: Masks, weights: int, clients: int = 0, arrays: int = 0) -> TaskPart:
         """Return the part of a task that begins: nothing of its own, and nothing borrowed."""
-        nothing, shares = torch.zeros(weights), torch.zeros(clients, arrays)
-        return cls(masks.first(), nothing, nothing.clone(), shares, torch.empty(0))
+        mask = masks.first()
+        nothing, shares = mask.new_zeros(weights), mask.new_zeros(clients, arrays)
+        return cls(mask, nothing, nothing.clone(), shares, mask.new_empty(0))
 
     def weights(self, shared: Tensor, masks: Masks) -> Tensor:
         """Return θ = σ ⊙ M + τ + b, shape (d,)."""
@@ -196,7 +198,7 @@ class Decomposition:
                 torch.full((where.stop - where.start,), index)
                 for index, where in enumerate(network.slices.values())
             ]
-        )
+        ).to(network.accelerator)
         pieces = [shared, part.mask, part.adaptive, part.shares.reshape(-1)]
         self.weights = torch.cat(pieces)
         self.gradient = torch.zeros_like(self.weights)

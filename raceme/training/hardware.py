@@ -9,6 +9,7 @@ from pathlib import Path
 
 _MIB = 1024 * 1024
 _CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
+_CONTAINER_SHARE = Path("/sys/fs/cgroup/cpu.max")
 
 
 def describe() -> dict[str, str | int]:
@@ -17,7 +18,7 @@ def describe() -> dict[str, str | int]:
     A container's share counts, where it has one.
     """
     return {
-        "cpu-count": _processors(),
+        "cpu-count": processors(),
         "memory-mib": _memory() // _MIB,
         "torch-version": _torch_version(),
     }
@@ -29,10 +30,18 @@ def _torch_version() -> str:
     return metadata.version("torch")
 
 
-def _processors() -> int:
+def processors() -> int:
+    """Return the number of cores that this process may keep busy, a container's if it is in one."""
     if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        there = len(os.sched_getaffinity(0))
+    else:
+        there = os.cpu_count() or 1
+    try:
+        # "150000 100000": microseconds of computing in so many; "max" where there is no limit.
+        quota, period = map(int, _CONTAINER_SHARE.read_text().split())
+    except (OSError, ValueError):
+        return there
+    return max(1, min(there, quota // period)) if period else there
 
 
 def _memory() -> int:

@@ -23,7 +23,8 @@ def complete(work: ClientWork, step: int) -> None:
     if key(step) in work.state:
         network, record = work.client.network, work.state.array_records[key(step)]
         masks = Masks(network, sigmoid=_LOGITS in record)
-        network.weights.copy_(read(record).weights(network.weights, masks))
+        part = read(record, network.accelerator)
+        network.weights.copy_(part.weights(network.weights, masks))
 
 
 def key(step: int) -> str:
@@ -31,9 +32,12 @@ def key(step: int) -> str:
     return f"{PART}{step}"
 
 
-def read(record: ArrayRecord) -> TaskPart:
-    """Read a part as the client keeps it."""
-    arrays = {name: torch.from_numpy(np.array(from_array(array))) for name, array in record.items()}
+def read(record: ArrayRecord, accelerator: str) -> TaskPart:
+    """Read a part as the client keeps it into the memory of an accelerator."""
+    arrays = {
+        name: torch.from_numpy(np.array(from_array(array))).to(accelerator)
+        for name, array in record.items()
+    }
     mask = arrays[_LOGITS] if _LOGITS in arrays else arrays["mask"]
     rest = (arrays[name] for name in ("adaptive", "borrowed", "shares", "held"))
     return TaskPart(mask, *rest)
@@ -48,4 +52,4 @@ def written(part: TaskPart, masks: Masks) -> ArrayRecord:
         "shares": part.shares,
         "held": part.held,
     }
-    return array_record({name: to_array(values.numpy()) for name, values in arrays.items()})
+    return array_record({name: to_array(values.cpu().numpy()) for name, values in arrays.items()})

@@ -238,7 +238,8 @@ def label_counts(work: ClientWork) -> Answer:
     client = work.client
     if not client.num_classes:
         raise ValueError("label-counts counts classes, and these data have quantities for labels.")
-    counts = np.bincount(client.train.y.numpy(), minlength=client.num_classes).astype(np.int64)
+    labels = client.train.y.cpu().numpy()
+    counts = np.bincount(labels, minlength=client.num_classes).astype(np.int64)
     return Answer({NUM_EXAMPLES: len(client.train)}, numbers={LABEL_COUNTS: counts})
 
 

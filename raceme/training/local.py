@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import repeat
 from types import MappingProxyType
 
@@ -106,13 +107,12 @@ def train(
     """
     terms = terms_of(network, settings, arrays)
     descend = descent(network, settings)
-    total = torch.zeros(())
+    total = torch.zeros((), device=network.accelerator)
     seen = 0
     network.module.train()
-    with torch.random.fork_rng(devices=[]), dropout(network.module, settings.dropout):
-        torch.default_generator.manual_seed(torch_seed(rng))
+    with _seeded(torch_seed(rng), network), dropout(network.module, settings.dropout):
         for order in epochs(len(samples), settings, network.needs_pairs, rng):
-            chosen, size = torch.from_numpy(order), settings.batch_size
+            chosen, size = torch.from_numpy(order).to(network.accelerator), settings.batch_size
             batches = samples.mini_batches(chosen, size)
             for (x, y), own in zip(batches, _cut(weights, chosen, size), strict=False):
                 total.add_(differentiate(network, x, y, terms, own), alpha=len(y))
@@ -121,22 +121,10 @@ def train(
     return float(total) / seen
 
 
-def _cut(weights: Tensor | None, order: Tensor, size: int) -> Iterator[Tensor | None]:
-    """Yield the weights of each mini-batch; None again and again if samples have none."""
-    return repeat(None) if weights is None else iter(torch.split(weights[order], size))
-
-
-def differentiate(
-    network: Network,
-    x: Tensor,
-    y: Tensor,
-    terms: Sequence[Term] = (),
-    weights: Tensor | None = None,
-) -> Tensor:
-    """Leave in a network the gradient of a mini-batch and the terms; return the mean loss.
-
-    Where samples have weights, that is the mean of their losses times their weights.
-    """
+            chosen, size = torch.from_numpy(order).to(network.accelerator), settings.batch_size
+            batches = samples.mini_batches(chosen, size)
+            for (x, y), own in zip(batches, _cut(weights, chosen, size), strict=False):
+                total.add_(differentiate(network, x, y, terms, own), alpha=len(y))
     network.gradient.zero_()
     if weights is None:
         loss = network.objective.loss(network.module(x), y)
@@ -183,4 +171,4 @@ def losses(network: Network, samples: Samples) -> NDArray[np.float32]:
             network.objective.loss(network.module(x), y, "none")
             for x, y in samples.slices(_TEST_BATCH)
         ]
-        return torch.cat(parts).numpy()
+        return torch.cat(parts).cpu().numpy()

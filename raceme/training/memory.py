@@ -48,8 +48,8 @@ def learn(work: ClientWork) -> Answer:
     count = min(int(work.number(REMEMBERED, None)), len(kept))
     chosen = np.sort(work.generator().choice(len(kept), count, replace=False))
     step = int(work.number(STEP, 0))
-    inputs = np.asarray(kept.shaped(kept.x).numpy())[chosen]
-    arrays = {INPUTS: to_array(inputs), LABELS: to_array(kept.y.numpy()[chosen])}
+    inputs = np.asarray(kept.shaped(kept.x).cpu().numpy())[chosen]
+    arrays = {INPUTS: to_array(inputs), LABELS: to_array(kept.y.cpu().numpy()[chosen])}
     work.state[numbered(MEMORY, step)] = array_record(arrays)
     return train_model(work, work.model)
 
@@ -127,6 +127,6 @@ def _samples(work: ClientWork, record: ArrayRecord) -> Samples:
     own = work.client.train
     if inputs.shape[1:] != tuple(own.shaped(own.x[:1]).shape[1:]) or len(inputs) != len(labels):
         raise ValueError(f"These samples have the shape {inputs.shape}, unlike the client's own.")
-    return Samples(
-        np.array(inputs, np.float32), np.array(labels), work.client.network.channels_last
-    )
+    network = work.client.network
+    kept = network.channels_last, network.accelerator
+    return Samples(np.array(inputs, np.float32), np.array(labels), *kept)

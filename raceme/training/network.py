@@ -44,11 +44,15 @@ class Network:
         into :attr:`gradient`.
     objective : Objective
         What it is trained for and tested by.
+    accelerator : str
+        Where it computes: ``"cpu"``, or what torch calls a GPU, ``"cuda"`` or ``"mps"``.
 
     Attributes
     ----------
     weights, gradient : Tensor
-        All parameters and their gradients, shape (d,), float32.
+        All parameters and their gradients, shape (d,), float32, in the accelerator's memory.
+    accelerator : str
+        Where it computes.
     slices : dict[str, slice]
         Where each parameter lies in them.
     needs_pairs : bool
@@ -59,9 +63,15 @@ class Network:
         True if it convolves: images are then best kept in that order of memory.
     """
 
-    def __init__(self, module: nn.Module, objective: Objective = _CLASSIFICATION) -> None:
-        self.module = module
+    def __init__(
+        self,
+        module: nn.Module,
+        objective: Objective = _CLASSIFICATION,
+        accelerator: str = "cpu",
+    ) -> None:
+        self.module = module.to(accelerator)
         self.objective = objective
+        self.accelerator = accelerator
         parameters = list(module.parameters())
         self.weights = torch.cat([p.detach().reshape(-1) for p in parameters]).float()
         self.gradient = torch.zeros_like(self.weights)
@@ -73,9 +83,10 @@ class Network:
             parameter.grad = self.gradient[start:end].view_as(parameter)
             self.slices[name] = slice(start, end)
             start = end
-        # Parameters and buffers as numpy sees the very same memory.
+        self._tensors: dict[str, Tensor] = dict(module.state_dict())
+        # Parameters and buffers as numpy sees them: on a CPU the very same memory, else a copy.
         self._state: dict[str, NDArray[np.generic]] = {
-            name: values.numpy() for name, values in module.state_dict().items()
+            name: values.cpu().numpy() for name, values in self._tensors.items()
         }
         self.needs_pairs = has_batch_norm(module)
         self.batch_norm = batch_norm_arrays(module)
@@ -125,6 +136,8 @@ class Network:
                     f"this client's network has shape {own.shape}."
                 )
             np.copyto(own, values, casting="unsafe")
+            if self.accelerator != "cpu":
+                self._tensors[name].copy_(torch.from_numpy(own))
 
     def read_mask(self, record: ArrayRecord) -> Tensor:
         """Return which weights a record of zeros and ones lets a client train.
@@ -144,7 +157,7 @@ class Network:
         InvalidModelError
             A parameter is missing, or an array has another shape or type.
         """
-        mask = torch.empty(len(self.weights), dtype=torch.bool)
+        mask = torch.empty_like(self.weights, dtype=torch.bool)
         for name, where in self.slices.items():
             if name not in record:
                 raise InvalidModelError(f"The received mask says nothing of '{name}'.")
@@ -190,7 +203,7 @@ class Network:
         """Return a number for each weight as :meth:`read_weights` takes it: arrays by name."""
         return array_record(
             {
-                name: to_array(values[where].numpy().reshape(self._state[name].shape))
+                name: to_array(values[where].cpu().numpy().reshape(self._state[name].shape))
                 for name, where in self.slices.items()
             }
         )
@@ -199,11 +212,17 @@ class Network:
         """Return the model as it is now, in the order and types of the one that was read."""
         return array_record(
             {
-                name: to_array(self._state[name].astype(dtype, copy=False))
+                name: to_array(self._present(name).astype(dtype, copy=False))
                 for name, dtype in zip(spec.names, spec.dtypes, strict=True)
             }
         )
 
     def keep(self, names: Collection[str]) -> ArrayRecord:
         """Return some of the arrays as they are now, by name."""
-        return array_record({name: to_array(self._state[name]) for name in names})
+        return array_record({name: to_array(self._present(name)) for name in names})
+
+    def _present(self, name: str) -> NDArray[np.generic]:
+        """Return an array as it is now, in the CPU's memory."""
+        if self.accelerator == "cpu":
+            return self._state[name]
+        return self._tensors[name].cpu().numpy()

@@ -86,4 +86,4 @@ def _samples(part: str, x: ArrayLike, y: ArrayLike, network: Network) -> Samples
             f"OwnData: x_{part} and y_{part} must be as many inputs as classes, one at least, and "
             f"classes count from 0; they have shapes {inputs.shape} and {labels.shape}."
         )
-    return Samples(inputs, labels, network.channels_last)
+    return Samples(inputs, labels, network.channels_last, network.accelerator)

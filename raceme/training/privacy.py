@@ -18,8 +18,6 @@ import numpy as np
 from flwr.app import ConfigRecord, Context, Message, MetricRecord
 from flwr.clientapp.mod import LocalDpMod
 from flwr.clientapp.typing import ClientAppCallable
-from scipy.optimize import brentq
-from scipy.special import log_ndtr, ndtr
 
 from raceme.protocol.messages import (
     CONFIG,
@@ -72,6 +70,10 @@ class LocalPrivacy:
         gives is known exactly (Balle and Wang, ICML 2018, theorem 8): with μ = √k Δ/σ for k
         updates, δ = Φ(μ/2 − ε/μ) − exp(ε) Φ(−μ/2 − ε/μ).
         """
+        # A device, which only adds the noise, is installed without scipy.
+        from scipy.optimize import brentq
+        from scipy.special import log_ndtr, ndtr
+
         noise = math.sqrt(2.0 * math.log(1.25 / self.delta)) / self.epsilon
         mu = math.sqrt(updates) / noise
 

@@ -98,7 +98,7 @@ def train_weighted(work: ClientWork) -> Answer:
     settings, rng = work.training_settings(), work.generator()
     scores = score_former(work, received)
     spec = work.receive(received)
-    weights = torch.from_numpy(shares[index].astype(np.float32))
+    weights = torch.from_numpy(shares[index].astype(np.float32)).to(network.accelerator)
     loss = training.train(network, client.train, settings, rng, work.arrays, weights=weights)
     scores |= score_upload(work, 0)
     return training_answer(work, work.give(spec, received), {TRAIN_LOSS: loss, **scores})

@@ -27,17 +27,25 @@ class Samples:
     channels_last : bool
         Keep inputs of shape (n, channels, height, width) in the order of memory that
         convolutions work on fastest.
+    accelerator : str
+        Where they are kept: where their network computes.
     """
 
-    def __init__(self, x: NDArray[np.float32], y: Labels, channels_last: bool = False) -> None:
+    def __init__(
+        self,
+        x: NDArray[np.float32],
+        y: Labels,
+        channels_last: bool = False,
+        accelerator: str = "cpu",
+    ) -> None:
         self._channels_last = channels_last and x.ndim == 4
         # Kept as (n, height, width, channels): what is cut out of that is "channels last", which
         # selecting from a tensor that merely has such strides would lose. numpy rather than torch
         # brings it into this order, because with a single channel torch takes it to be so already
         # and keeps strides that its kernels do not recognise.
         values = np.array(np.moveaxis(x, 1, -1), order="C") if self._channels_last else x
-        self.x = torch.from_numpy(np.ascontiguousarray(values))
-        self.y = torch.from_numpy(np.ascontiguousarray(y))
+        self.x = torch.from_numpy(np.ascontiguousarray(values)).to(accelerator)
+        self.y = torch.from_numpy(np.ascontiguousarray(y)).to(accelerator)
 
     @classmethod
     def joined(cls, parts: Sequence[Samples]) -> Samples:
@@ -60,13 +68,13 @@ class Samples:
         """Return the same inputs, not copied, with other labels, shape (n,)."""
         other = Samples.__new__(Samples)
         other._channels_last, other.x = self._channels_last, self.x
-        other.y = torch.from_numpy(np.ascontiguousarray(y))
+        other.y = torch.from_numpy(np.ascontiguousarray(y)).to(self.y.device)
         return other
 
     def _where(self, wanted: NDArray[np.bool_]) -> Samples:
         part = Samples.__new__(Samples)
         part._channels_last = self._channels_last
-        positions = torch.from_numpy(np.flatnonzero(wanted))
+        positions = torch.from_numpy(np.flatnonzero(wanted)).to(self.y.device)
         part.x, part.y = self.x.index_select(0, positions), self.y.index_select(0, positions)
         return part
 

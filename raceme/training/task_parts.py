@@ -56,8 +56,8 @@ def train_borrowing(work: ClientWork) -> Answer:
     answer, part = _train(work, sigmoid=False, borrowed=state.array_records.get(own))
     where = torch.nonzero(part.adaptive).reshape(-1)
     numbers: Mapping[str, NDArray[np.generic]] = {
-        ADAPTIVE_INDICES: where.numpy().astype(np.int32),
-        ADAPTIVE_VALUES: part.adaptive[where].numpy(),
+        ADAPTIVE_INDICES: where.cpu().numpy().astype(np.int32),
+        ADAPTIVE_VALUES: part.adaptive[where].cpu().numpy(),
     }
     return replace(answer, numbers=numbers)
 
@@ -70,9 +70,9 @@ def _train(
     scores = score_former(work, received, lambda step: complete(work, step))
     spec = work.receive(received)
     shared, masks = network.weights.clone(), Masks(network, sigmoid)
-    others = _others(borrowed, len(shared))
+    others = _others(borrowed, len(shared)).to(network.accelerator)
     kept = {
-        name: read(record)
+        name: read(record, network.accelerator)
         for name, record in work.state.array_records.items()
         if name.startswith(PART)
     }

@@ -70,13 +70,38 @@ def test_a_store_of_format_3_lacks_what_came_later(tmp_path: Path) -> None:
         RunStore(tmp_path, after=3)
 
 
+def forget_format_8(connection: sqlite3.Connection) -> None:
+    for column in ("cpu_seconds", "joules"):
+        connection.execute(f"ALTER TABLE updates DROP COLUMN {column}")
+
+
+def as_format_7(events: Iterable[Event]) -> list[Event]:
+    return [
+        replace(event, cpu_seconds=None, joules=None) if isinstance(event, UpdateApplied) else event
+        for event in events
+    ]
+
+
+def test_a_store_of_format_7_lacks_costs(tmp_path: Path) -> None:
+    path = write(tmp_path, ONE_OF_EACH)
+    with closing(sqlite3.connect(path)) as connection:
+        forget_format_8(connection)
+        connection.execute("PRAGMA user_version = 7")
+    assert read_events(path) == as_format_7(ONE_OF_EACH)
+    with pytest.raises(UserError, match=f"format 7, and format {FORMAT} is needed"):
+        RunStore(tmp_path, after=3)
+
+
 def forget_format_7(connection: sqlite3.Connection) -> None:
+    forget_format_8(connection)
     connection.execute("DROP TABLE refused_claims")
     connection.execute("DROP TABLE verdicts")
 
 
 def as_format_6(events: Iterable[Event]) -> list[Event]:
-    return [event for event in events if not isinstance(event, ClaimRefused | UpdateJudged)]
+    return [
+        event for event in as_format_7(events) if not isinstance(event, ClaimRefused | UpdateJudged)
+    ]
 
 
 def test_a_store_of_format_6_lacks_claims_and_verdicts(tmp_path: Path) -> None:

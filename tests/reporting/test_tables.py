@@ -14,7 +14,13 @@ from raceme.protocol.events import (
 )
 from raceme.records.record import RunRecord
 from raceme.reporting.drift_tables import drifts_table, steps_table
-from raceme.reporting.fleet_tables import changes_table, clients_table, membership, moves_table
+from raceme.reporting.fleet_tables import (
+    changes_table,
+    clients_table,
+    costs_table,
+    membership,
+    moves_table,
+)
 
 
 def placed(
@@ -145,3 +151,24 @@ def test_data_that_never_change_have_no_tables() -> None:
     record = RunRecord.of(DRIFT[:3])
     assert drifts_table(record) is None
     assert steps_table(record) is None
+
+
+def test_costs_are_summed_up_by_device_and_for_all() -> None:
+    def update(seq: int, client: str, seconds: float | None, joules: float | None) -> UpdateApplied:
+        return UpdateApplied(
+            *(seq, float(seq), client, 0, 0, 0, 1.0, 0.0, 0.5, 100, 10 * seq),
+            cpu_seconds=seconds,
+            joules=joules,
+        )
+
+    joined = CHANGES[:3]
+    told = [update(1, "a", 1.5, 3.0), update(2, "b", 0.25, None), update(3, "a", 0.5, 4.25)]
+    table = costs_table(RunRecord.of([*joined, *told]))
+    assert table is not None
+    assert table.rows == (
+        ("a", "2", "2.0", "7.2", "200", "40"),
+        ("b", "1", "0.2", "–", "100", "20"),
+        ("c", "0", "–", "–", "0", "0"),
+        ("all", "3", "2.2", "7.2", "300", "60"),
+    )
+    assert costs_table(RunRecord.of([*joined, update(1, "a", None, None)])) is None

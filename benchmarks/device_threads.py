@@ -1,0 +1,59 @@
+"""What further threads, or a GPU, gain one device: the same local training on each.
+
+    python3 benchmarks/device_threads.py --threads 1,2 --rounds 5
+    python3 benchmarks/device_threads.py --threads 1,2 --accelerators cpu,cuda
+
+Images of 28x28 pixels that are drawn at random, as speed does not depend on what is on them. The
+ways take turns, in one process, so that a noisy machine is noisy for all; of each the fastest round
+counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import time
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from raceme import models, training
+
+SHAPE, CLASSES = (1, 28, 28), 10
+WORK = (("cnn", 10), ("cnn", 64), ("mlp512", 10), ("cnn5x5", 10), ("cnn5x5", 64))
+"""Networks of 22 thousand, 0.7 and 1.7 million weights, and sizes of mini-batches."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--threads", default="1,2")
+    parser.add_argument("--accelerators", default="cpu")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--samples", type=int, default=320)
+    arguments = parser.parse_args()
+    threads = [int(count) for count in arguments.threads.split(",")]
+    ways = [(place, count) for place in arguments.accelerators.split(",") for count in threads]
+    rng = np.random.default_rng(0)
+    x = rng.random((arguments.samples, *SHAPE), np.float32)
+    y = rng.integers(CLASSES, size=arguments.samples)
+    table = Table("network", "weights", "batch", *(f"{p}, {n} threads" for p, n in ways))
+    for name, batch in WORK:
+        seconds = dict.fromkeys(ways, float("inf"))
+        for _, (place, count) in itertools.product(range(arguments.rounds), ways):
+            torch.set_num_threads(count)
+            network = training.Network(models.build(name, SHAPE, CLASSES))
+            samples = training.Samples(x, y, network.channels_last)
+            settings = training.TrainingSettings(lr=0.01, batch_size=batch)
+            started = time.perf_counter()
+            training.train(network, samples, settings, np.random.default_rng(0))
+            seconds[place, count] = min(seconds[place, count], time.perf_counter() - started)
+        weights = f"{len(network.weights):,}"
+        shown = (f"{1000 * seconds[way]:.0f} ms" for way in ways)
+        table.add_row(name, weights, str(batch), *shown)
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
