@@ -121,10 +121,35 @@ def train(
     return float(total) / seen
 
 
-            chosen, size = torch.from_numpy(order).to(network.accelerator), settings.batch_size
-            batches = samples.mini_batches(chosen, size)
-            for (x, y), own in zip(batches, _cut(weights, chosen, size), strict=False):
-                total.add_(differentiate(network, x, y, terms, own), alpha=len(y))
+@contextmanager
+def _seeded(seed: int, network: Network) -> Iterator[None]:
+    """Let a network's own randomness come from a seed; what torch draws elsewhere stays as it is.
+
+    A GPU draws by a generator of its own, which nobody else uses here.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        if network.accelerator != "cpu":
+            torch.get_device_module(network.accelerator).manual_seed(seed)
+        yield
+
+
+def _cut(weights: Tensor | None, order: Tensor, size: int) -> Iterator[Tensor | None]:
+    """Yield the weights of each mini-batch; None again and again if samples have none."""
+    return repeat(None) if weights is None else iter(torch.split(weights[order], size))
+
+
+def differentiate(
+    network: Network,
+    x: Tensor,
+    y: Tensor,
+    terms: Sequence[Term] = (),
+    weights: Tensor | None = None,
+) -> Tensor:
+    """Leave in a network the gradient of a mini-batch and the terms; return the mean loss.
+
+    Where samples have weights, that is the mean of their losses times their weights.
+    """
     network.gradient.zero_()
     if weights is None:
         loss = network.objective.loss(network.module(x), y)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy.special import softmax
 
 from raceme import training
 from raceme.compat import array_record
@@ -40,7 +39,7 @@ def label_masses(work: ClientWork) -> Answer:
     alike = np.full(len(models), 1.0 / len(models))
     mixing = _sent(work, MIXING, (len(models),), alike)
     table = _sent(work, LABEL_TABLE, (len(models), classes), np.ones((len(models), classes)))
-    labels = client.train.y.numpy()
+    labels = client.train.y.cpu().numpy()
     shares = responsibilities(losses.astype(np.float64), labels, mixing, table)
     kept = to_array(shares.astype(np.float32))
     work.state[RESPONSIBILITIES] = array_record({RESPONSIBILITIES: kept})
@@ -75,7 +74,7 @@ def responsibilities(
         logits = np.log(mixing)[:, None] - finite - np.log(table[:, labels])
     # A share of 0 stays 0; if all are, or what was sent is senseless, all models are alike.
     logits = np.nan_to_num(logits, nan=-1e30, posinf=1e30, neginf=-1e30)
-    return np.asarray(softmax(logits, axis=0), np.float64)
+    return torch.softmax(torch.from_numpy(logits), dim=0).numpy()
 
 
 def train_weighted(work: ClientWork) -> Answer:
@@ -90,7 +89,7 @@ def train_weighted(work: ClientWork) -> Answer:
     index, kept = work.settings.get(WEIGHTED_BY), work.state.array_records.get(RESPONSIBILITIES)
     shares = np.empty((0, 0)) if kept is None else from_array(kept[RESPONSIBILITIES])
     known = isinstance(index, int) and 0 <= index < len(shares)
-    if not known or shares.shape[1] != len(client.train):
+    if not isinstance(index, int) or not known or shares.shape[1] != len(client.train):
         raise ValueError(
             f"{WEIGHTED_BY} must name a model to which these samples were assigned by "
             f"'{LABEL_MASSES}', got {index!r}."

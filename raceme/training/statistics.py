@@ -49,8 +49,10 @@ def principal_directions(work: ClientWork) -> Answer:
     """
     per_class, in_all = _count(work, PER_CLASS), int(work.number(IN_ALL, 0))
     samples = work.client.train
-    x = samples.shaped(samples.x).reshape(len(samples), -1).numpy().astype(np.float64)
-    labels = samples.y.numpy() if work.client.num_classes else np.zeros(len(samples), np.int64)
+    x = samples.shaped(samples.x).reshape(len(samples), -1).cpu().numpy().astype(np.float64)
+    labels = (
+        samples.y.cpu().numpy() if work.client.num_classes else np.zeros(len(samples), np.int64)
+    )
     parts = []
     for label in np.unique(labels):
         own = x[labels == label]
@@ -104,7 +106,7 @@ def descriptors(work: ClientWork) -> Answer:
     scale = _MARGIN * work.number(LATENT_MOST, None)
     points = rng.uniform(0.0, 1.0, (_POINTS, features.shape[1])) * scale
     latent = projected(features, points, _count(work, LATENT_DIMENSIONS))
-    labels = client.train.y.numpy() if client.num_classes else None
+    labels = client.train.y.cpu().numpy() if client.num_classes else None
     described = moments(latent, labels, outputs if client.num_classes else 0)
     numbers = {DESCRIPTORS: bounded(described)}
     return Answer({NUM_EXAMPLES: len(client.train)}, numbers=numbers)
@@ -183,7 +185,7 @@ def latent_features(network: Network, samples: Samples) -> Matrix:
     finally:
         if handle is not None:
             handle.remove()
-    return torch.cat(seen).numpy().astype(np.float64)
+    return torch.cat(seen).cpu().numpy().astype(np.float64)
 
 
 def _described_layer(module: nn.Module) -> nn.Module | None:
@@ -217,7 +219,7 @@ def gradient(work: ClientWork) -> Answer:
     for x, y in samples.slices(_BATCH):
         differentiate(network, x, y)
         total.add_(network.gradient, alpha=len(y) / len(samples))
-    values = total.numpy()
+    values = total.cpu().numpy()
     parts = [
         values[network.slices[name]] if name in network.slices else np.zeros(size, np.float32)
         for name, size, role in zip(spec.names, spec.sizes, spec.roles, strict=True)
