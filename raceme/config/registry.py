@@ -133,6 +133,7 @@ STRATEGIES = Registry(
         "multikrum": "raceme.strategies.robust_rounds:MultiKrum",
         "nog-fedavg": "raceme.strategies.csafl:NoGFedAvg",
         "r-fedavg": "raceme.strategies.csafl:RFedAvg",
+        "panicle": "raceme.strategies.panicle:Panicle",
         "ssgd": "raceme.strategies.ssgd:StableSGD",
         "standalone": "raceme.strategies.standalone:Standalone",
         "t-fedavg": "raceme.strategies.csafl:TFedAvg",

@@ -51,6 +51,7 @@ from raceme.strategies.flower_rounds import (
 )
 from raceme.strategies.icfl import ICFL, ICFLAsync, ICFLAsyncParameters, ICFLParameters
 from raceme.strategies.ifca import IFCA, IFCAAsync, IFCAAsyncParameters, IFCAParameters
+from raceme.strategies.panicle import Panicle, PanicleParameters
 from raceme.strategies.robust_rounds import (
     FedMedian,
     FedMedianParameters,
@@ -139,6 +140,8 @@ __all__ = [
     "MultiKrum",
     "MultiKrumParameters",
     "NoGFedAvg",
+    "Panicle",
+    "PanicleParameters",
     "Plan",
     "RFedAvg",
     "RoundsParameters",

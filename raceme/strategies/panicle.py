@@ -1,0 +1,482 @@
+"""Panicle: clusters that form at once, and that repair themselves.
+
+Our own; a panicle is a branched raceme. Every client, slow or fast, begins with two *probes*: a few
+mini-batches from the initial model w0. Directions of different clients are compared crosswise, the
+first probe of one with the second of the other, so that the chance of mini-batches cancels out and
+distances have an absolute scale: 0 for clients that are alike, 1 for unrelated ones
+(`clustering/probes.py`). As soon as half of the fleet has answered, the partition with the most
+evidence is looked for, and taken if that reaches a level which depends neither on time nor on the
+size of the fleet (`clustering/evidence.py`).
+
+Whenever probes have been added, the same evidence may split clusters further, move clients, and
+merge what is alike (`clustering/repair.py`). A client whose updates suddenly grow is probed again,
+and placed anew if it does not go where it went. Inside a cluster, each update moves the model by the
+mean of all members' latest changes, the updating client's renewed, so that nobody owns the model by
+being fast; its share falls from CASA's to that of one member as the cluster learns.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raceme.clustering.clusters import Clusters
+from raceme.clustering.evidence import best_partition, nearest_group, silhouettes
+from raceme.clustering.model import Model
+from raceme.clustering.pace import calibration, share_of
+from raceme.clustering.probes import Probes, Sketcher
+from raceme.clustering.repair import movers, plan_repair
+from raceme.config.options import option
+from raceme.protocol.messages import ARRAYS, LOCAL_STEPS, Vector
+from raceme.server.fleet import Client
+from raceme.server.method import Applied, Method, staleness_of
+from raceme.server.replies import Update
+from raceme.server.work import Task, Work
+
+PROBE = "probe"
+"""Phase of the work that only places a client."""
+_PATIENCE = 3
+"""Probes in a row without an answer after which a client is given ordinary work."""
+_MOST_PROBES = 6
+"""Probes after which a client that does not agree with itself is given up."""
+_ALIKE = 0.5
+"""Likeness to its own former direction below which a client's data have changed."""
+_FEWEST = 8
+"""Clients that are looked at before all of the fleet have answered."""
+_SLACK = 0.1
+"""Evidence below the level at which clusters are given up again."""
+_GAIN = 0.1
+"""What a repair must bring those who move, in silhouettes."""
+_KEPT = 0.7
+"""Share of the typical length of a client's changes that its next one leaves."""
+
+
+@dataclass(frozen=True)
+class PanicleParameters:
+    """Hyper-parameters; each part can be switched off."""
+
+    probe_steps: int = option(5, "mini-batches of a probe (0: an ordinary task)", low=0)
+    clustering: bool = option(True, "form clusters (false: one model for all)")
+    level: float = option(0.45, "evidence from which on there are clusters", above=0, below=1)
+    most: int = option(12, "clusters at most", low=1)
+    repair: bool = option(True, "split, move and merge after the clusters were formed")
+    recheck: int = option(20, "own updates after which a client is probed again (0: never)", low=0)
+    drift: bool = option(True, "probe clients again whose updates suddenly grow")
+    growth: float = option(2.0, "growth of an update that is sudden", above=1)
+    alpha0: float = option(2.0, "α0 of a cluster's first updates: α0 / log2(members + 3)", above=0)
+    ease: float = option(10.0, "updates per member after which the share has halved", above=0)
+    unbiased: bool = option(True, "let members count alike, however often they report")
+    clip: float = option(3.0, "longest update, in medians of its cluster's (0: any)", low=0)
+    sketch: int = option(1024, "numbers of a direction that are kept (0: all)", low=0)
+
+
+@dataclass
+class Habit:
+    """What a client's updates have been like.
+
+    Attributes
+    ----------
+    length : float
+        Typical ‖Δ_i‖; 0 before its first update in this cluster.
+    growth : float
+        Growth that is sudden; more after a false alarm.
+    since : int
+        Its updates since its last probe.
+    every : int
+        Its updates after which it is probed again.
+    asked : int
+        Probes in a row that it has not answered.
+    doubted : bool
+        Whether a probe is to tell if its data have changed.
+    """
+
+    length: float = 0.0
+    growth: float = 0.0
+    since: int = 0
+    every: int = 0
+    asked: int = 0
+    doubted: bool = False
+
+
+@dataclass
+class PanicleState:
+    """What Panicle knows beside its clusters.
+
+    Attributes
+    ----------
+    initial : Vector
+        w0. Shape (d,).
+    probes : Probes
+        Directions from w0, and who is like whom.
+    habits : dict[str, Habit]
+        What each client's updates have been like.
+    latest : dict[str, Vector]
+        h_i: latest change of each member that is online. Shape (d,).
+    totals : dict[int, Vector]
+        Σ h_i over the members of a cluster. Shape (d,).
+    learned : dict[int, int]
+        Updates that went into a cluster since it was formed.
+    origins : dict[int, list[int]]
+        Clusters that a cluster came from.
+    changed : int
+        Clients of whom something new is known since clusters were looked at.
+    formed : bool
+        Whether they were looked at.
+    """
+
+    initial: Vector
+    probes: Probes = field(default_factory=Probes)
+    habits: dict[str, Habit] = field(default_factory=dict)
+    latest: dict[str, Vector] = field(default_factory=dict)
+    totals: dict[int, Vector] = field(default_factory=dict)
+    learned: dict[int, int] = field(default_factory=dict)
+    origins: dict[int, list[int]] = field(default_factory=dict)
+    changed: int = 0
+    formed: bool = False
+
+
+class Panicle(Method):
+    """Clusters by short probes, at once, that split, move and merge by evidence (our own)."""
+
+    parameters_type = PanicleParameters
+    state_type = PanicleState
+    keeps_bases = True
+    parameters: PanicleParameters
+    state: PanicleState
+
+    def initialize(self, vector: Vector) -> None:
+        """All clients start in one cluster."""
+        self.clusters = Clusters({0: Model(vector)})
+        self.state = PanicleState(vector.copy())
+
+    def restored(self) -> None:
+        """Make what shortens directions."""
+        self._sketcher = Sketcher(self.parameters.sketch)
+
+    def remove_client(self, client: str) -> None:
+        """A client that has gone no longer moves its cluster."""
+        super().remove_client(client)
+        self._withdraw(client)
+
+    # What a client is asked.
+
+    def work_for(self, client: str) -> Work:
+        """Let a client take a few steps from w0 if it is to be placed, or train its model."""
+        if not self._is_to_be_probed(client):
+            return Work(client)
+        steps = self.parameters.probe_steps
+        settings = {LOCAL_STEPS: steps} if steps else {}
+        w0 = self.spec.pack(self.state.initial)
+        return Work(client, models=(), arrays={ARRAYS: w0}, settings=settings, phase=PROBE)
+
+    def _is_to_be_probed(self, client: str) -> bool:
+        if not self.parameters.clustering:
+            return False
+        habit = self._habit(client)
+        if habit.asked >= _PATIENCE:
+            return False
+        due = self.parameters.recheck and habit.since >= habit.every
+        return habit.doubted or bool(due) or not self._is_settled(client)
+
+    def _is_settled(self, client: str) -> bool:
+        """Return whether a client's probes say who it is like, or never will."""
+        probes = self.state.probes
+        return probes.is_clear(client) or probes.count(client) >= _MOST_PROBES
+
+    def on_dispatch(self, task: Task) -> None:
+        """Count probes until they are answered."""
+        if task.phase == PROBE:
+            self._habit(task.client).asked += 1
+
+    def base_of(self, update: Update) -> Vector:
+        """Return the model that the client started from: w0 for a probe."""
+        return self.state.initial if update.task.phase == PROBE else super().base_of(update)
+
+    def on_update(self, update: Update) -> Applied:
+        """Place a client by its probes; let a member's update move its cluster's model."""
+        if update.task.phase == PROBE:
+            return self._take_probe(update)
+        return self._learn_from(update)
+
+    # Who is like whom.
+
+    def _take_probe(self, update: Update) -> Applied:
+        """Take a direction from w0 in, and act on what it says."""
+        client, probes = update.task.client, self.state.probes
+        habit, delta = self._habit(client), self.compared(self.delta(update))
+        direction = self._sketcher.direction(delta)
+        habit.asked, habit.since = 0, 0
+        if probes.is_clear(client) and probes.likeness(client, direction) < _ALIKE:
+            probes.forget(client)
+            habit.every = self.parameters.recheck
+        elif habit.doubted:
+            habit.growth *= 1.5
+        else:
+            habit.every *= 2
+        habit.doubted, habit.length = False, 0.0
+        was_settled = self._is_settled(client)
+        probes.add(client, direction)
+        if self._is_settled(client):
+            self.state.changed += 1
+            if not was_settled:
+                self._place(client)
+            self._look_if_due()
+        if client not in self.state.latest and not self.state.formed:
+            self._renew(client, self._clipped(client, self.delta(update)))
+        return Applied(self.clusters.main(client), staleness=0, weight=0.0)
+
+    def _place(self, client: str) -> None:
+        """Put a client whose probes are new where it belongs, once there are clusters."""
+        probes = self.state.probes
+        if len(self.models) == 1 or not probes.is_clear(client):
+            return
+        others = [other for other in self._clear() if other != client]
+        if not others:
+            return
+        homes = [self.clusters.main(other) for other in others]
+        names, labels = np.unique(homes, return_inverse=True)
+        group = nearest_group(probes.distances_from(client, others), labels)
+        if group is not None:
+            self._move(client, int(names[group]))
+        elif len(self.clusters.clients(self.clusters.main(client), online_only=False)) > 1 or (
+            not self.clusters.is_placed(client)
+        ):
+            self._found(client)
+            self.state.changed = len(probes.clients)
+
+    def _look_if_due(self) -> None:
+        """Look for other clusters if enough is new, and enough is known."""
+        state = self.state
+        online = [client for client, there in self.clusters.online.items() if there]
+        settled = sum(self._is_settled(client) for client in online)
+        if settled < len(online) and (settled < _FEWEST or 2 * settled < len(online)):
+            return
+        if state.changed >= max(1, settled // 16) and (self.parameters.repair or not state.formed):
+            state.changed, state.formed = 0, True
+            self._look()
+
+    def _look(self) -> None:
+        """Take the partition with the most evidence, if it is worth it for those who would move."""
+        clients = self._clear()
+        if len(clients) < 2:
+            return
+        distances = self.state.probes.distances(clients)
+        now = np.array([self.clusters.main(client) for client in clients], np.int64)
+        present = silhouettes(distances, np.unique(now, return_inverse=True)[1])
+        best = best_partition(distances, self.parameters.most)
+        level = self.parameters.level
+        if best.evidence >= level:
+            moving = movers(now, best.labels)
+            gain = silhouettes(distances, best.labels)[moving] - present[moving]
+            if moving.any() and gain.mean() >= _GAIN:
+                self._rearrange(clients, now, best.labels, best.evidence)
+        elif len(np.unique(now)) > 1 and present.mean() < level - _SLACK:
+            self._rearrange(clients, now, np.zeros_like(now), float(present.mean()))
+
+    def _clear(self) -> list[str]:
+        """Return the clients online of which probes say who they are like."""
+        return [
+            client
+            for client, there in self.clusters.online.items()
+            if there and self.state.probes.is_clear(client)
+        ]
+
+    # From the clusters that there are to those that there should be.
+
+    def _rearrange(
+        self,
+        clients: list[str],
+        now: NDArray[np.int64],
+        wanted: NDArray[np.int64],
+        evidence: float,
+    ) -> None:
+        """Merge, split and move."""
+        clusters, level = self.clusters, self.parameters.level
+        repair = plan_repair(now, wanted)
+        heirs = {cluster: cluster for cluster in clusters.models}
+        for sources in repair.merges:
+            merged = clusters.merge(sources, score=evidence, threshold=level)
+            heirs |= dict.fromkeys(sources, merged)
+            self._inherit(merged, sources)
+        cluster_of = {group: heirs[home] for group, home in repair.home.items()}
+        for parent, groups in repair.splits.items():
+            source = heirs[parent]
+            home = [group for group, cluster in cluster_of.items() if cluster == source]
+            inside = set(clusters.clients(source, online_only=False))
+            leaving = [
+                [c for c, g in zip(clients, wanted, strict=True) if g == group and c in inside]
+                for group in groups
+            ]
+            gone = {client for part in leaving for client in part}
+            staying = [client for client in inside if client not in gone]
+            order = {client: place for place, client in enumerate(clusters.members)}
+            parts = [sorted(staying, key=order.__getitem__), *leaving]
+            children = clusters.split(source, parts, score=evidence, threshold=level)
+            cluster_of |= dict(zip([*home, *groups], children, strict=True))
+            for child, part in zip(children, parts, strict=True):
+                self._inherit(child, [source])
+                self._start(child, part)
+        for client, group in zip(clients, wanted.tolist(), strict=True):
+            self._move(client, cluster_of[group])
+        self._recount()
+
+    def _inherit(self, cluster: int, sources: list[int]) -> None:
+        """Note where a new cluster comes from; it learns as fast as a young one."""
+        state = self.state
+        state.origins[cluster] = sources
+        state.learned[cluster] = 0
+        for source in sources:
+            state.learned.pop(source, None)
+
+    def _start(self, cluster: int, members: list[str]) -> None:
+        """Let a new cluster's model begin where its members want to go."""
+        changes = [self.state.latest[c] for c in members if c in self.state.latest]
+        if changes:
+            self.models[cluster].move(np.asarray(np.mean(changes, axis=0), np.float32))
+
+    def _found(self, client: str) -> None:
+        """Give a client that is far from all clusters one of its own."""
+        source = self.clusters.main(client)
+        self._withdraw(client)
+        cluster = self.clusters.found(self.models[source].copy(), [client])
+        self.state.origins[cluster] = [source]
+        self.state.learned[cluster] = 0
+
+    def _move(self, client: str, cluster: int) -> None:
+        """Move a client; a cluster that nobody is left in is given up."""
+        clusters = self.clusters
+        if clusters.is_placed(client) and clusters.main(client) == cluster:
+            return
+        former = clusters.main(client) if clusters.is_placed(client) else None
+        self._withdraw(client)
+        clusters.move(client, cluster)
+        self._habit(client).length = 0.0
+        if former is not None and not clusters.clients(former, online_only=False):
+            clusters.retire(former)
+            self.state.learned.pop(former, None)
+            self.state.totals.pop(former, None)
+
+    # What a cluster learns.
+
+    def _learn_from(self, update: Update) -> Applied:
+        """Let a member's update move the model of its cluster."""
+        client, state = update.task.client, self.state
+        habit, k = self._habit(client), self.clusters.main(client)
+        habit.since += 1
+        if habit.asked >= _PATIENCE and habit.since >= max(1, self.parameters.recheck):
+            habit.asked = 0
+        has_moved = update.task.cluster != k
+        staleness = staleness_of(self, update, has_moved)
+        if not self.clusters.is_placed(client) or not self._comes_from(k, update.task.cluster):
+            return Applied(k, staleness, weight=0.0)
+        delta = self.delta(update)
+        length = float(np.linalg.norm(self.compared(delta)))
+        if self._looks_changed(client, k, length):
+            habit.doubted = True
+            return Applied(k, staleness, weight=0.0)
+        habit.length = _KEPT * habit.length + (1 - _KEPT) * length if habit.length else length
+        delta = self._clipped(client, delta)
+        alpha = self._share(k)
+        members = len(self.clusters.clients(k))
+        step = delta
+        if self.parameters.unbiased and client in state.latest and k in state.totals:
+            strength = calibration(alpha, members)
+            count = max(1, sum(c in state.latest for c in self.clusters.clients(k)))
+            mean = state.totals[k] / np.float32(count)
+            step = np.asarray(delta - np.float32(strength) * (state.latest[client] - mean))
+        self._renew(client, delta)
+        self.models[k].move(np.float32(alpha) * step)
+        state.learned[k] = state.learned.get(k, 0) + 1
+        return Applied(k, staleness, alpha)
+
+    def _share(self, k: int) -> float:
+        members = len(self.clusters.clients(k))
+        rounds = self.state.learned.get(k, 0) / max(1, members)
+        return share_of(members, rounds, self.parameters.alpha0, self.parameters.ease)
+
+    def _comes_from(self, cluster: int, former: int) -> bool:
+        """Return whether a cluster is another one, or came from it."""
+        origins, seen = [cluster], set()
+        while origins:
+            one = origins.pop()
+            if one == former:
+                return True
+            if one not in seen:
+                seen.add(one)
+                origins += self.state.origins.get(one, [])
+        return False
+
+    def _looks_changed(self, client: str, k: int, length: float) -> bool:
+        """Return whether an update is suddenly long: its client's data may have changed."""
+        habit = self._habit(client)
+        if not self.parameters.drift or not self.parameters.clustering or not habit.length:
+            return False
+        others = self._lengths(client, k)
+        typical = statistics.median(others) if others else 0.0
+        return length > habit.growth * habit.length and length > 1.5 * typical
+
+    def _lengths(self, client: str, k: int) -> list[float]:
+        return [
+            self._habit(other).length
+            for other in self.clusters.clients(k)
+            if other != client and self._habit(other).length
+        ]
+
+    def _clipped(self, client: str, delta: Vector) -> Vector:
+        """Return a change no longer than a few others of its cluster."""
+        if not self.parameters.clip:
+            return delta
+        lengths = self._lengths(client, self.clusters.main(client))
+        if len(lengths) < 3:
+            return delta
+        bound = self.parameters.clip * statistics.median(lengths)
+        length = float(np.linalg.norm(delta))
+        return delta if length <= bound else np.asarray(delta * np.float32(bound / length))
+
+    # Members' latest changes.
+
+    def _renew(self, client: str, delta: Vector) -> None:
+        """Remember a client's latest change."""
+        state, k = self.state, self.clusters.main(client)
+        if not self.clusters.is_placed(client):
+            return
+        total = state.totals.setdefault(k, np.zeros_like(state.initial))
+        if client in state.latest:
+            total -= state.latest[client]
+        total += delta
+        state.latest[client] = delta
+
+    def _withdraw(self, client: str) -> None:
+        """Forget a client's latest change: it has gone, or what it was part of has."""
+        state = self.state
+        delta = state.latest.pop(client, None)
+        if delta is not None:
+            state.totals[self.clusters.main(client)] -= delta
+
+    def _recount(self) -> None:
+        """Add members' latest changes up anew: clusters have changed."""
+        state = self.state
+        state.totals = {}
+        for client, delta in state.latest.items():
+            total = state.totals.setdefault(
+                self.clusters.main(client), np.zeros_like(state.initial)
+            )
+            total += delta
+
+    def _habit(self, client: str) -> Habit:
+        habits, own = self.state.habits, self.parameters
+        if client not in habits:
+            habits[client] = Habit(growth=own.growth, every=own.recheck)
+        return habits[client]
+
+    def similarity(self) -> tuple[list[str], NDArray[np.float32]]:
+        """Return how far clients agree, free of chance; NaN where that is not known."""
+        clients = list(self.state.probes.clients)
+        clear = [client for client in clients if self.state.probes.is_clear(client)]
+        matrix = np.full((len(clients), len(clients)), np.nan, np.float32)
+        rows = self.state.probes.rows(clear)
+        matrix[np.ix_(rows, rows)] = 1.0 - self.state.probes.distances(clear)
+        return clients, matrix
