@@ -10,9 +10,9 @@ size of the fleet (`clustering/evidence.py`).
 
 Whenever probes have been added, the same evidence may split clusters further, move clients, and
 merge what is alike (`clustering/repair.py`). A client whose updates suddenly grow is probed again,
-and placed anew if it does not go where it went. Inside a cluster, each update moves the model by the
-mean of all members' latest changes, the updating client's renewed, so that nobody owns the model by
-being fast; its share falls from CASA's to that of one member as the cluster learns.
+and placed anew if it does not go where it went. Inside a cluster, each update moves the model by
+the mean of all members' latest changes, the updating client's renewed, so that nobody owns the
+model by being fast; its share falls from CASA's to that of one member as the cluster learns.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from raceme.clustering.probes import Probes, Sketcher
 from raceme.clustering.repair import movers, plan_repair
 from raceme.config.options import option
 from raceme.protocol.messages import ARRAYS, LOCAL_STEPS, Vector
-from raceme.server.fleet import Client
 from raceme.server.method import Applied, Method, staleness_of
 from raceme.server.replies import Update
 from raceme.server.work import Task, Work
