@@ -25,7 +25,7 @@ ALONE = 0.3
 """Distance at which a client alone is taken to be from its own."""
 FLOOR = 0.8
 """Distance from the next group below which to be nearer to one's own counts for less."""
-_TIE = 0.01
+_TIE = 0.03
 """Partitions whose evidence differs by less are alike: the one with fewer groups is taken."""
 
 

@@ -9,14 +9,16 @@ says how much of its directions is not chance.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from raceme.protocol.messages import Vector
+from raceme.protocol.messages import BATCH_SIZE, COMPUTE_SCALE, LOCAL_STEPS, Vector, passes
 
 HALVES = 2
+_FEWEST_STEPS = 2
 LEAST_RELIABILITY = 0.1
 """Agreement of a client with itself below which its probes say nothing."""
 
@@ -205,6 +207,33 @@ class Probes:
             self.sums = np.concatenate([sums, empty])
             self.agreement = np.pad(self.agreement, (0, more))
             self._units = np.stack([_unit_rows(self.sums[:, half]) for half in range(HALVES)])
+
+
+def settings_of_probe(
+    settings: Mapping[str, object], examples: int, most: int
+) -> dict[str, int | float]:
+    """Return what a probe's message says beyond the run's settings.
+
+    A tenth of an ordinary task's mini-batches, two at least; and what share of such a task's
+    computation that is, which the simulator charges.
+
+    Parameters
+    ----------
+    settings : Mapping
+        The run's settings of local training.
+    examples : int
+        Number of the client's training samples.
+    most : int
+        Mini-batches at most; 0 for a whole task.
+    """
+    if not most:
+        return {}
+    size = settings.get(BATCH_SIZE, 1)
+    whole = passes(settings, examples)
+    batches = whole * examples / (size if isinstance(size, int) else 1)
+    steps = min(most, max(_FEWEST_STEPS, round(batches / 10)))
+    short = passes({**settings, LOCAL_STEPS: steps}, examples)
+    return {LOCAL_STEPS: steps, COMPUTE_SCALE: min(1.0, short / whole)}
 
 
 def _unit_rows(rows: NDArray[np.float32]) -> NDArray[np.float32]:

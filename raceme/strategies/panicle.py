@@ -27,10 +27,10 @@ from raceme.clustering.clusters import Clusters
 from raceme.clustering.evidence import best_partition, nearest_group, silhouettes
 from raceme.clustering.model import Model
 from raceme.clustering.pace import calibration, share_of
-from raceme.clustering.probes import Probes, Sketcher
+from raceme.clustering.probes import Probes, Sketcher, settings_of_probe
 from raceme.clustering.repair import movers, plan_repair
 from raceme.config.options import option
-from raceme.protocol.messages import ARRAYS, LOCAL_STEPS, Vector
+from raceme.protocol.messages import ARRAYS, Vector
 from raceme.server.method import Applied, Method, staleness_of
 from raceme.server.replies import Update
 from raceme.server.work import Task, Work
@@ -49,6 +49,8 @@ _SLACK = 0.1
 """Evidence below the level at which clusters are given up again."""
 _GAIN = 0.1
 """What a repair must bring those who move, in silhouettes."""
+_FEWEST_LENGTHS = 3
+"""Other members whose updates tell how long one may be."""
 _KEPT = 0.7
 """Share of the typical length of a client's changes that its next one leaves."""
 
@@ -57,7 +59,9 @@ _KEPT = 0.7
 class PanicleParameters:
     """Hyper-parameters; each part can be switched off."""
 
-    probe_steps: int = option(5, "mini-batches of a probe (0: an ordinary task)", low=0)
+    probe_steps: int = option(
+        5, "mini-batches of a probe at most, of a tenth of a task (0: a whole task)", low=0
+    )
     clustering: bool = option(True, "form clusters (false: one model for all)")
     level: float = option(0.45, "evidence from which on there are clusters", above=0, below=1)
     most: int = option(12, "clusters at most", low=1)
@@ -113,9 +117,9 @@ class PanicleState:
     habits : dict[str, Habit]
         What each client's updates have been like.
     latest : dict[str, Vector]
-        h_i: latest change of each member that is online. Shape (d,).
+        z_i: latest model of each member that is online. Shape (d,).
     totals : dict[int, Vector]
-        Σ h_i over the members of a cluster. Shape (d,).
+        Σ z_i over the members of a cluster. Shape (d,).
     learned : dict[int, int]
         Updates that went into a cluster since it was formed.
     origins : dict[int, list[int]]
@@ -166,8 +170,8 @@ class Panicle(Method):
         """Let a client take a few steps from w0 if it is to be placed, or train its model."""
         if not self._is_to_be_probed(client):
             return Work(client)
-        steps = self.parameters.probe_steps
-        settings = {LOCAL_STEPS: steps} if steps else {}
+        examples = self.progress.fleet.clients[client].num_examples
+        settings = settings_of_probe(self.train_config, examples, self.parameters.probe_steps)
         w0 = self.spec.pack(self.state.initial)
         return Work(client, models=(), arrays={ARRAYS: w0}, settings=settings, phase=PROBE)
 
@@ -224,7 +228,7 @@ class Panicle(Method):
                 self._place(client)
             self._look_if_due()
         if client not in self.state.latest and not self.state.formed:
-            self._renew(client, self._clipped(client, self.delta(update)))
+            self._renew(client, update.vector)
         return Applied(self.clusters.main(client), staleness=0, weight=0.0)
 
     def _place(self, client: str) -> None:
@@ -310,7 +314,7 @@ class Panicle(Method):
                 for group in groups
             ]
             gone = {client for part in leaving for client in part}
-            staying = [client for client in inside if client not in gone]
+            staying = [c for c in inside if c not in gone and self._is_settled(c)]
             order = {client: place for place, client in enumerate(clusters.members)}
             parts = [sorted(staying, key=order.__getitem__), *leaving]
             children = clusters.split(source, parts, score=evidence, threshold=level)
@@ -331,10 +335,10 @@ class Panicle(Method):
             state.learned.pop(source, None)
 
     def _start(self, cluster: int, members: list[str]) -> None:
-        """Let a new cluster's model begin where its members want to go."""
-        changes = [self.state.latest[c] for c in members if c in self.state.latest]
-        if changes:
-            self.models[cluster].move(np.asarray(np.mean(changes, axis=0), np.float32))
+        """Let a new cluster's model begin as the mean of its members' latest models."""
+        latest = [self.state.latest[c] for c in members if c in self.state.latest]
+        if latest:
+            self.models[cluster].average(latest, [1.0] * len(latest))
 
     def _found(self, client: str) -> None:
         """Give a client that is far from all clusters one of its own."""
@@ -377,17 +381,17 @@ class Panicle(Method):
             habit.doubted = True
             return Applied(k, staleness, weight=0.0)
         habit.length = _KEPT * habit.length + (1 - _KEPT) * length if habit.length else length
-        delta = self._clipped(client, delta)
+        vector = self._bounded(client, update.vector, delta, length)
         alpha = self._share(k)
-        members = len(self.clusters.clients(k))
-        step = delta
-        if self.parameters.unbiased and client in state.latest and k in state.totals:
-            strength = calibration(alpha, members)
-            count = max(1, sum(c in state.latest for c in self.clusters.clients(k)))
-            mean = state.totals[k] / np.float32(count)
-            step = np.asarray(delta - np.float32(strength) * (state.latest[client] - mean))
-        self._renew(client, delta)
-        self.models[k].move(np.float32(alpha) * step)
+        target = vector
+        if self.parameters.unbiased and client in state.latest:
+            members = self.clusters.clients(k)
+            reported = sum(member in state.latest for member in members)
+            mean = state.totals[k] / np.float32(reported)
+            strength = np.float32(calibration(alpha, len(members)))
+            target = np.asarray(vector - strength * (state.latest[client] - mean))
+        self._renew(client, vector)
+        self.models[k].mix(target, alpha)
         state.learned[k] = state.learned.get(k, 0) + 1
         return Applied(k, staleness, alpha)
 
@@ -424,46 +428,44 @@ class Panicle(Method):
             if other != client and self._habit(other).length
         ]
 
-    def _clipped(self, client: str, delta: Vector) -> Vector:
-        """Return a change no longer than a few others of its cluster."""
-        if not self.parameters.clip:
-            return delta
+    def _bounded(self, client: str, vector: Vector, delta: Vector, length: float) -> Vector:
+        """Return a member's model, no farther from where it started than a few others' are."""
         lengths = self._lengths(client, self.clusters.main(client))
-        if len(lengths) < 3:
-            return delta
+        if not self.parameters.clip or len(lengths) < _FEWEST_LENGTHS:
+            return vector
         bound = self.parameters.clip * statistics.median(lengths)
-        length = float(np.linalg.norm(delta))
-        return delta if length <= bound else np.asarray(delta * np.float32(bound / length))
+        if length <= bound:
+            return vector
+        return np.asarray(vector - np.float32(1.0 - bound / length) * delta)
 
-    # Members' latest changes.
+    # Members' latest models.
 
-    def _renew(self, client: str, delta: Vector) -> None:
-        """Remember a client's latest change."""
+    def _renew(self, client: str, vector: Vector) -> None:
+        """Remember a client's latest model."""
         state, k = self.state, self.clusters.main(client)
         if not self.clusters.is_placed(client):
             return
         total = state.totals.setdefault(k, np.zeros_like(state.initial))
         if client in state.latest:
             total -= state.latest[client]
-        total += delta
-        state.latest[client] = delta
+        total += vector
+        state.latest[client] = vector
 
     def _withdraw(self, client: str) -> None:
-        """Forget a client's latest change: it has gone, or what it was part of has."""
+        """Forget a client's latest model: it has gone, or goes elsewhere."""
         state = self.state
-        delta = state.latest.pop(client, None)
-        if delta is not None:
-            state.totals[self.clusters.main(client)] -= delta
+        vector = state.latest.pop(client, None)
+        if vector is not None:
+            state.totals[self.clusters.main(client)] -= vector
 
     def _recount(self) -> None:
-        """Add members' latest changes up anew: clusters have changed."""
+        """Add members' latest models up anew: clusters have changed."""
         state = self.state
         state.totals = {}
-        for client, delta in state.latest.items():
-            total = state.totals.setdefault(
-                self.clusters.main(client), np.zeros_like(state.initial)
-            )
-            total += delta
+        for client, vector in state.latest.items():
+            cluster = self.clusters.main(client)
+            state.totals.setdefault(cluster, np.zeros_like(vector))
+            state.totals[cluster] += vector
 
     def _habit(self, client: str) -> Habit:
         habits, own = self.state.habits, self.parameters
