@@ -152,12 +152,26 @@ class Probes:
         return distances
 
     def distances_from(self, client: str, others: list[str]) -> NDArray[np.float64]:
-        """Return the distances of one client from others; see :meth:`distances`."""
+        """Return the distances of one client from others; see :meth:`distances`.
+
+        A client with a single probe is taken to agree with itself as the median of the others does.
+
+        Parameters
+        ----------
+        client : str
+            One with a probe at least.
+        others : list[str]
+            Clear ones, at least one.
+        """
         own, rows = self._index[client], self.rows(others)
-        inner = self.agreement[own, rows].astype(np.float64)
-        root = np.sqrt(np.maximum(self.agreement.diagonal()[rows], LEAST_RELIABILITY))
-        scale = np.sqrt(max(self.reliability(client), LEAST_RELIABILITY))
-        return np.asarray(1.0 - np.clip(inner / root / scale, -1.0, 1.0))
+        selves = np.maximum(self.agreement.diagonal()[rows], LEAST_RELIABILITY).astype(np.float64)
+        if self.is_known(client):
+            inner = self.agreement[own, rows].astype(np.float64)
+            itself = max(self.reliability(client), LEAST_RELIABILITY)
+        else:
+            inner = self._units[:, rows].mean(axis=0) @ self._units[0, own]
+            itself = float(np.median(selves))
+        return np.asarray(1.0 - np.clip(inner / np.sqrt(selves * itself), -1.0, 1.0))
 
     def rows(self, clients: list[str]) -> NDArray[np.intp]:
         """Return the indices of clients."""

@@ -71,6 +71,9 @@ class PanicleParameters:
     growth: float = option(2.0, "growth of an update that is sudden", above=1)
     alpha0: float = option(2.0, "α0 of a cluster's first updates: α0 / log2(members + 3)", above=0)
     ease: float = option(10.0, "updates per member after which the share has halved", above=0)
+    forward: float = option(
+        0.5, "share of what the model has moved meanwhile that an update keeps", low=0, high=1
+    )
     unbiased: bool = option(True, "let members count alike, however often they report")
     clip: float = option(3.0, "longest update, in medians of its cluster's (0: any)", low=0)
     sketch: int = option(1024, "numbers of a direction that are kept (0: all)", low=0)
@@ -222,33 +225,39 @@ class Panicle(Method):
         habit.doubted, habit.length = False, 0.0
         was_settled = self._is_settled(client)
         probes.add(client, direction)
+        if not was_settled:
+            self._place(client)
         if self._is_settled(client):
             self.state.changed += 1
-            if not was_settled:
-                self._place(client)
             self._look_if_due()
         if client not in self.state.latest and not self.state.formed:
             self._renew(client, update.vector)
         return Applied(self.clusters.main(client), staleness=0, weight=0.0)
 
     def _place(self, client: str) -> None:
-        """Put a client whose probes are new where it belongs, once there are clusters."""
+        """Put a client whose probes are new where it belongs, once there are clusters.
+
+        One probe is enough to join a cluster, to be alone takes two.
+        """
         probes = self.state.probes
-        if len(self.models) == 1 or not probes.is_clear(client):
-            return
         others = [other for other in self._clear() if other != client]
-        if not others:
+        if len(self.models) == 1 or not others:
             return
-        homes = [self.clusters.main(other) for other in others]
-        names, labels = np.unique(homes, return_inverse=True)
+        is_known = probes.is_known(client)
+        if is_known and not probes.is_clear(client):
+            return
+        names, labels = np.unique([self.clusters.main(c) for c in others], return_inverse=True)
         group = nearest_group(probes.distances_from(client, others), labels)
         if group is not None:
             self._move(client, int(names[group]))
-        elif len(self.clusters.clients(self.clusters.main(client), online_only=False)) > 1 or (
-            not self.clusters.is_placed(client)
-        ):
+        elif is_known and not self._is_alone(client):
             self._found(client)
             self.state.changed = len(probes.clients)
+
+    def _is_alone(self, client: str) -> bool:
+        clusters = self.clusters
+        own = clusters.clients(clusters.main(client), online_only=False)
+        return clusters.is_placed(client) and own == [client]
 
     def _look_if_due(self) -> None:
         """Look for other clusters if enough is new, and enough is known."""
@@ -390,6 +399,10 @@ class Panicle(Method):
             mean = state.totals[k] / np.float32(reported)
             strength = np.float32(calibration(alpha, len(members)))
             target = np.asarray(vector - strength * (state.latest[client] - mean))
+        if self.parameters.forward and not has_moved:
+            rounds = state.learned.get(k, 0) / max(1, len(self.clusters.clients(k)))
+            beta = self.parameters.forward / (1 + rounds / self.parameters.ease)
+            target = target + np.float32(beta) * (self.models[k].vector - self.base_of(update))
         self._renew(client, vector)
         self.models[k].mix(target, alpha)
         state.learned[k] = state.learned.get(k, 0) + 1
