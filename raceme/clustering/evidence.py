@@ -25,6 +25,8 @@ ALONE = 0.3
 """Distance at which a client alone is taken to be from its own."""
 FLOOR = 0.8
 """Distance from the next group below which to be nearer to one's own counts for less."""
+_LONELY = 0.25
+"""By how much a client must be better alone, to be put there while others stay as they are."""
 _TIE = 0.03
 """Partitions whose evidence differs by less are alike: the one with fewer groups is taken."""
 
@@ -128,4 +130,4 @@ def nearest_group(own: NDArray[np.float64], labels: Labels) -> int | None:
     b = float(means[order[1]])
     joined = (b - a) / max(a, b, FLOOR)
     separate = (a - ALONE) / max(a, ALONE, FLOOR)
-    return int(order[0]) if joined >= separate else None
+    return int(order[0]) if joined + _LONELY >= separate else None

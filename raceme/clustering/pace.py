@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from raceme.clustering.decay import cluster_decay
 
+_UNDER_WAY = 7.5
+"""Largest product of share, members and what is carried that was seen to be steady."""
+
 
 def share_of(members: int, rounds: float, alpha0: float, ease: float) -> float:
     """Return the share α of an update: CASA's at first, that of one of the members in the end.
@@ -33,3 +36,21 @@ def calibration(alpha: float, members: int) -> float:
     change says less: 1 / (α m).
     """
     return min(1.0, 1.0 / (alpha * max(1, members)))
+
+
+def carried(alpha: float, members: int, most: float) -> float:
+    """Return how much of what the model has moved meanwhile is added to a member's model.
+
+    0 mixes models in, which takes the model back towards where the member started; 1 adds changes,
+    which overshoots where many members are under way at a time: at most 7.5 / (α m).
+
+    Parameters
+    ----------
+    alpha : float
+        α: the update's share.
+    members : int
+        m: members of its cluster, all of whom may be under way.
+    most : float
+        Share at most.
+    """
+    return min(most, _UNDER_WAY / (alpha * max(1, members)))

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from raceme.clustering.clusters import Clusters
 from raceme.clustering.evidence import best_partition, nearest_group, silhouettes
 from raceme.clustering.model import Model
-from raceme.clustering.pace import calibration, share_of
+from raceme.clustering.pace import calibration, carried, share_of
 from raceme.clustering.probes import Probes, Sketcher, settings_of_probe
 from raceme.clustering.repair import movers, plan_repair
 from raceme.config.options import option
@@ -45,6 +45,8 @@ _ALIKE = 0.5
 """Likeness to its own former direction below which a client's data have changed."""
 _FEWEST = 8
 """Clients that are looked at before all of the fleet have answered."""
+_RARELY = 5
+"""Updates per client after which clusters are looked at even if nothing new is known."""
 _SLACK = 0.1
 """Evidence below the level at which clusters are given up again."""
 _GAIN = 0.1
@@ -131,6 +133,8 @@ class PanicleState:
         Clients of whom something new is known since clusters were looked at.
     formed : bool
         Whether they were looked at.
+    unlooked : int
+        Updates since then.
     """
 
     initial: Vector
@@ -142,6 +146,7 @@ class PanicleState:
     origins: dict[int, list[int]] = field(default_factory=dict)
     changed: int = 0
     formed: bool = False
+    unlooked: int = 0
 
 
 class Panicle(Method):
@@ -266,8 +271,9 @@ class Panicle(Method):
         settled = sum(self._is_settled(client) for client in online)
         if settled < len(online) and (settled < _FEWEST or 2 * settled < len(online)):
             return
-        if state.changed >= max(1, settled // 16) and (self.parameters.repair or not state.formed):
-            state.changed, state.formed = 0, True
+        is_due = state.changed >= max(1, settled // 16) or state.unlooked >= _RARELY * settled
+        if is_due and (self.parameters.repair or not state.formed):
+            state.changed, state.unlooked, state.formed = 0, 0, True
             self._look()
 
     def _look(self) -> None:
@@ -378,6 +384,10 @@ class Panicle(Method):
         client, state = update.task.client, self.state
         habit, k = self._habit(client), self.clusters.main(client)
         habit.since += 1
+        state.unlooked += 1
+        if state.unlooked >= _RARELY * max(1, len(state.probes.clients)):
+            self._look_if_due()
+            k = self.clusters.main(client)
         if habit.asked >= _PATIENCE and habit.since >= max(1, self.parameters.recheck):
             habit.asked = 0
         has_moved = update.task.cluster != k
@@ -399,10 +409,12 @@ class Panicle(Method):
             mean = state.totals[k] / np.float32(reported)
             strength = np.float32(calibration(alpha, len(members)))
             target = np.asarray(vector - strength * (state.latest[client] - mean))
-        if self.parameters.forward and not has_moved:
-            rounds = state.learned.get(k, 0) / max(1, len(self.clusters.clients(k)))
-            beta = self.parameters.forward / (1 + rounds / self.parameters.ease)
-            target = target + np.float32(beta) * (self.models[k].vector - self.base_of(update))
+        if not has_moved:
+            beta = np.float32(
+                carried(alpha, len(self.clusters.clients(k)), self.parameters.forward)
+            )
+            moved = self.models[k].vector - self.base_of(update)
+            target = np.asarray(target + beta * moved)
         self._renew(client, vector)
         self.models[k].mix(target, alpha)
         state.learned[k] = state.learned.get(k, 0) + 1
