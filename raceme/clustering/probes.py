@@ -147,7 +147,7 @@ class Probes:
         rows = self.rows(clients)
         inner = self.agreement[np.ix_(rows, rows)].astype(np.float64)
         root = np.sqrt(np.maximum(inner.diagonal(), LEAST_RELIABILITY))
-        distances = 1.0 - np.clip(inner / root[:, None] / root[None, :], -1.0, 1.0)
+        distances = 1.0 - np.clip(inner / np.outer(root, root), -1.0, 1.0)
         np.fill_diagonal(distances, 0.0)
         return distances
 

@@ -480,8 +480,10 @@ class Panicle(Method):
         """Forget a client's latest model: it has gone, or goes elsewhere."""
         state = self.state
         vector = state.latest.pop(client, None)
-        if vector is not None:
-            state.totals[self.clusters.main(client)] -= vector
+        # In the midst of a repair a new cluster has no total yet: all are counted anew after it.
+        total = state.totals.get(self.clusters.main(client))
+        if vector is not None and total is not None:
+            total -= vector
 
     def _recount(self) -> None:
         """Add members' latest models up anew: clusters have changed."""
