@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from raceme.clustering.clusters import Clusters
 from raceme.clustering.evidence import best_partition, nearest_group, silhouettes
+from raceme.clustering.latest import Latest
 from raceme.clustering.model import Model
 from raceme.clustering.pace import calibration, carried, share_of
 from raceme.clustering.probes import Probes, Sketcher, settings_of_probe
@@ -51,6 +52,8 @@ _SLACK = 0.1
 """Evidence below the level at which clusters are given up again."""
 _GAIN = 0.1
 """What a repair must bring those who move, in silhouettes."""
+_LONG = 1.5
+"""Medians of its cluster's updates below which no update is suddenly long."""
 _FEWEST_LENGTHS = 3
 """Other members whose updates tell how long one may be."""
 _KEPT = 0.7
@@ -121,10 +124,8 @@ class PanicleState:
         Directions from w0, and who is like whom.
     habits : dict[str, Habit]
         What each client's updates have been like.
-    latest : dict[str, Vector]
-        z_i: latest model of each member that is online. Shape (d,).
-    totals : dict[int, Vector]
-        Σ z_i over the members of a cluster. Shape (d,).
+    latest : Latest
+        z_i: latest model of each member that is online.
     learned : dict[int, int]
         Updates that went into a cluster since it was formed.
     origins : dict[int, list[int]]
@@ -140,8 +141,7 @@ class PanicleState:
     initial: Vector
     probes: Probes = field(default_factory=Probes)
     habits: dict[str, Habit] = field(default_factory=dict)
-    latest: dict[str, Vector] = field(default_factory=dict)
-    totals: dict[int, Vector] = field(default_factory=dict)
+    latest: Latest = field(default_factory=Latest)
     learned: dict[int, int] = field(default_factory=dict)
     origins: dict[int, list[int]] = field(default_factory=dict)
     changed: int = 0
@@ -170,7 +170,7 @@ class Panicle(Method):
     def remove_client(self, client: str) -> None:
         """A client that has gone no longer moves its cluster."""
         super().remove_client(client)
-        self._withdraw(client)
+        self.state.latest.withdraw(client, self.clusters.main(client))
 
     # What a client is asked.
 
@@ -235,8 +235,9 @@ class Panicle(Method):
         if self._is_settled(client):
             self.state.changed += 1
             self._look_if_due()
-        if client not in self.state.latest and not self.state.formed:
-            self._renew(client, update.vector)
+        latest, k = self.state.latest, self.clusters.main(client)
+        if client not in latest.models and not self.state.formed and self.clusters.online[client]:
+            latest.renew(client, k, update.vector)
         return Applied(self.clusters.main(client), staleness=0, weight=0.0)
 
     def _place(self, client: str) -> None:
@@ -339,7 +340,7 @@ class Panicle(Method):
                 self._start(child, part)
         for client, group in zip(clients, wanted.tolist(), strict=True):
             self._move(client, cluster_of[group])
-        self._recount()
+        self.state.latest.recount(clusters.main)
 
     def _inherit(self, cluster: int, sources: list[int]) -> None:
         """Note where a new cluster comes from; it learns as fast as a young one."""
@@ -351,14 +352,14 @@ class Panicle(Method):
 
     def _start(self, cluster: int, members: list[str]) -> None:
         """Let a new cluster's model begin as the mean of its members' latest models."""
-        latest = [self.state.latest[c] for c in members if c in self.state.latest]
+        latest = [self.state.latest.models[c] for c in members if c in self.state.latest.models]
         if latest:
             self.models[cluster].average(latest, [1.0] * len(latest))
 
     def _found(self, client: str) -> None:
         """Give a client that is far from all clusters one of its own."""
         source = self.clusters.main(client)
-        self._withdraw(client)
+        self.state.latest.withdraw(client, self.clusters.main(client))
         cluster = self.clusters.found(self.models[source].copy(), [client])
         self.state.origins[cluster] = [source]
         self.state.learned[cluster] = 0
@@ -369,61 +370,65 @@ class Panicle(Method):
         if clusters.is_placed(client) and clusters.main(client) == cluster:
             return
         former = clusters.main(client) if clusters.is_placed(client) else None
-        self._withdraw(client)
+        self.state.latest.withdraw(client, self.clusters.main(client))
         clusters.move(client, cluster)
         self._habit(client).length = 0.0
         if former is not None and not clusters.clients(former, online_only=False):
             clusters.retire(former)
             self.state.learned.pop(former, None)
-            self.state.totals.pop(former, None)
+            self.state.latest.drop(former)
 
     # What a cluster learns.
 
     def _learn_from(self, update: Update) -> Applied:
         """Let a member's update move the model of its cluster."""
         client, state = update.task.client, self.state
-        habit, k = self._habit(client), self.clusters.main(client)
+        habit = self._habit(client)
         habit.since += 1
+        if habit.asked >= _PATIENCE and habit.since >= max(1, self.parameters.recheck):
+            habit.asked = 0
         state.unlooked += 1
         if state.unlooked >= _RARELY * max(1, len(state.probes.clients)):
             self._look_if_due()
-            k = self.clusters.main(client)
-        if habit.asked >= _PATIENCE and habit.since >= max(1, self.parameters.recheck):
-            habit.asked = 0
+        k = self.clusters.main(client)
         has_moved = update.task.cluster != k
         staleness = staleness_of(self, update, has_moved)
         if not self.clusters.is_placed(client) or not self._comes_from(k, update.task.cluster):
             return Applied(k, staleness, weight=0.0)
         delta = self.delta(update)
         length = float(np.linalg.norm(self.compared(delta)))
-        if self._looks_changed(client, k, length):
+        typical = self._typical_length(client, k)
+        if self._looks_changed(habit, length, typical):
             habit.doubted = True
             return Applied(k, staleness, weight=0.0)
         habit.length = _KEPT * habit.length + (1 - _KEPT) * length if habit.length else length
-        vector = self._bounded(client, update.vector, delta, length)
-        alpha = self._share(k)
-        target = vector
-        if self.parameters.unbiased and client in state.latest:
-            members = self.clusters.clients(k)
-            reported = sum(member in state.latest for member in members)
-            mean = state.totals[k] / np.float32(reported)
-            strength = np.float32(calibration(alpha, len(members)))
-            target = np.asarray(vector - strength * (state.latest[client] - mean))
-        if not has_moved:
-            beta = np.float32(
-                carried(alpha, len(self.clusters.clients(k)), self.parameters.forward)
-            )
-            moved = self.models[k].vector - self.base_of(update)
-            target = np.asarray(target + beta * moved)
-        self._renew(client, vector)
-        self.models[k].mix(target, alpha)
-        state.learned[k] = state.learned.get(k, 0) + 1
-        return Applied(k, staleness, alpha)
+        bound = self.parameters.clip * typical
+        vector = update.vector
+        if 0.0 < bound < length:
+            vector = np.asarray(vector - np.float32(1.0 - bound / length) * delta)
+        return Applied(k, staleness, self._mix(update, k, vector, carries=not has_moved))
 
-    def _share(self, k: int) -> float:
-        members = len(self.clusters.clients(k))
-        rounds = self.state.learned.get(k, 0) / max(1, members)
-        return share_of(members, rounds, self.parameters.alpha0, self.parameters.ease)
+    def _mix(self, update: Update, k: int, vector: Vector, carries: bool) -> float:
+        """Mix a member's model into its cluster's: w ← (1 − α) w + α (z + β (w − w₀) − λ (z' − z̄)).
+
+        z is its model now and z' the one before, z̄ the mean of all members', w₀ where it started.
+        """
+        client, model, latest = update.task.client, self.models[k], self.state.latest
+        members = max(1, len(self.clusters.clients(k)))
+        own, learned = self.parameters, self.state.learned.get(k, 0)
+        alpha = share_of(members, learned / members, own.alpha0, own.ease)
+        target = vector
+        if own.unbiased and client in latest.models:
+            strength = np.float32(calibration(alpha, members))
+            target = np.asarray(target - strength * (latest.models[client] - latest.mean(k)))
+        if carries and own.forward:
+            beta = np.float32(carried(alpha, members, own.forward))
+            target = np.asarray(target + beta * (model.vector - self.base_of(update)))
+        model.mix(target, alpha)
+        if own.unbiased and self.clusters.online[client]:
+            latest.renew(client, k, vector)
+        self.state.learned[k] = learned + 1
+        return alpha
 
     def _comes_from(self, cluster: int, former: int) -> bool:
         """Return whether a cluster is another one, or came from it."""
@@ -437,62 +442,17 @@ class Panicle(Method):
                 origins += self.state.origins.get(one, [])
         return False
 
-    def _looks_changed(self, client: str, k: int, length: float) -> bool:
+    def _typical_length(self, client: str, k: int) -> float:
+        """Return the median length of the other members' updates; 0 if few have sent any."""
+        habits = self.state.habits
+        own = (habits[c].length for c in self.clusters.clients(k) if c != client and c in habits)
+        lengths = [length for length in own if length]
+        return statistics.median(lengths) if len(lengths) >= _FEWEST_LENGTHS else 0.0
+
+    def _looks_changed(self, habit: Habit, length: float, typical: float) -> bool:
         """Return whether an update is suddenly long: its client's data may have changed."""
-        habit = self._habit(client)
-        if not self.parameters.drift or not self.parameters.clustering or not habit.length:
-            return False
-        others = self._lengths(client, k)
-        typical = statistics.median(others) if others else 0.0
-        return length > habit.growth * habit.length and length > 1.5 * typical
-
-    def _lengths(self, client: str, k: int) -> list[float]:
-        return [
-            self._habit(other).length
-            for other in self.clusters.clients(k)
-            if other != client and self._habit(other).length
-        ]
-
-    def _bounded(self, client: str, vector: Vector, delta: Vector, length: float) -> Vector:
-        """Return a member's model, no farther from where it started than a few others' are."""
-        lengths = self._lengths(client, self.clusters.main(client))
-        if not self.parameters.clip or len(lengths) < _FEWEST_LENGTHS:
-            return vector
-        bound = self.parameters.clip * statistics.median(lengths)
-        if length <= bound:
-            return vector
-        return np.asarray(vector - np.float32(1.0 - bound / length) * delta)
-
-    # Members' latest models.
-
-    def _renew(self, client: str, vector: Vector) -> None:
-        """Remember a client's latest model."""
-        state, k = self.state, self.clusters.main(client)
-        if not self.clusters.is_placed(client):
-            return
-        total = state.totals.setdefault(k, np.zeros_like(state.initial))
-        if client in state.latest:
-            total -= state.latest[client]
-        total += vector
-        state.latest[client] = vector
-
-    def _withdraw(self, client: str) -> None:
-        """Forget a client's latest model: it has gone, or goes elsewhere."""
-        state = self.state
-        vector = state.latest.pop(client, None)
-        # In the midst of a repair a new cluster has no total yet: all are counted anew after it.
-        total = state.totals.get(self.clusters.main(client))
-        if vector is not None and total is not None:
-            total -= vector
-
-    def _recount(self) -> None:
-        """Add members' latest models up anew: clusters have changed."""
-        state = self.state
-        state.totals = {}
-        for client, vector in state.latest.items():
-            cluster = self.clusters.main(client)
-            state.totals.setdefault(cluster, np.zeros_like(vector))
-            state.totals[cluster] += vector
+        is_on = self.parameters.drift and self.parameters.clustering and habit.length > 0.0
+        return is_on and length > max(habit.growth * habit.length, _LONG * typical)
 
     def _habit(self, client: str) -> Habit:
         habits, own = self.state.habits, self.parameters

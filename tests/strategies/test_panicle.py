@@ -160,7 +160,7 @@ def wrong(strategy: Panicle, *parts: list[str]) -> None:
         cluster = strategy.clusters.found(strategy.models[source].copy())
         for client in part:
             strategy._move(client, cluster)
-    strategy._recount()
+    strategy.state.latest.recount(strategy.clusters.main)
 
 
 def test_clusters_that_are_one_group_are_merged_and_reported() -> None:
@@ -212,22 +212,22 @@ def test_rearranging_gives_the_wanted_groups(pairs: list[tuple[int, int]]) -> No
         strategy._move(client, now) if now in strategy.models else None
     now = np.array([strategy.clusters.main(client) for client in clients])
     wanted = np.unique([group for _, group in pairs], return_inverse=True)[1]
-    strategy._recount()
+    strategy.state.latest.recount(strategy.clusters.main)
     strategy._rearrange(clients, now, wanted, 1.0)
     then = [strategy.clusters.main(client) for client in clients]
     assert len(set(zip(then, wanted.tolist(), strict=True))) == len(set(then)) == wanted.max() + 1
     # Latest models are counted where their clients are.
-    for cluster, total in strategy.state.totals.items():
+    for cluster, total in strategy.state.latest.totals.items():
         here = [client for client, k in zip(clients, then, strict=True) if k == cluster]
-        own = [strategy.state.latest[client] for client in here if client in strategy.state.latest]
+        models = strategy.state.latest.models
+        own = [models[client] for client in here if client in models]
         assert np.allclose(total, np.sum(own, axis=0), atol=1e-4)
 
 
 def test_members_count_alike_however_often_they_report() -> None:
     # A share of 1/2 each: two clients; the one that reports ten times does not own the model.
     strategy = fleet(2, clustering=False, alpha0=0.1, forward=0.0, drift=False, clip=0.0)
-    assert strategy._share(0) == 0.5
-    step(strategy, "c0", 1.0, 0.0)
+    assert step(strategy, "c0", 1.0, 0.0).weight == 0.5
     step(strategy, "c1", 0.0, 1.0)
     for _ in range(10):
         step(strategy, "c0", 1.0, 0.0)
@@ -244,16 +244,17 @@ def test_a_long_update_is_cut_to_a_few_medians() -> None:
     for client in ("c0", "c1", "c2", "c3"):
         step(strategy, client, *(strategy.models[0].vector + np.float32([1.0, 0.0])))
     start = strategy.models[0].vector.copy()
-    cut = strategy._bounded("c4", start + 1000.0, np.full(2, 1000.0, np.float32), 1414.2)
-    assert np.linalg.norm(cut - start) == pytest.approx(3.0, rel=1e-3)
+    applied = step(strategy, "c4", *(start + 1000.0))
+    moved = np.linalg.norm(strategy.models[0].vector - start)
+    assert moved == pytest.approx(3.0 * applied.weight, rel=1e-3)
 
 
 def test_a_client_that_left_no_longer_moves_its_cluster() -> None:
     strategy = two_groups()
     k = strategy.clusters.main("c0")
     strategy.remove_client("c0")
-    assert "c0" not in strategy.state.latest
-    assert strategy.state.totals[k].tolist() == pytest.approx([8.0, 0.4])
+    assert "c0" not in strategy.state.latest.models
+    assert strategy.state.latest.totals[k].tolist() == pytest.approx([8.0, 0.4])
 
 
 # On virtual time.
