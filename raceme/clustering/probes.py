@@ -111,6 +111,12 @@ class Probes:
         """Return whether a client agrees with itself, so that it can be compared with others."""
         return self.is_known(client) and self.reliability(client) >= LEAST_RELIABILITY
 
+    def clear(self) -> list[str]:
+        """Return all clients that are clear, in the order in which they were first probed."""
+        n = len(self.clients)
+        agrees = self.agreement.diagonal()[:n] >= LEAST_RELIABILITY
+        return [self.clients[i] for i in np.flatnonzero(agrees & (self.counts[:n] >= HALVES))]
+
     def reliability(self, client: str) -> float:
         """Return M_ii: the cosine of a client's two halves."""
         index = self._index[client]

@@ -225,7 +225,7 @@ class Panicle(Method):
             habit.every = self.parameters.recheck
         elif habit.doubted:
             habit.growth *= 1.5
-        else:
+        elif self._is_settled(client):
             habit.every *= 2
         habit.doubted, habit.length = False, 0.0
         was_settled = self._is_settled(client)
@@ -267,13 +267,14 @@ class Panicle(Method):
 
     def _look_if_due(self) -> None:
         """Look for other clusters if enough is new, and enough is known."""
-        state = self.state
+        state, known = self.state, len(self.state.probes.clients)
+        # Cheap questions first: of a large fleet, few probes are followed by a look.
+        is_due = state.changed >= max(1, known // 16) or state.unlooked >= _RARELY * known
+        if not is_due or (state.formed and not self.parameters.repair):
+            return
         online = [client for client, there in self.clusters.online.items() if there]
         settled = sum(self._is_settled(client) for client in online)
-        if settled < len(online) and (settled < _FEWEST or 2 * settled < len(online)):
-            return
-        is_due = state.changed >= max(1, settled // 16) or state.unlooked >= _RARELY * settled
-        if is_due and (self.parameters.repair or not state.formed):
+        if settled == len(online) or (settled >= _FEWEST and 2 * settled >= len(online)):
             state.changed, state.unlooked, state.formed = 0, 0, True
             self._look()
 
@@ -297,11 +298,8 @@ class Panicle(Method):
 
     def _clear(self) -> list[str]:
         """Return the clients online of which probes say who they are like."""
-        return [
-            client
-            for client, there in self.clusters.online.items()
-            if there and self.state.probes.is_clear(client)
-        ]
+        online = self.clusters.online
+        return [client for client in self.state.probes.clear() if online[client]]
 
     # From the clusters that there are to those that there should be.
 
@@ -340,6 +338,9 @@ class Panicle(Method):
                 self._start(child, part)
         for client, group in zip(clients, wanted.tolist(), strict=True):
             self._move(client, cluster_of[group])
+        for cluster in sorted(set(clusters.models) - set(cluster_of.values())):
+            if not clusters.clients(cluster, online_only=False):
+                self._retire(cluster)
         self.state.latest.recount(clusters.main)
 
     def _inherit(self, cluster: int, sources: list[int]) -> None:
@@ -374,9 +375,12 @@ class Panicle(Method):
         clusters.move(client, cluster)
         self._habit(client).length = 0.0
         if former is not None and not clusters.clients(former, online_only=False):
-            clusters.retire(former)
-            self.state.learned.pop(former, None)
-            self.state.latest.drop(former)
+            self._retire(former)
+
+    def _retire(self, cluster: int) -> None:
+        self.clusters.retire(cluster)
+        self.state.learned.pop(cluster, None)
+        self.state.latest.drop(cluster)
 
     # What a cluster learns.
 
@@ -463,7 +467,7 @@ class Panicle(Method):
     def similarity(self) -> tuple[list[str], NDArray[np.float32]]:
         """Return how far clients agree, free of chance; NaN where that is not known."""
         clients = list(self.state.probes.clients)
-        clear = [client for client in clients if self.state.probes.is_clear(client)]
+        clear = self.state.probes.clear()
         matrix = np.full((len(clients), len(clients)), np.nan, np.float32)
         rows = self.state.probes.rows(clear)
         matrix[np.ix_(rows, rows)] = 1.0 - self.state.probes.distances(clear)
