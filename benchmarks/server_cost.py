@@ -1,6 +1,7 @@
-"""What CASA's server does per update, split by phase, with its memory.
+"""What CASA's and Panicle's servers do per update, CASA's split by phase, with their memory.
 
     python3 benchmarks/server_cost.py
+    python3 benchmarks/server_cost.py --methods panicle --clients 1000 --sizes 22000
 
 Updates come from clients in turn, and look like those of a run: a common model, a direction for
 each of four groups, and noise. Fleets of 1,000 and more compare sketches (``--sketch``), as the
@@ -23,10 +24,11 @@ from rich.console import Console
 from rich.table import Table
 from threadpoolctl import threadpool_limits
 
+from raceme.protocol.messages import ModelSpec
 from raceme.server.fleet import Client
 from raceme.server.replies import Update
 from raceme.server.work import Task
-from raceme.strategies import CASA, CASAParameters, FedAsync
+from raceme.strategies import CASA, CASAParameters, FedAsync, Panicle
 
 PHASES = {"_compare": "compare", "_split_if_due": "split", "_buffer": "buffer"}
 GROUPS = 4
@@ -57,16 +59,20 @@ def measure(strategy: Any, clients: int, size: int, updates: int) -> dict[str, f
     if isinstance(strategy, CASA):
         timed(strategy, spent)
     tracemalloc.start()
+    strategy._spec = ModelSpec(("weights",), ((size,),), ("float32",))
     strategy.initialize(base.copy())
+    strategy.restored()
     for client in range(clients):
         strategy.add_client(Client(str(client), 100))
+        strategy.progress.fleet.clients[str(client)] = Client(str(client), 100)
     sent: dict[int, Task] = {}
 
     def dispatch(client: int, number: int) -> None:
         cluster = strategy.clusters.main(str(client))
         version = strategy.models[cluster].version
-        sent[client] = Task(number, str(client), cluster, version, number, 0.0, 0)
-        strategy.on_dispatch(sent[client])
+        phase = strategy.work_for(str(client)).phase
+        sent[client] = Task(number, str(client), cluster, version, number, 0.0, 0, phase=phase)
+        strategy.open_task(sent[client])
 
     for client in range(clients):
         dispatch(client, 0)
@@ -78,6 +84,7 @@ def measure(strategy: Any, clients: int, size: int, updates: int) -> dict[str, f
         started = time.perf_counter()
         strategy.on_update(update)
         total += time.perf_counter() - started
+        strategy.close_task(sent[client])
         dispatch(client, number)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
@@ -90,11 +97,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--clients", default="100,1000,10000")
     parser.add_argument("--sizes", default="22000,1000000,10000000")
+    parser.add_argument("--methods", default="casa,panicle")
     parser.add_argument("--sketch", type=int, default=256)
     parser.add_argument("--passes", type=float, default=3.0, help="updates per client")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    table = Table(title="CASA and FedAsync on the server: ms per update")
+    table = Table(title="On the server: ms per update")
     for column in ("method", "clients", "parameters", "codes", "compare", "split", "buffer"):
         table.add_column(column, justify="right")
     table.add_column("C-phase", justify="right")
@@ -110,6 +118,13 @@ def main() -> None:
             cells = ["-"] * 5 + [f"{row['total']:.3f}", f"{row['peak_mb']:.0f}"]
             table.add_row("fedasync", "100", f"{size:,}", *cells)
             for clients in (int(text) for text in options.clients.split(",")):
+                if "panicle" in options.methods.split(","):
+                    row = measure(Panicle(), clients, size, int(clients * options.passes))
+                    results.append({"method": "panicle", "clients": clients, "size": size, **row})
+                    cells = [*["-"] * 5, f"{row['total']:.3f}", f"{row['peak_mb']:.0f}"]
+                    table.add_row("panicle", f"{clients:,}", f"{size:,}", *cells)
+                if "casa" not in options.methods.split(","):
+                    continue
                 sketch = options.sketch if clients >= 1000 or size > 10**6 else 0
                 code = sketch + 3 if sketch else size
                 if code * 4 * 2 * clients > MOST_BYTES:

@@ -25,7 +25,11 @@ def compare(
     every: Annotated[bool, typer.Option("--all", help="all strategies")] = False,
     suite: Annotated[
         Path | None,
-        typer.Option("--suite", help="TOML file, or the suite poisoning", show_default=False),
+        typer.Option(
+            "--suite",
+            help="TOML file, or one that comes along: panicle, poisoning",
+            show_default=False,
+        ),
     ] = None,
     seeds: Seeds = None,
     out: Out = None,
@@ -36,18 +40,28 @@ def compare(
     The target accuracy is recorded and does not end a run. Runs that are finished in --out are
     kept.
     """
-    from raceme.comparison.suite_file import load_suite
+    from raceme.comparison.regret import regret_table
+    from raceme.comparison.suite_file import all_shipped, load_suite
     from raceme.comparison.suites import of_names
 
     if suite is not None and every:
         raise UserError("Give --suite or --all, not both.")
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    if suite is not None and not suite.exists() and (cases := all_shipped().get(str(suite))):
+        folder = out or Path("runs") / f"{stamp}-compare-{suite}"
+        planned = []
+        for name, path in cases.items():
+            loaded = load_suite(path)
+            loaded = (loaded.only(methods) if methods else loaded).with_settings(keys)
+            planned.append((with_seeds(loaded, seeds), folder / name))
+        run_suites(planned, processes, regret_table)
+        return
     if suite is not None:
         chosen = load_suite(suite)
         chosen = (chosen.only(methods) if methods else chosen).with_settings(keys)
     else:
         chosen = of_names(_all_strategies() if every else methods or [], keys)
     chosen = with_seeds(chosen, seeds)
-    stamp = time.strftime("%Y%m%d-%H%M%S")
     run_suites([(chosen, out or Path("runs") / f"{stamp}-compare-{chosen.dataset}")], processes)
 
 

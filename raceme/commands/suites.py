@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
 from raceme.comparison.suites import Suite
 from raceme.config.errors import UserError
+
+if TYPE_CHECKING:
+    from raceme.comparison.results import Comparison
+    from raceme.comparison.text_table import Text
 
 SHARED = (
     *("data-root", "download", "clients", "devices"),
@@ -33,8 +37,22 @@ Processes = Annotated[
 ]
 
 
-def run_suites(planned: Sequence[tuple[Suite, Path]], processes: int) -> None:
-    """Run suites one after another, after all of them were checked, and print their tables."""
+def run_suites(
+    planned: Sequence[tuple[Suite, Path]],
+    processes: int,
+    overview: Callable[[Mapping[str, Comparison]], Text] | None = None,
+) -> None:
+    """Run suites one after another, after all of them were checked, and print their tables.
+
+    Parameters
+    ----------
+    planned : Sequence[tuple[Suite, Path]]
+        Each with the folder of its results.
+    processes : int
+        Runs at a time; 0: one per core.
+    overview : Callable, optional
+        Makes a last table of all of them, by the names of their folders.
+    """
     from raceme.checkpoints import interrupted_by_signals
     from raceme.comparison.compare import compare as run_suite
     from raceme.comparison.compare import prepare
@@ -45,7 +63,7 @@ def run_suites(planned: Sequence[tuple[Suite, Path]], processes: int) -> None:
     logging.getLogger("flwr").setLevel(logging.ERROR)
     console = Console(highlight=False)
     prepared = [prepare(suite, out) for suite, out in planned]
-    failed = False
+    failed, done = False, dict[str, Comparison]()
     for plan in prepared:
         suite = plan.suite
         if suite.scale != 1.0:
@@ -71,8 +89,16 @@ def run_suites(planned: Sequence[tuple[Suite, Path]], processes: int) -> None:
         if comparison.unwritten:
             said = missing_line(plan.out, comparison.unwritten)
             print(f"raceme: {said}", file=sys.stderr)
+        done[plan.out.name] = comparison
         failed |= bool(comparison.unwritten)
         failed |= any(result.errors for result in comparison.results)
+    if overview is not None:
+        text = overview(done)
+        console.print()
+        console.print(text.rich())
+        path = prepared[0].out.parent / "regret.md"
+        path.write_text(text.markdown(), encoding="utf-8")
+        console.print(f"\nThe same as a file: {path}", markup=False, soft_wrap=True)
     if failed:
         raise typer.Exit(1)
 

@@ -147,6 +147,7 @@ STRATEGIES = Registry(
         "pacfl": "raceme.strategies.pacfl:PACFL",
         "port": "raceme.strategies.port:PORT",
         "r-fedavg": "raceme.strategies.csafl:RFedAvg",
+        "panicle": "raceme.strategies.panicle:Panicle",
         "ssgd": "raceme.strategies.ssgd:StableSGD",
         "standalone": "raceme.strategies.standalone:Standalone",
         "t-fedavg": "raceme.strategies.csafl:TFedAvg",

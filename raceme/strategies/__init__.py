@@ -58,6 +58,7 @@ from raceme.strategies.flux import FLUX, FLUXParameters
 from raceme.strategies.icfl import ICFL, ICFLAsync, ICFLAsyncParameters, ICFLParameters
 from raceme.strategies.ifca import IFCA, IFCAAsync, IFCAAsyncParameters, IFCAParameters
 from raceme.strategies.pacfl import PACFL, PACFLParameters
+from raceme.strategies.panicle import Panicle, PanicleParameters
 from raceme.strategies.port import PORT, PORTParameters
 from raceme.strategies.robust_rounds import (
     FedMedian,
@@ -165,6 +166,8 @@ __all__ = [
     "NoGFedAvg",
     "PACFLParameters",
     "PORTParameters",
+    "Panicle",
+    "PanicleParameters",
     "Plan",
     "RFedAvg",
     "RoundsParameters",

@@ -50,6 +50,7 @@ from raceme.strategies import (
     ICFLAsync,
     IFCAAsync,
     Method,
+    Panicle,
     Plan,
 )
 
@@ -63,6 +64,7 @@ METHODS = [
     partial(CDFL, CDFLParameters(k=3, request_seconds=2.0)),
     partial(FlexCFLAsync, FlexCFLAsyncParameters(groups=3, detect="direction")),
     partial(CSAFL, CSAFLParameters(groups=3)),
+    Panicle,
     *(FedAvg, CFL, IFCA, FAACL),
 ]
 """Every asynchronous method, and some in rounds."""

@@ -44,6 +44,7 @@ from raceme.strategies import (
     FlexCFLParameters,
     ICFLAsync,
     Method,
+    Panicle,
     Plan,
 )
 
@@ -51,6 +52,7 @@ UPDATED = ("semi-asynchronous", "synchronous")
 METHODS = [
     *(FedAvg, FedProx, CFL, FeSEM, ICFL, IFCA, FedGroup),
     *(CASA, CASAPlus, CFLAsync, ICFLAsync, SoftClusters, Budgeted, FedDriftEager),
+    Panicle,
     partial(FedDrift, FedDriftParameters(start="per-client", delta=0.05, max_models=8)),
     partial(FedDriftAsync, FedDriftAsyncParameters(start="per-client", delta=0.02, ask_every=2)),
     partial(CDFL, CDFLParameters(k=3, request_seconds=2.0)),

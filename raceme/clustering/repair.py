@@ -1,0 +1,83 @@
+"""From the groups that there are to those that there should be, with as few changes as can be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import linear_sum_assignment
+
+Labels = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Repair:
+    """What is to be done, in this order.
+
+    Attributes
+    ----------
+    merges : list[list[int]]
+        Clusters that become one.
+    splits : dict[int, list[int]]
+        Wanted groups that a cluster is divided into, where it is the one that most of their
+        members are in.
+    home : dict[int, int]
+        Cluster of each wanted group that exists: of a merge the first of its clusters. Groups that
+        come from a split have none.
+    """
+
+    merges: list[list[int]]
+    splits: dict[int, list[int]]
+    home: dict[int, int]
+
+
+def plan_repair(now: Labels, wanted: Labels) -> Repair:
+    """Match wanted groups with the clusters that there are.
+
+    Each cluster becomes the group that it shares most with where that group has none better; a
+    cluster left over is merged into the group that most of its members go to, a group left over is
+    split off the cluster that most of its members are in.
+
+    Parameters
+    ----------
+    now : Labels
+        Cluster of each client. Shape (m,).
+    wanted : Labels
+        Its group, from 0. Shape (m,).
+    """
+    clusters = np.unique(now)
+    groups = int(wanted.max()) + 1
+    shared = np.zeros((len(clusters), groups), np.int64)
+    np.add.at(shared, (np.searchsorted(clusters, now), wanted), 1)
+    rows, columns = linear_sum_assignment(-shared)
+    home = {
+        int(g): int(clusters[k]) for k, g in zip(rows, columns, strict=True) if shared[k, g] > 0
+    }
+    merged: dict[int, list[int]] = {g: [k] for g, k in home.items()}
+    for row, cluster in enumerate(clusters.tolist()):
+        if cluster not in home.values():
+            target = int(np.argmax(shared[row]))
+            merged.setdefault(target, []).append(cluster)
+            home.setdefault(target, cluster)
+    splits: dict[int, list[int]] = {}
+    for group in range(groups):
+        if group not in home:
+            parent = int(clusters[np.argmax(shared[:, group])])
+            splits.setdefault(parent, []).append(group)
+    merges = [sorted(parts) for parts in merged.values() if len(parts) > 1]
+    return Repair(merges, splits, home)
+
+
+def movers(now: Labels, wanted: Labels) -> NDArray[np.bool_]:
+    """Return which clients' cluster changes: all but those whose group is their cluster's heir.
+
+    Parameters
+    ----------
+    now, wanted : Labels
+        As for :func:`plan_repair`. Shape (m,).
+    """
+    home: Mapping[int, int] = plan_repair(now, wanted).home
+    heirs = np.array([home.get(int(group), -1) for group in wanted], np.int64)
+    return np.asarray(heirs != now)

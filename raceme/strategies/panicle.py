@@ -1,0 +1,474 @@
+"""Panicle: clusters that form at once, and that repair themselves.
+
+Our own; a panicle is a branched raceme. Every client, slow or fast, begins with two *probes*: a few
+mini-batches from the initial model w0. Directions of different clients are compared crosswise, the
+first probe of one with the second of the other, so that the chance of mini-batches cancels out and
+distances have an absolute scale: 0 for clients that are alike, 1 for unrelated ones
+(`clustering/probes.py`). As soon as half of the fleet has answered, the partition with the most
+evidence is looked for, and taken if that reaches a level which depends neither on time nor on the
+size of the fleet (`clustering/evidence.py`).
+
+Whenever probes have been added, the same evidence may split clusters further, move clients, and
+merge what is alike (`clustering/repair.py`). A client whose updates suddenly grow is probed again,
+and placed anew if it does not go where it went. Inside a cluster, each update moves the model by
+the mean of all members' latest changes, the updating client's renewed, so that nobody owns the
+model by being fast; its share falls from CASA's to that of one member as the cluster learns.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raceme.clustering.clusters import Clusters
+from raceme.clustering.evidence import best_partition, nearest_group, silhouettes
+from raceme.clustering.latest import Latest
+from raceme.clustering.model import Model
+from raceme.clustering.pace import calibration, carried, share_of
+from raceme.clustering.probes import Probes, Sketcher, settings_of_probe
+from raceme.clustering.repair import movers, plan_repair
+from raceme.config.options import option
+from raceme.protocol.messages import ARRAYS, Vector
+from raceme.server.method import Applied, Method, staleness_of
+from raceme.server.replies import Update
+from raceme.server.work import Task, Work
+
+PROBE = "probe"
+"""Phase of the work that only places a client."""
+_PATIENCE = 3
+"""Probes in a row without an answer after which a client is given ordinary work."""
+_MOST_PROBES = 6
+"""Probes after which a client that does not agree with itself is given up."""
+_ALIKE = 0.5
+"""Likeness to its own former direction below which a client's data have changed."""
+_FEWEST = 8
+"""Clients that are looked at before all of the fleet have answered."""
+_RARELY = 5
+"""Updates per client after which clusters are looked at even if nothing new is known."""
+_SLACK = 0.1
+"""Evidence below the level at which clusters are given up again."""
+_GAIN = 0.1
+"""What a repair must bring those who move, in silhouettes."""
+_LONG = 1.5
+"""Medians of its cluster's updates below which no update is suddenly long."""
+_FEWEST_LENGTHS = 3
+"""Other members whose updates tell how long one may be."""
+_KEPT = 0.7
+"""Share of the typical length of a client's changes that its next one leaves."""
+
+
+@dataclass(frozen=True)
+class PanicleParameters:
+    """Hyper-parameters; each part can be switched off."""
+
+    probe_steps: int = option(
+        5, "mini-batches of a probe at most, of a tenth of a task (0: a whole task)", low=0
+    )
+    clustering: bool = option(True, "form clusters (false: one model for all)")
+    level: float = option(0.45, "evidence from which on there are clusters", above=0, below=1)
+    most: int = option(12, "clusters at most", low=1)
+    repair: bool = option(True, "split, move and merge after the clusters were formed")
+    recheck: int = option(20, "own updates after which a client is probed again (0: never)", low=0)
+    drift: bool = option(True, "probe clients again whose updates suddenly grow")
+    growth: float = option(2.0, "growth of an update that is sudden", above=1)
+    alpha0: float = option(2.0, "α0 of a cluster's first updates: α0 / log2(members + 3)", above=0)
+    ease: float = option(10.0, "updates per member after which the share has halved", above=0)
+    forward: float = option(
+        0.5, "share of what the model has moved meanwhile that an update keeps", low=0, high=1
+    )
+    unbiased: bool = option(True, "let members count alike, however often they report")
+    clip: float = option(3.0, "longest update, in medians of its cluster's (0: any)", low=0)
+    sketch: int = option(1024, "numbers of a direction that are kept (0: all)", low=0)
+
+
+@dataclass
+class Habit:
+    """What a client's updates have been like.
+
+    Attributes
+    ----------
+    length : float
+        Typical ‖Δ_i‖; 0 before its first update in this cluster.
+    growth : float
+        Growth that is sudden; more after a false alarm.
+    since : int
+        Its updates since its last probe.
+    every : int
+        Its updates after which it is probed again.
+    asked : int
+        Probes in a row that it has not answered.
+    doubted : bool
+        Whether a probe is to tell if its data have changed.
+    """
+
+    length: float = 0.0
+    growth: float = 0.0
+    since: int = 0
+    every: int = 0
+    asked: int = 0
+    doubted: bool = False
+
+
+@dataclass
+class PanicleState:
+    """What Panicle knows beside its clusters.
+
+    Attributes
+    ----------
+    initial : Vector
+        w0. Shape (d,).
+    probes : Probes
+        Directions from w0, and who is like whom.
+    habits : dict[str, Habit]
+        What each client's updates have been like.
+    latest : Latest
+        z_i: latest model of each member that is online.
+    learned : dict[int, int]
+        Updates that went into a cluster since it was formed.
+    origins : dict[int, list[int]]
+        Clusters that a cluster came from.
+    changed : int
+        Clients of whom something new is known since clusters were looked at.
+    formed : bool
+        Whether they were looked at.
+    unlooked : int
+        Updates since then.
+    """
+
+    initial: Vector
+    probes: Probes = field(default_factory=Probes)
+    habits: dict[str, Habit] = field(default_factory=dict)
+    latest: Latest = field(default_factory=Latest)
+    learned: dict[int, int] = field(default_factory=dict)
+    origins: dict[int, list[int]] = field(default_factory=dict)
+    changed: int = 0
+    formed: bool = False
+    unlooked: int = 0
+
+
+class Panicle(Method):
+    """Clusters by short probes, at once, that split, move and merge by evidence (our own)."""
+
+    parameters_type = PanicleParameters
+    state_type = PanicleState
+    keeps_bases = True
+    parameters: PanicleParameters
+    state: PanicleState
+
+    def initialize(self, vector: Vector) -> None:
+        """All clients start in one cluster."""
+        self.clusters = Clusters({0: Model(vector)})
+        self.state = PanicleState(vector.copy())
+
+    def restored(self) -> None:
+        """Make what shortens directions."""
+        self._sketcher = Sketcher(self.parameters.sketch)
+
+    def remove_client(self, client: str) -> None:
+        """A client that has gone no longer moves its cluster."""
+        super().remove_client(client)
+        self.state.latest.withdraw(client, self.clusters.main(client))
+
+    # What a client is asked.
+
+    def work_for(self, client: str) -> Work:
+        """Let a client take a few steps from w0 if it is to be placed, or train its model."""
+        if not self._is_to_be_probed(client):
+            return Work(client)
+        examples = self.progress.fleet.clients[client].num_examples
+        settings = settings_of_probe(self.train_config, examples, self.parameters.probe_steps)
+        w0 = self.spec.pack(self.state.initial)
+        return Work(client, models=(), arrays={ARRAYS: w0}, settings=settings, phase=PROBE)
+
+    def _is_to_be_probed(self, client: str) -> bool:
+        if not self.parameters.clustering:
+            return False
+        habit = self._habit(client)
+        if habit.asked >= _PATIENCE:
+            return False
+        due = self.parameters.recheck and habit.since >= habit.every
+        return habit.doubted or bool(due) or not self._is_settled(client)
+
+    def _is_settled(self, client: str) -> bool:
+        """Return whether a client's probes say who it is like, or never will."""
+        probes = self.state.probes
+        return probes.is_clear(client) or probes.count(client) >= _MOST_PROBES
+
+    def on_dispatch(self, task: Task) -> None:
+        """Count probes until they are answered."""
+        if task.phase == PROBE:
+            self._habit(task.client).asked += 1
+
+    def base_of(self, update: Update) -> Vector:
+        """Return the model that the client started from: w0 for a probe."""
+        return self.state.initial if update.task.phase == PROBE else super().base_of(update)
+
+    def on_update(self, update: Update) -> Applied:
+        """Place a client by its probes; let a member's update move its cluster's model."""
+        if update.task.phase == PROBE:
+            return self._take_probe(update)
+        return self._learn_from(update)
+
+    # Who is like whom.
+
+    def _take_probe(self, update: Update) -> Applied:
+        """Take a direction from w0 in, and act on what it says."""
+        client, probes = update.task.client, self.state.probes
+        habit, delta = self._habit(client), self.compared(self.delta(update))
+        direction = self._sketcher.direction(delta)
+        habit.asked, habit.since = 0, 0
+        if probes.is_clear(client) and probes.likeness(client, direction) < _ALIKE:
+            probes.forget(client)
+            habit.every = self.parameters.recheck
+        elif habit.doubted:
+            habit.growth *= 1.5
+        elif self._is_settled(client):
+            habit.every *= 2
+        habit.doubted, habit.length = False, 0.0
+        was_settled = self._is_settled(client)
+        probes.add(client, direction)
+        if not was_settled:
+            self._place(client)
+        if self._is_settled(client):
+            self.state.changed += 1
+            self._look_if_due()
+        latest, k = self.state.latest, self.clusters.main(client)
+        if client not in latest.models and not self.state.formed and self.clusters.online[client]:
+            latest.renew(client, k, update.vector)
+        return Applied(self.clusters.main(client), staleness=0, weight=0.0)
+
+    def _place(self, client: str) -> None:
+        """Put a client whose probes are new where it belongs, once there are clusters.
+
+        One probe is enough to join a cluster, to be alone takes two.
+        """
+        probes = self.state.probes
+        others = [other for other in self._clear() if other != client]
+        if len(self.models) == 1 or not others:
+            return
+        is_known = probes.is_known(client)
+        if is_known and not probes.is_clear(client):
+            return
+        names, labels = np.unique([self.clusters.main(c) for c in others], return_inverse=True)
+        group = nearest_group(probes.distances_from(client, others), labels)
+        if group is not None:
+            self._move(client, int(names[group]))
+        elif is_known and not self._is_alone(client):
+            self._found(client)
+            self.state.changed = len(probes.clients)
+
+    def _is_alone(self, client: str) -> bool:
+        clusters = self.clusters
+        own = clusters.clients(clusters.main(client), online_only=False)
+        return clusters.is_placed(client) and own == [client]
+
+    def _look_if_due(self) -> None:
+        """Look for other clusters if enough is new, and enough is known."""
+        state, known = self.state, len(self.state.probes.clients)
+        # Cheap questions first: of a large fleet, few probes are followed by a look.
+        is_due = state.changed >= max(1, known // 16) or state.unlooked >= _RARELY * known
+        if not is_due or (state.formed and not self.parameters.repair):
+            return
+        online = [client for client, there in self.clusters.online.items() if there]
+        settled = sum(self._is_settled(client) for client in online)
+        if settled == len(online) or (settled >= _FEWEST and 2 * settled >= len(online)):
+            state.changed, state.unlooked, state.formed = 0, 0, True
+            self._look()
+
+    def _look(self) -> None:
+        """Take the partition with the most evidence, if it is worth it for those who would move."""
+        clients = self._clear()
+        if len(clients) < 2:
+            return
+        distances = self.state.probes.distances(clients)
+        now = np.array([self.clusters.main(client) for client in clients], np.int64)
+        present = silhouettes(distances, np.unique(now, return_inverse=True)[1])
+        best = best_partition(distances, self.parameters.most)
+        level = self.parameters.level
+        if best.evidence >= level:
+            moving = movers(now, best.labels)
+            gain = silhouettes(distances, best.labels)[moving] - present[moving]
+            if moving.any() and gain.mean() >= _GAIN:
+                self._rearrange(clients, now, best.labels, best.evidence)
+        elif len(np.unique(now)) > 1 and present.mean() < level - _SLACK:
+            self._rearrange(clients, now, np.zeros_like(now), float(present.mean()))
+
+    def _clear(self) -> list[str]:
+        """Return the clients online of which probes say who they are like."""
+        online = self.clusters.online
+        return [client for client in self.state.probes.clear() if online[client]]
+
+    # From the clusters that there are to those that there should be.
+
+    def _rearrange(
+        self,
+        clients: list[str],
+        now: NDArray[np.int64],
+        wanted: NDArray[np.int64],
+        evidence: float,
+    ) -> None:
+        """Merge, split and move."""
+        clusters, level = self.clusters, self.parameters.level
+        repair = plan_repair(now, wanted)
+        heirs = {cluster: cluster for cluster in clusters.models}
+        for sources in repair.merges:
+            merged = clusters.merge(sources, score=evidence, threshold=level)
+            heirs |= dict.fromkeys(sources, merged)
+            self._inherit(merged, sources)
+        cluster_of = {group: heirs[home] for group, home in repair.home.items()}
+        for parent, groups in repair.splits.items():
+            source = heirs[parent]
+            home = [group for group, cluster in cluster_of.items() if cluster == source]
+            inside = set(clusters.clients(source, online_only=False))
+            leaving = [
+                [c for c, g in zip(clients, wanted, strict=True) if g == group and c in inside]
+                for group in groups
+            ]
+            gone = {client for part in leaving for client in part}
+            staying = [c for c in inside if c not in gone and self._is_settled(c)]
+            order = {client: place for place, client in enumerate(clusters.members)}
+            parts = [sorted(staying, key=order.__getitem__), *leaving]
+            children = clusters.split(source, parts, score=evidence, threshold=level)
+            cluster_of |= dict(zip([*home, *groups], children, strict=True))
+            for child, part in zip(children, parts, strict=True):
+                self._inherit(child, [source])
+                self._start(child, part)
+        for client, group in zip(clients, wanted.tolist(), strict=True):
+            self._move(client, cluster_of[group])
+        for cluster in sorted(set(clusters.models) - set(cluster_of.values())):
+            if not clusters.clients(cluster, online_only=False):
+                self._retire(cluster)
+        self.state.latest.recount(clusters.main)
+
+    def _inherit(self, cluster: int, sources: list[int]) -> None:
+        """Note where a new cluster comes from; it learns as fast as a young one."""
+        state = self.state
+        state.origins[cluster] = sources
+        state.learned[cluster] = 0
+        for source in sources:
+            state.learned.pop(source, None)
+
+    def _start(self, cluster: int, members: list[str]) -> None:
+        """Let a new cluster's model begin as the mean of its members' latest models."""
+        latest = [self.state.latest.models[c] for c in members if c in self.state.latest.models]
+        if latest:
+            self.models[cluster].average(latest, [1.0] * len(latest))
+
+    def _found(self, client: str) -> None:
+        """Give a client that is far from all clusters one of its own."""
+        source = self.clusters.main(client)
+        self.state.latest.withdraw(client, self.clusters.main(client))
+        cluster = self.clusters.found(self.models[source].copy(), [client])
+        self.state.origins[cluster] = [source]
+        self.state.learned[cluster] = 0
+
+    def _move(self, client: str, cluster: int) -> None:
+        """Move a client; a cluster that nobody is left in is given up."""
+        clusters = self.clusters
+        if clusters.is_placed(client) and clusters.main(client) == cluster:
+            return
+        former = clusters.main(client) if clusters.is_placed(client) else None
+        self.state.latest.withdraw(client, self.clusters.main(client))
+        clusters.move(client, cluster)
+        self._habit(client).length = 0.0
+        if former is not None and not clusters.clients(former, online_only=False):
+            self._retire(former)
+
+    def _retire(self, cluster: int) -> None:
+        self.clusters.retire(cluster)
+        self.state.learned.pop(cluster, None)
+        self.state.latest.drop(cluster)
+
+    # What a cluster learns.
+
+    def _learn_from(self, update: Update) -> Applied:
+        """Let a member's update move the model of its cluster."""
+        client, state = update.task.client, self.state
+        habit = self._habit(client)
+        habit.since += 1
+        if habit.asked >= _PATIENCE and habit.since >= max(1, self.parameters.recheck):
+            habit.asked = 0
+        state.unlooked += 1
+        if state.unlooked >= _RARELY * max(1, len(state.probes.clients)):
+            self._look_if_due()
+        k = self.clusters.main(client)
+        has_moved = update.task.cluster != k
+        staleness = staleness_of(self, update, has_moved)
+        if not self.clusters.is_placed(client) or not self._comes_from(k, update.task.cluster):
+            return Applied(k, staleness, weight=0.0)
+        delta = self.delta(update)
+        length = float(np.linalg.norm(self.compared(delta)))
+        typical = self._typical_length(client, k)
+        if self._looks_changed(habit, length, typical):
+            habit.doubted = True
+            return Applied(k, staleness, weight=0.0)
+        habit.length = _KEPT * habit.length + (1 - _KEPT) * length if habit.length else length
+        bound = self.parameters.clip * typical
+        vector = update.vector
+        if 0.0 < bound < length:
+            vector = np.asarray(vector - np.float32(1.0 - bound / length) * delta)
+        return Applied(k, staleness, self._mix(update, k, vector, carries=not has_moved))
+
+    def _mix(self, update: Update, k: int, vector: Vector, carries: bool) -> float:
+        """Mix a member's model into its cluster's: w ← (1 − α) w + α (z + β (w − w₀) − λ (z' − z̄)).
+
+        z is its model now and z' the one before, z̄ the mean of all members', w₀ where it started.
+        """
+        client, model, latest = update.task.client, self.models[k], self.state.latest
+        members = max(1, len(self.clusters.clients(k)))
+        own, learned = self.parameters, self.state.learned.get(k, 0)
+        alpha = share_of(members, learned / members, own.alpha0, own.ease)
+        target = vector
+        if own.unbiased and client in latest.models:
+            strength = np.float32(calibration(alpha, members))
+            target = np.asarray(target - strength * (latest.models[client] - latest.mean(k)))
+        if carries and own.forward:
+            beta = np.float32(carried(alpha, members, own.forward))
+            target = np.asarray(target + beta * (model.vector - self.base_of(update)))
+        model.mix(target, alpha)
+        if own.unbiased and self.clusters.online[client]:
+            latest.renew(client, k, vector)
+        self.state.learned[k] = learned + 1
+        return alpha
+
+    def _comes_from(self, cluster: int, former: int) -> bool:
+        """Return whether a cluster is another one, or came from it."""
+        origins, seen = [cluster], set()
+        while origins:
+            one = origins.pop()
+            if one == former:
+                return True
+            if one not in seen:
+                seen.add(one)
+                origins += self.state.origins.get(one, [])
+        return False
+
+    def _typical_length(self, client: str, k: int) -> float:
+        """Return the median length of the other members' updates; 0 if few have sent any."""
+        habits = self.state.habits
+        own = (habits[c].length for c in self.clusters.clients(k) if c != client and c in habits)
+        lengths = [length for length in own if length]
+        return statistics.median(lengths) if len(lengths) >= _FEWEST_LENGTHS else 0.0
+
+    def _looks_changed(self, habit: Habit, length: float, typical: float) -> bool:
+        """Return whether an update is suddenly long: its client's data may have changed."""
+        is_on = self.parameters.drift and self.parameters.clustering and habit.length > 0.0
+        return is_on and length > max(habit.growth * habit.length, _LONG * typical)
+
+    def _habit(self, client: str) -> Habit:
+        habits, own = self.state.habits, self.parameters
+        if client not in habits:
+            habits[client] = Habit(growth=own.growth, every=own.recheck)
+        return habits[client]
+
+    def similarity(self) -> tuple[list[str], NDArray[np.float32]]:
+        """Return how far clients agree, free of chance; NaN where that is not known."""
+        clients = list(self.state.probes.clients)
+        clear = self.state.probes.clear()
+        matrix = np.full((len(clients), len(clients)), np.nan, np.float32)
+        rows = self.state.probes.rows(clear)
+        matrix[np.ix_(rows, rows)] = 1.0 - self.state.probes.distances(clear)
+        return clients, matrix

@@ -1,0 +1,345 @@
+"""Panicle: placed by probes, clustered by evidence, repaired; and what it survives."""
+
+import dataclasses
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from clustered import (
+    CENTRES,
+    GROUPS,
+    check_it_can_be_restored,
+    found,
+    homes,
+    last_accuracy,
+    placed,
+    run_on,
+    step,
+    three_groups,
+    with_clients,
+)
+from fleets import grid_of, pulled_app, read, write
+from flwr.app import Message
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raceme.config import RunConfig
+from raceme.experiment import simulate
+from raceme.protocol import events
+from raceme.protocol.events import ClusterChange
+from raceme.server.fleet import Client
+from raceme.server.replies import Update
+from raceme.server.work import Task
+from raceme.simulation import Device
+from raceme.strategies import Panicle, PanicleParameters
+
+EAST, NORTH, WEST = (4.0, 0.2), (0.2, 4.0), (-4.0, 0.1)
+
+
+def fleet(count: int, **options: object) -> Panicle:
+    """A method with so many clients and a model of two zeros."""
+    strategy = with_clients(Panicle(PanicleParameters(**options)), count)
+    strategy.progress.fleet.clients = {f"c{i}": Client(f"c{i}", 10) for i in range(count + 3)}
+    strategy.restored()
+    return strategy
+
+
+def probe(strategy: Panicle, client: str, *values: float) -> None:
+    """Let a client answer a probe with a model."""
+    cluster = strategy.clusters.main(client)
+    version, updates = strategy.models[cluster].version, strategy.progress.updates
+    task = Task(0, client, cluster, version, updates, 0.0, 0, phase="probe")
+    strategy.open_task(task)
+    strategy.on_update(Update(task, np.array(values, np.float32), 10, 0.0))
+    strategy.close_task(task)
+    strategy.progress.updates += 1
+
+
+def probed(directions: dict[str, tuple[float, float]], **options: object) -> Panicle:
+    """A method whose clients have answered two probes each."""
+    strategy = fleet(len(directions), **options)
+    for _ in range(2):
+        for client, direction in directions.items():
+            probe(strategy, client, *direction)
+    return strategy
+
+
+def two_groups(**options: object) -> Panicle:
+    """Three clients that go east, and three that go north."""
+    east = {f"c{i}": EAST for i in range(3)}
+    return probed(east | {f"c{i}": NORTH for i in range(3, 6)}, **options)
+
+
+def partition_of(strategy: Panicle) -> list[list[str]]:
+    """Return who is together with whom."""
+    together: dict[int | None, list[str]] = {}
+    for client, home in homes(strategy).items():
+        together.setdefault(home, []).append(client)
+    return sorted(sorted(part) for part in together.values())
+
+
+def test_clusters_form_when_all_have_answered_two_probes() -> None:
+    strategy = two_groups()
+    assert partition_of(strategy) == [["c0", "c1", "c2"], ["c3", "c4", "c5"]]
+    # Each begins as the mean of its members' models.
+    assert strategy.models[strategy.clusters.main("c0")].vector.tolist() == pytest.approx(EAST)
+    assert strategy.models[strategy.clusters.main("c3")].vector.tolist() == pytest.approx(NORTH)
+
+
+def test_clients_that_are_alike_stay_together() -> None:
+    assert len(probed({f"c{i}": EAST for i in range(6)}).models) == 1
+
+
+def test_four_clients_of_four_kinds_are_four_clusters() -> None:
+    kinds = {"c0": EAST, "c1": NORTH, "c2": WEST, "c3": (0.1, -4.0)}
+    assert len(probed(kinds).models) == 4
+
+
+def test_without_clustering_nobody_is_probed() -> None:
+    strategy = fleet(2, clustering=False)
+    assert strategy.work_for("c0").arrays == {}
+
+
+def test_a_client_is_probed_twice_and_then_trains() -> None:
+    strategy = fleet(1)
+    for _ in range(2):
+        assert strategy.work_for("c0").phase == "probe"
+        probe(strategy, "c0", *EAST)
+    assert strategy.work_for("c0").phase == ""
+
+
+def test_a_newcomer_joins_by_its_first_probe() -> None:
+    strategy = two_groups()
+    strategy.add_client(Client("c6", 10))
+    assert homes(strategy)["c6"] is None
+    probe(strategy, "c6", *NORTH)
+    assert homes(strategy)["c6"] == homes(strategy)["c3"]
+
+
+def test_newcomers_of_an_unknown_group_found_a_cluster() -> None:
+    strategy = two_groups()
+    for client in ("c6", "c7"):
+        strategy.add_client(Client(client, 10))
+        probe(strategy, client, *WEST)
+        probe(strategy, client, *WEST)
+    assert partition_of(strategy)[-1] == ["c6", "c7"]
+    assert len(strategy.models) == 3
+
+
+def test_a_client_whose_updates_suddenly_grow_is_probed_and_moved() -> None:
+    strategy = two_groups()
+    for _ in range(2):
+        for client in ("c0", "c1", "c2"):
+            step(strategy, client, *(0.1 + strategy.models[strategy.clusters.main(client)].vector))
+    before = strategy.models[strategy.clusters.main("c0")].vector.copy()
+    applied = step(strategy, "c0", *(before + 3.0))
+    # 0.1·√2 long before, 3·√2 now: it changes nothing until a probe has told why.
+    assert applied.weight == 0.0
+    assert np.array_equal(strategy.models[strategy.clusters.main("c0")].vector, before)
+    assert strategy.work_for("c0").phase == "probe"
+    probe(strategy, "c0", *NORTH)
+    assert homes(strategy)["c0"] == homes(strategy)["c3"]
+
+
+def test_a_false_alarm_leaves_a_client_where_it_is() -> None:
+    strategy = two_groups()
+    for client in ("c0", "c1", "c2"):
+        step(strategy, client, *(0.1 + strategy.models[strategy.clusters.main(client)].vector))
+    step(strategy, "c0", 40.0, 40.0)
+    probe(strategy, "c0", *EAST)
+    assert homes(strategy)["c0"] == homes(strategy)["c1"]
+    # The next time it takes half as much again.
+    assert strategy.state.habits["c0"].growth == 3.0
+
+
+def wrong(strategy: Panicle, *parts: list[str]) -> None:
+    """Put clients into clusters where they do not belong."""
+    source = strategy.clusters.main(parts[0][0])
+    for part in parts:
+        cluster = strategy.clusters.found(strategy.models[source].copy())
+        for client in part:
+            strategy._move(client, cluster)
+    strategy.state.latest.recount(strategy.clusters.main)
+
+
+def test_clusters_that_are_one_group_are_merged_and_reported() -> None:
+    strategy = two_groups()
+    wrong(strategy, ["c0"])
+    seen: list[events.ClustersChanged] = []
+    strategy.clusters.report_to(seen.append)
+    strategy._look()
+    assert partition_of(strategy) == [["c0", "c1", "c2"], ["c3", "c4", "c5"]]
+    assert [change.change for change in seen] == [ClusterChange.MERGE]
+    assert seen[0].score > seen[0].threshold == 0.45
+
+
+def test_clusters_without_evidence_are_given_up() -> None:
+    strategy = probed({f"c{i}": EAST for i in range(6)})
+    wrong(strategy, ["c0", "c1", "c2"])
+    strategy._look()
+    assert len(strategy.models) == 1
+
+
+def test_a_wrong_split_is_repaired_even_if_nothing_new_is_known() -> None:
+    strategy = two_groups(recheck=0)
+    wrong(strategy, ["c0", "c3"], ["c1", "c4"])
+    for _ in range(10):
+        for client in ("c0", "c1", "c2", "c3", "c4", "c5"):
+            step(strategy, client, *strategy.models[strategy.clusters.main(client)].vector)
+    assert partition_of(strategy) == [["c0", "c1", "c2"], ["c3", "c4", "c5"]]
+
+
+def test_without_repair_clusters_stay_as_they_are() -> None:
+    strategy = two_groups(recheck=0, repair=False)
+    wrong(strategy, ["c0", "c3"])
+    for _ in range(10):
+        step(strategy, "c0", *strategy.models[strategy.clusters.main("c0")].vector)
+    assert homes(strategy)["c0"] == homes(strategy)["c3"]
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=2, max_size=14))
+def test_rearranging_gives_the_wanted_groups(pairs: list[tuple[int, int]]) -> None:
+    strategy = fleet(len(pairs))
+    clients = [f"c{i}" for i in range(len(pairs))]
+    for client in clients:
+        probe(strategy, client, *EAST)
+        probe(strategy, client, *EAST)
+    for _ in range(3):
+        strategy.clusters.found(strategy.models[0].copy())
+    for client, (now, _) in zip(clients, pairs, strict=True):
+        strategy._move(client, now) if now in strategy.models else None
+    now = np.array([strategy.clusters.main(client) for client in clients])
+    wanted = np.unique([group for _, group in pairs], return_inverse=True)[1]
+    strategy.state.latest.recount(strategy.clusters.main)
+    strategy._rearrange(clients, now, wanted, 1.0)
+    then = [strategy.clusters.main(client) for client in clients]
+    assert len(set(zip(then, wanted.tolist(), strict=True))) == len(set(then)) == wanted.max() + 1
+    # Latest models are counted where their clients are.
+    for cluster, total in strategy.state.latest.totals.items():
+        here = [client for client, k in zip(clients, then, strict=True) if k == cluster]
+        models = strategy.state.latest.models
+        own = [models[client] for client in here if client in models]
+        assert np.allclose(total, np.sum(own, axis=0), atol=1e-4)
+
+
+def test_members_count_alike_however_often_they_report() -> None:
+    # A share of 1/2 each: two clients; the one that reports ten times does not own the model.
+    strategy = fleet(2, clustering=False, alpha0=0.1, forward=0.0, drift=False, clip=0.0)
+    assert step(strategy, "c0", 1.0, 0.0).weight == 0.5
+    step(strategy, "c1", 0.0, 1.0)
+    for _ in range(10):
+        step(strategy, "c0", 1.0, 0.0)
+    assert strategy.models[0].vector.tolist() == pytest.approx([0.5, 0.5], abs=0.01)
+    biased = fleet(2, clustering=False, alpha0=0.1, forward=0.0, drift=False, unbiased=False)
+    step(biased, "c1", 0.0, 1.0)
+    for _ in range(10):
+        step(biased, "c0", 1.0, 0.0)
+    assert biased.models[0].vector[0] > 0.99
+
+
+def test_a_long_update_is_cut_to_a_few_medians() -> None:
+    strategy = fleet(5, clustering=False)
+    for client in ("c0", "c1", "c2", "c3"):
+        step(strategy, client, *(strategy.models[0].vector + np.float32([1.0, 0.0])))
+    start = strategy.models[0].vector.copy()
+    applied = step(strategy, "c4", *(start + 1000.0))
+    moved = np.linalg.norm(strategy.models[0].vector - start)
+    assert moved == pytest.approx(3.0 * applied.weight, rel=1e-3)
+
+
+def test_a_client_that_left_no_longer_moves_its_cluster() -> None:
+    strategy = two_groups()
+    k = strategy.clusters.main("c0")
+    strategy.remove_client("c0")
+    assert "c0" not in strategy.state.latest.models
+    assert strategy.state.latest.totals[k].tolist() == pytest.approx([8.0, 0.4])
+
+
+# On virtual time.
+
+
+def test_the_groups_are_found_on_virtual_time() -> None:
+    strategy = Panicle()
+    seen = run_on(strategy, three_groups())
+    assert found(strategy) == [4, 4, 4]
+    assert last_accuracy(seen) > 0.9
+    assert len(placed(seen, ClusterChange.SPLIT)) == 1
+
+
+def test_it_can_be_restored() -> None:
+    check_it_can_be_restored(Panicle)
+
+
+def test_a_fleet_of_one() -> None:
+    strategy = Panicle()
+    seen = run_on(strategy, grid_of(pulled_app([CENTRES[0]]), [Device(1.0)]), 20)
+    assert len(strategy.models) == 1
+    assert last_accuracy(seen) > 0.9
+
+
+def test_a_model_that_cannot_learn_leaves_one_cluster() -> None:
+    strategy = Panicle()
+    devices = [Device(1.0) for _ in range(5)]
+    run_on(strategy, grid_of(pulled_app(None), devices), 60)
+    assert len(strategy.models) == 1
+    assert strategy.progress.updates == 60
+    # Six probes each have said nothing: there are no more.
+    assert {strategy.state.probes.count(f"c{i}") for i in range(5)} == {6}
+
+
+def test_a_client_whose_probes_fail_three_times_is_given_ordinary_work() -> None:
+    spoilt = []
+
+    def change(reply: Message, index: int) -> Message:
+        if index == 5 and len(spoilt) < 3:
+            spoilt.append(index)
+            reply.content["arrays"] = write(np.full(8, math.nan, np.float32))
+        return reply
+
+    rng = np.random.default_rng(0)
+    targets = [CENTRES[group] + 0.01 * rng.normal(size=8) for group in GROUPS]
+    strategy = Panicle(PanicleParameters(recheck=5))
+    devices = [Device(1.0) for _ in range(12)]
+    seen = run_on(strategy, grid_of(pulled_app(targets, change=change), devices, GROUPS), 600)
+    refused = [event for event in seen if isinstance(event, events.UpdateRejected)]
+    phases = [e.phase for e in seen if isinstance(e, events.UpdateApplied) and e.client == "c5"]
+    assert len(refused) == 3
+    # It trains, and is asked again after five updates: then it is placed.
+    assert phases[:5] == ["train"] * 5
+    assert phases[5] == "probe"
+    assert found(strategy) == [4, 4, 4]
+
+
+def test_clients_that_go_the_other_way_are_apart() -> None:
+    def change(reply: Message, index: int) -> Message:
+        if index in (3, 6):
+            reply.content["arrays"] = write(-read(reply.content["arrays"]))
+        return reply
+
+    strategy = Panicle()
+    devices = [Device(1.0) for _ in range(12)]
+    app = pulled_app([CENTRES[group] for group in GROUPS], change=change)
+    run_on(strategy, grid_of(app, devices, GROUPS), 120)
+    honest = {strategy.clusters.main(f"c{i}") for i in range(12) if i not in (3, 6)}
+    assert len(honest) == 3
+    assert not honest & {strategy.clusters.main("c3"), strategy.clusters.main("c6")}
+
+
+def test_clients_with_fewer_samples_than_a_mini_batch(tmp_path: Path) -> None:
+    config = RunConfig.from_mapping(
+        {"strategy": "panicle", "clients": 6, "batch-size": 512, "max-updates": 40, "lr": 0.2}
+        | {"workers": "0", "out": str(tmp_path), "eval-every": 40}
+    )
+    summary = simulate(config).summary
+    assert summary["updates"] == 40
+
+
+def test_every_part_can_be_switched_off() -> None:
+    options = {field.name: field for field in dataclasses.fields(PanicleParameters)}
+    off = {"clustering": False, "repair": False, "drift": False, "unbiased": False}
+    off |= {"probe_steps": 0, "recheck": 0, "clip": 0.0, "sketch": 0, "forward": 0.0}
+    assert off.keys() <= options.keys()
+    for name, value in off.items():
+        run_on(Panicle(PanicleParameters(**{name: value})), three_groups(), 60)
