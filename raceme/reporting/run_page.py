@@ -15,6 +15,7 @@ from raceme.config.errors import UserError
 from raceme.config.reading import ReadingError, parse_json, read_text
 from raceme.protocol.measure import Measure
 from raceme.records.record import RunRecord, read_run
+from raceme.records.similarity import read_similarity
 from raceme.reporting.artefacts import draw_similarity
 from raceme.reporting.clusters_plot import clusters_figure
 from raceme.reporting.console import summary_rows
@@ -41,7 +42,6 @@ from raceme.reporting.page import (
 )
 from raceme.reporting.plots import accuracy_figure
 from raceme.reporting.repeat import repeat_command
-from raceme.reporting.similarity import read_similarity
 from raceme.reporting.staleness import staleness_figure
 from raceme.reporting.style import CLOCK
 from raceme.reporting.support_plot import has_support, support_figure

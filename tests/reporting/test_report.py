@@ -22,7 +22,7 @@ from raceme.commands.report import plan
 from raceme.config import RunConfig
 from raceme.config.errors import UserError
 from raceme.experiment import simulate
-from raceme.reporting.similarity import MOST_CLIENTS, Similarity, read_similarity
+from raceme.records.similarity import MOST_CLIENTS, Similarity, read_similarity
 
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""
