@@ -37,9 +37,6 @@ Table = dict[str, list[Any]]
 
 WORST = 10
 """The worst tenth of the clients."""
-_MOST_SCORES = 2_000_000
-"""Clients' own accuracies that are told, over all evaluations: 8 MB. Of more, every second
-evaluation tells them, then every third, and so on."""
 
 
 class Columns:
@@ -48,10 +45,11 @@ class Columns:
     Parameters
     ----------
     most_scores : int
-        Clients' own accuracies that are told at most, about.
+        Clients' own accuracies that are told at most, about; see
+        :class:`raceme.dashboard.source.RunSource`.
     """
 
-    def __init__(self, most_scores: int = _MOST_SCORES) -> None:
+    def __init__(self, most_scores: int) -> None:
         self._most_scores = most_scores
         self._told_scores = 0
         self._evaluations = 0

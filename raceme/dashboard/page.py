@@ -11,10 +11,11 @@ _TYPES = {".js": "text/javascript", ".css": "text/css"}
 _ROOT = files("raceme.dashboard") / "assets"
 _MAIN = "main.js"
 _PLOTTER = "vendor/uPlot.iife.min.js"
+_LICENCE = "vendor/uPlot.LICENSE"
 _STYLES = ("vendor/uPlot.min.css", "board.css")
 
-_IMPORT = re.compile(r'^import \{[^}]*\} from "([^"]+)";\n', re.MULTILINE)
-_EXPORT = re.compile(r"^export (?=(?:async )?(?:function|class|const) )", re.MULTILINE)
+_IMPORT = re.compile(r'^import (\{[^}]*\}) from "([^"]+)";\n', re.MULTILINE)
+_EXPORT = re.compile(r"^export ((?:function|class|const) (\w+))", re.MULTILINE)
 
 
 def _found(folder: str = "") -> dict[str, str]:
@@ -54,21 +55,31 @@ def style() -> str:
 def script() -> str:
     """Return plotter and modules as one script, for a page that is one file.
 
-    Modules import by name and with no other names, and no two of them have anything of the same
-    name at their top: so one after another, without their imports and exports, they are a script.
+    Modules import by name, with no other names and in no circle, and export what they declare: so
+    each one is a function here, which is called with the others' exports at hand.
     """
-    texts = [read_asset(name) for name in _in_order(_MAIN, {})]
-    linked = "".join(_EXPORT.sub("", _IMPORT.sub("", text)) for text in texts)
-    return f'{read_asset(_PLOTTER)}\n(() => {{\n"use strict";\n{linked}}})();\n'
+    linked = "".join(_linked(name) for name in _in_order(_MAIN, set()))
+    plotter = f"/*\nuPlot: {read_asset(_LICENCE)}*/\n{read_asset(_PLOTTER)}"
+    return f'{plotter}\n"use strict";\nconst modules = {{}};\n{linked}'
 
 
-def _in_order(name: str, seen: dict[str, bool]) -> list[str]:
+def _linked(name: str) -> str:
+    text = read_asset(name)
+    exported = ", ".join(declared for _, declared in _EXPORT.findall(text))
+    text = _IMPORT.sub(
+        lambda found: f'const {found[1]} = modules["{_resolved(name, found[2])}"];\n', text
+    )
+    text = _EXPORT.sub(r"\1", text)
+    return f'modules["{name}"] = (() => {{\n{text}return {{ {exported} }};\n}})();\n'
+
+
+def _in_order(name: str, seen: set[str]) -> list[str]:
     """Return a module behind all that it imports."""
     if name in seen:
         return []
-    seen[name] = True
+    seen.add(name)
     found = []
-    for imported in _IMPORT.findall(read_asset(name)):
+    for _, imported in _IMPORT.findall(read_asset(name)):
         found += _in_order(_resolved(name, imported), seen)
     return [*found, name]
 

@@ -24,6 +24,9 @@ class RunSource:
     ----------
     folder : Path
         What `raceme run` writes; it may not have begun.
+    most_scores : int
+        Clients' own accuracies that are told at most, about: 8 MB of numbers by default. Of more,
+        every second evaluation tells them, then every third, and so on.
 
     Attributes
     ----------
@@ -35,13 +38,14 @@ class RunSource:
         Why the folder cannot be read now; empty if it can.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, most_scores: int = 2_000_000) -> None:
         self.folder = folder
         self.pieces: list[str] = []
         self.generation = new_generation()
         self.trouble = ""
         self._follower = StoreFollower(folder)
-        self._columns = Columns()
+        self._most_scores = most_scores
+        self._columns = Columns(most_scores)
         self._stamps: dict[str, tuple[int, int]] = {}
 
     def poll(self) -> bool:
@@ -58,7 +62,7 @@ class RunSource:
         self.trouble = ""
         if reading.restarted:
             self.generation = new_generation()
-            self._columns, self._stamps, self.pieces = Columns(), {}, []
+            self._columns, self._stamps, self.pieces = Columns(self._most_scores), {}, []
             self._tell_files()
         for event in reading.events:
             self._columns.observe(event)

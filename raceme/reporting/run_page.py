@@ -13,6 +13,7 @@ import numpy as np
 from raceme.config import Value, read_toml
 from raceme.config.errors import UserError
 from raceme.config.reading import ReadingError, parse_json, read_text
+from raceme.dashboard.frozen import frozen_run
 from raceme.protocol.measure import Measure
 from raceme.records.record import RunRecord, read_run
 from raceme.records.similarity import read_similarity
@@ -87,6 +88,7 @@ def run_page(folder: Path, links: str) -> str:
     keys = _described_keys()
     return render(
         "run.html",
+        frozen=frozen_run(folder),
         title=title,
         summary=summary,
         tiles=tiles,

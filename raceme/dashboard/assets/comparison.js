@@ -8,7 +8,8 @@ import { make, number, timeUnit } from "./words.js";
 const MOST_LINES = 40;
 
 export class ComparisonBoard {
-  constructor(run) {
+  constructor(run, links = true) {
+    this.links = links;
     this.run = run;
     this.runs = new Map();
     this.axis = "time";
@@ -89,8 +90,10 @@ export class ComparisonBoard {
       const { points } = one;
       const dot = make("span", { class: "dot", "aria-hidden": "true" });
       dot.style.setProperty("--colour", seriesLook(methods.indexOf(one.method)).colour);
-      const link = make("a", { href: `?run=${encodeURIComponent(name)}` },
-        make("bdi", {}, one.label));
+      const label = make("bdi", {}, one.label);
+      const link = this.links
+        ? make("a", { href: `?run=${encodeURIComponent(name)}` }, label)
+        : label;
       const bar = make("progress", { max: one.planned || 1, value: one.updates ?? 0,
         "aria-label": "updates" });
       const last = (column, digits) => number(points[column]?.at(-1), digits);

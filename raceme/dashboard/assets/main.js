@@ -14,8 +14,13 @@ else follow(new URLSearchParams(location.search).get("run") ?? "");
 /** Show a run that is over, with all its pieces. */
 function showFrozen(pieces) {
   const run = new Run();
-  for (const piece of pieces) run.add(piece);
-  const board = new Board(run);
+  const board = pieces.some((piece) => piece.comparison)
+    ? new ComparisonBoard(run, false)
+    : new Board(run);
+  for (const piece of pieces) {
+    run.add(piece);
+    if (piece.comparison) board.add(piece.comparison);
+  }
   place.replaceChildren(board.element);
   board.changed();
   window.raceme = { run, board };

@@ -62,6 +62,7 @@ export class StalenessPanel {
       context.fillText(number(bin * binWidth), LEFT + (bin + 0.5) * step, TOP + deep + 4);
     });
     context.textAlign = "right";
+    context.fillStyle = named("muted");
     context.fillText("staleness", width - 8, TOP + deep + 19);
   }
 }
