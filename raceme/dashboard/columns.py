@@ -134,6 +134,11 @@ class Columns:
         """What the accuracies are."""
         return self._summary.measure
 
+    @property
+    def now(self) -> float:
+        """Time of the latest event in seconds."""
+        return _seconds(self._summary.time)
+
     def take(self) -> dict[str, Any]:
         """Return what has come since the last time, ready for JSON; nothing if nothing has."""
         found: dict[str, Any] = {name: dict(table) for name, table in self._tables.items()}
@@ -141,7 +146,7 @@ class Columns:
         if self._ending is not None:
             found["ended"], self._ending = self._ending, None
         if found:
-            found["now"] = _seconds(self._summary.time)
+            found["now"] = self.now
         if self._on_devices and not self._said_devices:
             # Only real machines tell when by their own clocks.
             self._said_devices = True

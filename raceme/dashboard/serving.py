@@ -101,6 +101,7 @@ async def _serve(
         server_header=False,
         timeout_graceful_shutdown=_GRACE_SECONDS,
         lifespan="off",
+        ws="none",
     )
     server = _Server(config)
     serving = asyncio.create_task(server.serve([listening]))

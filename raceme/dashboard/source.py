@@ -12,7 +12,12 @@ from raceme.config import read_toml
 from raceme.config.errors import UserError
 from raceme.config.reading import ReadingError, parse_json, read_text
 from raceme.dashboard.columns import Columns
+from raceme.dashboard.likeness import aligned, positions
 from raceme.records.following import StoreFollower
+from raceme.records.similarity import FILE_NAME as SIMILARITY
+from raceme.records.similarity import read_similarity
+from raceme.records.wall_times import FILE_NAME as WALL_TIMES
+from raceme.records.wall_times import read_wall_times
 
 CONFIG, SUMMARY = "config.toml", "summary.json"
 
@@ -47,6 +52,8 @@ class RunSource:
         self._most_scores = most_scores
         self._columns = Columns(most_scores)
         self._stamps: dict[str, tuple[int, int]] = {}
+        self._walls = 0
+        self._positions: dict[str, list[float]] = {}
 
     def poll(self) -> bool:
         """Read what has come; return whether there is more already.
@@ -63,6 +70,7 @@ class RunSource:
         if reading.restarted:
             self.generation = new_generation()
             self._columns, self._stamps, self.pieces = Columns(self._most_scores), {}, []
+            self._walls = 0
             self._tell_files()
         for event in reading.events:
             self._columns.observe(event)
@@ -98,6 +106,28 @@ class RunSource:
                 self._tell({"summary": parse_json(read_text(self.folder / SUMMARY))})
             except ReadingError as error:
                 raise UserError(f"{self.folder / SUMMARY} is damaged: {error}.") from None
+        if self._is_new(SIMILARITY):
+            self._tell_similarity()
+        if self._is_new(WALL_TIMES):
+            rows = read_wall_times(self.folder)[self._walls :]
+            if rows:
+                self._walls += len(rows)
+                times, walls = (list(column) for column in zip(*rows, strict=True))
+                self._tell({"walls": {"time": times, "wall": walls}})
+
+    def _tell_similarity(self) -> None:
+        """Tell where clients lie by what the method found of their similarity."""
+        found = read_similarity(self.folder)
+        if found is None or not len(found.clients):
+            return
+        points = aligned(positions(found.matrix), found.clients, self._positions)
+        self._positions = dict(zip(found.clients, points.tolist(), strict=True))
+        frame = {
+            "clients": found.clients,
+            "x": [round(float(x), 4) for x in points[:, 0]],
+            "y": [round(float(y), 4) for y in points[:, 1]],
+        }
+        self._tell({"frame": {"time": self._columns.now, **frame}})
 
     def _is_new(self, name: str) -> bool:
         try:

@@ -18,7 +18,7 @@ from pathlib import Path
 from raceme.config.errors import UserError
 from raceme.protocol.events import Event
 from raceme.records import old_stores
-from raceme.records.store import FILE_NAME, check_format
+from raceme.records.store import FILE_NAME, check_format, is_locked
 from raceme.records.store_rows import columns_of
 from raceme.records.store_tables import READ_ALIKE, READERS, TABLES
 
@@ -89,7 +89,7 @@ class StoreFollower:
         """
         for _ in range(_ATTEMPTS):
             state = self._look()
-            if state is None or (state == self._state and not self._ahead):
+            if state is None or not state.size or (state == self._state and not self._ahead):
                 return Reading([])
             if self._is_being_written():
                 return self._read_hot(state) if self._stays_hot() else Reading([])
@@ -176,7 +176,7 @@ def _connect(path: Path, how: str) -> sqlite3.Connection:
 
 
 def _said(path: Path, error: Exception) -> str:
-    if isinstance(error, sqlite3.OperationalError) and "locked" in str(error):
+    if is_locked(error):
         return f"{path} is locked by another program."
     return f"{path} is damaged: {error}."
 

@@ -214,9 +214,9 @@ def _create(path: Path, replace: bool) -> sqlite3.Connection:
         # What writes to it one at a time is two threads.
         connection = sqlite3.connect(path, check_same_thread=False)
         try:
-            connection.execute(f"PRAGMA application_id = {_APPLICATION}")
-            connection.execute(f"PRAGMA user_version = {FORMAT}")
-            connection.executescript(f"BEGIN; {SCHEMA} COMMIT;")
+            # All at once: whoever follows the run sees a store, or an empty file.
+            kind = f"PRAGMA application_id = {_APPLICATION}; PRAGMA user_version = {FORMAT};"
+            connection.executescript(f"BEGIN; {kind} {SCHEMA} COMMIT;")
         except BaseException:
             connection.close()
             # Nothing is in it yet; left there, it would be in the way of the next run.
@@ -239,6 +239,8 @@ def check_format(connection: sqlite3.Connection, path: Path, formats: Collection
         (application,) = connection.execute("PRAGMA application_id").fetchone()
         (version,) = connection.execute("PRAGMA user_version").fetchone()
     except sqlite3.DatabaseError as error:
+        if is_locked(error):
+            raise UserError(f"{path} is locked by another program.") from None
         raise UserError(f"{path} is not a run store of Raceme: {error}.") from None
     if application != _APPLICATION:
         raise UserError(f"{path} is not a run store of Raceme but another SQLite database.")
@@ -248,6 +250,14 @@ def check_format(connection: sqlite3.Connection, path: Path, formats: Collection
             "Use the version of Raceme that wrote it."
         )
     return int(version)
+
+
+def is_locked(error: Exception) -> bool:
+    """Return whether SQLite says that another program keeps a database to itself."""
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF in (
+        sqlite3.SQLITE_BUSY,
+        sqlite3.SQLITE_LOCKED,
+    )
 
 
 def _reopen(path: Path, after: int) -> sqlite3.Connection:

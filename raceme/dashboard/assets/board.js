@@ -31,7 +31,7 @@ export class Board {
     this.tiles = new TilesPanel(this);
     this.panels = [
       new AccuracyPanel(this), new StreamPanel(this), new MapPanel(this), new DevicesPanel(this),
-      new StalenessPanel(this), new HappeningsPanel(this), new TrustPanel(this),
+      new HappeningsPanel(this), new StalenessPanel(this), new TrustPanel(this),
       new ClientsPanel(this),
     ];
     this.element = make("div", { class: "board" }, this.tiles.element, this.controls(),

@@ -49,6 +49,20 @@ export class ComparisonBoard {
     this.runs = new Map([...this.runs].sort(([one], [other]) => (one < other ? -1 : 1)));
   }
 
+  get isOver() {
+    const runs = [...this.runs.values()];
+    return runs.length > 0 && runs.every(({ state }) => state !== "running");
+  }
+
+  /** How far the comparison is, in words. */
+  get said() {
+    const runs = [...this.runs.values()];
+    if (!runs.length) return "Waiting for the first run.";
+    const count = (state) => runs.filter((one) => one.state === state).length;
+    const failed = count("failed") ? `, ${count("failed")} failed` : "";
+    return `${count("finished")} of ${runs.length} runs so far are finished${failed}.`;
+  }
+
   changed() {
     if (this.planned) return;
     this.planned = true;

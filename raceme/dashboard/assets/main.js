@@ -43,7 +43,8 @@ function follow(name) {
   const tell = () => {
     head(run, name);
     if (over) return;
-    if (run.isOver) say("The run is over.", "over");
+    if (board instanceof ComparisonBoard) say(board.said, board.isOver ? "over" : "live");
+    else if (run.isOver) say("The run is over.", "over");
     else if (run.about && !run.size) say("Waiting for the first client.", "live");
     else if (run.size) say("Live", "live");
     else say("Waiting for the run to begin.", "live");

@@ -62,6 +62,15 @@ export class Run {
     this.clusters = [...this.seen].sort((one, other) => one - other);
   }
 
+  /** Return the number of each client by name. */
+  get numbers() {
+    const names = this.tables.clients.name ?? [];
+    if (this.known?.size !== names.length) {
+      this.known = new Map(names.map((name, number) => [name, number]));
+    }
+    return this.known;
+  }
+
   /** Until when the run has gone, in seconds. */
   get end() {
     return this.ended ? this.ended.time : this.now;

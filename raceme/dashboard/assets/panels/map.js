@@ -37,7 +37,6 @@ export class MapPanel {
   }
 
   draw(moment) {
-    const { run } = this.board;
     const frame = this.frameAt(moment);
     this.alikeLabel.hidden = !frame;
     const byLikeness = Boolean(frame) && this.alike.checked;
@@ -47,7 +46,6 @@ export class MapPanel {
       : "A disc is a cluster; dots go over when their clients do.";
     this.aim(moment, byLikeness ? this.likeness(frame) : this.discs(moment));
     this.paint(moment);
-    void run;
   }
 
   /** Return the similarities' positions that were the latest at a moment; null if there are none. */
@@ -59,8 +57,11 @@ export class MapPanel {
   }
 
   likeness(frame) {
+    const { numbers } = this.board.run;
     const found = new Map();
-    frame.client.forEach((client, index) => found.set(client, [frame.x[index], frame.y[index]]));
+    frame.clients.forEach((name, index) => {
+      if (numbers.has(name)) found.set(numbers.get(name), [frame.x[index], frame.y[index]]);
+    });
     return found;
   }
 

@@ -10,7 +10,7 @@ export class TrustPanel {
   constructor(board) {
     this.board = board;
     this.body = make("div", {});
-    this.element = panel("trust", "Rejections and protection", "", this.body);
+    this.element = panel("trust", "Rejections and protection", "wide", this.body);
   }
 
   draw(moment) {
