@@ -1,5 +1,8 @@
 """What a dashboard costs a run, with one viewer: updates per second with and without, in turns.
 
+On a machine that does other things too, processor time tells more than updates per second: that of
+the run, and that of the dashboard, which has less priority.
+
     python benchmarks/dashboard.py --turns 6 --updates 1500
 
 The run is FedAsync on digits, in one process.
@@ -8,6 +11,7 @@ The run is FedAsync on digits, in one process.
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import tempfile
 import threading
@@ -31,12 +35,15 @@ def look(address: str, received: list[int]) -> None:
         received.append(len(block))
 
 
-def one(watched: bool, updates: int) -> float:
-    """Return the updates per second of a run, once the dashboard is there."""
+def one(watched: bool, updates: int) -> tuple[float, float, float]:
+    """Return the updates per second of a run, and processor seconds: its own, the dashboard's.
+
+    The run begins once the dashboard is there; what its start takes is not counted.
+    """
     received: list[int] = []
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         out = Path(folder) / "run"
-        viewer = None
+        viewer, spent = None, 0.0
         if watched:
             beside = stack.enter_context(watching(out, "127.0.0.1", 0))
             viewer = threading.Thread(target=look, args=(beside.address, received), daemon=True)
@@ -44,6 +51,7 @@ def one(watched: bool, updates: int) -> float:
             # The dashboard has started when it answers.
             while not received:
                 time.sleep(0.01)
+            spent = -processor_seconds(beside.process.pid)
         config = RunConfig(
             strategy="fedasync",
             num_clients=40,
@@ -51,10 +59,20 @@ def one(watched: bool, updates: int) -> float:
             workers="0",
             out=str(out),
         )
+        begun = time.process_time()
         summary = simulate(config).summary
+        own = time.process_time() - begun
+        if watched:
+            spent += processor_seconds(beside.process.pid)
     if viewer is not None:
         viewer.join(30)
-    return float(summary["updates_per_second"])
+    return float(summary["updates_per_second"]), own, spent
+
+
+def processor_seconds(pid: int) -> float:
+    """Return what a process has used of the processor."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def main() -> None:
@@ -64,15 +82,22 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=1500)
     given = parser.parse_args()
     one(False, 200)
-    rates: dict[bool, list[float]] = {False: [], True: []}
+    found: dict[bool, list[tuple[float, float, float]]] = {False: [], True: []}
     for turn in range(given.turns):
         for watched in (False, True) if turn % 2 else (True, False):
-            rates[watched].append(one(watched, given.updates))
-    ratios = [w / a for w, a in zip(rates[True], rates[False], strict=True)]
+            found[watched].append(one(watched, given.updates))
     for watched, name in ((False, "alone"), (True, "watched")):
-        found = ", ".join(f"{rate:.1f}" for rate in rates[watched])
-        print(f"{name}: median {statistics.median(rates[watched]):.1f} updates/s ({found})")
-    print(f"watched / alone, median of the pairs: {statistics.median(ratios):.4f}")
+        rates, own, spent = (
+            statistics.median(column) for column in zip(*found[watched], strict=True)
+        )
+        print(
+            f"{name}: {rates:.1f} updates/s, {own:.2f} s of the processor, "
+            f"its dashboard {spent:.2f} s (medians of {given.turns})"
+        )
+    for column, what in ((0, "updates/s"), (1, "processor time of the run")):
+        pairs = zip(found[True], found[False], strict=True)
+        ratio = statistics.median(one[column] / other[column] for one, other in pairs)
+        print(f"{what}, watched / alone, median of the pairs: {ratio:.4f}")
 
 
 if __name__ == "__main__":

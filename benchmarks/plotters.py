@@ -1,7 +1,8 @@
 """Frames per second of plotting libraries: a line of 10,000 points, drawn anew for each frame.
 
     npm pack uplot echarts plotly.js-dist-min      # and unpack them
-    python benchmarks/plotters.py uplot=…/uPlot.iife.min.js echarts=…/echarts.min.js plotly=…/plotly.min.js
+    python benchmarks/plotters.py uplot=uPlot.iife.min.js echarts=echarts.min.js \\
+        plotly=plotly.min.js
 
 In Chromium without a window, which draws without a GPU.
 """
@@ -19,12 +20,21 @@ BEGIN = {
     "uplot": """const u = new uPlot({ width: 1000, height: 400, scales: { x: { time: false } },
         series: [{}, { stroke: "red" }] }, points(0), place);
         window.step = (i) => u.setData(points(i));""",
-    "echarts": """const pairs = (i) => { const [x, y] = points(i); return x.map((v, k) => [v, y[k]]); };
+    "echarts": """const pairs = (i) => {
+          const [x, y] = points(i);
+          return x.map((v, k) => [v, y[k]]);
+        };
         const c = echarts.init(place);
         c.setOption({ animation: false, xAxis: { type: "value" }, yAxis: { type: "value" },
         series: [{ type: "line", showSymbol: false, data: pairs(0) }] });
-        window.step = (i) => { c.setOption({ series: [{ data: pairs(i) }] }); c.getZr().flush(); };""",
-    "plotly": """const traces = (i) => { const [x, y] = points(i); return [{ x, y, mode: "lines" }]; };
+        window.step = (i) => {
+          c.setOption({ series: [{ data: pairs(i) }] });
+          c.getZr().flush();
+        };""",
+    "plotly": """const traces = (i) => {
+          const [x, y] = points(i);
+          return [{ x, y, mode: "lines" }];
+        };
         Plotly.newPlot(place, traces(0), {}, { staticPlot: true });
         window.step = (i) => Plotly.react(place, traces(i));""",
 }
