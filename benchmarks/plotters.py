@@ -1,8 +1,7 @@
 """Frames per second of plotting libraries: a line of 10,000 points, drawn anew for each frame.
 
     npm pack uplot echarts plotly.js-dist-min      # and unpack them
-    python benchmarks/plotters.py uplot=uPlot.iife.min.js echarts=echarts.min.js \\
-        plotly=plotly.min.js
+    python benchmarks/plotters.py uplot=uPlot.iife.min.js plotly=plotly.min.js
 
 In Chromium without a window, which draws without a GPU.
 """

@@ -1,7 +1,7 @@
 // How accurate the models are: the mean of the clients, the worst tenth, and each cluster.
 
 import { Chart } from "../chart.js";
-import { clusterColour, named } from "../colours.js";
+import { clusterColour, isDark, named } from "../colours.js";
 import { marksOf, positionOn, xLabelOf, xOf } from "../axis.js";
 import { panel } from "../panel.js";
 
@@ -19,9 +19,9 @@ export class AccuracyPanel {
     const { run, axis } = this.board;
     const table = run.tables.evaluations;
     this.heading.textContent = run.measure.title;
-    if (this.revision !== run.revision || this.axis !== axis) {
-      this.revision = run.revision;
-      this.axis = axis;
+    const key = [run.revision, axis, isDark()].join();
+    if (this.key !== key) {
+      this.key = key;
       this.x = xOf(run, axis, table);
       this.lines = this.linesOf(run, table);
     }

@@ -66,7 +66,8 @@ export class ClientsPanel {
       ? all.filter((client) => names[client].toLowerCase().includes(wanted) ||
           `cluster ${this.moment.cluster[client]}` === wanted)
       : all;
-    const value = (client) => this.value(client, this.by);
+    const ranks = this.by === "name" ? this.ranks(names) : null;
+    const value = (client) => (ranks ? ranks[client] : this.value(client, this.by));
     const order = (one, other) => compare(value(one), value(other)) * (this.down ? -1 : 1);
     this.rows.sort((one, other) => order(one, other) || one - other);
     COLUMNS.forEach(({ key }, index) => {
@@ -78,6 +79,17 @@ export class ClientsPanel {
       : plural(all.length, "client");
     this.table.setAttribute("aria-rowcount", String(this.rows.length + 1));
     this.fill();
+  }
+
+  /** Return each client's place in the order of names, which is found once for all. */
+  ranks(names) {
+    if (this.ranked?.length !== names.length) {
+      const order = [...names.keys()].sort((one, other) =>
+        collator.compare(names[one], names[other]));
+      this.ranked = new Int32Array(names.length);
+      order.forEach((client, rank) => (this.ranked[client] = rank));
+    }
+    return this.ranked;
   }
 
   value(client, key) {
