@@ -54,7 +54,6 @@ def one(watched: bool, updates: int) -> tuple[float, float, float]:
             spent = -processor_seconds(beside.process.pid)
         config = RunConfig(
             strategy="fedasync",
-            num_clients=40,
             max_updates=updates,
             workers="0",
             out=str(out),
