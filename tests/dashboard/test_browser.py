@@ -217,6 +217,13 @@ def test_texts_stand_out_from_what_is_behind_them(replayed: Browser, theme: str)
                 ".map((name) => s.getPropertyValue(`--${name}`).trim())"
             )
             assert contrast(*pair) >= 4.5, (theme, text, behind)
+    # What is drawn in a cluster's colour: 3, as WCAG asks of graphics, in the dark; on white
+    # orange, blue and rose have less, and a cluster's name stands beside its colour.
+    if theme == "dark":
+        card = replayed.run(f"{named} return s.getPropertyValue('--card').trim()")
+        for cluster in range(9):
+            swatch = replayed.run("return raceme.clusterColour(arguments[0])", cluster)
+            assert contrast(swatch, card) >= 3, cluster
     replayed.command("Emulation.setEmulatedMedia", features=[])
 
 

@@ -1,6 +1,7 @@
 // Where the page begins: a run that is told piece by piece, or one that is frozen into the file.
 
 import { Board } from "./board.js";
+import { clusterColour } from "./colours.js";
 import { ComparisonBoard } from "./comparison.js";
 import { Run } from "./run.js";
 import { make } from "./words.js";
@@ -23,7 +24,7 @@ function showFrozen(pieces) {
   }
   place.replaceChildren(board.element);
   board.changed();
-  window.raceme = { run, board };
+  window.raceme = { run, board, clusterColour };
 }
 
 /** Show what the server tells, a run or a comparison, as long as it does. */
@@ -59,7 +60,7 @@ function follow(name) {
     if (!board) {
       board = piece.comparison ? new ComparisonBoard(run) : new Board(run);
       holder.replaceChildren(board.element);
-      window.raceme = { run, board };
+      window.raceme = { run, board, clusterColour };
     }
     if (piece.comparison) board.add(piece.comparison);
     run.add(piece);

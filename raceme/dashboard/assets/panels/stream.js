@@ -1,7 +1,7 @@
 // The clusters as streams: as high as they have clients, from the first to the last.
 
 import { Canvas, ticks } from "../canvas.js";
-import { clusterColour, named } from "../colours.js";
+import { clusterColour, isDark, named } from "../colours.js";
 import { extent, layOut, partsInto } from "../layout.js";
 import { note, panel } from "../panel.js";
 import { make, number, timeUnit } from "../words.js";
@@ -147,7 +147,7 @@ export class StreamPanel {
 
   fillChips(moment) {
     const members = moment.members();
-    const key = JSON.stringify([...members].map(([cluster, found]) => [cluster, found.length]));
+    const key = isDark() + JSON.stringify([...members].map(([cluster, found]) => [cluster, found.length]));
     if (key === this.key) return;
     this.key = key;
     const chips = [...members].slice(0, 40).map(([cluster, found]) => {
