@@ -20,6 +20,7 @@ from raceme.commands import (
     simulate,
     suites,
     up,
+    watch,
 )
 from raceme.commands.keys import KeyCommand, with_keys
 from raceme.config.errors import UserError
@@ -37,6 +38,7 @@ app.command()(simulate.simulate)
 app.command("list")(listing.list_names)
 app.command(cls=KeyCommand)(with_keys(compare.compare, compare.SHOWN))
 app.command(cls=KeyCommand)(with_keys(reproduce.reproduce, suites.SHARED))
+app.command()(watch.watch)
 app.command()(report.report)
 app.command(cls=KeyCommand)(with_keys(serve.serve, serve.SHOWN))
 app.command()(device.device)

@@ -36,6 +36,7 @@ from raceme.records.folder import (
 from raceme.records.protection import ProtectionSummary
 from raceme.records.store import RunStore, read_events
 from raceme.records.summary import RunSummary
+from raceme.records.wall_times import WallTimes
 from raceme.reporting.artefacts import write_all
 from raceme.server.cluster_scores import scores_beside
 from raceme.server.identity import BoundToKeys, Identities
@@ -323,6 +324,10 @@ def _conduct_in(
         with log_file(out / "run.log"):
             restored = restore(checkpoints, config, strategy, grid)
     started = time.perf_counter() - (restored.wall_time if restored else 0.0)
+
+    def wall_time() -> float:
+        return time.perf_counter() - started
+
     summary, protection = RunSummary(), ProtectionSummary(_attackers(config))
     # The server's matrices are small: threads of the linear algebra library would only compete
     # with the clients' training for the cores.
@@ -345,6 +350,10 @@ def _conduct_in(
                 beside.recall(event)
         else:
             beside.begin()
+        if virtual:
+            # On real devices the run's own time is that of the wall.
+            after = summary.time if restored else None
+            observers = (*observers, WallTimes(out, wall_time, after).observe)
         own = (store.observe, summary.observe, protection.observe, beside.observe)
         listening = (*own, *observers)
 
@@ -361,7 +370,7 @@ def _conduct_in(
             grid,
             store,
             updates=lambda: strategy.progress.updates,
-            wall_time=lambda: time.perf_counter() - started,
+            wall_time=wall_time,
             stop=stop,
             resumed=restored is not None,
         )
@@ -384,7 +393,7 @@ def _conduct_in(
         dataset=config.dataset,
         model=config.model,
         seed=config.seed,
-        wall_time=time.perf_counter() - started,
+        wall_time=wall_time(),
         target=config.target_accuracy,
     )
     result |= protection.result()

@@ -21,12 +21,12 @@ from raceme.config import Value, read_toml
 from raceme.config.errors import UserError
 from raceme.config.reading import ReadingError, parse_json, read_text
 from raceme.records.record import RunRecord, read_run
+from raceme.records.similarity import read_similarity
 from raceme.reporting.artefacts import draw_similarity
 from raceme.reporting.clusters_plot import clusters_figure
 from raceme.reporting.console import summary_rows
 from raceme.reporting.fleet_plots import devices_figure
 from raceme.reporting.plots import accuracy_figure, comparison_figure
-from raceme.reporting.similarity import read_similarity
 from raceme.reporting.style import CLOCK
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ FLOORS = [
     {"simulation"},
     {"strategies", "client_app"},
     {"checkpoints", "server", "reporting", "tracking", "training"},
-    {"protection"},
+    {"dashboard", "protection"},
     {"clustering", "models", "records"},
     {"datasets", "protocol"},
     {"config", "compat"},

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from raceme.commands.suites import SHARED, Out, Processes, Seeds, run_suites, with_seeds
+from raceme.commands.watch import ADDRESS, Address, Watch, watched
 from raceme.config import Value
 from raceme.config.errors import UserError
 
@@ -34,6 +35,8 @@ def compare(
     seeds: Seeds = None,
     out: Out = None,
     processes: Processes = 0,
+    watch: Watch = False,
+    watch_address: Address = ADDRESS,
 ) -> None:
     """Run several methods on the same clients, devices and seeds, and compare them.
 
@@ -49,6 +52,11 @@ def compare(
     stamp = time.strftime("%Y%m%d-%H%M%S")
     if suite is not None and not suite.exists() and (cases := all_shipped().get(str(suite))):
         folder = out or Path("runs") / f"{stamp}-compare-{suite}"
+        if watch:
+            raise UserError(
+                f"--watch shows one comparison, and {suite} has {len(cases)}: watch one of them "
+                f"with: raceme watch {folder / next(iter(cases))}"
+            )
         planned = []
         for name, path in cases.items():
             loaded = load_suite(path)
@@ -62,7 +70,9 @@ def compare(
     else:
         chosen = of_names(_all_strategies() if every else methods or [], keys)
     chosen = with_seeds(chosen, seeds)
-    run_suites([(chosen, out or Path("runs") / f"{stamp}-compare-{chosen.dataset}")], processes)
+    folder = out or Path("runs") / f"{stamp}-compare-{chosen.dataset}"
+    with watched(watch, folder, watch_address, comparison=True):
+        run_suites([(chosen, folder)], processes)
 
 
 def _all_strategies() -> list[str]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
+from raceme.commands.watch import ADDRESS, Address, Watch, watched
 from raceme.config import RunConfig, Value
 
 
-def run(keys: Mapping[str, Value]) -> None:
+def run(keys: Mapping[str, Value], watch: Watch = False, watch_address: Address = ADDRESS) -> None:
     """Run a method on virtual time, and leave a table, plots and all numbers.
 
     Keys come from --config, then the options, then --set; the later one wins. With --resume they
@@ -18,14 +20,19 @@ def run(keys: Mapping[str, Value]) -> None:
     from raceme.checkpoints import StopRequest
     from raceme.commands.ending import end_with
     from raceme.experiment import resolve, simulate
+    from raceme.records.folder import new_folder
     from raceme.reporting.console import RunProgress
 
     settings = resolve(RunConfig.from_mapping(keys))
 
     _quiet_flower()
-    with StopRequest() as stop, RunProgress(max_updates=settings.planned_updates) as progress:
-        outcome = simulate(settings, progress.observe, stop=stop)
-    end_with(outcome)
+    if watch and not (settings.out or settings.resume):
+        # Whoever watches has to know where it will be.
+        settings = settings.with_values(out=str(new_folder(settings)))
+    with watched(watch, Path(settings.resume or settings.out), watch_address):
+        with StopRequest() as stop, RunProgress(max_updates=settings.planned_updates) as progress:
+            outcome = simulate(settings, progress.observe, stop=stop)
+        end_with(outcome)
 
 
 def _quiet_flower() -> None:

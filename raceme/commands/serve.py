@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from raceme.commands.watch import ADDRESS, Address, Watch, watched
 from raceme.config import Value
 from raceme.config.errors import UserError
 
@@ -51,6 +52,8 @@ def serve(
             show_default=False,
         ),
     ] = "",
+    watch: Watch = False,
+    watch_address: Address = ADDRESS,
 ) -> None:
     """Be the server: hold a run, and let devices (raceme device) train for it.
 
@@ -77,14 +80,15 @@ def serve(
         print(f"The run in {settings.out} is complete: a higher --max-updates goes on with it.")
         return
     options = ServeOptions(address, folder, any_device, clients_min, metrics)
-    with (
-        StopRequest() as stop,
-        RunProgress(max_updates=settings.planned_updates, each_update=True) as progress,
-    ):
-        # Only now: on a terminal, lines go above the bar.
-        _log_to_standard_output()
-        outcome = run(settings, options, progress.observe, stop=stop)
-    end_with(outcome)
+    with watched(watch, Path(settings.out), watch_address):
+        with (
+            StopRequest() as stop,
+            RunProgress(max_updates=settings.planned_updates, each_update=True) as progress,
+        ):
+            # Only now: on a terminal, lines go above the bar.
+            _log_to_standard_output()
+            outcome = run(settings, options, progress.observe, stop=stop)
+        end_with(outcome)
 
 
 def _check_address(option: str, address: str, example: str) -> None:

@@ -11,6 +11,7 @@ from raceme.comparison.results import Comparison, Result, quality
 from raceme.comparison.score_figures import score_plots
 from raceme.comparison.suites import Score, Timing, described
 from raceme.comparison.text_table import Text
+from raceme.dashboard.frozen import frozen_comparison
 from raceme.records.record import RunRecord
 from raceme.reporting.idle_plot import idle_figure
 from raceme.reporting.page import PageTable, Plot, Tile, number, plot, render, versions_table
@@ -46,6 +47,7 @@ def comparison_page(folder: Path, links: str) -> str:
     main, sweeps = table.main_table(comparison), table.sweep_table(comparison)
     return render(
         "comparison.html",
+        frozen=frozen_comparison(folder) if records else None,
         title=comparison.suite.title,
         suite=comparison.suite,
         tiles=_tiles(comparison),

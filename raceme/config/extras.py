@@ -8,11 +8,14 @@ SERVER = {
     "PIL": "pillow",
     "jinja2": "jinja2",
     "matplotlib": "matplotlib",
+    "prometheus_client": "prometheus-client",
     "safetensors": "safetensors",
     "scipy": "scipy",
     "sklearn": "scikit-learn",
+    "starlette": "starlette",
     "threadpoolctl": "threadpoolctl",
     "torchvision": "torchvision",
+    "uvicorn": "uvicorn",
 }
 """Packages of the extra ``server`` as they are imported, and as they are installed."""
 

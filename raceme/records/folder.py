@@ -18,7 +18,10 @@ CONFIG = "config.toml"
 ERROR = "error.txt"
 """Why a run of a comparison failed."""
 _STORE = "run.sqlite"
-_FILES = {CONFIG, ERROR, _STORE, "run.log", "summary.json", "similarity.npz", "report.html"}
+_FILES = {
+    *(CONFIG, ERROR, _STORE, "run.log", "summary.json"),
+    *("similarity.npz", "wall-times.csv", "report.html"),
+}
 _PLOTS = (
     *("accuracy", "clusters", "devices", "similarity", "idle"),
     *("uploads", "mixtures", "tasks", "support"),

@@ -8,6 +8,7 @@ chance beyond the seed: two runs with one seed have the same contents.
 from __future__ import annotations
 
 import sqlite3
+import threading
 from collections import defaultdict
 from collections.abc import Collection
 from contextlib import closing, suppress
@@ -34,6 +35,8 @@ _APPLICATION = 0x52616365
 """SQLite's application id of a run store: "Race" in ASCII."""
 _BATCH = 500
 """Events kept in memory before they are written: what a kill can lose at most."""
+_SECONDS = 1.0
+"""Events are kept in memory no longer than this: whoever watches the run sees them by then."""
 
 # A row that is there already is left alone: Ctrl-C can come between the end of a transaction and
 # the moment at which the rows in memory are forgotten, and they are then written a second time.
@@ -46,10 +49,11 @@ _INSERT = {
 class RunStore:
     """The writer of ``run.sqlite``, an observer of the run.
 
-    Events are gathered and written in one transaction per 500 events or evaluation. After
-    ``close``, and so after leaving a ``with`` block for whatever reason, everything observed is
-    on disk; after a kill, everything up to the last such transaction. Where the disk is full, too:
-    what comes after a transaction that failed is not kept, and `failure` says why.
+    Events are gathered and written in one transaction per 500 events or evaluation, and once a
+    second by a thread of its own: waiting for the disk must not hold up the run. After ``close``,
+    and so after leaving a ``with`` block for whatever reason, everything observed is on disk; after
+    a kill, everything up to the last such transaction. Where the disk is full, too: what comes
+    after a transaction that failed is not kept, and `failure` says why.
 
     Parameters
     ----------
@@ -78,18 +82,26 @@ class RunStore:
         self._event = self._written = after or 0
         self._observed = 0
         self._rows: Rows = defaultdict(list)
+        self._leaving: list[Rows] = []
+        # The first guards rows and numbers and is held for moments only, the second the connection.
+        self._gathering, self._writing = threading.Lock(), threading.RLock()
+        self._closing = threading.Event()
         self._connection: sqlite3.Connection | None = (
             _create(self.path, replace) if after is None else _reopen(self.path, after)
         )
+        self._thread = threading.Thread(target=self._write_regularly, name="store", daemon=True)
+        self._thread.start()
 
     def observe(self, event: Event) -> None:
         """Append an event, unless one before it could not be written."""
         if self.failure:
             return
-        self._event += 1
-        WRITERS[type(event)](self._rows, self._event, event)
-        self._observed += 1
-        if self._observed >= _BATCH or isinstance(event, Evaluated | TasksTested | RunEnded):
+        with self._gathering:
+            self._event += 1
+            WRITERS[type(event)](self._rows, self._event, event)
+            self._observed += 1
+            is_due = self._observed >= _BATCH
+        if is_due or isinstance(event, Evaluated | TasksTested | RunEnded):
             with suppress(UserError):
                 self.commit()
 
@@ -101,33 +113,47 @@ class RunStore:
         UserError
             It cannot be written, now or before.
         """
-        connection = self._connection
-        if connection is None:
-            raise ValueError(f"{self.path} is closed.")
-        if not self.failure:
-            try:
-                with connection:
-                    for table, rows in self._rows.items():
-                        connection.executemany(_INSERT[table], rows)
-            except sqlite3.Error as error:
-                self.failure = f"{error}, after {self._written} of {self._event} events"
-        self._rows.clear()
-        self._observed = 0
-        if self.failure:
-            raise UserError(f"Cannot write {self.path}: {self.failure}.")
-        self._written = self._event
-        return self._event
+        with self._writing:
+            connection = self._connection
+            if connection is None:
+                raise ValueError(f"{self.path} is closed.")
+            with self._gathering:
+                self._leaving.append(self._rows)
+                self._rows, self._observed, last = defaultdict(list), 0, self._event
+            if not self.failure:
+                try:
+                    with connection:
+                        for leaving in self._leaving:
+                            for table, rows in leaving.items():
+                                connection.executemany(_INSERT[table], rows)
+                except sqlite3.Error as error:
+                    self.failure = f"{error}, after {self._written} of {last} events"
+            # Ctrl-C before this line leaves the rows for the next time.
+            self._leaving.clear()
+            if self.failure:
+                raise UserError(f"Cannot write {self.path}: {self.failure}.")
+            self._written = last
+            return last
 
     def close(self) -> None:
         """Write what is left, if that is possible, and close the file; twice does no harm."""
+        self._closing.set()
         if self._connection is None:
             return
         try:
+            self._thread.join()
             with suppress(UserError):
                 self.commit()
         finally:
             self._connection.close()
             self._connection = None
+
+    def _write_regularly(self) -> None:
+        """Write what was observed once a second, until the store is closed."""
+        while not self._closing.wait(_SECONDS):
+            if self._observed and not self.failure:
+                with suppress(UserError):
+                    self.commit()
 
     def __enter__(self) -> RunStore:
         return self
@@ -163,7 +189,7 @@ def read_events(path: Path) -> list[Event]:
         raise UserError(f"There is no run store {file}; expected a folder that `raceme run` wrote.")
     with closing(_open(file)) as connection:
         connection.execute("PRAGMA query_only = ON")
-        stored = _check_format(connection, file, (*old_stores.FORMATS, *READ_ALIKE))
+        stored = check_format(connection, file, (*old_stores.FORMATS, *READ_ALIKE))
         try:
             if stored in old_stores.FORMATS:
                 return old_stores.read_old_events(connection)
@@ -185,11 +211,12 @@ def _create(path: Path, replace: bool) -> sqlite3.Connection:
                     f"or delete {path}."
                 )
             path.unlink()
-        connection = sqlite3.connect(path)
+        # What writes to it one at a time is two threads.
+        connection = sqlite3.connect(path, check_same_thread=False)
         try:
-            connection.execute(f"PRAGMA application_id = {_APPLICATION}")
-            connection.execute(f"PRAGMA user_version = {FORMAT}")
-            connection.executescript(f"BEGIN; {SCHEMA} COMMIT;")
+            # All at once: whoever follows the run sees a store, or an empty file.
+            kind = f"PRAGMA application_id = {_APPLICATION}; PRAGMA user_version = {FORMAT};"
+            connection.executescript(f"BEGIN; {kind} {SCHEMA} COMMIT;")
         except BaseException:
             connection.close()
             # Nothing is in it yet; left there, it would be in the way of the next run.
@@ -203,15 +230,17 @@ def _create(path: Path, replace: bool) -> sqlite3.Connection:
 def _open(path: Path) -> sqlite3.Connection:
     # For writing, so that SQLite can undo what a killed run left half written. A write-protected
     # file opens for reading.
-    return sqlite3.connect(f"{path.resolve().as_uri()}?mode=rw", uri=True)
+    return sqlite3.connect(f"{path.resolve().as_uri()}?mode=rw", uri=True, check_same_thread=False)
 
 
-def _check_format(connection: sqlite3.Connection, path: Path, formats: Collection[int]) -> int:
+def check_format(connection: sqlite3.Connection, path: Path, formats: Collection[int]) -> int:
     """Return the format of a run store; raise UserError if it is not one of these."""
     try:
         (application,) = connection.execute("PRAGMA application_id").fetchone()
         (version,) = connection.execute("PRAGMA user_version").fetchone()
     except sqlite3.DatabaseError as error:
+        if is_locked(error):
+            raise UserError(f"{path} is locked by another program.") from None
         raise UserError(f"{path} is not a run store of Raceme: {error}.") from None
     if application != _APPLICATION:
         raise UserError(f"{path} is not a run store of Raceme but another SQLite database.")
@@ -223,13 +252,21 @@ def _check_format(connection: sqlite3.Connection, path: Path, formats: Collectio
     return int(version)
 
 
+def is_locked(error: Exception) -> bool:
+    """Return whether SQLite says that another program keeps a database to itself."""
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF in (
+        sqlite3.SQLITE_BUSY,
+        sqlite3.SQLITE_LOCKED,
+    )
+
+
 def _reopen(path: Path, after: int) -> sqlite3.Connection:
     """Open a run store and drop what came after an event."""
     if not path.is_file():
         raise UserError(f"There is no run store {path} to resume.")
     connection = _open(path)
     try:
-        _check_format(connection, path, (FORMAT,))
+        check_format(connection, path, (FORMAT,))
         held = any(
             connection.execute(f"SELECT 1 FROM {table} WHERE event = ?", (after,)).fetchone()
             for table in TABLES

@@ -17,13 +17,13 @@ from raceme.config.errors import UserError
 from raceme.records.files import atomic_write
 from raceme.records.folder import saved_in
 from raceme.records.record import RunRecord, read_run
+from raceme.records.similarity import Similarity
 from raceme.records.summary import write_summary
 from raceme.reporting.clusters_plot import clusters_figure
 from raceme.reporting.fleet_plots import devices_figure, similarity_figure
 from raceme.reporting.idle_plot import idle_figure
 from raceme.reporting.mixtures_plot import has_mixtures, mixtures_figure
 from raceme.reporting.plots import accuracy_figure
-from raceme.reporting.similarity import Similarity
 from raceme.reporting.style import CLOCK, save_figure
 from raceme.reporting.support_plot import has_support, support_figure
 from raceme.reporting.tasks_plot import has_tasks, tasks_figure

@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 
 import raceme
 from raceme.config.errors import UserError
+from raceme.dashboard.frozen import Frozen
 from raceme.records.files import atomic_write
 from raceme.reporting.svg import inline_svg
 
@@ -108,9 +109,23 @@ def versions_table(versions: Mapping[str, Sequence[str]]) -> PageTable:
     return PageTable("Versions", (), rows, words=(0, 1), kind="pairs")
 
 
-def render(template: str, **content: Any) -> str:
-    """Fill in a template; every text in it is escaped."""
-    return _environment().get_template(template).render(version=raceme.__version__, **content)
+def render(template: str, *, frozen: Frozen | None = None, **content: Any) -> str:
+    """Fill in a template; every text in it is escaped.
+
+    Parameters
+    ----------
+    template : str
+        Its name.
+    frozen : Frozen, optional
+        The panels of the dashboard, which stand above all else.
+    content : Any
+        What the template names.
+    """
+    return (
+        _environment()
+        .get_template(template)
+        .render(version=raceme.__version__, frozen=frozen, **content)
+    )
 
 
 def write_page(path: Path, text: str) -> None:

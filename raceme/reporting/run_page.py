@@ -13,8 +13,10 @@ import numpy as np
 from raceme.config import Value, read_toml
 from raceme.config.errors import UserError
 from raceme.config.reading import ReadingError, parse_json, read_text
+from raceme.dashboard.frozen import frozen_run
 from raceme.protocol.measure import Measure
 from raceme.records.record import RunRecord, read_run
+from raceme.records.similarity import read_similarity
 from raceme.reporting.artefacts import draw_similarity
 from raceme.reporting.clusters_plot import clusters_figure
 from raceme.reporting.console import summary_rows
@@ -43,7 +45,6 @@ from raceme.reporting.page import (
 from raceme.reporting.plots import accuracy_figure
 from raceme.reporting.protection_tables import judged_clients_table, verdicts_table
 from raceme.reporting.repeat import repeat_command
-from raceme.reporting.similarity import read_similarity
 from raceme.reporting.staleness import staleness_figure
 from raceme.reporting.style import CLOCK
 from raceme.reporting.support_plot import has_support, support_figure
@@ -89,6 +90,7 @@ def run_page(folder: Path, links: str) -> str:
     keys = _described_keys()
     return render(
         "run.html",
+        frozen=frozen_run(folder),
         title=title,
         summary=summary,
         tiles=tiles,

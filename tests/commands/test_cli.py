@@ -26,6 +26,7 @@ FILES = {
     "similarity.npz",
     "similarity.png",
     "summary.json",
+    "wall-times.csv",
 }
 
 

@@ -1,0 +1,58 @@
+// What stands below a chart: time on the run's clock, updates, or time on the wall.
+
+import { named } from "./colours.js";
+import { countUntil } from "./run.js";
+import { timeUnit } from "./words.js";
+
+export const AXES = { time: "time", updates: "updates", wall: "wall time" };
+
+/** Return the values of an axis for the rows of a table with times. */
+export function xOf(run, axis, table) {
+  return Array.from({ length: table.rows }, (_, row) =>
+    axis === "updates" && table.updates
+      ? table.updates[row]
+      : positionOn(run, axis, table.time[row]),
+  );
+}
+
+/** Return where a time lies on an axis. */
+export function positionOn(run, axis, time) {
+  if (axis === "updates") return countUntil(run.tables.updates.time, time);
+  if (axis === "wall") return wallTime(run, time);
+  return time / timeUnit(run.end)[0];
+}
+
+export function xLabelOf(run, axis) {
+  if (axis === "updates") return "updates";
+  if (axis === "wall") return "wall time (s)";
+  return `${run.clock} (${timeUnit(run.end)[1]})`;
+}
+
+/** Return the wall time at a time of the run: between two that were noted, in proportion. */
+export function wallTime(run, time) {
+  const { time: times, wall } = run.tables.walls;
+  const after = countUntil(times, time);
+  if (!after) return 0;
+  if (after === times.length) return wall[after - 1];
+  const share = (time - times[after - 1]) / (times[after] - times[after - 1] || 1);
+  return wall[after - 1] + share * (wall[after] - wall[after - 1]);
+}
+
+/** Return the marks of drifts, splits and merges on an axis. */
+export function marksOf(run, axis) {
+  const marks = [];
+  const { drifts, changes } = run.tables;
+  let last = null;
+  for (let row = 0; row < drifts.rows; row += 1) {
+    if (drifts.time[row] === last) continue;
+    last = drifts.time[row];
+    marks.push({ at: positionOn(run, axis, last), name: "data change", colour: named("muted"),
+      dash: [] });
+  }
+  for (let row = 0; row < changes.rows; row += 1) {
+    if (!["split", "merge"].includes(changes.kind[row]) || !changes.time[row]) continue;
+    marks.push({ at: positionOn(run, axis, changes.time[row]), name: changes.kind[row],
+      colour: named("faint"), dash: changes.kind[row] === "split" ? [4, 3] : [1, 3] });
+  }
+  return marks.length > 200 ? [] : marks;
+}

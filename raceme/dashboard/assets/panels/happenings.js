@@ -1,0 +1,76 @@
+// What happened to clusters and data, one line each; a click shows that moment.
+
+import { panel } from "../panel.js";
+import { make, plural, timeText } from "../words.js";
+
+const MOST = 200;
+
+export class HappeningsPanel {
+  constructor(board) {
+    this.board = board;
+    this.list = make("ol", { class: "happenings", tabindex: "0", "aria-label": "What happened" });
+    this.element = panel("happenings", "What happened", "", this.list);
+  }
+
+  draw(moment) {
+    const { run } = this.board;
+    if (this.revision !== run.revision) {
+      this.revision = run.revision;
+      this.told = told(run);
+      const shown = this.told.slice(-MOST);
+      this.list.replaceChildren(...shown.reverse().map((one) => this.line(one)));
+      if (!this.told.length) this.list.append(make("li", { class: "note" }, "Nothing yet."));
+    }
+    for (const element of this.list.children) {
+      element.classList.toggle("later", Number(element.dataset.time) > moment.time);
+    }
+  }
+
+  line({ time, kind, text }) {
+    const { run } = this.board;
+    const element = make("li", {},
+      make("button", { type: "button", onclick: () => this.board.clock.show(time) },
+        make("span", { class: "when" }, timeText(time, run.end)),
+        make("span", { class: `kind ${kind}` }, kind), make("span", {}, text)));
+    element.dataset.time = time;
+    return element;
+  }
+}
+
+/** Return what happened, in order of time: drifts, and changes of clusters but for the first. */
+function told(run) {
+  const { drifts, changes } = run.tables;
+  const found = [];
+  for (let row = 0; row < drifts.rows; ) {
+    const time = drifts.time[row];
+    let [clients, steps, everybody] = [0, new Set(), false];
+    for (; row < drifts.rows && drifts.time[row] === time; row += 1) {
+      everybody ||= drifts.client[row] < 0;
+      clients += 1;
+      steps.add(drifts.step[row]);
+    }
+    const who = everybody ? "all clients" : plural(clients, "client");
+    found.push({ time, kind: "drift", text: `${who}: step ${[...steps].join(", ")}` });
+  }
+  let moves = null;
+  for (let row = 0; row < changes.rows; row += 1) {
+    const [kind, time, moved] = [changes.kind[row], changes.time[row], changes.moved[row]];
+    if (kind === "assign" || !time) continue;
+    if (kind === "move") {
+      // Moves at one moment are one line.
+      if (moves?.time === time) moves.clients += moved;
+      else found.push((moves = { time, kind: "move", clients: moved }));
+      continue;
+    }
+    found.push({ time, kind, text: changed(changes.gone[row], changes.made[row], moved) });
+  }
+  for (const one of found) one.text ??= `${plural(one.clients, "client")} moved`;
+  return found.sort((one, other) => one.time - other.time);
+}
+
+function changed(gone, made, moved) {
+  const name = (clusters) => `cluster${clusters.length === 1 ? "" : "s"} ${clusters.join(", ")}`;
+  const who = moved ? ` (${plural(moved, "client")})` : "";
+  if (gone.length && made.length) return `${name(gone)} → ${name(made)}${who}`;
+  return made.length ? `new ${name(made)}${who}` : `${name(gone)} ended`;
+}

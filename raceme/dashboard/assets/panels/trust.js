@@ -1,0 +1,73 @@
+// What was not used, and why: rejections by reason, and the verdicts of the protection.
+
+import { note, panel } from "../panel.js";
+import { make, nameElement, number } from "../words.js";
+
+const MOST = 12;
+const KINDS = ["scaled", "refused", "excluded", "readmitted"];
+
+export class TrustPanel {
+  constructor(board) {
+    this.board = board;
+    this.body = make("div", {});
+    this.element = panel("trust", "Rejections and protection", "wide", this.body);
+  }
+
+  draw(moment) {
+    const { run } = this.board;
+    const key = [run.revision, moment.refused, moment.verdicts, moment.time].join();
+    if (key === this.key) return;
+    this.key = key;
+    const { rejections, reasons } = run.tables;
+    const counts = new Map();
+    for (let row = 0; row < moment.refused; row += 1) {
+      const reason = rejections.reason[row];
+      counts.set(reason, (counts.get(reason) ?? 0) + 1);
+    }
+    const parts = [];
+    if (counts.size) {
+      const rows = [...counts].sort((one, other) => other[1] - one[1]).slice(0, MOST);
+      parts.push(tableOf(["reason", "replies"], rows.map(([reason, count]) =>
+        [nameElement(reasons.text[reason]), number(count)])));
+      if (counts.size > MOST) parts.push(note(`And ${counts.size - MOST} further reasons.`));
+    } else {
+      parts.push(note("Every reply was used so far."));
+    }
+    if (moment.verdicts) parts.push(this.verdicts(moment));
+    this.body.replaceChildren(...parts);
+  }
+
+  verdicts(moment) {
+    const { verdicts } = this.board.run.tables;
+    const counts = new Map();
+    for (let row = 0; row < moment.verdicts; row += 1) {
+      const client = verdicts.client[row];
+      const found = counts.get(client) ?? Object.fromEntries(KINDS.map((kind) => [kind, 0]));
+      found[verdicts.verdict[row]] += 1;
+      counts.set(client, found);
+    }
+    const total = (found) => found.scaled + found.refused + found.excluded;
+    const rows = [...counts]
+      .sort((one, other) => total(other[1]) - total(one[1]))
+      .slice(0, MOST)
+      .map(([client, found]) => [
+        make("button", { type: "button", class: "link",
+          onclick: () => this.board.select({ client }) }, nameElement(this.board.run.nameOf(client))),
+        ...["scaled", "refused"].map((kind) => number(found[kind])),
+        moment.excluded[client] ? "excluded" : "–",
+      ]);
+    return make("div", {}, make("h3", {}, "Verdicts of the protection"),
+      tableOf(["client", "scaled", "refused", "now"], rows));
+  }
+}
+
+/** Make a table of cells that are elements or texts; the first column has words. */
+export function tableOf(heads, rows) {
+  const head = (text, index) => make("th", { scope: "col", class: index ? "" : "word" }, text);
+  const cell = (content, index) =>
+    make(index ? "td" : "th", index ? {} : { scope: "row", class: "word" }, content);
+  return make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": heads[0] },
+    make("table", {},
+      make("thead", {}, make("tr", {}, ...heads.map(head))),
+      make("tbody", {}, ...rows.map((row) => make("tr", {}, ...row.map(cell))))));
+}

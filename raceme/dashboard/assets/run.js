@@ -1,0 +1,108 @@
+// A run as columns, built from the pieces that the server tells one after another.
+
+/** Columns of each table; what a piece brings is appended. */
+const TABLES = [
+  "clients", "reasons", "presence", "greetings", "groups", "updates", "rejections", "verdicts",
+  "claims", "evaluations", "changes", "placements", "drifts", "idle", "numbers", "walls",
+];
+
+export class Run {
+  constructor() {
+    this.clear();
+  }
+
+  /** Forget everything: the run has begun anew. */
+  clear() {
+    this.tables = Object.fromEntries(TABLES.map((name) => [name, { rows: 0 }]));
+    this.about = null;
+    this.summary = null;
+    this.ended = null;
+    this.clock = "virtual time";
+    this.frames = [];
+    this.measure = { label: "accuracy", title: "Accuracy", isError: false };
+    this.now = 0;
+    this.revision = (this.revision ?? 0) + 1;
+    this.clusters = [];
+    this.seen = new Set();
+  }
+
+  /** Append what a piece brings. */
+  add(piece) {
+    this.revision += 1;
+    for (const [name, columns] of Object.entries(piece)) {
+      if (name in this.tables) this.append(name, columns);
+    }
+    if (piece.run) this.about = piece.run;
+    if (piece.summary) this.summary = piece.summary;
+    if (piece.ended) this.ended = piece.ended;
+    if (piece.measure) this.measure = piece.measure;
+    if (piece.clock) this.clock = piece.clock;
+    if (piece.frame) this.frames.push(piece.frame);
+    if (piece.now !== undefined) this.now = piece.now;
+  }
+
+  append(name, columns) {
+    const table = this.tables[name];
+    for (const [column, values] of Object.entries(columns)) {
+      const held = (table[column] ??= []);
+      for (const value of values) held.push(value);
+      table.rows = held.length;
+    }
+    if (name === "placements") for (const cluster of columns.cluster) this.meet(cluster);
+    if (name === "evaluations") {
+      table.values ??= [];
+      for (const text of columns.scores) table.values.push(text === null ? null : floats(text));
+      for (const found of columns.clusters) for (const [cluster] of found) this.meet(cluster);
+    }
+  }
+
+  meet(cluster) {
+    if (cluster < 0 || this.seen.has(cluster)) return;
+    this.seen.add(cluster);
+    this.clusters = [...this.seen].sort((one, other) => one - other);
+  }
+
+  /** Return the number of each client by name. */
+  get numbers() {
+    const names = this.tables.clients.name ?? [];
+    if (this.known?.size !== names.length) {
+      this.known = new Map(names.map((name, number) => [name, number]));
+    }
+    return this.known;
+  }
+
+  /** Until when the run has gone, in seconds. */
+  get end() {
+    return this.ended ? this.ended.time : this.now;
+  }
+
+  get isOver() {
+    return this.ended !== null || this.summary !== null;
+  }
+
+  get size() {
+    return this.tables.clients.rows;
+  }
+
+  nameOf(client) {
+    return this.tables.clients.name[client];
+  }
+}
+
+/** Return the 32-bit floats of a text in base64. */
+function floats(text) {
+  const bytes = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
+  return new Float32Array(bytes.buffer);
+}
+
+/** Return how many of ascending values are not above a limit. */
+export function countUntil(values, limit) {
+  let low = 0;
+  let high = values?.length ?? 0;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (values[middle] <= limit) low = middle + 1;
+    else high = middle;
+  }
+  return low;
+}

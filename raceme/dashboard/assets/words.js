@@ -1,0 +1,46 @@
+// Numbers and names as people read them, and elements that hold them.
+
+/** Make an element. Children are elements or texts: nothing is ever read as markup. */
+export function make(tag, attributes = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else if (value !== false && value !== null && value !== undefined) {
+      element.setAttribute(name, value === true ? "" : value);
+    }
+  }
+  element.append(...children);
+  return element;
+}
+
+/** Make an element for a name that a client has chosen: it changes nothing around it. */
+export function nameElement(name) {
+  const shown = name.length > 80 ? `${name.slice(0, 80)}…` : name;
+  return make("bdi", { title: name }, shown);
+}
+
+/** Return the number of seconds in the unit that suits a span of time, and its symbol. */
+export function timeUnit(span) {
+  if (span > 2 * 86400) return [86400, "d"];
+  if (span > 5 * 3600) return [3600, "h"];
+  if (span > 1.5 * 3600) return [60, "min"];
+  return [1, "s"];
+}
+
+export function timeText(time, span) {
+  const [seconds, unit] = timeUnit(span);
+  const digits = span / seconds < 10 ? 2 : span / seconds < 1000 ? 1 : 0;
+  return `${number(time / seconds, digits)} ${unit}`;
+}
+
+export function number(value, digits = 0) {
+  if (value === null || value === undefined || !Number.isFinite(value)) return "–";
+  return value.toLocaleString("en", {
+    minimumFractionDigits: digits,
+    maximumFractionDigits: digits,
+  });
+}
+
+export function plural(count, word) {
+  return `${number(count)} ${word}${count === 1 ? "" : "s"}`;
+}

@@ -1,0 +1,86 @@
+"""Clients as points in a plane, near each other if their models are alike.
+
+Classical multidimensional scaling (Torgerson 1952) of the distances √(2 (1 − similarity)), turned
+and mirrored so that it lies as the one before (orthogonal Procrustes): a map stays steady.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+Points = NDArray[np.float64]
+_SHOWN = 400
+"""Of more clients so many are placed by the eigenvectors, and the others by these."""
+
+
+def positions(similarity: NDArray[np.floating]) -> Points:
+    """Return a position for each client.
+
+    Parameters
+    ----------
+    similarity : ndarray
+        Cosines, NaN where a pair was not compared: that one is as far as the mean pair. Shape
+        (n, n).
+
+    Returns
+    -------
+    ndarray
+        Centred, with a mean square distance from the centre of 1, unless all are the same. Shape
+        (n, 2).
+    """
+    known = np.asarray(similarity, np.float64)
+    known = np.where(np.isfinite(known), known, known.T)
+    finite = np.isfinite(known)
+    mean = float(known[finite].mean()) if finite.any() else 1.0
+    squares = np.maximum(2.0 * (1.0 - np.where(finite, known, mean)), 0.0)
+    squares = (squares + squares.T) / 2
+    np.fill_diagonal(squares, 0.0)
+    return _scaled(_torgerson(squares))
+
+
+def _torgerson(squares: Points) -> Points:
+    """Return the two directions in which squared distances differ most, of landmarks if many.
+
+    Every client is placed by its distances to the landmarks (de Silva and Tenenbaum 2004).
+    """
+    n = len(squares)
+    chosen = np.unique(np.linspace(0, n - 1, min(n, _SHOWN)).round().astype(int))
+    inner = squares[np.ix_(chosen, chosen)]
+    means = inner.mean(axis=0) if len(inner) else np.zeros(0)
+    centred = -0.5 * (inner - means[:, None] - means[None, :] + (means.mean() if n else 0.0))
+    values, vectors = np.linalg.eigh(centred)
+    top, directions = np.maximum(values[-2:][::-1], 1e-12), vectors[:, -2:][:, ::-1]
+    points = -0.5 * (squares[:, chosen] - means) @ (directions / np.sqrt(top))
+    if points.shape[1] < 2:
+        points = np.hstack([points, np.zeros((n, 2 - points.shape[1]))])
+    return np.asarray(points - points.mean(axis=0) if n else points)
+
+
+def _scaled(points: Points) -> Points:
+    size = float(np.sqrt((points**2).sum(axis=1).mean())) if len(points) else 0.0
+    return points / size if size > 1e-9 else np.zeros_like(points)
+
+
+def aligned(
+    points: Points, clients: Sequence[str], before: Mapping[str, Sequence[float]]
+) -> Points:
+    """Turn and mirror points so that clients lie as near as can be to where they were.
+
+    Parameters
+    ----------
+    points : ndarray
+        Shape (n, 2).
+    clients : Sequence[str]
+        Whose they are.
+    before : Mapping
+        Client to its position before; others are left out.
+    """
+    shared = [index for index, client in enumerate(clients) if client in before]
+    if len(shared) < 2:
+        return points
+    old = np.array([before[clients[index]] for index in shared], np.float64)
+    left, _, right = np.linalg.svd(points[shared].T @ (old - old.mean(axis=0)))
+    return np.asarray(points @ left @ right)

@@ -1,0 +1,47 @@
+"""Positions by similarity: distances come out, and a map stays as it lies."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raceme.dashboard.likeness import aligned, positions
+
+
+def test_two_groups_lie_apart_and_their_members_together() -> None:
+    same, other = 1.0, 0.5
+    matrix = np.array([[same, same, other], [same, same, other], [other, other, same]])
+    points = positions(matrix)
+    assert points[0] == pytest.approx(points[1])
+    assert np.linalg.norm(points[0] - points[2]) > 1
+    assert (points**2).sum(axis=1).mean() == pytest.approx(1.0)
+
+
+def test_distances_in_a_plane_come_out_up_to_scale() -> None:
+    flat = np.random.default_rng(0).normal(size=(30, 2))
+    squares = ((flat[:, None] - flat[None]) ** 2).sum(axis=2)
+    points = positions(1 - squares / 2)
+    found = ((points[:, None] - points[None]) ** 2).sum(axis=2)
+    ratio = found[np.triu_indices(30, 1)] / squares[np.triu_indices(30, 1)]
+    assert ratio == pytest.approx(np.full(len(ratio), ratio[0]))
+
+
+@pytest.mark.parametrize("n", [0, 1, 2])
+def test_few_clients_and_unknown_pairs_have_positions(n: int) -> None:
+    points = positions(np.full((n, n), np.nan))
+    assert points.shape == (n, 2)
+    assert np.isfinite(points).all()
+
+
+@given(angle=st.floats(0, 6.28), mirrored=st.booleans(), seed=st.integers(0, 99))
+@settings(max_examples=40, deadline=None)
+def test_a_turned_and_mirrored_map_is_turned_back(angle: float, mirrored: bool, seed: int) -> None:
+    before = np.random.default_rng(seed).normal(size=(12, 2))
+    before -= before.mean(axis=0)
+    turn = np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
+    names = [str(number) for number in range(12)]
+    now = before @ turn * ([-1, 1] if mirrored else [1, 1])
+    held = dict(zip(names, before.tolist(), strict=True))
+    assert aligned(now, names, held) == pytest.approx(before)

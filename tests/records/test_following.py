@@ -1,0 +1,196 @@
+"""A store is followed while it is written, and whoever follows it holds nothing up."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from processes import wait_until
+
+from raceme.config.errors import UserError
+from raceme.protocol.events import ClientJoined, Event, UpdateApplied
+from raceme.records import following
+from raceme.records.following import StoreFollower
+from raceme.records.store import FILE_NAME, RunStore, read_events
+
+
+def update(seq: int) -> UpdateApplied:
+    return UpdateApplied(seq, float(seq), f"c{seq % 3}", 0, 0, 0, 0.5, 0.0, 1.0, 8, 8)
+
+
+def all_new(follower: StoreFollower) -> list[Event]:
+    events: list[Event] = []
+    while True:
+        reading = follower.read()
+        events += reading.events
+        if not reading.more:
+            return events
+
+
+def test_what_comes_is_read_once_and_in_order(tmp_path: Path) -> None:
+    follower = StoreFollower(tmp_path)
+    assert follower.read().events == []
+    with RunStore(tmp_path) as store:
+        store.observe(ClientJoined(0.0, "c1", 0, 12, 1))
+        store.observe(update(1))
+        store.commit()
+        assert all_new(follower) == [ClientJoined(0.0, "c1", 0, 12, 1), update(1)]
+        assert all_new(follower) == []
+        store.observe(update(2))
+        store.commit()
+        assert all_new(follower) == [update(2)]
+
+
+def test_a_long_store_comes_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(following, "_CHUNK", 7)
+    with RunStore(tmp_path) as store:
+        for seq in range(1, 20):
+            store.observe(update(seq))
+    follower = StoreFollower(tmp_path)
+    sizes = [len(follower.read().events) for _ in range(4)]
+    assert sizes == [7, 7, 5, 0]
+    assert all_new(StoreFollower(tmp_path)) == read_events(tmp_path)
+
+
+def test_a_run_that_resumes_is_read_anew(tmp_path: Path) -> None:
+    with RunStore(tmp_path) as store:
+        for seq in (1, 2, 3):
+            store.observe(update(seq))
+    follower = StoreFollower(tmp_path)
+    assert len(all_new(follower)) == 3
+    with RunStore(tmp_path, after=1):
+        reading = follower.read()
+    assert reading.restarted
+    assert reading.events == [update(1)]
+
+
+@pytest.fixture
+def transaction(tmp_path: Path) -> Iterator[sqlite3.Connection]:
+    """A store of one event, and a transaction on it that has written to the file and not ended."""
+    with RunStore(tmp_path) as store:
+        store.observe(update(1))
+    with closing(sqlite3.connect(tmp_path / FILE_NAME, isolation_level=None)) as connection:
+        # With no room for pages in memory, they go to the file before the end.
+        connection.execute("PRAGMA cache_size = 1")
+        connection.execute("PRAGMA cache_spill = 1")
+        connection.execute("BEGIN EXCLUSIVE")
+        rows = [(seq, f"client {seq}" * 20) for seq in range(2, 400)]
+        connection.executemany(
+            "INSERT INTO client_events VALUES (?, 0.0, ?, 'joined', 1, NULL)", rows
+        )
+        yield connection
+        connection.rollback()
+
+
+def test_nothing_is_read_from_an_open_transaction_and_all_after_it(
+    tmp_path: Path, transaction: sqlite3.Connection
+) -> None:
+    follower = StoreFollower(tmp_path)
+    assert follower.read().events == []
+    transaction.commit()
+    assert len(all_new(follower)) == 399
+
+
+def test_a_transaction_in_the_middle_of_reading_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = RunStore(tmp_path)
+    store.observe(update(1))
+    store.commit()
+    follower, original, written = StoreFollower(tmp_path), following._events, []
+
+    def read_slowly(*arguments: object) -> list[Event]:
+        found = original(*arguments)
+        if not written:
+            written.append(True)
+            store.observe(update(2))
+            # A reader that locked the store would make this fail.
+            store.commit()
+        return found
+
+    monkeypatch.setattr(following, "_events", read_slowly)
+    assert follower.read().events == [update(1), update(2)]
+    assert not store.failure
+    store.close()
+
+
+def test_what_a_killed_run_left_half_written_is_undone(
+    tmp_path: Path, transaction: sqlite3.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed = tmp_path / "killed"
+    killed.mkdir()
+    for name in (FILE_NAME, f"{FILE_NAME}-journal"):
+        shutil.copy(tmp_path / name, killed)
+    monkeypatch.setattr(following, "_HOT_SECONDS", -1.0)
+    assert all_new(StoreFollower(killed)) == [update(1)]
+
+
+def test_a_lock_that_stays_is_said(
+    tmp_path: Path, transaction: sqlite3.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(following, "_HOT_SECONDS", -1.0)
+    with pytest.raises(UserError, match="is locked by another program"):
+        StoreFollower(tmp_path).read()
+
+
+def test_damage_is_said_in_one_line(tmp_path: Path) -> None:
+    with RunStore(tmp_path) as store:
+        for seq in range(1, 2000):
+            store.observe(update(seq))
+    path = tmp_path / FILE_NAME
+    content = bytearray(path.read_bytes())
+    content[8192:-4096] = b"x" * (len(content) - 8192 - 4096)
+    path.write_bytes(content)
+    with pytest.raises(UserError, match="damaged") as raised:
+        all_new(StoreFollower(tmp_path))
+    assert "\n" not in str(raised.value)
+    path.write_bytes(b"no database at all" * 99)
+    with pytest.raises(UserError, match="is not a run store"):
+        StoreFollower(tmp_path).read()
+
+
+def test_a_store_is_written_without_further_events(tmp_path: Path) -> None:
+    """What was observed is seen within about a second, though nothing follows it."""
+    with RunStore(tmp_path) as store:
+        store.observe(update(1))
+        follower = StoreFollower(tmp_path)
+        assert wait_until(lambda: follower.read().events, 30.0, lambda: "nothing came") == [
+            update(1)
+        ]
+
+
+WRITER = """
+import sys
+from pathlib import Path
+sys.path.insert(0, {here!r})
+from test_following import update
+from raceme.records.store import RunStore
+with RunStore(Path({folder!r})) as store:
+    for seq in range(1, 601):
+        store.observe(update(seq))
+        if seq % 10 == 0:
+            store.commit()
+    assert not store.failure
+"""
+
+
+def test_a_process_is_followed_to_its_end(tmp_path: Path) -> None:
+    program = WRITER.format(here=os.path.dirname(__file__), folder=str(tmp_path))
+    path = os.pathsep.join([str(Path(__file__).parent.parent), *sys.path])
+    with subprocess.Popen(
+        [sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": path}
+    ) as writer:
+        follower, events = StoreFollower(tmp_path), list[Event]()
+        while writer.poll() is None:
+            events += all_new(follower)
+    assert writer.returncode == 0
+    events += all_new(follower)
+    assert events == read_events(tmp_path)
+    assert len(events) == 600
