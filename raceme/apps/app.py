@@ -14,6 +14,7 @@ from flwr.serverapp import ServerApp
 
 from raceme.compat import app as compat
 from raceme.config.errors import UserError, unknown_name
+from raceme.datasets.torchvision_guard import without_operators
 
 Value = str | int | float | bool
 App = TypeVar("App", ServerApp, ClientApp)
@@ -75,7 +76,7 @@ class FlowerApp:
 
     def _load(self, reference: str, load: Callable[[str, Path], App]) -> App:
         try:
-            return load(reference, self.folder)
+            return without_operators(lambda: load(reference, self.folder))
         except compat.LoadAppError as error:
             reason = str(error).strip().splitlines()[0].rstrip(".")
             raise UserError(f"{self.folder}/pyproject.toml: {reason}.") from None

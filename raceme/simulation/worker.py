@@ -15,6 +15,7 @@ from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from raceme import compat
+from raceme.datasets.torchvision_guard import without_operators
 from raceme.simulation.executor import answer
 from raceme.simulation.transfer import (
     Node,
@@ -83,7 +84,7 @@ def load(target: str) -> ClientApp:
         Whatever the import raises; TypeError if it is no ClientApp.
     """
     module, _, attribute = target.partition(":")
-    app = attrgetter(attribute)(import_module(module))
+    app = attrgetter(attribute)(without_operators(lambda: import_module(module)))
     if not isinstance(app, ClientApp):
         raise TypeError(f"{target} must be a flwr.clientapp.ClientApp, got {type(app).__name__}")
     return app

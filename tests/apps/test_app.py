@@ -1,13 +1,17 @@
 """What a person can get wrong about a Flower app, and what is said then."""
 
+import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from flower_apps import CLIENT, write_app
+from flwr.clientapp import ClientApp
 
 from raceme.apps.app import FlowerApp, read_app
 from raceme.apps.simulate import AppEnding, Settings, Simulated, simulate
 from raceme.config.errors import UserError
+from raceme.simulation.worker import load
 
 
 def run(app: Path, **options: object) -> Simulated:
@@ -74,6 +78,24 @@ def test_dependencies_with_another_name_than_their_module() -> None:
     for module, distribution in (("sklearn.svm", "scikit-learn>=1"), ("skimage", "scikit_image")):
         missing = app.missing(ModuleNotFoundError(name=module))
         assert f"pip install '{distribution}'" in str(missing)
+
+
+def test_an_app_with_a_torchvision_that_does_not_fit_torch(tmp_path: Path) -> None:
+    """As torch's CPU wheel with the package index's torchvision: the import is tried again."""
+    client = f"""
+import sys
+
+if "torchvision._meta_registrations" not in sys.modules:
+    raise RuntimeError("operator torchvision::nms does not exist")
+{CLIENT}
+"""
+    folder = write_app(tmp_path, "sees_pictures", "pass", client)
+    with patch.dict(sys.modules):
+        for name in [name for name in sys.modules if name.startswith("torchvision")]:
+            del sys.modules[name]
+        assert isinstance(read_app(folder).load_client(), ClientApp)
+        del sys.modules["torchvision._meta_registrations"], sys.modules["sees_pictures.client_app"]
+        assert isinstance(load("sees_pictures.client_app:app"), ClientApp)
 
 
 def test_parts_that_are_not_there(tmp_path: Path) -> None:
