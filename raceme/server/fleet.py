@@ -185,13 +185,12 @@ class Fleet:
         if not reply.has_error():
             stated = reply.content.config_records.get(CONFIG, {})
             measured = next(iter(reply.content.metric_records.values()), {})
-        elif _NO_QUERY in (reply.error.reason or ""):
-            # Any Flower ClientApp can take part; one that answers no queries is its node.
-            measured = {NUM_EXAMPLES: 1}
-        else:
+        elif _NO_QUERY not in (reply.error.reason or ""):
             if reply.error.code in _FINAL:
                 self.refused[node_id] = ""
             return f"node {node_id} did not answer its greeting: {error_line(reply)}"
+        # Any Flower ClientApp can take part: one that answers no queries is its node, and how many
+        # examples it has comes with its first update. Until then it stands for no size of a client.
         client_id = name_of(stated.get(CLIENT_ID, f"node-{node_id}"))
         if client_id is None:
             self.refused[node_id] = ""
@@ -203,7 +202,7 @@ class Fleet:
                 # It does not wait for the client that it claims to be.
                 self.refused[node_id] = ""
                 raise
-        examples = count_of(measured.get(NUM_EXAMPLES))
+        examples = count_of(measured.get(NUM_EXAMPLES, 1))
         if not examples:
             self.refused[node_id] = client_id
             return f"'{client_id}' has no examples to train on"
@@ -217,7 +216,7 @@ class Fleet:
             client = Client(client_id, examples, count_of(group))
             self.clients[client_id] = client
         client.num_examples, client.node_id = examples, node_id
-        if not reply.has_error():
+        if NUM_EXAMPLES in measured:
             self.heard(client_id, examples)
         client.failures, client.ready_at = 0, 0.0
         self.by_node[node_id] = client_id

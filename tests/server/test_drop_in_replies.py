@@ -158,6 +158,21 @@ def test_numbers_of_examples_come_with_the_first_reply() -> None:
     assert sorted(strategy.state.examples[:4]) == [10, 11, 12, 13]
 
 
+def test_clients_that_are_yet_to_say_how_many_examples_they_have_are_not_taken_for_small() -> None:
+    """The first reply is held against nobody: 80 are not far more than all others have."""
+
+    def spoil(reply: Message, context: Context) -> None:
+        reply.content["metrics"] = MetricRecord({"num-examples": 80})
+
+    strategy = CASA()
+    strategy.start(grid_of(numpy_app(spoil)), initial_numpy(), num_rounds=1)
+    fleet = strategy.progress.fleet
+    assert set(fleet.sizes.values()) == {80}
+    assert fleet.counted("node-1000", 80) == 80
+    # Of ten nodes some have not answered yet.
+    assert len(fleet.sizes) < len(fleet.clients)
+
+
 def named(reply: Message, context: Context) -> None:
     """State the id of a device: two nodes have the same in turn."""
     identity = f"robot-{partition(context) % 2}"

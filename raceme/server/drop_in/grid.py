@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
 from raceme import compat
@@ -166,7 +166,6 @@ class FlowerGrid(OwnGrid):
         node = greeting.metadata.dst_node_id
         told = RecordDict()
         told[names.CONFIG] = ConfigRecord({names.CLIENT_ID: self.names.of(node)})
-        told[names.METRICS] = MetricRecord({names.NUM_EXAMPLES: 1})
         self._answers[key] = Message(told, reply_to=greeting)
         return key
 

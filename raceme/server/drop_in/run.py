@@ -242,10 +242,11 @@ class _Run:
         self._useless += 1
         clients = len(self._method.progress.fleet.clients)
         if self._useless >= max(_FEWEST_USELESS, _USELESS_EACH * clients):
+            # The refusal of that reply is still being handled: it is not shown beside this.
             raise UserError(
                 f"None of {self._useless} replies could be used; the last one, of {event.client}: "
                 f"{event.reason}"
-            )
+            ) from None
 
     def _round_over(self, number: int) -> None:
         self._teller.round_over(number, self._tally.close_round(number))
