@@ -40,7 +40,7 @@ class UpdateJudged:
         What was measured of it, and the bound for that: lengths of updates, or how far the client's
         updates agree with others', from −2 to 2.
     reason : str
-        The same in words.
+        Why, in words without numbers: the same for all that are judged alike.
     cluster : int or None
         The main cluster of the client; None if it has none yet.
     """

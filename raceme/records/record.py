@@ -29,6 +29,7 @@ from raceme.protocol.events import (
     UpdateRejected,
 )
 from raceme.protocol.measure import ACCURACY, Measure
+from raceme.protocol.verdicts import UpdateJudged
 from raceme.records.membership import Membership, Placement, home
 from raceme.records.store import read_events
 from raceme.records.uploads import Uploads
@@ -176,6 +177,8 @@ class RunRecord:
         All tests on the data of every step so far.
     support_changes : tuple of SupportChanged
         Which clusters supported which, whenever that changed.
+    judged : tuple of UpdateJudged
+        Whatever the run's protection did with updates but accept them.
     end : float
         When the run ended in seconds; the time of the last event if it was killed.
     reason : str or None
@@ -200,6 +203,7 @@ class RunRecord:
     cluster_scores: tuple[ClustersScored, ...]
     task_tests: tuple[TasksTested, ...]
     support_changes: tuple[SupportChanged, ...]
+    judged: tuple[UpdateJudged, ...]
     end: float
     reason: str | None
     ending: Ending | None
@@ -234,6 +238,7 @@ class RunRecord:
             cluster_scores=tuple(event for event in listed if isinstance(event, ClustersScored)),
             task_tests=tuple(event for event in listed if isinstance(event, TasksTested)),
             support_changes=tuple(event for event in listed if isinstance(event, SupportChanged)),
+            judged=tuple(event for event in listed if isinstance(event, UpdateJudged)),
             end=last,
             reason=endings[-1].reason if endings else None,
             ending=endings[-1].ending if endings else None,

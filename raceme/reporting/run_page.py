@@ -40,6 +40,7 @@ from raceme.reporting.page import (
     versions_table,
 )
 from raceme.reporting.plots import accuracy_figure
+from raceme.reporting.protection_tables import judged_clients_table, verdicts_table
 from raceme.reporting.repeat import repeat_command
 from raceme.reporting.similarity import read_similarity
 from raceme.reporting.staleness import staleness_figure
@@ -116,6 +117,9 @@ def run_page(folder: Path, links: str) -> str:
         idle=_idle(record),
         uploads=plot(uploads_figure(record), "uploads") if has_scores(record) else None,
         mixtures=plot(mixtures_figure(record), "mixtures") if has_mixtures(record) else None,
+        protection=str(config.get("protection", "none")),
+        verdicts=verdicts_table(record),
+        judged_clients=judged_clients_table(record),
         rejections=_rejections(record),
         settings=_settings(config, keys),
         versions=versions,
