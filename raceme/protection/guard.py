@@ -34,6 +34,10 @@ _KEPT = 0.9
 """Share of a client's record that is left when its next update is added."""
 _FIRST_JUDGED = 3
 """Updates of a client after which its record counts."""
+_MOST_HEARD = 0.9
+"""Share of the clients of whom an update must be known before directions are judged."""
+_LONGEST_WAIT = 10
+"""Updates for each client after which directions are judged all the same: some may stay silent."""
 _LEAST_TYPICAL = 0.2
 """Agreement of the median client below which directions say nothing."""
 
@@ -104,12 +108,15 @@ class GuardState:
         How far clients' updates agree with others'.
     excluded : dict[str, bool]
         Clients whose updates are refused because of that.
+    judged : int
+        How many updates have been judged by their direction, or could have been.
     """
 
     lengths: dict[str, float] = field(default_factory=dict)
     directions: dict[str, Vector] = field(default_factory=dict)
     records: dict[str, Record] = field(default_factory=dict)
     excluded: dict[str, bool] = field(default_factory=dict)
+    judged: int = 0
 
 
 @dataclass(frozen=True)
@@ -125,7 +132,7 @@ class Ruling:
     measured, bound : float
         What was measured, and the bound that it was held against; NaN for an accepted update.
     reason : str
-        The same in words; empty for an accepted update.
+        Why, in words without numbers; empty for an accepted update.
     """
 
     verdict: Verdict = Verdict.ACCEPTED
@@ -136,6 +143,7 @@ class Ruling:
 
 
 _ACCEPTED = Ruling()
+_DISAGREES = "its updates agree with those of no others"
 
 
 class Guard:
@@ -164,7 +172,9 @@ class Guard:
         self.options = kind() if options is None and kind is not None else options
         self.state = GuardState()
 
-    def judge(self, client: str, delta: Vector, start: float, home: Home) -> Ruling:
+    def judge(
+        self, client: str, delta: Vector, start: float, home: Home, awaited: int = 0
+    ) -> Ruling:
         """Judge an update, and remember it.
 
         Parameters
@@ -177,6 +187,8 @@ class Guard:
             Length of the model that it started from.
         home : Callable
             Returns the cluster of a client.
+        awaited : int
+            Clients of which most are to be heard before anybody is judged by direction.
         """
         return _ACCEPTED
 
@@ -193,7 +205,9 @@ class NormProtection(Guard):
     options_type = NormOptions
     options: NormOptions
 
-    def judge(self, client: str, delta: Vector, start: float, home: Home) -> Ruling:
+    def judge(
+        self, client: str, delta: Vector, start: float, home: Home, awaited: int = 0
+    ) -> Ruling:
         """Judge the length."""
         length = float(np.linalg.norm(delta))
         ruling = self._by_length(client, length, start, home)
@@ -207,16 +221,17 @@ class NormProtection(Guard):
         if len(others) < FEWEST:
             others = self._others(client)
         if len(others) < FEWEST:
-            # Before there is anything to compare with: as long as the model is surely too long.
-            if not 0.0 < start < length:
+            # Before there is anything to compare with, the model itself is the measure.
+            bound = self.options.protection_factor * start
+            if not 0.0 < bound < length:
                 return _ACCEPTED
-            reason = f"an update of length {length:.3g}, longer than the model itself ({start:.3g})"
-            return Ruling(Verdict.REFUSED, 0.0, length, start, reason)
+            reason = "a first update that is far longer than the model that it started from"
+            return Ruling(Verdict.REFUSED, 0.0, length, bound, reason)
         typical = statistics.median(known[other] for other in others)
         bound = self.options.protection_factor * typical
         if not typical or length <= bound:
             return _ACCEPTED
-        reason = f"an update of length {length:.3g}, above the bound of {bound:.3g}"
+        reason = "an update that is far longer than those of others"
         if self.options.protection_beyond == "refuse":
             return Ruling(Verdict.REFUSED, 0.0, length, bound, reason)
         return Ruling(Verdict.SCALED, typical / length, length, bound, reason)
@@ -244,12 +259,14 @@ class FilterProtection(NormProtection):
     options_type = FilterOptions
     options: FilterOptions
 
-    def judge(self, client: str, delta: Vector, start: float, home: Home) -> Ruling:
+    def judge(
+        self, client: str, delta: Vector, start: float, home: Home, awaited: int = 0
+    ) -> Ruling:
         """Judge the length, and then the client's record of directions, this update's included.
 
         An excluded client goes on being asked and judged: if it comes to agree, it is let in again.
         """
-        ruling = super().judge(client, delta, start, home)
+        ruling = super().judge(client, delta, start, home, awaited)
         if ruling.verdict is Verdict.REFUSED:
             return ruling
         length = float(np.linalg.norm(delta))
@@ -257,12 +274,22 @@ class FilterProtection(NormProtection):
             return ruling
         direction = np.asarray(delta / np.float32(length))
         others = [other for other in self._others(client, home) if other in self.state.directions]
+        if self._waits(client, awaited):
+            others = []
         if len(others) >= FEWEST:
             # An update is never heavier than what a method would get of it.
             record = self.state.records.setdefault(client, Record())
             record.add(self._agreement(direction, others), length * ruling.scale)
         self.state.directions[client] = direction
         return self._by_record(client, home) or ruling
+
+    def _waits(self, client: str, awaited: int) -> bool:
+        """Return whether those that an honest client would agree with may not be known yet."""
+        state = self.state
+        state.judged += 1
+        known = len(state.directions.keys() | {client})
+        most = _MOST_HEARD * min(awaited, self.options.protection_window)
+        return known < most and state.judged <= _LONGEST_WAIT * awaited
 
     def _agreement(self, direction: Vector, others: list[str]) -> float:
         """Return how far an update agrees with those of others: from −2 to 2.
@@ -288,18 +315,15 @@ class FilterProtection(NormProtection):
             bound = self.options.protection_share * typical
             if typical >= _LEAST_TYPICAL and scores[client] < bound:
                 state.excluded[client] = True
-                reason = (
-                    f"its updates agree with no others: {scores[client]:.2f}, below {bound:.2f}"
-                )
                 verdict = Verdict.REFUSED if was_excluded else Verdict.EXCLUDED
-                return Ruling(verdict, 0.0, scores[client], bound, reason)
+                return Ruling(verdict, 0.0, scores[client], bound, _DISAGREES)
             if was_excluded and typical >= _LEAST_TYPICAL:
                 del state.excluded[client]
-                reason = f"its updates agree with others': {scores[client]:.2f} ≥ {bound:.2f}"
+                reason = "its updates agree with those of others now"
                 return Ruling(Verdict.READMITTED, 1.0, scores[client], bound, reason)
         if was_excluded:
             nan = float("nan")
-            return Ruling(Verdict.REFUSED, 0.0, nan, nan, "its updates agreed with no others'")
+            return Ruling(Verdict.REFUSED, 0.0, nan, nan, _DISAGREES)
         return None
 
     def _scores(self, cluster: int | None, home: Home) -> dict[str, float]:

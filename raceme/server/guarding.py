@@ -33,7 +33,8 @@ def judged(method: Questions, update: Update, now: float) -> Update:
     def home(name: str) -> int | None:
         return method.clusters.main(name) if method.clusters.is_placed(name) else None
 
-    ruling = guard.judge(client, method.spec.compared(delta), start, home)
+    awaited = len(method.progress.fleet.by_node) if method.one_model else 0
+    ruling = guard.judge(client, method.spec.compared(delta), start, home, awaited)
     if ruling.verdict is Verdict.ACCEPTED:
         return update
     method.report(

@@ -130,6 +130,9 @@ class Questions(ABC):
     state_type: ClassVar[type[Any]] = NoState
     keeps_bases: ClassVar[bool] = False
     """Whether the models that clients train from are kept until they are back; see `delta`."""
+    one_model: ClassVar[bool] = False
+    """Whether all clients share one model for good: a protection can then take its time, while
+    clusters form by the first updates, poisoned ones included."""
     uses_starts: ClassVar[bool] = False
     """Whether `initialize` starts from the server's pre-trained models, where there are some."""
     validates: ClassVar[bool] = False

@@ -55,6 +55,7 @@ class EWC(Method):
     """FedProx whose clients hold the weights that matter for their former tasks (FedProx-EWC)."""
 
     parameters_type = EWCParameters
+    one_model = True
     parameters: EWCParameters
     dispatch: InRounds
 

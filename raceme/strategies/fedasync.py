@@ -35,6 +35,7 @@ class FedAsync(Method):
     """One model, every update mixed in at once with a weight that falls with staleness."""
 
     parameters_type = FedAsyncParameters
+    one_model = True
     parameters: FedAsyncParameters
 
     def on_update(self, update: Update) -> Applied:

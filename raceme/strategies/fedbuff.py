@@ -53,6 +53,7 @@ class FedBuff(Method):
     parameters_type = FedBuffParameters
     state_type = FedBuffState
     keeps_bases = True
+    one_model = True
     state: FedBuffState
     parameters: FedBuffParameters
 

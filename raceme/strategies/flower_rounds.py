@@ -68,6 +68,7 @@ class FlowerRounds(Method):
 
     parameters_type = RoundsParameters
     state_type = FlowerState
+    one_model = True
     parameters: RoundsParameters
     state: FlowerState
     dispatch: InRounds

@@ -44,6 +44,7 @@ class StableSGD(Method):
     """FedProx with dropout and a learning rate that falls with each task (Stable SGD)."""
 
     parameters_type = StableSGDParameters
+    one_model = True
     parameters: StableSGDParameters
     dispatch: InRounds
 

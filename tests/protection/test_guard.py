@@ -54,7 +54,8 @@ def test_or_it_is_refused() -> None:
     heard(guard, FIVE)
     ruling = guard.judge("new", along(0, 12.1), 10.0, home)
     assert (ruling.verdict, ruling.verdict.keeps_out) == (Verdict.REFUSED, True)
-    assert "length 12.1, above the bound of 12" in ruling.reason
+    assert (ruling.measured, ruling.bound) == (pytest.approx(12.1), 12.0)
+    assert ruling.reason == "an update that is far longer than those of others"
 
 
 def test_a_client_does_not_move_its_own_bound() -> None:
@@ -80,16 +81,17 @@ def test_lengths_are_those_of_the_own_cluster_where_it_has_enough() -> None:
 
 
 def test_before_there_is_anything_to_compare_with_the_model_itself_is_the_bound() -> None:
-    guard = NormProtection()
-    assert guard.judge("a", along(0, 10.1), 10.0, home).verdict is Verdict.REFUSED
-    assert guard.judge("a", along(0, 9.9), 10.0, home).verdict is Verdict.ACCEPTED
+    guard = NormProtection(NormOptions(protection_factor=4.0))
+    ruling = guard.judge("a", along(0, 40.1), 10.0, home)
+    assert (ruling.verdict, ruling.bound) == (Verdict.REFUSED, 40.0)
+    assert guard.judge("a", along(0, 39.9), 10.0, home).verdict is Verdict.ACCEPTED
     # A model of zeros has no length that would say anything.
     assert guard.judge("b", along(0, 9.9), 0.0, home).verdict is Verdict.ACCEPTED
 
 
 def test_a_short_model_stops_a_fleet_only_until_all_are_seen_to_be_alike() -> None:
     guard = NormProtection()
-    verdicts = [guard.judge(f"c{index}", along(0, 2.0), 1.0, home).verdict for index in range(7)]
+    verdicts = [guard.judge(f"c{index}", along(0, 11.0), 1.0, home).verdict for index in range(7)]
     assert verdicts == [Verdict.REFUSED] * FEWEST + [Verdict.ACCEPTED] * 2
 
 
@@ -118,6 +120,49 @@ def test_who_points_against_the_others_or_where_nobody_does_is_excluded() -> Non
     # Of the first round too few are known to compare with; then a record takes three updates.
     assert fleet_of(FilterProtection(), 3, flips=along(0, -1), odd=along(5)) == []
     assert fleet_of(FilterProtection(), 4, flips=along(0, -1), odd=along(5)) == ["flips", "odd"]
+
+
+def rounds_without_mates(guard: FilterProtection, rounds: int, awaited: int) -> None:
+    """Let nine clients agree, and one send what nobody else does, of a fleet of a size."""
+    for _ in range(rounds):
+        for index in range(9):
+            guard.judge(f"c{index}", along(0), 10.0, home, awaited)
+        guard.judge("odd", along(5), 10.0, home, awaited)
+
+
+def test_nobody_is_excluded_while_those_who_are_alike_may_not_be_heard_yet() -> None:
+    """Of twelve clients ten are known: fewer than nine tenths."""
+    guard = FilterProtection()
+    rounds_without_mates(guard, 6, awaited=12)
+    assert not guard.state.excluded
+    assert not guard.state.records
+    # The eleventh is heard, and is like the odd one: it was none.
+    guard.judge("late", along(5), 10.0, home, 12)
+    rounds_without_mates(guard, 6, awaited=12)
+    assert not guard.state.excluded
+    assert guard.state.records["odd"].score > 1.0
+
+
+def test_once_most_are_heard_who_agrees_with_nobody_is_excluded() -> None:
+    guard = FilterProtection()
+    # Ten of eleven clients are more than nine tenths.
+    rounds_without_mates(guard, 4, awaited=11)
+    assert list(guard.state.excluded) == ["odd"]
+
+
+def test_clients_that_stay_silent_are_not_waited_for_without_end() -> None:
+    """After ten updates for each of twenty clients: 200, twenty rounds of ten."""
+    guard = FilterProtection()
+    rounds_without_mates(guard, 20, awaited=20)
+    assert not guard.state.records
+    rounds_without_mates(guard, 3, awaited=20)
+    assert list(guard.state.excluded) == ["odd"]
+
+
+def test_of_a_large_fleet_no_more_are_waited_for_than_are_remembered() -> None:
+    guard = FilterProtection(FilterOptions(protection_window=10))
+    rounds_without_mates(guard, 4, awaited=1000)
+    assert list(guard.state.excluded) == ["odd"]
 
 
 def test_a_group_of_its_own_is_not_excluded() -> None:

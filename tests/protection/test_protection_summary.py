@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from statistics import fmean
 
@@ -18,7 +19,10 @@ from raceme.protection.guard import FilterOptions, FilterProtection, NoProtectio
 from raceme.protocol.events import Evaluated, UpdateApplied, UpdateRejected
 from raceme.protocol.verdicts import UpdateJudged, Verdict
 from raceme.records.protection import ProtectionSummary
+from raceme.records.record import RunRecord
 from raceme.records.store import read_events
+from raceme.reporting.protection_tables import judged_clients_table, verdicts_table
+from raceme.reporting.run_page import run_page
 
 
 def applied(seq: int, client: str) -> UpdateApplied:
@@ -77,6 +81,48 @@ def test_an_attacked_and_protected_run_says_all_of_it(tmp_path: Path) -> None:
     refused = sum(counts["refused"] for counts in summary["protection"].values())
     assert refused == sum(isinstance(event, UpdateRejected) for event in events) > 0
     assert any(isinstance(event, UpdateJudged) for event in events)
+    page = run_page(outcome.out, "")
+    assert 'href="#protection"' in page
+    assert all(f"<bdi>{name}</bdi>" in page.split('id="protection"')[1] for name in attackers)
+
+
+def test_the_page_has_the_verdicts_by_reason_and_by_client() -> None:
+    def says(time: float, client: str, verdict: Verdict, measured: float, why: str) -> UpdateJudged:
+        return UpdateJudged(time, client, verdict, measured, 2.0, why)
+
+    record = RunRecord.of(
+        [
+            *(applied(1, "a"), applied(2, "a"), applied(3, "b")),
+            says(1.0, "a", Verdict.SCALED, 5.0, "too long"),
+            says(2.0, "b", Verdict.EXCLUDED, 0.1, "alone"),
+            says(3.0, "b", Verdict.REFUSED, 0.3, "alone"),
+            says(4.0, "b", Verdict.REFUSED, 0.5, "alone"),
+            says(5.0, "b", Verdict.READMITTED, 2.5, "agrees"),
+            says(6.0, "b", Verdict.EXCLUDED, math.nan, "alone"),
+        ]
+    )
+    verdicts, clients = verdicts_table(record), judged_clients_table(record)
+    assert verdicts is not None
+    assert clients is not None
+    assert verdicts.title == "6 updates of 2 clients were not simply accepted"
+    # The medians of 0.1 and NaN, and of 0.3 and 0.5.
+    assert verdicts.rows == (
+        ("excluded", "alone", "2", "1", "0.1", "2"),
+        ("refused", "alone", "2", "1", "0.4", "2"),
+        ("scaled", "too long", "1", "1", "5", "2"),
+        ("readmitted", "agrees", "1", "1", "2.5", "2"),
+    )
+    # Of a's two updates one was scaled; b was excluded twice, which refused two updates more.
+    assert clients.rows == (
+        ("b", "1", "0", "4", "from 2.0 to 5.0, from 6.0 to the end"),
+        ("a", "1", "1", "0", "–"),
+    )
+
+
+def test_a_run_in_which_all_was_accepted_has_no_verdicts() -> None:
+    record = RunRecord.of([applied(1, "a")])
+    assert verdicts_table(record) is None
+    assert judged_clients_table(record) is None
 
 
 def test_a_configuration_names_a_protection_and_its_options() -> None:

@@ -129,6 +129,21 @@ def held(strategy: Method) -> bool:
     return bool(getattr(strategy.dispatch, "state", None))
 
 
+@pytest.mark.parametrize(("method", "excludes"), [(FedAsync, False), (CASA, True)])
+def test_one_model_can_wait_for_slow_clients_and_clusters_cannot(
+    method: Any, excludes: bool
+) -> None:
+    """Nine clients agree, one is the fast one of a group of its own, of which two are slow."""
+    axes = 3.0 * np.eye(2, 8)
+    targets = [3.0 + (axes[0] if index < 3 else axes[1]) for index in range(12)]
+    fleet = [Device(8.0 if index in (1, 2) else 1.0) for index in range(12)]
+    grid = grid_of(pulled_app(targets, step=0.1), fleet)
+    seen = started(method(seed=1), grid, FilterProtection())
+    judged = [(event.client, event.verdict) for event in of(UpdateJudged, seen)]
+    assert (("c0", Verdict.EXCLUDED) in judged) == excludes
+    assert bool(judged) == excludes
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_an_honest_fleet_is_bit_for_bit_the_same_with_a_bound_on_lengths(method: Any) -> None:
     runs = []
