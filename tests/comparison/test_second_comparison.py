@@ -53,6 +53,9 @@ def test_a_run_that_goes_on_without_its_comparison_is_waited_for(
     monkeypatch.setattr("raceme.comparison.folder._ORPHAN_SECONDS", 0.1)
     with only_writer(half), pytest.raises(UserError, match=r"still writing to .*seed-0"):
         compare(prepare(suite(), half.parent.parent), 1, Console(file=io.StringIO()))
+    # It may have been started again since it was waited for.
+    with only_writer(half), pytest.raises(UserError, match=r"still writing to .*seed-0"):
+        remove_run(half)
     assert (half / "run.sqlite").is_file()
 
 

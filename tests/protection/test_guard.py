@@ -188,9 +188,12 @@ def test_an_excluded_client_whose_updates_come_to_agree_is_let_in_again() -> Non
 
 def test_a_fleet_that_agrees_on_nothing_excludes_nobody() -> None:
     guard = FilterProtection()
+    # Two oppose each other, ten are like nobody: the median client agrees with none.
+    sent = [along(0, -1), *(along(index) for index in range(11))]
     for _ in range(5):
-        for index in range(12):
-            assert guard.judge(f"c{index}", along(index), 10.0, home).verdict is Verdict.ACCEPTED
+        for index, vector in enumerate(sent):
+            assert guard.judge(f"c{index}", vector, 10.0, home).verdict is Verdict.ACCEPTED
+    assert guard.state.records["c0"].score == pytest.approx(-1.0)
 
 
 def test_the_agreement_is_the_largest_cosine_and_the_balance_of_the_strong_ones() -> None:
@@ -211,9 +214,23 @@ def test_a_record_weighs_updates_by_their_length_and_forgets() -> None:
     assert Record().score == 0.0
 
 
+def test_a_scaled_update_weighs_no_more_than_what_is_left_of_it() -> None:
+    """A length of 1000 is scaled to 1: it does not outweigh the update before."""
+    guard = FilterProtection()
+    for index in range(FEWEST):
+        guard.judge(f"c{index}", along(0), 10.0, home)
+    guard.judge("new", along(0), 10.0, home)
+    assert guard.judge("new", along(5, 1000.0), 10.0, home).verdict is Verdict.SCALED
+    # It agrees fully, then not at all: (0.9 · 1 · 2 + 1 · 0) / (0.9 · 1 + 1).
+    assert guard.state.records["new"].score == pytest.approx(1.8 / 1.9)
+
+
 def test_an_update_that_moves_nothing_is_accepted() -> None:
     guard = FilterProtection()
     for index in range(8):
         ruling = guard.judge(f"c{index}", along(0, 0.0), 10.0, home)
         assert ruling.verdict is Verdict.ACCEPTED
         assert math.isnan(ruling.measured)
+    # It has no direction that others could be compared with.
+    assert not guard.state.directions
+    assert not guard.state.records

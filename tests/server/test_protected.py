@@ -11,12 +11,19 @@ import numpy as np
 import pytest
 from clustered import CENTRES, GROUPS, centre_losses, plain
 from fleets import grid_of, pulled_app, read, write
-from flwr.app import Message
+from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
 from runs import of
 from test_resuming import TIMEOUT, whole
 
 from raceme.clustering.bases import Bases
-from raceme.protection.guard import FilterProtection, Guard, NoProtection, NormProtection
+from raceme.protection.guard import (
+    FilterProtection,
+    Guard,
+    NoProtection,
+    NormProtection,
+    Ruling,
+)
 from raceme.protocol import events
 from raceme.protocol.verdicts import UpdateJudged, Verdict
 from raceme.simulation import Device, VirtualGrid
@@ -90,7 +97,10 @@ def poisoned_fleet(poison: Poison | None = strays) -> VirtualGrid:
 
 
 def started(
-    strategy: Method, grid: VirtualGrid, guard: Guard | None, **options: Any
+    strategy: Method,
+    grid: VirtualGrid,
+    guard: Guard | None,
+    **options: Any,
 ) -> list[events.Event]:
     seen: list[events.Event] = []
     if guard is not None:
@@ -127,6 +137,65 @@ def test_a_resumed_protected_run_is_bit_for_bit_the_uninterrupted_one(method: An
 def held(strategy: Method) -> bool:
     """Whether a policy still holds updates, and so the models that they started from."""
     return bool(getattr(strategy.dispatch, "state", None))
+
+
+def test_what_is_scaled_keeps_its_counters() -> None:
+    """Nothing else in a model is a whole number, and no part of one is."""
+    app = ClientApp()
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        received = message.content["arrays"]
+        weight, count = (received[name].numpy() for name in ("weight", "num_batches_tracked"))
+        step = 1000.0 if context.node_config["partition-id"] == 5 else 0.1
+        arrays = {"weight": Array(weight + np.float32(step))}
+        arrays["num_batches_tracked"] = Array(np.asarray(count + 1))
+        content = {"arrays": ArrayRecord(arrays), "metrics": MetricRecord({"num-examples": 3})}
+        return Message(RecordDict(content), reply_to=message)
+
+    start = ArrayRecord(
+        {
+            "weight": Array(np.full(8, 3.0, np.float32)),
+            "num_batches_tracked": Array(np.array(0, np.int64)),
+        }
+    )
+    strategy, counted = FedAsync(), []
+    strategy.protection = NormProtection()
+
+    def observe(event: events.Event) -> None:
+        if isinstance(event, events.UpdateApplied) and event.client == "node-105":
+            counted.append(strategy.models[0].vector[strategy.spec.counters].item())
+
+    grid = grid_of(app, [Device(1.0)] * 8)
+    strategy.run(grid, start, 40, TIMEOUT, observe=observe)
+    # Each second all eight send what they received, and one more.
+    assert counted == [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert strategy.protection.state.lengths["node-105"] > 100
+
+
+class Wavering(Guard):
+    """Excludes one client with its first update, and lets it in again with its second."""
+
+    def judge(self, client: str, *judged: Any, **further: Any) -> Ruling:
+        if client != ATTACKER:
+            return Ruling()
+        self.state.judged += 1
+        if self.state.judged == 1:
+            self.state.excluded[client] = True
+            return Ruling(Verdict.EXCLUDED, 0.0)
+        verdict = Verdict.READMITTED if self.state.excluded.pop(client, False) else Verdict.ACCEPTED
+        return Ruling(verdict)
+
+
+@pytest.mark.parametrize("method", [CASA, FedAsync])
+def test_a_client_that_is_let_in_again_is_back_for_the_method(method: Any) -> None:
+    strategy = method(seed=1)
+    seen = started(strategy, poisoned_fleet(None), Wavering())
+    assert [event.verdict for event in of(UpdateJudged, seen)] == [
+        Verdict.EXCLUDED,
+        Verdict.READMITTED,
+    ]
+    assert strategy.clusters.online[ATTACKER]
 
 
 @pytest.mark.parametrize(("method", "excludes"), [(FedAsync, False), (CASA, True)])
