@@ -67,8 +67,28 @@ def test_files_do_not_take_the_place_of_closed_output(tmp_path: Path) -> None:
     assert kept.read_text() == ""
 
 
-def test_a_reader_that_is_slow_loses_nothing_of_a_pipe_that_does_not_wait() -> None:
-    body = f'import os; os.set_blocking(1, False)\n{MUCH}\nprint("last")'
-    ended = python(body, "| (sleep 0.5; cat)")
+WAITED_FOR = """
+import os
+import select
+
+os.set_blocking(1, False)
+wait = select.select
+
+
+def told(*given):
+    open("{gate}", "w").close()
+    return wait(*given)
+
+
+select.select = told
+"""
+
+
+def test_a_reader_that_is_slow_loses_nothing_of_a_pipe_that_does_not_wait(tmp_path: Path) -> None:
+    """The reader begins when it is waited for, or after ten seconds in vain."""
+    gate = tmp_path / "gate"
+    body = f'{WAITED_FOR.format(gate=gate)}\n{MUCH}\nprint("last")'
+    begin = f"for i in $(seq 200); do [ -e {gate} ] && break; sleep 0.05; done"
+    ended = python(body, f"| ({begin}; cat)")
     assert ended.stdout.splitlines()[-1] == "last"
     assert len(ended.stdout.splitlines()) == 20_001
