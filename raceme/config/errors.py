@@ -11,16 +11,18 @@ from raceme.config.plain import plain
 class UserError(Exception):
     """Something the user asked for cannot be done; the message says what to do instead.
 
-    The command line prints the message as one line without a traceback and exits with code 2.
+    The command line prints the message without a traceback and exits with code 2.
 
     Parameters
     ----------
     message : str
         Quotes what was typed, or stands in a file; made one printable line.
+    snippet : str
+        Lines of ours to be copied, which come after it as they are.
     """
 
-    def __init__(self, message: str) -> None:
-        super().__init__(plain(message))
+    def __init__(self, message: str, snippet: str = "") -> None:
+        super().__init__(f"{plain(message)}\n{snippet}" if snippet else plain(message))
 
 
 def unknown_name(kind: str, name: str, valid: Iterable[str]) -> UserError:

@@ -251,6 +251,7 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     over = of or "clients"
     rows = [
         (measure.word, f"{last} (best {best}), mean over {over}"),
+        *_honest_row(summary, measure),
         *_weighted_row(summary, measure),
         *_scores_rows(summary),
         *_tasks_row(summary, measure),
@@ -267,8 +268,30 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
             f"{shown_bytes(summary['bytes_up'])} up, {shown_bytes(summary['bytes_down'])} down",
         ),
         *_phases_row(summary),
+        *_protection_row(summary),
     ]
     return rows
+
+
+def _honest_row(summary: Mapping[str, Any], measure: Measure) -> list[tuple[str, str]]:
+    """Return the accuracy of those that do not attack, where some are known to."""
+    honest = summary.get(f"honest_{measure.name}")
+    if honest is None:
+        return []
+    attackers = len(summary["attackers"])
+    return [("honest clients", f"{measure.shown(honest)}, mean without {attackers} that attack")]
+
+
+def _protection_row(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return how many updates were scaled or refused, where any was."""
+    by_client = summary.get("protection")
+    if not by_client:
+        return []
+    scaled, refused = (sum(c[kind] for c in by_client.values()) for kind in ("scaled", "refused"))
+    excluded = len(summary["excluded_clients"])
+    return [
+        ("protection", f"{scaled} updates scaled, {refused} refused, {excluded} clients excluded")
+    ]
 
 
 def _weighted_row(summary: Mapping[str, Any], measure: Measure) -> list[tuple[str, str]]:

@@ -21,6 +21,7 @@ from raceme.protocol.verdicts import UpdateJudged, Verdict
 from raceme.records.protection import ProtectionSummary
 from raceme.records.record import RunRecord
 from raceme.records.store import read_events
+from raceme.reporting.console import summary_rows
 from raceme.reporting.protection_tables import judged_clients_table, verdicts_table
 from raceme.reporting.run_page import run_page
 
@@ -81,6 +82,10 @@ def test_an_attacked_and_protected_run_says_all_of_it(tmp_path: Path) -> None:
     refused = sum(counts["refused"] for counts in summary["protection"].values())
     assert refused == sum(isinstance(event, UpdateRejected) for event in events) > 0
     assert any(isinstance(event, UpdateJudged) for event in events)
+    rows = dict(summary_rows(summary))
+    assert rows["honest clients"] == f"{summary['honest_accuracy']:.3f}, mean without 2 that attack"
+    scaled = sum(counts["scaled"] for counts in summary["protection"].values())
+    assert rows["protection"] == f"{scaled} updates scaled, {refused} refused, 2 clients excluded"
     page = run_page(outcome.out, "")
     assert 'href="#protection"' in page
     assert all(f"<bdi>{name}</bdi>" in page.split('id="protection"')[1] for name in attackers)

@@ -116,8 +116,9 @@ def test_methods_that_need_more_say_what_to_add(name: str) -> None:
     with pytest.raises(UserError) as error:
         STRATEGIES[name]().start(Counting(app, asked), initial_numpy(), num_rounds=2)
     text = str(error.value)
-    assert "kinds = AddedKinds(load)" in text
-    assert "app.query()(kinds.answer)" in text
+    # In lines of its own, to be copied.
+    assert text.endswith(SNIPPET)
+    assert "app.query()(kinds.answer)" in SNIPPET
     assert all(f"'{kind}'" in text for kind in STRATEGIES[name]().asked_kinds)
     # One client, not all of them, has printed an error.
     assert len(asked) == 1

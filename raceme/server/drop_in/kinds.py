@@ -66,6 +66,7 @@ def missing_kinds(method: str, needs: Collection[str]) -> UserError:
     kinds = "a kind" if len(needs) == 1 else "kinds"
     return UserError(
         f"{method} asks clients for more than to train and to test a model: {listed}. This "
-        f"ClientApp has no function for such {kinds} of work; add to it:\n{SNIPPET}\n"
-        "or take a method that needs none, such as CASA (docs/flower-users.md lists them)."
+        f"ClientApp has no function for such {kinds} of work. Take a method that needs none, such "
+        "as CASA (docs/flower-users.md lists them), or add to the ClientApp:",
+        SNIPPET,
     )
