@@ -40,7 +40,7 @@ from raceme.compat import identify_process  # noqa: E402
 from raceme.compat.fleet import Endpoint, generate_keys  # noqa: E402
 from raceme.compat.fleet_api import FleetApi  # noqa: E402
 from raceme.compat.link_state import App, LinkState  # noqa: E402
-from raceme.compat.patience import LONGEST_WAIT  # noqa: E402
+from raceme.compat.wire import LONGEST_WAIT  # noqa: E402
 from raceme.deployment.connection import RejoinError, RunOverError, StoppedError, join  # noqa: E402
 from raceme.deployment.polling import Pause  # noqa: E402
 from raceme.deployment.served_grid import ServedGrid  # noqa: E402

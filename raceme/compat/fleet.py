@@ -11,7 +11,7 @@ import contextlib
 import io
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -59,7 +59,7 @@ from flwr.supercore.run import Run
 from raceme.compat.direct import Direct
 from raceme.compat.loading import LoadClientAppError, load_client_app
 from raceme.compat.message import set_message_id
-from raceme.compat.patience import LONGEST_WAIT, WAIT_HEADER
+from raceme.compat.whole import joined, parted
 
 __all__ = [
     "Calls",
@@ -159,18 +159,17 @@ class Fleet:
     _pull_object: Callable[[int, str], bytes]
     _push_object: Callable[[int, str, str, bytes], None]
     _confirm: Callable[[int, str], None]
-    _waiting: Waiting = field(default_factory=lambda: Waiting())
     _direct: Direct | None = None
 
     @property
     def waited(self) -> bool:
-        """Whether the server lets devices wait for work: then it may be asked again at once."""
-        return self._waiting.in_vain
+        """Whether the server has let the device wait for work: it may be asked again at once."""
+        return self._direct is not None and self._direct.waited
 
     @property
     def hands_out_again(self) -> bool:
         """Whether a message whose way here failed is there for the asking: the server is ours."""
-        return self._waiting.known
+        return self._direct is not None
 
     def receive(self, patience: float = 0.0) -> tuple[Message, Callable[[], Message]] | None:
         """Return the next message without its content, and a function that fetches it whole.
@@ -180,40 +179,43 @@ class Fleet:
         patience : float
             Seconds to wait for it, if the server can let a device wait.
         """
-        self._waiting.patience = min(patience, LONGEST_WAIT)
-        received = self._receive()
+        if self._direct is None:
+            pulled = self._receive()
+            if pulled is None:
+                return None
+            message, tree = pulled
+            return message, partial(self._inflate, message.metadata.run_id, tree)
+        received = self._direct.next(self.node_id, patience)
         if received is None:
             return None
-        message, tree = received
-        return message, partial(self._inflate, message.metadata.run_id, tree)
+        message, objects = received
+        if objects is None:
+            return message, lambda: message
+        return message, partial(self._inflate, message.metadata.run_id, objects)
 
     def _inflate(self, run_id: int, tree: ObjectTree) -> Message:
-        message = None
-        if self._direct is not None and self._waiting.known:
-            message = self._direct.fetch(self.node_id, run_id, tree)
-        if message is not None:
-            self._confirm(run_id, tree.object_id)
-        else:
-            message = pull_and_inflate_object_from_tree(
-                tree,
-                partial(self._pull_object, run_id),
-                partial(self._confirm, run_id),
-                return_type=Message,
-                # The server app may still be sending what the message announces.
-                initial_backoff=0.05,
-                max_tries_per_object=None,
-                max_time=ANNOUNCED_SECONDS,
-            )
+        message = pull_and_inflate_object_from_tree(
+            tree,
+            partial(self._pull_object, run_id),
+            partial(self._confirm, run_id),
+            return_type=Message,
+            # The server app may still be sending what the message announces.
+            initial_backoff=0.05,
+            max_tries_per_object=None,
+            max_time=ANNOUNCED_SECONDS,
+        )
+        message = parted(message)
         set_message_id(message, tree.object_id)
         return message
 
     def send(self, reply: Message, seconds: float) -> None:
         """Send a reply, and how long it took to compute."""
+        if self._direct is not None:
+            if self._direct.send(self.node_id, reply):
+                return
+            reply = joined(reply)
         set_message_id(reply, reply.object_id)
         with no_object_id_recompute():
-            direct = self._direct if self._waiting.known else None
-            if direct is not None and direct.send(self.node_id, reply, seconds):
-                return
             missing, session = self._send(reply, get_object_tree(reply), seconds)
             push_objects(
                 get_all_nested_objects(reply),
@@ -282,46 +284,19 @@ class _Guard:
         return response
 
 
-@dataclass
-class Waiting:
-    """How requests for work are made.
-
-    Attributes
-    ----------
-    patience : float
-        Seconds that the answer to the next may take.
-    known : bool
-        The server knows of that: it is Raceme's.
-    in_vain : bool
-        It was so, and there was no work.
-    """
-
-    patience: float = 0.0
-    known: bool = False
-    in_vain: bool = False
-
-
 class _Pull:
-    """Asks for the next message, and may wait for it at the server."""
+    """Asks for the next message in a way that a reason to stop can end."""
 
-    def __init__(
-        self, calls: Calls, method: grpc.UnaryUnaryMultiCallable, waiting: Waiting
-    ) -> None:
-        self._calls, self._method, self._waiting = calls, method, waiting
+    def __init__(self, calls: Calls, method: grpc.UnaryUnaryMultiCallable) -> None:
+        self._calls, self._method = calls, method
 
     def __call__(
         self, request: PullMessagesRequest, timeout: float | None = None
     ) -> PullMessagesResponse:
-        metadata = ((WAIT_HEADER, f"{self._waiting.patience:.3f}"),)
-        call = self._method.future(request, timeout=timeout, metadata=metadata)
+        call = self._method.future(request, timeout=timeout)
         if not self._calls.wait_for(call):
-            call.cancel()
             return PullMessagesResponse()
-        response: PullMessagesResponse = call.result()
-        said = {key for key, _ in call.trailing_metadata() or ()}
-        self._waiting.known = WAIT_HEADER in said
-        self._waiting.in_vain = self._waiting.known and not response.messages_list
-        return response
+        return cast(PullMessagesResponse, call.result())
 
 
 class _Signer(NodeAuthClientInterceptor):
@@ -368,8 +343,7 @@ def connect(endpoint: Endpoint, keys: Keys, calls: Calls, *, register: bool) -> 
     public_key = public_key_to_bytes(keys[1])
     stubs: list[FleetStub] = []
     channels: list[grpc.Channel] = []
-    waiting = Waiting()
-    directs: list[Direct] = []
+    directs: list[Direct | None] = []
 
     def make_stub(unused: grpc.Channel) -> FleetStub:
         plain = open_channel(endpoint)
@@ -380,11 +354,12 @@ def connect(endpoint: Endpoint, keys: Keys, calls: Calls, *, register: bool) -> 
         stub = FleetStub(grpc.intercept_channel(plain, versions, signer))
         # Flower's check of versions blocks until a call has ended; one that waits must not.
         signed = grpc.intercept_channel(plain, signer)
-        stub.PullMessages = _Pull(calls, FleetStub(signed).PullMessages, waiting)
-        directs.append(Direct(signed, guard.invoke))
+        stub.PullMessages = _Pull(calls, FleetStub(signed).PullMessages)
         if register:
             request = RegisterNodeFleetRequest(public_key=public_key)
             guard.invoke(stub.RegisterNode, request)
+        direct = Direct(signed, guard.invoke, calls.wait_for)
+        directs.append(direct if direct.greet() else None)
         stubs.append(stub)
         return stub
 
@@ -400,7 +375,7 @@ def connect(endpoint: Endpoint, keys: Keys, calls: Calls, *, register: bool) -> 
         ) as connection:
             guard.connecting = False
             try:
-                yield Fleet(*connection, waiting, directs[0])
+                yield Fleet(*connection, directs[0])
             # Flower's code swallows what is raised here; it is raised again below.
             except BaseException as error:
                 failure = error

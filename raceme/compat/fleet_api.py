@@ -10,7 +10,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -18,34 +18,32 @@ from typing import Any, NoReturn, cast
 
 import grpc
 from flwr.common.constant import PUBLIC_KEY_HEADER, SIGNATURE_HEADER, TIMESTAMP_HEADER
-from flwr.proto.fleet_pb2 import (
-    ActivateNodeRequest,
-    PushMessagesRequest,
-    PushMessagesResponse,
-)
+from flwr.common.serde import message_to_proto
+from flwr.proto.fleet_pb2 import PullMessagesResponse
 from flwr.proto.fleet_pb2_grpc import add_FleetServicer_to_server
-from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest
 from flwr.server.superlink.fleet.grpc_rere.fleet_servicer import FleetServicer
 from flwr.server.superlink.fleet.grpc_rere.node_auth_server_interceptor import (
     NodeAuthServerInterceptor,
 )
 from flwr.supercore.grpc import GRPC_MAX_MESSAGE_LENGTH
-from flwr.supercore.inflatable.inflatable_object import get_object_id
 from flwr.supercore.interceptors import (
     RpcErrorTranslationServerInterceptor,
     create_fleet_runtime_version_server_interceptor,
 )
 
-from raceme.compat import parcels
+from raceme import __version__
+from raceme.compat import wire
 from raceme.compat.link_state import LinkState
-from raceme.compat.patience import LONGEST_WAIT, WAIT_HEADER
+from raceme.compat.parcels import join
+from raceme.compat.whole import encode
 
 log = logging.getLogger("raceme.serve")
 
 _SERVICE = "flwr.proto.Fleet"
-_PULL, _PUSH, _ACTIVATE = "PullMessages", "PushMessages", "ActivateNode"
+_ACTIVATE = "ActivateNode"
 _START_SECONDS = 30.0
 _END_SECONDS = 2.0
+_FOREIGN_REPLY = "a reply of another node"
 _PROVEN_SECONDS = 60.0
 """How long a signature that was checked counts as such. Flower accepts one for five minutes."""
 
@@ -109,8 +107,9 @@ class FleetApi:
         self._registered = registered
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-        self._waiting: dict[int, asyncio.Future[None]] = {}
-        self._calls = _calls(state, registered is not None)
+        self._waiting: dict[int, asyncio.Future[bool]] = {}
+        self._signatures = _Signatures(_StateFactory(state))
+        self._calls = _calls(state, self._signatures, registered is not None)
         self._server: grpc.aio.Server | None = None
 
     def __enter__(self) -> FleetApi:
@@ -160,22 +159,30 @@ class FleetApi:
 
     async def _bind(self) -> None:
         server = grpc.aio.server(options=_OPTIONS)
-        for service, calls in self._calls.services.items():
-            handlers = {
-                name: grpc.unary_unary_rpc_method_handler(
-                    partial(self._answer, name), call.request_deserializer, call.response_serializer
-                )
-                for name, call in calls.items()
-            }
+        handlers = {
+            name: grpc.unary_unary_rpc_method_handler(
+                partial(self._answer, name), call.request_deserializer, call.response_serializer
+            )
+            for name, call in self._calls.handlers.items()
+        }
+        own = {
+            name: grpc.unary_unary_rpc_method_handler(partial(self._answer_own, answer))
+            for name, answer in (
+                (wire.GREET, self._greet),
+                (wire.NEXT, self._next),
+                (wire.SEND, self._send),
+            )
+        }
+        for service, methods in ((_SERVICE, handlers), (wire.SERVICE, own)):
             server.add_generic_rpc_handlers(
-                (grpc.method_handlers_generic_handler(service, handlers),)
+                (grpc.method_handlers_generic_handler(service, methods),)
             )
         try:
             if self._certificates is None:
                 server.add_insecure_port(self._address)
             else:
-                own = (self._certificates.key, self._certificates.certificate)
-                credentials = grpc.ssl_server_credentials([own], self._certificates.authority)
+                pair = (self._certificates.key, self._certificates.certificate)
+                credentials = grpc.ssl_server_credentials([pair], self._certificates.authority)
                 server.add_secure_port(self._address, credentials)
         except RuntimeError as error:
             raise PortInUseError(str(error)) from None
@@ -186,48 +193,91 @@ class FleetApi:
             self._state.admit(self._registered())
 
     async def _answer(self, name: str, request: Any, context: Any) -> Any:
-        """Answer one call; one for work may wait until there is some."""
-        metadata = context.invocation_metadata()
+        """Answer a call of Flower's."""
         if name == _ACTIVATE and self._registered is not None:
-            self._look_for_key(request)
-        response = await self._call(name, request, metadata, context)
-        patience = _patience(metadata) if name == _PULL else None
-        if patience is None:
-            return response
-        context.set_trailing_metadata(((WAIT_HEADER, "1"),))
-        if response.messages_list:
-            return response
-        # Raceme's devices ask for the next message when they are done with the last.
-        node = request.node.node_id
-        if self._state.hand_out_again(node) or (patience and await self._wait(node, patience)):
-            response = await self._call(name, request, metadata, context)
-        return response
-
-    async def _call(self, name: str, request: Any, metadata: Any, context: Any) -> Any:
+            self._look_for_key(request.public_key)
         try:
-            return self._calls.answer(name, request, metadata)
+            return self._calls.answer(name, request, context.invocation_metadata())
         except _AbortedError as aborted:
             await context.abort(aborted.code, aborted.details)
 
-    def _look_for_key(self, request: ActivateNodeRequest) -> None:
+    async def _answer_own(
+        self, answer: Callable[[bytes, bytes], Awaitable[bytes]], request: bytes, context: Any
+    ) -> bytes:
+        """Answer a call of Raceme's devices: with the public key that has signed it."""
+        try:
+            return await answer(self._signatures.key_of(context.invocation_metadata()), request)
+        except _AbortedError as aborted:
+            await context.abort(aborted.code, aborted.details)
+        except ValueError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        return b""
+
+    async def _greet(self, key: bytes, request: bytes) -> bytes:
+        greeting, own = wire.Greeting.from_bytes(request), wire.Greeting(wire.PROTOCOL, __version__)
+        if greeting != own:
+            raise _AbortedError(grpc.StatusCode.FAILED_PRECONDITION, _other_version(greeting, own))
+        if self._registered is not None:
+            self._look_for_key(key)
+        node = self._state.get_node_id_by_public_key(key)
+        # Who is not registered learns that when it goes online.
+        if node is not None:
+            self._state.greet(node)
+        return own.to_bytes()
+
+    async def _next(self, key: bytes, request: bytes) -> bytes:
+        """Hand out the next message; wait for it if there is none."""
+        asked = wire.NextRequest.from_bytes(request)
+        self._check(key, asked.node)
+        found = self._state.next_for(asked.node, asked.have)
+        if found is None and await self._wait(asked.node, min(asked.patience, wire.LONGEST_WAIT)):
+            found = self._state.next_for(asked.node, asked.have)
+        if found is None:
+            return join([])
+        message, tree = found
+        if tree is None:
+            return join([b"whole", encode(message)])
+        head = PullMessagesResponse(
+            messages_list=[message_to_proto(message)], message_object_trees=[tree]
+        )
+        return join([b"objects", head.SerializeToString()])
+
+    async def _send(self, key: bytes, request: bytes) -> bytes:
+        """Take a whole reply."""
+        sent = wire.SendRequest.from_bytes(request)
+        self._check(key, sent.node)
+        if not self._state.accept(sent.node, sent.asked, sent.body):
+            raise _AbortedError(grpc.StatusCode.PERMISSION_DENIED, _FOREIGN_REPLY)
+        return b""
+
+    def _check(self, key: bytes, node: int) -> None:
+        """Refuse a node that says that it is another one."""
+        if self._state.get_node_id_by_public_key(key) != node:
+            # In Flower's words.
+            raise _AbortedError(grpc.StatusCode.UNAUTHENTICATED, "Invalid node ID")
+
+    def _look_for_key(self, key: bytes) -> None:
         """Look whether a node with an unknown key has been registered meanwhile."""
-        if self._state.get_node_id_by_public_key(request.public_key) is None:
+        if self._state.get_node_id_by_public_key(key) is None:
             self._admit()
 
     async def _wait(self, node: int, seconds: float) -> bool:
         """Wait until there is a message for a node; return whether there may be one."""
+        if not seconds > 0:
+            return False
         future = self._loop.create_future()
         former, self._waiting[node] = self._waiting.get(node), future
         if former is not None and not former.done():
-            former.set_result(None)
+            # Its answer would go nowhere: the node has called again.
+            former.set_result(False)
+        timer = self._loop.call_later(seconds, _give_up, future)
         try:
-            await asyncio.wait_for(future, seconds)
-        except TimeoutError:
-            return False
+            there_is: bool = await future
+            return there_is
         finally:
+            timer.cancel()
             if self._waiting.get(node) is future:
                 del self._waiting[node]
-        return True
 
     def _on_work(self, node: int) -> None:
         self._loop.call_soon_threadsafe(self._wake, node)
@@ -235,7 +285,12 @@ class FleetApi:
     def _wake(self, node: int) -> None:
         future = self._waiting.get(node)
         if future is not None and not future.done():
-            future.set_result(None)
+            future.set_result(True)
+
+
+def _give_up(future: asyncio.Future[bool]) -> None:
+    if not future.done():
+        future.set_result(False)
 
 
 class _AbortedError(Exception):
@@ -272,17 +327,14 @@ class _Details:
 
 
 class _Calls:
-    """Method handlers behind Flower's interceptors, which are told that all are Flower's."""
+    """Flower's method handlers behind its interceptors."""
 
     def __init__(
-        self,
-        services: Mapping[str, Mapping[str, Any]],
-        interceptors: Collection[grpc.ServerInterceptor],
+        self, handlers: Mapping[str, Any], interceptors: Collection[grpc.ServerInterceptor]
     ) -> None:
-        self.services = services
+        self.handlers = handlers
         self._chains: dict[str, Callable[[Any], Any]] = {}
-        every = [call for handlers in services.values() for call in handlers.items()]
-        for name, handler in every:
+        for name, handler in handlers.items():
             chain: Callable[[Any], Any] = partial(_constant, handler)
             for interceptor in reversed(list(interceptors)):
                 chain = partial(interceptor.intercept_service, chain)
@@ -332,101 +384,68 @@ class _Signatures(NodeAuthServerInterceptor):
         self._proven: dict[bytes, tuple[str, bytes, float]] = {}
 
     def intercept_service(self, continuation: Callable[[Any], Any], details: Any) -> Any:
+        key, refusal = self._checked(details)
+        if refusal is not None:
+            return refusal
+        return self._wrap_method_handler(continuation(details), key)
+
+    def key_of(self, metadata: Any) -> bytes:
+        """Return the public key that has signed a call; raise `_AbortedError` if none has."""
+        key, refusal = self._checked(_Details(f"/{_SERVICE}/", metadata))
+        if refusal is not None:
+            refusal.unary_unary(None, _Context())
+        return key
+
+    def _checked(self, details: Any) -> tuple[bytes, Any]:
+        """Return the key, and what answers a call whose signature is not good."""
         metadata: dict[str, Any] = dict(details.invocation_metadata)
-        key = metadata.get(PUBLIC_KEY_HEADER)
+        key = cast(bytes, metadata.get(PUBLIC_KEY_HEADER))
         proof = (metadata.get(TIMESTAMP_HEADER), metadata.get(SIGNATURE_HEADER))
-        known = self._proven.get(key) if isinstance(key, bytes) else None
+        known = self._proven.get(key)
         if known and known[:2] == proof and time.monotonic() < known[2] + _PROVEN_SECONDS:
-            return self._wrap_method_handler(continuation(details), cast(bytes, key))
-
-        def passed(details: Any) -> Any:
-            # Flower goes on only with a call whose signature is good. Keys of nobody are not kept.
-            if self.state_factory.state().get_node_id_by_public_key(cast(bytes, key)) is None:
-                return continuation(details)
-            self._proven[cast(bytes, key)] = (*cast(tuple[str, bytes], proof), time.monotonic())
-            return continuation(details)
-
-        return super().intercept_service(passed, details)
-
-
-@dataclass(frozen=True)
-class _Sent:
-    """A reply with its objects."""
-
-    push: PushMessagesRequest
-    contents: list[bytes]
-
-    @property
-    def node(self) -> Any:
-        return self.push.node
+            return key, None
+        # Flower goes on only with a call whose signature is good.
+        passed: list[object] = []
+        refusal = super().intercept_service(partial(_noted, passed), details)
+        if not passed:
+            return b"", refusal
+        # Keys of nobody are not kept.
+        if self.state_factory.state().get_node_id_by_public_key(key) is not None:
+            self._proven[key] = (*cast(tuple[str, bytes], proof), time.monotonic())
+        return key, None
 
 
-def _read_sent(data: bytes) -> _Sent:
-    head, *contents = parcels.split(data)
-    return _Sent(PushMessagesRequest.FromString(head), contents)
+def _noted(passed: list[object], details: object) -> Any:
+    passed.append(details)
+    return grpc.unary_unary_rpc_method_handler(_constant)
 
 
 class _Servicer(FleetServicer):
-    """Flower's servicer, and the calls of Raceme's own devices.
-
-    It takes from a node only what that node says in its own name.
-    """
-
-    def fetch(self, request: ConfirmMessageReceivedRequest, context: Any) -> bytes:
-        """Hand out all objects of a message in one; nothing if they are too large for that."""
-        state = cast(LinkState, self.state_factory.state())
-        return parcels.join(state.contents(request.message_object_id))
-
-    def send(self, request: _Sent, context: Any) -> PushMessagesResponse:
-        """Take a reply with all its objects."""
-        response = self.PushMessages(request.push, context)
-        contents = {get_object_id(content): content for content in request.contents}
-        state = self.state_factory.state()
-        left = []
-        for object_id in response.objects_to_push:
-            run, session = request.push.messages_list[0].metadata.run_id, response.session_id
-            if object_id not in contents or not state.store_object(
-                run, session, object_id, contents[object_id]
-            ):
-                left.append(object_id)
-        del response.objects_to_push[:]
-        response.objects_to_push.extend(left)
-        return cast(PushMessagesResponse, response)
+    """Flower's servicer, which takes from a node only what it says in its own name."""
 
     def PushMessages(self, request: Any, context: Any) -> Any:  # noqa: N802
         for message in request.messages_list:
             if message.metadata.src_node_id != request.node.node_id:
-                context.abort(grpc.StatusCode.PERMISSION_DENIED, "a reply of another node")
+                context.abort(grpc.StatusCode.PERMISSION_DENIED, _FOREIGN_REPLY)
         return super().PushMessages(request, context)
 
 
-def _calls(state: LinkState, registered_only: bool) -> _Calls:
+def _calls(state: LinkState, signatures: _Signatures, registered_only: bool) -> _Calls:
     factory = cast(Any, _StateFactory(state))
     collector = _Collector()
-    servicer = _Servicer(factory, factory, registered_only)
-    add_FleetServicer_to_server(servicer, collector)
-    own = {
-        parcels.FETCH: grpc.unary_unary_rpc_method_handler(
-            servicer.fetch, ConfirmMessageReceivedRequest.FromString, bytes
-        ),
-        parcels.SEND: grpc.unary_unary_rpc_method_handler(
-            servicer.send, _read_sent, PushMessagesResponse.SerializeToString
-        ),
-    }
+    add_FleetServicer_to_server(_Servicer(factory, factory, registered_only), collector)
     interceptors = [
         RpcErrorTranslationServerInterceptor(),
-        _Signatures(factory),
+        signatures,
         create_fleet_runtime_version_server_interceptor(),
     ]
-    return _Calls({_SERVICE: collector.handlers, parcels.SERVICE: own}, interceptors)
+    return _Calls(collector.handlers, interceptors)
 
 
-def _patience(metadata: Any) -> float | None:
-    """Return how many seconds a call may take; nothing if nothing is said about it."""
-    for key, value in metadata:
-        if key == WAIT_HEADER:
-            try:
-                return min(max(float(value), 0.0), LONGEST_WAIT)
-            except ValueError:
-                return None
-    return None
+def _other_version(device: wire.Greeting, server: wire.Greeting) -> str:
+    return (
+        f"this device has raceme {device.version[:40]} (protocol {device.protocol}), the "
+        f"server {server.version} (protocol {server.protocol}): install the server's with "
+        f"'pip install raceme=={server.version}', or from a checkout of that version, then start "
+        "the device again"
+    )

@@ -1,19 +1,9 @@
-"""Whole messages in one call or one entry of a file: several byte strings as one.
-
-Flower sends every array of a model, and whatever holds it, in a call of its own. Where both ends
-are Raceme's the objects of a small message travel together. They are the same objects.
-"""
+"""Several byte strings as one."""
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-
-FETCH, SEND = "Fetch", "Send"
-"""Methods of the service: all objects of a message, and a reply with all of its own."""
-SERVICE = "raceme.Fleet"
-LARGEST = 1024 * 1024
-"""Bytes of a message whose objects travel together. One call has to get through a slow link."""
 
 _COUNT, _LENGTH = struct.Struct(">I"), struct.Struct(">Q")
 

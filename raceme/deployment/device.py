@@ -19,7 +19,7 @@ from raceme.checkpoints import heeds_hang_up
 from raceme.compat import fleet
 from raceme.compat.fleet import Endpoint, Keys
 from raceme.compat.known_key import knows_key
-from raceme.compat.patience import LONGEST_WAIT
+from raceme.compat.wire import LONGEST_WAIT
 from raceme.config import Value
 from raceme.deployment.apps import Apps
 from raceme.deployment.connection import (
