@@ -9,6 +9,7 @@ Both ends' apps see the same named arrays, bit for bit.
 from __future__ import annotations
 
 import json
+from copy import copy
 from functools import lru_cache
 from typing import Any
 
@@ -81,7 +82,8 @@ def copied(message: Message) -> Message:
             content[name] = array_record(record)
         else:
             content[name] = _like(record)
-    return make_message(metadata=message.metadata, content=content)
+    # Flower's code notes in the metadata of the first what became of it.
+    return make_message(metadata=copy(message.metadata), content=content)
 
 
 def size_of(message: Message) -> int:
