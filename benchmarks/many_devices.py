@@ -1,13 +1,17 @@
 """Many devices on one server: is anything lost, how many updates a second, how much memory.
 
     python benchmarks/many_devices.py [--server serve|superlink] [--devices 200] [--seconds 600]
-        [--weights 0] [--json FILE]
+        [--weights 0] [--think 0] [--json FILE]
 
 Light devices, threads with the connection of `raceme device`, answer messages with what each
 carries: a number, and a model of so many weights in eight arrays. The server gives every device its
 next message as soon as it has answered, checks each answer, and at the end waits for those that are
 open. It is the Fleet API and the grid of `raceme serve`, in one process without a strategy, or a
 server app on a stock SuperLink. All on loopback.
+
+Devices that answer at once load the server fully: each of n devices then waits for the n - 1 others,
+n divided by the updates per second on average, whatever the server does. With --think each takes
+so many seconds for its work, more or less: what is left of the wait is the server's own.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import json
 import logging
 import math
 import os
+import random
 import re
 import signal
 import subprocess
@@ -45,12 +50,10 @@ from raceme.deployment.connection import RejoinError, RunOverError, StoppedError
 from raceme.deployment.polling import Pause  # noqa: E402
 from raceme.deployment.served_grid import ServedGrid  # noqa: E402
 from raceme.deployment.stopping import StopSignal  # noqa: E402
-from raceme.deployment.testbed import descendants  # noqa: E402
-from raceme.training.hardware import resident_memory  # noqa: E402
 
 MIB = 1024 * 1024
-THREADS = 50
-"""Devices per process."""
+PROCESSES = 4
+"""Processes that devices are spread over."""
 
 DRIVE = """
 import time
@@ -149,6 +152,7 @@ def be_server(address: str, devices: int, seconds: float, weights: int) -> None:
     state = LinkState(App("tests/none", "1.0.0", b"no bundle"))
     with tempfile.TemporaryDirectory() as folder, FleetApi(state, address) as api:
         grid = ServedGrid(state, Path(folder), api.start)
+        print("READY", flush=True)
         namespace: dict[str, Any] = {}
         exec(DRIVE, namespace)
         namespace["drive"](grid, devices, seconds, weights)
@@ -160,8 +164,9 @@ _making = threading.Lock()
 """Flower keeps in one place of a process on whose behalf it makes messages."""
 
 
-def be_device(endpoint: Endpoint, stop: StopSignal, gaps: list[float]) -> None:
+def be_device(endpoint: Endpoint, stop: StopSignal, think: float, gaps: list[float]) -> None:
     """Answer messages until told to stop; note the seconds from a reply to the next message."""
+    chance = random.Random()
     while not stop.is_set():
         try:
             with join(endpoint, generate_keys(), stop, register=True) as link:
@@ -173,6 +178,8 @@ def be_device(endpoint: Endpoint, stop: StopSignal, gaps: list[float]) -> None:
                             message = received[1]()
                             if not math.isnan(sent_at):
                                 gaps.append(time.monotonic() - sent_at)
+                            if think:
+                                stop.wait(think * chance.uniform(0.5, 1.5))
                             with _making:
                                 identify_process(message.metadata.run_id, link.node_id)
                                 reply = Message(message.content, reply_to=message)
@@ -191,14 +198,14 @@ def be_device(endpoint: Endpoint, stop: StopSignal, gaps: list[float]) -> None:
             return
 
 
-def be_devices(address: str, count: int) -> None:
+def be_devices(address: str, count: int, think: float) -> None:
     stop = StopSignal()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     endpoint = Endpoint(address, True, None)
     gaps: list[float] = []
     threads = [
-        threading.Thread(target=be_device, args=(endpoint, stop, gaps)) for _ in range(count)
+        threading.Thread(target=be_device, args=(endpoint, stop, think, gaps)) for _ in range(count)
     ]
     for thread in threads:
         thread.start()
@@ -211,10 +218,10 @@ def be_devices(address: str, count: int) -> None:
 # The measurement.
 
 
-def start_devices(bed: Loopback, count: int) -> list[Process]:
-    command = [sys.executable, __file__, "--superlink", bed.fleet_address, "--devices"]
-    sizes = [min(THREADS, count - first) for first in range(0, count, THREADS)]
-    return [bed.start("devices", [*command, str(size)]) for size in sizes]
+def start_devices(bed: Loopback, count: int, think: float) -> list[Process]:
+    command = [sys.executable, __file__, "--superlink", bed.fleet_address, "--think", str(think)]
+    sizes = [len(part) for part in np.array_split(range(count), PROCESSES) if len(part)]
+    return [bed.start("devices", [*command, "--devices", str(size)]) for size in sizes]
 
 
 def start_server(bed: Loopback, kind: str, count: int, seconds: float, weights: int) -> Process:
@@ -229,16 +236,26 @@ def start_server(bed: Loopback, kind: str, count: int, seconds: float, weights: 
 def cpu_seconds(process_id: int) -> float:
     """Return what a process and those that it has started have used so far."""
     total = 0.0
+    from raceme.deployment.testbed import descendants
+
     for one in (process_id, *descendants(process_id)):
         fields = Path(f"/proc/{one}/stat").read_text().rpartition(")")[2].split()
         total += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     return total
 
 
-def measure(kind: str, devices: int, seconds: float, weights: int) -> dict[str, float]:
+def measure(
+    kind: str, devices: int, seconds: float, weights: int, think: float
+) -> dict[str, float]:
+    # Not above: they bring torch, which devices do without.
+    from raceme.training.hardware import resident_memory
+
     with tempfile.TemporaryDirectory() as folder, loopback(Path(folder)) as bed:
         server = start_server(bed, kind, devices, seconds, weights)
-        started = start_devices(bed, devices)
+        if kind == "serve":
+            server.wait_for("READY", 120)
+        alone = resident_memory(server.handle.pid)
+        started = start_devices(bed, devices, think)
         run = server
         if kind == "superlink":
             config = "devices = 2\nseconds = 10.0\nweights = 0"
@@ -247,6 +264,7 @@ def measure(kind: str, devices: int, seconds: float, weights: int) -> dict[str, 
             run = bed.flwr("run", str(app), "here", "--stream", "--run-config", settings)
         run.wait_for(rf"ONLINE {devices}", 120 + 2 * devices)
         first = resident_memory(server.handle.pid) / MIB
+        per_device = (first * MIB - alone) / devices / 1000
         before = cpu_seconds(server.handle.pid)
         peak, deadline = first, time.monotonic() + seconds + 90
         while "RESULT" not in run.text() and time.monotonic() < deadline:
@@ -259,6 +277,7 @@ def measure(kind: str, devices: int, seconds: float, weights: int) -> dict[str, 
         numbers["updates_per_second"] = round(numbers["answered"] / numbers["seconds"], 1)
         numbers["server_cpu_ms_per_update"] = round(1000 * used / numbers["answered"], 2)
         numbers |= {"mib_first": round(first), "mib_peak": round(peak)}
+        numbers["kb_per_connected_device"] = round(per_device)
         for process in started:
             process.handle.terminate()
         for process in started:
@@ -284,18 +303,20 @@ def main() -> None:
     parser.add_argument("--weights", type=int, default=0, help="of the model in each message")
     parser.add_argument("--devices", type=int, default=200)
     parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--think", type=float, default=0.0, help="seconds of work on a message")
     parser.add_argument("--json", type=Path, help="write the numbers here too")
     parser.add_argument("--superlink", help=argparse.SUPPRESS)
     parser.add_argument("--listen", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.superlink:
-        be_devices(arguments.superlink, arguments.devices)
+        be_devices(arguments.superlink, arguments.devices, arguments.think)
         return
     if arguments.listen:
         be_server(arguments.listen, arguments.devices, arguments.seconds, arguments.weights)
         return
     asked = (arguments.server, arguments.devices, arguments.seconds, arguments.weights)
-    numbers = {"devices": arguments.devices, "weights": arguments.weights, **measure(*asked)}
+    numbers = {"devices": arguments.devices, "weights": arguments.weights, "think": arguments.think}
+    numbers |= measure(*asked, arguments.think)
     for name, value in numbers.items():
         print(f"{name:26} {value:>10,g}")
     if arguments.json:

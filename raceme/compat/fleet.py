@@ -89,6 +89,8 @@ Keys = tuple[ec.EllipticCurvePrivateKey, ec.EllipticCurvePublicKey]
 _CHANNEL_OPTIONS = [
     ("grpc.max_send_message_length", GRPC_MAX_MESSAGE_LENGTH),
     ("grpc.max_receive_message_length", GRPC_MAX_MESSAGE_LENGTH),
+    # Connections of one process to one server would otherwise be shared: each device has its own.
+    ("grpc.use_local_subchannel_pool", 1),
     # gRPC's own pauses between two attempts to connect grow to two minutes, during which every
     # call fails at once; the device has its own back-off.
     ("grpc.initial_reconnect_backoff_ms", 500),
@@ -349,8 +351,9 @@ def connect(endpoint: Endpoint, keys: Keys, calls: Calls, *, register: bool) -> 
         plain = open_channel(endpoint)
         signer = _Signer(keys)
         versions = RuntimeVersionClientInterceptor(component_name="SuperNode")
-        # Flower closes the channel that it made only after this function has returned.
-        channels.extend((unused, plain))
+        # A thread of the channel that Flower has made would look at its state five times a second.
+        unused.close()
+        channels.append(plain)
         stub = FleetStub(grpc.intercept_channel(plain, versions, signer))
         # Flower's check of versions blocks until a call has ended; one that waits must not.
         signed = grpc.intercept_channel(plain, signer)
