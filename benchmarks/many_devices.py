@@ -9,9 +9,9 @@ next message as soon as it has answered, checks each answer, and at the end wait
 open. It is the Fleet API and the grid of `raceme serve`, in one process without a strategy, or a
 server app on a stock SuperLink. All on loopback.
 
-Devices that answer at once load the server fully: each of n devices then waits for the n - 1 others,
-n divided by the updates per second on average, whatever the server does. With --think each takes
-so many seconds for its work, more or less: what is left of the wait is the server's own.
+Devices that answer at once load the server fully: each of n devices then waits for the others, n
+divided by the updates per second on average, whatever the server does. With --think each takes so
+many seconds for its work, more or less: what is left of the wait is the server's own.
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ from flwr.app import Message  # noqa: E402
 from processes import Loopback, Process, free_port, loopback  # noqa: E402
 
 from raceme.compat import identify_process  # noqa: E402
+from raceme.compat.bundle import App  # noqa: E402
 from raceme.compat.fleet import Endpoint, generate_keys  # noqa: E402
 from raceme.compat.fleet_api import FleetApi  # noqa: E402
-from raceme.compat.link_state import App, LinkState  # noqa: E402
+from raceme.compat.link_state import LinkState  # noqa: E402
 from raceme.compat.wire import LONGEST_WAIT  # noqa: E402
 from raceme.deployment.connection import RejoinError, RunOverError, StoppedError, join  # noqa: E402
 from raceme.deployment.polling import Pause  # noqa: E402

@@ -13,9 +13,10 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from processes import free_port
 
 from raceme.compat import SERVER_NODE_ID, identify_process
+from raceme.compat.bundle import App
 from raceme.compat.fleet import Endpoint, Keys, generate_keys
 from raceme.compat.fleet_api import Certificates, FleetApi
-from raceme.compat.link_state import App, LinkState
+from raceme.compat.link_state import LinkState
 from raceme.deployment.connection import Link, join
 from raceme.deployment.served_grid import ServedGrid
 from raceme.deployment.stopping import StopSignal

@@ -42,16 +42,23 @@ def serve(
             "--clients-min", metavar="INTEGER", help="devices to wait for at the start", min=1
         ),
     ] = 1,
+    metrics: Annotated[
+        str,
+        typer.Option(
+            "--metrics",
+            metavar="HOST:PORT",
+            help="/metrics and /healthz, or 'off' [default: loopback, the port after --address's]",
+            show_default=False,
+        ),
+    ] = "",
 ) -> None:
     """Be the server: hold a run, and let devices (raceme device) train for it.
 
     The same command with the same --out resumes a run that was stopped or has crashed.
     """
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise UserError(
-            f"'{address}' is not an address: expected HOST:PORT, for example --address 0.0.0.0:9092"
-        )
+    _check_address("--address", address, "0.0.0.0:9092")
+    if metrics not in ("", "off"):
+        _check_address("--metrics", metrics, "127.0.0.1:9093")
     if any_device and certificates is None:
         raise UserError("Without --certificates every device is let in: leave out --any-device.")
 
@@ -69,7 +76,7 @@ def serve(
     if is_complete(settings):
         print(f"The run in {settings.out} is complete: a higher --max-updates goes on with it.")
         return
-    options = ServeOptions(address, folder, any_device, clients_min)
+    options = ServeOptions(address, folder, any_device, clients_min, metrics)
     with (
         StopRequest() as stop,
         RunProgress(max_updates=settings.planned_updates, each_update=True) as progress,
@@ -78,6 +85,14 @@ def serve(
         _log_to_standard_output()
         outcome = run(settings, options, progress.observe, stop=stop)
     end_with(outcome)
+
+
+def _check_address(option: str, address: str, example: str) -> None:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise UserError(
+            f"'{address}' is not an address: expected HOST:PORT, for example {option} {example}"
+        )
 
 
 def _log_to_standard_output() -> None:

@@ -90,6 +90,11 @@ class FleetApi:
     registered : Callable, optional
         Returns the public keys of the nodes that may take part (PEM); without it all may.
 
+    Attributes
+    ----------
+    on_call : Callable
+        Called with a node that has made a call.
+
     Raises
     ------
     PortInUseError
@@ -105,6 +110,7 @@ class FleetApi:
     ) -> None:
         self._state, self._address, self._certificates = state, address, certificates
         self._registered = registered
+        self.on_call: Callable[[int], None] = _ignore
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._waiting: dict[int, asyncio.Future[bool]] = {}
@@ -138,6 +144,14 @@ class FleetApi:
         assert self._server is not None
         self._admit()
         self._await(self._server.start())
+
+    def answers(self, seconds: float) -> bool:
+        """Return whether calls are answered, or would be, within some seconds."""
+        try:
+            asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._loop).result(seconds)
+        except TimeoutError:
+            return False
+        return True
 
     def _end_loop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -197,7 +211,10 @@ class FleetApi:
         if name == _ACTIVATE and self._registered is not None:
             self._look_for_key(request.public_key)
         try:
-            return self._calls.answer(name, request, context.invocation_metadata())
+            response = self._calls.answer(name, request, context.invocation_metadata())
+            if hasattr(request, "node"):
+                self.on_call(request.node.node_id)
+            return response
         except _AbortedError as aborted:
             await context.abort(aborted.code, aborted.details)
 
@@ -255,6 +272,7 @@ class FleetApi:
         if self._state.get_node_id_by_public_key(key) != node:
             # In Flower's words.
             raise _AbortedError(grpc.StatusCode.UNAUTHENTICATED, "Invalid node ID")
+        self.on_call(node)
 
     def _look_for_key(self, key: bytes) -> None:
         """Look whether a node with an unknown key has been registered meanwhile."""
@@ -286,6 +304,10 @@ class FleetApi:
         future = self._waiting.get(node)
         if future is not None and not future.done():
             future.set_result(True)
+
+
+def _ignore(_node: int) -> None:
+    """Do nothing."""
 
 
 def _give_up(future: asyncio.Future[bool]) -> None:

@@ -15,10 +15,8 @@ from flwr.supercore.constant import NodeStatus
 from flwr.supercore.inflatable.inflatable_object import get_object_id
 
 from raceme.compat.message import identify_process
-from raceme.compat.message_state import App, MessageState, Parcel, head_of
+from raceme.compat.message_state import MessageState, Parcel, head_of
 from raceme.compat.whole import decode, encode, size_of
-
-__all__ = ["App", "LinkState"]
 
 _RESTORED_SECONDS = 90.0
 """How long a node that was online may take to find a server that has been started again."""

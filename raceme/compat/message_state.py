@@ -12,7 +12,6 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
 from typing import cast
 
 from flwr.app import Message, RecordDict
@@ -34,6 +33,7 @@ from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_conte
 from flwr.supercore.object_store.in_memory_object_store import InMemoryObjectStore
 from flwr.superlink.federation import NoOpFederationManager
 
+from raceme.compat.bundle import App
 from raceme.compat.contents import Contents
 from raceme.compat.message import (
     MESSAGE_UNAVAILABLE,
@@ -52,23 +52,6 @@ _LOOK_SECONDS = 1.0
 Parcel = list[bytes]
 """A whole message: its head, the tree of its objects, then the objects; or, of a reply that came
 whole, nothing, the id of the message that it answers, and itself."""
-
-
-@dataclass(frozen=True)
-class App:
-    """The app bundle of the run, which devices fetch.
-
-    Attributes
-    ----------
-    name, version : str
-        Publisher/name, and version.
-    bundle : bytes
-        The bundle.
-    """
-
-    name: str
-    version: str
-    bundle: bytes
 
 
 class MessageState(InMemoryLinkState):
@@ -202,6 +185,14 @@ class MessageState(InMemoryLinkState):
         """Return the nodes that are online, in the order in which they first came."""
         present = self.get_nodes(self.run_id)
         return [node for node in self.nodes if node in present]
+
+    def counts(self) -> dict[str, int]:
+        """Return how many messages wait for their node, are with it, and are answered."""
+        with self.lock:
+            heads = list(self.message_ins_store.items())
+            sent = sum(bool(head.metadata.delivered_at) for _, head in heads)
+            answered = sum(self._is_answered(key) for key, _ in heads)
+        return {"waiting": len(heads) - sent, "at-work": sent - answered, "answered": answered}
 
     def admit(self, keys: Collection[bytes]) -> None:
         """Let the nodes with these public keys in, and no others: they are the registered ones."""

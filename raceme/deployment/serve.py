@@ -6,7 +6,9 @@ import errno
 import logging
 import sqlite3
 import tempfile
+import time
 from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,14 +16,16 @@ from pathlib import Path
 import raceme
 from raceme import experiment
 from raceme.checkpoints import CHECKPOINTS
-from raceme.compat.bundle import build_bundle
+from raceme.compat.bundle import App, build_bundle
 from raceme.compat.fleet_api import Certificates, FleetApi, PortInUseError
-from raceme.compat.link_state import App, LinkState
+from raceme.compat.link_state import LinkState
 from raceme.config import RunConfig, Value, read_toml
 from raceme.config.errors import UserError
 from raceme.deployment.certificates import DEVICE_KEYS
 from raceme.deployment.credentials import read_certificates, registered_keys
+from raceme.deployment.metrics import Metrics
 from raceme.deployment.served_grid import ServedGrid
+from raceme.deployment.status_port import Health, StatusPort
 from raceme.deployment.testbed import write_app
 from raceme.experiment import Outcome
 from raceme.protocol.events import Observer, RunEnded
@@ -31,6 +35,9 @@ from raceme.server.interface import StopCheck, never_stop
 log = logging.getLogger("raceme.serve")
 
 _APP = "raceme/raceme"
+_ANSWER_SECONDS = 2.0
+_TURN_SECONDS = 300.0
+"""A server that has not answered a call, or a method not looked for replies, for so long fails."""
 _UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES}
 
 
@@ -48,12 +55,16 @@ class ServeOptions:
         Let devices in whose keys are not registered there.
     clients_min : int
         Devices that have to be online before the run begins.
+    metrics : str
+        ``HOST:PORT`` for `/metrics` and `/healthz`; "off" for none; if nothing is said, the port
+        after that of `address`, on loopback, if that is free.
     """
 
     address: str = "0.0.0.0:9092"
     certificates: Path | None = None
     any_device: bool = False
     clients_min: int = 1
+    metrics: str = ""
 
 
 def prepare(keys: Mapping[str, Value]) -> RunConfig:
@@ -124,8 +135,11 @@ def serve(
     certificates, registered = _credentials(options)
     state = LinkState(_app(config))
     api = FleetApi(state, options.address, certificates, registered)
+    metrics = Metrics(state)
+    api.on_call = metrics.hear
     try:
-        with api:
+        with ExitStack() as stack:
+            stack.enter_context(api)
             grid = ServedGrid(
                 state,
                 Path(config.out) / CHECKPOINTS,
@@ -133,11 +147,13 @@ def serve(
                 clients_min=options.clients_min,
                 stopping=stop,
             )
-            try:
-                strategy = experiment.build_strategy(config)
-                return experiment.conduct(config, strategy, grid, *observers, stop=stop)
-            finally:
-                grid.close()
+            stack.callback(grid.close)
+            port = _status_port(options, metrics.page, partial(_health, api, grid, state))
+            if port is not None:
+                stack.enter_context(port)
+            strategy = experiment.build_strategy(config)
+            told = (*observers, metrics.observe)
+            return experiment.conduct(config, strategy, grid, *told, stop=stop)
     except PortInUseError:
         raise UserError(
             f"{options.address} cannot be listened at: another process has the port, or the "
@@ -151,6 +167,37 @@ def serve(
             f"Cannot go on writing to {config.out}: {reason}. When that is mended, the same "
             "command resumes from the last checkpoint."
         ) from error
+
+
+def _status_port(
+    options: ServeOptions, page: Callable[[], bytes], health: Health
+) -> StatusPort | None:
+    """Return the second port, if there is to be one."""
+    if options.metrics == "off":
+        return None
+    _, _, port = options.address.rpartition(":")
+    try:
+        made = StatusPort(options.metrics or f"127.0.0.1:{int(port) + 1}", page, health)
+    except (UserError, OverflowError) as error:
+        if options.metrics:
+            raise
+        # Somebody who has not asked for it can do without.
+        log.warning("No figures for a monitor: %s", error)
+        return None
+    log.info("Figures for a monitor: http://%s/metrics", made.address)
+    return made
+
+
+def _health(api: FleetApi, grid: ServedGrid, state: LinkState) -> tuple[bool, Mapping[str, object]]:
+    """Return whether devices are answered and the method is at work."""
+    answers = api.answers(_ANSWER_SECONDS)
+    silence = time.monotonic() - grid.looked_at
+    said = {
+        "devices_are_answered": answers,
+        "seconds_since_the_method_looked": round(silence, 1),
+        "devices_online": len(state.online()),
+    }
+    return answers and silence < _TURN_SECONDS, said
 
 
 def _listen(api: FleetApi, options: ServeOptions) -> None:

@@ -47,6 +47,8 @@ class ServedGrid(OwnGrid):
     is_virtual = False
     free_evaluation = False
     keeps_messages = False
+    looked_at = 0.0
+    """When the strategy has last looked for replies, on the monotonic clock."""
 
     def __init__(
         self,
@@ -86,6 +88,7 @@ class ServedGrid(OwnGrid):
             self._listen()
         wanted = frozenset(message_ids)
         while True:
+            self.looked_at = self._clock()
             with self._news:
                 self._has_news = False
             replies = self._state.take(wanted)
