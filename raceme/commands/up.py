@@ -37,7 +37,7 @@ def up(
         typer.Option("--loss", metavar="PERCENT", help="with --shape: packets lost", min=0, max=99),
     ] = 0.0,
 ) -> None:
-    """Try a run on this machine: a SuperLink, devices with their own data, one log.
+    """Try a run on this machine: a server, devices with their own data, one log.
 
     Ctrl-C stops everything.
     """

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import logging
 import sqlite3
-import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
@@ -13,10 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import raceme
 from raceme import experiment
 from raceme.checkpoints import CHECKPOINTS
-from raceme.compat.bundle import App, build_bundle
 from raceme.compat.fleet_api import Certificates, FleetApi, PortInUseError
 from raceme.compat.link_state import LinkState
 from raceme.config import RunConfig, Value, read_toml
@@ -24,9 +21,9 @@ from raceme.config.errors import UserError
 from raceme.deployment.certificates import DEVICE_KEYS
 from raceme.deployment.credentials import read_certificates, registered_keys
 from raceme.deployment.metrics import Metrics
+from raceme.deployment.own_bundle import app_of
 from raceme.deployment.served_grid import ServedGrid
 from raceme.deployment.status_port import Health, StatusPort
-from raceme.deployment.testbed import write_app
 from raceme.experiment import Outcome
 from raceme.protocol.events import Observer, RunEnded
 from raceme.records.store import read_events
@@ -34,7 +31,6 @@ from raceme.server.interface import StopCheck, never_stop
 
 log = logging.getLogger("raceme.serve")
 
-_APP = "raceme/raceme"
 _ANSWER_SECONDS = 2.0
 _TURN_SECONDS = 300.0
 """A server that has not answered a call, or a method not looked for replies, for so long fails."""
@@ -133,7 +129,7 @@ def serve(
         Something does not fit together, is taken by another process, or cannot be written.
     """
     certificates, registered = _credentials(options)
-    state = LinkState(_app(config))
+    state = LinkState(app_of(config))
     api = FleetApi(state, options.address, certificates, registered)
     metrics = Metrics(state)
     api.on_call = metrics.hear
@@ -225,12 +221,3 @@ def _credentials(
             "--any-device."
         )
     return certificates, partial(registered_keys, folder)
-
-
-def _app(config: RunConfig) -> App:
-    """Return this package as the app bundle that devices fetch."""
-    # The folder is the server's own affair, and the same run must have the same bundle again.
-    keys = config.with_values(out="", resume="").to_mapping()
-    with tempfile.TemporaryDirectory(prefix="raceme-serve-") as folder:
-        bundle = build_bundle(write_app(Path(folder) / "raceme", keys))
-    return App(_APP, raceme.__version__, bundle)

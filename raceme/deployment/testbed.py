@@ -1,15 +1,13 @@
-"""`raceme up`: a SuperLink, devices and a run on one machine, for trying things out.
+"""`raceme up`: a server and devices on one machine, for trying things out.
 
-Everything is real but for the distances: stock SuperLink, `raceme device` processes with their own
-data, the run started as `flwr run` starts it. Nothing outlives it.
+Everything is real but for the distances: `raceme serve`, and `raceme device` processes with their
+own data. Nothing outlives it.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -22,23 +20,19 @@ from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import tomli_w
-
 import raceme
-from raceme.config import RunConfig, Value
+from raceme.config import RunConfig, Value, write_toml
 from raceme.config.errors import UserError
 from raceme.config.reading import absolute
 from raceme.deployment.shaping import CpuShare, Place, Shape, check, places, shapes_of
 from raceme.records.folder import check_new
 from raceme.reporting.artefacts import missing_line
 
-_START_SECONDS = 60.0
+_SERVER = "serve"
+_RACEME = (sys.executable, "-c", "from raceme.cli import main; main()")
+_START_SECONDS = 120.0
 _GRACE_SECONDS = 15.0
 _HURRY_SECONDS = 0.3
-_MISSING_SECONDS = 10.0
-"""After the end of the server app the run ends within so many seconds, or not at all."""
-_NOISE = "[uvicorn.access]"
-"""Marks the lines that the SuperLink prints for each of its requests, a dozen per update."""
 _GREETED = "query: done"
 """What a device says when it has answered a greeting."""
 _LEFT = ("run.sqlite", "clusters", "accuracy.png", "clusters.png", "devices.png", "similarity.png")
@@ -84,7 +78,7 @@ class Testbed:
     Attributes
     ----------
     home : Path
-        A temporary folder: Flower's home, and the app that is run.
+        A temporary folder: Flower's home, and the configuration of the run.
     show : Show
         Is given every line of the log.
     """
@@ -132,17 +126,8 @@ class Testbed:
         UserError
             Something has ended without which there will be none.
         """
-        waited = self._processes["run"]
-        seen_at, looked_at = math.inf, 0.0
+        waited = self._processes[_SERVER]
         while waited.handle.poll() is None:
-            now = time.monotonic()
-            if now > looked_at + 1.0:
-                looked_at = now
-                # The SuperLink takes minutes to miss a server app that was killed.
-                if self._server_app() is not None:
-                    seen_at = now
-                elif now > seen_at + _MISSING_SECONDS:
-                    raise UserError("The server app ended in the middle of the run.")
             for other in self._processes.values():
                 if other is not waited and other.handle.poll() is not None:
                     raise UserError(
@@ -151,22 +136,20 @@ class Testbed:
                     )
             time.sleep(0.1)
         waited.reader.join(1.0)
-
-    def _server_app(self) -> int | None:
-        """Return the process id of the server app, if it runs."""
-        for child in descendants(self._processes["superlink"].handle.pid):
-            if "flwr-serverapp" in _command_line(child):
-                return child
-        return None
+        if waited.handle.returncode < 0:
+            number = -waited.handle.returncode
+            raise UserError(
+                f"The server ended in the middle of the run, by signal {number}. If there is a "
+                "checkpoint, --resume resumes from it."
+            )
 
     def interrupt_run(self) -> None:
-        """Let the server app write a checkpoint and end, and wait for that a while."""
-        server_app = self._server_app()
-        if server_app is None:
-            return
-        _send(server_app, signal.SIGTERM)
+        """Let the server write a checkpoint and end, and wait for that a while."""
+        server = self._processes[_SERVER].handle
+        if server.poll() is None:
+            server.terminate()
         with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
-            self._processes["run"].handle.wait(_GRACE_SECONDS)
+            server.wait(_GRACE_SECONDS)
 
     def stop_devices(self) -> None:
         """Tell all devices to stop, twice: then they do not wait for anything."""
@@ -182,7 +165,7 @@ class Testbed:
         with closing(handle.stdout) as lines:
             for line in lines:
                 text = _COLOUR.sub("", line.rstrip())
-                if text and _NOISE not in text:
+                if text:
                     self.show(name, text)
 
 
@@ -266,27 +249,23 @@ def run_testbed(config: RunConfig, show: Show, shapes: Sequence[Shape] | None = 
 
         bed = Testbed(home, watch)
         stack.enter_context(bed.stack)
-        http_port, fleet_port = _free_ports(2)
-        write_connection(home, http_port)
-        app = write_app(home / "app", config.with_values(out=str(out)).to_mapping())
-        address = "127.0.0.1" if shapes is None else "0.0.0.0"
+        keys = home / "run.toml"
+        write_toml(config.with_values(out=str(out)).to_mapping(), keys)
+        port, address = _free_port(), "127.0.0.1" if shapes is None else "0.0.0.0"
         bed.start(
-            "superlink",
+            _SERVER,
             [
-                _program("flower-superlink"),
-                *("--insecure", "--fleet-api-type", "grpc-rere", "--port", str(http_port)),
-                *("--fleet-api-address", f"{address}:{fleet_port}"),
+                *(*_RACEME, "serve", "--config", str(keys)),
+                *("--address", f"{address}:{port}", "--metrics", "off"),
             ],
         )
-        bed.wait_for_port(fleet_port, "superlink")
-        bed.wait_for_port(http_port, "superlink")
+        bed.wait_for_port(port, _SERVER)
         for index, room in enumerate(rooms):
-            command = _device(index, config.num_clients, room.host if room else address, fleet_port)
+            command = _device(index, config.num_clients, room.host if room else address, port)
             process_id = bed.start(f"device {index}", room.command(command) if room else command)
             if shapes is not None:
                 share = waiting[f"device {index}"] = CpuShare(process_id, shapes[index].cpu)
                 stack.callback(share.close)
-        bed.start("run", [_program("flwr"), "run", str(app), "--stream"])
         try:
             bed.wait_for_run()
         except KeyboardInterrupt:
@@ -305,52 +284,9 @@ def run_testbed(config: RunConfig, show: Show, shapes: Sequence[Shape] | None = 
     return out
 
 
-def write_app(folder: Path, keys: Mapping[str, Value]) -> Path:
-    """Write this package as a Flower app with its own configuration, to be run from a folder."""
-    source = Path(raceme.__file__).parent
-    shutil.copytree(source, folder / "raceme", ignore=shutil.ignore_patterns("__pycache__"))
-    tree: dict[str, object] = {}
-    for name, value in keys.items():
-        table, _, option = name.rpartition(".")
-        inner = tree.setdefault(table, {}) if table else tree
-        assert isinstance(inner, dict), "tables hold hyper-parameters only"
-        inner[option] = value
-    project = {
-        "project": {
-            "name": "raceme",
-            "version": raceme.__version__,
-            "description": "Asynchronous, clustered federated learning on Flower",
-            "license": "Apache-2.0",
-            "dependencies": [],
-        },
-        "tool": {
-            "flwr": {
-                "app": {
-                    "publisher": "raceme",
-                    "components": {
-                        "serverapp": "raceme.server_app:app",
-                        "clientapp": "raceme.client_app:app",
-                    },
-                    "config": tree,
-                }
-            }
-        },
-    }
-    (folder / "pyproject.toml").write_text(tomli_w.dumps(project), encoding="utf-8")
-    return folder
-
-
-def write_connection(home: Path, port: int) -> None:
-    """Tell Flower's command line which SuperLink to use."""
-    connection = {"address": f"127.0.0.1:{port}", "insecure": True}
-    text = tomli_w.dumps({"superlink": {"default": "up", "up": connection}})
-    (home / "flwr").mkdir()
-    (home / "flwr" / "config.toml").write_text(text, encoding="utf-8")
-
-
 def _device(index: int, clients: int, host: str, port: int) -> list[str]:
     return [
-        *(sys.executable, "-c", "from raceme.cli import main; main()", "device", "--insecure"),
+        *(*_RACEME, "device", "--insecure"),
         *("--superlink", f"{host}:{port}"),
         *("--node-config", f"partition-id={index} num-partitions={clients}"),
     ]
@@ -367,17 +303,8 @@ def _environment(home: Path) -> dict[str, str]:
         "FLWR_TELEMETRY_ENABLED": "0",
         "FLWR_DISABLE_UPDATE_CHECK": "1",
         "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
-        # Flower starts its own programs by name.
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
         "OMP_NUM_THREADS": "1",
     }
-
-
-def _program(name: str) -> str:
-    found = shutil.which(name, path=_environment(Path())["PATH"])
-    if found is None:
-        raise UserError(f"Flower's program '{name}' is not installed beside {sys.executable}.")
-    return found
 
 
 def descendants(process_id: int) -> list[int]:
@@ -393,21 +320,12 @@ def descendants(process_id: int) -> list[int]:
     return family[1:]
 
 
-def _command_line(process_id: int) -> str:
-    try:
-        return Path(f"/proc/{process_id}/cmdline").read_bytes().decode(errors="replace")
-    except OSError:
-        return ""
-
-
 def _send(process_id: int, number: int) -> None:
     with suppress(ProcessLookupError):
         os.kill(process_id, number)
 
 
-def _free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [int(probe.getsockname()[1]) for probe in probes]
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -57,10 +57,10 @@ def test_a_run_from_start_to_end_with_the_times_of_each_task(
     place: Loopback, tmp_path: Path
 ) -> None:
     bed = up(place, *KEYS, "--max-updates", "12", "--out", str(tmp_path / "out"))
-    bed.wait_for(r"run +\| update +3 ", 60)
+    bed.wait_for(r"serve +\| update +3 ", 60)
     processes = family(bed)
-    # SuperLink, SuperExec, server app, `flwr run`, two devices.
-    assert len(processes) >= 6
+    # The server and two devices.
+    assert len(processes) >= 3
     assert bed.wait(60) == 0, bed.describe()
     assert "device 1  | " in bed.text()
     assert f"Results, plots and models: {tmp_path / 'out'}" in bed.text()
@@ -87,17 +87,17 @@ def test_a_run_from_start_to_end_with_the_times_of_each_task(
 
 
 @SLOW
-def test_a_server_app_that_is_killed_is_gone_on_with_and_applies_no_update_twice(
+def test_a_server_that_is_killed_is_gone_on_with_and_applies_no_update_twice(
     place: Loopback, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
     saving = ["--set", "checkpoint-every=5", "--max-updates", "300", "--out", str(out)]
     bed = up(place, *KEYS, *saving)
-    bed.wait_for(r"run +\| update +12 ", 60)
-    (server,) = (child for child, line in family(bed).items() if "flwr-serverapp" in line)
+    bed.wait_for(r"serve +\| update +12 ", 60)
+    (server,) = (child for child, line in family(bed).items() if " serve " in line)
     os.kill(server, signal.SIGKILL)
     assert bed.wait(60) == 2, bed.describe()
-    assert "The server app ended in the middle of the run" in bed.text()
+    assert "The server ended in the middle of the run" in bed.text()
     assert not (out / "summary.json").exists()
 
     again = up(place, "--clients", "2", "--resume", str(out), "--max-updates", "30")
@@ -125,7 +125,7 @@ def test_a_signal_stops_everything_and_leaves_a_checkpoint(
 ) -> None:
     out = tmp_path / "out"
     bed = up(place, *KEYS, "--max-updates", "5000", "--out", str(out))
-    bed.wait_for(r"run +\| update +4 ", 60)
+    bed.wait_for(r"serve +\| update +4 ", 60)
     processes = family(bed)
     bed.handle.send_signal(number)
     assert bed.wait(60) == 0, bed.describe()
