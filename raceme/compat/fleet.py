@@ -39,7 +39,7 @@ from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatRequest
 from flwr.proto.message_pb2 import ObjectTree, PushObjectRequest
 from flwr.supercore.error import FlowerError
 from flwr.supercore.fab import Fab
-from flwr.supercore.grpc import GRPC_MAX_MESSAGE_LENGTH
+from flwr.supercore.grpc import GRPC_MAX_MESSAGE_LENGTH, on_channel_state_change
 from flwr.supercore.inflatable.inflatable_object import (
     get_all_nested_objects,
     get_object_tree,
@@ -351,9 +351,10 @@ def connect(endpoint: Endpoint, keys: Keys, calls: Calls, *, register: bool) -> 
         plain = open_channel(endpoint)
         signer = _Signer(keys)
         versions = RuntimeVersionClientInterceptor(component_name="SuperNode")
-        # A thread of the channel that Flower has made would look at its state five times a second.
-        unused.close()
-        channels.append(plain)
+        # Only to log it would a thread look at the state of Flower's channel five times a second.
+        unused.unsubscribe(on_channel_state_change)
+        # Flower closes the channel that it made only after this function has returned.
+        channels.extend((unused, plain))
         stub = FleetStub(grpc.intercept_channel(plain, versions, signer))
         # Flower's check of versions blocks until a call has ended; one that waits must not.
         signed = grpc.intercept_channel(plain, signer)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, cast
 
+from flwr.common.constant import NOOP_ACCOUNT_NAME, NOOP_FLWR_AID
 from flwr.common.serde import message_from_proto
 from flwr.proto.message_pb2 import Message as ProtoMessage
 from flwr.proto.message_pb2 import ObjectTree
@@ -24,6 +25,24 @@ _RESTORED_SECONDS = 90.0
 
 class LinkState(MessageState):
     """Nodes, messages and replies, and what of them has to survive a restart."""
+
+    def admit(self, keys: Collection[bytes]) -> None:
+        """Let the nodes with these public keys in, and no others: they are the registered ones."""
+        with self.lock:
+            for key in keys:
+                if self.get_node_id_by_public_key(key) is None:
+                    self.create_node(NOOP_FLWR_AID, NOOP_ACCOUNT_NAME, key, 0)
+            for key, node in list(self.node_public_key_to_node_id.items()):
+                if key not in keys:
+                    self.delete_node(NOOP_FLWR_AID, node)
+
+    def counts(self) -> dict[str, int]:
+        """Return how many messages wait for their node, are with it, and are answered."""
+        with self.lock:
+            heads = list(self.message_ins_store.items())
+            sent = sum(bool(head.metadata.delivered_at) for _, head in heads)
+            answered = sum(self._is_answered(key) for key, _ in heads)
+        return {"waiting": len(heads) - sent, "at-work": sent - answered, "answered": answered}
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that has to survive a restart: a tree of plain values and bytes.
@@ -92,7 +111,7 @@ class LinkState(MessageState):
 
     def _restore_node(self, node: NodeInfo) -> None:
         if node.status == NodeStatus.ONLINE:
-            node.online_until = max(node.online_until, time.time() + _RESTORED_SECONDS)
+            node.online_until = time.time() + _RESTORED_SECONDS
         self.nodes[node.node_id] = node
         self.node_public_key_to_node_id[node.public_key] = node.node_id
         self.owner_to_node_ids.setdefault(node.owner_aid, set()).add(node.node_id)

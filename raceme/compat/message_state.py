@@ -16,7 +16,7 @@ from typing import cast
 
 from flwr.app import Message, RecordDict
 from flwr.app.message import remove_content_from_message
-from flwr.common.constant import NOOP_ACCOUNT_NAME, NOOP_FLWR_AID, Status
+from flwr.common.constant import NOOP_FLWR_AID, Status
 from flwr.common.serde import message_to_proto
 from flwr.proto.message_pb2 import ObjectTree
 from flwr.proto.task_pb2 import TaskStatus
@@ -34,6 +34,7 @@ from flwr.supercore.object_store.in_memory_object_store import InMemoryObjectSto
 from flwr.superlink.federation import NoOpFederationManager
 
 from raceme.compat.bundle import App
+from raceme.compat.clock_jumps import ClockJumps
 from raceme.compat.contents import Contents
 from raceme.compat.message import (
     MESSAGE_UNAVAILABLE,
@@ -92,6 +93,7 @@ class MessageState(InMemoryLinkState):
         self._bodies: dict[str, bytes] = {}
         self._lost: dict[str, None] = {}
         self._looked_at = 0.0
+        self._jumps = ClockJumps()
         digest = hashlib.sha256(app.bundle).hexdigest()
         self.store_fab(Fab(digest, app.bundle, {}))
         self.run_id = self.create_run(
@@ -185,24 +187,6 @@ class MessageState(InMemoryLinkState):
         """Return the nodes that are online, in the order in which they first came."""
         present = self.get_nodes(self.run_id)
         return [node for node in self.nodes if node in present]
-
-    def counts(self) -> dict[str, int]:
-        """Return how many messages wait for their node, are with it, and are answered."""
-        with self.lock:
-            heads = list(self.message_ins_store.items())
-            sent = sum(bool(head.metadata.delivered_at) for _, head in heads)
-            answered = sum(self._is_answered(key) for key, _ in heads)
-        return {"waiting": len(heads) - sent, "at-work": sent - answered, "answered": answered}
-
-    def admit(self, keys: Collection[bytes]) -> None:
-        """Let the nodes with these public keys in, and no others: they are the registered ones."""
-        with self.lock:
-            for key in keys:
-                if self.get_node_id_by_public_key(key) is None:
-                    self.create_node(NOOP_FLWR_AID, NOOP_ACCOUNT_NAME, key, 0)
-            for key, node in list(self.node_public_key_to_node_id.items()):
-                if key not in keys:
-                    self.delete_node(NOOP_FLWR_AID, node)
 
     def get_message_ins(
         self, node_id: int, limit: int | None, *, run_id: int | None = None
@@ -336,6 +320,19 @@ class MessageState(InMemoryLinkState):
 
     def _check_stored_messages(self, message_ids: set[str], run_id: int | None = None) -> None:
         """Leave messages whose time is up where they are: they are answered with an error."""
+
+    def _check_and_tag_offline_nodes(self, node_ids: list[int] | None = None) -> None:
+        """Note who has not been heard of for too long; a clock that is set does not count."""
+        with self.lock:
+            jump = self._jumps.seconds()
+            if jump:
+                for node in self.nodes.values():
+                    if node.HasField("online_until"):
+                        node.online_until += jump
+                for message in self.message_ins_store.values():
+                    # Later is no harm; a reply's time to live must not be longer than what is left.
+                    message.metadata.ttl += max(jump, 0.0)
+            super()._check_and_tag_offline_nodes(node_ids)
 
     def _on_push_session_expired(self, message_object_ids: set[str]) -> None:
         """Drop replies of which the rest has not come."""

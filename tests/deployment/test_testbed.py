@@ -57,7 +57,7 @@ def test_a_run_from_start_to_end_with_the_times_of_each_task(
     place: Loopback, tmp_path: Path
 ) -> None:
     bed = up(place, *KEYS, "--max-updates", "12", "--out", str(tmp_path / "out"))
-    bed.wait_for(r"serve +\| update +3 ", 60)
+    bed.wait_for(r"serve +\| update +3 ", 120)
     processes = family(bed)
     # The server and two devices.
     assert len(processes) >= 3
@@ -93,7 +93,7 @@ def test_a_server_that_is_killed_is_gone_on_with_and_applies_no_update_twice(
     out = tmp_path / "out"
     saving = ["--set", "checkpoint-every=5", "--max-updates", "300", "--out", str(out)]
     bed = up(place, *KEYS, *saving)
-    bed.wait_for(r"serve +\| update +12 ", 60)
+    bed.wait_for(r"serve +\| update +12 ", 120)
     (server,) = (child for child, line in family(bed).items() if " serve " in line)
     os.kill(server, signal.SIGKILL)
     assert bed.wait(60) == 2, bed.describe()
@@ -125,7 +125,7 @@ def test_a_signal_stops_everything_and_leaves_a_checkpoint(
 ) -> None:
     out = tmp_path / "out"
     bed = up(place, *KEYS, "--max-updates", "5000", "--out", str(out))
-    bed.wait_for(r"serve +\| update +4 ", 60)
+    bed.wait_for(r"serve +\| update +4 ", 120)
     processes = family(bed)
     bed.handle.send_signal(number)
     assert bed.wait(60) == 0, bed.describe()
