@@ -1,13 +1,13 @@
 """Many devices on one server: is anything lost, how many updates a second, how much memory.
 
-    python benchmarks/many_devices.py [--server serve|superlink] [--devices 200] [--seconds 600]
+    python benchmarks/many_devices.py [--server serve superlink] [--devices 200] [--seconds 600]
         [--weights 0] [--think 0] [--json FILE]
 
 Light devices, threads with the connection of `raceme device`, answer messages with what each
 carries: a number, and a model of so many weights in eight arrays. The server gives every device its
 next message as soon as it has answered, checks each answer, and at the end waits for those that are
 open. It is the Fleet API and the grid of `raceme serve`, in one process without a strategy, or a
-server app on a stock SuperLink. All on loopback.
+server app on a stock SuperLink; named both, one after the other. All on loopback.
 
 Devices that answer at once load the server fully: each of n devices then waits for the others, n
 divided by the updates per second on average, whatever the server does. With --think each takes so
@@ -300,7 +300,7 @@ def measure(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--server", choices=["serve", "superlink"], default="serve")
+    parser.add_argument("--server", nargs="+", choices=["serve", "superlink"], default=["serve"])
     parser.add_argument("--weights", type=int, default=0, help="of the model in each message")
     parser.add_argument("--devices", type=int, default=200)
     parser.add_argument("--seconds", type=float, default=600.0)
@@ -315,17 +315,17 @@ def main() -> None:
     if arguments.listen:
         be_server(arguments.listen, arguments.devices, arguments.seconds, arguments.weights)
         return
-    asked = (arguments.server, arguments.devices, arguments.seconds, arguments.weights)
-    numbers = {"devices": arguments.devices, "weights": arguments.weights, "think": arguments.think}
-    numbers |= measure(*asked, arguments.think)
-    for name, value in numbers.items():
-        print(f"{name:26} {value:>10,g}")
+    asked = {name: getattr(arguments, name) for name in ("devices", "seconds", "weights", "think")}
+    results = {}
+    for kind in arguments.server:
+        results[kind] = {**asked, **measure(kind, **asked)}
+        print(kind, f"{time.strftime('%H:%M')}, load {os.getloadavg()[0]:.1f}")
+        for name, value in results[kind].items():
+            print(f"  {name:26} {value:>10,g}", flush=True)
     if arguments.json:
-        text = json.dumps(
-            {"server": arguments.server, "processors": os.cpu_count(), **numbers}, indent=2
-        )
+        text = json.dumps({"processors": os.cpu_count(), **results}, indent=2)
         arguments.json.write_text(text + "\n")
-    if numbers["lost"] or numbers["wrong"] or numbers["repeated"]:
+    if any(one["lost"] or one["wrong"] or one["repeated"] for one in results.values()):
         raise SystemExit("something was lost")
 
 
