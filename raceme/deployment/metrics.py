@@ -91,8 +91,8 @@ class Metrics:
         self._registry.register(self._fleet)
 
     def observe(self, event: Event) -> None:
-        """Take note of an event of the run."""
-        self._summary.observe(event)
+        """Take note of an event of the run, and count it."""
+        self.recall(event)
         if isinstance(event, UpdateApplied):
             self._updates.inc()
             self._staleness.observe(event.staleness)
@@ -104,7 +104,11 @@ class Metrics:
             self._rejections.labels(_PROTECTION if protected else label_of(event.reason)).inc()
         elif isinstance(event, ClaimRefused):
             self._refused_claims.inc()
-        elif isinstance(event, ClientJoined):
+
+    def recall(self, event: Event) -> None:
+        """Take note of an event that another process has counted: who is who, and the clusters."""
+        self._summary.observe(event)
+        if isinstance(event, ClientJoined):
             self._fleet.know(event.node_id, event.client)
         elif isinstance(event, ClustersChanged):
             self._clusters.set(self._summary.clusters)

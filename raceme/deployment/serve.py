@@ -132,6 +132,9 @@ def serve(
     state = LinkState(app_of(config))
     api = FleetApi(state, options.address, certificates, registered)
     metrics = Metrics(state)
+    if config.resume:
+        for event in read_events(Path(config.out)):
+            metrics.recall(event)
     api.on_call = metrics.hear
     try:
         with ExitStack() as stack:

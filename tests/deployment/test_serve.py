@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import signal
 import sqlite3
+import urllib.request
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 from processes import Loopback, Process, free_port, loopback, raceme
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from raceme.checkpoints import CHECKPOINTS
 from raceme.commands.serve import serve
@@ -58,7 +60,9 @@ def are_applied_once(out: Path, count: int) -> None:
 
 def test_the_same_command_resumes_after_ctrl_c_and_after_a_kill(tmp_path: Path) -> None:
     out = tmp_path / "out"
+    metrics = f"127.0.0.1:{free_port()}"
     options = ("--max-updates", "20", "--checkpoint-every", "1", "--clients-min", "2")
+    options += ("--metrics", metrics)
     with loopback(tmp_path) as bed:
         server = start_server(bed, *options)
         devices = [start_device(bed, number) for number in range(2)]
@@ -68,6 +72,19 @@ def test_the_same_command_resumes_after_ctrl_c_and_after_a_kill(tmp_path: Path) 
         assert any((out / CHECKPOINTS).iterdir())
         server = start_server(bed, *options)
         server.wait_for(r"update +9 ", 240)
+        # Figures for a monitor, by the names that devices stated to the process before.
+        with urllib.request.urlopen(f"http://{metrics}/metrics", timeout=60) as page:
+            families = text_string_to_metric_families(page.read().decode())
+            samples = [sample for family in families for sample in family.samples]
+        found = {(sample.name, *sample.labels.values()): sample.value for sample in samples}
+        assert found["raceme_devices_online",] == 2
+        assert 0 < found["raceme_updates_total",] < 20
+        assert found["raceme_staleness_count",] == found["raceme_updates_total",]
+        assert found["raceme_clusters",] == 1
+        for name in ("client-0", "client-1"):
+            assert 0 <= found["raceme_device_silence_seconds", name] < 60
+        with urllib.request.urlopen(f"http://{metrics}/healthz", timeout=60) as answer:
+            assert json.load(answer)["devices_online"] == 2
         server.handle.kill()
         server.wait()
         server = start_server(bed, *options)
@@ -108,6 +125,7 @@ def test_a_port_or_a_folder_that_another_has_is_refused_in_one_line(tmp_path: Pa
     ("keys", "options", "said"),
     [
         ({}, {"address": "nowhere"}, "expected HOST:PORT"),
+        ({}, {"metrics": "9093"}, "expected HOST:PORT, for example --metrics"),
         ({}, {"any_device": True}, "leave out --any-device"),
         ({}, {"certificates": Path("missing")}, "raceme certs"),
         ({"out": ""}, {}, "e.g. --out runs/lab"),
