@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from raceme.config.errors import UserError
@@ -124,6 +125,11 @@ def _attempt(name: str, write: Callable[[], None]) -> dict[str, str]:
     """Write one artefact; if that fails, log it and return its name and the reason."""
     try:
         write()
+    except (OSError, SafetensorError) as error:
+        # A full disk; where in this program it was found helps nobody.
+        reason = getattr(error, "strerror", None) or str(error)
+        log.error("%s could not be written: %s", name, reason)
+        return {name: " ".join(reason.split())}
     except Exception as error:
         log.exception("%s could not be written", name)
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
