@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import GaugeMetricFamily
@@ -14,15 +14,12 @@ from raceme.compat import MESSAGE_UNAVAILABLE, NODE_UNAVAILABLE, REPLY_MESSAGE_U
 from raceme.compat.link_state import LinkState
 from raceme.protocol.events import (
     ClaimRefused,
-    ClientJoined,
-    ClustersChanged,
     Event,
     UpdateApplied,
     UpdateRejected,
 )
 from raceme.protocol.stated import printable
 from raceme.protocol.verdicts import UpdateJudged
-from raceme.records.summary import RunSummary
 
 CONTENT_TYPE: str = CONTENT_TYPE_LATEST
 MOST_DEVICES = 500
@@ -54,17 +51,27 @@ _PROTECTION, _OTHER = "protection", "other"
 class Metrics:
     """Counts what happens, and looks at the fleet when it is asked.
 
-    An observer of a run. Figures begin at 0 when the process does, as Prometheus expects.
+    An observer of a run. Counts begin at 0 when the process does, as Prometheus expects.
 
     Parameters
     ----------
     state : LinkState
         Knows nodes and messages.
+    names : Callable
+        Returns the device on each node that takes part.
+    clusters : Callable
+        Returns the number of cluster models.
     clock : Callable
         Monotonic, in seconds; replaceable for tests.
     """
 
-    def __init__(self, state: LinkState, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        state: LinkState,
+        names: Callable[[], Mapping[int, str]],
+        clusters: Callable[[], int],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._registry = CollectorRegistry()
         self._updates = Counter("raceme_updates", "Updates applied", registry=self._registry)
         self._rejections = Counter(
@@ -83,16 +90,14 @@ class Metrics:
             buckets=_STALENESS,
             registry=self._registry,
         )
-        self._clusters = Gauge("raceme_clusters", "Cluster models", registry=self._registry)
-        self._summary = RunSummary()
-        self._clusters.set(self._summary.clusters)
+        found = Gauge("raceme_clusters", "Cluster models", registry=self._registry)
+        found.set_function(clusters)
         self._judged: tuple[str, str] | None = None
-        self._fleet = _Fleet(state, clock)
+        self._fleet = _Fleet(state, names, clock)
         self._registry.register(self._fleet)
 
     def observe(self, event: Event) -> None:
-        """Take note of an event of the run, and count it."""
-        self.recall(event)
+        """Count an event of the run."""
         if isinstance(event, UpdateApplied):
             self._updates.inc()
             self._staleness.observe(event.staleness)
@@ -104,14 +109,6 @@ class Metrics:
             self._rejections.labels(_PROTECTION if protected else label_of(event.reason)).inc()
         elif isinstance(event, ClaimRefused):
             self._refused_claims.inc()
-
-    def recall(self, event: Event) -> None:
-        """Take note of an event that another process has counted: who is who, and the clusters."""
-        self._summary.observe(event)
-        if isinstance(event, ClientJoined):
-            self._fleet.know(event.node_id, event.client)
-        elif isinstance(event, ClustersChanged):
-            self._clusters.set(self._summary.clusters)
 
     def hear(self, node_id: int) -> None:
         """Note that a node has made a call."""
@@ -130,19 +127,22 @@ def label_of(reason: str) -> str:
 class _Fleet(Collector):
     """Figures of the fleet, and of single devices, computed when they are asked for."""
 
-    def __init__(self, state: LinkState, clock: Callable[[], float]) -> None:
-        self._state, self._clock = state, clock
+    def __init__(
+        self,
+        state: LinkState,
+        names: Callable[[], Mapping[int, str]],
+        clock: Callable[[], float],
+    ) -> None:
+        self._state, self._present, self._clock = state, names, clock
         self._heard: dict[int, float] = {}
         self._names: dict[int, str] = {}
         self._last: dict[str, float] = {}
 
-    def know(self, node_id: int, client: str) -> None:
-        """Note which device a node is."""
-        self._names[node_id] = client
-
     def hear(self, node_id: int) -> None:
         """Note that a node has made a call."""
         self._heard[node_id] = self._clock()
+        if node_id not in self._names and (name := self._present().get(node_id)) is not None:
+            self._names[node_id] = name
         # Who is not registered is a new node each time it joins.
         if len(self._heard) > 2 * len(self._state.nodes) + MOST_DEVICES:
             self._forget_nodes()

@@ -131,10 +131,8 @@ def serve(
     certificates, registered = _credentials(options)
     state = LinkState(app_of(config))
     api = FleetApi(state, options.address, certificates, registered)
-    metrics = Metrics(state)
-    if config.resume:
-        for event in read_events(Path(config.out)):
-            metrics.recall(event)
+    strategy = experiment.build_strategy(config)
+    metrics = Metrics(state, lambda: strategy.progress.fleet.by_node, lambda: len(strategy.models))
     api.on_call = metrics.hear
     try:
         with ExitStack() as stack:
@@ -150,7 +148,6 @@ def serve(
             port = _status_port(options, metrics.page, partial(_health, api, grid, state))
             if port is not None:
                 stack.enter_context(port)
-            strategy = experiment.build_strategy(config)
             told = (*observers, metrics.observe)
             return experiment.conduct(config, strategy, grid, *told, stop=stop)
     except PortInUseError:

@@ -21,9 +21,6 @@ from raceme.deployment.metrics import MOST_DEVICES, Metrics, label_of
 from raceme.deployment.status_port import StatusPort
 from raceme.protocol.events import (
     ClaimRefused,
-    ClientJoined,
-    ClusterChange,
-    ClustersChanged,
     Event,
     UpdateApplied,
     UpdateRejected,
@@ -49,8 +46,13 @@ def figures(page: bytes) -> dict[tuple[str, str], float]:
     }
 
 
+def metrics_of(names: Mapping[int, str], state: LinkState | None = None) -> tuple[Metrics, Clock]:
+    clock = Clock()
+    return Metrics(state or LinkState(APP), lambda: names, lambda: 3, clock), clock
+
+
 def told(*events: Event) -> dict[tuple[str, str], float]:
-    metrics = Metrics(LinkState(APP))
+    metrics, _ = metrics_of({})
     for event in events:
         metrics.observe(event)
     return figures(metrics.page())
@@ -62,6 +64,7 @@ def applied(staleness: int) -> UpdateApplied:
 
 def test_updates_and_their_staleness_are_counted() -> None:
     found = told(applied(0), applied(3), applied(3), applied(2000))
+    assert found["raceme_clusters", ""] == 3
     assert found["raceme_updates_total", ""] == 4
     assert found["raceme_staleness_bucket", "0.0"] == 1
     assert found["raceme_staleness_bucket", "2.0"] == 1
@@ -105,32 +108,11 @@ def test_reasons_have_labels(reason: str, label: str) -> None:
     assert label_of(reason) == label
 
 
-def test_clusters_are_counted() -> None:
-    both = {"a": {1: 1.0}, "b": {2: 1.0}}
-    first = ClustersChanged(0.0, 0, ClusterChange.ASSIGN, {"a": {0: 1.0}, "b": {0: 1.0}})
-    split = ClustersChanged(1.0, 5, ClusterChange.SPLIT, both, gone=(0,), made=(1, 2))
-    assert told(first)["raceme_clusters", ""] == 1
-    assert told(first, split)["raceme_clusters", ""] == 2
-
-
-def test_of_an_earlier_process_names_and_clusters_are_known_and_nothing_is_counted_again() -> None:
-    metrics = Metrics(LinkState(APP))
-    home = ClustersChanged(0.0, 0, ClusterChange.ASSIGN, {"kitchen": {4: 1.0}})
-    for event in (ClientJoined(0.0, "kitchen", 7, 5, None), home, applied(3)):
-        metrics.recall(event)
-    metrics.hear(7)
-    found = figures(metrics.page())
-    assert ("raceme_device_silence_seconds", "kitchen") in found
-    assert found["raceme_clusters", ""] == 1
-    assert found["raceme_updates_total", ""] == 0
-
-
 def test_devices_messages_and_silences_are_those_of_the_moment(tmp_path: Path) -> None:
-    clock = Clock()
     with serving(tmp_path) as server, light_device(server) as link:
-        metrics = Metrics(server.state, clock)
+        names = {link.node_id: 'kit"chen\n\x1b[1m'}
+        metrics, clock = metrics_of(names, server.state)
         metrics.hear(link.node_id)
-        metrics.observe(ClientJoined(0.0, 'kit"chen\n\x1b[1m', link.node_id, 5, None))
         for number in (1, 2, 3):
             server.push(link.node_id, number)
         fetch(link)
@@ -147,6 +129,7 @@ def test_devices_messages_and_silences_are_those_of_the_moment(tmp_path: Path) -
         assert name.startswith('kit"chen')
         assert name.isprintable()
     # It has left, and its silence goes on.
+    names.clear()
     clock.now += 60
     found = figures(metrics.page())
     assert found["raceme_devices_online", ""] == 0
@@ -154,12 +137,11 @@ def test_devices_messages_and_silences_are_those_of_the_moment(tmp_path: Path) -
 
 
 def test_so_many_devices_are_listed_and_no_more() -> None:
-    clock = Clock()
-    state = LinkState(APP)
-    metrics = Metrics(state, clock)
+    metrics, clock = metrics_of(
+        {node: f"device-{node}" + "x" * 500 for node in range(MOST_DEVICES + 100)}
+    )
     for node in range(MOST_DEVICES + 100):
         clock.now += 1
-        metrics.observe(ClientJoined(0.0, f"device-{node}" + "x" * 500, node, 5, None))
         metrics.hear(node)
     found = figures(metrics.page())
     listed = [labels for name, labels in found if name == "raceme_device_silence_seconds"]
@@ -204,8 +186,7 @@ def test_the_second_port_answers() -> None:
 
 
 def test_the_dashboard_asks_for_figures_that_there_are() -> None:
-    metrics = Metrics(LinkState(APP))
-    metrics.observe(ClientJoined(0.0, "kitchen", 1, 5, None))
+    metrics, _ = metrics_of({1: "kitchen"})
     metrics.hear(1)
     names = {name for name, _ in figures(metrics.page())}
     dashboard: Any = json.loads(DASHBOARD.read_text(encoding="utf-8"))
