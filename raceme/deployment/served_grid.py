@@ -68,7 +68,8 @@ class ServedGrid(OwnGrid):
         self._news = threading.Condition()
         self._has_news = False
         self._nodes: list[int] = []
-        self._looked_at = float("-inf")
+        self._online: list[int] = []
+        self._seen_at = float("-inf")
         # Messages that the last checkpoint knows: only their replies are worth keeping.
         self._saved: frozenset[str] = frozenset()
         self._files: list[int] = []
@@ -109,14 +110,20 @@ class ServedGrid(OwnGrid):
 
     def _has_fleet_changed(self) -> bool:
         """Return whether nodes have come or gone since they were last asked for."""
-        now = self._clock()
-        if now < self._looked_at + _FLEET_SECONDS:
+        if not self._look():
             return False
-        self._looked_at = now
-        online = self._state.online()
-        if not self._is_open and len(online) >= self._clients_min:
+        if not self._is_open and len(self._online) >= self._clients_min:
             self._open()
-        return self._is_open and online != self._nodes
+        return self._is_open and self._online != self._nodes
+
+    def _look(self) -> bool:
+        """Look who is online, unless that was done just now; return whether it was done."""
+        now = self._clock()
+        if now < self._seen_at + _FLEET_SECONDS:
+            return False
+        # Of thousands of nodes it takes longer than an update does.
+        self._seen_at, self._online = now, self._state.online()
+        return True
 
     def _open(self) -> None:
         self._start = self._clock() - self._start
@@ -160,7 +167,8 @@ class ServedGrid(OwnGrid):
 
     def get_node_ids(self) -> Iterable[int]:
         """Return the nodes that are online, as soon as there are enough of them."""
-        self._nodes = self._state.online() if self._is_open else []
+        self._look()
+        self._nodes = self._online if self._is_open else []
         return list(self._nodes)
 
     def get_nodes(self) -> Iterable[Any]:
@@ -205,7 +213,7 @@ class ServedGrid(OwnGrid):
         self._start = float(tree["time"])
         if tree["open"]:
             self._open()
-        self._nodes = self._state.online()
+        self._nodes = self._online = self._state.online()
         self._saved = frozenset(self._state.message_ins_store)
         # What comes now belongs to the same checkpoint, until there is another.
         self._journal.begin()
