@@ -276,7 +276,7 @@ def measure(
         first = resident_memory(server.handle.pid) / MIB
         per_device = (first * MIB - alone) / devices / 1000
         before = cpu_seconds(server.handle.pid)
-        peak, deadline = first, time.monotonic() + seconds + 90
+        peak, used, deadline = first, 0.0, time.monotonic() + seconds + 90
         while "RESULT" not in run.text() and time.monotonic() < deadline:
             peak = max(peak, resident_memory(server.handle.pid) / MIB)
             used = cpu_seconds(server.handle.pid) - before
