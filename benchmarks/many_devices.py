@@ -97,7 +97,7 @@ def drive(grid, devices, seconds, weights):
         arrays = reply.content["arrays"].to_numpy_ndarrays()
         return np.array_equal(np.concatenate(arrays), model + number)
 
-    start, cpu = time.monotonic(), time.process_time()
+    start, cpu, end = time.monotonic(), time.process_time(), seconds
     give_work(nodes)
     while open_tasks:
         elapsed = time.monotonic() - start
