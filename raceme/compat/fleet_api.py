@@ -52,6 +52,11 @@ _OPTIONS = [
     ("grpc.max_receive_message_length", GRPC_MAX_MESSAGE_LENGTH),
     ("grpc.keepalive_time_ms", 210_000),
     ("grpc.http2.max_pings_without_data", 0),
+    # Calls wait for their turn as long as devices do, and are not cancelled after 30 s.
+    ("grpc.server_max_unrequested_time_in_server", 120),
+    # Nor are some turned away at random when more than a thousand come at once.
+    ("grpc.server.max_pending_requests", 10_000),
+    ("grpc.server.max_pending_requests_hard_limit", 20_000),
     # Two servers on one port would each get some of the devices.
     ("grpc.so_reuseport", 0),
 ]

@@ -29,7 +29,9 @@ _LEAVE_DEADLINE_SECONDS = 3.0
 
 _Code = grpc.StatusCode
 _PASSING = {_Code.UNAVAILABLE, _Code.DEADLINE_EXCEEDED, _Code.RESOURCE_EXHAUSTED, _Code.ABORTED}
-_PUZZLING = {_Code.INTERNAL, _Code.UNKNOWN, _Code.CANCELLED, _Code.DATA_LOSS}
+# gRPC's server cancels calls that it has no time for: to join anew would give it more to do.
+_PASSING |= {_Code.CANCELLED}
+_PUZZLING = {_Code.INTERNAL, _Code.UNKNOWN, _Code.DATA_LOSS}
 _PUZZLING_TRIES = 5
 """Tries of a call that fails for no stated reason; the node then joins anew."""
 _NEVER_SENT = ("failed to connect", "connection refused", "resolution", "no route", "unreachable")

@@ -257,6 +257,8 @@ def run_testbed(config: RunConfig, show: Show, shapes: Sequence[Shape] | None = 
             [
                 *(*_RACEME, "serve", "--config", str(keys)),
                 *("--address", f"{address}:{port}", "--metrics", "off"),
+                # Which device is ready first is chance.
+                *("--clients-min", str(config.num_clients)),
             ],
         )
         bed.wait_for_port(port, _SERVER)

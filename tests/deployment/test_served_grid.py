@@ -210,6 +210,10 @@ def test_open_messages_and_nodes_survive_a_restart(tmp_path: Path, devices: Exit
         assert server.grid.keeps_messages
         assert set(server.grid.get_node_ids()) == {link.node_id for link in links}
         assert server.grid.now() >= tree["time"]
+        # A message to one of Raceme's devices is whole before the device has called again.
+        soon = server.push(links[1].node_id, 9)
+        assert soon not in server.state.object_store
+        server.grid.forget([soon])
         # What was there, what is still being worked on, and what was not fetched.
         assert number_of(server.wait(fetched, waiting, answered)[0]) == 2
         answer(links[0], message)
