@@ -32,7 +32,7 @@ from raceme.datasets.source import generator
 from raceme.protocol.messages import VALIDATION_SHARE, kept_for_validation
 from raceme.training.network import Network
 from raceme.training.objective import objective_of
-from raceme.training.processors import ACCELERATOR, THREADS, fastest, ways_of
+from raceme.training.processors import ACCELERATOR, THREADS, Way, fastest, ways_of
 from raceme.training.samples import Samples
 
 _Items = tuple[tuple[str, Value], ...]
@@ -223,6 +223,10 @@ def load(run_items: _Items, node_items: _Items, step: int) -> Client:
     )
 
 
+_ways: dict[tuple[str, datasets.DataShape, int, tuple[Way, ...]], Way] = {}
+"""What was measured to be the fastest way, by network, mini-batch and the ways to choose from."""
+
+
 def _fastest_network(
     config: RunConfig, node: Mapping[str, Value], data: datasets.ClientData
 ) -> Network:
@@ -230,15 +234,17 @@ def _fastest_network(
     if ACCELERATOR not in node and THREADS not in node:
         return network_of(config)
     # Batch normalisation takes two samples at least.
-    size = max(2, config.batch_size)
-    way = fastest(
-        ways_of(node),
-        lambda accelerator: network_of(config, accelerator),
-        data.x_train[:size],
-        data.y_train[:size],
-    )
-    torch.set_num_threads(way.threads)
-    return network_of(config, way.accelerator)
+    size, ways = max(2, config.batch_size), tuple(ways_of(node))
+    same = str(config.model), datasets.data_shape(config), size, ways
+    if same not in _ways:
+        _ways[same] = fastest(
+            ways,
+            lambda accelerator: network_of(config, accelerator),
+            data.x_train[:size],
+            data.y_train[:size],
+        )
+    torch.set_num_threads(_ways[same].threads)
+    return network_of(config, _ways[same].accelerator)
 
 
 @lru_cache(maxsize=1)

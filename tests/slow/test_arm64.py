@@ -1,7 +1,7 @@
 """An emulated board: Debian 13 for arm64, on which `raceme device` trains for this machine's host.
 
-Needs root, the network, and Debian's packages ``debootstrap`` and ``qemu-user-static``; takes some
-ten minutes and 2 GiB. Nothing of the root is started but one Python process, whose instructions
+Needs root, the network, and Debian's packages ``debootstrap`` and ``qemu-user-static``; takes
+minutes, and 2 GiB. Nothing of the root is started but one Python process, whose instructions
 qemu translates one by one, so that neither a kernel's binfmt_misc nor a container engine is needed.
 """
 

@@ -19,7 +19,7 @@ from raceme.compat import identify_process
 from raceme.config import RunConfig
 from raceme.config.errors import UserError
 from raceme.protocol.messages import ModelSpec, to_array
-from raceme.training import hardware, processors
+from raceme.training import clients, hardware, processors
 from raceme.training.network import Network
 from raceme.training.processors import Way, accelerators, fastest, thread_counts, ways_of
 
@@ -188,3 +188,28 @@ def test_measuring_leaves_weights_and_threads_as_they_were() -> None:
     assert fastest([Way("cpu", 1), Way("cpu", 2)], lambda name: network, x, y).accelerator == "cpu"
     assert torch.equal(network.weights, before)
     assert torch.get_num_threads() == threads
+
+
+def test_a_device_measures_once_for_a_network_and_trains_as_it_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = list[tuple[Way, ...]]()
+
+    def found(ways: tuple[Way, ...], *_: object) -> Way:
+        asked.append(ways)
+        return ways[-1]
+
+    monkeypatch.setattr(clients, "fastest", found)
+    monkeypatch.setattr(clients, "_ways", {})
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    identify_process()
+    start = models.initial_arrays(TASKS)
+    client = context(1, TASKS)
+    client.node_config["threads"] = "auto"
+    for step in (0, 1):
+        config = ConfigRecord({"kind": "train", "step": step, "local-steps": 1})
+        app(Message(RecordDict({"arrays": start, "config": config}), 7, "train"), client)
+        assert torch.get_num_threads() == 2
+    assert asked == [(Way("cpu", 1), Way("cpu", 2))]
+    torch.set_num_threads(1)
+    forget()
