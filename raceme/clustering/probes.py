@@ -155,7 +155,7 @@ class Probes:
         root = np.sqrt(np.maximum(inner.diagonal(), LEAST_RELIABILITY))
         distances = 1.0 - np.clip(inner / np.outer(root, root), -1.0, 1.0)
         np.fill_diagonal(distances, 0.0)
-        return distances
+        return np.asarray(distances)
 
     def distances_from(self, client: str, others: list[str]) -> NDArray[np.float64]:
         """Return the distances of one client from others; see :meth:`distances`.

@@ -28,7 +28,7 @@ from raceme.clustering.evidence import best_partition, nearest_group, silhouette
 from raceme.clustering.latest import Latest
 from raceme.clustering.model import Model
 from raceme.clustering.pace import calibration, carried, share_of
-from raceme.clustering.probes import Probes, Sketcher, settings_of_probe
+from raceme.clustering.probes import HALVES, Probes, Sketcher, settings_of_probe
 from raceme.clustering.repair import movers, plan_repair
 from raceme.config.options import option
 from raceme.protocol.messages import ARRAYS, Vector
@@ -48,6 +48,9 @@ _FEWEST = 8
 """Clients that are looked at before all of the fleet have answered."""
 _RARELY = 5
 """Updates per client after which clusters are looked at even if nothing new is known."""
+_UNDECIDED = 0.15
+"""Evidence so little below the level leaves it open if there are clusters."""
+_MORE_PROBES = 4
 _SLACK = 0.1
 """Evidence below the level at which clusters are given up again."""
 _GAIN = 0.1
@@ -136,6 +139,8 @@ class PanicleState:
         Whether they were looked at.
     unlooked : int
         Updates since then.
+    wanted : int
+        Probes that each client is to answer; more where two leave it open if there are clusters.
     """
 
     initial: Vector
@@ -147,6 +152,7 @@ class PanicleState:
     changed: int = 0
     formed: bool = False
     unlooked: int = 0
+    wanted: int = HALVES
 
 
 class Panicle(Method):
@@ -186,11 +192,12 @@ class Panicle(Method):
     def _is_to_be_probed(self, client: str) -> bool:
         if not self.parameters.clustering:
             return False
-        habit = self._habit(client)
+        habit, probes = self._habit(client), self.state.probes
         if habit.asked >= _PATIENCE:
             return False
         due = self.parameters.recheck and habit.since >= habit.every
-        return habit.doubted or bool(due) or not self._is_settled(client)
+        few = probes.is_known(client) and probes.count(client) < self.state.wanted
+        return habit.doubted or bool(due) or few or not self._is_settled(client)
 
     def _is_settled(self, client: str) -> bool:
         """Return whether a client's probes say who it is like, or never will."""
@@ -293,7 +300,9 @@ class Panicle(Method):
             gain = silhouettes(distances, best.labels)[moving] - present[moving]
             if moving.any() and gain.mean() >= _GAIN:
                 self._rearrange(clients, now, best.labels, best.evidence)
-        elif len(np.unique(now)) > 1 and present.mean() < level - _SLACK:
+        elif best.evidence >= level - _UNDECIDED:
+            self.state.wanted = _MORE_PROBES
+        if best.evidence < level and len(np.unique(now)) > 1 and present.mean() < level - _SLACK:
             self._rearrange(clients, now, np.zeros_like(now), float(present.mean()))
 
     def _clear(self) -> list[str]:

@@ -109,6 +109,18 @@ def test_a_client_is_probed_twice_and_then_trains() -> None:
     assert strategy.work_for("c0").phase == ""
 
 
+def test_more_probes_are_asked_for_where_two_leave_it_open() -> None:
+    # 45 degrees apart: a distance of 1 − 0.71 = 0.29, evidence 0.29 / 0.8 = 0.37.
+    kinds = {f"c{i}": EAST for i in range(3)} | {f"c{i}": (3.0, 3.4) for i in range(3, 6)}
+    strategy = probed(kinds)
+    assert strategy.work_for("c0").phase == "probe"
+    for _ in range(2):
+        for client, direction in kinds.items():
+            probe(strategy, client, *direction)
+    assert strategy.work_for("c0").phase == ""
+    assert len(strategy.models) == 1
+
+
 def test_a_newcomer_joins_by_its_first_probe() -> None:
     strategy = two_groups()
     strategy.add_client(Client("c6", 10))
