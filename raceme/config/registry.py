@@ -95,7 +95,10 @@ STRATEGIES = Registry(
     "strategy",
     {
         "c-faacl": "raceme.strategies.c_faacl:CFAACL",
+        "ace": "raceme.strategies.ace:ACE",
+        "aced": "raceme.strategies.ace:ACED",
         "apd": "raceme.strategies.apd:APD",
+        "ca2fl": "raceme.strategies.ca2fl:CA2FL",
         "casa": "raceme.strategies.casa:CASA",
         "casa-c": "raceme.strategies.casa_ablations:CASAC",
         "casa-d": "raceme.strategies.casa_ablations:CASAD",
@@ -106,6 +109,7 @@ STRATEGIES = Registry(
         "faacl": "raceme.strategies.faacl:FAACL",
         "faacl-async": "raceme.strategies.faacl_async:FAACLAsync",
         "ewc": "raceme.strategies.ewc:EWC",
+        "fadas": "raceme.strategies.fadas:FADAS",
         "fedasync": "raceme.strategies.fedasync:FedAsync",
         "fedavg": "raceme.strategies.flower_rounds:FedAvg",
         "fedbuff": "raceme.strategies.fedbuff:FedBuff",

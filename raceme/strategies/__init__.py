@@ -7,8 +7,10 @@ from raceme.config.registry import STRATEGIES
 from raceme.server.dispatch import RoundsParameters
 from raceme.server.method import Method
 from raceme.server.plan import Plan
+from raceme.strategies.ace import ACE, ACED, ACEDParameters, ACEParameters
 from raceme.strategies.apd import APD, APDParameters
 from raceme.strategies.c_faacl import CFAACL, CFAACLParameters
+from raceme.strategies.ca2fl import CA2FL, CA2FLParameters
 from raceme.strategies.casa import CASA, CASAParameters
 from raceme.strategies.casa_ablations import CASAC, CASAD
 from raceme.strategies.casa_plus import CASAPlus, CASAPlusParameters
@@ -27,6 +29,7 @@ from raceme.strategies.csafl import (
 from raceme.strategies.ewc import EWC, EWCParameters
 from raceme.strategies.faacl import FAACL, FAACLParameters
 from raceme.strategies.faacl_async import FAACLAsync, FAACLAsyncParameters
+from raceme.strategies.fadas import FADAS, FADASParameters
 from raceme.strategies.fedasync import FedAsync, FedAsyncParameters
 from raceme.strategies.fedbuff import FedBuff, FedBuffParameters
 from raceme.strategies.feddrift import (
@@ -65,7 +68,10 @@ from raceme.strategies.ssgd import StableSGD, StableSGDParameters
 from raceme.strategies.standalone import Standalone
 
 __all__ = [
+    "ACE",
+    "ACED",
     "APD",
+    "CA2FL",
     "CASA",
     "CASAC",
     "CASAD",
@@ -75,10 +81,14 @@ __all__ = [
     "CSAFL",
     "EWC",
     "FAACL",
+    "FADAS",
     "ICFL",
     "IFCA",
     "STRATEGIES",
+    "ACEDParameters",
+    "ACEParameters",
     "APDParameters",
+    "CA2FLParameters",
     "CASAParameters",
     "CASAPlus",
     "CASAPlusParameters",
@@ -92,6 +102,7 @@ __all__ = [
     "FAACLAsync",
     "FAACLAsyncParameters",
     "FAACLParameters",
+    "FADASParameters",
     "FeSEM",
     "FeSEMParameters",
     "FedAsync",

@@ -58,13 +58,7 @@ class FedBuff(Method):
 
     def initialize(self, vector: Vector) -> None:
         """Start from the initial model with nothing collected."""
-        if 0 < self.planned_updates < self.parameters.k:
-            log.warning(
-                "FedBuff moves its model after every %d updates, and the run has %d: it will stay "
-                "as it is. Give a smaller k.",
-                self.parameters.k,
-                self.planned_updates,
-            )
+        warn_of_short_run("FedBuff", "k", self.parameters.k, self.planned_updates)
         self.clusters = Clusters({0: Model(vector)})
         self.state = FedBuffState(np.zeros_like(vector))
 
@@ -80,3 +74,24 @@ class FedBuff(Method):
             state.total[...] = 0.0
             state.count = 0
         return Applied(cluster=0, staleness=staleness, weight=options.server_lr * scale / options.k)
+
+
+def warn_of_short_run(name: str, option: str, needed: int, planned: int) -> None:
+    """Log it if a run ends before a method that waits for some updates has moved its model.
+
+    Parameters
+    ----------
+    name, option : str
+        The method, and its option that says for how many it waits.
+    needed, planned : int
+        How many these are, and how many the run has; 0 if that is not known.
+    """
+    if 0 < planned < needed:
+        log.warning(
+            "%s moves its model after every %d updates, and the run has %d: it will stay as it is. "
+            "Give a smaller %s.",
+            name,
+            needed,
+            planned,
+            option,
+        )
