@@ -54,11 +54,27 @@ from raceme.protocol.messages import (
     TRAIN_ELASTIC,
     TRAIN_MIXED,
     TRAIN_OWN,
+    TRAIN_WEIGHTED,
     VALIDATION_SHARE,
     VERSION,
     to_array,
 )
-from raceme.training import continual, hardware, kinds, memory, task_parts
+from raceme.protocol.statistics import (
+    DESCRIPTORS,
+    GRADIENT,
+    LABEL_MASSES,
+    LATENT_MOST,
+    PRINCIPAL_DIRECTIONS,
+)
+from raceme.training import (
+    continual,
+    hardware,
+    kinds,
+    memory,
+    responsibilities,
+    statistics,
+    task_parts,
+)
 from raceme.training.clients import Client, ClientCache, joined, load
 from raceme.training.own_data import OwnData
 from raceme.training.privacy import check_kind, local_dp, privacy_of
@@ -144,6 +160,12 @@ KINDS: dict[str, Callable[[ClientWork], Answer]] = {
     LOSSES: kinds.losses,
     SCORES: kinds.scores,
     LABEL_COUNTS: kinds.label_counts,
+    PRINCIPAL_DIRECTIONS: statistics.principal_directions,
+    LATENT_MOST: statistics.latent_most,
+    DESCRIPTORS: statistics.descriptors,
+    GRADIENT: statistics.gradient,
+    LABEL_MASSES: responsibilities.label_masses,
+    TRAIN_WEIGHTED: responsibilities.train_weighted,
     DESCRIBE: describe,
 }
 

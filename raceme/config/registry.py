@@ -136,6 +136,7 @@ STRATEGIES = Registry(
         "krum": "raceme.strategies.robust_rounds:Krum",
         "multikrum": "raceme.strategies.robust_rounds:MultiKrum",
         "nog-fedavg": "raceme.strategies.csafl:NoGFedAvg",
+        "pacfl": "raceme.strategies.pacfl:PACFL",
         "r-fedavg": "raceme.strategies.csafl:RFedAvg",
         "ssgd": "raceme.strategies.ssgd:StableSGD",
         "standalone": "raceme.strategies.standalone:Standalone",

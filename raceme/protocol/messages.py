@@ -46,6 +46,8 @@ SHARES = "shares"
 record that says what the client has answered last. Float64, shape (models,), sum 1."""
 TRAIN_OWN = "train-own"
 """Train the client's own model, that it keeps, with a pull towards the received one."""
+TRAIN_WEIGHTED = "train-weighted"
+"""Train with samples weighted by how much they are assigned to the received model (FedRC)."""
 TRAIN_ELASTIC = "train-elastic"
 """Train, and stay where weights matter for former tasks (EWC): the kind of work."""
 TRAIN_DECOMPOSED = "train-decomposed"
@@ -94,6 +96,7 @@ TRAINING = frozenset(
         TRAIN_BEST,
         TRAIN_MIXED,
         TRAIN_OWN,
+        TRAIN_WEIGHTED,
         TRAIN_ELASTIC,
         TRAIN_DECOMPOSED,
         TRAIN_BORROWING,

@@ -11,8 +11,11 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from raceme.config.plain import plain
 
@@ -27,6 +30,8 @@ _LONGEST_NAME = 128
 """Letters of a name: of a client, of a metric."""
 _LONGEST_UNIT = 32
 _MOST_METRICS = 1000
+_MOST_ELEMENTS = 10_000_000
+"""Numbers of an array that the server keeps of each client: those of a sketch of its data."""
 LARGEST = float.fromhex("0x1.fffffep+127")
 """Size of the largest number that a client may state: the largest float32. No measurement is
 larger, and sums, means and squares of very many such numbers stay finite in float64."""
@@ -135,6 +140,49 @@ def number_of(name: str, stated: object) -> float:
     if isinstance(stated, float) and math.isnan(stated):
         return stated
     raise StatementError(f"a metric is too large: {quoted(name)}")
+
+
+def array_of(
+    numbers: Mapping[str, NDArray[Any]],
+    name: str,
+    shape: Sequence[int | None],
+    low: float = -LARGEST,
+    high: float = LARGEST,
+    most: int = _MOST_ELEMENTS,
+) -> NDArray[np.float64]:
+    """Return an array of numbers that a client states under a name.
+
+    Parameters
+    ----------
+    numbers : Mapping[str, NDArray]
+        What it states; finite.
+    name : str
+        Which of them.
+    shape : Sequence of int or None
+        What it must look like; None for any length from 1 on.
+    low, high : float
+        Bounds of the numbers.
+    most : int
+        Elements at most.
+
+    Raises
+    ------
+    StatementError
+        There is none of the name, it has another shape or type, or a number is out of its bounds.
+    """
+    values = numbers.get(name)
+    wanted = ", ".join("any" if size is None else str(size) for size in shape)
+    if values is None or values.dtype.kind not in "fiu":
+        raise StatementError(f"it must state '{name}', numbers of shape ({wanted})")
+    fits = len(values.shape) == len(shape) and all(
+        size >= 1 and wished in (None, size)
+        for size, wished in zip(values.shape, shape, strict=True)
+    )
+    if not fits or values.size > most:
+        raise StatementError(f"its '{name}' has shape {values.shape}, not ({wanted})")
+    if not low <= float(values.min()) <= float(values.max()) <= high:
+        raise StatementError(f"its '{name}' is not within {low:g} and {high:g}")
+    return np.asarray(values, np.float64)
 
 
 def _metric_name(name: str) -> str:

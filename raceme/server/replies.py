@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -34,6 +34,7 @@ from raceme.protocol.messages import (
 from raceme.protocol.stated import (
     LARGEST,
     StatementError,
+    array_of,
     error_line,
     metrics_of,
     printable,
@@ -73,6 +74,26 @@ class Answer:
     metrics: Mapping[str, float] = field(default_factory=dict)
     numbers: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     bytes_up: int = 0
+
+    def array(
+        self,
+        name: str,
+        shape: Sequence[int | None],
+        low: float = -LARGEST,
+        high: float = LARGEST,
+        most: int = _MOST_NUMBERS,
+    ) -> NDArray[np.float64]:
+        """Return one of the arrays; see :func:`raceme.protocol.stated.array_of`.
+
+        Raises
+        ------
+        InvalidReplyError
+            It is missing, or not what was asked for.
+        """
+        try:
+            return array_of(self.numbers, name, shape, low, high, most)
+        except StatementError as error:
+            raise InvalidReplyError(str(error)) from None
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,7 @@ from raceme.strategies.flower_rounds import (
 )
 from raceme.strategies.icfl import ICFL, ICFLAsync, ICFLAsyncParameters, ICFLParameters
 from raceme.strategies.ifca import IFCA, IFCAAsync, IFCAAsyncParameters, IFCAParameters
+from raceme.strategies.pacfl import PACFL, PACFLParameters
 from raceme.strategies.robust_rounds import (
     FedMedian,
     FedMedianParameters,
@@ -84,6 +85,7 @@ __all__ = [
     "FADAS",
     "ICFL",
     "IFCA",
+    "PACFL",
     "STRATEGIES",
     "ACEDParameters",
     "ACEParameters",
@@ -150,6 +152,7 @@ __all__ = [
     "MultiKrum",
     "MultiKrumParameters",
     "NoGFedAvg",
+    "PACFLParameters",
     "Plan",
     "RFedAvg",
     "RoundsParameters",

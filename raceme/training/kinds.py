@@ -78,7 +78,7 @@ def train_mixed(work: ClientWork) -> Answer:
     states the shares.
     """
     models = work.models
-    best = np.argmin(np.nan_to_num(_losses_of(work, models), nan=np.inf, posinf=np.inf), axis=0)
+    best = np.argmin(np.nan_to_num(losses_of(work, models), nan=np.inf, posinf=np.inf), axis=0)
     counts = np.maximum(np.bincount(best, minlength=len(models)), 1)
     shares = (counts / counts.sum()).astype(np.float64)
     forward = len(models) * len(work.client.train)
@@ -199,7 +199,7 @@ def losses(work: ClientWork) -> Answer:
     if samples is None:
         known = ", ".join(name for name, part in parts.items() if part is not None)
         raise ValueError(f"losses are measured on these samples: {known}; not on {wanted!r}.")
-    measured = bounded(_losses_of(work, work.models, samples))
+    measured = bounded(losses_of(work, work.models, samples))
     return Answer({NUM_EXAMPLES: len(samples)}, numbers={LOSSES: measured})
 
 
@@ -308,7 +308,7 @@ def train_model(
     return training_answer(work, work.give(spec, received), {TRAIN_LOSS: loss, **scores}, told)
 
 
-def _losses_of(
+def losses_of(
     work: ClientWork, models: Sequence[ArrayRecord], samples: Samples | None = None
 ) -> NDArray[np.float32]:
     """Return the loss of each sample, by default for training, under each model."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import repeat
 from types import MappingProxyType
 
 import numpy as np
@@ -77,6 +78,7 @@ def train(
     rng: np.random.Generator,
     arrays: Mapping[str, ArrayRecord] = _NO_ARRAYS,
     descent: Callable[[Network, TrainingSettings], Descent] = optimiser_of,
+    weights: Tensor | None = None,
 ) -> float:
     """Train a network in place.
 
@@ -94,11 +96,13 @@ def train(
         What came with the model, for terms that need it, e.g. a mask.
     descent : Callable
         Makes what follows the gradient; by default the optimiser of the settings.
+    weights : Tensor, optional
+        By what the loss of each sample is multiplied, shape (n,).
 
     Returns
     -------
     float
-        Mean loss of the samples as they were met, without the terms added to it.
+        Mean loss of the samples as they were met, weighted, without the terms added to it.
     """
     terms = terms_of(network, settings, arrays)
     descend = descent(network, settings)
@@ -108,17 +112,36 @@ def train(
     with torch.random.fork_rng(devices=[]), dropout(network.module, settings.dropout):
         torch.default_generator.manual_seed(torch_seed(rng))
         for order in epochs(len(samples), settings, network.needs_pairs, rng):
-            for x, y in samples.mini_batches(torch.from_numpy(order), settings.batch_size):
-                total.add_(differentiate(network, x, y, terms), alpha=len(y))
+            chosen, size = torch.from_numpy(order), settings.batch_size
+            batches = samples.mini_batches(chosen, size)
+            for (x, y), own in zip(batches, _cut(weights, chosen, size), strict=False):
+                total.add_(differentiate(network, x, y, terms, own), alpha=len(y))
                 descend()
             seen += len(order)
     return float(total) / seen
 
 
-def differentiate(network: Network, x: Tensor, y: Tensor, terms: Sequence[Term] = ()) -> Tensor:
-    """Leave in a network the gradient of a mini-batch and the terms; return the mean loss."""
+def _cut(weights: Tensor | None, order: Tensor, size: int) -> Iterator[Tensor | None]:
+    """Yield the weights of each mini-batch; None again and again if samples have none."""
+    return repeat(None) if weights is None else iter(torch.split(weights[order], size))
+
+
+def differentiate(
+    network: Network,
+    x: Tensor,
+    y: Tensor,
+    terms: Sequence[Term] = (),
+    weights: Tensor | None = None,
+) -> Tensor:
+    """Leave in a network the gradient of a mini-batch and the terms; return the mean loss.
+
+    Where samples have weights, that is the mean of their losses times their weights.
+    """
     network.gradient.zero_()
-    loss = network.objective.loss(network.module(x), y)
+    if weights is None:
+        loss = network.objective.loss(network.module(x), y)
+    else:
+        loss = (network.objective.loss(network.module(x), y, "none") * weights).mean()
     loss.backward()  # type: ignore[no-untyped-call]
     for term in terms:
         term(network.weights, network.gradient)

@@ -1,0 +1,262 @@
+"""PACFL: clusters by the angles between the main directions of clients' raw data, before training.
+
+Vahidian et al., "Efficient Distribution Similarity Identification in Clustered Federated Learning
+via Principal Angles Between Client Data Subspaces", AAAI 2023 (arXiv 2209.10526). Once, before it
+trains, every client sends U_i: of each class the first p left singular vectors of its flattened
+samples, side by side. The proximity of two clients is the least entry of arccos(U_iᵀ U_j), in
+degrees; the nearest clusters are joined as long as they are no farther apart than β; each cluster
+then trains by federated averaging. A newcomer's row is added, all are clustered again, and it goes
+on from its cluster's model.
+
+**U_i are directions of raw data**: of images they look like the client's mean images. Who must not
+show such pictures must not use this method.
+
+Average linkage is the unweighted mean of two rows, as in the authors' code. Our readings: singular
+vectors are turned towards the mean of their class's samples, since an entry-wise least angle
+depends on their sign; ``directions-in-all`` gives each class its share, rounded, at least one. The
+paper's other measure, the trace, is not confirmed and is left out. β depends on the data: a run
+logs the angles that it finds. ``clusters`` is our addition. The server keeps U_i of each client and
+the n² angles. That takes a client as long as a pass over its samples without gradients (our
+addition for virtual time).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from logging import getLogger
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.cluster.hierarchy import fcluster
+from scipy.cluster.hierarchy import linkage as joined_by
+from scipy.spatial.distance import squareform
+
+from raceme.clustering.clusters import Clusters, parts_of
+from raceme.clustering.model import Model
+from raceme.clustering.regroup import regroup
+from raceme.clustering.spectral import numbered
+from raceme.config.options import option
+from raceme.protocol.messages import COMPUTE_SCALE, Vector, forward_cost
+from raceme.protocol.statistics import IN_ALL, PER_CLASS, PRINCIPAL_DIRECTIONS
+from raceme.server.dispatch import Dispatch, InRounds, Moment, RoundsParameters
+from raceme.server.method import Applied, Method, average_by_cluster
+from raceme.server.replies import Answer, InvalidReplyError, Update
+from raceme.server.work import Task, Work
+
+log = getLogger("raceme")
+
+_TRIES = 3
+"""How often a client is asked that does not answer."""
+_ROUNDING = 1e-3
+_MOST = 10_000_000
+"""Numbers that the directions of one client may be."""
+_LINKAGES = {"average": "weighted", "maximum": "complete", "minimum": "single"}
+"""The paper's names, and scipy's: "weighted" is the mean of two rows whatever their sizes."""
+
+
+@dataclass(frozen=True)
+class PACFLParameters(RoundsParameters):
+    """Hyper-parameters of PACFL; the defaults are the authors' for CIFAR-10 with two labels."""
+
+    directions: int = option(3, "p: main directions of each class", low=1, high=10_000)
+    directions_in_all: int = option(
+        0, "directions of a client, of each class by its share (0: p of each)", low=0, high=10_000
+    )
+    beta: float = option(4.9, "β: angle in degrees up to which clusters are joined", low=0)
+    clusters: int = option(0, "number of clusters, instead of β (0: by β; our addition)", low=0)
+    linkage: str = option(
+        "average", "angle of two clusters: average, maximum or minimum", among=tuple(_LINKAGES)
+    )
+
+
+@dataclass
+class PACFLState:
+    """What PACFL knows beside its clusters.
+
+    Attributes
+    ----------
+    directions : dict[str, NDArray[np.float32]]
+        U_i of each client that has answered. Shape (size of a sample, directions).
+    angles : dict[str, dict[str, float]]
+        A: degrees between every two of them, by the later of both and then the earlier one.
+    asked : dict[str, int]
+        How often each client was asked.
+    is_new : bool
+        Whether somebody has answered since clients were clustered last.
+    is_clustered : bool
+        Whether they have been.
+    """
+
+    directions: dict[str, NDArray[np.float32]] = field(default_factory=dict)
+    angles: dict[str, dict[str, float]] = field(default_factory=dict)
+    asked: dict[str, int] = field(default_factory=dict)
+    is_new: bool = False
+    is_clustered: bool = False
+
+
+class PACFL(Method):
+    """Clusters by angles between main directions of clients' data, before training (PACFL)."""
+
+    parameters_type = PACFLParameters
+    state_type = PACFLState
+    parameters: PACFLParameters
+    state: PACFLState
+    dispatch: InRounds
+
+    @property
+    def asked_kinds(self) -> frozenset[str]:
+        """Kinds of work that clients are asked for, beyond training and testing a model."""
+        return frozenset({PRINCIPAL_DIRECTIONS})
+
+    def policy(self) -> Dispatch:
+        """Work in rounds."""
+        return InRounds(self.parameters.fraction, picking=self.parameters.picking)
+
+    def initialize(self, vector: Vector) -> None:
+        """Begin with one model, which all clusters start from."""
+        self.clusters = Clusters({0: Model(vector)})
+        self.state = PACFLState()
+
+    # Before the first round, and for newcomers: directions.
+
+    def next_work(self, moment: Moment) -> Iterable[Work]:
+        """Ask those who have not answered yet, cluster, and then let a round's clients train."""
+        asked = self.dispatch.ask_first(moment, self._is_to_answer, every=0)
+        if asked is not None:
+            return [self._question(client) for client in asked]
+        if self.state.is_new and not (self.dispatch.state.running or moment.greeting):
+            self._cluster()
+        return super().next_work(moment)
+
+    def _is_to_answer(self, client: str) -> bool:
+        tries = self.state.asked.get(client, 0)
+        return client not in self.state.directions and tries < _TRIES
+
+    def _question(self, client: str) -> Work:
+        """Ask a client for the main directions of its data."""
+        options, examples = self.parameters, self.progress.fleet.clients[client].num_examples
+        settings = {
+            PER_CLASS: options.directions,
+            IN_ALL: options.directions_in_all,
+            COMPUTE_SCALE: forward_cost(self.train_config, examples),
+        }
+        return Work(client, PRINCIPAL_DIRECTIONS, models=(), settings=settings)
+
+    def on_dispatch(self, task: Task) -> None:
+        """Note who is asked."""
+        if task.kind == PRINCIPAL_DIRECTIONS:
+            self.state.asked[task.client] = self.state.asked.get(task.client, 0) + 1
+
+    def on_answer(self, answer: Answer) -> None:
+        """Take a client's directions in.
+
+        Raises
+        ------
+        InvalidReplyError
+            They are no directions: columns of length 1.
+        """
+        state, client = self.state, answer.task.client
+        bound = 1.0 + _ROUNDING
+        stated = answer.array(PRINCIPAL_DIRECTIONS, (None, None), -bound, bound, most=_MOST)
+        lengths = np.linalg.norm(stated, axis=0)
+        if np.abs(lengths - 1.0).max() > _ROUNDING:
+            raise InvalidReplyError("its directions are not of length 1")
+        state.directions[client] = stated.astype(np.float32)
+        state.is_new = True
+
+    def _cluster(self) -> None:
+        """Cluster all clients that have answered; each cluster that is new starts from a copy."""
+        state, options = self.state, self.parameters
+        state.is_new = False
+        self._drop_other_sizes()
+        clients = list(state.directions)
+        for position, client in enumerate(clients):
+            known = state.angles.setdefault(client, {})
+            for other in clients[:position]:
+                if other not in known:
+                    own, theirs = state.directions[client], state.directions[other]
+                    known[other] = least_angle(own, theirs)
+        angles = np.zeros((len(clients), len(clients)))
+        for row, client in enumerate(clients):
+            for column, other in enumerate(clients[:row]):
+                angles[row, column] = angles[column, row] = state.angles[client][other]
+        labels = agglomerated(angles, options.beta, options.linkage, options.clusters)
+        if len(clients) > 1:
+            _log_angles(angles, labels)
+        if state.is_clustered:
+            regroup(self.clusters, clients, labels)
+            return
+        state.is_clustered = True
+        self.clusters.split(0, parts_of(clients, labels), threshold=options.beta)
+
+    def _drop_other_sizes(self) -> None:
+        """Leave out whose samples have another size than most clients': it has lied."""
+        found = self.state.directions
+        size, _ = Counter(len(directions) for directions in found.values()).most_common(1)[0]
+        for client in [client for client, own in found.items() if len(own) != size]:
+            log.warning("%s is left out: its samples have another size than others'.", client)
+            del found[client]
+
+    # A round.
+
+    def aggregate(self, updates: Sequence[Update]) -> list[Applied]:
+        """Average inside each cluster."""
+        return average_by_cluster(self.clusters, updates)
+
+
+def least_angle(one: NDArray[np.float32], other: NDArray[np.float32]) -> float:
+    """Return the least entry of arccos(U_iᵀ U_j), in degrees.
+
+    Parameters
+    ----------
+    one, other : NDArray[np.float32]
+        Directions of length 1, side by side. Shapes (d, p) and (d, q).
+    """
+    cosines = np.clip(one.T.astype(np.float64) @ other.astype(np.float64), -1.0, 1.0)
+    return float(np.degrees(np.arccos(cosines.max())))
+
+
+def agglomerated(
+    angles: NDArray[np.float64], beta: float, how: str, clusters: int = 0
+) -> NDArray[np.int64]:
+    """Join the nearest clusters while they are at most β apart.
+
+    Parameters
+    ----------
+    angles : NDArray[np.float64]
+        A: symmetric, in degrees. Shape (n, n).
+    beta : float
+        β.
+    how : str
+        ``"average"``, ``"maximum"`` or ``"minimum"``.
+    clusters : int
+        Instead of β: how many clusters are left; 0 for none of that.
+
+    Returns
+    -------
+    NDArray[np.int64]
+        A label per client, numbered in order of first appearance. Shape (n,).
+    """
+    if len(angles) < 2:
+        return np.zeros(len(angles), np.int64)
+    tree = joined_by(squareform(angles, checks=False), _LINKAGES[how])
+    if clusters:
+        return numbered(fcluster(tree, clusters, "maxclust"))
+    return numbered(fcluster(tree, beta, "distance"))
+
+
+def _log_angles(angles: NDArray[np.float64], labels: NDArray[np.int64]) -> None:
+    """Let a run show where β belongs."""
+    pairs = np.triu(np.ones_like(angles, bool), 1)
+    same = (labels[:, None] == labels) & pairs
+    apart = ~(labels[:, None] == labels) & pairs
+    log.info(
+        "%d clusters of %d clients; angles inside up to %.2f, across from %.2f to %.2f degrees",
+        int(labels.max()) + 1,
+        len(labels),
+        angles[same].max(initial=0.0),
+        angles[apart].min(initial=90.0),
+        angles[pairs].max(),
+    )
