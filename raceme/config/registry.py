@@ -105,6 +105,7 @@ STRATEGIES = Registry(
         "casa-plus": "raceme.strategies.casa_plus:CASAPlus",
         "cfl": "raceme.strategies.cfl:CFL",
         "cfl-async": "raceme.strategies.cfl:CFLAsync",
+        "cfl-gp": "raceme.strategies.cfl_gp:CFLGP",
         "csafl": "raceme.strategies.csafl:CSAFL",
         "faacl": "raceme.strategies.faacl:FAACL",
         "faacl-async": "raceme.strategies.faacl_async:FAACLAsync",

@@ -16,6 +16,7 @@ from raceme.strategies.casa_ablations import CASAC, CASAD
 from raceme.strategies.casa_plus import CASAPlus, CASAPlusParameters
 from raceme.strategies.cdfl import CDFL, CDFLParameters
 from raceme.strategies.cfl import CFL, CFLAsync, CFLAsyncParameters, CFLParameters
+from raceme.strategies.cfl_gp import CFLGP, CFLGPParameters
 from raceme.strategies.csafl import (
     CSAFL,
     CSAFLParameters,
@@ -79,6 +80,7 @@ __all__ = [
     "CDFL",
     "CFAACL",
     "CFL",
+    "CFLGP",
     "CSAFL",
     "EWC",
     "FAACL",
@@ -98,6 +100,7 @@ __all__ = [
     "CFAACLParameters",
     "CFLAsync",
     "CFLAsyncParameters",
+    "CFLGPParameters",
     "CFLParameters",
     "CSAFLParameters",
     "EWCParameters",

@@ -84,7 +84,7 @@ def main_directions(rows: Matrix, count: int) -> Matrix:
 
 def latent_most(work: ClientWork) -> Answer:
     """Return the largest latent feature of the training samples under the received model (FLUX)."""
-    work.receive(work.model)
+    work.receive(work.models[0])
     most = float(latent_features(work.client.network, work.client.train).max())
     return Answer({NUM_EXAMPLES: len(work.client.train), LATENT_MOST: most})
 
@@ -97,7 +97,7 @@ def descriptors(work: ClientWork) -> Answer:
     ValueError
         It is not said how many dimensions are described.
     """
-    work.receive(work.model)
+    work.receive(work.models[0])
     client, network = work.client, work.client.network
     features, outputs = latent_features(network, client.train), width_of(network, client.train)
     rng = np.random.default_rng(int(work.number(LATENT_SEED, 0)))
@@ -210,7 +210,7 @@ def gradient(work: ClientWork) -> Answer:
 
     Running statistics stay as they are: the network works as in a test.
     """
-    spec = work.receive(work.model)
+    spec = work.receive(work.models[0])
     network, samples = work.client.network, work.client.train
     total = torch.zeros_like(network.gradient)
     network.module.eval()

@@ -1,0 +1,364 @@
+"""CFL-GP: clusters by what clients' gradients look like at the same models, accumulated.
+
+Kim et al., "Clustered Federated Learning via Gradient-based Partitioning", ICML 2024. Every P
+rounds, until T_end, a criterion model m is chosen among the M cluster models. Every client returns
+its gradient g_i(m), and block m of its profile becomes ``(1 − β) old + β g_i`` with
+``β = 1 / (⌊(r + 1) / (M P)⌋ + 1)``, a running mean; r is the round, from 0. The profiles, columns
+of a matrix, are projected on its first M left singular vectors, k-means finds M groups of these
+points, and groups are named so that most clients stay where they are. Rounds of federated
+averaging go on in each cluster. All clients are in the first one at the beginning.
+
+Our readings. The criterion model goes through the clusters, as the period M P in β says; in the
+authors' code it is the first (``criterion = first``); cycling is not confirmed. Before the first
+round all models are equal. A client that has no profile yet makes the next round a clustering
+round, after T_end too. With K unknown (``k = 0``) there is one model for ``warmup`` rounds; then
+the profiles keep the directions before the largest gap of singular values, at least 3 of them, and
+K is the number of groups from 2 on with the best silhouette. How long is not confirmed.
+
+The server keeps a profile of M · |w| numbers for each client, or with ``profile = sampled`` of 1 %
+of them, drawn at random. A clustering round takes a client one pass over its samples more, and
+brings a second vector of the model's size up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+from sklearn.cluster import KMeans
+from sklearn.metrics import silhouette_score
+
+from raceme.clustering.clusters import Clusters, parts_of
+from raceme.clustering.model import Model
+from raceme.clustering.regroup import kept_homes
+from raceme.clustering.spectral import numbered
+from raceme.config.errors import UserError
+from raceme.config.options import option
+from raceme.protocol.messages import (
+    COMPUTE_SCALE,
+    LARGEST_SQUARE,
+    PASSES_OF_TRAINING,
+    Vector,
+    forward_cost,
+)
+from raceme.protocol.statistics import GRADIENT
+from raceme.server.dispatch import Dispatch, InRounds, Moment, RoundsParameters
+from raceme.server.fleet import Client
+from raceme.server.method import Applied, Method, average_by_cluster
+from raceme.server.replies import Answer, InvalidReplyError, Update
+from raceme.server.work import Task, Work
+
+_TRIES = 3
+"""How often in a row a client is asked that does not answer."""
+_LEAST_DIRECTIONS = 3
+_SAMPLED = 0.01
+
+
+@dataclass(frozen=True)
+class CFLGPParameters(RoundsParameters):
+    """Hyper-parameters of CFL-GP; the defaults are those of the authors' code."""
+
+    k: int = option(4, "M: number of clusters (0: found by the largest silhouette)", low=0)
+    every: int = option(2, "P: rounds from one clustering to the next", low=1)
+    until: int = option(10, "T_end: rounds in which clients are clustered", low=1)
+    warmup: int = option(4, "rounds with one model, if the number of clusters is unknown", low=1)
+    criterion: str = option(
+        "cycle",
+        "models at which gradients are taken: cycle, or first (authors' code)",
+        among=("cycle", "first"),
+    )
+    profile: str = option(
+        "all", "weights that a profile keeps: all, or 1 % sampled", among=("all", "sampled")
+    )
+
+
+@dataclass
+class CFLGPState:
+    """What CFL-GP knows beside its clusters.
+
+    Attributes
+    ----------
+    profiles : dict[str, dict[int, Vector]]
+        G: block m of each client's profile, by m. Shape (coordinates,).
+    criterion : int
+        m: model at which gradients are taken in this clustering round.
+    clustered : int
+        Number of the last round before which clients were clustered, from 0; −1 for none.
+    heard : dict[str, bool]
+        Clients that have returned a gradient for it.
+    asked : dict[str, int]
+        How often in a row each client was asked and has not answered.
+    coordinates : NDArray[np.int64]
+        Weights that profiles keep; empty for all.
+    """
+
+    profiles: dict[str, dict[int, Vector]] = field(default_factory=dict)
+    criterion: int = 0
+    clustered: int = -1
+    heard: dict[str, bool] = field(default_factory=dict)
+    asked: dict[str, int] = field(default_factory=dict)
+    coordinates: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+
+
+class CFLGP(Method):
+    """Clusters by accumulated gradients at common models, in rounds (CFL-GP)."""
+
+    parameters_type = CFLGPParameters
+    state_type = CFLGPState
+    parameters: CFLGPParameters
+    state: CFLGPState
+    dispatch: InRounds
+
+    @property
+    def asked_kinds(self) -> frozenset[str]:
+        """Kinds of work that clients are asked for, beyond training and testing a model."""
+        return frozenset({GRADIENT})
+
+    def policy(self) -> Dispatch:
+        """Work in rounds."""
+        return InRounds(self.parameters.fraction, picking=self.parameters.picking)
+
+    def check(self, clients: int) -> None:
+        """Raise UserError if there are more clusters than clients."""
+        if self.parameters.k > clients:
+            raise UserError(
+                f"{self.parameters.k} clusters cannot be made of {clients} clients: take fewer "
+                "clusters, or more clients."
+            )
+
+    def initialize(self, vector: Vector) -> None:
+        """Begin with M equal models; with one, if their number is not known."""
+        count = self.parameters.k or 1
+        self.clusters = Clusters({m: Model(vector.copy()) for m in range(count)})
+        self.state = CFLGPState()
+        if self.parameters.profile == "sampled":
+            weights = len(self.compared(vector))
+            kept = max(1, int(_SAMPLED * weights))
+            chosen = np.sort(self.rng.choice(weights, kept, replace=False))
+            self.state.coordinates = chosen.astype(np.int64)
+
+    def add_client(self, client: Client) -> None:
+        """Take a client in: all are in the first cluster until they are clustered."""
+        super().add_client(client)
+        if not self.clusters.is_placed(client.client_id) and self.state.clustered < 0:
+            self.clusters.assign(client.client_id, next(iter(self.models)))
+
+    # Before a clustering round: gradients.
+
+    def next_work(self, moment: Moment) -> Iterable[Work]:
+        """Ask for gradients before some rounds, cluster, and then let a round's clients train."""
+        rounds = self.dispatch.state
+        if self._is_due(rounds.number, moment) and not (rounds.running or moment.greeting):
+            asked = self.dispatch.ask_first(moment, self._is_to_answer, every=0)
+            if asked is not None:
+                return [self._question(client) for client in asked]
+            self._cluster(rounds.number)
+        return super().next_work(moment)
+
+    def _is_due(self, number: int, moment: Moment) -> bool:
+        """Return whether clients are clustered before the round of this number, from 0."""
+        state, options = self.state, self.parameters
+        if state.clustered == number:
+            return False
+        if number < options.until and number % options.every == 0:
+            return True
+        return any(
+            client.client_id not in state.profiles
+            and state.asked.get(client.client_id, 0) < _TRIES
+            and client.client_id in moment.idle
+            for client in moment.fleet.online()
+        )
+
+    def _is_to_answer(self, client: str) -> bool:
+        state = self.state
+        return client not in state.heard and state.asked.get(client, 0) < _TRIES
+
+    def _question(self, client: str) -> Work:
+        """Ask a client for its gradient at the criterion model."""
+        examples = self.progress.fleet.clients[client].num_examples
+        cost = PASSES_OF_TRAINING * forward_cost(self.train_config, examples)
+        model = list(self.models)[self.state.criterion]
+        return Work(client, GRADIENT, models=(model,), settings={COMPUTE_SCALE: cost})
+
+    def on_dispatch(self, task: Task) -> None:
+        """Note who is asked."""
+        if task.kind == GRADIENT:
+            self.state.asked[task.client] = self.state.asked.get(task.client, 0) + 1
+
+    def on_answer(self, answer: Answer) -> None:
+        """Take a gradient into its block of the client's profile: a running mean.
+
+        Raises
+        ------
+        InvalidReplyError
+            It is none of this model, or too large.
+        """
+        state, client, rounds = self.state, answer.task.client, self.dispatch.state
+        if rounds.running:
+            raise InvalidReplyError("it came after the round had begun")
+        weights = len(self.compared(next(iter(self.models.values())).vector))
+        stated = answer.array(GRADIENT, (weights,))
+        if not np.dot(stated, stated) <= LARGEST_SQUARE:
+            raise InvalidReplyError("too large: its gradient's length")
+        if len(state.coordinates):
+            stated = stated[state.coordinates]
+        share = running_share(rounds.number, len(self.models), self.parameters.every)
+        blocks = state.profiles.setdefault(client, {})
+        old = blocks.get(state.criterion)
+        new = stated if old is None else (1.0 - share) * old + share * stated
+        blocks[state.criterion] = new.astype(np.float32)
+        state.heard[client] = True
+        state.asked.pop(client, None)
+
+    def _cluster(self, number: int) -> None:
+        """Group the profiles, move clients, and choose the model for the next gradients."""
+        state, options = self.state, self.parameters
+        state.clustered, state.heard = number, {}
+        clients = list(state.profiles)
+        if not clients:
+            return
+        count = len(self.models)
+        profiles = profile_rows([state.profiles[client] for client in clients], count)
+        if options.k:
+            self._move(clients, grouped(profiles, count, self._seed()))
+        elif count == 1 and number + 1 >= options.warmup and len(clients) > 2:
+            labels = found_groups(profiles, self._seed())
+            self.clusters.split(0, parts_of(clients, labels))
+            # Blocks are those of the one model so far: all clusters have come from it.
+            return
+        elif count > 1:
+            self._move(clients, grouped(profiles, count, self._seed()))
+        if options.criterion == "cycle":
+            state.criterion = (state.criterion + 1) % len(self.models)
+
+    def _move(self, clients: Sequence[str], labels: NDArray[np.int64]) -> None:
+        """Move clients into the groups, named so that most of them stay where they are."""
+        clusters = self.clusters
+        homes = {client: clusters.main(client) for client in clients if clusters.is_placed(client)}
+        kept = kept_homes(clients, labels, homes)
+        free = iter([cluster for cluster in clusters.models if cluster not in kept.values()])
+        for label in range(int(labels.max()) + 1):
+            if label not in kept:
+                kept[label] = next(free)
+        for client, label in zip(clients, labels, strict=True):
+            clusters.assign(client, kept[int(label)])
+
+    def _seed(self) -> int:
+        return int(self.rng.integers(2**31))
+
+    # A round.
+
+    def aggregate(self, updates: Sequence[Update]) -> list[Applied]:
+        """Average inside each cluster."""
+        return average_by_cluster(self.clusters, updates)
+
+
+def running_share(number: int, models: int, every: int) -> float:
+    """Return β = 1 / (⌊(r + 1) / (M P)⌋ + 1).
+
+    Parameters
+    ----------
+    number : int
+        r: the round, from 0.
+    models, every : int
+        M and P.
+    """
+    return 1.0 / ((number + 1) // (models * every) + 1)
+
+
+def profile_rows(blocks: Sequence[dict[int, Vector]], models: int) -> NDArray[np.float64]:
+    """Return profiles as rows: the blocks of M models, 0 where a client was not asked yet.
+
+    Parameters
+    ----------
+    blocks : Sequence of dict[int, Vector]
+        Of each client. Shape (c,) each.
+    models : int
+        M.
+
+    Returns
+    -------
+    NDArray[np.float64]
+        Shape (n, M c).
+    """
+    size = len(next(iter(blocks[0].values())))
+    rows = np.zeros((len(blocks), models, size))
+    for row, own in zip(rows, blocks, strict=True):
+        for model, values in own.items():
+            row[model] = values
+    return rows.reshape(len(blocks), -1)
+
+
+def main_points(profiles: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return profiles projected on all left singular vectors of their matrix, and singular values.
+
+    Parameters
+    ----------
+    profiles : NDArray[np.float64]
+        Columns of G as rows. Shape (n, c).
+
+    Returns
+    -------
+    tuple of NDArray[np.float64]
+        Points, shape (n, r), by falling singular value, and these values, shape (r,).
+    """
+    # Gᵀ = V S Uᵀ: what U projects the columns of G on is V S.
+    directions, values, _ = np.linalg.svd(profiles, full_matrices=False)
+    return directions * values, values
+
+
+def grouped(profiles: NDArray[np.float64], groups: int, seed: int) -> NDArray[np.int64]:
+    """Group profiles by k-means on their projections on the first M left singular vectors.
+
+    Parameters
+    ----------
+    profiles : NDArray[np.float64]
+        Shape (n, c).
+    groups : int
+        M; fewer if there are fewer clients.
+    seed : int
+        Of k-means.
+
+    Returns
+    -------
+    NDArray[np.int64]
+        A label per client, numbered in order of first appearance. Shape (n,).
+    """
+    points = main_points(profiles)[0][:, :groups]
+    method = KMeans(n_clusters=min(groups, len(points)), n_init=10, random_state=seed)
+    return numbered(method.fit_predict(points))
+
+
+def found_groups(profiles: NDArray[np.float64], seed: int) -> NDArray[np.int64]:
+    """Group profiles without knowing into how many groups.
+
+    Directions are kept up to the largest gap of singular values, at least 3; of the numbers of
+    groups from 2 to that of the directions, at most n − 1, the one with the best silhouette is
+    taken.
+
+    Parameters
+    ----------
+    profiles : NDArray[np.float64]
+        Shape (n, c), n at least 3.
+    seed : int
+        Of k-means.
+
+    Returns
+    -------
+    NDArray[np.int64]
+        A label per client, numbered in order of first appearance. Shape (n,).
+    """
+    points, values = main_points(profiles)
+    directions = max(_LEAST_DIRECTIONS, int(np.argmax(values[:-1] - values[1:])) + 1)
+    points = points[:, :directions]
+    best, best_labels = -np.inf, np.zeros(len(points), np.int64)
+    for count in range(2, min(directions, len(points) - 1) + 1):
+        labels = KMeans(n_clusters=count, n_init=10, random_state=seed).fit_predict(points)
+        if len(set(labels)) < 2:
+            continue
+        score = float(silhouette_score(points, labels))
+        if score > best:
+            best, best_labels = score, labels
+    return numbered(best_labels)
