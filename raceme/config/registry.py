@@ -128,6 +128,7 @@ STRATEGIES = Registry(
         "fedsoft-async": "raceme.strategies.fedsoft_async:FedSoftAsync",
         "flexcfl": "raceme.strategies.flexcfl:FlexCFL",
         "flexcfl-async": "raceme.strategies.flexcfl_async:FlexCFLAsync",
+        "flux": "raceme.strategies.flux:FLUX",
         "g-fedavg": "raceme.strategies.csafl:GFedAvg",
         "ga-fedavg": "raceme.strategies.csafl:GAFedAvg",
         "icfl": "raceme.strategies.icfl:ICFL",

@@ -53,6 +53,7 @@ from raceme.strategies.flower_rounds import (
     FedProxParameters,
     FlowerRounds,
 )
+from raceme.strategies.flux import FLUX, FLUXParameters
 from raceme.strategies.icfl import ICFL, ICFLAsync, ICFLAsyncParameters, ICFLParameters
 from raceme.strategies.ifca import IFCA, IFCAAsync, IFCAAsyncParameters, IFCAParameters
 from raceme.strategies.pacfl import PACFL, PACFLParameters
@@ -85,6 +86,7 @@ __all__ = [
     "EWC",
     "FAACL",
     "FADAS",
+    "FLUX",
     "ICFL",
     "IFCA",
     "PACFL",
@@ -108,6 +110,7 @@ __all__ = [
     "FAACLAsyncParameters",
     "FAACLParameters",
     "FADASParameters",
+    "FLUXParameters",
     "FeSEM",
     "FeSEMParameters",
     "FedAsync",

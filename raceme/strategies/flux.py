@@ -1,0 +1,358 @@
+"""FLUX: clusters by moments of clients' latent features, found without knowing how many.
+
+Fenoglio et al., NeurIPS 2025 (arXiv 2511.22305). Federated averaging makes one model until it is
+ripe: from round 3 on, as soon as its accuracy has gained less than 0.06 in a round, or when 80 % of
+the rounds are over. Under it every client describes its training samples once: latent features z,
+projected on l dimensions, of which it sends mean and standard deviation, of all samples and of each
+class. The server scales these, and density clustering finds the groups and their number: DBSCAN
+with 2 points, and ε at the elbow of the sorted distances to the nearest neighbour; whoever is noise
+is a cluster of its own. Federated averaging goes on in each. A newcomer needs no labels: its means
+and deviations of all samples tell the nearest group.
+
+The projection is fitted on random points that all clients draw alike, up to 1.02 times the largest
+latent feature of all, which they state first. z is what comes into the first dense layer after the
+convolutions. Our readings: of a network without convolutions, what comes into its last layer; the
+accuracy is that on the training samples, which clients measure before each round until the model is
+ripe (the authors' is that of Flower's tests); without a limit on the updates the share of rounds
+that are over is not known, and the first rule alone decides; a block that is scaled to 0…1 is one
+moment of one class; the elbow is the point farthest from the line between the curve's ends. l is
+the number of classes in the authors' code, and 10 in a second-hand note on the paper, the default.
+Noise on the descriptors is theirs as an option, ``noise``, on the server here: of use to compare
+results, and no privacy.
+
+The server keeps the model under which clients described themselves, for newcomers, and 2 (U + 1) l
+numbers of each client.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from logging import getLogger
+
+import numpy as np
+from numpy.typing import NDArray
+from sklearn.cluster import DBSCAN
+from sklearn.neighbors import NearestNeighbors
+
+from raceme.clustering.clusters import Clusters, parts_of
+from raceme.clustering.model import Model
+from raceme.clustering.spectral import numbered
+from raceme.config.options import option
+from raceme.protocol.messages import ACCURACIES, ARRAYS, COMPUTE_SCALE, SCORES, Vector, forward_cost
+from raceme.protocol.stated import LARGEST
+from raceme.protocol.statistics import DESCRIPTORS, LATENT_DIMENSIONS, LATENT_MOST, LATENT_SEED
+from raceme.server.dispatch import Dispatch, InRounds, Moment, RoundsParameters
+from raceme.server.method import Applied, Method, average_by_cluster
+from raceme.server.replies import Answer, InvalidReplyError, Update
+from raceme.server.work import Task, Value, Work
+
+log = getLogger("raceme")
+
+_TRIES = 3
+"""How often a client is asked the same that does not answer."""
+_FIRST_LOOK = 3
+"""Round after which the model may be ripe."""
+_FEWEST_POINTS = 2
+_MOST = 1_000_000
+"""Numbers that the descriptors of one client may be."""
+
+
+@dataclass(frozen=True)
+class FLUXParameters(RoundsParameters):
+    """Hyper-parameters of FLUX; the defaults are the authors'."""
+
+    dimensions: int = option(10, "l: dimensions of the latent features", low=1, high=1000)
+    least_gain: float = option(
+        0.06, "the common model is ripe when a round gains less accuracy", low=0, high=1
+    )
+    latest: float = option(
+        0.8, "share of the rounds after which it is taken for ripe", above=0, high=1
+    )
+    warmup: int = option(0, "rounds with the common model, instead of both (0: by them)", low=0)
+    reach: float = option(1.0, "ε, in distances at the elbow", above=0)
+    noise: float = option(0.0, "standard deviation of noise on scaled descriptors", low=0)
+
+
+@dataclass
+class FLUXState:
+    """What FLUX knows beside its clusters.
+
+    Attributes
+    ----------
+    phase : str
+        What is asked before the next round: ``"scores"``, ``"range"``, ``"descriptors"``, or, of
+        newcomers, ``"newcomers"``.
+    scored : int
+        Number of rounds before the last scores.
+    asked : dict[str, int]
+        How often each client was asked in this phase.
+    heard : dict[str, bool]
+        Clients that have answered in this phase.
+    correct : dict[str, float]
+        Accuracies of this phase, of each client.
+    accuracies : list[float]
+        Mean accuracy of the common model before each round but the first.
+    most : float
+        Largest latent feature.
+    common : Vector or None
+        The model under which clients describe themselves. Shape (d,).
+    descriptors : dict[str, NDArray[np.float64]]
+        Of each client. Shape (1 + U, 2, l).
+    low, high : NDArray[np.float64]
+        Bounds by which blocks are scaled. Shape (1 + U, 2).
+    centroids : dict[int, Vector]
+        Scaled descriptors of each cluster without those of classes. Shape (2 l,).
+    """
+
+    phase: str = "scores"
+    scored: int = 0
+    asked: dict[str, int] = field(default_factory=dict)
+    heard: dict[str, bool] = field(default_factory=dict)
+    correct: dict[str, float] = field(default_factory=dict)
+    accuracies: list[float] = field(default_factory=list)
+    most: float = 0.0
+    common: Vector | None = None
+    descriptors: dict[str, NDArray[np.float64]] = field(default_factory=dict)
+    low: NDArray[np.float64] = field(default_factory=lambda: np.empty((0, 0)))
+    high: NDArray[np.float64] = field(default_factory=lambda: np.empty((0, 0)))
+    centroids: dict[int, NDArray[np.float64]] = field(default_factory=dict)
+
+
+class FLUX(Method):
+    """Clusters by moments of latent features; newcomers find theirs without labels (FLUX)."""
+
+    parameters_type = FLUXParameters
+    state_type = FLUXState
+    parameters: FLUXParameters
+    state: FLUXState
+    dispatch: InRounds
+
+    @property
+    def asked_kinds(self) -> frozenset[str]:
+        """Kinds of work that clients are asked for, beyond training and testing a model."""
+        scores = () if self.parameters.warmup else (SCORES,)
+        return frozenset({LATENT_MOST, DESCRIPTORS, *scores})
+
+    def policy(self) -> Dispatch:
+        """Work in rounds."""
+        return InRounds(self.parameters.fraction, picking=self.parameters.picking)
+
+    def initialize(self, vector: Vector) -> None:
+        """Begin with one model."""
+        self.clusters = Clusters({0: Model(vector)})
+        self.state = FLUXState()
+
+    # Before a round: is the model ripe, and what do clients' data look like under it?
+
+    def next_work(self, moment: Moment) -> Iterable[Work]:
+        """Ask what the phase asks for, as long as somebody is to be asked; then begin a round."""
+        while not (self.dispatch.state.running or moment.greeting):
+            if self._asks():
+                asked = self.dispatch.ask_first(moment, self._is_to_answer, every=0)
+                if asked is not None:
+                    return [self._question(client) for client in asked]
+            if not self._advance():
+                break
+        return super().next_work(moment)
+
+    def _asks(self) -> bool:
+        """Return whether anybody is asked before this round: not for scores of an untrained one."""
+        state, rounds = self.state, self.dispatch.state.number
+        if state.phase == "scores":
+            return not self.parameters.warmup and rounds > state.scored
+        return True
+
+    def _is_to_answer(self, client: str) -> bool:
+        state = self.state
+        if state.phase == "newcomers" and self.clusters.is_placed(client):
+            return False
+        return client not in state.heard and state.asked.get(client, 0) < _TRIES
+
+    def _question(self, client: str) -> Work:
+        """Ask a client for the accuracy of the model, its largest feature, or its descriptors."""
+        examples = self.progress.fleet.clients[client].num_examples
+        settings: dict[str, Value] = {COMPUTE_SCALE: forward_cost(self.train_config, examples)}
+        if self.state.phase == "scores":
+            return Work(client, SCORES, models=(0,), settings=settings)
+        assert self.state.common is not None, "it is kept when the model is ripe"
+        common = {ARRAYS: self.spec.pack(self.state.common)}
+        if self.state.phase == "range":
+            return Work(client, LATENT_MOST, models=(), arrays=common, settings=settings)
+        settings |= {
+            LATENT_DIMENSIONS: self.parameters.dimensions,
+            LATENT_MOST: self.state.most,
+            LATENT_SEED: 0,
+        }
+        return Work(client, DESCRIPTORS, models=(), arrays=common, settings=settings)
+
+    def on_dispatch(self, task: Task) -> None:
+        """Note who is asked."""
+        if task.kind in (SCORES, LATENT_MOST, DESCRIPTORS):
+            self.state.asked[task.client] = self.state.asked.get(task.client, 0) + 1
+
+    def on_answer(self, answer: Answer) -> None:
+        """Take in what was asked for.
+
+        Raises
+        ------
+        InvalidReplyError
+            It is not that, or comes too late.
+        """
+        state, client, kind = self.state, answer.task.client, answer.task.kind
+        wanted = {"scores": SCORES, "range": LATENT_MOST}.get(state.phase, DESCRIPTORS)
+        if kind != wanted or self.dispatch.state.running:
+            raise InvalidReplyError("it came after the round had begun")
+        if kind == SCORES:
+            state.correct[client] = float(answer.array(ACCURACIES, (1, 1), 0.0, 1.0)[0, 0])
+        elif kind == LATENT_MOST:
+            most = answer.metrics.get(LATENT_MOST, math.nan)
+            if not -LARGEST <= most <= LARGEST:
+                raise InvalidReplyError(f"it must state a finite '{LATENT_MOST}'")
+            state.most = max(state.most, most) if state.heard else most
+        else:
+            shape = (None, 2, self.parameters.dimensions)
+            self._describe(client, answer.array(DESCRIPTORS, shape, most=_MOST))
+        state.heard[client] = True
+
+    def _describe(self, client: str, stated: NDArray[np.float64]) -> None:
+        """Keep descriptors, or let a newcomer join the nearest group by those without labels."""
+        state = self.state
+        if state.phase == "descriptors":
+            state.descriptors[client] = stated
+            return
+        own = scaled(stated[:1], state.low[:1], state.high[:1]).reshape(-1)
+        nearest = min(
+            state.centroids, key=lambda cluster: np.linalg.norm(state.centroids[cluster] - own)
+        )
+        self.clusters.assign(client, nearest)
+
+    def _advance(self) -> bool:
+        """Act on what was heard when nobody is left to ask; return whether a new phase begins."""
+        state = self.state
+        if state.phase == "scores":
+            if not self._is_ripe():
+                return False
+            state.common = self.models[0].vector.copy()
+            return self._begin("range")
+        if state.phase == "range":
+            # Without anybody's answer there is no common range: it is asked for before each round.
+            return bool(state.heard) and self._begin("descriptors")
+        if state.phase == "descriptors" and state.descriptors:
+            self._cluster()
+            return self._begin("newcomers")
+        return False
+
+    def _begin(self, phase: str) -> bool:
+        self.state.phase, self.state.asked, self.state.heard = phase, {}, {}
+        return True
+
+    def _is_ripe(self) -> bool:
+        """Return whether the common model is ripe, and note its accuracy."""
+        state, options, rounds = self.state, self.parameters, self.dispatch.state.number
+        if options.warmup:
+            return rounds >= options.warmup
+        if rounds > state.scored:
+            if state.correct:
+                state.accuracies.append(float(np.mean(list(state.correct.values()))))
+            state.scored, state.correct = rounds, {}
+            self._begin("scores")
+        planned = self.planned_updates / options.participants(max(1, len(self.clusters.members)))
+        if 0 < planned * options.latest <= rounds:
+            return True
+        return rounds >= _FIRST_LOOK and gains_little(state.accuracies, options.least_gain)
+
+    def _cluster(self) -> None:
+        """Find the groups, and the centroids by which newcomers are placed."""
+        state, options = self.state, self.parameters
+        found = state.descriptors
+        rows, _ = Counter(len(own) for own in found.values()).most_common(1)[0]
+        for client in [client for client, own in found.items() if len(own) != rows]:
+            log.warning("%s is left out: it has another number of classes than others.", client)
+            del found[client]
+        clients, stacked = list(found), np.stack(list(found.values()))
+        state.low, state.high = stacked.min(axis=(0, 3)), stacked.max(axis=(0, 3))
+        points = scaled(stacked, state.low, state.high)
+        points = points + options.noise * self.rng.standard_normal(points.shape)
+        labels = density_groups(points.reshape(len(clients), -1), options.reach)
+        groups = self.clusters.split(0, parts_of(clients, labels))
+        for label, group in enumerate(groups):
+            of_all = points[labels == label, 0].reshape(int(np.sum(labels == label)), -1)
+            state.centroids[group] = of_all.mean(axis=0)
+        state.descriptors = {}
+
+    # A round.
+
+    def aggregate(self, updates: Sequence[Update]) -> list[Applied]:
+        """Average inside each cluster."""
+        return average_by_cluster(self.clusters, updates)
+
+
+def gains_little(accuracies: Sequence[float], least: float) -> bool:
+    """Return whether the last round has gained less accuracy than wanted.
+
+    Parameters
+    ----------
+    accuracies : Sequence[float]
+        After each round so far.
+    least : float
+        What a round should gain.
+    """
+    return len(accuracies) > 1 and accuracies[-1] - accuracies[-2] < least
+
+
+def scaled(
+    descriptors: NDArray[np.float64], low: NDArray[np.float64], high: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Scale each block, one moment of all samples or of a class, to 0…1.
+
+    Parameters
+    ----------
+    descriptors : NDArray[np.float64]
+        Shape (..., blocks, 2, l).
+    low, high : NDArray[np.float64]
+        Least and largest number of each block. Shape (blocks, 2).
+    """
+    width = np.where(high > low, high - low, 1.0)
+    return np.asarray((descriptors - low[..., None]) / width[..., None])
+
+
+def elbow(distances: NDArray[np.float64]) -> float:
+    """Return where a sorted curve bends most: the value farthest below the line between its ends.
+
+    Parameters
+    ----------
+    distances : NDArray[np.float64]
+        Ascending. Shape (n,).
+    """
+    line = np.linspace(distances[0], distances[-1], len(distances))
+    return float(distances[np.argmax(line - distances)])
+
+
+def density_groups(points: NDArray[np.float64], reach: float) -> NDArray[np.int64]:
+    """Group points by DBSCAN; each that is noise is a group of its own.
+
+    Parameters
+    ----------
+    points : NDArray[np.float64]
+        Shape (n, c).
+    reach : float
+        ε in distances at the elbow.
+
+    Returns
+    -------
+    NDArray[np.int64]
+        A label per point, numbered in order of first appearance. Shape (n,).
+    """
+    if len(points) < _FEWEST_POINTS:
+        return np.zeros(len(points), np.int64)
+    neighbours = NearestNeighbors(n_neighbors=1).fit(points)
+    distances = np.sort(neighbours.kneighbors()[0][:, 0])
+    # Equal points are neighbours at any ε, which must not be 0.
+    epsilon = max(reach * elbow(distances), float(np.finfo(np.float64).tiny))
+    labels = DBSCAN(eps=epsilon, min_samples=_FEWEST_POINTS).fit_predict(points)
+    noise = labels < 0
+    labels[noise] = labels.max() + 1 + np.arange(np.count_nonzero(noise))
+    return numbered(labels)
