@@ -120,6 +120,7 @@ STRATEGIES = Registry(
         "fedgroup": "raceme.strategies.flexcfl:FedGroup",
         "fedmedian": "raceme.strategies.robust_rounds:FedMedian",
         "fedprox": "raceme.strategies.flower_rounds:FedProx",
+        "fedrc": "raceme.strategies.fedrc:FedRC",
         "fedtrimmedavg": "raceme.strategies.robust_rounds:FedTrimmedAvg",
         "fesem": "raceme.strategies.fesem:FeSEM",
         "cdfl": "raceme.strategies.cdfl:CDFL",

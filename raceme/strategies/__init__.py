@@ -40,6 +40,7 @@ from raceme.strategies.feddrift import (
     FedDriftParameters,
 )
 from raceme.strategies.feddrift_async import FedDriftAsync, FedDriftAsyncParameters
+from raceme.strategies.fedrc import FedRC, FedRCParameters
 from raceme.strategies.fedsoft import FedSoft, FedSoftParameters
 from raceme.strategies.fedsoft_async import FedSoftAsync, FedSoftAsyncParameters
 from raceme.strategies.fedweit import FedWeIT, FedWeITParameters
@@ -131,6 +132,8 @@ __all__ = [
     "FedMedianParameters",
     "FedProx",
     "FedProxParameters",
+    "FedRC",
+    "FedRCParameters",
     "FedSoft",
     "FedSoftAsync",
     "FedSoftAsyncParameters",

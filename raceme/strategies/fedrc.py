@@ -1,0 +1,227 @@
+"""FedRC: clusters of clients whose labels mean different things, and no others.
+
+Guo et al., "FedRC: Tackling Diverse Distribution Shifts Challenge in Federated Learning by Robust
+Clustering", ICML 2024 (arXiv 2301.12379). K models are trained by expectation maximisation. How
+much model k is responsible for sample j of client i is divided by how frequent its label is among
+all that is assigned to k: ``γ_ijk ∝ ω_ik exp(−ℓ(x_ij, y_ij; θ_k)) / C[k][y_ij]``, sum 1 over k. A
+client of other labels or other inputs thus joins a model as readily; one to whom the same inputs
+mean other labels (concept shift) does not. ``ω_ik`` is the mean of γ over the client's samples. The
+client trains each θ_k on Σ_j γ_ijk ℓ; the server averages by numbers of samples, and C[k] becomes
+what clients have assigned to k of each class, at least 1e-8, over its sum. γ, ω and C are uniform
+at the start, the models different.
+
+In each round a client is sent the K models twice: to assign its samples, which it remembers, and
+then one after the other to train them; K models come back, and count as K updates. It is tested
+with the model of its largest ω; the soft mixture of predictions is left out, since the paper's
+figure 6c has this one ahead, and a client that is new is placed by one such assignment. Our
+readings: a step's loss is the mean over its mini-batch of γ ℓ; clients whose answers a round did
+without count in C with their last ones; the paper's removal of models that hardly anybody uses is
+switched off in the authors' code, and is left out. The server keeps K shares of each class for
+each client. An assignment takes as long as K passes without gradients.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from logging import getLogger
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raceme.compat import array_record
+from raceme.config.options import option
+from raceme.protocol.messages import (
+    COMPUTE_SCALE,
+    TRAIN_WEIGHTED,
+    Vector,
+    forward_cost,
+    to_array,
+)
+from raceme.protocol.statistics import LABEL_MASSES, LABEL_TABLE, MIXING, WEIGHTED_BY
+from raceme.server.dispatch import Dispatch, InRounds, Moment, RoundsParameters
+from raceme.server.fleet import Client
+from raceme.server.method import Applied, Method, average_by_cluster
+from raceme.server.replies import Answer, InvalidReplyError, Update
+from raceme.server.work import Task, Work
+from raceme.strategies.ifca import different_models
+
+log = getLogger("raceme")
+
+_LEAST_SHARE = 1e-8
+_ROUNDING = 1e-3
+_MOST = 1_000_000
+"""Masses that one client may state."""
+
+
+@dataclass(frozen=True)
+class FedRCParameters(RoundsParameters):
+    """Hyper-parameters of FedRC; the defaults are those of the authors' code."""
+
+    k: int = option(3, "K: number of models", low=1)
+
+
+@dataclass
+class FedRCState:
+    """What FedRC knows beside its clusters.
+
+    Attributes
+    ----------
+    masses : dict[str, NDArray[np.float64]]
+        m_i: how much of its samples of each class each client assigns to each model, as it has
+        last said. Shape (K, classes).
+    assigned : dict[str, bool]
+        Clients that have said it since the last round.
+    begun : dict[str, dict[int, bool]]
+        Models that each participant of the round has been sent to train.
+    """
+
+    masses: dict[str, NDArray[np.float64]] = field(default_factory=dict)
+    assigned: dict[str, bool] = field(default_factory=dict)
+    begun: dict[str, dict[int, bool]] = field(default_factory=dict)
+
+
+class FedRC(Method):
+    """Expectation maximisation whose clusters are told apart by concept shift alone (FedRC)."""
+
+    parameters_type = FedRCParameters
+    state_type = FedRCState
+    parameters: FedRCParameters
+    state: FedRCState
+    dispatch: InRounds
+
+    @property
+    def counts_labels(self) -> bool:
+        """Whether clients are asked to count their labels, which a regression does not have."""
+        return True
+
+    @property
+    def asked_kinds(self) -> frozenset[str]:
+        """Kinds of work that clients are asked for, beyond training and testing a model."""
+        return frozenset({LABEL_MASSES, TRAIN_WEIGHTED})
+
+    def policy(self) -> Dispatch:
+        """Work in rounds, in which a client trains every model."""
+        return InRounds(
+            participants=self._participants,
+            picking=self.parameters.picking,
+            again=lambda client: self._next_model(client) is not None,
+        )
+
+    def initialize(self, vector: Vector) -> None:
+        """Start from K different models."""
+        self.clusters = different_models(vector, self.parameters.k, self._spec, self.rng)
+        self.state = FedRCState()
+
+    # Before a round: the E-step.
+
+    def next_work(self, moment: Moment) -> Iterable[Work]:
+        """Let all clients assign their samples; then let a round's clients train."""
+        asked = self.dispatch.ask_first(moment)
+        if asked is not None:
+            return [self._assign(client) for client in asked]
+        return super().next_work(moment)
+
+    def _assign(self, client: str) -> Work:
+        """Let a client assign its samples to the models, given ω and C."""
+        examples = self.progress.fleet.clients[client].num_examples
+        cost = forward_cost(self.train_config, examples, len(self.models))
+        arrays = {}
+        if self.state.masses:
+            arrays[LABEL_TABLE] = array_record({LABEL_TABLE: to_array(self._table())})
+        if client in self.state.masses:
+            mixing = mixing_of(self.state.masses[client])
+            arrays[MIXING] = array_record({MIXING: to_array(mixing)})
+        models, settings = tuple(self.models), {COMPUTE_SCALE: cost}
+        return Work(client, LABEL_MASSES, models=models, arrays=arrays, settings=settings)
+
+    def _table(self) -> NDArray[np.float64]:
+        """Return C."""
+        return label_table(list(self._agreeing().values()))
+
+    def _agreeing(self) -> dict[str, NDArray[np.float64]]:
+        """Return the masses of as many classes as most clients state."""
+        masses = self.state.masses
+        shape, _ = Counter(own.shape for own in masses.values()).most_common(1)[0]
+        return {client: own for client, own in masses.items() if own.shape == shape}
+
+    def on_answer(self, answer: Answer) -> None:
+        """Take in how a client has assigned its samples; its largest ω says where it belongs.
+
+        Raises
+        ------
+        InvalidReplyError
+            These are no masses of so many models, of all of its samples.
+        """
+        client, rounds = answer.task.client, self.dispatch.state
+        in_round = rounds.open.get(client) == answer.task.number
+        if client not in rounds.asking.awaited and not in_round:
+            raise InvalidReplyError("it came after the round had begun")
+        examples = answer.num_examples
+        stated = answer.array(LABEL_MASSES, (len(self.models), None), 0.0, examples, most=_MOST)
+        counts = stated.sum(axis=0)
+        off = np.abs(counts - np.round(counts)).max()
+        if off > _ROUNDING or round(float(counts.sum())) != examples or not examples:
+            raise InvalidReplyError("its masses are not those of whole samples")
+        # Nobody counts as many times more samples than the others have.
+        counted = self.progress.fleet.counted(client, examples)
+        self.state.masses[client] = stated * (counted / examples)
+        self.state.assigned[client] = True
+        self.clusters.assign(client, list(self.models)[int(np.argmax(mixing_of(stated)))])
+
+    # A round: the M-step.
+
+    def _participants(self, online: Sequence[Client], rng: np.random.Generator) -> Sequence[Client]:
+        """Pick among those who have assigned their samples; if nobody has, among all."""
+        self.state.begun = {}
+        able = [client for client in online if client.client_id in self.state.assigned]
+        return self.dispatch.pick(
+            able or online, self.parameters.participants(len(able or online)), rng
+        )
+
+    def work_for(self, client: str) -> Work:
+        """Let a client train the next model, on its samples as it has assigned them."""
+        model = self._next_model(client)
+        if model is None or client not in self.state.assigned:
+            # Who has assigned nothing trains nothing; the next round has it again.
+            return self._assign(client)
+        settings = {WEIGHTED_BY: list(self.models).index(model)}
+        return Work(client, TRAIN_WEIGHTED, models=(model,), settings=settings)
+
+    def _next_model(self, client: str) -> int | None:
+        begun = self.state.begun.get(client, {})
+        return next((model for model in self.models if model not in begun), None)
+
+    def on_dispatch(self, task: Task) -> None:
+        """Note who trains what."""
+        if task.kind == TRAIN_WEIGHTED:
+            self.state.begun.setdefault(task.client, {})[task.cluster] = True
+
+    def aggregate(self, updates: Sequence[Update]) -> list[Applied]:
+        """θ_k ← Σ n_i θ_ik / Σ n_i, over those who have trained it."""
+        self.state.begun, self.state.assigned = {}, {}
+        return average_by_cluster(self.clusters, updates, home=lambda update: update.task.cluster)
+
+
+def mixing_of(masses: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return ω_i: the share of a client's samples that is assigned to each model. Shape (K,).
+
+    Parameters
+    ----------
+    masses : NDArray[np.float64]
+        m_i. Shape (K, classes).
+    """
+    return np.asarray(masses.sum(axis=1) / masses.sum())
+
+
+def label_table(masses: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
+    """Return C[k][y] = Σ_i m_ik[y], at least 1e-8, each row over its sum. Shape (K, classes).
+
+    Parameters
+    ----------
+    masses : Sequence of NDArray[np.float64]
+        m_i of each client. Shape (K, classes) each.
+    """
+    total = np.maximum(np.sum(masses, axis=0), _LEAST_SHARE)
+    return np.asarray(total / total.sum(axis=1, keepdims=True))
