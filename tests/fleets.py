@@ -52,6 +52,9 @@ def pulled_app(
         if kind in ("scores", "losses"):
             samples = 8 if kind == "losses" else 1
             return Message(scores_of(message.content, wanted, samples), reply_to=message)
+        if kind in STATISTICS:
+            numbers = STATISTICS[kind](message.content, wanted)
+            return Message(stated(message.content, **numbers), reply_to=message)
         mixed = kind == "train-mixed"
         flat, chosen = received(message.content, wanted)
         if wanted is not None:
@@ -103,6 +106,62 @@ def scores_of(content: RecordDict, wanted: np.ndarray | None, samples: int = 1) 
     numbers = ArrayRecord({"accuracies": Array(accuracies), "losses": Array(losses)})
     metrics = MetricRecord({"num-examples": 10})
     return RecordDict({"numbers": numbers, "metrics": metrics, "config": echo_of(config)})
+
+
+def stated(content: RecordDict, **numbers: np.ndarray | float) -> RecordDict:
+    """Return a reply with what a client of ten examples states of its data."""
+    metrics, arrays = {"num-examples": 10}, {}
+    for name, value in numbers.items():
+        (metrics if isinstance(value, float) else arrays)[name.replace("_", "-")] = value
+    records = {"metrics": MetricRecord(metrics), "config": echo_of(content["config"])}
+    if arrays:
+        packed = {name: Array(value) for name, value in arrays.items()}
+        records["numbers"] = ArrayRecord(packed)
+    return RecordDict(records)
+
+
+def wanted_or_zeros(wanted: np.ndarray | None) -> np.ndarray:
+    return np.zeros(8, np.float32) if wanted is None else wanted.astype(np.float32)
+
+
+def directions_of(content: RecordDict, wanted: np.ndarray | None) -> dict[str, np.ndarray]:
+    """Return a client's target as the only direction of its data."""
+    flat = wanted_or_zeros(wanted) + np.float32(1e-3)
+    return {"principal_directions": (flat / np.linalg.norm(flat))[:, None]}
+
+
+def latent_of(content: RecordDict, wanted: np.ndarray | None) -> dict[str, float]:
+    """Return the largest number of a client's target."""
+    return {"latent_most": float(wanted_or_zeros(wanted).max())}
+
+
+def descriptors_of(content: RecordDict, wanted: np.ndarray | None) -> dict[str, np.ndarray]:
+    """Return a client's target as the means of its features, of all and of its single class."""
+    described = np.zeros((2, 2, content["config"]["latent-dimensions"]), np.float32)
+    described[:, 0, :8] = wanted_or_zeros(wanted)
+    return {"descriptors": described}
+
+
+def gradient_of(content: RecordDict, wanted: np.ndarray | None) -> dict[str, np.ndarray]:
+    """Return what points away from a client's target."""
+    return {"gradient": received(content, wanted)[0] - wanted_or_zeros(wanted)}
+
+
+def masses_of(content: RecordDict, wanted: np.ndarray | None) -> dict[str, np.ndarray]:
+    """Assign a client's ten samples, of two classes, by how near models are to its target."""
+    far = [float(np.linalg.norm(flat - wanted_or_zeros(wanted))) for flat in several_of(content)]
+    shares = np.exp(-np.array(far)) / np.exp(-np.array(far)).sum()
+    return {"label_masses": shares[:, None] * np.array([4.0, 6.0])}
+
+
+STATISTICS = {
+    "principal-directions": directions_of,
+    "latent-most": latent_of,
+    "descriptors": descriptors_of,
+    "gradient": gradient_of,
+    "label-masses": masses_of,
+}
+"""What a client states of its data, by the kind of work."""
 
 
 def tests_of(content: RecordDict, wanted: np.ndarray | None) -> RecordDict:

@@ -173,7 +173,7 @@ class CFLGP(Method):
 
     def _is_to_answer(self, client: str) -> bool:
         state = self.state
-        return client not in state.heard and state.asked.get(client, 0) < _TRIES
+        return not state.heard.get(client, False) and state.asked.get(client, 0) < _TRIES
 
     def _question(self, client: str) -> Work:
         """Ask a client for its gradient at the criterion model."""
@@ -190,14 +190,14 @@ class CFLGP(Method):
     def on_answer(self, answer: Answer) -> None:
         """Take a gradient into its block of the client's profile: a running mean.
 
+        One that comes when the round has begun counts at the next clustering.
+
         Raises
         ------
         InvalidReplyError
             It is none of this model, or too large.
         """
         state, client, rounds = self.state, answer.task.client, self.dispatch.state
-        if rounds.running:
-            raise InvalidReplyError("it came after the round had begun")
         weights = len(self.compared(next(iter(self.models.values())).vector))
         stated = answer.array(GRADIENT, (weights,))
         if not np.dot(stated, stated) <= LARGEST_SQUARE:
@@ -206,10 +206,15 @@ class CFLGP(Method):
             stated = stated[state.coordinates]
         share = running_share(rounds.number, len(self.models), self.parameters.every)
         blocks = state.profiles.setdefault(client, {})
-        old = blocks.get(state.criterion)
+        if answer.task.cluster not in self.models:
+            raise InvalidReplyError("its model was divided meanwhile")
+        criterion = list(self.models).index(answer.task.cluster)
+        old = blocks.get(criterion)
         new = stated if old is None else (1.0 - share) * old + share * stated
-        blocks[state.criterion] = new.astype(np.float32)
-        state.heard[client] = True
+        blocks[criterion] = new.astype(np.float32)
+        if not rounds.running and answer.task.version == self.models[answer.task.cluster].version:
+            # The criterion model is still the one that it was asked about.
+            state.heard[client] = criterion == state.criterion
         state.asked.pop(client, None)
 
     def _cluster(self, number: int) -> None:

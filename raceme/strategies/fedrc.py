@@ -149,15 +149,14 @@ class FedRC(Method):
     def on_answer(self, answer: Answer) -> None:
         """Take in how a client has assigned its samples; its largest ω says where it belongs.
 
+        An answer that comes when the round has begun is as good: the client takes part in the next.
+
         Raises
         ------
         InvalidReplyError
             These are no masses of so many models, of all of its samples.
         """
-        client, rounds = answer.task.client, self.dispatch.state
-        in_round = rounds.open.get(client) == answer.task.number
-        if client not in rounds.asking.awaited and not in_round:
-            raise InvalidReplyError("it came after the round had begun")
+        client = answer.task.client
         examples = answer.num_examples
         stated = answer.array(LABEL_MASSES, (len(self.models), None), 0.0, examples, most=_MOST)
         counts = stated.sum(axis=0)

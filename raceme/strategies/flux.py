@@ -194,28 +194,32 @@ class FLUX(Method):
             self.state.asked[task.client] = self.state.asked.get(task.client, 0) + 1
 
     def on_answer(self, answer: Answer) -> None:
-        """Take in what was asked for.
+        """Take in what was asked for; whoever describes itself late is placed as a newcomer.
 
         Raises
         ------
         InvalidReplyError
-            It is not that, or comes too late.
+            It is not that.
         """
         state, client, kind = self.state, answer.task.client, answer.task.kind
         wanted = {"scores": SCORES, "range": LATENT_MOST}.get(state.phase, DESCRIPTORS)
-        if kind != wanted or self.dispatch.state.running:
-            raise InvalidReplyError("it came after the round had begun")
+        in_time = kind == wanted and not self.dispatch.state.running
         if kind == SCORES:
-            state.correct[client] = float(answer.array(ACCURACIES, (1, 1), 0.0, 1.0)[0, 0])
+            accuracy = float(answer.array(ACCURACIES, (1, 1), 0.0, 1.0)[0, 0])
+            in_time = in_time and answer.task.version == self.models[0].version
+            if in_time:
+                state.correct[client] = accuracy
         elif kind == LATENT_MOST:
             most = answer.metrics.get(LATENT_MOST, math.nan)
             if not -LARGEST <= most <= LARGEST:
                 raise InvalidReplyError(f"it must state a finite '{LATENT_MOST}'")
-            state.most = max(state.most, most) if state.heard else most
+            if in_time:
+                state.most = max(state.most, most) if state.heard else most
         else:
             shape = (None, 2, self.parameters.dimensions)
             self._describe(client, answer.array(DESCRIPTORS, shape, most=_MOST))
-        state.heard[client] = True
+        if in_time:
+            state.heard[client] = True
 
     def _describe(self, client: str, stated: NDArray[np.float64]) -> None:
         """Keep descriptors, or let a newcomer join the nearest group by those without labels."""
