@@ -205,9 +205,9 @@ class CFLGP(Method):
         if len(state.coordinates):
             stated = stated[state.coordinates]
         share = running_share(rounds.number, len(self.models), self.parameters.every)
-        blocks = state.profiles.setdefault(client, {})
         if answer.task.cluster not in self.models:
             raise InvalidReplyError("its model was divided meanwhile")
+        blocks = state.profiles.setdefault(client, {})
         criterion = list(self.models).index(answer.task.cluster)
         old = blocks.get(criterion)
         new = stated if old is None else (1.0 - share) * old + share * stated

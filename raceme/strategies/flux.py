@@ -56,6 +56,7 @@ _TRIES = 3
 _FIRST_LOOK = 3
 """Round after which the model may be ripe."""
 _FEWEST_POINTS = 2
+_ROUNDING = 1.0 + 1e-9
 _MOST = 1_000_000
 """Numbers that the descriptors of one client may be."""
 
@@ -354,8 +355,8 @@ def density_groups(points: NDArray[np.float64], reach: float) -> NDArray[np.int6
         return np.zeros(len(points), np.int64)
     neighbours = NearestNeighbors(n_neighbors=1).fit(points)
     distances = np.sort(neighbours.kneighbors()[0][:, 0])
-    # Equal points are neighbours at any ε, which must not be 0.
-    epsilon = max(reach * elbow(distances), float(np.finfo(np.float64).tiny))
+    # Whoever is at the elbow is a neighbour, whatever its rounding; ε must not be 0.
+    epsilon = max(reach * elbow(distances) * _ROUNDING, float(np.finfo(np.float64).tiny))
     labels = DBSCAN(eps=epsilon, min_samples=_FEWEST_POINTS).fit_predict(points)
     noise = labels < 0
     labels[noise] = labels.max() + 1 + np.arange(np.count_nonzero(noise))

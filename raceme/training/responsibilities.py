@@ -71,7 +71,7 @@ def responsibilities(
         Shape (K, n), columns of sum 1.
     """
     finite = np.nan_to_num(losses, nan=1e30, posinf=1e30, neginf=-1e30)
-    with np.errstate(divide="ignore"):
+    with np.errstate(divide="ignore", invalid="ignore"):
         logits = np.log(mixing)[:, None] - finite - np.log(table[:, labels])
     # A share of 0 stays 0; if all are, or what was sent is senseless, all models are alike.
     logits = np.nan_to_num(logits, nan=-1e30, posinf=1e30, neginf=-1e30)
