@@ -140,6 +140,7 @@ STRATEGIES = Registry(
         "multikrum": "raceme.strategies.robust_rounds:MultiKrum",
         "nog-fedavg": "raceme.strategies.csafl:NoGFedAvg",
         "pacfl": "raceme.strategies.pacfl:PACFL",
+        "port": "raceme.strategies.port:PORT",
         "r-fedavg": "raceme.strategies.csafl:RFedAvg",
         "ssgd": "raceme.strategies.ssgd:StableSGD",
         "standalone": "raceme.strategies.standalone:Standalone",

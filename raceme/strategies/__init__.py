@@ -58,6 +58,7 @@ from raceme.strategies.flux import FLUX, FLUXParameters
 from raceme.strategies.icfl import ICFL, ICFLAsync, ICFLAsyncParameters, ICFLParameters
 from raceme.strategies.ifca import IFCA, IFCAAsync, IFCAAsyncParameters, IFCAParameters
 from raceme.strategies.pacfl import PACFL, PACFLParameters
+from raceme.strategies.port import PORT, PORTParameters
 from raceme.strategies.robust_rounds import (
     FedMedian,
     FedMedianParameters,
@@ -91,6 +92,7 @@ __all__ = [
     "ICFL",
     "IFCA",
     "PACFL",
+    "PORT",
     "STRATEGIES",
     "ACEDParameters",
     "ACEParameters",
@@ -162,6 +164,7 @@ __all__ = [
     "MultiKrumParameters",
     "NoGFedAvg",
     "PACFLParameters",
+    "PORTParameters",
     "Plan",
     "RFedAvg",
     "RoundsParameters",
