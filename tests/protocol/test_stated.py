@@ -7,6 +7,7 @@ import math
 import sys
 import unicodedata
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,6 +16,7 @@ from raceme.protocol.plain_log import PlainFormatter
 from raceme.protocol.stated import (
     LARGEST,
     StatementError,
+    array_of,
     metrics_of,
     name_of,
     number_of,
@@ -155,3 +157,32 @@ def test_a_traceback_is_printable_line_by_line() -> None:
     assert all(line.isprintable() for line in lines)
     assert lines[-1] == "ValueError: \\x1b[2J"
     assert any(line.startswith("  File") for line in lines)
+
+
+# Arrays.
+
+
+def test_an_array_of_the_wanted_shape_and_bounds_is_returned() -> None:
+    numbers = {"shares": np.array([[0.0, 1.0, 0.5]], np.float32)}
+    found = array_of(numbers, "shares", (1, None), 0.0, 1.0, most=3)
+    assert found.dtype == np.float64
+    assert found.tolist() == [[0.0, 1.0, 0.5]]
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        (None, r"it must state 'shares', numbers of shape \(1, any\)"),
+        (np.array([["a"]]), "it must state 'shares'"),
+        (np.zeros(3), r"has shape \(3,\), not \(1, any\)"),
+        (np.zeros((2, 3)), r"has shape \(2, 3\)"),
+        (np.zeros((1, 0)), r"has shape \(1, 0\)"),
+        (np.zeros((1, 4)), r"has shape \(1, 4\)"),
+        (np.array([[0.0, 1.001]]), "is not within 0 and 1"),
+        (np.array([[-0.001, 1.0]]), "is not within 0 and 1"),
+    ],
+)
+def test_any_other_array_is_refused(values: object, reason: str) -> None:
+    numbers = {} if values is None else {"shares": values}
+    with pytest.raises(StatementError, match=reason):
+        array_of(numbers, "shares", (1, None), 0.0, 1.0, most=3)
