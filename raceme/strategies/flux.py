@@ -243,7 +243,7 @@ class FLUX(Method):
             state.common = self.models[0].vector.copy()
             return self._begin("range")
         if state.phase == "range":
-            # Without anybody's answer there is no common range: it is asked for before each round.
+            # Without anybody's answer nothing can be described, and one model serves all.
             return bool(state.heard) and self._begin("descriptors")
         if state.phase == "descriptors" and state.descriptors:
             self._cluster()
