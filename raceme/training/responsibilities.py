@@ -88,8 +88,8 @@ def train_weighted(work: ClientWork) -> Answer:
     received, client, network = work.models[0], work.client, work.client.network
     index, kept = work.settings.get(WEIGHTED_BY), work.state.array_records.get(RESPONSIBILITIES)
     shares = np.empty((0, 0)) if kept is None else from_array(kept[RESPONSIBILITIES])
-    known = isinstance(index, int) and 0 <= index < len(shares)
-    if not isinstance(index, int) or not known or shares.shape[1] != len(client.train):
+    fits = shares.ndim == 2 and shares.shape[1] == len(client.train)
+    if not isinstance(index, int) or not fits or not 0 <= index < len(shares):
         raise ValueError(
             f"{WEIGHTED_BY} must name a model to which these samples were assigned by "
             f"'{LABEL_MASSES}', got {index!r}."
