@@ -247,6 +247,8 @@ def test_a_split_appears_while_the_run_goes_on(browser: Browser, tmp_path: Path)
             store.observe(ClustersChanged(0.0, 0, ClusterChange.ASSIGN, everybody, made=(0,)))
             store.commit()
             browser.open(beside.address)
+            # All panels are in sight: others are not drawn.
+            browser.resize(1300, 3000)
             browser.until(lambda: "Live" in browser.describe())
             browser.until(lambda: browser.tile("clusters") == "1")
             split = {"a": {1: 1.0}, "b": {1: 1.0}, "c": {2: 1.0}, "d": {2: 1.0}}

@@ -3,7 +3,7 @@
 import { Chart } from "./chart.js";
 import { onTheme, seriesLook } from "./colours.js";
 import { panel } from "./panel.js";
-import { make, number, timeUnit } from "./words.js";
+import { make, number, refill, timeUnit } from "./words.js";
 
 const MOST_LINES = 40;
 
@@ -100,7 +100,7 @@ export class ComparisonBoard {
   }
 
   fill(methods) {
-    this.body.replaceChildren(...[...this.runs].map(([name, one]) => {
+    refill(this.body, ...[...this.runs].map(([name, one]) => {
       const { points } = one;
       const dot = make("span", { class: "dot", "aria-hidden": "true" });
       dot.style.setProperty("--colour", seriesLook(methods.indexOf(one.method)).colour);

@@ -13,6 +13,20 @@ export function make(tag, attributes = {}, ...children) {
   return element;
 }
 
+/**
+ * Give an element children. Those that are as they were stay: one that a mouse is pressed on, or
+ * that has the focus, must not be taken away because something else has changed.
+ */
+export function refill(element, ...children) {
+  const held = [...element.childNodes];
+  children.forEach((child, index) => {
+    const old = held[index];
+    if (!old) element.append(child);
+    else if (!old.isEqualNode(child)) old.replaceWith(child);
+  });
+  for (const old of held.slice(children.length)) old.remove();
+}
+
 /** Make an element for a name that a client has chosen: it changes nothing around it. */
 export function nameElement(name) {
   const shown = name.length > 80 ? `${name.slice(0, 80)}…` : name;

@@ -2,7 +2,7 @@
 
 import { clusterColour } from "../colours.js";
 import { panel } from "../panel.js";
-import { make, nameElement, number, plural, timeText } from "../words.js";
+import { make, nameElement, number, plural, refill, timeText } from "../words.js";
 
 const ROW = 34;
 const EXTRA = 6;
@@ -117,7 +117,8 @@ export class ClientsPanel {
     const seen = Math.ceil((this.scroll.clientHeight || 400) / ROW) + 2 * EXTRA;
     const shown = this.rows.slice(first, first + seen);
     const kept = document.activeElement?.dataset?.client;
-    this.body.replaceChildren(
+    refill(
+      this.body,
       room(first * ROW),
       ...shown.map((client, index) => this.row(client, first + index)),
       room((this.rows.length - first - shown.length) * ROW),

@@ -3,7 +3,7 @@
 import { Chart } from "../chart.js";
 import { positionOn, xLabelOf } from "../axis.js";
 import { clusterColour, named } from "../colours.js";
-import { make, nameElement, number, timeText } from "../words.js";
+import { make, nameElement, number, refill, timeText } from "../words.js";
 import { updatesOf } from "./devices.js";
 import { tableOf } from "./trust.js";
 
@@ -31,7 +31,14 @@ export class DetailPanel {
     this.element.hidden = !selection;
     this.key = null;
     if (selection) requestAnimationFrame(() => this.title.focus({ preventScroll: true }));
-    else this.opener?.focus?.({ preventScroll: true });
+    else this.back()?.focus({ preventScroll: true });
+  }
+
+  /** Return what the history was opened from; its row of the table may be another one by now. */
+  back() {
+    const { opener } = this;
+    if (!opener || opener.isConnected) return opener;
+    return document.querySelector(`.clients [data-client="${opener.dataset.client}"]`);
   }
 
   draw(moment) {
@@ -80,7 +87,7 @@ export class DetailPanel {
       parts.push(make("h3", {}, "Rejected"),
         tableOf(["at", "reason"], refused.slice(-MOST_ROWS).reverse()));
     }
-    this.body.replaceChildren(...parts);
+    refill(this.body, ...parts);
   }
 
   placeOf(row) {
@@ -118,7 +125,7 @@ export class DetailPanel {
     if (buttons.length) {
       parts.push(make("h3", {}, "Members"), make("ul", { class: "ids" }, ...buttons));
     }
-    this.body.replaceChildren(...parts);
+    refill(this.body, ...parts);
   }
 
   /** Return when a cluster was made and given up. */

@@ -1,7 +1,7 @@
 // What happened to clusters and data, one line each; a click shows that moment.
 
 import { panel } from "../panel.js";
-import { make, plural, timeText } from "../words.js";
+import { make, plural, refill, timeText } from "../words.js";
 
 const MOST = 200;
 
@@ -18,17 +18,18 @@ export class HappeningsPanel {
       this.revision = run.revision;
       this.told = told(run);
       const shown = this.told.slice(-MOST);
-      this.list.replaceChildren(...shown.reverse().map((one) => this.line(one)));
-      if (!this.told.length) this.list.append(make("li", { class: "note" }, "Nothing yet."));
+      const lines = shown.reverse().map((one) => this.line(one, moment));
+      if (!lines.length) lines.push(make("li", { class: "note" }, "Nothing yet."));
+      refill(this.list, ...lines);
     }
     for (const element of this.list.children) {
       element.classList.toggle("later", Number(element.dataset.time) > moment.time);
     }
   }
 
-  line({ time, kind, text }) {
+  line({ time, kind, text }, moment) {
     const { run } = this.board;
-    const element = make("li", {},
+    const element = make("li", { class: time > moment.time ? "later" : "" },
       make("button", { type: "button", onclick: () => this.board.clock.show(time) },
         make("span", { class: "when" }, timeText(time, run.end)),
         make("span", { class: `kind ${kind}` }, kind), make("span", {}, text)));

@@ -4,7 +4,7 @@ import { Canvas, ticks } from "../canvas.js";
 import { clusterColour, isDark, named } from "../colours.js";
 import { extent, layOut, partsInto } from "../layout.js";
 import { note, panel } from "../panel.js";
-import { make, number, timeUnit } from "../words.js";
+import { make, number, refill, timeUnit } from "../words.js";
 
 const BOTTOM = 38;
 const TOP = 22;
@@ -159,7 +159,7 @@ export class StreamPanel {
         onclick: () => this.board.select({ cluster }) }, dot, text, size);
     });
     if (members.size > 40) chips.push(make("span", {}, `and ${members.size - 40} more`));
-    this.chips.replaceChildren(...chips);
+    refill(this.chips, ...chips);
   }
 
   click(event) {

@@ -1,7 +1,7 @@
 // What was not used, and why: rejections by reason, and the verdicts of the protection.
 
 import { note, panel } from "../panel.js";
-import { make, nameElement, number } from "../words.js";
+import { make, nameElement, number, refill } from "../words.js";
 
 const MOST = 12;
 const KINDS = ["scaled", "refused", "excluded", "readmitted"];
@@ -34,7 +34,7 @@ export class TrustPanel {
       parts.push(note("Every reply was used so far."));
     }
     if (moment.verdicts) parts.push(this.verdicts(moment));
-    this.body.replaceChildren(...parts);
+    refill(this.body, ...parts);
   }
 
   verdicts(moment) {
