@@ -22,13 +22,16 @@ class Latest:
     ----------
     models : dict[str, Vector]
         z_i of each client that has one. Shape (d,).
+    homes : dict[str, int]
+        The cluster that it counts in; a client that is in none is left out.
     totals : dict[int, Vector]
-        Σ z_i over the clients of a cluster. Shape (d,).
+        Σ z_i over the clients that count in a cluster. Shape (d,).
     counts : dict[int, int]
         How many that are.
     """
 
     models: dict[str, Vector] = field(default_factory=dict)
+    homes: dict[str, int] = field(default_factory=dict)
     totals: dict[int, Vector] = field(default_factory=dict)
     counts: dict[int, int] = field(default_factory=dict)
 
@@ -36,33 +39,41 @@ class Latest:
         """Return z̄ of a cluster that somebody has a model in. Shape (d,)."""
         return np.asarray(self.totals[cluster] / np.float32(self.counts[cluster]))
 
+    def counts_in(self, client: str, cluster: int) -> bool:
+        """Return whether a client has a model that counts in a cluster."""
+        return self.homes.get(client) == cluster
+
     def renew(self, client: str, cluster: int, vector: Vector) -> None:
         """Remember a member's latest model in place of its former one."""
-        self.withdraw(client, cluster)
+        self.withdraw(client)
         self.models[client] = vector
-        self._add(cluster, vector)
+        self._add(client, cluster)
 
-    def withdraw(self, client: str, cluster: int) -> None:
+    def withdraw(self, client: str) -> None:
         """Forget a client's latest model: it goes elsewhere, or has gone."""
         vector = self.models.pop(client, None)
-        # In the midst of a repair a new cluster has no total yet: all are counted anew after it.
-        if vector is not None and cluster in self.totals:
-            self.totals[cluster] -= vector
-            self.counts[cluster] -= 1
+        home = self.homes.pop(client, None)
+        if vector is not None and home in self.totals:
+            self.totals[home] -= vector
+            self.counts[home] -= 1
 
-    def recount(self, home: Callable[[str], int]) -> None:
-        """Add all up anew: clusters have changed."""
-        self.totals, self.counts = {}, {}
-        for client, vector in self.models.items():
-            self._add(home(client), vector)
+    def recount(self, home: Callable[[str], int | None]) -> None:
+        """Add all up anew where clients are now; who is nowhere is left out."""
+        self.homes, self.totals, self.counts = {}, {}, {}
+        for client in self.models:
+            cluster = home(client)
+            if cluster is not None:
+                self._add(client, cluster)
 
     def drop(self, cluster: int) -> None:
         """Forget a cluster that nobody is left in."""
         self.totals.pop(cluster, None)
         self.counts.pop(cluster, None)
 
-    def _add(self, cluster: int, vector: Vector) -> None:
+    def _add(self, client: str, cluster: int) -> None:
+        vector = self.models[client]
         if cluster not in self.totals:
             self.totals[cluster], self.counts[cluster] = np.zeros_like(vector), 0
+        self.homes[client] = cluster
         self.totals[cluster] += vector
         self.counts[cluster] += 1

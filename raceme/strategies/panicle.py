@@ -176,7 +176,7 @@ class Panicle(Method):
     def remove_client(self, client: str) -> None:
         """A client that has gone no longer moves its cluster."""
         super().remove_client(client)
-        self.state.latest.withdraw(client, self.clusters.main(client))
+        self.state.latest.withdraw(client)
 
     # What a client is asked.
 
@@ -350,7 +350,7 @@ class Panicle(Method):
         for cluster in sorted(set(clusters.models) - set(cluster_of.values())):
             if not clusters.clients(cluster, online_only=False):
                 self._retire(cluster)
-        self.state.latest.recount(clusters.main)
+        self.state.latest.recount(self._home)
 
     def _inherit(self, cluster: int, sources: list[int]) -> None:
         """Note where a new cluster comes from; it learns as fast as a young one."""
@@ -369,7 +369,7 @@ class Panicle(Method):
     def _found(self, client: str) -> None:
         """Give a client that is far from all clusters one of its own."""
         source = self.clusters.main(client)
-        self.state.latest.withdraw(client, self.clusters.main(client))
+        self.state.latest.withdraw(client)
         cluster = self.clusters.found(self.models[source].copy(), [client])
         self.state.origins[cluster] = [source]
         self.state.learned[cluster] = 0
@@ -379,8 +379,8 @@ class Panicle(Method):
         clusters = self.clusters
         if clusters.is_placed(client) and clusters.main(client) == cluster:
             return
-        former = clusters.main(client) if clusters.is_placed(client) else None
-        self.state.latest.withdraw(client, self.clusters.main(client))
+        former = self._home(client)
+        self.state.latest.withdraw(client)
         clusters.move(client, cluster)
         self._habit(client).length = 0.0
         if former is not None and not clusters.clients(former, online_only=False):
@@ -431,17 +431,22 @@ class Panicle(Method):
         own, learned = self.parameters, self.state.learned.get(k, 0)
         alpha = share_of(members, learned / members, own.alpha0, own.ease)
         target = vector
-        if own.unbiased and client in latest.models:
+        if own.unbiased and latest.counts_in(client, k):
             strength = np.float32(calibration(alpha, members))
             target = np.asarray(target - strength * (latest.models[client] - latest.mean(k)))
         if carries and own.forward:
             beta = np.float32(carried(alpha, members, own.forward))
             target = np.asarray(target + beta * (model.vector - self.base_of(update)))
-        model.mix(target, alpha)
+        # Not a mean of models any more: checked to be finite.
+        model.move(np.float32(alpha) * (target - model.vector))
         if own.unbiased and self.clusters.online[client]:
             latest.renew(client, k, vector)
         self.state.learned[k] = learned + 1
         return alpha
+
+    def _home(self, client: str) -> int | None:
+        """Return the cluster that a client is in; None if it is in none."""
+        return self.clusters.main(client) if self.clusters.is_placed(client) else None
 
     def _comes_from(self, cluster: int, former: int) -> bool:
         """Return whether a cluster is another one, or came from it."""

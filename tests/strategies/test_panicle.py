@@ -172,7 +172,7 @@ def wrong(strategy: Panicle, *parts: list[str]) -> None:
         cluster = strategy.clusters.found(strategy.models[source].copy())
         for client in part:
             strategy._move(client, cluster)
-    strategy.state.latest.recount(strategy.clusters.main)
+    strategy.state.latest.recount(strategy._home)
 
 
 def test_clusters_that_are_one_group_are_merged_and_reported() -> None:
@@ -224,7 +224,7 @@ def test_rearranging_gives_the_wanted_groups(pairs: list[tuple[int, int]]) -> No
         strategy._move(client, now) if now in strategy.models else None
     now = np.array([strategy.clusters.main(client) for client in clients])
     wanted = np.unique([group for _, group in pairs], return_inverse=True)[1]
-    strategy.state.latest.recount(strategy.clusters.main)
+    strategy.state.latest.recount(strategy._home)
     strategy._rearrange(clients, now, wanted, 1.0)
     then = [strategy.clusters.main(client) for client in clients]
     assert len(set(zip(then, wanted.tolist(), strict=True))) == len(set(then)) == wanted.max() + 1
