@@ -29,6 +29,25 @@ def share_of(members: int, rounds: float, alpha0: float, ease: float) -> float:
     return max(1.0 / max(1, members), first / (1.0 + rounds / ease))
 
 
+def freshness(staleness: int, members: int, power: float) -> float:
+    """Return by what an update's share is less because it is stale: ``max(1, s / m) ** -power``.
+
+    Of members that are equally fast each is overtaken by the m - 1 others: that is no staleness
+    yet. Who takes five times as long is overtaken five times by all, and its model, mixed in with
+    a whole share, would take the others back to where they were then.
+
+    Parameters
+    ----------
+    staleness : int
+        s: updates since the client was given its model, by all whose updates are counted.
+    members : int
+        m: how many these are.
+    power : float
+        0: staleness does not matter.
+    """
+    return float(max(1.0, staleness / max(1, members)) ** -power)
+
+
 def calibration(alpha: float, members: int) -> float:
     """Return how much of a client's former change is taken back: 1 where α is one member's share.
 

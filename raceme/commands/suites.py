@@ -63,7 +63,8 @@ def run_suites(
     logging.getLogger("flwr").setLevel(logging.ERROR)
     console = Console(highlight=False)
     prepared = [prepare(suite, out) for suite, out in planned]
-    failed, done = False, dict[str, Comparison]()
+    failed = False
+    done: dict[str, Comparison] = {}
     for plan in prepared:
         suite = plan.suite
         if suite.scale != 1.0:

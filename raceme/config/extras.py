@@ -12,10 +12,8 @@ SERVER = {
     "safetensors": "safetensors",
     "scipy": "scipy",
     "sklearn": "scikit-learn",
-    "starlette": "starlette",
     "threadpoolctl": "threadpoolctl",
     "torchvision": "torchvision",
-    "uvicorn": "uvicorn",
 }
 """Packages of the extra ``server`` as they are imported, and as they are installed."""
 

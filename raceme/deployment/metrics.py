@@ -159,8 +159,11 @@ class _Fleet(Collector):
     def _silences(self) -> list[tuple[float, str]]:
         """Return the seconds since the last word of each device, and the device."""
         self._forget_nodes()
-        last = dict(self._last)
+        last, present = dict(self._last), self._present()
         for node, heard in list(self._heard.items()):
+            # One that waits for work may have called before the method knew who it is.
+            if node not in self._names and node in present:
+                self._names[node] = present[node]
             name = self._names.get(node, f"node {node}")
             last[name] = max(heard, last.get(name, heard))
         now = self._clock()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from raceme.protocol.stated import StatementError, number_of
 
@@ -18,7 +18,8 @@ MOST_JOULES = 1e11
 """A kilowatt for three years."""
 
 
-class Cost(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Cost:
     """What a piece of work cost; None for what the device does not state.
 
     Attributes

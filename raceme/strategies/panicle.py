@@ -27,7 +27,7 @@ from raceme.clustering.clusters import Clusters
 from raceme.clustering.evidence import best_partition, nearest_group, silhouettes
 from raceme.clustering.latest import Latest
 from raceme.clustering.model import Model
-from raceme.clustering.pace import calibration, carried, share_of
+from raceme.clustering.pace import calibration, carried, freshness, share_of
 from raceme.clustering.probes import HALVES, Probes, Sketcher, settings_of_probe
 from raceme.clustering.repair import movers, plan_repair
 from raceme.config.options import option
@@ -82,6 +82,7 @@ class PanicleParameters:
     forward: float = option(
         0.5, "share of what the model has moved meanwhile that an update keeps", low=0, high=1
     )
+    stale: float = option(1.0, "power by which what was overtaken counts less (0: alike)", low=0)
     unbiased: bool = option(True, "let members count alike, however often they report")
     clip: float = option(3.0, "longest update, in medians of its cluster's (0: any)", low=0)
     sketch: int = option(1024, "numbers of a direction that are kept (0: all)", low=0)
@@ -419,9 +420,12 @@ class Panicle(Method):
         vector = update.vector
         if 0.0 < bound < length:
             vector = np.asarray(vector - np.float32(1.0 - bound / length) * delta)
-        return Applied(k, staleness, self._mix(update, k, vector, carries=not has_moved))
+        # Of a client that has moved the updates of all clusters are counted.
+        counted = self.clusters.members if has_moved else self.clusters.clients(k)
+        fresh = freshness(staleness, len(counted), self.parameters.stale)
+        return Applied(k, staleness, self._mix(update, k, vector, fresh, carries=not has_moved))
 
-    def _mix(self, update: Update, k: int, vector: Vector, carries: bool) -> float:
+    def _mix(self, update: Update, k: int, vector: Vector, fresh: float, carries: bool) -> float:
         """Mix a member's model into its cluster's: w ← (1 − α) w + α (z + β (w − w₀) − λ (z' − z̄)).
 
         z is its model now and z' the one before, z̄ the mean of all members', w₀ where it started.
@@ -434,6 +438,7 @@ class Panicle(Method):
         if own.unbiased and latest.counts_in(client, k):
             strength = np.float32(calibration(alpha, members))
             target = np.asarray(target - strength * (latest.models[client] - latest.mean(k)))
+        alpha *= fresh
         if carries and own.forward:
             beta = np.float32(carried(alpha, members, own.forward))
             target = np.asarray(target + beta * (model.vector - self.base_of(update)))
