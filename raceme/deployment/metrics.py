@@ -134,6 +134,7 @@ class _Fleet(Collector):
         clock: Callable[[], float],
     ) -> None:
         self._state, self._present, self._clock = state, names, clock
+        self._started = clock()
         self._heard: dict[int, float] = {}
         self._names: dict[int, str] = {}
         self._last: dict[str, float] = {}
@@ -160,7 +161,9 @@ class _Fleet(Collector):
         """Return the seconds since the last word of each device, and the device."""
         self._forget_nodes()
         last, present = dict(self._last), self._present()
-        for node, heard in list(self._heard.items()):
+        # Who belongs to a resumed run has said nothing to this process yet: since its start.
+        silent = dict.fromkeys(present, self._started)
+        for node, heard in {**silent, **self._heard}.items():
             # One that waits for work may have called before the method knew who it is.
             if node not in self._names and node in present:
                 self._names[node] = present[node]
