@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from flwr.serverapp import Grid
 
+from raceme.records.trace import Communication
 from raceme.simulation.devices import fleet
 from raceme.simulation.trace import PREFIX, traced_fleet
 from raceme.simulation.virtual_grid import Node, VirtualGrid
 
 _FIRST_NODE_ID = 1000
-
-Communication = Callable[[str, int, int], float]
 
 
 def communication_of(grid: Grid) -> Communication | None:

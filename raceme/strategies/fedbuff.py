@@ -71,9 +71,11 @@ class FedBuff(Method):
         state.total += np.float32(scale) * self.delta(update)
         state.count += 1
         if state.count == options.k:
-            model.move(np.float32(options.server_lr / options.k) * state.total)
+            step = np.float32(options.server_lr / options.k) * state.total
+            # Emptied first: a step that is not finite is refused, and the next one must come.
             state.total[...] = 0.0
             state.count = 0
+            model.move(step)
         return Applied(cluster=0, staleness=staleness, weight=options.server_lr * scale / options.k)
 
 
