@@ -17,7 +17,6 @@ model by being fast; its share falls from CASA's to that of one member as the cl
 
 from __future__ import annotations
 
-import statistics
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -25,6 +24,7 @@ from numpy.typing import NDArray
 
 from raceme.clustering.clusters import Clusters
 from raceme.clustering.evidence import best_partition, nearest_group, silhouettes
+from raceme.clustering.habits import Habit, call_others, typical_length
 from raceme.clustering.latest import Latest
 from raceme.clustering.model import Model
 from raceme.clustering.pace import calibration, carried, freshness, share_of
@@ -55,12 +55,6 @@ _SLACK = 0.1
 """Evidence below the level at which clusters are given up again."""
 _GAIN = 0.1
 """What a repair must bring those who move, in silhouettes."""
-_LONG = 1.5
-"""Medians of its cluster's updates below which no update is suddenly long."""
-_FEWEST_LENGTHS = 3
-"""Other members whose updates tell how long one may be."""
-_KEPT = 0.7
-"""Share of the typical length of a client's changes that its next one leaves."""
 
 
 @dataclass(frozen=True)
@@ -89,34 +83,6 @@ class PanicleParameters:
 
 
 @dataclass
-class Habit:
-    """What a client's updates have been like.
-
-    Attributes
-    ----------
-    length : float
-        Typical ‖Δ_i‖; 0 before its first update in this cluster.
-    growth : float
-        Growth that is sudden; more after a false alarm.
-    since : int
-        Its updates since its last probe.
-    every : int
-        Its updates after which it is probed again.
-    asked : int
-        Probes in a row that it has not answered.
-    doubted : bool
-        Whether a probe is to tell if its data have changed.
-    """
-
-    length: float = 0.0
-    growth: float = 0.0
-    since: int = 0
-    every: int = 0
-    asked: int = 0
-    doubted: bool = False
-
-
-@dataclass
 class PanicleState:
     """What Panicle knows beside its clusters.
 
@@ -128,6 +94,8 @@ class PanicleState:
         Directions from w0, and who is like whom.
     habits : dict[str, Habit]
         What each client's updates have been like.
+    changes : dict[str, int]
+        When each client's data were last found to have changed, in updates of the run.
     latest : Latest
         z_i: latest model of each member that is online.
     learned : dict[int, int]
@@ -147,6 +115,7 @@ class PanicleState:
     initial: Vector
     probes: Probes = field(default_factory=Probes)
     habits: dict[str, Habit] = field(default_factory=dict)
+    changes: dict[str, int] = field(default_factory=dict)
     latest: Latest = field(default_factory=Latest)
     learned: dict[int, int] = field(default_factory=dict)
     origins: dict[int, list[int]] = field(default_factory=dict)
@@ -198,7 +167,8 @@ class Panicle(Method):
             return False
         due = self.parameters.recheck and habit.since >= habit.every
         few = probes.is_known(client) and probes.count(client) < self.state.wanted
-        return habit.doubted or bool(due) or few or not self._is_settled(client)
+        asked = habit.doubted or habit.called or bool(due) or few
+        return asked or not self._is_settled(client)
 
     def _is_settled(self, client: str) -> bool:
         """Return whether a client's probes say who it is like, or never will."""
@@ -227,15 +197,16 @@ class Panicle(Method):
         client, probes = update.task.client, self.state.probes
         habit, delta = self._habit(client), self.compared(self.delta(update))
         direction = self._sketcher.direction(delta)
-        habit.asked, habit.since = 0, 0
+        habit.asked, habit.since, habit.probed = 0, 0, self.progress.updates
         if probes.is_clear(client) and probes.likeness(client, direction) < _ALIKE:
             probes.forget(client)
             habit.every = self.parameters.recheck
+            self._note_change(client)
         elif habit.doubted:
             habit.growth *= 1.5
-        elif self._is_settled(client):
+        elif self._is_settled(client) and not habit.called:
             habit.every *= 2
-        habit.doubted, habit.length = False, 0.0
+        habit.doubted, habit.called, habit.length = False, False, 0.0
         was_settled = self._is_settled(client)
         probes.add(client, direction)
         if not was_settled:
@@ -247,6 +218,13 @@ class Panicle(Method):
         if client not in latest.models and not self.state.formed and self.clusters.online[client]:
             latest.renew(client, k, update.vector)
         return Applied(self.clusters.main(client), staleness=0, weight=0.0)
+
+    def _note_change(self, client: str) -> None:
+        """Note that a client's data have changed; many such speak for the others."""
+        state, now = self.state, self.progress.updates
+        state.changes[client] = now
+        if self.parameters.drift:
+            call_others(state.habits, state.changes, now, len(state.probes.clients))
 
     def _place(self, client: str) -> None:
         """Put a client whose probes are new where it belongs, once there are clusters.
@@ -411,11 +389,13 @@ class Panicle(Method):
             return Applied(k, staleness, weight=0.0)
         delta = self.delta(update)
         length = float(np.linalg.norm(self.compared(delta)))
-        typical = self._typical_length(client, k)
-        if self._looks_changed(habit, length, typical):
+        others = (other for other in self.clusters.clients(k) if other != client)
+        typical = typical_length(state.habits, others)
+        is_watched = self.parameters.drift and self.parameters.clustering
+        if is_watched and habit.is_sudden(length, typical):
             habit.doubted = True
             return Applied(k, staleness, weight=0.0)
-        habit.length = _KEPT * habit.length + (1 - _KEPT) * length if habit.length else length
+        habit.learn(length)
         bound = self.parameters.clip * typical
         vector = update.vector
         if 0.0 < bound < length:
@@ -464,18 +444,6 @@ class Panicle(Method):
                 seen.add(one)
                 origins += self.state.origins.get(one, [])
         return False
-
-    def _typical_length(self, client: str, k: int) -> float:
-        """Return the median length of the other members' updates; 0 if few have sent any."""
-        habits = self.state.habits
-        own = (habits[c].length for c in self.clusters.clients(k) if c != client and c in habits)
-        lengths = [length for length in own if length]
-        return statistics.median(lengths) if len(lengths) >= _FEWEST_LENGTHS else 0.0
-
-    def _looks_changed(self, habit: Habit, length: float, typical: float) -> bool:
-        """Return whether an update is suddenly long: its client's data may have changed."""
-        is_on = self.parameters.drift and self.parameters.clustering and habit.length > 0.0
-        return is_on and length > max(habit.growth * habit.length, _LONG * typical)
 
     def _habit(self, client: str) -> Habit:
         habits, own = self.state.habits, self.parameters

@@ -1,0 +1,107 @@
+"""What clients' updates have been like, and when many of them change at once.
+
+An update that is suddenly longer than its client's usual ones says that the client's data may have
+changed; a probe tells. When that has come true for several clients within a short time, the others'
+data have probably changed too, and waiting for each one's next long update would take as long as
+the slowest device needs for a whole task.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+_LONG = 1.5
+"""Medians of the others' updates below which no update is suddenly long."""
+_FEWEST_LENGTHS = 3
+"""Other clients whose updates tell how long one may be."""
+_KEPT = 0.7
+"""Share of the typical length of a client's changes that its next one leaves."""
+_MANY = 8
+"""An eighth of the clients whose data have changed speaks for all."""
+_FEWEST_CHANGES = 2
+_SOON = 2
+"""Updates per client within which changes count as one event."""
+
+
+@dataclass
+class Habit:
+    """What a client's updates have been like.
+
+    Attributes
+    ----------
+    length : float
+        Typical ‖Δ_i‖; 0 before its first update in this cluster.
+    growth : float
+        Growth that is sudden; more after a false alarm.
+    since : int
+        Its updates since its last probe.
+    every : int
+        Its updates after which it is probed again.
+    asked : int
+        Probes in a row that it has not answered.
+    doubted : bool
+        Whether a probe is to tell if its data have changed.
+    called : bool
+        Whether it is to be probed because many others' data have changed.
+    probed : int
+        Updates of the run at its last probe.
+    """
+
+    length: float = 0.0
+    growth: float = 0.0
+    since: int = 0
+    every: int = 0
+    asked: int = 0
+    doubted: bool = False
+    called: bool = False
+    probed: int = 0
+
+    def is_sudden(self, length: float, typical: float) -> bool:
+        """Return whether an update is suddenly long.
+
+        Parameters
+        ----------
+        length : float
+            Its length.
+        typical : float
+            That of the others' updates; 0 if it is not known.
+        """
+        return self.length > 0.0 and length > max(self.growth * self.length, _LONG * typical)
+
+    def learn(self, length: float) -> None:
+        """Take the length of one more update in."""
+        self.length = _KEPT * self.length + (1 - _KEPT) * length if self.length else length
+
+
+def typical_length(habits: Mapping[str, Habit], clients: Iterable[str]) -> float:
+    """Return the median length of clients' updates; 0 if few of them have sent any."""
+    lengths = [habits[c].length for c in clients if c in habits and habits[c].length]
+    return statistics.median(lengths) if len(lengths) >= _FEWEST_LENGTHS else 0.0
+
+
+def call_others(
+    habits: Mapping[str, Habit], changes: dict[str, int], now: int, clients: int
+) -> None:
+    """Have all others probed, if the data of many have changed within a short time.
+
+    Parameters
+    ----------
+    habits : Mapping[str, Habit]
+        Of each client; those that are to be probed are marked.
+    changes : dict[str, int]
+        When each client's data were last found to have changed, in updates of the run. What is
+        long past is removed.
+    now : int
+        Updates of the run.
+    clients : int
+        Clients that are compared.
+    """
+    for client in [c for c, then in changes.items() if then < now - _SOON * clients]:
+        del changes[client]
+    if len(changes) >= max(_FEWEST_CHANGES, math.ceil(clients / _MANY)):
+        first = min(changes.values())
+        for habit in habits.values():
+            habit.called |= habit.probed < first
