@@ -30,6 +30,13 @@ _LONELY = 0.25
 _TIE = 0.03
 """Partitions whose evidence differs by less are alike: the one with fewer groups is taken."""
 
+_MANY_GROUPS = 0.3
+"""Groups per client from which on all of `_EXTRA` is asked for."""
+_FEW_GROUPS = 0.1
+"""Groups per client up to which nothing more is asked for."""
+_EXTRA = 0.15
+"""Evidence asked for beyond the level, of partitions into many small groups."""
+
 
 @dataclass(frozen=True)
 class Partition:
@@ -109,6 +116,25 @@ def best_partition(distances: Distances, most: int) -> Partition:
     if not np.isfinite(best.evidence):
         return Partition(np.zeros(count, np.int64), 0.0)
     return best
+
+
+def least_evidence(level: float, groups: int, clients: int) -> float:
+    """Return the evidence that a partition needs: more of one into many small groups.
+
+    Of clients that merely differ, small groups can be picked that look well apart, since there are
+    so many to choose from; of few large groups that is not so.
+
+    Parameters
+    ----------
+    level : float
+        For few large groups.
+    groups : int
+        How many there are.
+    clients : int
+        How many they were made of.
+    """
+    share = (groups / max(1, clients) - _FEW_GROUPS) / (_MANY_GROUPS - _FEW_GROUPS)
+    return level + _EXTRA * min(1.0, max(0.0, share))
 
 
 def nearest_group(own: NDArray[np.float64], labels: Labels) -> int | None:

@@ -23,7 +23,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raceme.clustering.clusters import Clusters
-from raceme.clustering.evidence import best_partition, nearest_group, silhouettes
+from raceme.clustering.evidence import (
+    best_partition,
+    least_evidence,
+    nearest_group,
+    silhouettes,
+)
 from raceme.clustering.habits import Habit, call_others, typical_length
 from raceme.clustering.latest import Latest
 from raceme.clustering.model import Model
@@ -273,16 +278,21 @@ class Panicle(Method):
         now = np.array([self.clusters.main(client) for client in clients], np.int64)
         present = silhouettes(distances, np.unique(now, return_inverse=True)[1])
         best = best_partition(distances, self.parameters.most)
-        level = self.parameters.level
+        level = self._level(best.labels)
         if best.evidence >= level:
             moving = movers(now, best.labels)
             gain = silhouettes(distances, best.labels)[moving] - present[moving]
             if moving.any() and gain.mean() >= _GAIN:
                 self._rearrange(clients, now, best.labels, best.evidence)
-        elif best.evidence >= level - _UNDECIDED:
+            return
+        if best.evidence >= level - _UNDECIDED:
             self.state.wanted = _MORE_PROBES
-        if best.evidence < level and len(np.unique(now)) > 1 and present.mean() < level - _SLACK:
+        if len(np.unique(now)) > 1 and present.mean() < self._level(now) - _SLACK:
             self._rearrange(clients, now, np.zeros_like(now), float(present.mean()))
+
+    def _level(self, labels: NDArray[np.int64]) -> float:
+        """Return the evidence that a partition of clients needs."""
+        return least_evidence(self.parameters.level, len(np.unique(labels)), len(labels))
 
     def _clear(self) -> list[str]:
         """Return the clients online of which probes say who they are like."""
@@ -299,7 +309,7 @@ class Panicle(Method):
         evidence: float,
     ) -> None:
         """Merge, split and move."""
-        clusters, level = self.clusters, self.parameters.level
+        clusters, level = self.clusters, self._level(wanted)
         repair = plan_repair(now, wanted)
         heirs = {cluster: cluster for cluster in clusters.models}
         for sources in repair.merges:
