@@ -5,7 +5,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raceme.clustering.evidence import best_partition, nearest_group, silhouettes
+from raceme.clustering.evidence import (
+    best_partition,
+    least_evidence,
+    nearest_group,
+    silhouettes,
+)
 
 
 def grouped(sizes: list[int], within: float, between: float) -> np.ndarray:
@@ -45,6 +50,15 @@ def test_groups_are_found_in_fleets_of_any_size(sizes: list[int]) -> None:
 
 def test_clients_that_are_all_alike_are_one_group() -> None:
     assert best_partition(grouped([6], within=0.1, between=1.0), 12).evidence < 0.1
+
+
+@pytest.mark.parametrize(
+    ("groups", "clients", "least"),
+    [(4, 100, 0.45), (4, 40, 0.45), (4, 20, 0.525), (6, 20, 0.6), (4, 4, 0.6), (1, 0, 0.6)],
+)
+def test_many_small_groups_need_more_evidence(groups: int, clients: int, least: float) -> None:
+    # From a group for ten clients on to one for every third: 0.45 + 0.15 · (K / m − 0.1) / 0.2.
+    assert least_evidence(0.45, groups, clients) == pytest.approx(least)
 
 
 @given(st.integers(2, 12), st.integers(0, 1000))
