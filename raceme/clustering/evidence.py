@@ -1,7 +1,7 @@
 """How well clients fall into groups: a level, whatever their number.
 
 Rousseeuw's silhouette (1987), for distances on an absolute scale, 0 of clients that are alike and 1
-of unrelated ones (:mod:`raceme.clustering.probes`). Two things differ. It is divided by `floor` at
+of unrelated ones (:mod:`raceme.clustering.probes`). Two things differ. It is divided by a floor at
 least: groups whose members are all much alike are none, however well they are told apart. And a
 client alone is as far from its own as `alone` says, so that groups of one can be judged, and fleets
 of four.
@@ -25,16 +25,18 @@ ALONE = 0.3
 """Distance at which a client alone is taken to be from its own."""
 FLOOR = 0.8
 """Distance from the next group below which to be nearer to one's own counts for less."""
+_SMALL_FLOOR = 1.0
+"""The same where there are many small groups: they are to be as far apart as unrelated clients."""
 _LONELY = 0.25
 """By how much a client must be better alone, to be put there while others stay as they are."""
 _TIE = 0.03
 """Partitions whose evidence differs by less are alike: the one with fewer groups is taken."""
 
 _MANY_GROUPS = 0.3
-"""Groups per client from which on all of `_EXTRA` is asked for."""
+"""Groups per client from which on groups are small."""
 _FEW_GROUPS = 0.1
-"""Groups per client up to which nothing more is asked for."""
-_EXTRA = 0.15
+"""Groups per client up to which they are large."""
+_EXTRA = 0.06
 """Evidence asked for beyond the level, of partitions into many small groups."""
 
 
@@ -54,13 +56,12 @@ class Partition:
     evidence: float
 
 
-def silhouettes(
-    distances: Distances, labels: Labels, alone: float = ALONE, floor: float = FLOOR
-) -> NDArray[np.float64]:
+def silhouettes(distances: Distances, labels: Labels, alone: float = ALONE) -> NDArray[np.float64]:
     """Return how much nearer each client is to its own group than to the next one.
 
     ``(b − a) / max(a, b, floor)``, with a the mean distance from the others of its group and b that
-    from the nearest other group; 0 where there is no other group.
+    from the nearest other group; 0 where there is no other group. The floor is 0.8 of large groups,
+    a tenth of the clients each or more, and 1 of small ones.
 
     Parameters
     ----------
@@ -70,8 +71,6 @@ def silhouettes(
         Group of each client, from 0. Shape (m,).
     alone : float
         a of a client alone.
-    floor : float
-        Least divisor.
     """
     groups = int(labels.max()) + 1 if len(labels) else 0
     if groups < 2:
@@ -86,6 +85,7 @@ def silhouettes(
     means[own] = np.inf
     means[:, sizes == 0] = np.inf
     b = means.min(axis=1)
+    floor = FLOOR + (_SMALL_FLOOR - FLOOR) * _smallness(groups, len(labels))
     return np.asarray((b - a) / np.maximum(np.maximum(a, b), floor))
 
 
@@ -133,8 +133,13 @@ def least_evidence(level: float, groups: int, clients: int) -> float:
     clients : int
         How many they were made of.
     """
+    return level + _EXTRA * _smallness(groups, clients)
+
+
+def _smallness(groups: int, clients: int) -> float:
+    """Return 0 for large groups, 1 for small ones, and what lies between."""
     share = (groups / max(1, clients) - _FEW_GROUPS) / (_MANY_GROUPS - _FEW_GROUPS)
-    return level + _EXTRA * min(1.0, max(0.0, share))
+    return min(1.0, max(0.0, share))
 
 
 def nearest_group(own: NDArray[np.float64], labels: Labels) -> int | None:

@@ -24,15 +24,24 @@ def test_a_silhouette_is_how_much_nearer_the_own_group_is() -> None:
     distances = grouped([2, 2], within=0.1, between=1.0)
     # (1 − 0.1) / 1 for all.
     assert silhouettes(distances, np.array([0, 0, 1, 1])) == pytest.approx([0.9] * 4)
-    # The first two apart: 0.1 from the nearest other group, 0.3 from their own: −0.2 / 0.8.
+    # The first two apart: 0.1 from the nearest other group, 0.3 from their own: −0.2 / 1, as three
+    # groups of four clients are small.
     apart = silhouettes(distances, np.array([0, 1, 2, 2]))
-    assert apart == pytest.approx([-0.25, -0.25, 0.9, 0.9])
+    assert apart == pytest.approx([-0.2, -0.2, 0.9, 0.9])
 
 
 def test_groups_that_are_all_much_alike_are_none() -> None:
-    distances = grouped([3, 3], within=0.02, between=0.2)
+    distances = grouped([10, 10], within=0.02, between=0.2)
     # (0.2 − 0.02) / 0.8, where Rousseeuw's own would be 0.9.
-    assert silhouettes(distances, np.repeat([0, 1], 3)) == pytest.approx([0.225] * 6)
+    assert silhouettes(distances, np.repeat([0, 1], 10)) == pytest.approx([0.225] * 20)
+
+
+def test_small_groups_are_to_be_as_far_apart_as_unrelated_clients() -> None:
+    # (0.6 − 0.1) / 0.8 of two groups of ten clients, / 0.9 of ten, / 1 of six.
+    for size, floor in ((10, 0.8), (5, 0.9), (3, 1.0)):
+        distances = grouped([size, size], within=0.1, between=0.6)
+        labels = np.repeat([0, 1], size)
+        assert silhouettes(distances, labels) == pytest.approx([0.5 / floor] * 2 * size)
 
 
 def test_there_is_no_evidence_in_one_group() -> None:
@@ -54,10 +63,10 @@ def test_clients_that_are_all_alike_are_one_group() -> None:
 
 @pytest.mark.parametrize(
     ("groups", "clients", "least"),
-    [(4, 100, 0.45), (4, 40, 0.45), (4, 20, 0.525), (6, 20, 0.6), (4, 4, 0.6), (1, 0, 0.6)],
+    [(4, 100, 0.45), (4, 40, 0.45), (4, 20, 0.48), (6, 20, 0.51), (4, 4, 0.51), (1, 0, 0.51)],
 )
 def test_many_small_groups_need_more_evidence(groups: int, clients: int, least: float) -> None:
-    # From a group for ten clients on to one for every third: 0.45 + 0.15 · (K / m − 0.1) / 0.2.
+    # From a group for ten clients on to one for every third: 0.45 + 0.06 · (K / m − 0.1) / 0.2.
     assert least_evidence(0.45, groups, clients) == pytest.approx(least)
 
 

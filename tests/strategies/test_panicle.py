@@ -24,7 +24,6 @@ from flwr.app import Message
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raceme.clustering.evidence import best_partition
 from raceme.config import RunConfig
 from raceme.experiment import simulate
 from raceme.protocol import events
@@ -111,7 +110,7 @@ def test_a_client_is_probed_twice_and_then_trains() -> None:
 
 
 def test_more_probes_are_asked_for_where_two_leave_it_open() -> None:
-    # 55 degrees apart: a distance of 1 − 0.57 = 0.43, evidence 0.43 / 0.8 = 0.53, of 0.6.
+    # 55 degrees apart: a distance of 1 − 0.57 = 0.43, evidence 0.43 of 0.51.
     kinds = {f"c{i}": EAST for i in range(3)} | {f"c{i}": (2.1, 3.35) for i in range(3, 6)}
     strategy = probed(kinds)
     assert strategy.work_for("c0").phase == "probe"
@@ -192,13 +191,12 @@ def test_without_drift_the_changes_of_others_call_nobody() -> None:
     assert strategy.work_for("c1").phase == ""
 
 
-def test_clients_that_merely_differ_are_no_small_groups() -> None:
-    # Three pairs, 53 degrees apart and more: 1 − 0.6 = 0.4, so an evidence of 0.4 / 0.8 and more.
-    kinds = {f"c{i}": EAST for i in range(2)} | {f"c{i}": (2.2, 3.3) for i in range(2, 4)}
-    strategy = probed(kinds | {f"c{i}": (2.2, -3.3) for i in range(4, 6)})
-    evidence = best_partition(strategy.state.probes.distances(strategy._clear()), 12).evidence
-    assert 0.45 < evidence < 0.6
-    assert len(strategy.models) == 1
+def test_groups_that_are_not_far_apart_are_told_apart_if_they_are_large() -> None:
+    # 60 degrees: a distance of 0.5, evidence 0.5 / 0.8 of two groups of ten and 0.5 / 1 of two.
+    north_east = (1.83, 3.57)
+    for size, clusters in ((10, 2), (2, 1)):
+        kinds = {f"c{i}": EAST if i < size else north_east for i in range(2 * size)}
+        assert len(probed(kinds).models) == clusters
 
 
 def wrong(strategy: Panicle, *parts: list[str]) -> None:
@@ -220,7 +218,7 @@ def test_clusters_that_are_one_group_are_merged_and_reported() -> None:
     assert partition_of(strategy) == [["c0", "c1", "c2"], ["c3", "c4", "c5"]]
     assert [change.change for change in seen] == [ClusterChange.MERGE]
     # Two groups of six clients: all that is asked for beyond the level.
-    assert seen[0].score > seen[0].threshold == pytest.approx(0.6)
+    assert seen[0].score > seen[0].threshold == pytest.approx(0.51)
 
 
 def test_clusters_without_evidence_are_given_up() -> None:
@@ -369,7 +367,8 @@ def test_clients_that_go_the_other_way_are_apart() -> None:
 
     strategy = Panicle()
     devices = [Device(1.0) for _ in range(12)]
-    app = pulled_app([CENTRES[group] for group in GROUPS], change=change)
+    # Groups in directions that have nothing in common.
+    app = pulled_app([CENTRES[group] - 0.5 for group in GROUPS], change=change)
     run_on(strategy, grid_of(app, devices, GROUPS), 120)
     honest = {strategy.clusters.main(f"c{i}") for i in range(12) if i not in (3, 6)}
     assert len(honest) == 3
