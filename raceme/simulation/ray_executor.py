@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -242,9 +243,8 @@ class RayActors(WorkingAhead):
         made = ray.remote(num_cpus=1, max_restarts=0, max_task_retries=0)(RayWorker)
         worker = _Worker(made.remote())
         level = logging.getLogger("flwr").level
-        self._expect(
-            worker, None, worker.actor.start.remote(self._target, self._seed, level, self._run)
-        )
+        told = self._target, self._seed, level, sys.path, self._run
+        self._expect(worker, None, worker.actor.start.remote(*told))
         return worker
 
     def _replace(self, worker: _Worker, how: str) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from raceme import datasets
@@ -43,6 +44,7 @@ class RayWorker:
         target: str,
         seed: int | None,
         log_level: int,
+        path: Sequence[str],
         run: Mapping[str, Value] | None,
     ) -> Started:
         """Load the ClientApp.
@@ -55,14 +57,16 @@ class RayWorker:
             See :func:`~raceme.simulation.executor.answer`.
         log_level : int
             Of Flower's logger.
+        path : Sequence[str]
+            Where the simulator finds modules, the ClientApp's among them; here, too, if it is there.
         run : Mapping[str, Value], optional
             Configuration of a run whose data are needed here.
         """
         import ray
-        import torch
 
         node_id = ray.get_runtime_context().get_node_id()
         logging.getLogger("flwr").setLevel(log_level)
+        sys.path[:] = dict.fromkeys([*path, *sys.path])
         try:
             data = "" if run is None else _data_here(RunConfig.from_mapping(run))
         except UserError as error:
@@ -74,8 +78,11 @@ class RayWorker:
             return Started(
                 node_id, f"cannot load the ClientApp {target}: {type(error).__name__}: {reason}"
             )
-        torch.set_num_threads(1)
         self._desk = Desk(app, seed)
+        torch = sys.modules.get("torch")
+        if torch is None:
+            return Started(node_id, data=data)
+        torch.set_num_threads(1)
         return Started(node_id, "", torch.backends.cpu.get_cpu_capability(), data)
 
     def respond(self, request: Request, *data: list[bytes]) -> Response:
