@@ -58,7 +58,7 @@ class RayWorker:
         log_level : int
             Of Flower's logger.
         path : Sequence[str]
-            Where the simulator finds modules, the ClientApp's among them; here, too, if it is there.
+            Where the simulator finds modules, the ClientApp's among them; looked at here, too.
         run : Mapping[str, Value], optional
             Configuration of a run whose data are needed here.
         """

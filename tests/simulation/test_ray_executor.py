@@ -135,10 +135,9 @@ def test_a_task_at_which_actors_die_again_and_again_is_named(actors) -> None:
 
 def test_a_port_at_which_no_ray_listens_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("raceme.simulation.ray_cluster._CONNECT_SECONDS", 0.5)
-    with pytest.raises(UserError, match=r"no Ray cluster at ray://127\.0\.0\.1:1: .*within 0\.5 s"):
-        from raceme.simulation.ray_cluster import _check_listens
-
-        _check_listens("ray://127.0.0.1:1")
+    said = r"no Ray cluster at ray://127\.0\.0\.1:1: .*within 0\.5 s"
+    with pytest.raises(UserError, match=said):
+        executor_for("pool_apps:app", "ray://127.0.0.1:1")
 
 
 def test_ray_that_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
