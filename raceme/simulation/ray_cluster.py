@@ -64,7 +64,7 @@ class Cluster:
                 _connect(workers, cores)
             self._connected = True
         try:
-            self.nodes = {node["NodeID"]: _name(node) for node in ray.nodes() if node["Alive"]}
+            self.nodes = _alive()
             check_nodes(self.nodes)
             self.cpus = int(ray.cluster_resources().get("CPU", 0))
             if not self.cpus:
@@ -175,7 +175,7 @@ def check_nodes(nodes: Mapping[str, str]) -> None:
         for node_id in nodes
     }
     ray.wait(list(answers.values()), num_returns=len(answers), timeout=_NODE_SECONDS)
-    wrong = []
+    wrong, alive = [], _alive()
     for node_id, answer in answers.items():
         try:
             there = ray.get(answer, timeout=0)
@@ -183,7 +183,9 @@ def check_nodes(nodes: Mapping[str, str]) -> None:
             wrong.append(f"{nodes[node_id]} says nothing within {_NODE_SECONDS:g} s")
             continue
         except ray.exceptions.RayError as error:
-            wrong.append(f"{nodes[node_id]} cannot be asked ({first_line(error)})")
+            # A node that has just died may have been listed; it will get no work.
+            if node_id in alive:
+                wrong.append(f"{nodes[node_id]} cannot be asked ({first_line(error)})")
             continue
         other = ", ".join(
             f"{name} {there[name]}" for name, version in here.items() if there[name] != version
@@ -236,6 +238,13 @@ def _installed() -> Any:
         return found | {name: version(name) for name in ("torch", "numpy", "flwr")}
 
     return installed
+
+
+def _alive() -> dict[str, str]:
+    """Return the names of the nodes that are there, by node id."""
+    import ray
+
+    return {node["NodeID"]: _name(node) for node in ray.nodes() if node["Alive"]}
 
 
 def _name(node: Mapping[str, Any]) -> str:

@@ -132,14 +132,13 @@ def test_a_node_with_other_versions_is_named(added: Callable[..., Any], tmp_path
     node = added(env_vars={"PYTHONPATH": path})
     with pytest.raises(UserError) as caught:
         executor_for(APP, "ray")
-    assert f"do not: {node.node_ip_address} ({node.node_id[:8]}) has torch 1.2.3; here" in str(
-        caught.value
-    )
+    said = f"do not: {node.node_ip_address} ({node.node_id[:8]}) has torch 1.2.3; here"
+    assert said in str(caught.value)
 
 
 @pytest.fixture
 def files(tmp_path: Path) -> str:
-    """Two clients' files; they are in this process's memory afterwards."""
+    """Two clients' files."""
     rng = np.random.default_rng(0)
     for client in range(2):
         x, y = rng.random((40, 8), np.float32), rng.integers(0, 2, 40)
@@ -148,12 +147,18 @@ def files(tmp_path: Path) -> str:
     return str(tmp_path / "device-{client}.npz")
 
 
+def loaded(files: str) -> RunConfig:
+    """Return a configuration whose data are in this process's memory."""
+    keys = {"dataset": "npz", "clients": 2, "max-updates": 4, "data-file": files}
+    config = experiment.resolve(RunConfig.from_mapping(keys))
+    datasets.client_data(config, 0)
+    return config
+
+
 def test_a_node_without_the_data_is_named_with_the_place(
     added: Callable[..., Any], files: str, tmp_path: Path
 ) -> None:
-    config = RunConfig(dataset="npz", clients=2, max_updates=4, data_file=files)
-    config = experiment.resolve(config)
-    datasets.client_data(config, 0)
+    config = loaded(files)
     (tmp_path / "device-0.npz").unlink()
     executor = executor_for(APP, "ray", config=config)
     try:
@@ -166,9 +171,7 @@ def test_a_node_without_the_data_is_named_with_the_place(
 def test_a_node_with_other_data_is_named(
     added: Callable[..., Any], files: str, tmp_path: Path
 ) -> None:
-    config = RunConfig(dataset="npz", clients=2, max_updates=4, data_file=files)
-    config = experiment.resolve(config)
-    datasets.client_data(config, 0)
+    config = loaded(files)
     (tmp_path / "device-1.npz").replace(tmp_path / "device-0.npz")
     executor = executor_for(APP, "ray", config=config)
     try:
