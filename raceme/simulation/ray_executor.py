@@ -23,8 +23,8 @@ from raceme.simulation.transfer import Node, Response, node_of, pack, request_of
 log = logging.getLogger("raceme.workers")
 
 _MOST_ACTORS = 1024
-_PLACING_SECONDS = 120.0
-"""Time for the cluster to have room for any actor at all, and for that to load the app."""
+_READY_SECONDS = 300.0
+"""Time for the cluster to have room for any actor at all, and for that to load app and data."""
 
 
 @dataclass(eq=False)
@@ -171,8 +171,8 @@ class RayActors(WorkingAhead):
                 if not wait:
                     return
                 raise UserError(
-                    f"The Ray cluster had no room for any actor within {_PLACING_SECONDS:g} s: all "
-                    "its CPUs are taken, or its nodes are gone. `ray status` shows both."
+                    f"No actor of the Ray cluster was ready within {_READY_SECONDS:g} s: all its "
+                    "CPUs are taken, or its nodes are gone. `ray status` shows both."
                 ) from None
             wait = False
             # One that is not there any more is done with, whatever still comes from it.
@@ -181,7 +181,7 @@ class RayActors(WorkingAhead):
 
     def _patience(self) -> float | None:
         """Return how long to wait for something: for work as long as it takes."""
-        return None if any(worker.node_id for worker in self._workers) else _PLACING_SECONDS
+        return None if any(worker.node_id for worker in self._workers) else _READY_SECONDS
 
     def _take(self, arrival: _Arrival) -> None:
         """Take in what has come from an actor, or that it is lost."""
