@@ -97,40 +97,29 @@ def _connect(workers: str, cores: int) -> None:
     Raises
     ------
     UserError
-        There is none at the address, or it cannot be joined.
+        There is none at the address, or it cannot be joined or started.
     """
     import ray
 
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
-    address = (os.environ.get("RAY_ADDRESS") or "auto") if workers == NAME else workers
+    address = os.environ.get("RAY_ADDRESS", "") if workers == NAME else workers
     try:
-        if address != "local":
-            _join(address, quiet)
+        if address not in ("", "auto", "local"):
+            _check_listens(address)
+            ray.init(address=address, **quiet)
             return
-    except ConnectionError:
-        pass
-    ray.init(address="local", num_cpus=cores, include_dashboard=False, **quiet)
-
-
-def _join(address: str, quiet: Mapping[str, Any]) -> None:
-    """Join the cluster at an address; ConnectionError if none is to be found for ``"auto"``.
-
-    Raises
-    ------
-    UserError
-        There is none at the address, or it cannot be joined.
-    """
-    import ray
-
-    if address != "auto":
-        _check_listens(address)
-    try:
-        ray.init(address=address, **quiet)
+        try:
+            ray.init(num_cpus=cores, include_dashboard=False, **quiet)
+        except ValueError:
+            # `ray start` has started one, whose CPUs are what they are. Not ``"auto"``, which
+            # joins whatever somebody else's run has started for itself, and ends with that.
+            ray.init(**quiet)
+    except UserError:
+        raise
     except (Exception, SystemExit) as error:
-        if isinstance(error, ConnectionError) and address == "auto":
-            raise
         reason = " ".join(str(error).split())
-        raise UserError(f"The Ray cluster at {address} cannot be joined: {reason}") from None
+        where = f"cluster at {address}" if address else "cluster of this machine"
+        raise UserError(f"The Ray {where} cannot be joined or started: {reason}") from None
 
 
 def _check_listens(address: str) -> None:

@@ -123,6 +123,19 @@ def test_a_run_on_three_nodes_is_the_run_in_one_process_though_one_is_killed(
     assert doomed.node_id[:8] in lines[0]
 
 
+def test_a_cluster_that_nobody_names_is_left_alone(
+    cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be another run's own, and end with that."""
+    monkeypatch.delenv("RAY_ADDRESS")
+    executor = executor_for(APP, "ray")
+    try:
+        nodes = {node.node_id for node in cluster.list_all_nodes()}
+        assert not nodes & set(executor._cluster.nodes)
+    finally:
+        executor.close()
+
+
 def test_a_node_with_other_versions_is_named(added: Callable[..., Any], tmp_path: Path) -> None:
     other = tmp_path / "torch-1.2.3.dist-info"
     other.mkdir()
