@@ -208,6 +208,7 @@ def build_grid(config: RunConfig, strategy: Method | None = None) -> VirtualGrid
         config.device,
         config.vectorised,
         seconds=lambda: training_seconds(config, examples),
+        config=config,
     )
     return VirtualGrid(
         load(target), nodes, config.to_mapping(), seed=config.seed, executor=executor

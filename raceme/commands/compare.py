@@ -62,7 +62,7 @@ def compare(
             loaded = load_suite(path)
             loaded = (loaded.only(methods) if methods else loaded).with_settings(keys)
             planned.append((with_seeds(loaded, seeds), folder / name))
-        run_suites(planned, processes, regret_table)
+        run_suites(planned, processes, regret_table, keys.get("workers", ""))
         return
     if suite is not None:
         chosen = load_suite(suite)
@@ -72,7 +72,7 @@ def compare(
     chosen = with_seeds(chosen, seeds)
     folder = out or Path("runs") / f"{stamp}-compare-{chosen.dataset}"
     with watched(watch, folder, watch_address, comparison=True):
-        run_suites([(chosen, folder)], processes)
+        run_suites([(chosen, folder)], processes, workers=keys.get("workers", ""))
 
 
 def _all_strategies() -> list[str]:

@@ -40,8 +40,9 @@ def _quiet_flower() -> None:
     logging.getLogger("flwr").setLevel(logging.ERROR)
     logging.getLogger("raceme").propagate = False
     logging.getLogger("raceme").addHandler(logging.NullHandler())
-    # What becomes of checkpoints, and defaults that did not fit, are the person's business: rare.
-    for name in ("raceme.checkpoints", "raceme.defaults"):
+    # What becomes of checkpoints, defaults that did not fit, and machines that were lost are the
+    # person's business: rare.
+    for name in ("raceme.checkpoints", "raceme.defaults", "raceme.workers"):
         logger = logging.getLogger(name)
         logger.setLevel(logging.INFO)
         logger.handlers = [logging.StreamHandler(sys.stderr)]

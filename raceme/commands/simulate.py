@@ -58,7 +58,8 @@ def simulate(
         typer.Option(
             "--workers",
             metavar="INTEGER",
-            help="processes that do the clients' work; 0: none but this one, auto: one per core",
+            help="processes that do the clients' work; 0: none but this one, auto: one per core; "
+            "or a Ray cluster: ray, ray://HEAD:PORT",
         ),
     ] = "auto",
     seed: Annotated[

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,9 +14,11 @@ import typer
 from rich.console import Console
 
 from raceme.comparison.suites import Suite
+from raceme.config import Value
 from raceme.config.errors import UserError
 
 if TYPE_CHECKING:
+    from raceme.comparison.compare import RunAll
     from raceme.comparison.results import Comparison
     from raceme.comparison.text_table import Text
 
@@ -41,6 +44,7 @@ def run_suites(
     planned: Sequence[tuple[Suite, Path]],
     processes: int,
     overview: Callable[[Mapping[str, Comparison]], Text] | None = None,
+    workers: Value = "",
 ) -> None:
     """Run suites one after another, after all of them were checked, and print their tables.
 
@@ -52,11 +56,13 @@ def run_suites(
         Runs at a time; 0: one per core.
     overview : Callable, optional
         Makes a last table of all of them, by the names of their folders.
+    workers : Value
+        The key of this name: a Ray cluster's CPUs do the runs, one each; anything else is for runs
+        alone.
     """
     from raceme.checkpoints import interrupted_by_signals
     from raceme.comparison.compare import compare as run_suite
     from raceme.comparison.compare import prepare
-    from raceme.comparison.runner import cores
     from raceme.comparison.table import main_table, sweep_table
     from raceme.reporting.artefacts import missing_line
 
@@ -70,8 +76,8 @@ def run_suites(
         if suite.scale != 1.0:
             console.print(f"{suite.title}: SHORTENED, --scale {suite.scale:g}", markup=False)
         try:
-            with interrupted_by_signals():
-                comparison = run_suite(plan, processes or cores(), console)
+            with interrupted_by_signals(), _runner(workers) as (run_all, most):
+                comparison = run_suite(plan, processes or most, console, run_all)
         except KeyboardInterrupt:
             console.print(
                 f"\nInterrupted. Finished runs are kept; to continue, the same command with "
@@ -102,6 +108,24 @@ def run_suites(
         console.print(f"\nThe same as a file: {path}", markup=False, soft_wrap=True)
     if failed:
         raise typer.Exit(1)
+
+
+@contextmanager
+def _runner(workers: Value) -> Iterator[tuple[RunAll, int]]:
+    """Offer what does runs, and how many at a time it can do."""
+    from raceme.comparison.runner import cores, run_jobs
+    from raceme.simulation import is_ray
+
+    if not is_ray(str(workers)):
+        yield run_jobs, cores()
+        return
+    from raceme.comparison.ray_runner import RayRuns
+
+    cluster = RayRuns(str(workers))
+    try:
+        yield cluster.run, cluster.cpus
+    finally:
+        cluster.close()
 
 
 def with_seeds(suite: Suite, text: str | None) -> Suite:

@@ -16,7 +16,7 @@ from raceme.comparison.jobs import Job, check, make_jobs, survey
 from raceme.comparison.progress import SuiteProgress
 from raceme.comparison.read import read_first_runs
 from raceme.comparison.results import Comparison, best_of, gather
-from raceme.comparison.runner import run_jobs
+from raceme.comparison.runner import Report, run_jobs
 from raceme.comparison.score_figures import score_plots
 from raceme.comparison.suites import Suite, slug
 from raceme.config.reading import absolute
@@ -27,6 +27,9 @@ from raceme.reporting.staleness import staleness_figure
 from raceme.reporting.style import save_figure
 
 log = logging.getLogger("raceme")
+
+RunAll = Callable[[Sequence[Job], int, Report], Mapping[Job, str]]
+"""Runs jobs, so many at a time, and returns why they failed, for those that did."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,7 @@ def prepare(suite: Suite, out: Path) -> Plan:
     return plan
 
 
-def compare(plan: Plan, processes: int, console: Console) -> Comparison:
+def compare(plan: Plan, processes: int, console: Console, run_all: RunAll = run_jobs) -> Comparison:
     """Run a suite, or the rest of it, and leave its tables and plots.
 
     Points of a sweep are tried on the first seed and judged by samples that are held out of its
@@ -96,6 +99,8 @@ def compare(plan: Plan, processes: int, console: Console) -> Comparison:
         Runs at a time.
     console : Console
         Where progress is shown.
+    run_all : Callable
+        Runs them, by default in processes of this machine.
 
     Raises
     ------
@@ -103,10 +108,10 @@ def compare(plan: Plan, processes: int, console: Console) -> Comparison:
         The folder cannot be written, or another comparison is at work in it.
     """
     with only_comparison(plan.out):
-        return _compare(plan, processes, console)
+        return _compare(plan, processes, console, run_all)
 
 
-def _compare(plan: Plan, processes: int, console: Console) -> Comparison:
+def _compare(plan: Plan, processes: int, console: Console, run_all: RunAll) -> Comparison:
     """Run a suite in a folder that nobody else works in."""
     # Since it was prepared, another comparison may have done some of it.
     finished, half = survey(plan.every)
@@ -118,7 +123,7 @@ def _compare(plan: Plan, processes: int, console: Console) -> Comparison:
             remove_run(job.folder)
 
         def run(jobs: Sequence[Job]) -> Mapping[Job, str]:
-            return run_jobs([job for job in jobs if job not in done], processes, progress.report)
+            return run_all([job for job in jobs if job not in done], processes, progress.report)
 
         errors = dict(run(certain))
         done |= set(certain)

@@ -7,7 +7,7 @@ import shutil
 import signal
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
@@ -64,13 +64,22 @@ def serve(connection: Connection[Any, Any]) -> None:
     logging.getLogger("raceme").propagate = False
     try:
         while True:
-            connection.send(_run(connection.recv(), connection))
+            connection.send(run_one(connection.recv(), connection.send))
     # The second SIGTERM interrupts.
     except (EOFError, OSError, KeyboardInterrupt):
         return
 
 
-def _run(keys: Mapping[str, Value], connection: Connection[Any, Any]) -> Finished:
+def run_one(keys: Mapping[str, Value], tell: Callable[[Progress], None]) -> Finished:
+    """Run a configuration; if its folder exists, a run of it is half-done there and is resumed.
+
+    Parameters
+    ----------
+    keys : Mapping[str, Value]
+        The configuration.
+    tell : Callable
+        Is told how far the run is. OSError from it ends the run, with a checkpoint.
+    """
     from raceme.experiment import simulate
     from raceme.reporting.artefacts import missing_line
 
@@ -93,7 +102,7 @@ def _run(keys: Mapping[str, Value], connection: Connection[Any, Any]) -> Finishe
         elif isinstance(event, UpdateApplied) and time.monotonic() - last > _REPORT_SECONDS:
             last = time.monotonic()
             try:
-                connection.send(Progress(event.seq, event.time, score))
+                tell(Progress(event.seq, event.time, score))
             except OSError:
                 alone = "its comparison has ended"
 

@@ -153,7 +153,9 @@ class RunConfig:
     task_timeout: float = option(
         3600.0, "time after which an unanswered task is lost", unit=SECONDS, above=0
     )
-    workers: str = option("auto", "worker processes (auto; 0: none); the outcome is the same")
+    workers: str = option(
+        "auto", "worker processes (auto; 0: none), or ray, ray://HEAD:PORT; the outcome is the same"
+    )
     device: str = option("cpu", "where clients train: cpu or cuda", among=("cpu", "cuda"))
     vectorised: bool = option(False, "train all clients together, as on cuda, on the cpu too")
     seed: int = option(0, "seed of everything random", low=0)

@@ -1,4 +1,4 @@
-"""Which executor a run gets: worker processes, one process, or all clients stacked."""
+"""Which executor a run gets: one process, several, a Ray cluster, or all clients stacked."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from raceme.simulation.worker import load
 
 AUTO = "auto"
 
+_RAY = "ray"
+_RAY_ADDRESS = "ray://"
 _MOST_WORKERS = 1024
 _WORTHWHILE_SECONDS = 6.0
 """Local training from which on ``auto`` starts worker processes.
@@ -33,6 +35,7 @@ def executor_for(
     vectorised: bool = False,
     seconds: Callable[[], float] | None = None,
     seed: int | None = None,
+    config: RunConfig | None = None,
 ) -> Executor:
     """Make the executor of a run.
 
@@ -43,7 +46,9 @@ def executor_for(
     workers : str or int
         Number of worker processes; 0 does all work in this process. ``"auto"`` starts one per
         core where there are several, if the run has enough work for that to pay and is not itself
-        one of several that run side by side in processes of their own.
+        one of several that run side by side in processes of their own. ``"ray"`` or
+        ``"ray://HEAD:PORT"`` takes the CPUs of a Ray cluster; see
+        :class:`~raceme.simulation.ray_cluster.Cluster`.
     device : str
         ``"cpu"`` or ``"cuda"``. On the latter all clients train together, in this process.
     vectorised : bool
@@ -54,12 +59,23 @@ def executor_for(
     seed : int, optional
         Of apps that draw from the process's own random numbers; see
         :func:`~raceme.simulation.executor.answer`.
+    config : RunConfig, optional
+        Of a run whose data all machines need.
 
     Raises
     ------
     UserError
-        There is no such device, or `workers` is none of these.
+        There is no such device or cluster, or `workers` is none of these.
     """
+    if isinstance(workers, str) and is_ray(workers):
+        if vectorised or device == "cuda":
+            raise UserError(
+                f"--workers {workers} trains clients one by one, on CPUs: leave vectorised and "
+                "device out."
+            )
+        from raceme.simulation.ray_executor import RayActors
+
+        return RayActors(target, workers, _cores(), seed, config)
     count = _count(workers, seconds)
     if vectorised or device == "cuda":
         from raceme.simulation.vectorised import Vectorised
@@ -70,8 +86,13 @@ def executor_for(
 
 def prepare(workers: str | int) -> None:
     """Begin to start worker processes if a run is certain to have some."""
-    if workers != AUTO and _count(workers, None):
+    if workers != AUTO and not is_ray(str(workers)) and _count(workers, None):
         pool.prepare()
+
+
+def is_ray(workers: str) -> bool:
+    """Return whether work is for the actors of a Ray cluster."""
+    return workers == _RAY or workers.startswith(_RAY_ADDRESS)
 
 
 def training_seconds(config: RunConfig, examples: Sequence[int]) -> float:
@@ -125,9 +146,10 @@ def _count(workers: str | int, seconds: Callable[[], float] | None) -> int:
     except ValueError:
         count = -1
     if not 0 <= count <= _MOST_WORKERS:
+        shown = workers[:40] if isinstance(workers, str) else workers
         raise UserError(
-            "workers must be auto, 0 for none, or a number of worker processes up to "
-            f"{_MOST_WORKERS}, got '{workers[:40] if isinstance(workers, str) else workers}'."
+            "workers must be auto, 0 for none, a number of worker processes up to "
+            f"{_MOST_WORKERS}, ray or ray://HEAD:PORT, got '{shown}'."
         )
     return count
 

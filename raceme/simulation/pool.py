@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import logging
 import math
 import multiprocessing
@@ -19,68 +18,29 @@ from multiprocessing.reduction import send_handle
 from types import ModuleType
 from typing import Any
 
-from flwr.app import Context, Error, Message, RecordDict
-
-from raceme import compat
 from raceme.config.errors import UserError
+from raceme.simulation.ahead import MOST_DEATHS, QUEUED, Task, WorkingAhead
 from raceme.simulation.transfer import (
     Node,
-    Packed,
-    Request,
     Response,
     SharedMemory,
+    node_of,
     pack,
+    request_of,
     sizes,
-    unpack,
 )
 from raceme.simulation.worker import SENT_TO_ALL, work
 
-_QUEUED = 2
-"""Tasks that a worker has at a time: one that it works on, and one so that it need not wait."""
-_AHEAD, _AHEAD_PER_WORKER = 64, 8
-"""Results that may wait to be asked for: so many, or so many per worker if that is more."""
 _ROOM = 1.5
 """Size of a slot of shared memory, in sizes of the first model that is sent."""
 _PIPE_BYTES = 32_768
 """What certainly goes into a pipe at once. More is sent only to a worker that has nothing to do:
 another might itself be sending something large, and both would wait for ever."""
-_MOST_DEATHS = 3
 _PRELOADED = ["raceme.client_app"]
 """What a process is forked from has imported already. Nothing that a user names: what raises on
 import would end that process."""
 _GRACE_SECONDS = 2.0
 """Time for a process to end before it is made to."""
-
-
-@dataclass(eq=False)
-class _Task:
-    """A message whose reply has not been asked for.
-
-    Attributes
-    ----------
-    queued : bool
-        It waits to be handed to a worker.
-    state : RecordDict or None
-        The client's state that it was last handed out with.
-    deaths : int
-        Workers that died at it.
-    """
-
-    message: Message
-    context: Context
-    due: float
-    order: int
-    queued: bool = False
-    state: RecordDict | None = None
-    deaths: int = 0
-
-
-@dataclass(frozen=True)
-class _Result:
-    """A reply, and the client's state if it has changed."""
-
-    reply: Message
-    state: RecordDict | None
 
 
 @dataclass(eq=False)
@@ -93,7 +53,7 @@ class _Worker:
         It has loaded the ClientApp.
     memory : SharedMemory or None
         What it shares with this process, once it has been told.
-    tasks : dict[str, _Task]
+    tasks : dict[str, Task]
         What it has to do, by message id, in its order.
     slots : dict[str, int]
         Slots of the shared memory that are in use, by message id.
@@ -105,17 +65,17 @@ class _Worker:
     connection: Any
     ready: bool = False
     memory: SharedMemory | None = None
-    tasks: dict[str, _Task] = field(default_factory=dict)
+    tasks: dict[str, Task] = field(default_factory=dict)
     slots: dict[str, int] = field(default_factory=dict)
     nodes: dict[int, Node] = field(default_factory=dict)
 
     @property
     def free_slot(self) -> int:
         """A slot that no task uses."""
-        return next(slot for slot in range(_QUEUED) if slot not in self.slots.values())
+        return next(slot for slot in range(QUEUED) if slot not in self.slots.values())
 
 
-class Pool:
+class Pool(WorkingAhead):
     """An executor of worker processes that are started once and keep models and data.
 
     Work is handed out as soon as it is submitted, what is due first comes first, so that workers
@@ -145,100 +105,32 @@ class Pool:
     ) -> None:
         if workers < 1:
             raise ValueError(f"a pool needs at least 1 worker, got {workers}.")
+        super().__init__(workers)
         self._target, self._seed = target, seed
         self._slot_bytes = slot_bytes
-        self._tasks: dict[str, _Task] = {}
-        self._results: dict[str, _Result] = {}
-        # Heap of (due, order, message id); an entry counts only while it states the task's due
-        # time, so that a task can be put first without a search.
-        self._waiting: list[tuple[float, int, str]] = []
-        self._order = 0
-        self._bound = max(_AHEAD, _AHEAD_PER_WORKER * workers)
         self._failed_starts = 0
         self._selector = selectors.DefaultSelector()
         self._workers = [self._start() for _ in range(workers)]
 
-    def submit(self, message: Message, context: Context, due: float) -> None:
-        """Take on the work of a message, and start it if a worker is free."""
-        self._order += 1
-        task = _Task(message, context, due, self._order)
-        self._tasks[message.metadata.message_id] = task
-        self._queue(task)
-        self._receive(wait=False)
-        self._hand_out()
-
-    def result(self, message_id: str) -> Message:
-        """Return the reply to a submitted message; wait for it if need be."""
-        task = self._tasks[message_id]
-        self._receive(wait=False)
-        while not self._is_done(task):
-            if task.due > -math.inf:
-                task.due = -math.inf
-                if task.queued:
-                    self._queue(task)
-            self._hand_out(urgent=task)
-            self._receive(wait=True)
-        result = self._results.pop(message_id)
-        del self._tasks[message_id]
-        if result.state is not None:
-            task.context.state = result.state
-        self._hand_out()
-        return result.reply
-
-    def cancel(self, message_id: str) -> None:
-        """Drop a submitted message; if a worker is at it, what it makes of it is thrown away."""
-        self._tasks.pop(message_id, None)
-        self._results.pop(message_id, None)
-
-    def close(self) -> None:
-        """End the workers."""
+    def _end_workers(self) -> None:
         for worker in self._workers:
             worker.process.terminate()
         for worker in self._workers:
             _bury(worker)
         self._selector.close()
         self._workers = []
-        self._tasks, self._results, self._waiting = {}, {}, []
-
-    def _is_done(self, task: _Task) -> bool:
-        """Return whether a task's result can be given out.
-
-        One that started from another state than its client now has is done again: an earlier
-        message has changed it since.
-        """
-        message_id = task.message.metadata.message_id
-        if message_id not in self._results:
-            return False
-        if task.state is task.context.state:
-            return True
-        del self._results[message_id]
-        self._queue(task)
-        return False
 
     # Handing work out.
 
-    def _queue(self, task: _Task) -> None:
-        """Let a task wait for a worker; if it does already, its new due time counts."""
-        task.queued = True
-        heapq.heappush(self._waiting, (task.due, task.order, task.message.metadata.message_id))
+    def _at_work(self) -> int:
+        return sum(len(worker.tasks) for worker in self._workers)
 
-    def _hand_out(self, urgent: _Task | None = None) -> None:
-        """Give waiting tasks to workers that have room, but not too far ahead of the results."""
-        while self._waiting:
-            due, _, message_id = self._waiting[0]
-            task = self._tasks.get(message_id)
-            if task is None or not task.queued or due != task.due:
-                heapq.heappop(self._waiting)
-                continue
-            ahead = len(self._results) + sum(len(worker.tasks) for worker in self._workers)
-            free = [w for w in self._workers if w.ready and len(w.tasks) < _QUEUED]
-            if not free or (ahead >= self._bound and task is not urgent):
-                return
-            if not self._send(min(free, key=lambda worker: len(worker.tasks)), task):
-                return
-            heapq.heappop(self._waiting)
+    def _give(self, task: Task) -> bool:
+        """Give a task to a worker that has room; return False if none can take it now."""
+        free = [w for w in self._workers if w.ready and len(w.tasks) < QUEUED]
+        return bool(free) and self._send(min(free, key=lambda worker: len(worker.tasks)), task)
 
-    def _send(self, worker: _Worker, task: _Task) -> bool:
+    def _send(self, worker: _Worker, task: Task) -> bool:
         """Give a task to a worker; return False if it cannot take it now."""
         try:
             return self._try_to_send(worker, task)
@@ -246,7 +138,7 @@ class Pool:
             # It has died; the next look at the workers finds out.
             return False
 
-    def _try_to_send(self, worker: _Worker, task: _Task) -> bool:
+    def _try_to_send(self, worker: _Worker, task: Task) -> bool:
         content = pack(task.message.content)
         if content.data and self._slot_bytes is None:
             self._slot_bytes = math.ceil(_ROOM * sum(sizes(content.records)))
@@ -254,30 +146,25 @@ class Pool:
             self._share_memory(worker)
         slot = worker.free_slot
         shared = worker.memory is not None and worker.memory.write(slot, content.data)
-        metadata, context = task.message.metadata, task.context
-        node = Node(context.run_id, dict(context.node_config), dict(context.run_config))
+        context = task.context
+        node = node_of(context)
         known = worker.nodes.get(context.node_id) == node
-        request = Request(
-            slot=slot,
-            message_id=metadata.message_id,
-            message_type=metadata.message_type,
-            node_id=metadata.dst_node_id,
-            group_id=metadata.group_id,
-            ttl=metadata.ttl,
-            sender=(metadata.run_id, metadata.src_node_id),
-            content=content.records,
-            data=None if shared else content.data,
-            node=None if known else node,
-            state=pack(context.state) if context.state else None,
+        request = request_of(
+            task.message,
+            context,
+            content.records,
+            None if shared else content.data,
+            None if known else node,
+            slot,
         )
         data = pickle.dumps(request, pickle.HIGHEST_PROTOCOL)
         if len(data) > _PIPE_BYTES and worker.tasks:
             return False
         worker.connection.send_bytes(data)
         worker.nodes[context.node_id] = node
-        worker.tasks[metadata.message_id] = task
-        worker.slots[metadata.message_id] = slot
-        task.queued, task.state = False, context.state
+        worker.tasks[task.message_id] = task
+        worker.slots[task.message_id] = slot
+        self._begin(task)
         return True
 
     def _share_memory(self, worker: _Worker) -> None:
@@ -289,8 +176,8 @@ class Pool:
             There is too little.
         """
         assert self._slot_bytes is not None, "the first message with arrays decides it"
-        worker.memory = SharedMemory.create(_QUEUED, self._slot_bytes)
-        worker.connection.send((_QUEUED, self._slot_bytes))
+        worker.memory = SharedMemory.create(QUEUED, self._slot_bytes)
+        worker.connection.send((QUEUED, self._slot_bytes))
         send_handle(worker.connection, worker.memory.handle, worker.process.pid)
 
     # Taking results in.
@@ -327,8 +214,11 @@ class Pool:
             return
         message_id = received.message_id
         task, slot = worker.tasks.pop(message_id), worker.slots.pop(message_id)
-        if self._tasks.get(message_id) is task:
-            self._results[message_id] = _result(task.message, received, worker.memory, slot)
+        data = received.data
+        if data is None:
+            assert worker.memory is not None, "the worker has written to it"
+            data = worker.memory.read(slot, sizes(received.content))
+        self._finish(task, received, data)
 
     # Workers' lives.
 
@@ -367,39 +257,19 @@ class Pool:
         exit_code = _bury(worker)
         if not worker.ready:
             self._failed_starts += 1
-        if self._failed_starts >= _MOST_DEATHS:
+        if self._failed_starts >= MOST_DEATHS:
             raise UserError(
                 f"Worker processes end before they have loaded the ClientApp {self._target} "
                 f"({exit_code}); what they print says why. With --workers 0 there are none."
             )
-        for position, task in enumerate(worker.tasks.values()):
-            task.deaths += position == 0
-            if task.deaths >= _MOST_DEATHS:
-                metadata = task.message.metadata
-                raise UserError(
-                    f"{task.deaths} worker processes died ({exit_code}) at the same task: message "
-                    f"{metadata.message_id}, {metadata.message_type} on node "
-                    f"{metadata.dst_node_id}. Signal 9 means that memory ran out, as a rule: try "
-                    "fewer --workers; --workers 0 does all work in one process."
-                )
-            self._queue(task)
+        fatal = self._redo(worker.tasks.values())
+        if fatal is not None:
+            raise UserError(
+                f"{fatal.deaths} worker processes died ({exit_code}) at the same task: {fatal}. "
+                "Signal 9 means that memory ran out, as a rule: try fewer --workers; --workers 0 "
+                "does all work in one process."
+            )
         self._workers.insert(index, self._start())
-
-
-def _result(
-    message: Message, response: Response, memory: SharedMemory | None, slot: int
-) -> _Result:
-    """Make of a response what the ClientApp would have returned in this process."""
-    state = None if response.state is None else unpack(response.state)
-    compat.start_now(message)
-    if response.error is not None:
-        return _Result(Message(Error(*response.error), reply_to=message), state)
-    data = response.data
-    if data is None:
-        assert memory is not None, "the worker has written to it"
-        data = memory.read(slot, sizes(response.content))
-    content = unpack(Packed(response.content, data))
-    return _Result(Message(content, reply_to=message), state)
 
 
 def _bury(worker: _Worker) -> str:

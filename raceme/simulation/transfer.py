@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 
 from raceme import compat
 from raceme.config.errors import UserError
@@ -92,6 +92,36 @@ class Response(NamedTuple):
     content: Records
     data: list[bytes] | None
     state: Packed | None
+
+
+def request_of(
+    message: Message,
+    context: Context,
+    content: Records,
+    data: list[bytes] | None,
+    node: Node | None,
+    slot: int = 0,
+) -> Request:
+    """Make a request of a message, its client, and what is sent of both."""
+    metadata = message.metadata
+    return Request(
+        slot=slot,
+        message_id=metadata.message_id,
+        message_type=metadata.message_type,
+        node_id=metadata.dst_node_id,
+        group_id=metadata.group_id,
+        ttl=metadata.ttl,
+        sender=(metadata.run_id, metadata.src_node_id),
+        content=content,
+        data=data,
+        node=node,
+        state=pack(context.state) if context.state else None,
+    )
+
+
+def node_of(context: Context) -> Node:
+    """Return what a worker has to know of a client."""
+    return Node(context.run_id, dict(context.node_config), dict(context.run_config))
 
 
 def pack(records: RecordDict) -> Packed:

@@ -62,7 +62,7 @@ def work(
         return
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
-    desk = _Desk(app, seed)
+    desk = Desk(app, seed)
     try:
         connection.send(None)
         while True:
@@ -90,7 +90,7 @@ def load(target: str) -> ClientApp:
     return app
 
 
-class _Desk:
+class Desk:
     """Where requests become messages, and replies responses.
 
     Parameters

@@ -290,7 +290,7 @@ def test_the_number_of_workers_can_be_given(workers: str | int, kind: type) -> N
 
 @pytest.mark.parametrize("workers", ["many", "-1", "1.5"])
 def test_an_impossible_number_of_workers_is_refused(workers: str) -> None:
-    with pytest.raises(UserError, match="workers must be auto, 0 for none, or a number"):
+    with pytest.raises(UserError, match="workers must be auto, 0 for none, a number"):
         executor_for(APP, workers)
 
 

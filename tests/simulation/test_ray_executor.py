@@ -1,0 +1,151 @@
+"""Ray actors: the same results as in one process, and whatever happens to nodes and actors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pool_apps
+import pytest
+from asking import ask, message_to
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, MetricRecord, RecordDict
+
+from raceme.config.errors import UserError
+from raceme.protocol.messages import from_array, to_array
+from raceme.simulation import InProcess, executor_for
+
+pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="needs raceme[simulation]")
+
+
+@pytest.fixture(scope="module")
+def actors() -> Iterator[object]:
+    """A Ray of one CPU of its own, with the small apps."""
+    from raceme.simulation.ray_executor import RayActors
+
+    with pytest.MonkeyPatch.context() as patch:
+        # Not one that happens to run on this machine.
+        patch.setenv("RAY_ADDRESS", "local")
+        executor = RayActors("pool_apps:app", "ray", cores=1)
+        yield executor
+        executor.close()
+
+
+def context_of(node: int = 1) -> Context:
+    return Context(1, node, {"partition-id": node - 1}, RecordDict(), {"name": "a run"})
+
+
+def test_actors_pass_all_kinds_of_records_in_order(actors) -> None:
+    records = {
+        "zeta": ArrayRecord(
+            {"b": Array(np.arange(6.0).reshape(2, 3)), "a": Array(np.array([True, False]))}
+        ),
+        "metrics": MetricRecord({"n": 3, "losses": [0.5, 0.25]}),
+        "config": ConfigRecord({"name": "x", "blob": b"\0\1", "flags": [True, False]}),
+        "empty": ArrayRecord(),
+    }
+    one, other = (
+        ask(executor, message_to(3, "query.echo", **records), context_of(3))
+        for executor in (InProcess(pool_apps.app), actors)
+    )
+    assert other.content == one.content
+    assert list(other.content) == ["zeta", "metrics", "config", "empty", "who"]
+    assert dict(other.content["who"]) == {"partition-id": 2, "run": "a run"}
+    for name in ("run_id", "src_node_id", "dst_node_id", "group_id", "message_type"):
+        assert getattr(other.metadata, name) == getattr(one.metadata, name)
+
+
+def test_a_version_of_a_model_is_put_into_the_store_once(actors) -> None:
+    first, second = (np.full(100_000, value, np.float32) for value in (1, 2))
+    before = actors._versions.puts
+    for values in (first, second):
+        record = ArrayRecord({"w": to_array(values)})
+        sent = [message_to(node, "query.double", arrays=record) for node in (1, 2, 3)]
+        for message in sent:
+            actors.submit(message, context_of(message.metadata.dst_node_id), due=0.0)
+        for message in sent:
+            reply = actors.result(message.metadata.message_id)
+            np.testing.assert_array_equal(from_array(reply.content["arrays"]["w"]), values * 2)
+    assert actors._versions.puts - before == 2
+
+
+def test_versions_that_no_task_has_are_not_kept_for_ever(actors) -> None:
+    for value in range(12):
+        record = ArrayRecord({"w": to_array(np.full(30_000, value, np.float32))})
+        ask(actors, message_to(1, "query.double", arrays=record), context_of())
+    assert len(actors._versions._versions) == 8
+
+
+def test_an_exception_in_an_actor_is_the_same_error_reply(actors) -> None:
+    one, other = (
+        ask(executor, message_to(1, "query.fail"), context_of())
+        for executor in (InProcess(pool_apps.app), actors)
+    )
+    assert other.error.code == one.error.code
+    assert other.error.reason == one.error.reason
+
+
+def test_a_client_keeps_its_state_in_order_of_the_results(actors) -> None:
+    # All are begun at once, on no state at all; what an earlier one leaves must reach the later.
+    context, sent = context_of(), []
+    for step in (1, 2, 3):
+        sent.append(message_to(1, "query.count", config=ConfigRecord({"step": step})))
+        actors.submit(sent[-1], context, due=float(step))
+    replies = [actors.result(message.metadata.message_id) for message in sent]
+    assert [reply.content["metrics"]["sum"] for reply in replies] == [1, 12, 123]
+    assert context.state["seen"]["n"] == 3
+
+
+def test_a_cancelled_message_has_no_result_and_disturbs_no_other(actors) -> None:
+    context, config = context_of(), ConfigRecord({"step": 1})
+    sent = [message_to(1, "query.count", config=config) for _ in range(6)]
+    for message in sent:
+        actors.submit(message, context, due=0.0)
+    for message in sent[::2]:
+        actors.cancel(message.metadata.message_id)
+    for n, message in enumerate(sent[1::2], start=1):
+        assert actors.result(message.metadata.message_id).content["metrics"]["n"] == n
+    with pytest.raises(KeyError):
+        actors.result(sent[0].metadata.message_id)
+
+
+def test_the_tasks_of_an_actor_that_dies_are_done_again_and_that_is_said(
+    actors, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = ConfigRecord({"mark": str(tmp_path / "mark"), "step": 1})
+    sent = [
+        message_to(1, "query.stumble", config=config),
+        message_to(2, "query.count", config=config),
+    ]
+    for message in sent:
+        actors.submit(message, context_of(message.metadata.dst_node_id), due=0.0)
+    assert actors.result(sent[0].metadata.message_id).content["config"] == config
+    assert actors.result(sent[1].metadata.message_id).content["metrics"]["n"] == 1
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "raceme.workers"]
+    assert "which is done again elsewhere: The actor died unexpectedly" in line
+
+
+def test_a_task_at_which_actors_die_again_and_again_is_named(actors) -> None:
+    message = message_to(5, "query.die")
+    with pytest.raises(UserError, match=r"3 of Ray's actors died at the same task.* on node 5\."):
+        ask(actors, message, context_of(5))
+    actors.cancel(message.metadata.message_id)
+
+
+def test_a_port_at_which_no_ray_listens_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raceme.simulation.ray_cluster._CONNECT_SECONDS", 0.5)
+    said = r"no Ray cluster at ray://127\.0\.0\.1:1: .*within 0\.5 s"
+    with pytest.raises(UserError, match=said):
+        executor_for("pool_apps:app", "ray://127.0.0.1:1")
+
+
+def test_ray_that_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raceme.simulation.ray_cluster.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"ray is not installed. Type: .*pip install"):
+        executor_for("pool_apps:app", "ray")
+
+
+def test_ray_and_stacked_clients_exclude_each_other() -> None:
+    with pytest.raises(UserError, match="--workers ray trains clients one by one"):
+        executor_for("pool_apps:app", "ray", vectorised=True)
