@@ -304,6 +304,8 @@ def measure(
         numbers["server_cpu_ms_per_update"] = round(1000 * used / numbers["answered"], 2)
         numbers |= {"mib_first": round(first), "mib_peak": round(peak)}
         numbers["kb_per_connected_device"] = round(per_device)
+        # With all that is under way: a model or a reply, or both, for each.
+        numbers["kb_per_device_peak"] = round((peak * MIB - alone) / devices / 1000)
         for process in started:
             process.handle.terminate()
         for process in started:
