@@ -1,7 +1,7 @@
 """Many devices on one server: is anything lost, how many updates a second, how much memory.
 
     python benchmarks/many_devices.py [--server serve superlink] [--devices 200] [--seconds 600]
-        [--weights 0] [--think 0] [--json FILE]
+        [--weights 0] [--think 0] [--join 0] [--json FILE]
 
 Light devices, threads with the connection of `raceme device`, answer messages with what each
 carries: a number, and a model of so many weights in eight arrays. The server gives every device its
@@ -11,7 +11,8 @@ server app on a stock SuperLink; named both, one after the other. All on loopbac
 
 Devices that answer at once load the server fully: each of n devices then waits for the others, n
 divided by the updates per second on average, whatever the server does. With --think each takes so
-many seconds for its work, more or less: what is left of the wait is the server's own.
+many seconds for its work, more or less: what is left of the wait is the server's own. With --join
+they come one after another over so many seconds, as thousands do.
 """
 
 from __future__ import annotations
@@ -166,7 +167,12 @@ _making = threading.Lock()
 
 
 def be_device(
-    endpoint: Endpoint, stop: StopSignal, think: float, gaps: list[float], used: list[float]
+    endpoint: Endpoint,
+    stop: StopSignal,
+    join_after: float,
+    think: float,
+    gaps: list[float],
+    used: list[float],
 ) -> None:
     """Answer messages until told to stop; note the seconds from a reply to the next message.
 
@@ -174,6 +180,7 @@ def be_device(
     and joining are not what is measured.
     """
     chance = random.Random()
+    stop.wait(join_after)
     while not stop.is_set():
         try:
             with join(endpoint, generate_keys(), stop, register=True) as link:
@@ -208,15 +215,20 @@ def be_device(
             return
 
 
-def be_devices(address: str, count: int, think: float) -> None:
+def be_devices(address: str, count: int, think: float, join_seconds: float) -> None:
     stop = StopSignal()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     endpoint = Endpoint(address, True, None)
     gaps: list[float] = []
     used: list[float] = []
-    arguments = (endpoint, stop, think, gaps, used)
-    threads = [threading.Thread(target=be_device, args=arguments) for _ in range(count)]
+    threads = [
+        threading.Thread(
+            target=be_device,
+            args=(endpoint, stop, join_seconds * number / count, think, gaps, used),
+        )
+        for number in range(count)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -228,8 +240,9 @@ def be_devices(address: str, count: int, think: float) -> None:
 # The measurement.
 
 
-def start_devices(bed: Loopback, count: int, think: float) -> list[Process]:
+def start_devices(bed: Loopback, count: int, think: float, join_seconds: float) -> list[Process]:
     command = [sys.executable, __file__, "--superlink", bed.fleet_address, "--think", str(think)]
+    command += ["--join", str(join_seconds)]
     sizes = [len(part) for part in np.array_split(range(count), PROCESSES) if len(part)]
     return [bed.start("devices", [*command, "--devices", str(size)]) for size in sizes]
 
@@ -255,7 +268,7 @@ def cpu_seconds(process_id: int) -> float:
 
 
 def measure(
-    kind: str, devices: int, seconds: float, weights: int, think: float
+    kind: str, devices: int, seconds: float, weights: int, think: float, join: float
 ) -> dict[str, float]:
     # Not above: they bring torch, which devices do without.
     from raceme.training.hardware import resident_memory
@@ -265,14 +278,14 @@ def measure(
         if kind == "serve":
             server.wait_for("READY", 120)
         alone = resident_memory(server.handle.pid)
-        started = start_devices(bed, devices, think)
+        started = start_devices(bed, devices, think, join)
         run = server
         if kind == "superlink":
             config = "devices = 2\nseconds = 10.0\nweights = 0"
             app = write_app(Path(folder) / "app", server=SERVER, config=config)
             settings = f"devices={devices} seconds={seconds} weights={weights}"
             run = bed.flwr("run", str(app), "here", "--stream", "--run-config", settings)
-        run.wait_for(rf"ONLINE {devices}", 120 + 2 * devices)
+        run.wait_for(rf"ONLINE {devices}", 120 + join + 2 * devices)
         first = resident_memory(server.handle.pid) / MIB
         per_device = (first * MIB - alone) / devices / 1000
         before = cpu_seconds(server.handle.pid)
@@ -291,6 +304,8 @@ def measure(
         numbers["server_cpu_ms_per_update"] = round(1000 * used / numbers["answered"], 2)
         numbers |= {"mib_first": round(first), "mib_peak": round(peak)}
         numbers["kb_per_connected_device"] = round(per_device)
+        # With all that is under way: a model or a reply, or both, for each.
+        numbers["kb_per_device_peak"] = round((peak * MIB - alone) / devices / 1000)
         for process in started:
             process.handle.terminate()
         for process in started:
@@ -317,17 +332,21 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=200)
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--think", type=float, default=0.0, help="seconds of work on a message")
+    parser.add_argument("--join", type=float, default=0.0, help="seconds over which they come")
     parser.add_argument("--json", type=Path, help="write the numbers here too")
     parser.add_argument("--superlink", help=argparse.SUPPRESS)
     parser.add_argument("--listen", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.superlink:
-        be_devices(arguments.superlink, arguments.devices, arguments.think)
+        be_devices(arguments.superlink, arguments.devices, arguments.think, arguments.join)
         return
     if arguments.listen:
         be_server(arguments.listen, arguments.devices, arguments.seconds, arguments.weights)
         return
-    asked = {name: getattr(arguments, name) for name in ("devices", "seconds", "weights", "think")}
+    asked = {
+        name: getattr(arguments, name)
+        for name in ("devices", "seconds", "weights", "think", "join")
+    }
     results = {}
     for kind in arguments.server:
         results[kind] = {**asked, **measure(kind, **asked)}

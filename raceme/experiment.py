@@ -397,7 +397,7 @@ def _conduct_in(
         wall_time=wall_time(),
         target=config.target_accuracy,
     )
-    result |= protection.result()
+    result |= protection.result(config.target_accuracy)
     spec = ModelSpec.of(initial)
     with log_file(out / "run.log"):
         unwritten = write_all(

@@ -85,7 +85,11 @@ class Run:
     @property
     def time(self) -> float | None:
         """Virtual time to the target, or to convergence; None if it was not reached."""
-        reached = self.summary.get(f"time_to_{self.timing}")
+        key = f"time_to_{self.timing}"
+        if self.score is Score.HONEST:
+            # Of a run without attackers all clients are honest.
+            key = f"honest_{key}" if f"honest_{key}" in self.summary else key
+        reached = self.summary.get(key)
         return None if reached is None else float(reached["virtual_time"])
 
 

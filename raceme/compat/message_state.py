@@ -12,6 +12,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
+from itertools import islice
 from typing import cast
 
 from flwr.app import Message, RecordDict
@@ -153,14 +154,21 @@ class MessageState(InMemoryLinkState):
             store.verify = True
         return message_id
 
-    def take(self, message_ids: Collection[str]) -> list[Message]:
+    def take(self, message_ids: Collection[str], most: int | None = None) -> list[Message]:
         """Return the replies that are there to some messages, in order of arrival, and drop both.
 
         A message whose reply will never come is answered with an error.
+
+        Parameters
+        ----------
+        message_ids : Collection[str]
+            The messages.
+        most : int, optional
+            Replies that are returned at most, the first that have come; errors come on top.
         """
         with self.lock:
             unknown = self._look_for_lost(message_ids)
-            ready = [key for key in self._arrived if key in message_ids]
+            ready = list(islice((key for key in self._arrived if key in message_ids), most))
             replies = [self._inflated(key) for key in ready]
             gone = [key for key in self._lost if key in message_ids]
             replies += [self._error(key, NODE_UNAVAILABLE, "the node went offline") for key in gone]

@@ -19,6 +19,9 @@ _SLICE_SECONDS = 0.25
 """A signal is noticed so soon while nothing comes."""
 _FLEET_SECONDS = 0.2
 """From one look at the fleet to the next, however many nodes come and go."""
+_MOST = 8
+"""Replies that are handed out together. Work is given once all of them have been acted on: were it
+all that are there, a reply that just came too late for them would wait for two hundred others."""
 _KIND = "served"
 
 
@@ -83,7 +86,10 @@ class ServedGrid(OwnGrid):
         return self._clock() - self._start if self._is_open else self._start
 
     def wait(self, message_ids: Collection[str], until: float | None = None) -> list[Message]:
-        """Wait until replies have come, the fleet has changed, or the deadline has passed."""
+        """Wait until replies have come, the fleet has changed, or the deadline has passed.
+
+        Of many replies the first that have come are returned, and the others at the next call.
+        """
         if not self._listens:
             self._listens = True
             self._listen()
@@ -92,7 +98,7 @@ class ServedGrid(OwnGrid):
             self.looked_at = self._clock()
             with self._news:
                 self._has_news = False
-            replies = self._state.take(wanted)
+            replies = self._state.take(wanted, _MOST)
             if replies or self._has_fleet_changed() or self._stopping():
                 return replies
             left = _SLICE_SECONDS

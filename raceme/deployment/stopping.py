@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import select
 
@@ -30,12 +31,19 @@ class StopSignal:
     def wait_or(self, file: int) -> bool:
         """Wait for it, or until there is something to read; return whether it is time to stop."""
         if not self._is_set:
-            select.select([self._reader, file], [], [])
+            self._poll(file).poll()
         return self._is_set
 
     def wait(self, seconds: float) -> bool:
         """Wait for it, at most this long; return whether it is time to stop."""
         if not self._is_set and seconds > 0:
             # The byte stays in the pipe: it wakes every later wait as well.
-            select.select([self._reader], [], [], seconds)
+            self._poll().poll(math.ceil(1000 * seconds))
         return self._is_set
+
+    def _poll(self, *files: int) -> select.poll:
+        # Unlike select, it takes files of any number: a process may have more than a thousand.
+        poll = select.poll()
+        for file in (self._reader, *files):
+            poll.register(file, select.POLLIN)
+        return poll

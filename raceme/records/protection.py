@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import sqlite3
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
 from raceme.protocol.events import Evaluated, Event, UpdateApplied
+from raceme.protocol.measure import ACCURACY
 from raceme.protocol.verdicts import UpdateJudged, Verdict
 from raceme.records.store_rows import Numbered, Rows, columns_of, number_of
+from raceme.records.summary import time_to_target
 
 SCHEMA = """
 CREATE TABLE verdicts (
@@ -61,7 +65,9 @@ class ProtectionSummary:
         self.attackers = frozenset(attackers)
         self._counts: defaultdict[str, Counter[Verdict]] = defaultdict(Counter)
         self._excluded: dict[str, bool] = {}
-        self._last: Evaluated | None = None
+        self._last: float | None = None
+        self._measure = ACCURACY
+        self._honest: list[Evaluated] = []
 
     def observe(self, event: Event) -> None:
         """Take note of an event."""
@@ -70,7 +76,16 @@ class ProtectionSummary:
         elif isinstance(event, UpdateJudged):
             self._judged(event)
         elif isinstance(event, Evaluated):
-            self._last = event
+            self._evaluated(event)
+
+    def _evaluated(self, event: Evaluated) -> None:
+        scores = [
+            score for name, (_, score, _) in event.per_client.items() if name not in self.attackers
+        ]
+        self._last, self._measure = fmean(scores) if scores else None, event.measure
+        if self.attackers and event.counts and scores:
+            found = Evaluated(event.time, event.updates, fmean(scores), math.nan, event.clusters)
+            self._honest.append(replace(found, measure=event.measure))
 
     def _judged(self, event: UpdateJudged) -> None:
         counts = self._counts[event.client]
@@ -91,12 +106,12 @@ class ProtectionSummary:
             counts[Verdict.SCALED] or counts[Verdict.REFUSED] for counts in self._counts.values()
         )
 
-    def result(self) -> dict[str, Any]:
+    def result(self, target: float | None = None) -> dict[str, Any]:
         """Return what the summary of a run has of it; nothing where nobody attacked or was judged.
 
         ``protection`` has the counts by client, ``excluded_clients`` who was excluded at the end,
-        ``attackers`` who attacked, and ``honest_accuracy`` the mean accuracy of all others at the
-        last evaluation.
+        ``attackers`` who attacked, ``honest_accuracy`` the mean accuracy of all others at the last
+        evaluation, and ``honest_time_to_target`` when it first was as good as the target.
         """
         found: dict[str, Any] = {}
         if self._has_judged:
@@ -106,10 +121,8 @@ class ProtectionSummary:
                 for client, counts in sorted(self._counts.items())
             }
             found["excluded_clients"] = sorted(self._excluded)
-        if self._last is not None:
-            measure, scores = self._last.measure.name, self._last.per_client
-            honest = [score for name, (_, score, _) in scores.items() if name not in self.attackers]
-            if self.attackers and honest:
-                found["attackers"] = sorted(self.attackers)
-                found[f"honest_{measure}"] = fmean(honest)
+        if self.attackers and self._last is not None:
+            found["attackers"] = sorted(self.attackers)
+            found[f"honest_{self._measure.name}"] = self._last
+            found["honest_time_to_target"] = time_to_target(self._honest, target)
         return found

@@ -32,14 +32,14 @@ class Category:
         What is attacked, in turn.
     attack : Attack
         Plays a case.
-    every : int
-        It has its turn only once in so many turns: cases that take long.
+    share : float
+        How much of the time it has, beside the others' shares.
     """
 
     name: str
     subjects: Sequence[str]
     attack: Attack
-    every: int = 1
+    share: float = 1.0
 
 
 @dataclass(frozen=True)

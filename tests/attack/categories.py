@@ -8,11 +8,11 @@ from .case import Category
 CATEGORIES = {
     category.name: category
     for category in (
-        Category("replies", replies.SUBJECTS, replies.attack),
-        Category("pages", ("casa", "csafl", "ewc"), replies.attack_pages, every=20),
+        Category("replies", replies.SUBJECTS, replies.attack, share=3.0),
+        Category("pages", ("casa", "csafl", "ewc"), replies.attack_pages),
         Category("config", config.SUBJECTS, config.attack),
         Category("nested", config.NESTED, config.attack),
         Category("files", files.SUBJECTS, files.attack),
-        Category("signals", signals.SUBJECTS, signals.attack, every=40),
+        Category("signals", signals.SUBJECTS, signals.attack),
     )
 }

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from .case import Case
+from .__main__ import next_category
+from .case import Case, Count
 from .categories import CATEGORIES
 
 _SEED = 0
@@ -45,3 +46,17 @@ def test_what_an_attack_breaks_is_found() -> None:
 
     made = type(CATEGORIES["replies"])("any", ("x",), breaks)
     assert "ZeroDivisionError: x" in Case(made, "x", 0).play()
+
+
+def test_every_category_has_its_share_of_the_time_whatever_its_cases_take() -> None:
+    """A case of `signals` takes ten times as long as the others."""
+    counts = {name: Count() for name in CATEGORIES}
+    first = []
+    for _ in range(1000):
+        name = next_category(counts)
+        first.append(name)
+        counts[name].cases += 1
+        counts[name].seconds += 10.0 if name == "signals" else 1.0
+    assert set(first[: len(CATEGORIES)]) == set(CATEGORIES)
+    shares = {name: count.seconds / CATEGORIES[name].share for name, count in counts.items()}
+    assert max(shares.values()) - min(shares.values()) <= 10.0

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import resource
 import signal
 import subprocess
 import sys
@@ -276,6 +279,25 @@ def test_a_task_is_ended_after_its_grace() -> None:
 
     with pytest.raises(InterruptedTaskError):
         work()
+
+
+def test_a_device_waits_in_a_process_with_more_than_a_thousand_files() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 2000:
+        pytest.skip("this process may not have that many")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2000), hard))
+    reader, writer = os.pipe()
+    high = fcntl.fcntl(reader, fcntl.F_DUPFD, 1500)
+    try:
+        os.write(writer, b"!")
+        stop = StopSignal()
+        assert not stop.wait_or(high)
+        stop.set()
+        assert stop.wait_or(high)
+    finally:
+        for file in (reader, writer, high):
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_second_signal_ends_a_task_at_once_and_none_begins_later() -> None:

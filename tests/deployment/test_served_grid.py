@@ -55,6 +55,26 @@ def test_a_message_and_its_reply_arrive_as_they_were_sent(tmp_path: Path) -> Non
         assert not server.state.message_res_store
 
 
+def test_of_many_replies_those_that_came_first_are_handed_out_first_and_the_others_next(
+    tmp_path: Path,
+) -> None:
+    """Work is given once all replies of a call have been acted on: many would keep some waiting."""
+    with serving(tmp_path) as server, light_device(server) as link:
+        sent = [server.push(link.node_id, number) for number in range(20)]
+        for _ in sent:
+            answer(link, fetch(link))
+        calls = []
+        while sum(map(len, calls)) < len(sent):
+            replies = server.wait(*sent[::-1])
+            calls.append([number_of(reply) for reply in replies])
+        assert calls == [list(range(8)), list(range(8, 16)), list(range(16, 20))]
+        # Flower's own call has no next one.
+        more = [server.push(link.node_id, number) for number in range(10)]
+        for _ in more:
+            answer(link, fetch(link))
+        assert len(list(server.grid.pull_messages(more))) == 10
+
+
 @pytest.mark.parametrize("together", [True, False])
 def test_objects_travel_together_if_they_are_small_and_are_the_same_bits_if_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, together: bool

@@ -143,6 +143,16 @@ def test_nobody_is_excluded_while_those_who_are_alike_may_not_be_heard_yet() -> 
     assert guard.state.records["odd"].score > 1.0
 
 
+def test_who_is_just_heard_counts_among_those_that_are_known() -> None:
+    """Nine of ten clients are nine tenths, the ninth with its first update."""
+    guard = FilterProtection()
+    for index in range(8):
+        guard.judge(f"c{index}", along(0), 10.0, home, 10)
+    assert not guard.state.records
+    guard.judge("c8", along(0), 10.0, home, 10)
+    assert list(guard.state.records) == ["c8"]
+
+
 def test_once_most_are_heard_who_agrees_with_nobody_is_excluded() -> None:
     guard = FilterProtection()
     # Ten of eleven clients are more than nine tenths.

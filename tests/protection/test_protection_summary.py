@@ -10,6 +10,7 @@ from statistics import fmean
 import pytest
 
 from raceme import experiment
+from raceme.comparison.results import Run
 from raceme.comparison.suite_file import load_suite
 from raceme.comparison.suites import Score
 from raceme.config import RunConfig
@@ -58,10 +59,31 @@ def test_the_honest_accuracy_is_that_of_all_but_the_attackers_at_the_end() -> No
     summary = ProtectionSummary(["a"])
     for event in (first, last):
         summary.observe(event)
-    assert summary.result() == {"attackers": ["a"], "honest_accuracy": 0.9}
+    assert summary.result() == {
+        **{"attackers": ["a"], "honest_accuracy": 0.9, "honest_time_to_target": None}
+    }
     nobody = ProtectionSummary()
     nobody.observe(last)
     assert nobody.result() == {}
+
+
+def test_the_time_to_a_target_is_that_of_the_honest_clients() -> None:
+    """The attackers are served the models of where they were: theirs are of no account."""
+    summary = ProtectionSummary(["a"])
+    for time, attacker, honest, asked in (
+        *((1.0, 0.99, 0.5, 2), (2.0, 0.1, 0.96, 4)),
+        *((3.0, 0.1, 0.95, 2), (4.0, 0.1, 0.97, 2)),
+    ):
+        scores = {"a": (0, attacker, 1.0), "b": (0, honest, 1.0)}
+        summary.observe(Evaluated(time, int(time), 0.5, 1.0, 1, scores, asked))
+    found = summary.result(0.95)
+    # At 2 s half of the clients have not answered.
+    assert found["honest_time_to_target"] == {"target": 0.95, "virtual_time": 3.0, "updates": 3}
+    own = {"time_to_target": None, "accuracy": 0.5}
+    assert Run(0, "run", {**own, **found}, score=Score.HONEST).time == 3.0
+    assert Run(0, "run", {**own, **found}).time is None
+    clean = {"time_to_target": found["honest_time_to_target"]}
+    assert Run(0, "run", clean, score=Score.HONEST).time == 3.0
 
 
 def test_an_attacked_and_protected_run_says_all_of_it(tmp_path: Path) -> None:

@@ -103,6 +103,25 @@ def test_fedbuff_steps_after_every_k_updates() -> None:
     assert set(strategy.bases.vectors) == {"0/1"}
 
 
+@pytest.mark.filterwarnings("ignore:overflow")
+def test_after_a_step_that_is_not_finite_fedbuff_takes_the_next_one() -> None:
+    # K = 2, η_g = 10³⁰: the second update alone makes a step of 5 · 10⁴³, beyond float32.
+    sent = iter([1e-30, 1e14, 1e-30, 1e-30])
+
+    def adds(reply: Message, index: int) -> Message:
+        reply.content["arrays"] = write(read(reply.content["arrays"]) + np.float32(next(sent)))
+        return reply
+
+    strategy = FedBuff(FedBuffParameters(k=2, server_lr=1e30))
+    seen = run(strategy, grid_of(pulled_app(change=adds), devices(1.0)), num_rounds=3)
+    assert [u.reason for u in of(events.UpdateRejected, seen)] == [
+        "the model would hold NaN or infinity"
+    ]
+    # What was collected went with the refused step: (10⁻³⁰ + 10⁻³⁰) · 10³⁰ / 2.
+    assert strategy.models[0].vector.tolist() == pytest.approx([1.0] * 8)
+    assert strategy.models[0].version == 1
+
+
 def test_standalone_clients_never_meet() -> None:
     strategy = Standalone()
     grid = grid_of(pulled_app([8 * ONES, -8 * ONES]), devices(1.0, 3.0))

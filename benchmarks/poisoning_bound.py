@@ -1,0 +1,108 @@
+"""What attackers cost at least, and what the filter adds: runs with an oracle in its place.
+
+    python3 benchmarks/poisoning_bound.py [--strategy fedasync] [--dataset digits] [--seeds 0,1,2]
+        [--attacks sign-flip,label-flip] [--data-root data] [--json FILE]
+
+The oracle knows who attacks: it refuses these clients from their first update on, and nobody else.
+What its run loses against the clean one is lost with the clients: their work, and another order of
+events. No filter can win that back. Accuracy is that of the clients that do not attack, in the
+clean run too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from statistics import fmean
+from tempfile import TemporaryDirectory
+from unittest.mock import patch
+
+from rich.console import Console
+from rich.table import Table
+
+from raceme import experiment
+from raceme.config import RunConfig
+from raceme.protection.attacks import attackers_of
+from raceme.protection.guard import FilterProtection, Ruling
+from raceme.protocol.events import Evaluated, Event
+from raceme.protocol.verdicts import Verdict
+
+CLEAN, ORACLE = "clean", "oracle"
+SETTINGS: dict[str, dict[str, object]] = {
+    "digits": {"clients": 20, "max-updates": 500},
+    "mnist": {
+        **{"clients": 20, "max-updates": 1500, "model": "mlp"},
+        **{"local-steps": 10, "batch-size": 32},
+    },
+}
+
+
+def oracle(attackers: frozenset[str]) -> Callable[..., Ruling]:
+    """Return what judges updates by who has sent them."""
+
+    def judge(guard: FilterProtection, client: str, *_judged: object) -> Ruling:
+        if client not in attackers:
+            return Ruling()
+        guard.state.excluded[client] = True
+        return Ruling(Verdict.REFUSED, 0.0)
+
+    return judge
+
+
+def accuracy(keys: dict[str, object], honest: frozenset[str], last: int) -> float:
+    """Run; return the mean of some clients' accuracies in the last evaluations, in %."""
+    seen: list[Event] = []
+    with TemporaryDirectory() as folder:
+        keys = {**keys, "out": folder, "workers": "0", "stop-at-target": False}
+        experiment.simulate(RunConfig.from_mapping(keys), seen.append)
+    tests = [event for event in seen if isinstance(event, Evaluated)][-last:]
+    return 100 * fmean(test.per_client[client][1] for test in tests for client in honest)
+
+
+def row(keys: dict[str, object], attacks: list[str], last: int) -> dict[str, float]:
+    """Return the accuracies of the clean run, with the oracle, and with the filter."""
+    attack = {"attack": attacks[0], "protection": "filter"}
+    config = experiment.resolve(RunConfig.from_mapping({**keys, **attack}))
+    bad = frozenset(f"client-{number}" for number in attackers_of(config))
+    honest = frozenset(f"client-{number}" for number in range(config.num_clients)) - bad
+    found = {CLEAN: accuracy(keys, honest, last)}
+    with patch.object(FilterProtection, "judge", oracle(bad)):
+        found[ORACLE] = accuracy({**keys, **attack}, honest, last)
+    for attack["attack"] in attacks:
+        found[attack["attack"]] = accuracy({**keys, **attack}, honest, last)
+    return found
+
+
+def main() -> None:
+    """Run all seeds, and print a row of each and their means."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--strategy", default="fedasync")
+    parser.add_argument("--dataset", default="digits", choices=SETTINGS)
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--attacks", default="scale,sign-flip,label-flip,noise")
+    parser.add_argument("--data-root", default="data")
+    parser.add_argument("--last", type=int, default=1, help="evaluations that are averaged")
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="further keys")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    more = dict(pair.split("=", 1) for pair in arguments.set)
+    attacks, rows = arguments.attacks.split(","), []
+    table = Table("seed", CLEAN, ORACLE, *attacks)
+    for seed in map(int, arguments.seeds.split(",")):
+        keys = {"strategy": arguments.strategy, "dataset": arguments.dataset, "seed": seed}
+        keys |= {"data-root": arguments.data_root, **SETTINGS[arguments.dataset], **more}
+        rows.append({"seed": seed, **row(keys, attacks, arguments.last)})
+        print(rows[-1], flush=True)
+    for one in rows:
+        table.add_row(str(one["seed"]), *(f"{one[name]:.1f}" for name in (CLEAN, ORACLE, *attacks)))
+    means = (fmean(one[name] for one in rows) for name in (CLEAN, ORACLE, *attacks))
+    table.add_row("mean", *(f"{mean:.1f}" for mean in means))
+    Console().print(table)
+    if arguments.json:
+        arguments.json.write_text(json.dumps({**vars(arguments), "rows": rows}, default=str) + "\n")
+
+
+if __name__ == "__main__":
+    main()
