@@ -266,8 +266,10 @@ class CASA(Method):
         return task.updates if self.parameters.staleness_unit == "global" else task.version
 
     def _locate(self, clients: Iterable[str]) -> None:
-        """Note where clients are now, by index."""
+        """Note where clients with a seat are now, by index."""
         for client in clients:
+            if client not in self._index:
+                continue
             placed = self.clusters.is_placed(client)
             self._cluster[self._index[client]] = (
                 self.clusters.main(client) if placed else _UNASSIGNED
@@ -279,12 +281,13 @@ class CASA(Method):
         """Mix w_i into the model of cluster k, eq (9)."""
         self.models[k].mix(update.vector, alpha)
 
-    def _alpha_c(self, k: int) -> float:
-        """Return α_c,k, eq (6)."""
+    def _alpha_c(self, k: int, size: int | None = None) -> float:
+        """Return α_c,k, eq (6); that of so many members, if a size is given."""
         if not self.parameters.bi_level:
             return self.parameters.constant_alpha
         omega_t = omega(self.state.round, self.parameters.kappa)
-        return cluster_decay(self._size(k), omega_t, self.parameters.alpha0)
+        members = self._size(k) if size is None else size
+        return cluster_decay(members, omega_t, self.parameters.alpha0)
 
     def _bound(self, k: int) -> float:
         """Return r_c,k, eq (8)."""
@@ -329,7 +332,9 @@ class CASA(Method):
 
     def _split_if_due(self, k: int) -> None:
         """Split cluster k in R if its largest eigengap says so, Algorithm 3, lines 3 to 8."""
-        watch, alpha_c, gamma = self._watch(k), self._alpha_c(k), self.parameters.gamma
+        watch, gamma = self._watch(k), self.parameters.gamma
+        # Eigengaps of chance shrink as members grow, and so does α_c: both are of those compared.
+        alpha_c = self._alpha_c(k, len(watch.members))
         if watch.missing or not spectral.should_split(alpha_c, watch.bound(), gamma):
             return
         members = watch.members
