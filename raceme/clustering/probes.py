@@ -205,7 +205,8 @@ class Probes:
         selves = np.maximum(self._reliabilities()[rows], LEAST_RELIABILITY).astype(np.float64)
         if self.is_known(client):
             if self.is_large:
-                return self.distances_to_groups([client], [[other] for other in others])[0]
+                found = self.distances_to_groups([client], [[other] for other in others])
+                return np.asarray(found[0])
             inner = self.agreement[own, rows].astype(np.float64)
             itself = max(self.reliability(client), LEAST_RELIABILITY)
         else:
