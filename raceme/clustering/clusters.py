@@ -62,6 +62,8 @@ class Clusters:
         self._served: Counter[int] = Counter()
         self._present: Counter[int] = Counter()
         self._has_mixtures = False
+        # One object for all members of a cluster: placements are replaced, never changed.
+        self._whole: dict[int, dict[int, float]] = {}
         for client in self.members:
             self._count(client, 1)
 
@@ -262,6 +264,9 @@ class Clusters:
         """Write down where clients are; those not heard of before are there."""
         for client, weights in moved.items():
             self._count(client, -1)
+            cluster = next(iter(weights), -1)
+            if weights == {cluster: 1.0}:
+                weights = self._whole.setdefault(cluster, weights)
             self.members[client] = weights
             self.online.setdefault(client, True)
             self._count(client, 1)

@@ -92,6 +92,11 @@ class DeviceModel:
         self._switches: Iterator[float] | None = None
         self._switched = 0
 
+    @property
+    def is_new(self) -> bool:
+        """Whether it is as it was made."""
+        return not self._tasks and not self._switched
+
     def _seed(self, purpose: int) -> np.random.SeedSequence:
         return np.random.SeedSequence(self._entropy, spawn_key=(purpose,))
 

@@ -121,7 +121,7 @@ class VirtualGrid(OwnGrid):
         self._arrivals = 0
         self._seed, self._run_config = seed, dict(run_config or {})
         self._by_id = {node.node_id: node for node in self.nodes}
-        # Those that were ever sent anything, or come and go: of the others nothing is to be known.
+        # Those that have worked or have a state, or come and go: the others are as they were made.
         self._clients: dict[int, Client] = {}
         self._online: dict[int, None] = {}
         for node in self.nodes:
@@ -399,6 +399,9 @@ class VirtualGrid(OwnGrid):
             assert client is not None, "a message to nobody is lost"
             del client.at_work[message_id]
             reply = self._executor.result(message_id)
+            if client.device.is_new and not client.at_work and not client.context.state:
+                # It has only been asked something: it would be made again as it is.
+                del self._clients[client.context.node_id]
         if self._observe is not None:
             self._observe(exchange_of(pending, self._queue.now, reply))
         return reply if pending.is_wanted else None
