@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 
 from raceme.protocol.messages import Vector
+from raceme.protocol.spill import Shelf
 
 
 @dataclass
@@ -13,14 +15,18 @@ class Bases:
 
     Attributes
     ----------
-    vectors : dict[str, Vector]
+    vectors : MutableMapping[str, Vector]
         The models, by a name of the version: ``<cluster>/<version>``.
     users : dict[str, int]
         Number of open tasks that started from each.
     """
 
-    vectors: dict[str, Vector] = field(default_factory=dict)
+    vectors: MutableMapping[str, Vector] = field(default_factory=dict)
     users: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        # One of every client at work is too much for the memory of a large fleet.
+        self.vectors = Shelf(self.vectors)
 
     def hold(self, name: str, vector: Vector) -> None:
         """Keep the model that a client is sent until its task is over."""

@@ -124,6 +124,12 @@ class ModelBuffers:
         """Empty a client's buffer."""
         self.drop(np.full(len(self.owners(buffer)), buffer), self.owners(buffer))
 
+    def forget(self, client: int) -> None:
+        """Empty a client's buffer, and take its model out of all others."""
+        self.clear(client)
+        holding = np.flatnonzero(self.holds(client))
+        self.drop(holding, np.full(len(holding), client))
+
     def drop(self, buffers: NDArray[np.intp], owners: NDArray[np.intp]) -> None:
         """Take items out: for each pair, the model of the owner out of the buffer."""
         np.subtract.at(self.references, self.slots[buffers, owners], 1)

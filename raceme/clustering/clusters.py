@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -57,6 +58,14 @@ class Clusters:
         self._report: Report = ignore
         # Asked for every client without a cluster, before every task: counted once per change.
         self._largest: int | None = None
+        # Derived: how many clients each cluster serves, and of them those online.
+        self._served: Counter[int] = Counter()
+        self._present: Counter[int] = Counter()
+        self._has_mixtures = False
+        # One object for all members of a cluster: placements are replaced, never changed.
+        self._whole: dict[int, dict[int, float]] = {}
+        for client in self.members:
+            self._count(client, 1)
 
     def report_to(self, report: Report) -> None:
         """Let someone know of every change; its `time` and `updates` are still 0 then."""
@@ -89,6 +98,10 @@ class Clusters:
             if cluster in weights and (self.online[client] or not online_only)
         ]
 
+    def size(self, cluster: int, online_only: bool = True) -> int:
+        """Return how many clients :meth:`clients` would return, without looking for them."""
+        return (self._present if online_only else self._served)[cluster]
+
     def largest(self) -> int:
         """Return the cluster with the most clients online, by weight; of equal ones the first."""
         if self._largest is None:
@@ -97,6 +110,8 @@ class Clusters:
 
     def _find_largest(self) -> int:
         sizes = dict.fromkeys(self.models, 0.0)
+        if not self._has_mixtures:
+            return max(sizes, key=lambda cluster: self._present[cluster])
         if len(sizes) > 1:
             for client, weights in self.members.items():
                 if self.online[client]:
@@ -108,7 +123,7 @@ class Clusters:
 
     def join(self, client: str) -> None:
         """Note that a client is there: in the only cluster, without one, or back in its own."""
-        self.online[client] = True
+        self._set_online(client, True)
         self._largest = None
         if client not in self.members:
             self.members[client] = {}
@@ -117,7 +132,7 @@ class Clusters:
 
     def leave(self, client: str) -> None:
         """Note that a client went offline; it keeps its clusters."""
-        self.online[client] = False
+        self._set_online(client, False)
         self._largest = None
 
     def assign(self, client: str, placement: Placement) -> None:
@@ -131,8 +146,7 @@ class Clusters:
         weights = self._checked(placement)
         before = self.members.get(client, {})
         if weights != before:
-            self.members[client] = weights
-            self.online.setdefault(client, True)
+            self._place({client: weights})
             verb = ClusterChange.MOVE if before else ClusterChange.ASSIGN
             self._changed(verb, {client: weights})
 
@@ -141,8 +155,7 @@ class Clusters:
     def unassign(self, clients: Iterable[str]) -> None:
         """Take clients out of their clusters: the largest serves them until they are placed."""
         released = [client for client in clients if self.members.get(client)]
-        for client in released:
-            self.members[client] = {}
+        self._place({client: {} for client in released})
         if released:
             self._changed(ClusterChange.MOVE, {client: {} for client in released})
 
@@ -150,9 +163,7 @@ class Clusters:
         """Add a cluster beside the others, and move clients into it; return its id."""
         cluster = self._add(model)
         moved = {client: {cluster: 1.0} for client in clients}
-        self.members.update(moved)
-        for client in moved:
-            self.online.setdefault(client, True)
+        self._place(moved)
         self._changed(ClusterChange.FOUND, moved, made=(cluster,))
         return cluster
 
@@ -187,7 +198,7 @@ class Clusters:
         for client, weights in self.members.items():
             if parent in weights and client not in moved:
                 moved[client] = {}
-        self.members.update(moved)
+        self._place(moved)
         self._changed(ClusterChange.SPLIT, moved, (parent,), tuple(children), score, threshold)
         return children
 
@@ -228,7 +239,7 @@ class Clusters:
             if merged:
                 rest = {c: weight for c, weight in weights.items() if c not in sources}
                 moved[client] = {**rest, target: merged}
-        self.members.update(moved)
+        self._place(moved)
         self._changed(ClusterChange.MERGE, moved, tuple(sources), (target,), score, threshold)
         return target
 
@@ -240,7 +251,7 @@ class Clusters:
         ValueError
             It has members, or is the last one.
         """
-        if any(cluster in weights for weights in self.members.values()):
+        if self._served[cluster]:
             raise ValueError(f"cluster {cluster} has members and cannot be retired")
         if len(self.models) == 1:
             raise ValueError(f"cluster {cluster} is the last one and cannot be retired")
@@ -248,6 +259,30 @@ class Clusters:
         self._changed(ClusterChange.RETIRE, {}, gone=(cluster,))
 
     # Parts of the verbs.
+
+    def _place(self, moved: Mapping[str, dict[int, float]]) -> None:
+        """Write down where clients are; those not heard of before are there."""
+        for client, weights in moved.items():
+            self._count(client, -1)
+            cluster = next(iter(weights), -1)
+            if weights == {cluster: 1.0}:
+                weights = self._whole.setdefault(cluster, weights)
+            self.members[client] = weights
+            self.online.setdefault(client, True)
+            self._count(client, 1)
+
+    def _set_online(self, client: str, is_online: bool) -> None:
+        self._count(client, -1)
+        self.online[client] = is_online
+        self._count(client, 1)
+
+    def _count(self, client: str, step: int) -> None:
+        """Count a client into its clusters, or out of them."""
+        weights, is_online = self.members.get(client, {}), self.online.get(client, False)
+        self._has_mixtures = self._has_mixtures or len(weights) > 1
+        for cluster in weights:
+            self._served[cluster] += step
+            self._present[cluster] += step * is_online
 
     def _add(self, model: Model) -> int:
         cluster = self.next_id

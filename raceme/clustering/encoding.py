@@ -45,6 +45,10 @@ class WholeModels:
         unit = w * np.float32(1.0 / norm)
         return Code(unit, unit, norm)
 
+    def sketch_of(self, code: Code) -> Vector:
+        """Return the model. Shape (d,)."""
+        return np.asarray(code.stored * np.float32(code.norm))
+
     def cosine(self, code: Code, mean: Vector) -> float:
         """Compare a model with a weighted mean of models, Σ share_j · norm_j · stored_j."""
         length = float(np.linalg.norm(mean))
@@ -94,6 +98,10 @@ class Sketches:
         query = np.concatenate([sketch, [1.0, shared, root]]).astype(np.float32)
         scale = np.float32(1.0 / norm)
         return Code(stored * scale, query * scale, norm)
+
+    def sketch_of(self, code: Code) -> Vector:
+        """Return the projection of δ: distances of models, nearly. Shape (size,)."""
+        return np.asarray(code.stored[:-3] * np.float32(code.norm))
 
     def cosine(self, code: Code, mean: Vector) -> float:
         """Compare a model with a weighted mean of models; see `WholeModels`."""

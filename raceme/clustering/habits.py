@@ -9,14 +9,13 @@ the slowest device needs for a whole task.
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+from raceme.clustering.lengths import Lengths
 
 _LONG = 1.5
 """Medians of the others' updates below which no update is suddenly long."""
-_FEWEST_LENGTHS = 3
-"""Other clients whose updates tell how long one may be."""
 _KEPT = 0.7
 """Share of the typical length of a client's changes that its next one leaves."""
 _MANY = 8
@@ -24,6 +23,10 @@ _MANY = 8
 _FEWEST_CHANGES = 2
 _SOON = 2
 """Updates per client within which changes count as one event."""
+
+
+FEWEST_LENGTHS = 3
+"""Other clients whose updates tell how long one may be."""
 
 
 @dataclass
@@ -76,10 +79,26 @@ class Habit:
         self.length = _KEPT * self.length + (1 - _KEPT) * length if self.length else length
 
 
-def typical_length(habits: Mapping[str, Habit], clients: Iterable[str]) -> float:
-    """Return the median length of clients' updates; 0 if few of them have sent any."""
-    lengths = [habits[c].length for c in clients if c in habits and habits[c].length]
-    return statistics.median(lengths) if len(lengths) >= _FEWEST_LENGTHS else 0.0
+class Roll:
+    """Who is there, and of them who is settled, counted as they change; derived, no state.
+
+    Attributes
+    ----------
+    there, settled : set[str]
+        Clients online, and those of them whose place is known.
+    lengths : Lengths
+        Typical lengths of their updates.
+    """
+
+    def __init__(self) -> None:
+        self.there: set[str] = set()
+        self.settled: set[str] = set()
+        self.lengths = Lengths()
+
+    def note(self, client: str, is_there: bool, is_settled: bool) -> None:
+        """Count a client as it is now."""
+        (self.there.add if is_there else self.there.discard)(client)
+        (self.settled.add if is_there and is_settled else self.settled.discard)(client)
 
 
 def call_others(
@@ -101,7 +120,8 @@ def call_others(
     """
     for client in [c for c, then in changes.items() if then < now - _SOON * clients]:
         del changes[client]
-    if len(changes) >= max(_FEWEST_CHANGES, math.ceil(clients / _MANY)):
+    # Once for each event: those that come after it were called with the others.
+    if len(changes) == max(_FEWEST_CHANGES, math.ceil(clients / _MANY)):
         first = min(changes.values())
         for habit in habits.values():
             habit.called |= habit.probed < first

@@ -6,12 +6,13 @@ client's last contribution; here per cluster, and models instead of changes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from raceme.protocol.messages import Vector
+from raceme.protocol.spill import Shelf
 
 
 @dataclass
@@ -20,7 +21,7 @@ class Latest:
 
     Attributes
     ----------
-    models : dict[str, Vector]
+    models : MutableMapping[str, Vector]
         z_i of each client that has one. Shape (d,).
     homes : dict[str, int]
         The cluster that it counts in; a client that is in none is left out.
@@ -30,10 +31,14 @@ class Latest:
         How many that are.
     """
 
-    models: dict[str, Vector] = field(default_factory=dict)
+    models: MutableMapping[str, Vector] = field(default_factory=dict)
     homes: dict[str, int] = field(default_factory=dict)
     totals: dict[int, Vector] = field(default_factory=dict)
     counts: dict[int, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        # One of every client is too much for the memory of a large fleet.
+        self.models = Shelf(self.models)
 
     def mean(self, cluster: int) -> Vector:
         """Return z̄ of a cluster that somebody has a model in. Shape (d,)."""

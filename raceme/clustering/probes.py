@@ -9,7 +9,7 @@ says how much of its directions is not chance.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 from raceme.protocol.messages import BATCH_SIZE, COMPUTE_SCALE, LOCAL_STEPS, Vector, passes
 
 HALVES = 2
+_BLOCK = 1024
+"""Clients whose halves are brought to unit length at a time."""
 _FEWEST_STEPS = 2
 LEAST_RELIABILITY = 0.1
 """Agreement of a client with itself below which its probes say nothing."""
@@ -83,18 +85,44 @@ class Probes:
         Sums of the odd and of the even probes' directions. Shape (capacity, 2, size).
     agreement : NDArray[np.float32]
         M_ij = ½ (a_i·b_j + b_i·a_j), of the halves a and b at unit length; known between clients
-        with two probes. Shape (capacity, capacity).
+        with two probes. Shape (capacity, capacity); (0, 0) in a large fleet.
+    selves : NDArray[np.float32]
+        M_ii in a large fleet. Shape (capacity,); (0,) in others.
+    exact_up_to : int
+        Clients up to which all pairs are kept; in a larger fleet they are computed when asked for.
+        0: always.
     """
 
     clients: list[str] = field(default_factory=list)
     counts: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     sums: NDArray[np.float32] = field(default_factory=lambda: np.empty((0, HALVES, 0), np.float32))
     agreement: NDArray[np.float32] = field(default_factory=lambda: np.empty((0, 0), np.float32))
+    selves: NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
+    exact_up_to: int = 0
 
     def __post_init__(self) -> None:
         # Derived, row by row, from the sums.
         self._index = {client: index for index, client in enumerate(self.clients)}
-        self._units = np.stack([_unit_rows(self.sums[:, half]) for half in range(HALVES)])
+        self._units = self._all_units()
+
+    def _all_units(self) -> NDArray[np.float32]:
+        """Return the halves at unit length, (2, capacity, size); nothing in a large fleet."""
+        sums = self.sums[:0] if self.is_large else self.sums
+        return np.stack([_unit_rows(sums[:, half]) for half in range(HALVES)])
+
+    def _halves(self, rows: NDArray[np.intp]) -> NDArray[np.float32]:
+        """Return the halves of some clients at unit length. Shape (2, m, size)."""
+        if not self.is_large:
+            return np.asarray(self._units[:, rows])
+        return np.stack([_unit_rows(self.sums[rows, half]) for half in range(HALVES)])
+
+    @property
+    def is_large(self) -> bool:
+        """Whether the fleet is too large to keep all pairs."""
+        return 0 < self.exact_up_to < len(self.clients)
+
+    def _reliabilities(self) -> NDArray[np.float32]:
+        return self.selves if self.is_large else self.agreement.diagonal()
 
     # Questions.
 
@@ -114,13 +142,12 @@ class Probes:
     def clear(self) -> list[str]:
         """Return all clients that are clear, in the order in which they were first probed."""
         n = len(self.clients)
-        agrees = self.agreement.diagonal()[:n] >= LEAST_RELIABILITY
+        agrees = self._reliabilities()[:n] >= LEAST_RELIABILITY
         return [self.clients[i] for i in np.flatnonzero(agrees & (self.counts[:n] >= HALVES))]
 
     def reliability(self, client: str) -> float:
         """Return M_ii: the cosine of a client's two halves."""
-        index = self._index[client]
-        return float(self.agreement[index, index])
+        return float(self._reliabilities()[self._index[client]])
 
     def likeness(self, client: str, direction: Vector) -> float:
         """Return how far a new direction is the one that a client had: 1 if it is, but for chance.
@@ -130,7 +157,7 @@ class Probes:
         """
         index = self._index[client]
         reliability = max(self.reliability(client), LEAST_RELIABILITY)
-        mean = self._units[:, index].sum(axis=0)
+        mean = self._halves(np.array([index]))[:, 0].sum(axis=0)
         length = float(np.linalg.norm(mean))
         if not length:
             return 1.0
@@ -151,7 +178,12 @@ class Probes:
             Symmetric, within [0, 2], zero on the diagonal. Shape (m, m).
         """
         rows = self.rows(clients)
-        inner = self.agreement[np.ix_(rows, rows)].astype(np.float64)
+        if self.is_large:
+            odd, even = self._halves(rows)
+            crosswise = odd @ even.T
+            inner = ((crosswise + crosswise.T) / np.float32(2.0)).astype(np.float64)
+        else:
+            inner = self.agreement[np.ix_(rows, rows)].astype(np.float64)
         root = np.sqrt(np.maximum(inner.diagonal(), LEAST_RELIABILITY))
         distances = 1.0 - np.clip(inner / np.outer(root, root), -1.0, 1.0)
         np.fill_diagonal(distances, 0.0)
@@ -170,14 +202,73 @@ class Probes:
             Clear ones, at least one.
         """
         own, rows = self._index[client], self.rows(others)
-        selves = np.maximum(self.agreement.diagonal()[rows], LEAST_RELIABILITY).astype(np.float64)
+        selves = np.maximum(self._reliabilities()[rows], LEAST_RELIABILITY).astype(np.float64)
         if self.is_known(client):
+            if self.is_large:
+                found = self.distances_to_groups([client], [[other] for other in others])
+                return np.asarray(found[0])
             inner = self.agreement[own, rows].astype(np.float64)
             itself = max(self.reliability(client), LEAST_RELIABILITY)
         else:
-            inner = self._units[:, rows].mean(axis=0) @ self._units[0, own]
+            first = self._halves(np.array([own]))[0, 0]
+            inner = self._halves(rows).mean(axis=0) @ first
             itself = float(np.median(selves))
         return np.asarray(1.0 - np.clip(inner / np.sqrt(selves * itself), -1.0, 1.0))
+
+    def distances_to_groups(
+        self, clients: list[str], groups: Sequence[list[str]]
+    ) -> NDArray[np.float64]:
+        """Return the mean distances of clients from groups, without those of all pairs.
+
+        The mean of products with a group is the product with its mean; only the cut at a cosine of
+        1 is made of the mean instead of each distance.
+
+        Parameters
+        ----------
+        clients : list[str]
+            All with two probes, or all with one.
+        groups : Sequence[list[str]]
+            Clear ones, at least one in each.
+
+        Returns
+        -------
+        NDArray[np.float64]
+            Shape (m, groups).
+        """
+        centres, selves = [], []
+        for group in groups:
+            rows = self.rows(group)
+            own = np.sqrt(np.maximum(self._reliabilities()[rows], LEAST_RELIABILITY))
+            centres.append((self._halves(rows) / own[:, None]).mean(axis=1))
+            selves.append(own**2)
+        odd, even = np.stack(centres, axis=1)
+        typical = float(np.median(np.concatenate(selves)))
+        found = np.empty((len(clients), len(groups)))
+        for start in range(0, len(clients), _BLOCK):
+            block = clients[start : start + _BLOCK]
+            rows = self.rows(block)
+            a, b = self._halves(rows)
+            if self.is_known(block[0]):
+                inner = (a @ even.T + b @ odd.T) / 2.0
+                itself = np.maximum(self._reliabilities()[rows], LEAST_RELIABILITY)[:, None]
+            else:
+                inner, itself = a @ (odd + even).T / 2.0, np.full((1, 1), typical)
+            found[start : start + _BLOCK] = 1.0 - np.clip(inner / np.sqrt(itself), -1.0, 1.0)
+        return found
+
+    def similarity(self) -> tuple[list[str], NDArray[np.float32]]:
+        """Return all clients, and 1 − their distances; NaN where those are not known.
+
+        Returns
+        -------
+        tuple[list[str], NDArray[np.float32]]
+            n ids, and a matrix of shape (n, n).
+        """
+        matrix = np.full((len(self.clients), len(self.clients)), np.nan, np.float32)
+        clear = self.clear()
+        rows = self.rows(clear)
+        matrix[np.ix_(rows, rows)] = 1.0 - self.distances(clear)
+        return list(self.clients), matrix
 
     def rows(self, clients: list[str]) -> NDArray[np.intp]:
         """Return the indices of clients."""
@@ -201,6 +292,10 @@ class Probes:
         half = int(self.counts[i]) % HALVES
         self.sums[i, half] += direction
         self.counts[i] += 1
+        if self.is_large:
+            odd, even = self._halves(np.array([i]))[:, 0]
+            self.selves[i] = odd @ even
+            return
         self._units[half, i] = _unit_rows(self.sums[i, half][None, :])[0]
         if self.counts[i] >= HALVES:
             odd, even = self._units[0], self._units[1]
@@ -212,6 +307,9 @@ class Probes:
         i = self._index[client]
         self.counts[i] = 0
         self.sums[i] = 0.0
+        if self.is_large:
+            self.selves[i] = 0.0
+            return
         self._units[:, i] = 0.0
         self.agreement[i, :] = self.agreement[:, i] = 0.0
 
@@ -220,13 +318,21 @@ class Probes:
         self.clients.append(client)
         self._index[client] = index
         if index == len(self.counts):
-            more = max(16, index)
+            more = max(16, index // 4 if self.is_large else index)
             self.counts = np.pad(self.counts, (0, more))
             empty = np.zeros((more, HALVES, size), np.float32)
             sums = self.sums if index else np.empty((0, HALVES, size), np.float32)
             self.sums = np.concatenate([sums, empty])
-            self.agreement = np.pad(self.agreement, (0, more))
-            self._units = np.stack([_unit_rows(self.sums[:, half]) for half in range(HALVES)])
+            if len(self.selves):
+                self.selves = np.pad(self.selves, (0, more))
+            else:
+                self.agreement = np.pad(self.agreement, (0, more))
+            self._units = self._all_units()
+        if self.is_large and not len(self.selves):
+            self.selves = np.pad(self.agreement.diagonal(), (0, len(self.counts)))
+            self.selves = self.selves[: len(self.counts)].copy()
+            self.agreement = np.empty((0, 0), np.float32)
+            self._units = self._all_units()
 
 
 def settings_of_probe(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -81,3 +81,24 @@ def movers(now: Labels, wanted: Labels) -> NDArray[np.bool_]:
     home: Mapping[int, int] = plan_repair(now, wanted).home
     heirs = np.array([home.get(int(group), -1) for group in wanted], np.int64)
     return np.asarray(heirs != now)
+
+
+def comes_from(cluster: int, former: int, origins: Mapping[int, Sequence[int]]) -> bool:
+    """Return whether a cluster is a former one, or came from it.
+
+    Parameters
+    ----------
+    cluster, former : int
+        Their numbers.
+    origins : Mapping[int, Sequence[int]]
+        Clusters that a cluster came from.
+    """
+    open_ones, seen = [cluster], set[int]()
+    while open_ones:
+        one = open_ones.pop()
+        if one == former:
+            return True
+        if one not in seen:
+            seen.add(one)
+            open_ones += origins.get(one, [])
+    return False

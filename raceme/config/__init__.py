@@ -146,6 +146,9 @@ class RunConfig:
     eval_steps: bool = option(
         False, "test also when all clients' data have moved on, before they are trained on"
     )
+    eval_clients: int = option(
+        0, "clients that test at an evaluation, always the same ones (0: all)", low=0
+    )
     eval_tasks: bool = option(
         False, "test on the data of every step so far whenever a step is over, and at the end"
     )

@@ -19,6 +19,7 @@ from raceme.server.packing import Packer
 from raceme.server.steps import Steps
 from raceme.server.sweeper import Sweeper
 from raceme.server.task_tests import TaskTests
+from raceme.server.together import Together
 
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 
@@ -101,7 +102,7 @@ class Evaluator(Sweeper):
 
     def open_ids(self) -> Collection[str]:
         """Return the ids of messages without an answer, tests of tasks included."""
-        return {*super().open_ids(), *self._tasks.open_ids()}
+        return Together(super().open_ids(), self._tasks.open_ids())
 
     def ask(self, idle: Idle) -> None:
         """Ask the clients that have time and have not been asked yet."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from logging import getLogger
 
@@ -79,6 +79,20 @@ class Fleet:
         # Derived from the sizes, and told only once: no state.
         self._ordered = sorted(self.sizes.values())
         self._capped: set[str] = set()
+        self._greetings = {message_id: node for node, message_id in self.greeted.items()}
+
+    def greet(self, node_id: int, message_id: str) -> None:
+        """Note that a node was greeted."""
+        self.greeted[node_id] = message_id
+        self._greetings[message_id] = node_id
+
+    def greeted_by(self, message_id: str) -> int | None:
+        """Return the node whose greeting is open under this id, if there is one."""
+        return self._greetings.get(message_id)
+
+    def open_greetings(self) -> Collection[str]:
+        """Return the ids of the greetings without an answer."""
+        return self._greetings.keys()
 
     def heard(self, client: str, examples: int) -> None:
         """Note how many examples a client says it has."""
@@ -127,6 +141,7 @@ class Fleet:
         for client in left:
             self.clients[client].node_id = None
         self.by_node, self.greeted, self.refused = {}, {}, {}
+        self._greetings = {}
         return left
 
     def changes(
@@ -153,7 +168,9 @@ class Fleet:
             self.clients[client].node_id = None
             if node is not None:
                 del self.by_node[node]
-        self.greeted = {node: key for node, key in self.greeted.items() if node in present}
+        gone = [node for node in self.greeted if node not in present]
+        for node in gone:
+            self._close_greeting(node)
         freed = set(left)
         # A refused node is asked again once the client that it claims to be has left.
         self.refused = {
@@ -179,7 +196,7 @@ class Fleet:
         ForeignIdError
             It is not who it says.
         """
-        self.greeted.pop(node_id, None)
+        self._close_greeting(node_id)
         stated: Mapping[str, object] = {}
         measured: Mapping[str, object] = {}
         if not reply.has_error():
@@ -221,6 +238,11 @@ class Fleet:
         client.failures, client.ready_at = 0, 0.0
         self.by_node[node_id] = client_id
         return client, returned
+
+    def _close_greeting(self, node_id: int) -> None:
+        message_id = self.greeted.pop(node_id, None)
+        if message_id is not None:
+            del self._greetings[message_id]
 
     def online(self) -> list[Client]:
         """Return the clients that are online, in order of greeting."""

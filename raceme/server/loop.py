@@ -30,6 +30,7 @@ from raceme.server.plan import Plan
 from raceme.server.replies import Answer, InvalidReplyError, Update, read_reply
 from raceme.server.reports import answer_taken, applied_update, fill_result, joined, unasked
 from raceme.server.steps import Steps
+from raceme.server.together import Together
 from raceme.server.work import Task
 
 log = getLogger("raceme")
@@ -273,9 +274,8 @@ class Loop:
 
     def _awaited(self) -> Collection[str]:
         """Return the ids of all messages without an answer."""
-        in_flight, greeted = self._progress.in_flight.keys(), self._fleet.greeted
-        asked = self._evaluator.open_ids()
-        return in_flight | {*greeted.values(), *asked} if greeted or asked else in_flight
+        tasks, greetings = self._progress.in_flight.keys(), self._fleet.open_greetings()
+        return Together(tasks, greetings, self._evaluator.open_ids())
 
     # The fleet.
 
@@ -305,7 +305,7 @@ class Loop:
             greeting = Message(RecordDict(), node, MessageType.QUERY, ttl=self._ttl)
             message_id = self._push(greeting)
             if message_id:
-                self._fleet.greeted[node] = message_id
+                self._fleet.greet(node, message_id)
                 self._progress.greeted_at = self.now()
 
     def _introduce(self, node_id: int, reply: Message) -> None:
@@ -322,7 +322,8 @@ class Loop:
             return
         client, returned = introduced
         name = client.client_id
-        open_tasks = self._progress.in_flight.items()
+        # Nothing can be open of one who has never been here.
+        open_tasks = self._progress.in_flight.items() if returned else ()
         lost = [message_id for message_id, task in open_tasks if task.client == name]
         self._clock.forget(lost)
         self._method.dispatch.joined(name)
@@ -384,9 +385,9 @@ class Loop:
     def _take_in(self, reply: Message) -> None:
         """Act on one reply: to a greeting, an evaluation, or work."""
         message_id = reply.metadata.reply_to_message_id
-        greeted = {key: node for node, key in self._fleet.greeted.items()}
-        if message_id in greeted:
-            self._introduce(greeted[message_id], reply)
+        node = self._fleet.greeted_by(message_id)
+        if node is not None:
+            self._introduce(node, reply)
             return
         if message_id in self._evaluator.open_ids():
             for report in self._evaluator.take_in(message_id, reply, self._idle):

@@ -1,14 +1,21 @@
-"""Models as they travel: packed once per version, however many clients receive them."""
+"""Models as they travel: packed once per version, however many clients receive them.
+
+Simulated clients hold the versions that they train from in the memory of this process. Those that
+are too many for it wait in a file.
+"""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 
 from flwr.app import ArrayRecord
 
 from raceme.clustering.clusters import Weights, blended
 from raceme.clustering.model import Model
+from raceme.compat.parked import park
 from raceme.protocol.messages import ARRAYS, ModelSpec, candidate
+from raceme.protocol.spill import BUDGET, Spill
 
 
 class Packer:
@@ -18,16 +25,19 @@ class Packer:
     ----------
     spec : ModelSpec
         What a model looks like.
+    budget : int
+        Bytes of former versions in memory at most.
     """
 
-    def __init__(self, spec: ModelSpec) -> None:
-        self._spec = spec
+    def __init__(self, spec: ModelSpec, budget: int = BUDGET) -> None:
+        self._spec, self._spill = spec, Spill(budget)
         self._packed: dict[int, tuple[Model, int, ArrayRecord, int]] = {}
 
     def pack(self, cluster: int, model: Model) -> tuple[ArrayRecord, int]:
         """Return a cluster's model as a record, and its size in bytes."""
         packed = self._packed.get(cluster)
         if packed is None or packed[0] is not model or packed[1] != model.version:
+            self._drop(cluster)
             record = self._spec.pack(model.vector)
             packed = (model, model.version, record, record.count_bytes())
             self._packed[cluster] = packed
@@ -59,4 +69,12 @@ class Packer:
         # Asked after every update: looked at only when there are records too many.
         if len(self._packed) > len(models):
             for cluster in self._packed.keys() - models.keys():
-                del self._packed[cluster]
+                self._drop(cluster)
+
+    def _drop(self, cluster: int) -> None:
+        """Forget a record; what clients still have of it may have to leave the memory."""
+        if cluster in self._packed:
+            _, _, record, _ = self._packed.pop(cluster)
+            arrays = [weakref.ref(array) for array in record.values()]
+            del record
+            park(arrays, self._spill)

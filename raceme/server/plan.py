@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import nsmallest
 from typing import Protocol
+from zlib import crc32
 
 from raceme.protocol.events import Evaluated
 from raceme.server.fleet import Client
@@ -62,6 +64,8 @@ class Plan:
         Evaluate also when all clients' data have moved on, before anybody trains on them.
     eval_tasks : bool
         Test on the data of every step so far whenever a step is over, and at the end.
+    eval_clients : int
+        Clients that test the models at an evaluation; 0: all that are online.
     concurrency : int
         Clients that train at a time; 0 means all that are online.
     drift : StepSchedule or None
@@ -80,6 +84,7 @@ class Plan:
     eval_rounds: int = 0
     eval_steps: bool = False
     eval_tasks: bool = False
+    eval_clients: int = 0
     concurrency: int = 0
     drift: StepSchedule | None = None
     max_rounds: int | None = None
@@ -116,8 +121,14 @@ class Plan:
         return self.concurrency or None
 
     def testers(self, online: Sequence[Client]) -> Sequence[Client]:
-        """Return who tests the models now, of those who are online."""
-        return online
+        """Return who tests the models now, of those who are online.
+
+        Of many, those whose ids have the least checksums: drawn by chance, as it were, yet the same
+        ones every time, whoever else comes or goes, so that evaluations can be compared.
+        """
+        if not self.eval_clients or len(online) <= self.eval_clients:
+            return online
+        return nsmallest(self.eval_clients, online, key=lambda c: crc32(c.client_id.encode()))
 
     def is_tested(self, progress: Progress, rounds: int | None) -> bool:
         """Return whether the next evaluation is due.

@@ -6,6 +6,7 @@ A tree consists of dicts with text keys, lists, numbers, text, booleans, None an
 from __future__ import annotations
 
 import types
+from collections.abc import Mapping, MutableMapping
 from dataclasses import fields, is_dataclass
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
@@ -22,7 +23,7 @@ def to_tree(value: Any) -> Any:
     """
     if is_dataclass(value) and not isinstance(value, type):
         return {item.name: to_tree(getattr(value, item.name)) for item in fields(value)}
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return {str(key): to_tree(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return [to_tree(inner) for inner in value]
@@ -41,6 +42,7 @@ _TYPES: dict[Any, tuple[type, ...]] = {
     float: (float, int),
     str: (str,),
     dict: (dict,),
+    MutableMapping: (dict,),
     list: (list,),
     tuple: (list,),
     np.ndarray: (np.ndarray,),
@@ -72,7 +74,7 @@ def from_tree(kind: Any, tree: Any) -> Any:
         if tree is None:
             return None
         return from_tree(next(arg for arg in arguments if arg is not type(None)), tree)
-    if origin is dict:
+    if origin in (dict, MutableMapping):
         return {arguments[0](key): from_tree(arguments[1], inner) for key, inner in tree.items()}
     if origin is list:
         return [from_tree(arguments[0], inner) for inner in tree]

@@ -150,6 +150,11 @@ class Device:
         """Return whether the reply to a task of this number is an error."""
         return False
 
+    @property
+    def comes_and_goes(self) -> bool:
+        """Whether the device may ever go offline, or come online."""
+        return bool(self.online) or self.mean_online > 0
+
     def starts_online(self) -> bool:
         """Return whether the device is online at time 0."""
         return not self.online or self.online[0][0] <= 0

@@ -11,7 +11,7 @@ from raceme.simulation.device_model import DeviceModel
 from raceme.simulation.workload import bytes_of
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Client:
     """A node as the grid keeps it.
 
@@ -30,7 +30,7 @@ class Client:
     at_work: dict[str, None] = field(default_factory=dict)
 
 
-@dataclass
+@dataclass(slots=True)
 class Pending:
     """A message without a reply yet.
 

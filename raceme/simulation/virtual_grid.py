@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
@@ -33,7 +32,7 @@ from raceme.simulation.workload import Cost, bytes_of, copy_of, training_cost
 Value = str | int | float | bool
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Node:
     """One simulated SuperNode.
 
@@ -112,6 +111,7 @@ class VirtualGrid(OwnGrid):
         self.nodes = tuple(nodes)
         self._cost, self._observe, self._notice = cost, observe, notice
         self._run = compat.empty_run()
+        self._first_run_id = self._run.run_id
         self._executor = executor or InProcess(client_app)
         self._queue = EventQueue()
         self._pushed = 0
@@ -119,25 +119,38 @@ class VirtualGrid(OwnGrid):
         # Replies that nobody has fetched, with their place in the order of arrival.
         self._arrived: dict[str, tuple[int, Message]] = {}
         self._arrivals = 0
+        self._seed, self._run_config = seed, dict(run_config or {})
+        self._by_id = {node.node_id: node for node in self.nodes}
+        # Those that have worked or have a state, or come and go: the others are as they were made.
         self._clients: dict[int, Client] = {}
         self._online: dict[int, None] = {}
-        for node in nodes:
-            self._clients[node.node_id] = Client(
-                device=DeviceModel(
-                    node.device, node.examples, np.random.SeedSequence([seed, node.node_id])
-                ),
-                context=Context(
-                    run_id=self._run.run_id,
-                    node_id=node.node_id,
-                    node_config=dict(node.config),
-                    state=RecordDict(),
-                    run_config=dict(run_config or {}),
-                ),
-            )
+        for node in self.nodes:
             if node.device.starts_online():
                 self._online[node.node_id] = None
-            self._schedule_switch(node.node_id)
+            if node.device.comes_and_goes:
+                self._schedule_switch(node.node_id)
         compat.identify_process(self._run.run_id)
+
+    def _client(self, node_id: int) -> Client | None:
+        """Return what is kept of a node, from the first time on that it is asked for."""
+        client = self._clients.get(node_id)
+        if client is None and (node := self._by_id.get(node_id)) is not None:
+            context = Context(
+                run_id=self._first_run_id,
+                node_id=node_id,
+                node_config=dict(node.config),
+                state=RecordDict(),
+                run_config=dict(self._run_config),
+            )
+            device = DeviceModel(node.device, node.examples, (self._seed, node_id))
+            client = self._clients[node_id] = Client(device, context)
+        return client
+
+    def _known(self, node_id: int) -> Client:
+        """Return what is kept of a node that exists."""
+        client = self._client(node_id)
+        assert client is not None, "a node of this fleet"
+        return client
 
     def now(self) -> float:
         """Return the virtual time in seconds."""
@@ -269,7 +282,7 @@ class VirtualGrid(OwnGrid):
         self._pushed = tree["pushed"]
         self._online = dict.fromkeys(tree["online"])
         for name, known in tree["clients"].items():
-            client = self._clients[int(name)]
+            client = self._known(int(name))
             client.device.load_state_dict(known["device"])
             client.context.state = records_from_tree(known["state"])
         for reply in tree["arrived"]:
@@ -278,7 +291,7 @@ class VirtualGrid(OwnGrid):
             message = message_from_tree(saved["message"])
             pending = Pending(
                 message,
-                self._clients.get(message.metadata.dst_node_id),
+                self._client(message.metadata.dst_node_id),
                 expires=saved["expires"],
                 due=saved["due"],
                 lost=saved["lost"],
@@ -294,7 +307,7 @@ class VirtualGrid(OwnGrid):
         """Decide when a message will be answered, and hand its work to the executor."""
         now, metadata = self._queue.now, message.metadata
         node_id, expires = metadata.dst_node_id, now + metadata.ttl
-        client = self._clients.get(node_id)
+        client = self._client(node_id)
         pending = self._pending[message_id] = Pending(
             message, client, expires, due=now, sent=now, begun=now, ended=now
         )
@@ -386,6 +399,9 @@ class VirtualGrid(OwnGrid):
             assert client is not None, "a message to nobody is lost"
             del client.at_work[message_id]
             reply = self._executor.result(message_id)
+            if client.device.is_new and not client.at_work and not client.context.state:
+                # It has only been asked something: it would be made again as it is.
+                del self._clients[client.context.node_id]
         if self._observe is not None:
             self._observe(exchange_of(pending, self._queue.now, reply))
         return reply if pending.is_wanted else None
@@ -405,7 +421,7 @@ class VirtualGrid(OwnGrid):
         """Let a device come online, or go offline with all that it was working on."""
         if node_id in self._online:
             del self._online[node_id]
-            self._lose_work(self._clients[node_id])
+            self._lose_work(self._known(node_id))
         else:
             self._online[node_id] = None
         if self._observe is not None:
@@ -432,6 +448,6 @@ class VirtualGrid(OwnGrid):
         client.at_work.clear()
 
     def _schedule_switch(self, node_id: int) -> None:
-        time = self._clients[node_id].device.next_switch()
+        time = self._known(node_id).device.next_switch()
         if time is not None:
             self._queue.schedule(time, _SWITCH, node_id)

@@ -5,6 +5,10 @@ asynchronous round t is one update received. For each, in the order of the paper
 a newcomer is given a cluster (eq 15); the C-phase compares the update with the models buffered for
 its client (eq 10), splits the cluster if an eigengap says so (eqs 12-14, Algorithm 3) and buffers
 the update for others (Algorithm 2); the A-phase mixes it into the cluster's model (eqs 6-9).
+
+All this compares every client with every other. Of a fleet larger than `exact-up-to` so many
+clients, drawn at random, have a *seat*: they are compared with one another, and when their cluster
+is split the others follow the seated clients that they are nearest to (`clustering/crowd.py`).
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from numpy.typing import NDArray
 from raceme.clustering import spectral
 from raceme.clustering.buffers import ModelBuffers
 from raceme.clustering.clusters import Clusters
+from raceme.clustering.crowd import Crowd
 from raceme.clustering.decay import client_decay, cluster_decay, omega, staleness_bound
 from raceme.clustering.encoding import Code, Encoder, Sketches, WholeModels
 from raceme.clustering.model import Model
@@ -30,6 +35,8 @@ from raceme.server.replies import Update
 from raceme.server.work import Task
 
 _UNASSIGNED = -1
+_SHORT = 256
+"""Numbers of a sketch by which clients without a seat are placed, if models are compared whole."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +56,19 @@ class CASAParameters:
     clustering: bool = option(True, "split clusters (false: the ablation CASA-C)")
     bi_level: bool = option(True, "bi-level decay (false: the ablation CASA-D)")
     constant_alpha: float = option(0.3, "α where bi-level is false", above=0, high=1)
+    exact_up_to: int = option(
+        2000,
+        "clients compared pair by pair; of a larger fleet so many, drawn at random, stand for all "
+        "(0: all are compared)",
+        low=0,
+    )
 
 
 @dataclass
 class CASAState:
     """What CASA knows beside its clusters. Arrays have room for more clients than there are, n.
+
+    The clients here are those with a seat: all of them, up to `exact_up_to`.
 
     Attributes
     ----------
@@ -75,6 +90,10 @@ class CASAState:
         Which pairs of A are known.
     buffers : ModelBuffers
         buf_i of every client.
+    unseated : dict[str, bool]
+        Clients without a seat.
+    crowd : Crowd
+        Latest models of all clients, short, once there are some without a seat.
     """
 
     reference: Vector
@@ -86,6 +105,8 @@ class CASAState:
     similarity: NDArray[np.float32] = field(default_factory=lambda: np.empty((0, 0), np.float32))
     computed: NDArray[np.bool_] = field(default_factory=lambda: np.empty((0, 0), np.bool_))
     buffers: ModelBuffers = field(default_factory=ModelBuffers)
+    unseated: dict[str, bool] = field(default_factory=dict)
+    crowd: Crowd = field(default_factory=Crowd)
 
     def add(self, client: str) -> int:
         """Make room for a client, and return its index."""
@@ -94,6 +115,16 @@ class CASAState:
         if index == len(self.start):
             self._grow(max(16, 2 * index))
         return index
+
+    def replace(self, index: int, client: str) -> None:
+        """Give a seat to another client, of whom nothing is known yet."""
+        self.unseated[self.clients[index]] = True
+        self.clients[index] = client
+        self.start[index] = self.alpha[index] = 0
+        for matrix, own in ((self.similarity, 1.0), (self.computed, True)):
+            matrix[index, :] = matrix[:, index] = 0
+            matrix[index, index] = own
+        self.buffers.forget(index)
 
     def _grow(self, capacity: int) -> None:
         """Give every array room for more clients."""
@@ -134,40 +165,62 @@ class CASA(Method):
         self._encoder: Encoder = WholeModels()
         if self.parameters.sketch:
             self._encoder = Sketches(self.state.reference, self.parameters.sketch, seed=0)
+        self._shortener: Encoder | None = None
 
     def add_client(self, client: Client) -> None:
         """Take a client in: into the only cluster, or as a newcomer; or back into its own."""
         super().add_client(client)
         state, name = self.state, client.client_id
-        if name not in self._index:
-            self._index[name] = state.add(name)
-            more = len(state.start) - len(self._cluster)
-            self._cluster = np.pad(self._cluster, (0, more), constant_values=_UNASSIGNED)
-            self._present = np.pad(self._present, (0, more))
-            self._locate([name])
+        if name not in self._index and name not in state.unseated:
+            self._seat(name)
+        if name in state.unseated:
+            return
         index = self._index[name]
         self._present[index] = True
         self._watches.clear()
         state.examples[index] = client.num_examples
 
+    def _seat(self, name: str) -> None:
+        """Give a client that is new a seat, as long as there are some, or else by chance."""
+        state, seats = self.state, self.parameters.exact_up_to
+        if not seats or len(state.clients) < seats:
+            self._index[name] = state.add(name)
+            more = len(state.start) - len(self._cluster)
+            self._cluster = np.pad(self._cluster, (0, more), constant_values=_UNASSIGNED)
+            self._present = np.pad(self._present, (0, more))
+            self._locate([name])
+            return
+        # Every client of the n so far has had the same chance of one (Vitter's reservoir, 1985).
+        drawn = int(self.rng.integers(len(state.clients) + len(state.unseated) + 1))
+        if drawn >= seats:
+            state.unseated[name] = True
+            return
+        del self._index[state.clients[drawn]]
+        state.replace(drawn, name)
+        self._index[name] = drawn
+        self._locate([name])
+
     def count_examples(self, client: Client) -> None:
         """Note |D_i|."""
-        self.state.examples[self._index[client.client_id]] = client.num_examples
+        if client.client_id in self._index:
+            self.state.examples[self._index[client.client_id]] = client.num_examples
 
     def remove_client(self, client: str) -> None:
         """Leave a client that went offline out of sizes and splits; it keeps its cluster."""
         super().remove_client(client)
-        self._present[self._index[client]] = False
-        self._watches.clear()
+        if client in self._index:
+            self._present[self._index[client]] = False
+            self._watches.clear()
 
     def on_dispatch(self, task: Task) -> None:
         """Note from where a client starts, in the unit of τ."""
-        self.state.start[self._index[task.client]] = self._start_of(task)
+        if task.client in self._index:
+            self.state.start[self._index[task.client]] = self._start_of(task)
 
     def on_update(self, update: Update) -> Applied:
         """Algorithm 1, lines 3 to 11."""
-        i = self._index[update.task.client]
-        if self._present[i]:
+        i = self._index.get(update.task.client)
+        if i is None or self._present[i]:
             return self._act_on(i, update)
         # It was taken for gone, but has sent this: it counts as a member until it is acted on.
         self._present[i] = True
@@ -177,26 +230,34 @@ class CASA(Method):
         self._watches.clear()
         return applied
 
-    def _act_on(self, i: int, update: Update) -> Applied:
+    def _act_on(self, i: int | None, update: Update) -> Applied:
         state, client = self.state, update.task.client
         state.round += 1
-        code = self._encoder.encode(self.compared(update.vector))
         newcomer = not self.clusters.is_placed(client)
-        if newcomer:
-            self.clusters.assign(client, self._nearest_cluster(i, code))
-            self._locate([client])
-            self._watches.clear()
-        self._compare(i, code)
-        if self.parameters.clustering:
-            self._split_if_due(int(self._cluster[i]))
-        k = int(self._cluster[i])
-        model, start = self.models[k], self._start_of(update.task)
+        sketch = self._note(client, update.vector)
         is_global = self.parameters.staleness_unit == "global"
-        # A newcomer's version is another cluster's: it counts as if it had started from here.
-        self._buffer(i, code, model.version if newcomer and not is_global else start)
+        if i is None:
+            if newcomer:
+                self.clusters.assign(client, self._cluster_near(sketch))
+            if self.parameters.clustering:
+                self._split_if_due(self.clusters.main(client))
+        else:
+            code = self._encoder.encode(self.compared(update.vector))
+            if newcomer:
+                self.clusters.assign(client, self._nearest_cluster(i, code))
+                self._locate([client])
+                self._watches.clear()
+            self._compare(i, code)
+            if self.parameters.clustering:
+                self._split_if_due(int(self._cluster[i]))
+            model, start = self.models[int(self._cluster[i])], self._start_of(update.task)
+            # A newcomer's version is another cluster's: it counts as if it had started from here.
+            self._buffer(i, code, model.version if newcomer and not is_global else start)
+        k = self.clusters.main(client)
         staleness = staleness_of(self, update, has_moved=is_global or newcomer)
         alpha = self._alpha(k, staleness)
-        state.alpha[i] = alpha
+        if i is not None:
+            state.alpha[i] = alpha
         self._mix(k, update, alpha)
         return Applied(cluster=k, staleness=staleness, weight=alpha)
 
@@ -205,8 +266,10 @@ class CASA(Method):
         return task.updates if self.parameters.staleness_unit == "global" else task.version
 
     def _locate(self, clients: Iterable[str]) -> None:
-        """Note where clients are now, by index."""
+        """Note where clients with a seat are now, by index."""
         for client in clients:
+            if client not in self._index:
+                continue
             placed = self.clusters.is_placed(client)
             self._cluster[self._index[client]] = (
                 self.clusters.main(client) if placed else _UNASSIGNED
@@ -218,17 +281,18 @@ class CASA(Method):
         """Mix w_i into the model of cluster k, eq (9)."""
         self.models[k].mix(update.vector, alpha)
 
-    def _alpha_c(self, k: int) -> float:
-        """Return α_c,k, eq (6)."""
+    def _alpha_c(self, k: int, size: int | None = None) -> float:
+        """Return α_c,k, eq (6); that of so many members, if a size is given."""
         if not self.parameters.bi_level:
             return self.parameters.constant_alpha
         omega_t = omega(self.state.round, self.parameters.kappa)
-        return cluster_decay(len(self._members(k)), omega_t, self.parameters.alpha0)
+        members = self._size(k) if size is None else size
+        return cluster_decay(members, omega_t, self.parameters.alpha0)
 
     def _bound(self, k: int) -> float:
         """Return r_c,k, eq (8)."""
         omega_t = omega(self.state.round, self.parameters.kappa)
-        return staleness_bound(len(self._members(k)), omega_t)
+        return staleness_bound(self._size(k), omega_t)
 
     def _alpha(self, k: int, staleness: int) -> float:
         """Return α_i, eq (7); a share, and so never above 1, whatever α0 is."""
@@ -268,7 +332,9 @@ class CASA(Method):
 
     def _split_if_due(self, k: int) -> None:
         """Split cluster k in R if its largest eigengap says so, Algorithm 3, lines 3 to 8."""
-        watch, alpha_c, gamma = self._watch(k), self._alpha_c(k), self.parameters.gamma
+        watch, gamma = self._watch(k), self.parameters.gamma
+        # Eigengaps of chance shrink as members grow, and so does α_c: both are of those compared.
+        alpha_c = self._alpha_c(k, len(watch.members))
         if watch.missing or not spectral.should_split(alpha_c, watch.bound(), gamma):
             return
         members = watch.members
@@ -285,6 +351,7 @@ class CASA(Method):
             return
         parts = self._parts(k, members, labels)
         names = [[self.state.clients[i] for i in part] for part in parts]
+        self._share_out(k, names)
         self.clusters.split(k, names, score=gap.size**gamma, threshold=alpha_c)
         self._locate(client for part in names for client in part)
         del self._watches[k]
@@ -309,6 +376,45 @@ class CASA(Method):
             best = int(np.argmax(means)) if np.isfinite(means).any() else largest
             parts[best] = np.append(parts[best], client)
         return parts
+
+    # Clients without a seat.
+
+    def _note(self, client: str, vector: Vector) -> Vector | None:
+        """Keep the latest model of any client of a fleet in which some have no seat."""
+        if not self.state.unseated:
+            return None
+        if self._shortener is None:
+            reference = self.state.reference
+            is_long = len(reference) > 2 * _SHORT
+            self._shortener = Sketches(reference, _SHORT, seed=0) if is_long else WholeModels()
+            if isinstance(self._encoder, Sketches):
+                self._shortener = self._encoder
+        sketch = self._shortener.sketch_of(self._shortener.encode(self.compared(vector)))
+        self.state.crowd.note(client, sketch)
+        return sketch
+
+    def _share_out(self, k: int, parts: list[list[str]]) -> None:
+        """Add the members of cluster k without a seat to its parts.
+
+        Those of whom no model is known are left out: they are newcomers when their first one comes.
+        """
+        crowd, labels = self.state.crowd, {c: label for label, p in enumerate(parts) for c in p}
+        known = [client for client in labels if client in crowd]
+        members = self.clusters.clients(k, online_only=False) if known else []
+        others = [c for c in members if c in self.state.unseated and c in crowd]
+        if others:
+            found = crowd.nearest(crowd.of(others), known, [labels[client] for client in known])
+            for client, label in zip(others, found.tolist(), strict=True):
+                parts[label].append(client)
+
+    def _cluster_near(self, sketch: Vector | None) -> int:
+        """Return the cluster of most of the seated clients nearest to a newcomer without a seat."""
+        crowd, clusters = self.state.crowd, self.clusters
+        known = [c for c in self.state.clients if c in crowd and clusters.is_placed(c)]
+        if sketch is None or not known:
+            return clusters.largest()
+        labels = [clusters.main(client) for client in known]
+        return int(crowd.nearest(sketch[None, :], known, labels)[0])
 
     # Newcomers.
 
@@ -340,8 +446,14 @@ class CASA(Method):
             self._watches[k] = SplitWatch.over(self._members(k), self.state.computed, n)
         return self._watches[k]
 
+    def _size(self, k: int) -> int:
+        """Return |C_k|: its clients that are online, with a seat or without."""
+        if self.state.unseated:
+            return max(1, self.clusters.size(k))
+        return len(self._members(k))
+
     def _members(self, k: int) -> NDArray[np.intp]:
-        """Return the clients of C_k that are online, by index."""
+        """Return the clients of C_k that are online and have a seat, by index."""
         n = len(self.state.clients)
         return np.flatnonzero((self._cluster[:n] == k) & self._present[:n])
 

@@ -29,14 +29,16 @@ from raceme.clustering.evidence import (
     nearest_group,
     silhouettes,
 )
-from raceme.clustering.habits import Habit, call_others, typical_length
+from raceme.clustering.habits import FEWEST_LENGTHS, Habit, Roll, call_others
 from raceme.clustering.latest import Latest
 from raceme.clustering.model import Model
 from raceme.clustering.pace import calibration, carried, freshness, share_of
 from raceme.clustering.probes import HALVES, Probes, Sketcher, settings_of_probe
-from raceme.clustering.repair import movers, plan_repair
+from raceme.clustering.repair import comes_from, movers, plan_repair
+from raceme.clustering.standing import Examples, shown, spread
 from raceme.config.options import option
 from raceme.protocol.messages import ARRAYS, Vector
+from raceme.server.fleet import Client
 from raceme.server.method import Applied, Method, staleness_of
 from raceme.server.replies import Update
 from raceme.server.work import Task, Work
@@ -85,6 +87,12 @@ class PanicleParameters:
     unbiased: bool = option(True, "let members count alike, however often they report")
     clip: float = option(3.0, "longest update, in medians of its cluster's (0: any)", low=0)
     sketch: int = option(1024, "numbers of a direction that are kept (0: all)", low=0)
+    exact_up_to: int = option(
+        2000,
+        "clients compared pair by pair; of a larger fleet so many, drawn at random, stand for all "
+        "(0: all are compared)",
+        low=0,
+    )
 
 
 @dataclass
@@ -142,16 +150,35 @@ class Panicle(Method):
     def initialize(self, vector: Vector) -> None:
         """All clients start in one cluster."""
         self.clusters = Clusters({0: Model(vector)})
-        self.state = PanicleState(vector.copy())
+        probes = Probes(exact_up_to=self.parameters.exact_up_to)
+        self.state = PanicleState(vector.copy(), probes)
+        self.restored()
 
     def restored(self) -> None:
-        """Make what shortens directions."""
+        """Make what shortens directions, and count."""
         self._sketcher = Sketcher(self.parameters.sketch)
+        self._roll, self._examples = Roll(), Examples()
+        for client in self.clusters.online:
+            self._recount(client)
+
+    def add_client(self, client: Client) -> None:
+        """Take a client in, or back."""
+        super().add_client(client)
+        self._recount(client.client_id)
 
     def remove_client(self, client: str) -> None:
         """A client that has gone no longer moves its cluster."""
         super().remove_client(client)
         self.state.latest.withdraw(client)
+        self._recount(client)
+
+    def _recount(self, client: str) -> None:
+        """Note whether a client is there, is settled, and how long its updates are."""
+        is_there = self.clusters.online.get(client, False)
+        self._roll.note(client, is_there, self._is_settled(client))
+        habit = self.state.habits.get(client)
+        length = habit.length if habit is not None and is_there else 0.0
+        self._roll.lengths.put(client, self._home(client), length)
 
     # What a client is asked.
 
@@ -214,6 +241,7 @@ class Panicle(Method):
         habit.doubted, habit.called, habit.length = False, False, 0.0
         was_settled = self._is_settled(client)
         probes.add(client, direction)
+        self._recount(client)
         if not was_settled:
             self._place(client)
         if self._is_settled(client):
@@ -237,14 +265,23 @@ class Panicle(Method):
         One probe is enough to join a cluster, to be alone takes two.
         """
         probes = self.state.probes
-        others = [other for other in self._clear() if other != client]
-        if len(self.models) == 1 or not others:
+        if len(self.models) == 1:
             return
         is_known = probes.is_known(client)
         if is_known and not probes.is_clear(client):
             return
-        names, labels = np.unique([self.clusters.main(c) for c in others], return_inverse=True)
-        group = nearest_group(probes.distances_from(client, others), labels)
+        if probes.is_large:
+            names, distances = self._examples.distances(
+                client, probes, self.clusters, self._clear, self.rng
+            )
+            labels = np.arange(len(names))
+        else:
+            others = [other for other in self._clear() if other != client]
+            names, labels = np.unique([self.clusters.main(c) for c in others], return_inverse=True)
+            distances = probes.distances_from(client, others) if others else np.empty(0)
+        if not len(names):
+            return
+        group = nearest_group(distances, labels)
         if group is not None:
             self._move(client, int(names[group]))
         elif is_known and not self._is_alone(client):
@@ -253,8 +290,7 @@ class Panicle(Method):
 
     def _is_alone(self, client: str) -> bool:
         clusters = self.clusters
-        own = clusters.clients(clusters.main(client), online_only=False)
-        return clusters.is_placed(client) and own == [client]
+        return clusters.is_placed(client) and clusters.size(clusters.main(client), False) == 1
 
     def _look_if_due(self) -> None:
         """Look for other clusters if enough is new, and enough is known."""
@@ -263,9 +299,8 @@ class Panicle(Method):
         is_due = state.changed >= max(1, known // 16) or state.unlooked >= _RARELY * known
         if not is_due or (state.formed and not self.parameters.repair):
             return
-        online = [client for client, there in self.clusters.online.items() if there]
-        settled = sum(self._is_settled(client) for client in online)
-        if settled == len(online) or (settled >= _FEWEST and 2 * settled >= len(online)):
+        settled, online = len(self._roll.settled), len(self._roll.there)
+        if settled == online or (settled >= _FEWEST and 2 * settled >= online):
             state.changed, state.unlooked, state.formed = 0, 0, True
             self._look()
 
@@ -274,20 +309,23 @@ class Panicle(Method):
         clients = self._clear()
         if len(clients) < 2:
             return
-        distances = self.state.probes.distances(clients)
         now = np.array([self.clusters.main(client) for client in clients], np.int64)
-        present = silhouettes(distances, np.unique(now, return_inverse=True)[1])
+        rows = shown(now, self.parameters.exact_up_to, self.rng)
+        names = [clients[i] for i in rows]
+        distances = self.state.probes.distances(names)
+        present = silhouettes(distances, np.unique(now[rows], return_inverse=True)[1])
         best = best_partition(distances, self.parameters.most)
         level = self._level(best.labels)
         if best.evidence >= level:
-            moving = movers(now, best.labels)
+            moving = movers(now[rows], best.labels)
             gain = silhouettes(distances, best.labels)[moving] - present[moving]
             if moving.any() and gain.mean() >= _GAIN:
-                self._rearrange(clients, now, best.labels, best.evidence)
+                wanted = spread(self.state.probes, clients, names, best.labels)
+                self._rearrange(clients, now, wanted, best.evidence)
             return
         if best.evidence >= level - _UNDECIDED:
             self.state.wanted = _MORE_PROBES
-        if len(np.unique(now)) > 1 and present.mean() < self._level(now) - _SLACK:
+        if len(np.unique(now)) > 1 and present.mean() < self._level(now[rows]) - _SLACK:
             self._rearrange(clients, now, np.zeros_like(now), float(present.mean()))
 
     def _level(self, labels: NDArray[np.int64]) -> float:
@@ -337,9 +375,12 @@ class Panicle(Method):
         for client, group in zip(clients, wanted.tolist(), strict=True):
             self._move(client, cluster_of[group])
         for cluster in sorted(set(clusters.models) - set(cluster_of.values())):
-            if not clusters.clients(cluster, online_only=False):
+            if not clusters.size(cluster, online_only=False):
                 self._retire(cluster)
         self.state.latest.recount(self._home)
+        self._examples.forget()
+        for client in clusters.online:
+            self._recount(client)
 
     def _inherit(self, cluster: int, sources: list[int]) -> None:
         """Note where a new cluster comes from; it learns as fast as a young one."""
@@ -362,6 +403,7 @@ class Panicle(Method):
         cluster = self.clusters.found(self.models[source].copy(), [client])
         self.state.origins[cluster] = [source]
         self.state.learned[cluster] = 0
+        self._recount(client)
 
     def _move(self, client: str, cluster: int) -> None:
         """Move a client; a cluster that nobody is left in is given up."""
@@ -372,7 +414,8 @@ class Panicle(Method):
         self.state.latest.withdraw(client)
         clusters.move(client, cluster)
         self._habit(client).length = 0.0
-        if former is not None and not clusters.clients(former, online_only=False):
+        self._recount(client)
+        if former is not None and not clusters.size(former, online_only=False):
             self._retire(former)
 
     def _retire(self, cluster: int) -> None:
@@ -393,26 +436,28 @@ class Panicle(Method):
         if state.unlooked >= _RARELY * max(1, len(state.probes.clients)):
             self._look_if_due()
         k = self.clusters.main(client)
-        has_moved = update.task.cluster != k
+        former = update.task.cluster
+        has_moved = former != k
         staleness = staleness_of(self, update, has_moved)
-        if not self.clusters.is_placed(client) or not self._comes_from(k, update.task.cluster):
+        is_placed = self.clusters.is_placed(client)
+        if not is_placed or not comes_from(k, former, state.origins):
             return Applied(k, staleness, weight=0.0)
         delta = self.delta(update)
         length = float(np.linalg.norm(self.compared(delta)))
-        others = (other for other in self.clusters.clients(k) if other != client)
-        typical = typical_length(state.habits, others)
+        typical = self._roll.lengths.median_of_others(client, k, FEWEST_LENGTHS)
         is_watched = self.parameters.drift and self.parameters.clustering
         if is_watched and habit.is_sudden(length, typical):
             habit.doubted = True
             return Applied(k, staleness, weight=0.0)
         habit.learn(length)
+        self._recount(client)
         bound = self.parameters.clip * typical
         vector = update.vector
         if 0.0 < bound < length:
             vector = np.asarray(vector - np.float32(1.0 - bound / length) * delta)
         # Of a client that has moved the updates of all clusters are counted.
-        counted = self.clusters.members if has_moved else self.clusters.clients(k)
-        fresh = freshness(staleness, len(counted), self.parameters.stale)
+        counted = len(self.clusters.members) if has_moved else self.clusters.size(k)
+        fresh = freshness(staleness, counted, self.parameters.stale)
         return Applied(k, staleness, self._mix(update, k, vector, fresh, carries=not has_moved))
 
     def _mix(self, update: Update, k: int, vector: Vector, fresh: float, carries: bool) -> float:
@@ -421,7 +466,7 @@ class Panicle(Method):
         z is its model now and z' the one before, z̄ the mean of all members', w₀ where it started.
         """
         client, model, latest = update.task.client, self.models[k], self.state.latest
-        members = max(1, len(self.clusters.clients(k)))
+        members = max(1, self.clusters.size(k))
         own, learned = self.parameters, self.state.learned.get(k, 0)
         alpha = share_of(members, learned / members, own.alpha0, own.ease)
         target = vector
@@ -443,18 +488,6 @@ class Panicle(Method):
         """Return the cluster that a client is in; None if it is in none."""
         return self.clusters.main(client) if self.clusters.is_placed(client) else None
 
-    def _comes_from(self, cluster: int, former: int) -> bool:
-        """Return whether a cluster is another one, or came from it."""
-        origins, seen = [cluster], set()
-        while origins:
-            one = origins.pop()
-            if one == former:
-                return True
-            if one not in seen:
-                seen.add(one)
-                origins += self.state.origins.get(one, [])
-        return False
-
     def _habit(self, client: str) -> Habit:
         habits, own = self.state.habits, self.parameters
         if client not in habits:
@@ -463,9 +496,4 @@ class Panicle(Method):
 
     def similarity(self) -> tuple[list[str], NDArray[np.float32]]:
         """Return how far clients agree, free of chance; NaN where that is not known."""
-        clients = list(self.state.probes.clients)
-        clear = self.state.probes.clear()
-        matrix = np.full((len(clients), len(clients)), np.nan, np.float32)
-        rows = self.state.probes.rows(clear)
-        matrix[np.ix_(rows, rows)] = 1.0 - self.state.probes.distances(clear)
-        return clients, matrix
+        return self.state.probes.similarity()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from raceme.clustering.habits import Habit, call_others, typical_length
+from raceme.clustering.habits import Habit, call_others
 
 
 def test_the_length_of_updates_is_remembered_with_less_and_less_weight() -> None:
@@ -25,12 +25,6 @@ def test_an_update_is_sudden_beyond_its_clients_and_its_clusters_usual_ones() ->
 
 def test_a_first_update_is_never_sudden() -> None:
     assert not Habit(growth=2.0).is_sudden(100.0, typical=1.0)
-
-
-def test_the_typical_length_is_known_from_three_clients_on() -> None:
-    habits = {"a": Habit(length=1.0), "b": Habit(length=5.0), "c": Habit(), "d": Habit(length=2.0)}
-    assert typical_length(habits, ["a", "b", "c"]) == 0.0
-    assert typical_length(habits, ["a", "b", "c", "d", "unheard of"]) == 2.0
 
 
 def fleet(clients: int) -> dict[str, Habit]:
@@ -62,6 +56,13 @@ def test_who_was_probed_since_the_first_change_is_left_alone() -> None:
     habits["c0"].probed, habits["c1"].probed = 100, 101
     call_others(habits, {"c0": 100, "c1": 101}, now=101, clients=4)
     assert [habit.called for habit in habits.values()] == [False, False, True, True]
+
+
+def test_all_are_called_once_for_each_event() -> None:
+    habits = fleet(4)
+    changes = {"c0": 100, "c1": 101, "c2": 102}
+    call_others(habits, changes, now=102, clients=4)
+    assert called(habits) == 0
 
 
 def test_changes_that_are_long_past_do_not_count() -> None:

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raceme.clustering.repair import movers, plan_repair
+from raceme.clustering.repair import comes_from, movers, plan_repair
 
 
 def test_a_group_that_has_no_cluster_is_split_off() -> None:
@@ -43,3 +43,12 @@ def test_every_group_has_one_origin(pairs: list[tuple[int, int]]) -> None:
     assert len(merged) == len(set(merged))
     left = len(set(now.tolist())) - len(merged) + len(repair.merges)
     assert left == len(repair.home)
+
+
+def test_a_cluster_comes_from_itself_and_from_what_it_was_made_of() -> None:
+    origins = {3: [1, 2], 4: [3], 2: [4]}
+    assert comes_from(4, 4, {})
+    assert comes_from(4, 1, origins)
+    # A circle, as merges and splits can make one: 2 comes from 4, and 4 from 2.
+    assert comes_from(2, 1, origins)
+    assert not comes_from(3, 5, origins)

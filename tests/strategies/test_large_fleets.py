@@ -1,0 +1,162 @@
+"""Fleets too large to compare pair by pair: exact below the size, right and bounded above it."""
+
+import heapq
+import tracemalloc
+
+import numpy as np
+import pytest
+from fleets import MODEL, grid_of, pulled_app
+from sklearn.metrics import adjusted_rand_score
+
+from raceme.protocol.messages import ModelSpec
+from raceme.server.fleet import Client
+from raceme.server.replies import Update
+from raceme.server.work import Task
+from raceme.simulation import Device
+from raceme.strategies import CASA, CASAParameters, FedAsync, Method, Panicle, Plan
+
+SIZE = 400
+
+
+class Fleet:
+    """Clients of some groups that train a method's models, at speeds of their own."""
+
+    def __init__(self, method: Method, groups: list[int], seed: int = 0) -> None:
+        self.method, self.groups = method, groups
+        self.rng = np.random.default_rng(seed)
+        base = self.rng.normal(size=SIZE).astype(np.float32)
+        shifts = 0.1 * self.rng.normal(size=(max(groups) + 1, SIZE)).astype(np.float32)
+        self.optima = base + shifts
+        method._spec = ModelSpec(("w",), ((SIZE,),), ("float32",))
+        method.initialize(base.copy())
+        method.restored()
+        self.sent: list[tuple[Task, np.ndarray]] = []
+        self.due: list[tuple[float, int]] = []
+        self.number = 0
+        for client in range(len(groups)):
+            self.join(client)
+
+    def join(self, client: int, at: float = 0.0) -> None:
+        known = Client(str(client), 100)
+        self.method.progress.fleet.clients[str(client)] = known
+        self.method.add_client(known)
+        self.sent.append((Task(0, "", 0, 0, 0, 0.0, 0), np.empty(0)))
+        self.give(client)
+        heapq.heappush(self.due, (at + self.rng.uniform(), client))
+
+    def give(self, client: int) -> None:
+        name, method = str(client), self.method
+        k = method.clusters.main(name)
+        work, model = method.work_for(name), method.models[k]
+        start = method.initial if work.models == () else model.vector
+        self.number += 1
+        task = Task(self.number, name, k, model.version, method.progress.updates, 0.0, 0)
+        if work.phase:
+            task = Task(*(*self._head(task), {}, task.kind, 0, work.phase))
+        method.open_task(task)
+        self.sent[client] = task, np.array(start, np.float32)
+
+    @staticmethod
+    def _head(task: Task) -> tuple[object, ...]:
+        return (
+            *(task.number, task.client, task.cluster, task.version),
+            *(task.updates, task.sent_at, task.bytes_down),
+        )
+
+    def train(self, updates: int) -> None:
+        for _ in range(updates):
+            time, client = heapq.heappop(self.due)
+            task, start = self.sent[client]
+            noise = 0.01 * self.rng.normal(size=SIZE).astype(np.float32)
+            vector = start + 0.6 * (self.optima[self.groups[client]] - start) + noise
+            self.method.on_update(Update(task, vector.astype(np.float32), 100, 0.0))
+            self.method.progress.updates += 1
+            self.method.close_task(task)
+            self.give(client)
+            heapq.heappush(self.due, (time + self.rng.uniform(0.9, 1.1), client))
+
+    def labels(self) -> list[int]:
+        return [self.method.clusters.main(str(client)) for client in range(len(self.groups))]
+
+
+def casa(seats: int) -> CASA:
+    return CASA(CASAParameters(sketch=64, exact_up_to=seats))
+
+
+def panicle(shown: int) -> Panicle:
+    method = Panicle(exact_up_to=shown, recheck=0)
+    method.initial = np.zeros(SIZE, np.float32)  # type: ignore[assignment]
+    return method
+
+
+def trained(method: Method, groups: list[int], passes: float) -> Fleet:
+    fleet = Fleet(method, groups)
+    if isinstance(method, Panicle):
+        method.initial = method.state.initial  # type: ignore[assignment]
+    fleet.train(int(passes * len(groups)))
+    return fleet
+
+
+@pytest.mark.parametrize("make", [casa, panicle])
+def test_up_to_the_size_nothing_changes(make: type[Method]) -> None:
+    groups = [client % 3 for client in range(45)]
+    bounded, unbounded = (trained(make(size), groups, 5).method for size in (45, 0))
+    assert [m.vector.tobytes() for m in bounded.models.values()] == [
+        m.vector.tobytes() for m in unbounded.models.values()
+    ]
+    assert bounded.clusters.members == unbounded.clusters.members
+    assert len(bounded.models) > 1
+    assert bounded.rng.bit_generator.state == unbounded.rng.bit_generator.state
+
+
+@pytest.mark.parametrize("make", [casa, panicle])
+def test_above_it_the_groups_are_those_of_comparing_all(make: type[Method]) -> None:
+    groups = [client % 4 for client in range(240)]
+    exact, sampled = (trained(make(size), groups, 5).labels() for size in (0, 80))
+    assert adjusted_rand_score(exact, sampled) == 1.0
+    assert adjusted_rand_score(groups, sampled) == 1.0
+
+
+@pytest.mark.parametrize("make", [casa, panicle])
+def test_a_fleet_of_thousands_is_divided(make: type[Method]) -> None:
+    # Groups of a half, three tenths and a fifth, one after the other, not in turn.
+    groups = [0] * 1000 + [1] * 600 + [2] * 400
+    fleet = trained(make(100), groups, 3)
+    assert adjusted_rand_score(groups, fleet.labels()) > 0.95
+
+
+@pytest.mark.parametrize("make", [casa, panicle])
+def test_newcomers_without_a_seat_go_where_they_belong(make: type[Method]) -> None:
+    groups = [client % 3 for client in range(150)]
+    fleet = trained(make(50), groups, 4)
+    now = fleet.due[0][0]
+    for client in range(150, 165):
+        groups.append(client % 3)
+        fleet.join(client, at=now)
+    fleet.train(800)
+    assert adjusted_rand_score(groups, fleet.labels()) == 1.0
+
+
+def test_what_is_kept_of_pairs_does_not_grow_with_the_fleet() -> None:
+    small, large = (trained(casa(50), [0, 1] * half, 2).method.state for half in (100, 200))
+    assert small.similarity.shape == large.similarity.shape
+    assert small.buffers.slots.shape == large.buffers.slots.shape
+    assert large.clients != [str(client) for client in range(50)], "seats are drawn at random"
+    probes = trained(panicle(50), [0, 1] * 100, 3).method.state.probes
+    assert probes.agreement.size == 0
+    assert len(probes.clear()) > 150
+
+
+@pytest.mark.parametrize("make", [FedAsync, lambda: CASA(sketch=4, exact_up_to=50)])
+def test_a_client_that_waits_takes_less_than_two_kilobytes(make: type[Method]) -> None:
+    def held(clients: int) -> int:
+        grid = grid_of(pulled_app(), [Device()] * clients)
+        tracemalloc.start()
+        method = make()
+        method.run(grid, MODEL, 20, plan=Plan(eval_every=10**9, eval_clients=5, concurrency=5))
+        size, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        return size
+
+    held(10)
+    assert (held(600) - held(300)) / 300 < 2000
