@@ -60,10 +60,11 @@ def main() -> None:
     for _ in range(arguments.turns):
         for name, results in measured.items():
             results.append(timed(name, arguments.updates))
+            load, rate = os.getloadavg()[0], results[-1][0]
+            print(f"--workers {name}: {rate:.1f} updates/s, load {load:.1f}", flush=True)
     for name, results in measured.items():
         rates, starts = (list(values) for values in zip(*results, strict=True))
         print(f"--workers {name}: {shown(rates)} updates/s, begun after {shown(starts)} s")
-    print("load", *(f"{load:.1f}" for load in os.getloadavg()))
 
 
 if __name__ == "__main__":

@@ -123,17 +123,25 @@ def test_a_run_on_three_nodes_is_the_run_in_one_process_though_one_is_killed(
     assert doomed.node_id[:8] in lines[0]
 
 
-def test_a_cluster_that_nobody_names_is_left_alone(
-    cluster: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It may be another run's own, and end with that."""
-    monkeypatch.delenv("RAY_ADDRESS")
-    executor = executor_for(APP, "ray")
-    try:
-        nodes = {node.node_id for node in cluster.list_all_nodes()}
-        assert not nodes & set(executor._cluster.nodes)
-    finally:
-        executor.close()
+def test_another_runs_own_cluster_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends with that run."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    other = (
+        "import ray; ray.init(address='local', num_cpus=1, include_dashboard=False, "
+        "log_to_driver=False); print(ray.get_runtime_context().get_node_id(), flush=True); input()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", other], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        node_id = process.stdout.readline().strip()
+        executor = executor_for(APP, "ray")
+        try:
+            assert len(node_id) == 56
+            assert node_id not in executor._cluster.nodes
+        finally:
+            executor.close()
+            process.communicate("\n")
 
 
 def test_a_node_with_other_versions_is_named(added: Callable[..., Any], tmp_path: Path) -> None:
