@@ -27,6 +27,8 @@ from typing import Any
 
 from environments import HERE, SOURCES, CannotInstallError, python_of, source_of
 
+PLATO_PROCESSES = 10
+"""It has a process for each client of a round."""
 COLUMNS = ("ms/update", "median", "processor ms", "processes", "threads", "accuracy", "MB", "load")
 
 
@@ -69,7 +71,6 @@ def ways(cores: int) -> list[Way]:
             Way("FLGo", "flgo", method),
             Way("APPFL vsim", "appfl", method),
             Way("AFL-Lib", "afl_lib", method),
-            Way("Plato", "plato", method, processes=cores),
         ]
     listed += [
         Way("bare torch loop", "raceme", "fedavg", script="on_torch.py"),
@@ -81,6 +82,7 @@ def ways(cores: int) -> list[Way]:
         Way("AFL-Lib", "afl_lib", "fedavg", threads=cores),
         Way("APPFL vsim", "appfl", "fedavg", threads=cores),
         Way("Flower on Ray", "flower", "fedavg", processes=cores),
+        Way("Plato", "plato", "fedavg", processes=PLATO_PROCESSES),
     ]
     return listed
 
@@ -210,6 +212,7 @@ def table(turns: list[dict[str, Any]], failures: dict[str, str]) -> str:
             found = of_method[key]
             times = [turn["ms_per_update"] for turn in found]
             used = min(turn["processor_ms_per_update"] for turn in found)
+            loads = [turn["load"] for turn in found]
             scores = [turn["accuracy"] for turn in found if turn["accuracy"] is not None]
             cells = [
                 f"{key[1]} {found[-1]['version'][:7]}",
@@ -218,7 +221,7 @@ def table(turns: list[dict[str, Any]], failures: dict[str, str]) -> str:
                 str(key[3]),
                 f"{statistics.median(scores):.3f}" if scores else "–",
                 f"{max(turn['peak_mb'] for turn in found):,.0f}",
-                f"{min(turn['load'] for turn in found):.0f}–{max(turn['load'] for turn in found):.0f}",
+                f"{min(loads):.0f}–{max(loads):.0f}",
             ]
             lines.append("| " + " | ".join(cells) + " |")
         lines.append("")

@@ -55,7 +55,7 @@ def configuration(job: work.Job) -> DictConfig:
 
 
 class Client(SimClientAgent):
-    """APPFL's client; it trains and no more, so that its table of one line per round is left out."""
+    """APPFL's client without its table of a line per training."""
 
     def _create_logger(self) -> None:
         self.logger = Quiet()

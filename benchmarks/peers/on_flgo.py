@@ -55,7 +55,9 @@ def main() -> None:
     """Do the work."""
     job, watch = work.start()
     # torch 2.13 asks this of a subclass that overrides `__getitem__`.
-    FromDatasetPipe.TaskDataset.__getitems__ = lambda self, indices: [self[index] for index in indices]
+    FromDatasetPipe.TaskDataset.__getitems__ = lambda self, indices: [
+        self[index] for index in indices
+    ]
     task = job.folder / "mnist-iid"
     # Its own reader takes the images one by one out of torchvision's data set.
     flgo.benchmark.data_root = str(job.folder / "raw")

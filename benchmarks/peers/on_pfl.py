@@ -61,9 +61,7 @@ def main() -> None:
     users = get_user_sampler("random", list(range(work.CLIENTS)))
     data = FederatedDataset(user, users)
     module = Net()
-    model = PyTorchModel(
-        module, torch.optim.SGD, torch.optim.SGD(module.parameters(), lr=1.0)
-    )
+    model = PyTorchModel(module, torch.optim.SGD, torch.optim.SGD(module.parameters(), lr=1.0))
     FederatedAveraging().run(
         algorithm_params=NNAlgorithmParams(
             central_num_iterations=job.rounds,

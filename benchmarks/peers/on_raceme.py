@@ -90,7 +90,9 @@ def idle(job: work.Job, watch: work.Watch) -> None:
     from flwr.app import ArrayRecord
     from overhead import idle_app
 
-    grid = VirtualGrid(idle_app(), [Node(1000 + i, Device(jitter=0.1)) for i in range(work.CLIENTS)])
+    grid = VirtualGrid(
+        idle_app(), [Node(1000 + i, Device(jitter=0.1)) for i in range(work.CLIENTS)]
+    )
     done = 0
 
     def observe(event: Event) -> None:
