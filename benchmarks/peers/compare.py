@@ -101,11 +101,11 @@ class Memory(threading.Thread):
     def __init__(self, process: int, seconds: float = 1.0) -> None:
         super().__init__(daemon=True)
         self.megabytes, self.processes = 0.0, 0
-        self._root, self._seconds, self._stop = process, seconds, threading.Event()
+        self._root, self._seconds, self._ended = process, seconds, threading.Event()
 
     def run(self) -> None:
         """Look until the process has ended."""
-        while not self._stop.wait(self._seconds):
+        while not self._ended.wait(self._seconds):
             total, count = 0, 0
             for process in _descendants(self._root):
                 with suppress(OSError, ValueError):
@@ -117,7 +117,7 @@ class Memory(threading.Thread):
 
     def end(self) -> None:
         """Look no more."""
-        self._stop.set()
+        self._ended.set()
         self.join()
 
 

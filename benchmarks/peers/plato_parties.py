@@ -47,6 +47,6 @@ class Server(fedavg.Server):
 
 def serve(watch: work.Watch) -> None:
     """Run the server, which starts the clients."""
-    server = Server(model=work.network())
+    server = Server(model=work.network)
     server.watch = watch
     server.run(simple.Client(model=work.network, datasource=Images))
