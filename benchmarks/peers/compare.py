@@ -21,7 +21,7 @@ import threading
 import time
 from collections import defaultdict
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +61,8 @@ class Way:
     environment: dict[str, str] = field(default_factory=dict)
 
 
-def ways(cores: int) -> list[Way]:
-    """Return all ways, in the order of the table."""
+def ways(cores: int, threaded: bool) -> list[Way]:
+    """Return all ways; `threaded`: also those in which torch's threads share one client's step."""
     listed = []
     for method in ("fedavg", "fedasync"):
         listed += [
@@ -74,16 +74,18 @@ def ways(cores: int) -> list[Way]:
         ]
     listed += [
         Way("bare torch loop", "raceme", "fedavg", script="on_torch.py"),
-        Way("bare torch loop", "raceme", "fedavg", threads=cores, script="on_torch.py"),
         Way("pfl-research", "pfl", "fedavg"),
-        Way("pfl-research", "pfl", "fedavg", threads=cores),
-        Way("FLGo", "flgo", "fedavg", threads=cores),
         Way("FLGo, in parallel", "flgo", "fedavg", processes=cores),
-        Way("AFL-Lib", "afl_lib", "fedavg", threads=cores),
-        Way("APPFL vsim", "appfl", "fedavg", threads=cores),
         Way("Flower on Ray", "flower", "fedavg", processes=cores),
         Way("Plato", "plato", "fedavg", processes=PLATO_PROCESSES),
     ]
+    if threaded:
+        one_process = {way.label: way for way in listed if way.processes == 1}
+        listed += [
+            replace(way, method="fedavg", threads=cores)
+            for label, way in one_process.items()
+            if label != "Raceme"
+        ]
     return listed
 
 
@@ -237,6 +239,11 @@ def main() -> None:
     parser.add_argument("--only", default="", help="environments, comma-separated: raceme,flgo,...")
     parser.add_argument("--method", default="", help="fedavg or fedasync only")
     parser.add_argument("--idle", action="store_true", help="clients that do nothing instead")
+    parser.add_argument(
+        "--threaded",
+        action="store_true",
+        help="also with torch's threads on all cores, which wait for each other: not beside others",
+    )
     parser.add_argument("--updates", type=int, default=100)
     parser.add_argument("--idle-updates", type=int, default=1000)
     parser.add_argument("--turns", type=int, default=2)
@@ -245,7 +252,7 @@ def main() -> None:
     options = parser.parse_args()
     options.cache, options.data_root = options.cache.resolve(), options.data_root.resolve()
     cores = len(os.sched_getaffinity(0))
-    wanted = idle_ways(cores) if options.idle else ways(cores)
+    wanted = idle_ways(cores) if options.idle else ways(cores, options.threaded)
     if options.only:
         wanted = [way for way in wanted if way.name in options.only.split(",")]
     if options.method:

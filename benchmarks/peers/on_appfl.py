@@ -49,7 +49,7 @@ def configuration(job: work.Job) -> DictConfig:
                 "num_global_epochs": job.rounds if is_sync else job.rounds * work.PER_ROUND,
             },
             "server_configs": spare,
-            "log_configs": {"logging_output_dirname": str(job.folder / "log")},
+            "log_configs": {"logging_output_dirname": str(job.folder / "logs")},
         }
     )
 
