@@ -27,8 +27,6 @@ from typing import Any
 
 from environments import HERE, SOURCES, CannotInstallError, python_of, source_of
 
-PLATO_PROCESSES = 10
-"""It has a process for each client of a round."""
 COLUMNS = ("ms/update", "median", "processor ms", "processes", "threads", "accuracy", "MB", "load")
 
 
@@ -77,7 +75,7 @@ def ways(cores: int, threaded: bool) -> list[Way]:
         Way("pfl-research", "pfl", "fedavg"),
         Way("FLGo, in parallel", "flgo", "fedavg", processes=cores),
         Way("Flower on Ray", "flower", "fedavg", processes=cores),
-        Way("Plato", "plato", "fedavg", processes=PLATO_PROCESSES),
+        Way("Plato", "plato", "fedavg", processes=cores),
     ]
     if threaded:
         one_process = {way.label: way for way in listed if way.processes == 1}

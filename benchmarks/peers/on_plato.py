@@ -1,4 +1,7 @@
-"""Plato: a server and a process for each client of a round, over sockets on this machine."""
+"""Plato: a server and a process for each client of a round, over sockets on this machine.
+
+A round has as many clients as processes are asked for: with ten, all would wait for two cores.
+"""
 
 from __future__ import annotations
 
@@ -35,11 +38,11 @@ def main() -> None:
     configuration.write_text(
         _CONFIGURATION.format(
             clients=work.CLIENTS,
-            per_round=work.PER_ROUND,
+            per_round=job.processes,
             samples=work.SAMPLES,
             batch=work.BATCH,
             lr=work.LEARNING_RATE,
-            rounds=job.rounds,
+            rounds=(job.warm_up + job.updates) // job.processes,
             port=port,
         )
     )

@@ -22,7 +22,7 @@ class Images(base.DataSource):
 
     def __init__(self) -> None:
         super().__init__()
-        # Ten processes share the machine's cores.
+        # A process for each core.
         torch.set_num_threads(1)
         x, y = zip(*work.clients(Path(os.environ[DATA_ROOT])), strict=True)
         self.trainset = TensorDataset(torch.cat(x), torch.cat(y))
@@ -39,8 +39,10 @@ class Server(fedavg.Server):
 
     async def wrap_up(self) -> None:
         """End a round; after the last one the result is written, as the process then exits."""
-        self.watch.note(self.current_round * work.PER_ROUND)
-        if self.current_round >= self.watch.job.rounds:
+        job = self.watch.job
+        done = self.current_round * job.processes
+        self.watch.note(done)
+        if done >= job.warm_up + job.updates:
             self.watch.write(version("plato-learn"), self.trainer.model.parameters())
         await super().wrap_up()
 
