@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import threading
@@ -176,12 +177,13 @@ def measure(way: Way, python: Path, options: argparse.Namespace) -> dict[str, An
         try:
             status = ended.wait(options.limit)
         except subprocess.TimeoutExpired:
-            for process in _descendants(ended.pid):
-                with suppress(OSError):
-                    os.kill(process, 9)
             raise RuntimeError(f"not done after {options.limit:g} s") from None
         finally:
             memory.end()
+            # Too late, or interrupted: nothing that was started here goes on.
+            for process in _descendants(ended.pid) if ended.poll() is None else ():
+                with suppress(OSError):
+                    os.kill(process, signal.SIGKILL)
     if not result.exists():
         lines = (folder / "log").read_text(errors="replace").strip().splitlines()
         raise RuntimeError(f"exit code {status}: {(lines or ['no output'])[-1][:160]}")
