@@ -255,5 +255,6 @@ MODELS = Registry(
         "cnn6": "raceme.models.paper_cnns:cnn6",
         "cnn5x5": "raceme.models.paper_cnns:cnn5x5",
         "cnn5x5-wide": "raceme.models.paper_cnns:cnn5x5_wide",
+        "resnet18": "raceme.models.resnet:resnet18",
     },
 )

@@ -21,6 +21,8 @@ from raceme.training.settings import TrainingSettings
 from raceme.training.terms import Term, terms_of
 
 _TEST_BATCH = 256
+_LARGE = 2**16
+"""Weights from which on a plain step leaves the flat gradient out; fewer stay in the cache."""
 _NO_ARRAYS: Mapping[str, ArrayRecord] = MappingProxyType({})
 
 
@@ -106,7 +108,7 @@ def train(
         Mean loss of the samples as they were met, weighted, without the terms added to it.
     """
     terms = terms_of(network, settings, arrays)
-    descend = descent(network, settings)
+    take_step = _steps(network, settings, terms, descent)
     total = torch.zeros((), device=network.accelerator)
     seen = 0
     network.module.train()
@@ -115,10 +117,28 @@ def train(
             chosen, size = torch.from_numpy(order).to(network.accelerator), settings.batch_size
             batches = samples.mini_batches(chosen, size)
             for (x, y), own in zip(batches, _cut(weights, chosen, size), strict=False):
-                total.add_(differentiate(network, x, y, terms, own), alpha=len(y))
-                descend()
+                total.add_(take_step(x, y, own), alpha=len(y))
             seen += len(order)
     return float(total) / seen
+
+
+def _steps(
+    network: Network,
+    settings: TrainingSettings,
+    terms: Sequence[Term],
+    descent: Callable[[Network, TrainingSettings], Descent],
+) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
+    """Return what takes a step on a mini-batch and returns its mean loss before the step."""
+    if descent is optimiser_of and settings.optimizer == "sgd" and not terms:
+        return lambda x, y, weights: step(network, x, y, settings.lr, weights)
+    descend = descent(network, settings)
+
+    def take_step(x: Tensor, y: Tensor, weights: Tensor | None) -> Tensor:
+        loss = differentiate(network, x, y, terms, weights)
+        descend()
+        return loss
+
+    return take_step
 
 
 @contextmanager
@@ -151,21 +171,38 @@ def differentiate(
     Where samples have weights, that is the mean of their losses times their weights.
     """
     network.gradient.zero_()
-    if weights is None:
-        loss = network.objective.loss(network.module(x), y)
-    else:
-        loss = (network.objective.loss(network.module(x), y, "none") * weights).mean()
+    loss = _mean_loss(network, x, y, weights)
     loss.backward()  # type: ignore[no-untyped-call]
     for term in terms:
         term(network.weights, network.gradient)
     return loss.detach()
 
 
-def step(network: Network, x: Tensor, y: Tensor, lr: float) -> Tensor:
-    """Take one plain step on a mini-batch, and return its mean loss before the step."""
-    loss = differentiate(network, x, y)
-    network.weights.add_(network.gradient, alpha=-lr)
-    return loss
+def step(
+    network: Network, x: Tensor, y: Tensor, lr: float, weights: Tensor | None = None
+) -> Tensor:
+    """Take one plain step on a mini-batch, and return its mean loss before the step.
+
+    A large network's weights follow each layer's gradient as it is: to gather it in
+    :attr:`Network.gradient` first, which is then left as it was, is two passes over memory more.
+    The outcome is the same, bit for bit.
+    """
+    if len(network.weights) < _LARGE:
+        loss = differentiate(network, x, y, weights=weights)
+        network.weights.add_(network.gradient, alpha=-lr)
+        return loss
+    loss = _mean_loss(network, x, y, weights)
+    gradients = torch.autograd.grad(loss, network.trained, allow_unused=True)
+    for values, gradient in zip(network.trained_values, gradients, strict=True):
+        if gradient is not None:
+            values.add_(gradient, alpha=-lr)
+    return loss.detach()
+
+
+def _mean_loss(network: Network, x: Tensor, y: Tensor, weights: Tensor | None) -> Tensor:
+    if weights is None:
+        return network.objective.loss(network.module(x), y)
+    return (network.objective.loss(network.module(x), y, "none") * weights).mean()
 
 
 def evaluate(network: Network, samples: Samples) -> tuple[float, float]:

@@ -55,6 +55,10 @@ class Network:
         Where it computes.
     slices : dict[str, slice]
         Where each parameter lies in them.
+    trained : tuple[nn.Parameter, ...]
+        The parameters that training moves: not those that the network itself has frozen.
+    trained_values : tuple[Tensor, ...]
+        Their values, the same memory, which may be changed in place.
     needs_pairs : bool
         True if a mini-batch of one sample is unusable: batch normalisation.
     batch_norm : tuple[str, ...]
@@ -83,6 +87,8 @@ class Network:
             parameter.grad = self.gradient[start:end].view_as(parameter)
             self.slices[name] = slice(start, end)
             start = end
+        self.trained = tuple(p for p in parameters if p.requires_grad)
+        self.trained_values = tuple(parameter.detach() for parameter in self.trained)
         self._tensors: dict[str, Tensor] = dict(module.state_dict())
         # Parameters and buffers as numpy sees them: on a CPU the very same memory, else a copy.
         self._state: dict[str, NDArray[np.generic]] = {

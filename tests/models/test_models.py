@@ -89,6 +89,10 @@ def size(module: torch.nn.Module) -> int:
         ("cnn6", (1, 28, 28), 325_578),
         # 1*32*25 + 32, 32*64*25 + 64, 64*7*7*1024 + 1024, 1024*10 + 10
         ("cnn5x5-wide", (1, 28, 28), 3_274_634),
+        # 3*64*9 + 2*64; stages of four 3x3 convolutions with two numbers per channel after each,
+        # the shortcuts' 1x1 convolutions; 512*10 + 10:
+        # 1,856 + 147,968 + 525,568 + 2,099,712 + 8,393,728 + 5,130
+        ("resnet18", (3, 32, 32), 11_173_962),
     ],
 )
 def test_networks_have_the_size_they_should(
@@ -110,11 +114,10 @@ def test_cnn_takes_images_of_many_sizes(shape: tuple[int, ...]) -> None:
         ("cnn3x3", [(1, 4, 4), (3, 9, 12)]),
         ("cnn5x5-wide", [(1, 4, 4), (3, 9, 12)]),
         ("cnn6", [(1, 13, 13), (3, 32, 17)]),
+        ("resnet18", [(1, 8, 8), (3, 9, 12)]),
     ],
 )
-def test_the_papers_networks_take_images_of_other_sizes(
-    name: str, shapes: list[tuple[int, ...]]
-) -> None:
+def test_networks_take_images_of_other_sizes(name: str, shapes: list[tuple[int, ...]]) -> None:
     for shape in shapes:
         assert models.build(name, shape, 3)(torch.zeros(2, *shape)).shape == (2, 3)
     channels, height, width = shapes[0]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
+import torch
 from asking import ask, message_to
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 
@@ -88,6 +91,53 @@ def test_stacked_clients_learn_what_they_learn_alone(
         assert_close(one, other)
         sizes.add(one["metrics"]["num-examples"])
     assert len(sizes) > 4
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"),
+        ),
+    ],
+)
+@pytest.mark.parametrize(
+    ("model", "shape"),
+    [
+        ("cnn", (1, 28, 28)),
+        ("cnn", (3, 32, 32)),
+        pytest.param("resnet18", (3, 16, 16), marks=pytest.mark.slow),
+    ],
+    ids=["MNIST", "CIFAR-10", "ResNet-18"],
+)
+def test_the_networks_of_images_learn_stacked_what_they_learn_alone(
+    tmp_path: Path, model: str, shape: tuple[int, ...], device: str
+) -> None:
+    rng = np.random.default_rng(0)
+    sizes = (5, 4) if model == "resnet18" else (11, 8, 4)
+    for client, count in enumerate(sizes):
+        x, y = rng.normal(size=(count, *shape)), rng.integers(0, 10, count)
+        np.savez(
+            tmp_path / f"{client}.npz", x=x, y=y, heldout=np.arange(count) == 0, num_classes=10
+        )
+    folder = RunConfig(dataset="npz-folder", data_root=str(tmp_path), model=model, lr=0.02)
+    config = experiment.resolve(folder.with_values(clients=len(sizes), batch_size=4))
+    stacked = Vectorised(device)
+    start = training_messages(config)[0][0].content["arrays"]
+    for one, other in zip(
+        answers(InProcess(client_app.app), config), answers(stacked, config), strict=True
+    ):
+        assert one["metrics"].keys() == other["metrics"].keys()
+        assert other["metrics"]["train-loss"] == pytest.approx(one["metrics"]["train-loss"], 1e-4)
+        for name, array in one["arrays"].items():
+            before, alone, together = map(from_array, (start[name], array, other["arrays"][name]))
+            moved = np.abs(alone - before).max()
+            # Rounding is a small part of what has been learned, not merely of the weights.
+            assert moved > 0, name
+            np.testing.assert_allclose(together, alone, rtol=0, atol=2e-3 * moved)
+    assert all(gradients is not None for gradients in stacked._gradients.values())
 
 
 @pytest.mark.parametrize("executor", [InProcess(client_app.app), Vectorised()])

@@ -18,6 +18,7 @@ from raceme.training import (
     train,
 )
 from raceme.training.local import step
+from raceme.training.optimisers import optimiser_of, sgd
 
 
 def rng(seed: int = 0) -> np.random.Generator:
@@ -225,6 +226,44 @@ def test_the_same_seed_gives_the_same_bits(name: str) -> None:
         results.append((loss, network.weights.numpy().tobytes()))
     assert results[0] == results[1]
     assert results[0][1] != results[2][1]
+
+
+class WithSpareLayers(nn.Module):
+    """A large network with a layer that is frozen and one that it does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(64, 256)
+        self.frozen.requires_grad_(False)
+        self.hidden = nn.Linear(256, 512)
+        self.unused = nn.Linear(3, 5)
+        self.output = nn.Linear(512, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        values: torch.Tensor = self.output(self.hidden(self.frozen(x.flatten(1)).relu()).relu())
+        return values
+
+
+@pytest.mark.parametrize("name", ["mclr", "cnn5x5", "spare layers"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_plain_steps_are_those_along_the_flat_gradient_bit_by_bit(
+    name: str, weighted: bool
+) -> None:
+    samples = Samples(rng().normal(size=(25, 1, 8, 8)).astype(np.float32), np.arange(25) % 4)
+    weights = torch.linspace(0.1, 2.0, 25) if weighted else None
+    results = []
+    for descent in (optimiser_of, sgd):
+        torch.manual_seed(5)
+        own = name == "spare layers"
+        network = Network(WithSpareLayers() if own else models.build(name, (1, 8, 8), 4))
+        assert name == "mclr" or len(network.weights) >= 2**16
+        before = network.weights.clone()
+        settings = TrainingSettings(lr=0.1)
+        loss = train(network, samples, settings, rng(3), descent=descent, weights=weights)
+        results.append((loss, network.weights.numpy().tobytes()))
+        moved = [not torch.equal(network.weights[s], before[s]) for s in network.slices.values()]
+        assert moved == [not key.startswith(("frozen", "unused")) for key in network.slices]
+    assert results[0] == results[1]
 
 
 def test_dropout_is_seeded_by_the_task_and_torchs_own_generator_stays_as_it_was() -> None:
