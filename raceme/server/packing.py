@@ -14,8 +14,8 @@ from flwr.app import ArrayRecord
 from raceme.clustering.clusters import Weights, blended
 from raceme.clustering.model import Model
 from raceme.compat.parked import park
+from raceme.compat.spill import BUDGET, Spill
 from raceme.protocol.messages import ARRAYS, ModelSpec, candidate
-from raceme.protocol.spill import BUDGET, Spill
 
 
 class Packer:
