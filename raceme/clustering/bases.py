@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 
+from raceme.compat.spill import Shelf
 from raceme.protocol.messages import Vector
-from raceme.protocol.spill import Shelf
 
 
 @dataclass

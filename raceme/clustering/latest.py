@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from raceme.compat.spill import Shelf
 from raceme.protocol.messages import Vector
-from raceme.protocol.spill import Shelf
 
 
 @dataclass

@@ -262,13 +262,18 @@ class Probes:
         Returns
         -------
         tuple[list[str], NDArray[np.float32]]
-            n ids, and a matrix of shape (n, n).
+            n ids, and a matrix of shape (n, n); of a large fleet the first that are clear, no more
+            than are compared.
         """
-        matrix = np.full((len(self.clients), len(self.clients)), np.nan, np.float32)
         clear = self.clear()
-        rows = self.rows(clear)
+        clients = list(self.clients)
+        if self.is_large:
+            clients = clear = clear[: self.exact_up_to]
+        place = {client: index for index, client in enumerate(clients)}
+        matrix = np.full((len(clients), len(clients)), np.nan, np.float32)
+        rows = np.array([place[client] for client in clear], np.intp)
         matrix[np.ix_(rows, rows)] = 1.0 - self.distances(clear)
-        return list(self.clients), matrix
+        return clients, matrix
 
     def rows(self, clients: list[str]) -> NDArray[np.intp]:
         """Return the indices of clients."""

@@ -7,13 +7,15 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 from scipy.linalg import eigh
-from scipy.sparse.linalg import LinearOperator, eigsh
+from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigsh
 from sklearn.cluster import SpectralClustering
 
 Matrix = NDArray[np.float64]
 
 _LARGE = 300
 """From this size on only the first eigenvalues are computed: that is when it is faster."""
+_RESTARTS = 100
+"""Restarts of Lanczos after which all eigenvalues are computed after all."""
 _SHUFFLES = 10
 _EIGENVALUES = 10
 """Number of smallest eigenvalues that are looked at."""
@@ -80,8 +82,13 @@ def largest_gap(weights: Matrix) -> Gap | None:
             weights.shape, matvec=lambda x: scale * (weights @ (scale * x)), dtype=np.float64
         )
         start = np.random.default_rng(0).normal(size=len(weights))
-        found = eigsh(shifted, k=count, which="LA", v0=start, return_eigenvectors=False)
-        values = np.sort(1.0 - found)
+        how = {"which": "LA", "v0": start, "return_eigenvectors": False, "maxiter": _RESTARTS}
+        try:
+            values = np.sort(1.0 - eigsh(shifted, k=count, **how))
+        except ArpackNoConvergence:
+            # Clients that are all alike: the eigenvalues are nearly one, and Lanczos would not end.
+            only = (0, count - 1)
+            values = eigh(laplacian(weights), eigvals_only=True, subset_by_index=only)
     gaps = np.diff(values)[1:]
     best = int(np.argmax(gaps))
     return Gap(parts=best + 2, size=float(gaps[best]))

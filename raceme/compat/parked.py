@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from flwr.app import Array
 
 from raceme.compat.records import array
-from raceme.protocol.spill import Place, Spill
+from raceme.compat.spill import Place, Spill
 
 
 class ParkedArray(Array):

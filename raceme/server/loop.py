@@ -274,8 +274,8 @@ class Loop:
 
     def _awaited(self) -> Collection[str]:
         """Return the ids of all messages without an answer."""
-        tasks, greetings = self._progress.in_flight.keys(), self._fleet.open_greetings()
-        return Together(tasks, greetings, self._evaluator.open_ids())
+        asked = self._fleet.open_greetings(), self._evaluator.open_ids()
+        return Together(self._progress.in_flight.keys(), *asked)
 
     # The fleet.
 
@@ -322,9 +322,9 @@ class Loop:
             return
         client, returned = introduced
         name = client.client_id
-        # Nothing can be open of one who has never been here.
-        open_tasks = self._progress.in_flight.items() if returned else ()
-        lost = [message_id for message_id, task in open_tasks if task.client == name]
+        # Of one who has never been here nothing is open.
+        tasks = self._progress.in_flight.items() if returned else ()
+        lost = [message_id for message_id, task in tasks if task.client == name]
         self._clock.forget(lost)
         self._method.dispatch.joined(name)
         for message_id in lost:
@@ -385,8 +385,7 @@ class Loop:
     def _take_in(self, reply: Message) -> None:
         """Act on one reply: to a greeting, an evaluation, or work."""
         message_id = reply.metadata.reply_to_message_id
-        node = self._fleet.greeted_by(message_id)
-        if node is not None:
+        if (node := self._fleet.greeted_by(message_id)) is not None:
             self._introduce(node, reply)
             return
         if message_id in self._evaluator.open_ids():

@@ -14,8 +14,8 @@ from flwr.app import ArrayRecord
 from raceme.clustering.clusters import Weights, blended
 from raceme.clustering.model import Model
 from raceme.compat.parked import park
+from raceme.compat.spill import BUDGET, Spill
 from raceme.protocol.messages import ARRAYS, ModelSpec, candidate
-from raceme.protocol.spill import BUDGET, Spill
 
 
 class Packer:
@@ -35,13 +35,17 @@ class Packer:
 
     def pack(self, cluster: int, model: Model) -> tuple[ArrayRecord, int]:
         """Return a cluster's model as a record, and its size in bytes."""
-        packed = self._packed.get(cluster)
-        if packed is None or packed[0] is not model or packed[1] != model.version:
+        if not self._has(cluster, model):
             self._drop(cluster)
             record = self._spec.pack(model.vector)
-            packed = (model, model.version, record, record.count_bytes())
-            self._packed[cluster] = packed
-        return packed[2], packed[3]
+            self._packed[cluster] = (model, model.version, record, record.count_bytes())
+        _, _, record, size = self._packed[cluster]
+        return record, size
+
+    def _has(self, cluster: int, model: Model) -> bool:
+        """Return whether the record of a cluster is that of its present version."""
+        packed = self._packed.get(cluster)
+        return packed is not None and packed[0] is model and packed[1] == model.version
 
     def serve(self, models: Mapping[int, Model], weights: Weights) -> tuple[ArrayRecord, int]:
         """Return the model that serves a client of these clusters, and its size in bytes."""

@@ -176,9 +176,8 @@ class Panicle(Method):
         """Note whether a client is there, is settled, and how long its updates are."""
         is_there = self.clusters.online.get(client, False)
         self._roll.note(client, is_there, self._is_settled(client))
-        habit = self.state.habits.get(client)
-        length = habit.length if habit is not None and is_there else 0.0
-        self._roll.lengths.put(client, self._home(client), length)
+        habit = self.state.habits.get(client, Habit())
+        self._roll.lengths.put(client, self._home(client), habit.length * is_there)
 
     # What a client is asked.
 
@@ -271,9 +270,8 @@ class Panicle(Method):
         if is_known and not probes.is_clear(client):
             return
         if probes.is_large:
-            names, distances = self._examples.distances(
-                client, probes, self.clusters, self._clear, self.rng
-            )
+            known = probes, self.clusters, self._clear, self.rng
+            names, distances = self._examples.distances(client, *known)
             labels = np.arange(len(names))
         else:
             others = [other for other in self._clear() if other != client]

@@ -123,3 +123,16 @@ def test_a_probe_takes_a_tenth_of_a_task() -> None:
     # Fewer samples than a mini-batch: never more than an ordinary task.
     assert settings_of_probe(settings, 3, 5)[COMPUTE_SCALE] == 1.0
     assert settings_of_probe(settings, 560, 0) == {}
+
+
+def test_of_a_large_fleet_the_similarity_of_some_is_told() -> None:
+    directions = {f"c{i}": [(1.0, 0.1 * i), (1.0, 0.1 * i)] for i in range(4)}
+    clients, whole = of(**directions).similarity()
+    assert clients == ["c0", "c1", "c2", "c3"]
+    large = Probes(exact_up_to=2)
+    for client, halves in directions.items():
+        for half in halves:
+            large.add(client, np.array(half, np.float32) / np.float32(np.linalg.norm(half)))
+    some, part = large.similarity()
+    assert some == ["c0", "c1"]
+    assert part == pytest.approx(whole[:2, :2], abs=1e-6)

@@ -120,3 +120,13 @@ def test_one_group_rarely_has_a_larger_gap_than_its_similarities_have_by_chance(
         assert gap is not None
         beaten += gap.size > noise_gap(matrix, np.random.default_rng(seed))
     assert beaten <= 15
+
+
+def test_clients_that_are_all_alike_have_no_gap_and_take_no_time() -> None:
+    rng = np.random.default_rng(0)
+    noise = 1e-8 * rng.normal(size=(320, 320))
+    weights = 1.0 + (noise + noise.T) / 2.0
+    np.fill_diagonal(weights, 1.0)
+    gap = largest_gap(weights)
+    assert gap is not None
+    assert abs(gap.size) < 1e-8

@@ -12,8 +12,9 @@ from collections.abc import Iterator, MutableMapping
 from typing import IO
 
 import numpy as np
+from numpy.typing import NDArray
 
-from raceme.protocol.messages import Vector
+Vector = NDArray[np.float32]
 
 BUDGET = 1 << 30
 """Bytes of models that are held in memory by each of those who hold many."""

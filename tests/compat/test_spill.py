@@ -8,8 +8,8 @@ from flwr.app import ArrayRecord
 
 from raceme.clustering.latest import Latest
 from raceme.clustering.model import Model
+from raceme.compat.spill import Shelf, Spill
 from raceme.protocol.messages import ModelSpec
-from raceme.protocol.spill import Shelf, Spill
 from raceme.server.packing import Packer
 from raceme.server.state import from_tree, to_tree
 
