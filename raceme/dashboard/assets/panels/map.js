@@ -4,7 +4,8 @@ import { Canvas } from "../canvas.js";
 import { clusterColour, groupColour, named } from "../colours.js";
 import { calm } from "../motion.js";
 import { note, panel } from "../panel.js";
-import { make, nameElement } from "../words.js";
+import { countUntil } from "../run.js";
+import { make, nameElement, plural, timeText } from "../words.js";
 
 const GOLDEN = Math.PI * (3 - Math.sqrt(5));
 const MILLISECONDS = 700; // A dot that moves takes so long.
@@ -41,28 +42,36 @@ export class MapPanel {
     this.alikeLabel.hidden = !frame;
     const byLikeness = Boolean(frame) && this.alike.checked;
     this.groupsLabel.hidden = !moment.group.some((group) => group >= 0);
-    this.note.textContent = byLikeness
-      ? "Close together: models that are alike, at the last time that they were compared."
-      : "A disc is a cluster; dots go over when their clients do.";
+    this.note.textContent = byLikeness ? this.said(frame) :
+      "A disc is a cluster; dots go over when their clients do.";
     this.aim(moment, byLikeness ? this.likeness(frame) : this.discs(moment));
     this.paint(moment);
   }
 
-  /** Return the similarities' positions that were the latest at a moment; null if there are none. */
+  /** Return the snapshot that was the latest at a moment; null if there was none. */
   frameAt(moment) {
     const { frames } = this.board.run;
-    if (!frames.length) return null;
-    const past = frames.filter((frame) => frame.time <= moment.time);
-    return past.at(-1) ?? frames[0];
+    const index = countUntil(frames.map(({ time }) => time), moment.time) - 1;
+    return frames[index] ?? frames.find(({ lasting }) => lasting) ?? null;
+  }
+
+  said({ time, lasting, names }) {
+    if (lasting) return "Close together: models that were alike at the end, as the method says.";
+    const missing = this.board.run.size - names.length;
+    const when = timeText(time, this.board.run.end);
+    return `Close together: clients whose models are alike, at the evaluation at ${when}.` +
+      (missing > 0 ? ` ${plural(missing, "client")} had not been heard by then.` : "");
   }
 
   likeness(frame) {
-    const { numbers } = this.board.run;
-    const found = new Map();
-    frame.clients.forEach((name, index) => {
-      if (numbers.has(name)) found.set(numbers.get(name), [frame.x[index], frame.y[index]]);
-    });
-    return found;
+    if (this.shownFrame !== frame || this.shownSize !== this.board.run.size) {
+      const { numbers, size } = this.board.run;
+      [this.shownFrame, this.shownSize, this.found] = [frame, size, new Map()];
+      frame.names.forEach((name, index) => {
+        if (numbers.has(name)) this.found.set(numbers.get(name), [frame.x[index], frame.y[index]]);
+      });
+    }
+    return this.found;
   }
 
   /** Return each client's place in the disc of its cluster. */

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Points = NDArray[np.float64]
-_SHOWN = 400
+_SHOWN = 200
 """Of more clients so many are placed by the eigenvectors, and the others by these."""
 
 
@@ -39,6 +39,33 @@ def positions(similarity: NDArray[np.floating]) -> Points:
     squares = (squares + squares.T) / 2
     np.fill_diagonal(squares, 0.0)
     return _scaled(_torgerson(squares))
+
+
+def positions_of_rows(rows: NDArray[np.floating]) -> Points:
+    """Return a position for each client by the directions in which its numbers lie.
+
+    The same as :func:`positions` of the rows' cosines: their two principal components. It takes as
+    long as the rows are wide, however many there are.
+
+    Parameters
+    ----------
+    rows : ndarray
+        Shape (n, s).
+
+    Returns
+    -------
+    ndarray
+        As :func:`positions`. Shape (n, 2).
+    """
+    known = np.asarray(rows, np.float64)
+    # A model that has overflowed lies nowhere, and must not take the others along.
+    known = np.where(np.isfinite(known), known, 0.0)
+    lengths = np.linalg.norm(known, axis=1, keepdims=True)
+    units = known / np.where(lengths > 0, lengths, 1.0)
+    centred = units - units.mean(axis=0) if len(units) else units
+    _, directions = np.linalg.eigh(centred.T @ centred)
+    points = centred @ directions[:, -2:][:, ::-1]
+    return _scaled(np.asarray(points))
 
 
 def _torgerson(squares: Points) -> Points:

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from raceme.dashboard.likeness import aligned, positions
+from raceme.records.likeness import aligned, positions, positions_of_rows
 
 
 def test_two_groups_lie_apart_and_their_members_together() -> None:
@@ -26,6 +25,23 @@ def test_distances_in_a_plane_come_out_up_to_scale() -> None:
     found = ((points[:, None] - points[None]) ** 2).sum(axis=2)
     ratio = found[np.triu_indices(30, 1)] / squares[np.triu_indices(30, 1)]
     assert ratio == pytest.approx(np.full(len(ratio), ratio[0]))
+
+
+def test_rows_lie_as_their_cosines_say() -> None:
+    rows = np.random.default_rng(1).normal(size=(30, 8))
+    units = rows / np.linalg.norm(rows, axis=1, keepdims=True)
+    names = [str(number) for number in range(30)]
+    # Lengths say nothing: a client may have trained longer, or be an attacker.
+    found = positions_of_rows(rows * np.geomspace(1, 1e6, 30)[:, None])
+    held = dict(zip(names, positions(units @ units.T).tolist(), strict=True))
+    assert aligned(found, names, held) == pytest.approx(np.array(list(held.values())))
+
+
+@pytest.mark.parametrize("n", [0, 1, 2])
+def test_rows_that_overflowed_take_nobody_along(n: int) -> None:
+    rows = np.vstack([np.eye(4)[: n + 1], np.full((1, 4), np.inf)])
+    assert np.isfinite(positions_of_rows(rows)).all()
+    assert positions_of_rows(np.empty((0, 4))).shape == (0, 2)
 
 
 @pytest.mark.parametrize("n", [0, 1, 2])
