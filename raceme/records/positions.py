@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import base64
 import json
+import math
+import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -123,8 +125,9 @@ class PositionsReader:
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / FILE_NAME
-        self._offset = 0
+        self._inode, self._offset = 0, 0
         self._names: list[str] = []
+        self._last = -math.inf
 
     def read(self) -> list[Snapshot]:
         """Return the snapshots that have come since the last time.
@@ -134,10 +137,17 @@ class PositionsReader:
         found: list[Snapshot] = []
         try:
             with self._path.open("rb") as file:
+                inode = os.fstat(file.fileno()).st_ino
+                if inode != self._inode:
+                    # Another file: of a run that was resumed, and has cut what came later.
+                    self._inode, self._offset, self._names = inode, 0, []
                 file.seek(self._offset)
                 for line in file:
-                    found.append(self._snapshot(line))
+                    snapshot = self._snapshot(line)
                     self._offset += len(line)
+                    if snapshot.time > self._last:
+                        self._last = snapshot.time
+                        found.append(snapshot)
         except (OSError, ValueError, KeyError, TypeError, IndexError):
             pass
         return found

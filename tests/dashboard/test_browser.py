@@ -196,7 +196,7 @@ def test_the_table_sorts_and_searches(replayed: Browser) -> None:
     updates = "return [...document.querySelectorAll('.clients thead button')][5].click()"
     replayed.run(updates)
     most = replayed.run("return Math.max(...raceme.board.moment.updates)")
-    top = "return document.querySelector('.clients tbody tr:nth-child(2) td:nth-child(6)')"
+    top = "return document.querySelector('.clients tbody tr:nth-child(1) td:nth-child(6)')"
     replayed.until(lambda: replayed.run(f"{top}.textContent") == str(most))
     search = replayed.driver.find_element("css selector", "input[type=search]")
     search.send_keys("client-33")

@@ -51,9 +51,10 @@ def test_of_many_snapshots_some_are_told(tmp_path: Path) -> None:
 
 def test_a_run_that_begins_anew_tells_its_own(tmp_path: Path) -> None:
     source = RunSource(tmp_path)
-    for name in ("x", "y"):
+    for name, clients in (("x", 3), ("y", 2)):
         with RunStore(tmp_path, replace=True) as store:
-            store.observe(ClientJoined(0.0, name, 0, 10, None))
+            for number in range(clients):
+                store.observe(ClientJoined(0.0, f"{number}", 0, 10, None))
         (tmp_path / "positions.jsonl").unlink(missing_ok=True)
         PositionsFile(tmp_path).write(1.0, [name, *NAMES[1:]], POINTS)
         assert [frame["new"] for frame in frames(source)] == [[name, "b", "c"]]

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from raceme.records.likeness import aligned, positions, positions_of_rows
 
 

@@ -65,12 +65,16 @@ def test_a_resumed_run_drops_what_came_later_and_goes_on_from_there(tmp_path: Pa
     file = PositionsFile(tmp_path)
     for time in (1.0, 2.0, 3.0):
         file.write(time, NAMES, SQUARE)
+    reader = PositionsReader(tmp_path)
+    assert [one.time for one in reader.read()] == [1.0, 2.0, 3.0]
     centred = (SQUARE - SQUARE.mean(axis=0)) @ QUARTER
     PositionsFile(tmp_path, after=2.0).write(4.0, [*NAMES, "e"], np.vstack([centred, [0.0, 0.0]]))
     found = PositionsReader(tmp_path).read()
     assert [one.time for one in found] == [1.0, 2.0, 4.0]
     assert found[-1].points[:4] / SCALE == pytest.approx(SQUARE, abs=1e-3)
     assert found[-1].clients == (*NAMES, "e")
+    # Who has read what was dropped is told what is new.
+    assert [one.clients for one in reader.read()] == [(*NAMES, "e")]
 
 
 def test_a_long_run_writes_fewer_and_fewer(tmp_path: Path) -> None:
