@@ -91,6 +91,34 @@ export class Dots {
   }
 }
 
+const MOST_APART = 300; // Of more dots, so many cover each other that nobody misses one.
+const TURNS = 40;
+
+/** Move dots that cover each other apart, so that each can be seen; others stay where they are. */
+export function apart({ dots, x, y }, least) {
+  const [freeX, freeY] = [Float64Array.from(x), Float64Array.from(y)];
+  for (let turn = 0; turn < TURNS && dots.length <= MOST_APART; turn += 1) {
+    let moved = false;
+    for (let one = 0; one < dots.length; one += 1) {
+      for (let other = 0; other < one; other += 1) {
+        let [dx, dy] = [freeX[one] - freeX[other], freeY[one] - freeY[other]];
+        const distance = Math.hypot(dx, dy);
+        if (distance >= least) continue;
+        // Two at the same place go anywhere, but always to the same.
+        if (distance < 1e-9) [dx, dy] = [Math.cos(one), Math.sin(one)];
+        const push = (least - distance) / 2 / (distance < 1e-9 ? 1 : distance);
+        freeX[one] += dx * push;
+        freeY[one] += dy * push;
+        freeX[other] -= dx * push;
+        freeY[other] -= dy * push;
+        moved = true;
+      }
+    }
+    if (!moved) break;
+  }
+  return { dots, x: freeX, y: freeY };
+}
+
 function shareAt(begun, now) {
   const held = Math.max(0, Math.min(1, (now - begun) / MILLISECONDS));
   return held * held * (3 - 2 * held);

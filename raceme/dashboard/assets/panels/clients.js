@@ -138,8 +138,10 @@ export class ClientsPanel {
   /** Fill in the rows in sight; the room of the others is empty. */
   fill() {
     if (!this.rows) return;
+    const height = `${this.rows.length * ROW}px`;
+    if (this.body.style.height !== height) this.body.style.height = height;
     const first = Math.max(0, Math.floor(this.scroll.scrollTop / ROW) - EXTRA);
-    const seen = Math.ceil((this.scroll.clientHeight || 400) / ROW) + 2 * EXTRA;
+    const seen = Math.ceil(this.scroll.clientHeight / ROW) + 2 * EXTRA;
     const shown = this.rows.slice(first, first + seen);
     const wanted = new Set(shown);
     // Rows that went out of sight are used for those that came, but never one with the focus.
@@ -150,8 +152,6 @@ export class ClientsPanel {
       if (row.element.contains(document.activeElement)) row.element.remove();
       else spare.push(row);
     }
-    const height = `${this.rows.length * ROW}px`;
-    if (this.body.style.height !== height) this.body.style.height = height;
     shown.forEach((client, index) => {
       const row = this.held.get(client) ?? spare.shift() ?? this.makeRow();
       this.held.set(client, row);

@@ -2,13 +2,14 @@
 
 import { Canvas } from "../canvas.js";
 import { clusterColour, groupColour, named } from "../colours.js";
-import { Dots } from "../dots.js";
+import { apart, Dots } from "../dots.js";
 import { note, panel } from "../panel.js";
 import { countUntil } from "../run.js";
 import { make, nameElement, plural, timeText } from "../words.js";
 
 const GOLDEN = Math.PI * (3 - Math.sqrt(5));
 const LEAST = 1.5; // Smaller dots are drawn as squares: nobody sees it.
+const LEAST_APART = 0.14; // Where 1 is the root of the mean square distance from the middle.
 const MARGIN = 16;
 
 export class MapPanel {
@@ -72,7 +73,8 @@ export class MapPanel {
       frame.names.forEach((name, index) => {
         if (numbers.has(name)) place(places, numbers.get(name), frame.x[index], frame.y[index]);
       });
-      [this.shownFrame, this.shownSize, this.found] = [frame, run.size, places];
+      [this.shownFrame, this.shownSize] = [frame, run.size];
+      this.found = apart(places, LEAST_APART);
     }
     return this.found;
   }
