@@ -61,6 +61,8 @@ class Sketch:
 class Pulls:
     """The mean change that each client makes to the models that it is given, as sketches.
 
+    Of a client's updates between two looks the first is taken: a fast device costs no more.
+
     Parameters
     ----------
     sketch : Sketch
@@ -72,6 +74,11 @@ class Pulls:
         self._versions: dict[int, tuple[int, Vector]] = {}
         self._bases: dict[int, Mapping[int, Vector] | Vector] = {}
         self._pulls: dict[str, Vector] = {}
+        self._taken: set[str] = set()
+
+    def wants(self, client: str) -> bool:
+        """Return whether an update of a client would be taken."""
+        return client not in self._taken
 
     def send(self, task: int, models: Mapping[int, Model], weights: Weights, chooses: bool) -> None:
         """Keep what a client starts from.
@@ -94,11 +101,12 @@ class Pulls:
 
     def take(self, task: int, client: str, cluster: int, vector: Vector) -> None:
         """Take in the model of a client; `cluster` is the one that it has chosen of several."""
-        base = self._bases.get(task)
+        base = self._bases.get(task) if self.wants(client) else None
         if isinstance(base, Mapping):
             base = base.get(cluster)
         if base is None or (client not in self._pulls and len(self._pulls) >= _MOST_CLIENTS):
             return
+        self._taken.add(client)
         pull = self._sketch(vector) - base
         before = self._pulls.get(client, pull)
         self._pulls[client] = before + np.float32(_SHARE) * (pull - before)
@@ -126,6 +134,7 @@ class Pulls:
         tuple[list[str], NDArray[np.float32]]
             Client ids, and sketches. Shape (n, SIZE).
         """
+        self._taken.clear()
         for cluster in [cluster for cluster in self._versions if cluster not in models]:
             del self._versions[cluster]
         clients = list(self._pulls)
@@ -145,5 +154,7 @@ class Pulls:
         return sketch
 
     def _mixed(self, models: Mapping[int, Model], weights: Weights) -> Vector:
+        if len(weights) == 1:
+            return self._of(next(iter(weights)), models)
         parts = [np.float32(share) * self._of(k, models) for k, share in weights.items()]
         return np.asarray(sum(parts[1:], start=parts[0]))

@@ -44,8 +44,8 @@ def positions(similarity: NDArray[np.floating]) -> Points:
 def positions_of_rows(rows: NDArray[np.floating]) -> Points:
     """Return a position for each client by the directions in which its numbers lie.
 
-    The same as :func:`positions` of the rows' cosines: their two principal components. It takes as
-    long as the rows are wide, however many there are.
+    The same as :func:`positions` of the rows' cosines: their two principal components. The matrix
+    whose eigenvectors are found is as large as the rows are wide, or as there are rows.
 
     Parameters
     ----------
@@ -63,9 +63,15 @@ def positions_of_rows(rows: NDArray[np.floating]) -> Points:
     lengths = np.linalg.norm(known, axis=1, keepdims=True)
     units = known / np.where(lengths > 0, lengths, 1.0)
     centred = units - units.mean(axis=0) if len(units) else units
-    _, directions = np.linalg.eigh(centred.T @ centred)
-    points = centred @ directions[:, -2:][:, ::-1]
-    return _scaled(np.asarray(points))
+    if len(centred) < centred.shape[1]:
+        values, vectors = np.linalg.eigh(centred @ centred.T)
+        points = vectors[:, -2:] * np.sqrt(np.maximum(values[-2:], 0.0))
+    else:
+        _, directions = np.linalg.eigh(centred.T @ centred)
+        points = centred @ directions[:, -2:]
+    if points.shape[1] < 2:
+        points = np.hstack([np.zeros((len(points), 2 - points.shape[1])), points])
+    return _scaled(points[:, ::-1])
 
 
 def _torgerson(squares: Points) -> Points:

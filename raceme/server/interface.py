@@ -302,9 +302,10 @@ class Questions(ABC):
         if self._keeps_base_of(task):
             for name, vector in self._bases_of(task).items():
                 self.bases.hold(name, vector)
-        if self.pulls is not None and task.kind in TRAINING:
+        pulls = self.pulls
+        if pulls is not None and task.kind in TRAINING and pulls.wants(task.client):
             sent = dict.fromkeys(task.candidates, 1.0) or self.placement(task.client)
-            self.pulls.send(task.number, self.models, sent, bool(task.candidates))
+            pulls.send(task.number, self.models, sent, bool(task.candidates))
         self.on_dispatch(task)
 
     def _keeps_base_of(self, task: Task) -> bool:

@@ -346,6 +346,7 @@ def test_a_suite_of_cases_shows_the_case_that_is_picked(
         browser.run(f"{pick} s.dispatchEvent(new Event('change'))")
         browser.until(lambda: browser.run(legend) == "fedasync, seed 0")
         browser.driver.find_element("link text", "fedasync, seed 0").click()
+        browser.until(lambda: "The run is over" in browser.describe())
         browser.until(lambda: browser.tile("updates") == "240")
 
 

@@ -28,8 +28,9 @@ def test_distances_in_a_plane_come_out_up_to_scale() -> None:
     assert ratio == pytest.approx(np.full(len(ratio), ratio[0]))
 
 
-def test_rows_lie_as_their_cosines_say() -> None:
-    rows = np.random.default_rng(1).normal(size=(30, 8))
+@pytest.mark.parametrize("width", [8, 80])
+def test_rows_lie_as_their_cosines_say(width: int) -> None:
+    rows = np.random.default_rng(1).normal(size=(30, width))
     units = rows / np.linalg.norm(rows, axis=1, keepdims=True)
     names = [str(number) for number in range(30)]
     # Lengths say nothing: a client may have trained longer, or be an attacker.
