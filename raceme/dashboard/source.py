@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,8 @@ from raceme.config.errors import UserError
 from raceme.config.reading import ReadingError, parse_json, read_text
 from raceme.dashboard.columns import Columns
 from raceme.records.following import StoreFollower
-from raceme.records.likeness import positions
-from raceme.records.positions import PositionsReader, Snapshot, steps_of
+from raceme.records.likeness import flattened, positions
+from raceme.records.positions import SCALE, PositionsReader, Snapshot, steps_of
 from raceme.records.similarity import FILE_NAME as SIMILARITY
 from raceme.records.similarity import read_similarity
 from raceme.records.wall_times import FILE_NAME as WALL_TIMES
@@ -65,6 +65,7 @@ class RunSource:
         self._walls = 0
         self._positions = PositionsReader(self.folder)
         self._placed: dict[str, int] = {}
+        self._flat: dict[str, Sequence[float]] = {}
         self._snapshots, self._told_positions = 0, 0
 
     def poll(self) -> bool:
@@ -143,12 +144,14 @@ class RunSource:
         new = [client for client in snapshot.clients if client not in self._placed]
         self._placed |= {name: len(self._placed) + index for index, name in enumerate(new)}
         self._told_positions += len(snapshot.clients)
+        flat = flattened(snapshot.points / SCALE, snapshot.clients, self._flat)
+        self._flat.update(zip(snapshot.clients, flat.tolist(), strict=True))
         frame = {
             "time": snapshot.time,
             "lasting": lasting,
             "new": new,
             "clients": [self._placed[client] for client in snapshot.clients],
-            "points": base64.b64encode(snapshot.points.tobytes()).decode(),
+            "points": base64.b64encode(steps_of(flat).tobytes()).decode(),
         }
         self._tell({"frame": frame})
 

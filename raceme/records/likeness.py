@@ -1,7 +1,9 @@
-"""Clients as points in a plane, near each other if their models are alike.
+"""Clients as points, near each other if their models are alike.
 
-Classical multidimensional scaling (Torgerson 1952) of the distances √(2 (1 − similarity)), turned
-and mirrored so that it lies as the one before (orthogonal Procrustes): a map stays steady.
+Classical multidimensional scaling (Torgerson 1952) of the distances √(2 (1 − similarity)) into four
+dimensions, turned and mirrored so that it lies as the one before (orthogonal Procrustes): a map
+stays steady. Four groups that are all as different fit into no plane, so that for the screen it is
+laid flat as a whole, with distances as nearly as can be (SMACOF: de Leeuw 1977).
 """
 
 from __future__ import annotations
@@ -12,6 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 Points = NDArray[np.float64]
+DIMENSIONS = 4
+_MOST_FLATTENED = 400
+"""More clients are shown by their first two dimensions."""
+_TURNS = 60
 _SHOWN = 200
 """Of more clients so many are placed by the eigenvectors, and the others by these."""
 
@@ -29,7 +35,7 @@ def positions(similarity: NDArray[np.floating]) -> Points:
     -------
     ndarray
         Centred, with a mean square distance from the centre of 1, unless all are the same. Shape
-        (n, 2).
+        (n, 4).
     """
     known = np.asarray(similarity, np.float64)
     known = np.where(np.isfinite(known), known, known.T)
@@ -44,7 +50,7 @@ def positions(similarity: NDArray[np.floating]) -> Points:
 def positions_of_rows(rows: NDArray[np.floating]) -> Points:
     """Return a position for each client by the directions in which its numbers lie.
 
-    The same as :func:`positions` of the rows' cosines: their two principal components. The matrix
+    The same as :func:`positions` of the rows' cosines: their principal components. The matrix
     whose eigenvectors are found is as large as the rows are wide, or as there are rows.
 
     Parameters
@@ -55,7 +61,7 @@ def positions_of_rows(rows: NDArray[np.floating]) -> Points:
     Returns
     -------
     ndarray
-        As :func:`positions`. Shape (n, 2).
+        As :func:`positions`. Shape (n, 4).
     """
     known = np.asarray(rows, np.float64)
     # A model that has overflowed lies nowhere, and must not take the others along.
@@ -65,17 +71,15 @@ def positions_of_rows(rows: NDArray[np.floating]) -> Points:
     centred = units - units.mean(axis=0) if len(units) else units
     if len(centred) < centred.shape[1]:
         values, vectors = np.linalg.eigh(centred @ centred.T)
-        points = vectors[:, -2:] * np.sqrt(np.maximum(values[-2:], 0.0))
+        points = vectors[:, -DIMENSIONS:] * np.sqrt(np.maximum(values[-DIMENSIONS:], 0.0))
     else:
         _, directions = np.linalg.eigh(centred.T @ centred)
-        points = centred @ directions[:, -2:]
-    if points.shape[1] < 2:
-        points = np.hstack([np.zeros((len(points), 2 - points.shape[1])), points])
-    return _scaled(points[:, ::-1])
+        points = centred @ directions[:, -DIMENSIONS:]
+    return _scaled(_widened(points[:, ::-1]))
 
 
 def _torgerson(squares: Points) -> Points:
-    """Return the two directions in which squared distances differ most, of landmarks if many.
+    """Return the directions in which squared distances differ most, of landmarks if many.
 
     Every client is placed by its distances to the landmarks (de Silva and Tenenbaum 2004).
     """
@@ -85,11 +89,18 @@ def _torgerson(squares: Points) -> Points:
     means = inner.mean(axis=0) if len(inner) else np.zeros(0)
     centred = -0.5 * (inner - means[:, None] - means[None, :] + (means.mean() if n else 0.0))
     values, vectors = np.linalg.eigh(centred)
-    top, directions = np.maximum(values[-2:][::-1], 1e-12), vectors[:, -2:][:, ::-1]
-    points = -0.5 * (squares[:, chosen] - means) @ (directions / np.sqrt(top))
-    if points.shape[1] < 2:
-        points = np.hstack([points, np.zeros((n, 2 - points.shape[1]))])
+    top = values[-DIMENSIONS:][::-1]
+    # Distances that are no plane's have directions of no length.
+    lengths = np.where(top > 1e-9 * max(top.max(initial=0.0), 1e-9), top, np.inf)
+    directions = vectors[:, -DIMENSIONS:][:, ::-1]
+    points = -0.5 * (squares[:, chosen] - means) @ (directions / np.sqrt(lengths))
+    points = _widened(points)
     return np.asarray(points - points.mean(axis=0) if n else points)
+
+
+def _widened(points: Points) -> Points:
+    missing = DIMENSIONS - points.shape[1]
+    return np.hstack([points, np.zeros((len(points), missing))]) if missing else points
 
 
 def _scaled(points: Points) -> Points:
@@ -105,7 +116,7 @@ def aligned(
     Parameters
     ----------
     points : ndarray
-        Shape (n, 2).
+        Shape (n, k).
     clients : Sequence[str]
         Whose they are.
     before : Mapping
@@ -117,3 +128,47 @@ def aligned(
     old = np.array([before[clients[index]] for index in shared], np.float64)
     left, _, right = np.linalg.svd(points[shared].T @ (old - old.mean(axis=0)))
     return np.asarray(points @ left @ right)
+
+
+def flattened(
+    points: Points, clients: Sequence[str], before: Mapping[str, Sequence[float]]
+) -> Points:
+    """Lay points into the plane, with their distances as they are as nearly as can be.
+
+    Parameters
+    ----------
+    points : ndarray
+        Shape (n, k).
+    clients : Sequence[str]
+        Whose they are.
+    before : Mapping
+        Client to its place in the plane before: it begins there, and stays near.
+
+    Returns
+    -------
+    ndarray
+        Shape (n, 2).
+    """
+    points = np.asarray(points, np.float64)
+    n = len(points)
+    flat = points[:, :2].copy()
+    known = [index for index, client in enumerate(clients) if client in before]
+    if n > _MOST_FLATTENED or n < 3:
+        return aligned(flat, clients, before)
+    if 2 * len(known) > n:
+        flat = aligned(flat, clients, before)
+        flat[known] = [before[clients[index]] for index in known]
+    wanted = _distances(points)
+    for _ in range(_TURNS):
+        found = _distances(flat)
+        ratios = np.divide(wanted, found, out=np.zeros_like(wanted), where=found > 1e-9)
+        # The Guttman transform: no step makes the distances worse.
+        flat = (ratios.sum(axis=1)[:, None] * flat - ratios @ flat) / n
+    return aligned(flat, clients, before)
+
+
+def _distances(points: Points) -> Points:
+    squares = (points**2).sum(axis=1)
+    between = squares[:, None] + squares[None] - 2.0 * points @ points.T
+    np.fill_diagonal(between, 0.0)
+    return np.asarray(np.sqrt(np.maximum(between, 0.0)))

@@ -1,4 +1,4 @@
-"""Where the clients lay on the map at each evaluation: ``positions.jsonl``.
+"""Where the clients lay at each evaluation, by how alike they are: ``positions.jsonl``.
 
 A line per snapshot. It names the clients that are new, and holds the positions of all that it has,
 in the order in which they were named, as 16-bit integers in base64.
@@ -40,7 +40,7 @@ class Snapshot:
     clients : tuple[str, ...]
         Who.
     points : NDArray[np.int16]
-        Where, in steps of 1 / `SCALE`. Shape (n, 2).
+        Where, in steps of 1 / `SCALE`. Shape (n, k).
     """
 
     time: float
@@ -98,6 +98,7 @@ class PositionsFile:
         line: dict[str, Any] = {"time": float(time), "new": new}
         if len(clients) < len(self._numbers):
             line["clients"] = numbers[order].tolist()
+        line["dimensions"] = points.shape[1]
         line["points"] = base64.b64encode(steps.tobytes()).decode()
         return json.dumps(line) + "\n"
 
@@ -162,7 +163,8 @@ class PositionsReader:
         )
         clients = tuple(names[number] for number in told.get("clients", range(len(names))))
         is_known = min(told.get("clients", (0,)), default=0) >= 0
-        if len(clients) != len(points) or not np.isfinite(time) or not is_known:
+        fits = len(clients) == len(points) and points.shape[1] >= 2
+        if not (fits and is_known and np.isfinite(time)):
             raise ValueError("the line does not fit itself")
         self._names = names
         return Snapshot(time, clients, points)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raceme.records.likeness import aligned, positions, positions_of_rows
+from raceme.records.likeness import DIMENSIONS, aligned, flattened, positions, positions_of_rows
 
 
 def test_two_groups_lie_apart_and_their_members_together() -> None:
@@ -43,13 +43,13 @@ def test_rows_lie_as_their_cosines_say(width: int) -> None:
 def test_rows_that_overflowed_take_nobody_along(n: int) -> None:
     rows = np.vstack([np.eye(4)[: n + 1], np.full((1, 4), np.inf)])
     assert np.isfinite(positions_of_rows(rows)).all()
-    assert positions_of_rows(np.empty((0, 4))).shape == (0, 2)
+    assert positions_of_rows(np.empty((0, 4))).shape == (0, DIMENSIONS)
 
 
 @pytest.mark.parametrize("n", [0, 1, 2])
 def test_few_clients_and_unknown_pairs_have_positions(n: int) -> None:
     points = positions(np.full((n, n), np.nan))
-    assert points.shape == (n, 2)
+    assert points.shape == (n, DIMENSIONS)
     assert np.isfinite(points).all()
 
 
@@ -63,3 +63,35 @@ def test_a_turned_and_mirrored_map_is_turned_back(angle: float, mirrored: bool, 
     now = before @ turn * ([-1, 1] if mirrored else [1, 1])
     held = dict(zip(names, before.tolist(), strict=True))
     assert aligned(now, names, held) == pytest.approx(before)
+
+
+def test_four_groups_that_are_all_as_different_lie_apart_in_the_plane() -> None:
+    """The corners of a tetrahedron: two principal components put two of them together."""
+    corners = np.eye(4)[np.arange(24) % 4]
+    noise = np.random.default_rng(0).normal(scale=0.02, size=corners.shape)
+    points = positions_of_rows(corners + noise)
+    names = [str(number) for number in range(24)]
+    flat = flattened(points, names, {})
+    assert flat.shape == (24, 2)
+    centres = np.stack([flat[group::4].mean(axis=0) for group in range(4)])
+    gaps = np.linalg.norm(centres[:, None] - centres[None], axis=2)[np.triu_indices(4, 1)]
+    assert gaps.min() > 0.6
+    spread = max(float(np.linalg.norm(flat[g::4] - centres[g], axis=1).max()) for g in range(4))
+    assert spread < gaps.min() / 4
+    # The next map begins there: it stays, though its dimensions have changed places.
+    held = dict(zip(names, flat.tolist(), strict=True))
+    again = flattened(points[:, [2, 0, 1, 3]], names, held)
+    assert again == pytest.approx(flat, abs=0.05)
+
+
+@pytest.mark.parametrize("n", [0, 1, 2, 3])
+def test_few_or_equal_points_lie_flat(n: int) -> None:
+    flat = flattened(np.ones((n, DIMENSIONS)), [str(number) for number in range(n)], {})
+    assert flat.shape == (n, 2)
+    assert np.isfinite(flat).all()
+
+
+def test_many_points_are_shown_by_their_first_dimensions() -> None:
+    points = np.random.default_rng(0).normal(size=(500, DIMENSIONS))
+    flat = flattened(points, [str(number) for number in range(500)], {})
+    assert flat == pytest.approx(points[:, :2])

@@ -48,12 +48,14 @@ def test_a_line_that_is_being_written_waits(tmp_path: Path) -> None:
     "line",
     [
         "x",
+        '{"time": 1, "new": ["a"], "dimensions": 0, "points": ""}',
+        '{"time": 1, "new": ["a", "b"], "dimensions": 1, "points": "AAAAAA=="}',
         "[]",
-        '{"time": 1, "new": ["a"], "points": "AA=="}',
-        '{"time": 1, "new": ["a"], "points": "AAAAAA==", "clients": [3]}',
-        '{"time": 1, "new": ["a"], "points": "AAAAAA==", "clients": [-1]}',
-        '{"time": NaN, "new": ["a"], "points": "AAAAAA=="}',
-        '{"time": 1, "new": 5, "points": "AAAAAA=="}',
+        '{"time": 1, "new": ["a"], "dimensions": 2, "points": "AA=="}',
+        '{"time": 1, "new": ["a"], "dimensions": 2, "points": "AAAAAA==", "clients": [3]}',
+        '{"time": 1, "new": ["a"], "dimensions": 2, "points": "AAAAAA==", "clients": [-1]}',
+        '{"time": NaN, "new": ["a"], "dimensions": 2, "points": "AAAAAA=="}',
+        '{"time": 1, "new": 5, "dimensions": 2, "points": "AAAAAA=="}',
     ],
 )
 def test_what_is_no_snapshot_ends_the_reading(tmp_path: Path, line: str) -> None:
