@@ -81,20 +81,23 @@ def test_a_client_that_chooses_started_from_its_choice() -> None:
     assert rows[0] == pytest.approx(np.zeros(SIZE), abs=1e-3)
 
 
-def test_of_a_clients_updates_between_two_looks_the_first_counts() -> None:
+def test_a_new_client_is_taken_at_once_and_then_in_its_turn() -> None:
     pulls, models = Pulls(Sketch(LENGTH)), {0: Model(START.copy())}
-    looked = []
-    for first in (EAST, WEST):
-        for number, way in enumerate((first, 100 * START)):
-            assert pulls.wants("a") is (number == 0)
-            pulls.send(number, models, {0: 1.0}, False)
-            pulls.take(number, "a", 0, START + way)
+    taken: list[str] = []
+    rows = {}
+    for look in range(5):
+        for number, client in enumerate("abab"):
+            if pulls.wants(client):
+                taken.append(f"{client}{look}")
+                pulls.send(number, models, {0: 1.0}, False)
+            pulls.take(number, client, 0, START + (EAST if look == 0 else WEST))
             pulls.close(number)
-        looked.append(pulls.seen_from_the_mean(models, everybody_in(0).__getitem__)[1][0])
-    sketch = Sketch(LENGTH)
-    assert looked[0] == pytest.approx(sketch(EAST), abs=1e-3)
+        clients, found = pulls.seen_from_the_mean(models, everybody_in(0).__getitem__)
+        rows = dict(zip(clients, found, strict=True))
+    assert taken == ["a0", "b0", "b3", "a4"]
     # 0.3 of the latest, and 0.7 of what was before.
-    assert looked[1] == pytest.approx(0.7 * sketch(EAST) + 0.3 * sketch(WEST), abs=1e-3)
+    sketch = Sketch(LENGTH)
+    assert rows["a"] == pytest.approx(0.7 * sketch(EAST) + 0.3 * sketch(WEST), abs=1e-3)
 
 
 def test_a_task_from_before_a_restart_is_left_out() -> None:
