@@ -1,71 +1,114 @@
-"""What a dashboard costs a run, with one viewer: updates per second with and without, in turns.
+"""What the map and a dashboard with one viewer cost a run.
 
-On a machine that does other things too, processor time tells more than updates per second: that of
-the run, and that of the dashboard, which has less priority.
+    python benchmarks/dashboard.py --seconds 200 --file turns.jsonl
 
-    python benchmarks/dashboard.py --turns 6 --updates 1500
+Again with the same file, turns are added. The run is FedAsync on digits, in one process. Each turn
+runs it without the map, with it, and with it and a dashboard that a viewer in a process of its own
+looks at, in an order that changes. What is compared is processor time of the run's own process from
+its first event to its last, which other work on the machine changes less than updates per second:
+the median of the turns' ratios, with a 95 % interval (bootstrap).
 
-The run is FedAsync on digits, in one process.
+That is noisy all the same, so two things are counted directly, too: the processor time inside of
+what the map adds, and that of the dashboard's process, by wall time: it looks four times a second,
+however fast the run is. It has less priority than the run.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
-import statistics
+import random
+import subprocess
+import sys
 import tempfile
-import threading
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
-from http.client import HTTPConnection
 from pathlib import Path
-from urllib.parse import urlsplit
+from typing import Any
 
+import numpy as np
+
+from raceme.clustering.pulls import Pulls
 from raceme.config import RunConfig
 from raceme.dashboard.child import watching
 from raceme.experiment import simulate
+from raceme.protocol.events import ClientJoined, Event, RunEnded
+from raceme.server.client_map import ClientMap
 
-
-def look(address: str, received: list[int]) -> None:
-    """Be a viewer: take all that comes."""
-    connection = HTTPConnection(urlsplit(address).netloc, timeout=120)
-    connection.request("GET", "/events")
-    answer = connection.getresponse()
+LOOK = """
+import sys, urllib.request
+with urllib.request.urlopen(sys.argv[1] + "events") as answer:
     while block := answer.read1(1 << 16):
-        received.append(len(block))
+        print(len(block), flush=True)
+"""
+ARMS = ("no map", "map", "map and viewer")
 
 
-def one(watched: bool, updates: int) -> tuple[float, float, float]:
-    """Return the updates per second of a run, and processor seconds: its own, the dashboard's.
+class Counted:
+    """Counts the processor time inside of what the map adds."""
 
-    The run begins once the dashboard is there; what its start takes is not counted.
-    """
-    received: list[int] = []
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        for owner, name in (
+            *((Pulls, name) for name in ("send", "take", "close")),
+            (ClientMap, "observe"),
+        ):
+            setattr(owner, name, self._counting(getattr(owner, name)))
+
+    def _counting(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def counting(*arguments: Any) -> Any:
+            begun = time.thread_time()
+            try:
+                return function(*arguments)
+            finally:
+                self.seconds += time.thread_time() - begun
+
+        return counting
+
+
+def one(arm: str, updates: int, counted: Counted) -> dict[str, float]:
+    """Return seconds: of the processor for run, map and dashboard, and on the wall."""
+    moments: list[float] = []
+
+    def observe(event: Event) -> None:
+        if (isinstance(event, ClientJoined) and not moments) or isinstance(event, RunEnded):
+            moments.append(time.process_time())
+
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         out = Path(folder) / "run"
-        viewer, spent = None, 0.0
-        if watched:
+        spent, viewer = 0.0, None
+        if arm == "map and viewer":
             beside = stack.enter_context(watching(out, "127.0.0.1", 0))
-            viewer = threading.Thread(target=look, args=(beside.address, received), daemon=True)
-            viewer.start()
+            viewer = subprocess.Popen(
+                [sys.executable, "-c", LOOK, beside.address], stdout=subprocess.PIPE
+            )
+            assert viewer.stdout is not None
             # The dashboard has started when it answers.
-            while not received:
-                time.sleep(0.01)
+            viewer.stdout.readline()
             spent = -processor_seconds(beside.process.pid)
+        counted.seconds = 0.0
         config = RunConfig(
             strategy="fedasync",
             max_updates=updates,
             workers="0",
             out=str(out),
+            client_map=arm != "no map",
         )
-        begun = time.process_time()
-        summary = simulate(config).summary
-        own = time.process_time() - begun
-        if watched:
+        begun = time.monotonic()
+        simulate(config, observe)
+        wall = time.monotonic() - begun
+        if viewer is not None:
             spent += processor_seconds(beside.process.pid)
     if viewer is not None:
-        viewer.join(30)
-    return float(summary["updates_per_second"]), own, spent
+        viewer.communicate(timeout=30)
+    return {
+        "run": moments[-1] - moments[0],
+        "map": counted.seconds,
+        "dashboard": spent,
+        "wall": wall,
+    }
 
 
 def processor_seconds(pid: int) -> float:
@@ -74,29 +117,44 @@ def processor_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+def tell(turns: list[dict[str, dict[str, float]]]) -> None:
+    """Print what all turns say."""
+    rng = np.random.default_rng(0)
+    own = {arm: np.array([turn[arm]["run"] for turn in turns]) for arm in ARMS}
+    print(f"{len(turns)} turns, {np.median(own['map']):.2f} s of the processor each (median)")
+    for arm, base in (("map", "no map"), ("map and viewer", "map")):
+        ratios = own[arm] / own[base]
+        drawn = np.median(rng.choice(ratios, (10_000, len(ratios))), axis=1)
+        low, high = np.quantile(drawn, [0.025, 0.975])
+        print(f"{arm} / {base}: {np.median(ratios):.4f} ({low:.4f} to {high:.4f})")
+    for arm, part, whole, what in (
+        ("map", "map", "run", "of the run's processor time"),
+        ("map and viewer", "dashboard", "wall", "of one core, while somebody looks"),
+    ):
+        shares = np.array([turn[arm][part] / turn[arm][whole] for turn in turns])
+        drawn = np.median(rng.choice(shares, (10_000, len(shares))), axis=1)
+        low, high = np.quantile(drawn, [0.025, 0.975])
+        said = f"{np.median(shares):.2%} ({low:.2%} to {high:.2%})"
+        print(f"counted: the {part} takes {said} {what}")
+
+
 def main() -> None:
-    """Measure in turns, so that what else the machine does falls on both."""
+    """Measure in turns, so that what else the machine does falls on all."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--turns", type=int, default=6)
-    parser.add_argument("--updates", type=int, default=1500)
+    parser.add_argument("--seconds", type=float, default=200)
+    parser.add_argument("--updates", type=int, default=1200)
+    parser.add_argument("--file", type=Path, required=True)
     given = parser.parse_args()
-    one(False, 200)
-    found: dict[bool, list[tuple[float, float, float]]] = {False: [], True: []}
-    for turn in range(given.turns):
-        for watched in (False, True) if turn % 2 else (True, False):
-            found[watched].append(one(watched, given.updates))
-    for watched, name in ((False, "alone"), (True, "watched")):
-        rates, own, spent = (
-            statistics.median(column) for column in zip(*found[watched], strict=True)
-        )
-        print(
-            f"{name}: {rates:.1f} updates/s, {own:.2f} s of the processor, "
-            f"its dashboard {spent:.2f} s (medians of {given.turns})"
-        )
-    for column, what in ((0, "updates/s"), (1, "processor time of the run")):
-        pairs = zip(found[True], found[False], strict=True)
-        ratio = statistics.median(one[column] / other[column] for one, other in pairs)
-        print(f"{what}, watched / alone, median of the pairs: {ratio:.4f}")
+    until, counted = time.monotonic() + given.seconds, Counted()
+    one("map", 50, counted)
+    while True:
+        order = random.sample(ARMS, len(ARMS))
+        found = {arm: one(arm, given.updates, counted) for arm in order}
+        with given.file.open("a") as file:
+            file.write(json.dumps(found) + "\n")
+        if time.monotonic() > until:
+            break
+    tell([json.loads(line) for line in given.file.read_text().splitlines()])
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ from raceme.records.store import RunStore, read_events
 from raceme.records.summary import RunSummary
 from raceme.records.wall_times import WallTimes
 from raceme.reporting.artefacts import write_all
+from raceme.server.client_map import ClientMap
 from raceme.server.cluster_scores import scores_beside
 from raceme.server.identity import BoundToKeys, Identities
 from raceme.server.interface import StopCheck, never_stop
@@ -330,6 +331,7 @@ def _conduct_in(
         return time.perf_counter() - started
 
     summary, protection = RunSummary(), ProtectionSummary(_attackers(config))
+    spec = ModelSpec.of(initial)
     # The server's matrices are small: threads of the linear algebra library would only compete
     # with the clients' training for the cores.
     if restored:
@@ -351,11 +353,13 @@ def _conduct_in(
                 beside.recall(event)
         else:
             beside.begin()
+        after = summary.time if restored else None
         if virtual:
             # On real devices the run's own time is that of the wall.
-            after = summary.time if restored else None
             observers = (*observers, WallTimes(out, wall_time, after).observe)
         own = (store.observe, summary.observe, protection.observe, beside.observe)
+        if config.client_map:
+            observers = (*observers, ClientMap(strategy, spec, out, after).observe)
         listening = (*own, *observers)
 
         def observe(event: Event) -> None:
@@ -398,7 +402,6 @@ def _conduct_in(
         target=config.target_accuracy,
     )
     result |= protection.result(config.target_accuracy)
-    spec = ModelSpec.of(initial)
     with log_file(out / "run.log"):
         unwritten = write_all(
             out,

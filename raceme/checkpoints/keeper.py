@@ -38,6 +38,7 @@ _FREE = frozenset(
     {
         "checkpoint-every",
         "checkpoint-seconds",
+        "client-map",
         "data-file",
         "data-root",
         "device",

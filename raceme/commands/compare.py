@@ -52,17 +52,13 @@ def compare(
     stamp = time.strftime("%Y%m%d-%H%M%S")
     if suite is not None and not suite.exists() and (cases := all_shipped().get(str(suite))):
         folder = out or Path("runs") / f"{stamp}-compare-{suite}"
-        if watch:
-            raise UserError(
-                f"--watch shows one comparison, and {suite} has {len(cases)}: watch one of them "
-                f"with: raceme watch {folder / next(iter(cases))}"
-            )
         planned = []
         for name, path in cases.items():
             loaded = load_suite(path)
             loaded = (loaded.only(methods) if methods else loaded).with_settings(keys)
             planned.append((with_seeds(loaded, seeds), folder / name))
-        run_suites(planned, processes, regret_table, keys.get("workers", ""))
+        with watched(watch, folder, watch_address, comparison=True):
+            run_suites(planned, processes, regret_table, keys.get("workers", ""))
         return
     if suite is not None:
         chosen = load_suite(suite)

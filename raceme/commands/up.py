@@ -42,6 +42,7 @@ def up(
     Ctrl-C stops everything.
     """
     from raceme.checkpoints import interrupted_by_signals
+    from raceme.deployment.logs import FOLDER
     from raceme.deployment.testbed import prepare, run_testbed, shapes_from
 
     settings = prepare({**keys, "clients": clients})
@@ -56,4 +57,4 @@ def up(
     # However it is told to stop, it takes its processes and namespaces down.
     with interrupted_by_signals():
         out = run_testbed(settings, show, shapes)
-    print(f"Results, plots and models: {out}")
+    print(f"Results, plots and models: {out} (logs of all programs: {out / FOLDER})")

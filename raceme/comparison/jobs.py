@@ -23,7 +23,7 @@ from raceme.records.folder import CONFIG, ERROR
 SUMMARY = "summary.json"
 
 _CONDITIONS = (
-    *("checkpoint-every", "checkpoint-seconds", "workers", "track", "trace"),
+    *("checkpoint-every", "checkpoint-seconds", "workers", "track", "trace", "client-map"),
     *("data-file", "data-root", "download"),
 )
 """Keys that may differ between a finished run and the wanted one: they change no numbers.

@@ -178,6 +178,9 @@ class RunConfig:
     )
     track: str = option("", "trackers to tell, with commas: tensorboard, mlflow, wandb")
     trace: bool = option(False, "write a JSON line per event to trace.jsonl in the run's folder")
+    client_map: bool = option(
+        True, "at evaluations, note how alike clients' models are, for the map of `raceme watch`"
+    )
     resume: str = option("", "folder of a run to resume, from its last checkpoint", path=True)
     out: str = option(
         "", "folder for the results (empty: runs/<time>-<strategy>-<dataset>)", path=True

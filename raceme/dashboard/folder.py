@@ -17,7 +17,8 @@ from raceme.records.store import FILE_NAME
 from raceme.records.summary import RunSummary
 
 _COMPARISON = "compare.json"
-_RUNS = "*/seed-*"
+_RUNS = ("*/seed-*", "*/*/seed-*")
+"""Where the runs of a comparison are; those of a suite of several cases are a folder deeper."""
 
 
 def check_watchable(folder: Path) -> None:
@@ -39,8 +40,10 @@ def check_watchable(folder: Path) -> None:
 
 
 def is_comparison(folder: Path) -> bool:
-    """Return whether a folder has the runs of a comparison."""
-    return (folder / _COMPARISON).is_file() or any(folder.glob(f"{_RUNS}/{FILE_NAME}"))
+    """Return whether a folder has the runs of a comparison, or of several."""
+    begun = (f"{runs}/{FILE_NAME}" for runs in _RUNS)
+    patterns = (_COMPARISON, f"*/{_COMPARISON}", *begun)
+    return any(path.is_file() for pattern in patterns for path in folder.glob(pattern))
 
 
 class Watched:
@@ -86,7 +89,7 @@ class ComparisonSource:
         """Return the folders of runs that there are now, by name."""
         return {
             path.relative_to(self.folder).as_posix(): path
-            for path in sorted(self.folder.glob(_RUNS))
+            for path in sorted(path for runs in _RUNS for path in self.folder.glob(runs))
             if path.is_dir() and not path.is_symlink()
         }
 
@@ -95,7 +98,7 @@ class ComparisonSource:
         more, troubles, told = False, [], {}
         for name, path in self.found().items():
             if name not in self._runs:
-                self._runs[name] = _Curve(path)
+                self._runs[name] = _Curve(path, case=name.rpartition("/")[0].rpartition("/")[0])
             run = self._runs[name]
             try:
                 more |= run.poll()
@@ -113,8 +116,8 @@ class ComparisonSource:
 class _Curve:
     """What a comparison shows of one of its runs."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, case: str) -> None:
+        self._folder, self._case = folder, case
         self._follower = StoreFollower(folder)
         self._begin()
 
@@ -161,6 +164,7 @@ class _Curve:
         summary = self._summary
         best = summary.best_accuracy
         return {
+            "case": self._case,
             "method": method,
             "label": f"{method}, seed {seed}",
             "first": self._is_first(),

@@ -17,6 +17,8 @@ from raceme.dashboard.source import RunSource
 
 _MOST_SCORES = 250_000
 """Clients' own accuracies that are kept: 1.3 MB of text."""
+_MOST_POSITIONS = 100_000
+"""Positions on the map that are kept: 1 MB."""
 _MOST_BYTES = 30_000_000
 """A file with more is nothing that one opens; `raceme watch` shows such a run."""
 
@@ -49,7 +51,7 @@ def frozen_run(folder: Path) -> Frozen | None:
     UserError
         The folder cannot be read.
     """
-    source = RunSource(folder, most_scores=_MOST_SCORES)
+    source = RunSource(folder, most_scores=_MOST_SCORES, most_positions=_MOST_POSITIONS)
     source.read_all()
     return _frozen(source.pieces)
 

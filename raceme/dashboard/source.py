@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ from raceme.config import read_toml
 from raceme.config.errors import UserError
 from raceme.config.reading import ReadingError, parse_json, read_text
 from raceme.dashboard.columns import Columns
-from raceme.dashboard.likeness import aligned, positions
 from raceme.records.following import StoreFollower
+from raceme.records.likeness import flattened, positions
+from raceme.records.positions import SCALE, PositionsReader, Snapshot, steps_of
 from raceme.records.similarity import FILE_NAME as SIMILARITY
 from raceme.records.similarity import read_similarity
 from raceme.records.wall_times import FILE_NAME as WALL_TIMES
@@ -32,6 +34,8 @@ class RunSource:
     most_scores : int
         Clients' own accuracies that are told at most, about: 8 MB of numbers by default. Of more,
         every second evaluation tells them, then every third, and so on.
+    most_positions : int
+        Positions on the map that are told at most, about, in the same way.
 
     Attributes
     ----------
@@ -43,17 +47,26 @@ class RunSource:
         Why the folder cannot be read now; empty if it can.
     """
 
-    def __init__(self, folder: Path, most_scores: int = 2_000_000) -> None:
+    def __init__(
+        self, folder: Path, most_scores: int = 2_000_000, most_positions: int = 1_000_000
+    ) -> None:
         self.folder = folder
         self.pieces: list[str] = []
         self.generation = new_generation()
         self.trouble = ""
         self._follower = StoreFollower(folder)
-        self._most_scores = most_scores
-        self._columns = Columns(most_scores)
+        self._most_scores, self._most_positions = most_scores, most_positions
+        self._begin()
+
+    def _begin(self) -> None:
+        """Forget all that was read."""
+        self._columns = Columns(self._most_scores)
         self._stamps: dict[str, tuple[int, int]] = {}
         self._walls = 0
-        self._positions: dict[str, list[float]] = {}
+        self._positions = PositionsReader(self.folder)
+        self._placed: dict[str, int] = {}
+        self._flat: dict[str, Sequence[float]] = {}
+        self._snapshots, self._told_positions = 0, 0
 
     def poll(self) -> bool:
         """Read what has come; return whether there is more already.
@@ -68,9 +81,8 @@ class RunSource:
             return False
         self.trouble = ""
         if reading.restarted:
-            self.generation = new_generation()
-            self._columns, self._stamps, self.pieces = Columns(self._most_scores), {}, []
-            self._walls = 0
+            self.generation, self.pieces = new_generation(), []
+            self._begin()
             self._tell_files()
         for event in reading.events:
             self._columns.observe(event)
@@ -106,7 +118,12 @@ class RunSource:
                 self._tell({"summary": parse_json(read_text(self.folder / SUMMARY))})
             except ReadingError as error:
                 raise UserError(f"{self.folder / SUMMARY} is damaged: {error}.") from None
-        if self._is_new(SIMILARITY):
+        for snapshot in self._positions.read():
+            self._snapshots += 1
+            stride = 1 + self._told_positions // self._most_positions
+            if (self._snapshots - 1) % stride == 0:
+                self._tell_snapshot(snapshot, lasting=False)
+        if self._is_new(SIMILARITY) and not self._snapshots:
             self._tell_similarity()
         if self._is_new(WALL_TIMES):
             rows = read_wall_times(self.folder)[self._walls :]
@@ -116,18 +133,27 @@ class RunSource:
                 self._tell({"walls": {"time": times, "wall": walls}})
 
     def _tell_similarity(self) -> None:
-        """Tell where clients lie by what the method found of their similarity."""
+        """Tell where clients lie by what the method found of their similarity in the end."""
         found = read_similarity(self.folder)
-        if found is None or not len(found.clients):
-            return
-        points = aligned(positions(found.matrix), found.clients, self._positions)
-        self._positions = dict(zip(found.clients, points.tolist(), strict=True))
+        if found is not None and len(found.clients):
+            points = steps_of(positions(found.matrix))
+            self._tell_snapshot(Snapshot(self._columns.now, found.clients, points), lasting=True)
+
+    def _tell_snapshot(self, snapshot: Snapshot, *, lasting: bool) -> None:
+        """Tell where clients lie from a time on, or at all times."""
+        new = [client for client in snapshot.clients if client not in self._placed]
+        self._placed |= {name: len(self._placed) + index for index, name in enumerate(new)}
+        self._told_positions += len(snapshot.clients)
+        flat = flattened(snapshot.points / SCALE, snapshot.clients, self._flat)
+        self._flat.update(zip(snapshot.clients, flat.tolist(), strict=True))
         frame = {
-            "clients": found.clients,
-            "x": [round(float(x), 4) for x in points[:, 0]],
-            "y": [round(float(y), 4) for y in points[:, 1]],
+            "time": snapshot.time,
+            "lasting": lasting,
+            "new": new,
+            "clients": [self._placed[client] for client in snapshot.clients],
+            "points": base64.b64encode(steps_of(flat).tobytes()).decode(),
         }
-        self._tell({"frame": {"time": self._columns.now, **frame}})
+        self._tell({"frame": frame})
 
     def _is_new(self, name: str) -> bool:
         try:

@@ -24,6 +24,7 @@ import raceme
 from raceme.config import RunConfig, Value, write_toml
 from raceme.config.errors import UserError
 from raceme.config.reading import absolute
+from raceme.deployment.logs import Logs, readable
 from raceme.deployment.shaping import CpuShare, Place, Shape, check, places, shapes_of
 from raceme.records.folder import check_new
 from raceme.reporting.artefacts import missing_line
@@ -35,12 +36,14 @@ _GRACE_SECONDS = 15.0
 _HURRY_SECONDS = 0.3
 _GREETED = "query: done"
 """What a device says when it has answered a greeting."""
+_ENDED = "The run ended after "
+"""What a server says when it needs its devices no more."""
 _LEFT = ("run.sqlite", "clusters", "accuracy.png", "clusters.png", "devices.png", "similarity.png")
 """What every run leaves beside its summary."""
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 Show = Callable[[str, str], None]
-"""Is given every line of the log, with the name of the process that wrote it."""
+"""Is given the lines that a person reads, with the name of the process that wrote each."""
 
 
 @dataclass
@@ -80,7 +83,7 @@ class Testbed:
     home : Path
         A temporary folder: Flower's home, and the configuration of the run.
     show : Show
-        Is given every line of the log.
+        Is given every line that a process prints.
     """
 
     home: Path
@@ -218,7 +221,7 @@ def run_testbed(config: RunConfig, show: Show, shapes: Sequence[Shape] | None = 
     config : RunConfig
         What to run; `out` is where the results go.
     show : Show
-        Is given every line of the log.
+        Is given the lines that a person reads; all of them are in ``logs`` in the folder.
     shapes : Sequence[Shape], optional
         What each device has of the machine; they share it evenly if not given.
 
@@ -239,9 +242,16 @@ def run_testbed(config: RunConfig, show: Show, shapes: Sequence[Shape] | None = 
         if shapes is not None:
             rooms = list(stack.enter_context(places(shapes)))
         waiting: dict[str, CpuShare] = {}
+        logs, is_over = Logs(out), threading.Event()
 
         def watch(name: str, line: str) -> None:
-            show(name, line)
+            logs.write(name, line)
+            text = readable(line)
+            # That the server is gone when the run has ended is no news.
+            if text is not None and (name == _SERVER or not is_over.is_set()):
+                show(name, text)
+            if name == _SERVER and _ENDED in line:
+                is_over.set()
             # A profile says how long tasks take. Programs and data have been loaded by the time
             # that a device has answered its greeting.
             if name in waiting and _GREETED in line:

@@ -20,7 +20,7 @@ ERROR = "error.txt"
 _STORE = "run.sqlite"
 _FILES = {
     *(CONFIG, ERROR, _STORE, "run.log", "summary.json"),
-    *("similarity.npz", "wall-times.csv", "report.html"),
+    *("similarity.npz", "positions.jsonl", "wall-times.csv", "report.html"),
 }
 _PLOTS = (
     *("accuracy", "clusters", "devices", "similarity", "idle"),

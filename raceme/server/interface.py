@@ -16,6 +16,7 @@ from flwr.serverapp.strategy import Result
 from raceme.clustering.bases import Bases
 from raceme.clustering.clusters import Clusters, Weights, blended
 from raceme.clustering.model import Model
+from raceme.clustering.pulls import Pulls
 from raceme.config.errors import UserError
 from raceme.protection.guard import Guard
 from raceme.protocol.events import Observer
@@ -122,6 +123,8 @@ class Questions(ABC):
     step_of : Callable
         Returns the step of a client's data now; None where nobody says when data change. The loop
         sets it.
+    pulls : Pulls, optional
+        Where clients pull the models, for a map of them; kept if whoever starts the run sets it.
     report : Observer
         Called by the method with what only it can know, e.g. `ClientIdled`; the loop sets it. What
         is reported while updates are acted on comes after them.
@@ -151,6 +154,7 @@ class Questions(ABC):
     result: RunResult
     bases: Bases
     protection: Guard
+    pulls: Pulls | None = None
     train_config: ConfigRecord
     initial: ArrayRecord
     report: Observer
@@ -298,6 +302,10 @@ class Questions(ABC):
         if self._keeps_base_of(task):
             for name, vector in self._bases_of(task).items():
                 self.bases.hold(name, vector)
+        pulls = self.pulls
+        if pulls is not None and task.kind in TRAINING and pulls.wants(task.client):
+            sent = dict.fromkeys(task.candidates, 1.0) or self.placement(task.client)
+            pulls.send(task.number, self.models, sent, bool(task.candidates))
         self.on_dispatch(task)
 
     def _keeps_base_of(self, task: Task) -> bool:
@@ -316,9 +324,17 @@ class Questions(ABC):
         vector = models[task.cluster].vector if whole else blended(models, weights)
         return {base_name(task, whole): vector}
 
+    def note_pull(self, update: Update) -> None:
+        """Note where a valid update pulls its model, if somebody wants to know."""
+        if self.pulls is not None:
+            task = update.task
+            self.pulls.take(task.number, task.client, task.cluster, update.vector)
+
     def close_task(self, task: Task) -> None:
         """Tell the method that a task is over, and forget what was kept for it."""
         self.on_close(task)
+        if self.pulls is not None:
+            self.pulls.close(task.number)
         if not self._keeps_base_of(task):
             return
         if task.kind == TRAIN_BEST:

@@ -410,6 +410,7 @@ class Loop:
         """Take a valid update, and act on those that the policy releases because of it."""
         task, now = update.task, self.now()
         self._fleet.heard(task.client, update.num_examples)
+        self._method.note_pull(update)
         released = self._method.dispatch.accept(update, now)
         self._progress.trained_steps[task.client] = task.step
         self._progress.rejected_in_a_row = 0
@@ -466,8 +467,7 @@ class Loop:
     def _refuse(self, task: Task, reason: str, rests: bool = True) -> None:
         """Count and report an unusable reply; its client rests longer each time in a row."""
         self._method.close_task(task)
-        now, client = self.now(), self._fleet.clients[task.client]
-        progress = self._progress
+        now, client, progress = self.now(), self._fleet.clients[task.client], self._progress
         progress.rejected += 1
         progress.rejected_in_a_row += 1
         progress.last_refusal = f"{task.client}: {reason}"

@@ -21,6 +21,7 @@ FILES = {
     "clusters.png",
     "config.toml",
     "devices.png",
+    "positions.jsonl",
     "run.log",
     "run.sqlite",
     "similarity.npz",

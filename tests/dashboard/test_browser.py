@@ -7,11 +7,12 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import wait_until
+from processes import free_port, loopback, raceme, wait_until
 
 from raceme.dashboard.child import watching
 from raceme.protocol.events import (
@@ -120,7 +121,7 @@ def test_the_numbers_are_those_of_the_summary(replayed: Browser, finished: Path)
     assert f"best {summary['best_accuracy']:.3f}" in shown
     assert f"purity {summary['purity']:.3f}" in shown
     assert summary["reason"] in shown
-    rows = "return raceme.board.panels.at(-1).rows.length"
+    rows = "return raceme.board.panels.at(-1).rows?.length"
     replayed.run("document.getElementById('panel-clients').scrollIntoView()")
     assert replayed.until(lambda: replayed.run(rows)) == summary["clients"]
     sizes = replayed.run(
@@ -191,12 +192,12 @@ def test_what_a_click_opens_a_key_closes(replayed: Browser) -> None:
 
 def test_the_table_sorts_and_searches(replayed: Browser) -> None:
     replayed.run("document.getElementById('panel-clients').scrollIntoView()")
-    first = "return document.querySelector('.clients tbody .link').textContent"
+    first = "return document.querySelector('.clients tbody .link')?.textContent"
     replayed.until(lambda: replayed.run(first) == "client-0")
     updates = "return [...document.querySelectorAll('.clients thead button')][5].click()"
     replayed.run(updates)
     most = replayed.run("return Math.max(...raceme.board.moment.updates)")
-    top = "return document.querySelector('.clients tbody tr:nth-child(2) td:nth-child(6)')"
+    top = "return document.querySelector('.clients tbody tr:nth-child(1) td:nth-child(6)')"
     replayed.until(lambda: replayed.run(f"{top}.textContent") == str(most))
     search = replayed.driver.find_element("css selector", "input[type=search]")
     search.send_keys("client-33")
@@ -265,6 +266,33 @@ def test_a_split_appears_while_the_run_goes_on(browser: Browser, tmp_path: Path)
     assert browser.tile("updates") == "1"
 
 
+def test_real_devices_are_seen_as_they_come_and_work(browser: Browser, tmp_path: Path) -> None:
+    keys = ("--strategy", "fedasync", "--clients", "2", "--groups", "0.5,0.5")
+    keys += ("--max-updates", "400", "--eval-every", "20", "--metrics", "off")
+    page = ("--watch", "--watch-address", "127.0.0.1:0")
+    with loopback(tmp_path) as bed:
+        bed.fleet_port = free_port()
+        place = ("--address", bed.fleet_address, "--out", "out")
+        server = bed.start("serve", raceme("serve", *place, *keys, *page))
+        address = server.wait_for(r"Watch it at (http://\S+)", 120)[1]
+        browser.open(address)
+        browser.resize(1300, 3000)
+        browser.until(lambda: "Waiting for the first client" in browser.describe())
+        for number in range(2):
+            partition = f"partition-id={number} num-partitions=2"
+            bed.device("--insecure", "--node-config", partition)
+        browser.until(lambda: "2 of 2 clients online" in browser.describe(), 120)
+        browser.until(lambda: 0 < int(browser.tile("updates")) < 400, 120)
+        assert "Live" in browser.describe()
+        assert server.wait(120) == 0
+        browser.until(lambda: "was ended" in browser.describe())
+        summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+        assert browser.tile("updates") == str(summary["updates"]) == "400"
+        assert browser.tile("accuracy") == f"{summary['accuracy']:.3f}"
+        names = "return [...raceme.run.tables.clients.name].sort()"
+        assert browser.run(names) == ["client-0", "client-1"]
+
+
 def test_names_and_reasons_of_strangers_change_nothing(browser: Browser, tmp_path: Path) -> None:
     with RunStore(tmp_path / "run") as store:
         store.observe(ClientJoined(0.0, HOSTILE, 0, 10, 0))
@@ -302,6 +330,52 @@ def test_a_comparison_shows_all_curves_and_leads_to_its_runs(
         browser.driver.find_element("link text", "fedasync, seed 1").click()
         browser.until(lambda: "The run is over" in browser.describe())
         browser.until(lambda: browser.tile("updates") == "240")
+
+
+def test_a_suite_of_cases_shows_the_case_that_is_picked(
+    browser: Browser, finished: Path, tmp_path: Path
+) -> None:
+    for case, method in (("digits", "casa"), ("har", "fedasync")):
+        shutil.copytree(finished, tmp_path / case / method / "seed-0")
+    with watching(tmp_path, "127.0.0.1", 0, comparison=True) as beside:
+        browser.open(beside.address)
+        browser.until(lambda: "2 of 2 runs so far are finished" in browser.describe())
+        legend = "return document.querySelector('.legend').textContent"
+        browser.until(lambda: browser.run(legend) == "casa, seed 0")
+        pick = "const s = document.querySelector('[aria-label=Case]'); s.value = 'har';"
+        browser.run(f"{pick} s.dispatchEvent(new Event('change'))")
+        browser.until(lambda: browser.run(legend) == "fedasync, seed 0")
+        browser.driver.find_element("link text", "fedasync, seed 0").click()
+        browser.until(lambda: "The run is over" in browser.describe())
+        browser.until(lambda: browser.tile("updates") == "240")
+
+
+def test_the_map_shows_the_snapshot_of_the_moment(replayed: Browser) -> None:
+    panel = "const map = raceme.board.panels.find((one) => one.element.id === 'panel-map');"
+    replayed.run("document.getElementById('panel-map').scrollIntoView()")
+    times = replayed.run("return raceme.run.frames.map(({ time }) => time)")
+    assert len(times) >= 5
+
+    def is_shown(time: float) -> bool:
+        return bool(replayed.run(f"{panel} return map.shownFrame?.time") == time)
+
+    for time, latest in ((times[1] + 1e-6, times[1]), (times[3] - 1e-6, times[2])):
+        replayed.run("raceme.board.clock.show(arguments[0])", time)
+        replayed.until(partial(is_shown, latest))
+    replayed.run("raceme.board.clock.show(0)")
+    note = f"{panel} return map.note.textContent"
+    replayed.until(lambda: "A disc is a cluster" in replayed.run(note))
+    # Whoever is near a client is of its true group: the digits' four groups are easy.
+    replayed.run("raceme.board.clock.follow()")
+    replayed.until(lambda: "are alike" in replayed.run(note))
+    of_group = (
+        f"{panel} const {{ group }} = raceme.board.moment; const {{ dots, x, y }} = map.found;"
+        "return dots.filter((one, i) => {"
+        "  const away = (j) => j === i ? Infinity : (x[i] - x[j]) ** 2 + (y[i] - y[j]) ** 2;"
+        "  const near = dots.reduce((best, _, j) => away(j) < away(best) ? j : best, i);"
+        "  return group[dots[near]] === group[one]; }).length / dots.length"
+    )
+    assert replayed.run(of_group) >= 0.9
 
 
 def test_a_report_works_from_a_file(browser: Browser, finished: Path, tmp_path: Path) -> None:

@@ -65,6 +65,12 @@ def test_a_run_from_start_to_end_with_the_times_of_each_task(
     assert bed.wait(60) == 0, bed.describe()
     assert "device 1  | " in bed.text()
     assert f"Results, plots and models: {tmp_path / 'out'}" in bed.text()
+    # What devices do all the time is in files only.
+    assert "train task" not in bed.text()
+    logs = {path.name: path.read_text() for path in (tmp_path / "out" / "logs").iterdir()}
+    assert sorted(logs) == ["device-0.log", "device-1.log", "serve.log"]
+    assert "train task" in logs["device-1.log"]
+    assert "update  150" in logs["serve.log"]
     assert all_gone(processes)
     updates = [e for e in read_events(tmp_path / "out") if type(e).__name__ == "UpdateApplied"]
     assert len(updates) == 150

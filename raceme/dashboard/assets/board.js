@@ -17,6 +17,7 @@ import { TrustPanel } from "./panels/trust.js";
 import { make, timeText } from "./words.js";
 
 const STEPS = 1000; // Places of the slider.
+const BUDGET = 5; // Milliseconds of a frame after which panels wait for the next one.
 
 export class Board {
   constructor(run) {
@@ -26,6 +27,7 @@ export class Board {
     this.selection = null;
     this.moment = new Moment(run, 0);
     this.planned = false;
+    this.stale = new Set();
     this.visible = new Set();
     this.detail = new DetailPanel(this);
     this.tiles = new TilesPanel(this);
@@ -67,13 +69,19 @@ export class Board {
         if (isIntersecting) this.visible.add(target);
         else this.visible.delete(target);
       }
-      this.changed();
+      this.plan();
     }, { rootMargin: "200px" });
     for (const one of this.panels) found.observe(one.element);
   }
 
-  /** Have everything drawn with the next frame. */
+  /** Have everything drawn with the next frames. */
   changed() {
+    // What has waited longest stays first.
+    for (const one of this.panels) this.stale.add(one);
+    this.plan();
+  }
+
+  plan() {
     if (this.planned) return;
     this.planned = true;
     requestAnimationFrame(() => {
@@ -90,8 +98,20 @@ export class Board {
     }
     this.drawControls();
     this.tiles.draw(this.moment);
-    for (const one of this.panels) if (this.visible.has(one.element)) one.draw(this.moment);
     this.detail.draw(this.moment);
+    this.drawPanels();
+  }
+
+  /** Draw panels that are in sight, one at least; what takes too long waits for the next frame. */
+  drawPanels() {
+    const begun = performance.now();
+    for (const one of this.stale) {
+      if (!this.visible.has(one.element)) continue;
+      this.stale.delete(one);
+      one.draw(this.moment);
+      if (performance.now() - begun > BUDGET) break;
+    }
+    if ([...this.stale].some((one) => this.visible.has(one.element))) this.plan();
   }
 
   drawControls() {

@@ -19,6 +19,11 @@ export class ComparisonBoard {
       this.changed();
     } }, make("option", { value: "time" }, "virtual time"),
     make("option", { value: "updates" }, "updates"));
+    this.cases = make("select", { "aria-label": "Case", onchange: () => {
+      this.chosen = this.cases.value;
+      this.changed();
+    } });
+    this.casesLabel = make("label", { hidden: true }, "case ", this.cases);
     this.body = make("tbody", {});
     const heads = ["run", "state", "updates", "accuracy", "best", "worst tenth", "clusters", "time"];
     this.table = make("div", { class: "scroll", tabindex: "0", role: "region",
@@ -27,7 +32,8 @@ export class ComparisonBoard {
         make("th", { scope: "col", class: index < 2 ? "word" : "" }, text)))), this.body));
     this.element = make("div", { class: "board" }, make("div", { class: "panels" },
       panel("curves", "Accuracy", "wide",
-        make("div", { class: "options" }, make("label", {}, "over ", this.choice)),
+        make("div", { class: "options" }, this.casesLabel,
+          make("label", {}, "over ", this.choice)),
         this.chart.element, this.chart.legend),
       panel("runs", "Runs", "wide", this.table)));
     onTheme(() => this.changed());
@@ -72,9 +78,21 @@ export class ComparisonBoard {
     });
   }
 
+  /** Return the runs of the case that is chosen; until one is, of that which is at work. */
+  ofCase() {
+    const cases = [...new Set([...this.runs.values()].map((one) => one.case))];
+    const working = [...this.runs.values()].filter(({ state }) => state === "running");
+    const chosen = cases.includes(this.chosen) ? this.chosen : working[0]?.case ?? cases[0];
+    this.casesLabel.hidden = cases.length < 2;
+    refill(this.cases, ...cases.map((name) => make("option", { value: name }, name)));
+    this.cases.value = chosen;
+    return [...this.runs].filter(([, one]) => one.case === chosen);
+  }
+
   draw() {
-    const shown = [...this.runs].filter(([, { points }]) => points.time?.length);
-    const methods = [...new Set([...this.runs.values()].map(({ method }) => method))];
+    const runs = this.ofCase();
+    const shown = runs.filter(([, { points }]) => points.time?.length);
+    const methods = [...new Set(runs.map(([, { method }]) => method))];
     const end = Math.max(1e-9, ...shown.map(([, { points }]) => points.time.at(-1)));
     const [seconds, unit] = timeUnit(end);
     const at = ({ points }) =>
@@ -96,11 +114,11 @@ export class ComparisonBoard {
       yLabel: this.run.measure.label,
       yRange: (_, low, high) => (this.run.measure.isError ? [0, (high ?? 1) * 1.05] : [0, 1]),
     });
-    this.fill(methods);
+    this.fill(runs, methods);
   }
 
-  fill(methods) {
-    refill(this.body, ...[...this.runs].map(([name, one]) => {
+  fill(runs, methods) {
+    refill(this.body, ...runs.map(([name, one]) => {
       const { points } = one;
       const dot = make("span", { class: "dot", "aria-hidden": "true" });
       dot.style.setProperty("--colour", seriesLook(methods.indexOf(one.method)).colour);

@@ -77,12 +77,14 @@ export class Moment {
 
   /** Return the members of each cluster that has any, by cluster. */
   members() {
+    if (this.found) return this.found;
     const found = new Map();
     this.cluster.forEach((cluster, client) => {
       if (cluster < 0) return;
       if (!found.has(cluster)) found.set(cluster, []);
       found.get(cluster).push(client);
     });
-    return new Map([...found].sort(([one], [other]) => one - other));
+    this.found = new Map([...found].sort(([one], [other]) => one - other));
+    return this.found;
   }
 }

@@ -6,6 +6,8 @@ const TABLES = [
   "claims", "evaluations", "changes", "placements", "drifts", "idle", "numbers", "walls",
 ];
 
+const STEPS = 2000; // Steps of the map's positions in one unit.
+
 export class Run {
   constructor() {
     this.clear();
@@ -19,6 +21,7 @@ export class Run {
     this.ended = null;
     this.clock = "virtual time";
     this.frames = [];
+    this.placed = [];
     this.measure = { label: "accuracy", title: "Accuracy", isError: false };
     this.now = 0;
     this.revision = (this.revision ?? 0) + 1;
@@ -37,7 +40,7 @@ export class Run {
     if (piece.ended) this.ended = piece.ended;
     if (piece.measure) this.measure = piece.measure;
     if (piece.clock) this.clock = piece.clock;
-    if (piece.frame) this.frames.push(piece.frame);
+    if (piece.frame) this.addFrame(piece.frame);
     if (piece.now !== undefined) this.now = piece.now;
   }
 
@@ -54,6 +57,15 @@ export class Run {
       for (const text of columns.scores) table.values.push(text === null ? null : floats(text));
       for (const found of columns.clusters) for (const [cluster] of found) this.meet(cluster);
     }
+  }
+
+  /** Keep a snapshot of the map: { time, lasting, names, x, y }. */
+  addFrame({ time, lasting, new: names, clients, points }) {
+    this.placed.push(...names);
+    const steps = new Int16Array(bytesOf(points));
+    const at = (axis) => clients.map((_, index) => steps[2 * index + axis] / STEPS);
+    const frame = { time, lasting, names: clients.map((one) => this.placed[one]), x: at(0), y: at(1) };
+    this.frames.push(frame);
   }
 
   meet(cluster) {
@@ -91,8 +103,11 @@ export class Run {
 
 /** Return the 32-bit floats of a text in base64. */
 function floats(text) {
-  const bytes = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
-  return new Float32Array(bytes.buffer);
+  return new Float32Array(bytesOf(text));
+}
+
+function bytesOf(text) {
+  return Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0)).buffer;
 }
 
 /** Return how many of ascending values are not above a limit. */

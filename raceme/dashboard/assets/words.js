@@ -29,8 +29,15 @@ export function refill(element, ...children) {
 
 /** Make an element for a name that a client has chosen: it changes nothing around it. */
 export function nameElement(name) {
-  const shown = name.length > 80 ? `${name.slice(0, 80)}…` : name;
-  return make("bdi", { title: name }, shown);
+  const element = make("bdi", {});
+  rename(element, name);
+  return element;
+}
+
+/** Give an element that was made for a name another one. */
+export function rename(element, name) {
+  element.textContent = name.length > 80 ? `${name.slice(0, 80)}…` : name;
+  element.title = name;
 }
 
 /** Return the number of seconds in the unit that suits a span of time, and its symbol. */
@@ -47,12 +54,15 @@ export function timeText(time, span) {
   return `${number(time / seconds, digits)} ${unit}`;
 }
 
+const formats = new Map(); // To make one takes longer than to use it.
+
 export function number(value, digits = 0) {
   if (value === null || value === undefined || !Number.isFinite(value)) return "–";
-  return value.toLocaleString("en", {
-    minimumFractionDigits: digits,
-    maximumFractionDigits: digits,
-  });
+  if (!formats.has(digits)) {
+    const both = { minimumFractionDigits: digits, maximumFractionDigits: digits };
+    formats.set(digits, new Intl.NumberFormat("en", both));
+  }
+  return formats.get(digits).format(value);
 }
 
 export function plural(count, word) {

@@ -2,12 +2,14 @@
 
 import { Canvas } from "../canvas.js";
 import { clusterColour, groupColour, named } from "../colours.js";
-import { calm } from "../motion.js";
+import { apart, Dots } from "../dots.js";
 import { note, panel } from "../panel.js";
-import { make, nameElement } from "../words.js";
+import { countUntil } from "../run.js";
+import { make, nameElement, plural, timeText } from "../words.js";
 
 const GOLDEN = Math.PI * (3 - Math.sqrt(5));
-const MILLISECONDS = 700; // A dot that moves takes so long.
+const LEAST = 1.5; // Smaller dots are drawn as squares: nobody sees it.
+const LEAST_APART = 0.14; // Where 1 is the root of the mean square distance from the middle.
 const MARGIN = 16;
 
 export class MapPanel {
@@ -27,7 +29,7 @@ export class MapPanel {
       make("div", { class: "held" }, this.canvas.element, this.tip),
       this.note,
     );
-    this.places = new Map();
+    this.dots = new Dots();
     this.canvas.element.addEventListener("mousemove", (event) => this.point(event));
     this.canvas.element.addEventListener("mouseleave", () => this.tip.classList.remove("shown"));
     this.canvas.element.addEventListener("click", (event) => {
@@ -41,45 +43,56 @@ export class MapPanel {
     this.alikeLabel.hidden = !frame;
     const byLikeness = Boolean(frame) && this.alike.checked;
     this.groupsLabel.hidden = !moment.group.some((group) => group >= 0);
-    this.note.textContent = byLikeness
-      ? "Close together: models that are alike, at the last time that they were compared."
-      : "A disc is a cluster; dots go over when their clients do.";
-    this.aim(moment, byLikeness ? this.likeness(frame) : this.discs(moment));
+    this.note.textContent = byLikeness ? this.said(frame) :
+      "A disc is a cluster; dots go over when their clients do.";
+    const places = byLikeness ? this.likeness(frame) : this.discs(moment);
+    this.dots.aim(places, this.board.run.size, performance.now());
     this.paint(moment);
   }
 
-  /** Return the similarities' positions that were the latest at a moment; null if there are none. */
+  /** Return the snapshot that was the latest at a moment; null if there was none. */
   frameAt(moment) {
     const { frames } = this.board.run;
-    if (!frames.length) return null;
-    const past = frames.filter((frame) => frame.time <= moment.time);
-    return past.at(-1) ?? frames[0];
+    const index = countUntil(frames.map(({ time }) => time), moment.time) - 1;
+    return frames[index] ?? frames.find(({ lasting }) => lasting) ?? null;
+  }
+
+  said({ time, lasting, names }) {
+    if (lasting) return "Close together: models that were alike at the end, as the method says.";
+    const missing = this.board.run.size - names.length;
+    const when = timeText(time, this.board.run.end);
+    return `Close together: clients whose models are alike, at the evaluation at ${when}.` +
+      (missing > 0 ? ` ${plural(missing, "client")} had not been heard by then.` : "");
   }
 
   likeness(frame) {
-    const { numbers } = this.board.run;
-    const found = new Map();
-    frame.clients.forEach((name, index) => {
-      if (numbers.has(name)) found.set(numbers.get(name), [frame.x[index], frame.y[index]]);
-    });
-    return found;
+    const { run } = this.board;
+    if (this.shownFrame !== frame || this.shownSize !== run.size) {
+      const { numbers } = run;
+      const places = { dots: [], x: [], y: [] };
+      frame.names.forEach((name, index) => {
+        if (numbers.has(name)) place(places, numbers.get(name), frame.x[index], frame.y[index]);
+      });
+      [this.shownFrame, this.shownSize] = [frame, run.size];
+      this.found = apart(places, LEAST_APART);
+    }
+    return this.found;
   }
 
   /** Return each client's place in the disc of its cluster. */
   discs(moment) {
     const members = moment.members();
     const centres = this.centres(members);
-    const found = new Map();
+    const places = { dots: [], x: [], y: [] };
     for (const [cluster, clients] of members) {
       const [x, y] = centres.get(cluster);
       clients.forEach((client, index) => {
         const radius = Math.sqrt(index + 0.5);
-        found.set(client, [
-          x + radius * Math.cos(index * GOLDEN), y + radius * Math.sin(index * GOLDEN),
-        ]);
+        place(places, client, x + radius * Math.cos(index * GOLDEN),
+          y + radius * Math.sin(index * GOLDEN));
       });
     }
-    return found;
+    return places;
   }
 
   /** Return where discs are: on a ring in the order of the streams, as wide as they need. */
@@ -100,77 +113,70 @@ export class MapPanel {
     return found;
   }
 
-  /** Let the dots go to new places, from where they are. */
-  aim(moment, targets) {
-    const now = performance.now();
-    const box = bounds(targets);
-    const jump = calm() || this.places.size === 0 || targets.size > 3000;
-    if (!this.box || jump || this.boxOf !== String(box)) {
-      this.from = this.box ?? box;
-      this.boxAt = jump ? -Infinity : now;
-      this.boxOf = String(box);
-      this.aimed = box;
-    }
-    for (const [client, [x, y]] of targets) {
-      const place = this.places.get(client);
-      if (!place || jump) this.places.set(client, { x, y, fromX: x, fromY: y, at: -Infinity });
-      else if (place.x !== x || place.y !== y) {
-        const [nowX, nowY] = where(place, now);
-        this.places.set(client, { x, y, fromX: nowX, fromY: nowY, at: now });
-      }
-    }
-    for (const client of this.places.keys()) if (!targets.has(client)) this.places.delete(client);
-  }
-
   paint(moment) {
     const context = this.canvas.begin();
     const { width, height } = this.canvas;
     const now = performance.now();
-    const share = eased((now - this.boxAt) / MILLISECONDS);
-    this.box = this.aimed.map((value, index) => this.from[index] + share * (value - this.from[index]));
-    const [left, top, right, bottom] = this.box;
+    const [left, top, right, bottom] = this.dots.box(now);
     const scale = Math.min(
       (width - 2 * MARGIN) / (right - left), (height - 2 * MARGIN) / (bottom - top),
     );
-    const toX = (x) => width / 2 + (x - (left + right) / 2) * scale;
-    const toY = (y) => height / 2 + (y - (top + bottom) / 2) * scale;
-    const radius = Math.max(1.2, Math.min(7, 60 / Math.sqrt(this.places.size + 1)));
+    const size = this.dots.shown.length;
+    const radius = Math.max(1.2, Math.min(7, 60 / Math.sqrt(size + 1)));
     const byGroup = this.groups.checked && !this.groupsLabel.hidden;
-    this.drawn = [];
-    let moves = share < 1;
-    for (const [client, place] of this.places) {
-      const [x, y] = where(place, now).map((value, axis) => (axis ? toY(value) : toX(value)));
-      moves ||= now - place.at < MILLISECONDS;
-      this.drawn.push([client, x, y]);
-      context.globalAlpha = moment.online[client] ? 1 : 0.3;
-      context.fillStyle = byGroup
-        ? groupColour(moment.group[client])
-        : clusterColour(moment.cluster[client]);
-      context.beginPath();
-      context.arc(x, y, radius, 0, 2 * Math.PI);
-      context.fill();
-      if (byGroup) {
-        context.strokeStyle = clusterColour(moment.cluster[client]);
-        context.lineWidth = Math.min(2, radius / 2);
-        context.stroke();
-      }
-      if (this.board.selection?.client === client) {
-        context.strokeStyle = named("ink");
-        context.lineWidth = 2;
+    const labels = byGroup ? moment.group : moment.cluster;
+    const looks = new Map(); // Those that look the same are drawn together.
+    this.drawn = [new Int32Array(size), new Float64Array(size), new Float64Array(size)];
+    let index = 0;
+    const moves = this.dots.each(now, (client, atX, atY) => {
+      const x = width / 2 + (atX - (left + right) / 2) * scale;
+      const y = height / 2 + (atY - (top + bottom) / 2) * scale;
+      [this.drawn[0][index], this.drawn[1][index], this.drawn[2][index]] = [client, x, y];
+      index += 1;
+      const look = 2 * labels[client] + moment.online[client];
+      if (!looks.has(look)) looks.set(look, []);
+      looks.get(look).push(client, x, y);
+    });
+    for (const [look, dots] of looks) {
+      const label = Math.floor(look / 2);
+      context.globalAlpha = look % 2 ? 1 : 0.3;
+      context.fillStyle = byGroup ? groupColour(label) : clusterColour(label);
+      for (let at = 0; at < dots.length; at += 3) {
+        if (radius < LEAST) {
+          context.fillRect(dots[at + 1] - radius, dots[at + 2] - radius, 2 * radius, 2 * radius);
+          continue;
+        }
         context.beginPath();
-        context.arc(x, y, radius + 3, 0, 2 * Math.PI);
+        context.arc(dots[at + 1], dots[at + 2], radius, 0, 2 * Math.PI);
+        context.fill();
+        if (!byGroup) continue;
+        context.strokeStyle = clusterColour(moment.cluster[dots[at]]);
+        context.lineWidth = Math.min(2, radius / 2);
         context.stroke();
       }
     }
     context.globalAlpha = 1;
+    this.ring(context, radius);
     if (moves) requestAnimationFrame(() => this.board.redraw(this));
+  }
+
+  /** Draw a ring around the client that is selected. */
+  ring(context, radius) {
+    const at = this.drawn[0].indexOf(this.board.selection?.client ?? -1);
+    if (at < 0) return;
+    context.strokeStyle = named("ink");
+    context.lineWidth = 2;
+    context.beginPath();
+    context.arc(this.drawn[1][at], this.drawn[2][at], radius + 3, 0, 2 * Math.PI);
+    context.stroke();
   }
 
   nearest([x, y]) {
     let [best, least] = [null, 14 ** 2];
-    for (const [client, atX, atY] of this.drawn ?? []) {
-      const distance = (atX - x) ** 2 + (atY - y) ** 2;
-      if (distance < least) [best, least] = [client, distance];
+    const [clients, xs, ys] = this.drawn ?? [[], [], []];
+    for (let index = 0; index < clients.length; index += 1) {
+      const distance = (xs[index] - x) ** 2 + (ys[index] - y) ** 2;
+      if (distance < least) [best, least] = [clients[index], distance];
     }
     return best;
   }
@@ -187,25 +193,8 @@ export class MapPanel {
   }
 }
 
-function bounds(places) {
-  let [left, top, right, bottom] = [-1, -1, 1, 1];
-  if (places.size) [left, top, right, bottom] = [Infinity, Infinity, -Infinity, -Infinity];
-  for (const [x, y] of places.values()) {
-    [left, right] = [Math.min(left, x), Math.max(right, x)];
-    [top, bottom] = [Math.min(top, y), Math.max(bottom, y)];
-  }
-  const least = 1e-6;
-  return [left - least, top - least, right + least, bottom + least];
-}
-
-function where(place, now) {
-  const share = eased((now - place.at) / MILLISECONDS);
-  return [
-    place.fromX + share * (place.x - place.fromX), place.fromY + share * (place.y - place.fromY),
-  ];
-}
-
-function eased(share) {
-  const held = Math.max(0, Math.min(1, share));
-  return held * held * (3 - 2 * held);
+function place(places, client, x, y) {
+  places.dots.push(client);
+  places.x.push(x);
+  places.y.push(y);
 }

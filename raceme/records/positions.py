@@ -1,0 +1,169 @@
+"""Where the clients lay at each evaluation, by how alike they are: ``positions.jsonl``.
+
+A line per snapshot. It names the clients that are new, and holds the positions of all that it has,
+in the order in which they were named, as 16-bit integers in base64.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raceme.records.files import atomic_write
+from raceme.records.likeness import Points, aligned
+
+FILE_NAME = "positions.jsonl"
+SCALE = 2000.0
+"""Steps of the integers in one unit: the clients' root mean square distance from the centre."""
+_MOST = 500_000
+"""Positions that are written before only every second snapshot is, then every third, and so on."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Clients on the map.
+
+    Attributes
+    ----------
+    time : float
+        When, in seconds of the run.
+    clients : tuple[str, ...]
+        Who.
+    points : NDArray[np.int16]
+        Where, in steps of 1 / `SCALE`. Shape (n, k).
+    """
+
+    time: float
+    clients: tuple[str, ...]
+    points: NDArray[np.int16]
+
+
+def steps_of(points: Points) -> NDArray[np.int16]:
+    """Return positions in steps of 1 / `SCALE`, as they are written and told."""
+    return np.clip(np.rint(points * SCALE), -32767, 32767).astype("<i2")
+
+
+class PositionsFile:
+    """The writer of ``positions.jsonl``. A disk without room for it ends no run.
+
+    Parameters
+    ----------
+    folder : Path
+        The folder of the run.
+    after : float, optional
+        The run resumes at this time: later snapshots are dropped.
+    most : int
+        About so many positions are written.
+    """
+
+    def __init__(self, folder: Path, after: float | None = None, most: int = _MOST) -> None:
+        self._path, self._most = folder / FILE_NAME, most
+        self._numbers: dict[str, int] = {}
+        self._before: dict[str, Sequence[float]] = {}
+        self._told, self._asked = 0, 0
+        if after is not None:
+            self._cut(after)
+
+    @property
+    def wants(self) -> bool:
+        """Whether the next snapshot is one of those that are written; each asking counts as one."""
+        self._asked += 1
+        return (self._asked - 1) % (1 + self._told // self._most) == 0
+
+    def write(self, time: float, clients: Sequence[str], points: Points) -> None:
+        """Write a snapshot, turned and mirrored so that clients lie near where they were."""
+        points = aligned(points, clients, self._before)
+        self._before.update(zip(clients, points.tolist(), strict=True))
+        line = self._line(time, clients, points)
+        with suppress(OSError), self._path.open("a", encoding="utf-8") as file:
+            file.write(line)
+
+    def _line(self, time: float, clients: Sequence[str], points: Points) -> str:
+        new = [client for client in clients if client not in self._numbers]
+        self._numbers |= {name: len(self._numbers) + index for index, name in enumerate(new)}
+        self._told += len(clients)
+        numbers = np.array([self._numbers[client] for client in clients], "<i4")
+        order = np.argsort(numbers)
+        steps = steps_of(points[order])
+        line: dict[str, Any] = {"time": float(time), "new": new}
+        if len(clients) < len(self._numbers):
+            line["clients"] = numbers[order].tolist()
+        line["dimensions"] = points.shape[1]
+        line["points"] = base64.b64encode(steps.tobytes()).decode()
+        return json.dumps(line) + "\n"
+
+    def _cut(self, after: float) -> None:
+        """Keep the snapshots until a time, and go on from the last."""
+        kept = [one for one in PositionsReader(self._path.parent).read() if one.time <= after]
+        lines = []
+        for one in kept:
+            points = one.points / SCALE
+            self._before.update(zip(one.clients, points.tolist(), strict=True))
+            lines.append(self._line(one.time, one.clients, points))
+        self._asked = len(kept)
+        with suppress(OSError), atomic_write(self._path) as path:
+            path.write_text("".join(lines), encoding="utf-8")
+
+
+class PositionsReader:
+    """Reads ``positions.jsonl`` bit by bit, while it may grow.
+
+    Parameters
+    ----------
+    folder : Path
+        The folder of the run; the file need not exist.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / FILE_NAME
+        self._inode, self._offset = 0, 0
+        self._names: list[str] = []
+        self._last = -math.inf
+
+    def read(self) -> list[Snapshot]:
+        """Return the snapshots that have come since the last time.
+
+        A line that is not whole, or is something else, ends what is read: the run may be at it.
+        """
+        found: list[Snapshot] = []
+        try:
+            with self._path.open("rb") as file:
+                inode = os.fstat(file.fileno()).st_ino
+                if inode != self._inode:
+                    # Another file: of a run that was resumed, and has cut what came later.
+                    self._inode, self._offset, self._names = inode, 0, []
+                file.seek(self._offset)
+                for line in file:
+                    snapshot = self._snapshot(line)
+                    self._offset += len(line)
+                    if snapshot.time > self._last:
+                        self._last = snapshot.time
+                        found.append(snapshot)
+        except (OSError, ValueError, KeyError, TypeError, IndexError):
+            pass
+        return found
+
+    def _snapshot(self, line: bytes) -> Snapshot:
+        if not line.endswith(b"\n"):
+            raise ValueError("the line is not whole")
+        told = json.loads(line)
+        time, names = float(told["time"]), [*self._names, *map(str, told["new"])]
+        points = np.frombuffer(base64.b64decode(told["points"], validate=True), "<i2")
+        points = points.reshape(-1, int(told["dimensions"]))
+        clients = tuple(names[number] for number in told.get("clients", range(len(names))))
+        is_known = min(told.get("clients", (0,)), default=0) >= 0
+        fits = len(clients) == len(points) and points.shape[1] >= 2
+        if not (fits and is_known and np.isfinite(time)):
+            raise ValueError("the line does not fit itself")
+        self._names = names
+        return Snapshot(time, clients, points)
