@@ -99,7 +99,11 @@ def _result(entry: Mapping[str, Any], timing: Timing, score: Score) -> Result:
     for summary in entry["runs"]:
         # Numbers that tables calculate with.
         measure = Measure.of(summary)
-        for name in (measure.name, "purity", "updates", "virtual_time", score.key(measure)):
+        names = [measure.name, "purity", "updates", "virtual_time", score.key(measure)]
+        if score is Score.HONEST and names[-1] not in summary:
+            # A run without attackers.
+            names.pop()
+        for name in names:
             if not isinstance(summary[name], int | float | None):
                 raise ValueError(f"{name} is {summary[name]!r}")
         runs.append(Run(int(summary["seed"]), str(summary["folder"]), summary, timing, score))

@@ -172,7 +172,9 @@ def to_csv(comparison: Comparison) -> str:
     measured = [f"{kind}{measure}" for kind in _KINDS]
     measured += [f"{measure}_at_step_starts", f"{measure}_at_step_ends"]
     names = (*measured, *_CSV)
-    writer.writerow(["method", "strategy", "options", "seed", "target", time, *names])
+    honest = [f"honest_{measure}"] if comparison.suite.score is Score.HONEST else []
+    first = ["method", "strategy", "options", "seed", "target", time]
+    writer.writerow([*first, *honest, *names])
     done: set[str] = set()
     tried = [result for results in comparison.sweeps.values() for result in results]
     for result in (*comparison.results, *tried):
@@ -181,7 +183,8 @@ def to_csv(comparison: Comparison) -> str:
                 done.add(run.folder)
                 method = result.method
                 head = [method.label, method.strategy, described(method.options), run.seed]
-                numbers = [run.summary.get(name) for name in names]
+                numbers = [run.accuracy] if honest else []
+                numbers += [run.summary.get(name) for name in names]
                 writer.writerow([*head, run.summary.get("target"), run.time, *numbers])
     return buffer.getvalue()
 

@@ -193,8 +193,9 @@ class MessageState(InMemoryLinkState):
 
     def online(self) -> list[int]:
         """Return the nodes that are online, in the order in which they first came."""
-        present = self.get_nodes(self.run_id)
-        return [node for node in self.nodes if node in present]
+        with self.lock:
+            present = self.get_nodes(self.run_id)
+            return [node for node in self.nodes if node in present]
 
     def get_message_ins(
         self, node_id: int, limit: int | None, *, run_id: int | None = None

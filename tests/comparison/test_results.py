@@ -17,7 +17,7 @@ from raceme.comparison.read import read_comparison
 from raceme.comparison.results import Comparison, Result, Run, Spread, best_of
 from raceme.comparison.suite_file import load_suite
 from raceme.comparison.suites import Method, Published, Score, Suite, Timing, grid, of_names
-from raceme.comparison.table import main_table, to_json
+from raceme.comparison.table import main_table, to_csv, to_json
 from raceme.config.errors import UserError
 
 SETTINGS = {"dataset": "digits", "clients": 8, "max-updates": 24, "lr": 0.1}
@@ -123,6 +123,27 @@ def test_times_to_convergence_may_be_what_is_compared() -> None:
     axes = times_figure(comparison).axes[0]
     assert axes.get_title(loc="left") == "Virtual time to convergence"
     assert json.loads(to_json(comparison))["methods"][0]["time_to_convergence"]["mean"] == 30.0
+
+
+def test_a_comparison_of_honest_clients_is_read_back_with_its_runs_without_attackers(
+    tmp_path: Path,
+) -> None:
+    def scored(label: str, **numbers: object) -> Result:
+        run_ = Run(0, label, {**summary(0.5, 9.0), "seed": 0, **numbers}, score=Score.HONEST)
+        return Result(Method(label, "casa"), label, (run_,))
+
+    reached = {"target": 0.9, "virtual_time": 4.0, "updates": 40}
+    attacked = {"honest_accuracy": 0.95, "honest_time_to_target": reached}
+    results = (scored("clean"), scored("attacked", **attacked))
+    suite = Suite("t", tuple(result.method for result in results), score=Score.HONEST)
+    comparison = Comparison(suite, results)
+    rows = main_table(comparison).rows
+    assert [row[:3] for row in rows] == [("clean", "50.00", "9.0"), ("attacked", "95.00", "4.0")]
+    (tmp_path / "compare.json").write_text(to_json(comparison))
+    assert main_table(read_comparison(tmp_path)).rows == rows
+    lines = [line.split(",") for line in to_csv(comparison).splitlines()]
+    assert lines[0][5:7] == ["time_to_target", "honest_accuracy"]
+    assert [line[5:7] for line in lines[1:]] == [["9.0", "0.5"], ["4.0", "0.95"]]
 
 
 def test_the_best_accuracy_by_test_examples_may_be_what_is_compared(tmp_path: Path) -> None:

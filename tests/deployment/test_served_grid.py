@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -73,6 +74,27 @@ def test_of_many_replies_those_that_came_first_are_handed_out_first_and_the_othe
         for _ in more:
             answer(link, fetch(link))
         assert len(list(server.grid.pull_messages(more))) == 10
+
+
+def test_nodes_may_come_while_it_is_looked_who_is_there() -> None:
+    """The loop of the server looks, and that of the Fleet API lets nodes in: two threads."""
+    state, interval = LinkState(APP), sys.getswitchinterval()
+
+    def come() -> int:
+        for number in range(2000):
+            node = state.create_node("owner", "name", b"key %d" % number, 30.0)
+            state.activate_node(node, 30.0)
+        return number
+
+    sys.setswitchinterval(1e-6)
+    try:
+        coming, seen = Later(come), 0
+        while coming.thread.is_alive():
+            seen = max(seen, len(state.online()))
+    finally:
+        sys.setswitchinterval(interval)
+    assert coming.wait() == 1999
+    assert seen <= len(state.online()) == 2000
 
 
 @pytest.mark.parametrize("together", [True, False])
