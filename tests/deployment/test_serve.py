@@ -156,7 +156,7 @@ def test_devices_and_a_stock_supernode_work_side_by_side_and_survive_kills(tmp_p
         devices = [start(number) for number in range(2)]
         bed.supernode(2, 3)
         # A SuperNode starts a process that imports torch for every message.
-        server.wait_for(r"update.* client-2 ", 600)
+        server.wait_for(r"update +\d+  client-2 ", 600)
         server.handle.kill()
         devices[0].handle.kill()
         server.wait()
@@ -165,9 +165,9 @@ def test_devices_and_a_stock_supernode_work_side_by_side_and_survive_kills(tmp_p
         server = start_server(bed, *run, "--max-updates", "100000")
         # The SuperNode finds the server again; who takes the place of a dead process is let in
         # when that has been missed.
-        server.wait_for(r"update.* client-2 ", 600)
+        server.wait_for(r"update +\d+  client-2 ", 600)
         devices[0] = start(0)
-        server.wait_for(r"update.* client-0 ", 300)
+        server.wait_for(r"update +\d+  client-0 ", 300)
         assert stop(server) == 130
     count = len(updates(out))
     are_applied_once(out, count)
