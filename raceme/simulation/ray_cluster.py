@@ -59,7 +59,11 @@ class Cluster:
         import ray
 
         self._connected = False
-        if not ray.is_initialized():
+        if ray.is_initialized():
+            # The caller's own: a process can be in one cluster only.
+            if workers != NAME:
+                _check_listens(workers)
+        else:
             with _own_signal_handlers():
                 _connect(workers, cores)
             self._connected = True
