@@ -20,15 +20,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
+from flwr.app import ArrayRecord
 from numpy.typing import NDArray
 
 from raceme.clustering.clusters import Clusters
-from raceme.clustering.evidence import (
-    best_partition,
-    least_evidence,
-    nearest_group,
-    silhouettes,
-)
+from raceme.clustering.evidence import best_partition, least_evidence, nearest_group, silhouettes
 from raceme.clustering.habits import FEWEST_LENGTHS, Habit, Roll, call_others
 from raceme.clustering.latest import Latest
 from raceme.clustering.model import Model
@@ -157,6 +153,7 @@ class Panicle(Method):
     def restored(self) -> None:
         """Make what shortens directions, and count."""
         self._sketcher = Sketcher(self.parameters.sketch)
+        self._packed: ArrayRecord | None = None
         self._roll, self._examples = Roll(), Examples()
         for client in self.clusters.online:
             self._recount(client)
@@ -187,8 +184,11 @@ class Panicle(Method):
             return Work(client)
         examples = self.progress.fleet.clients[client].num_examples
         settings = settings_of_probe(self.train_config, examples, self.parameters.probe_steps)
-        w0 = self.spec.pack(self.state.initial)
-        return Work(client, models=(), arrays={ARRAYS: w0}, settings=settings, phase=PROBE)
+        if self._packed is None:
+            # One for all: every client at work would hold a copy of its own.
+            self._packed = self.spec.pack(self.state.initial)
+        arrays = {ARRAYS: self._packed}
+        return Work(client, models=(), arrays=arrays, settings=settings, phase=PROBE)
 
     def _is_to_be_probed(self, client: str) -> bool:
         if not self.parameters.clustering:

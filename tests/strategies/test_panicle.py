@@ -109,6 +109,14 @@ def test_a_client_is_probed_twice_and_then_trains() -> None:
     assert strategy.work_for("c0").phase == ""
 
 
+def test_all_clients_are_probed_from_one_record_of_the_initial_model() -> None:
+    # A copy for each of them would be what a large fleet takes most memory for.
+    strategy = fleet(2)
+    first, second = (strategy.work_for(client).arrays for client in ("c0", "c1"))
+    assert first["arrays"] is second["arrays"]
+    assert read(first["arrays"]).tolist() == [0.0, 0.0]
+
+
 def test_more_probes_are_asked_for_where_two_leave_it_open() -> None:
     # 55 degrees apart: a distance of 1 − 0.57 = 0.43, evidence 0.43 of 0.51.
     kinds = {f"c{i}": EAST for i in range(3)} | {f"c{i}": (2.1, 3.35) for i in range(3, 6)}
