@@ -31,7 +31,6 @@ _LONELY = 0.25
 """By how much a client must be better alone, to be put there while others stay as they are."""
 _TIE = 0.03
 """Partitions whose evidence differs by less are alike: the one with fewer groups is taken."""
-
 _MANY_GROUPS = 0.3
 """Groups per client from which on groups are small."""
 _FEW_GROUPS = 0.1

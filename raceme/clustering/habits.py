@@ -23,8 +23,6 @@ _MANY = 8
 _FEWEST_CHANGES = 2
 _SOON = 2
 """Updates per client within which changes count as one event."""
-
-
 FEWEST_LENGTHS = 3
 """Other clients whose updates tell how long one may be."""
 

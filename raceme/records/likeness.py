@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.linalg import orthogonal_procrustes
 
 Points = NDArray[np.float64]
 DIMENSIONS = 4
@@ -126,8 +127,8 @@ def aligned(
     if len(shared) < 2:
         return points
     old = np.array([before[clients[index]] for index in shared], np.float64)
-    left, _, right = np.linalg.svd(points[shared].T @ (old - old.mean(axis=0)))
-    return np.asarray(points @ left @ right)
+    turned, _ = orthogonal_procrustes(points[shared], old - old.mean(axis=0))
+    return np.asarray(points @ turned)
 
 
 def flattened(

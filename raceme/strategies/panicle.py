@@ -5,12 +5,13 @@ mini-batches from the initial model w0. Directions of different clients are comp
 first probe of one with the second of the other, so that the chance of mini-batches cancels out and
 distances have an absolute scale: 0 for clients that are alike, 1 for unrelated ones
 (`clustering/probes.py`). As soon as half of the fleet has answered, the partition with the most
-evidence is looked for, and taken if that reaches a level which depends neither on time nor on the
-size of the fleet (`clustering/evidence.py`).
+evidence is looked for, and taken if that reaches a level which does not depend on time, and is
+higher where groups are small (`clustering/evidence.py`).
 
 Whenever probes have been added, the same evidence may split clusters further, move clients, and
 merge what is alike (`clustering/repair.py`). A client whose updates suddenly grow is probed again,
-and placed anew if it does not go where it went. Inside a cluster, each update moves the model by
+and placed anew if it does not go where it went; where many have changed, all others are probed
+(`clustering/habits.py`). Inside a cluster, each update moves the model by
 the mean of all members' latest changes, the updating client's renewed, so that nobody owns the
 model by being fast; its share falls from CASA's to that of one member as the cluster learns.
 """
@@ -254,8 +255,8 @@ class Panicle(Method):
     def _note_change(self, client: str) -> None:
         """Note that a client's data have changed; many such speak for the others."""
         state, now = self.state, self.progress.updates
-        state.changes[client] = now
         if self.parameters.drift:
+            state.changes[client] = now
             call_others(state.habits, state.changes, now, len(state.probes.clients))
 
     def _place(self, client: str) -> None:
