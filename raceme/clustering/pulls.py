@@ -51,7 +51,7 @@ class Sketch:
 
     def __call__(self, vector: Vector) -> Vector:
         """Return the sketch of a model. Shape (SIZE,)."""
-        found: Vector = np.einsum("ij,ij->j", self._read(vector), self._signs)
+        found: Vector = (self._read(vector) * self._signs).sum(axis=0)
         found[: len(self._last)] += vector[self._rows * SIZE :] * self._last
         return found
 
@@ -107,7 +107,9 @@ class Pulls:
 
     def take(self, task: int, client: str, cluster: int, vector: Vector) -> None:
         """Take in the model of a client; `cluster` is the one that it has chosen of several."""
-        base = self._bases.get(task) if self.wants(client) else None
+        base = self._bases.get(task)
+        if base is None or not self.wants(client):
+            return
         if isinstance(base, Mapping):
             base = base.get(cluster)
         if base is None or (client not in self._pulls and len(self._pulls) >= _MOST_CLIENTS):

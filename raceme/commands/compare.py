@@ -9,12 +9,21 @@ from typing import Annotated
 
 import typer
 
-from raceme.commands.suites import SHARED, Out, Processes, Seeds, run_suites, with_seeds
+from raceme.commands.suites import (
+    SHARED,
+    Only,
+    Out,
+    Processes,
+    Seeds,
+    parts,
+    run_suites,
+    with_seeds,
+)
 from raceme.commands.watch import ADDRESS, Address, Watch, watched
 from raceme.config import Value
 from raceme.config.errors import UserError
 
-SHOWN = ("dataset", "model", "partition", "target-accuracy", *SHARED)
+SHOWN = ("dataset", "model", "partition", "target-accuracy", "workers", *SHARED)
 """Keys of a run that the help shows."""
 
 
@@ -32,6 +41,7 @@ def compare(
             show_default=False,
         ),
     ] = None,
+    only: Only = "",
     seeds: Seeds = None,
     out: Out = None,
     processes: Processes = 0,
@@ -53,13 +63,15 @@ def compare(
     if suite is not None and not suite.exists() and (cases := all_shipped().get(str(suite))):
         folder = out or Path("runs") / f"{stamp}-compare-{suite}"
         planned = []
-        for name, path in cases.items():
+        for name, path in parts(str(suite), cases, only).items():
             loaded = load_suite(path)
             loaded = (loaded.only(methods) if methods else loaded).with_settings(keys)
             planned.append((with_seeds(loaded, seeds), folder / name))
         with watched(watch, folder, watch_address, comparison=True):
             run_suites(planned, processes, regret_table, keys.get("workers", ""))
         return
+    if only:
+        raise UserError("--only chooses parts of a suite that comes along: give --suite panicle.")
     if suite is not None:
         chosen = load_suite(suite)
         chosen = (chosen.only(methods) if methods else chosen).with_settings(keys)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from raceme.commands.suites import Out, Processes, Seeds, run_suites, with_seeds
+from raceme.commands.suites import Only, Out, Processes, Seeds, parts, run_suites, with_seeds
 from raceme.config import Value
 from raceme.config.errors import UserError
 
@@ -20,10 +20,7 @@ def reproduce(
         str | None,
         typer.Option("--dataset", help="e.g. mnist or cifar10", show_default=False),
     ] = None,
-    only: Annotated[
-        str,
-        typer.Option("--only", help="parts, e.g. mnist-10s,mnist-15s", show_default=False),
-    ] = "",
+    only: Only = "",
     methods: Annotated[
         str, typer.Option("--methods", help="only these, e.g. casa,fedavg", show_default=False)
     ] = "",
@@ -60,13 +57,7 @@ def _variants(name: str, dataset: str | None, only: str) -> list[Path]:
     from raceme.comparison.suite_file import load_suite, shipped
     from raceme.config.errors import unknown_name
 
-    variants = shipped(name)
-    if only:
-        parts = [part.strip() for part in only.split(",")]
-        for part in parts:
-            if part not in variants:
-                raise unknown_name(f"part of {name}", part, variants)
-        variants = {part: variants[part] for part in parts}
+    variants = parts(name, shipped(name), only)
     datasets = {part: load_suite(path).dataset for part, path in variants.items()}
     if dataset is not None:
         if dataset in variants:

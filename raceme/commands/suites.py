@@ -15,7 +15,7 @@ from rich.console import Console
 
 from raceme.comparison.suites import Suite
 from raceme.config import Value
-from raceme.config.errors import UserError
+from raceme.config.errors import UserError, unknown_name
 
 if TYPE_CHECKING:
     from raceme.comparison.compare import RunAll
@@ -35,6 +35,10 @@ Out = Annotated[
     ),
 ]
 Seeds = Annotated[str | None, typer.Option("--seeds", help="seeds, e.g. 0,1,2", show_default=False)]
+Only = Annotated[
+    str,
+    typer.Option("--only", help="parts of a suite, e.g. digits-4,digits-6", show_default=False),
+]
 Processes = Annotated[
     int, typer.Option("--processes", help="runs at a time (0: one per core)", min=0)
 ]
@@ -126,6 +130,23 @@ def _runner(workers: Value) -> Iterator[tuple[RunAll, int]]:
         yield cluster.run, cluster.cpus
     finally:
         cluster.close()
+
+
+def parts(name: str, variants: Mapping[str, Path], only: str) -> dict[str, Path]:
+    """Return the parts of a suite that a person names, with commas; all of them for none.
+
+    Raises
+    ------
+    UserError
+        There is no such part.
+    """
+    if not only:
+        return dict(variants)
+    named = [part.strip() for part in only.split(",")]
+    for part in named:
+        if part not in variants:
+            raise unknown_name(f"part of {name}", part, variants)
+    return {part: variants[part] for part in named}
 
 
 def with_seeds(suite: Suite, text: str | None) -> Suite:

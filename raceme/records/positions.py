@@ -26,7 +26,9 @@ FILE_NAME = "positions.jsonl"
 SCALE = 2000.0
 """Steps of the integers in one unit: the clients' root mean square distance from the centre."""
 _MOST = 500_000
-"""Positions that are written before only every second snapshot is, then every third, and so on."""
+"""Positions that are written before snapshots are twice as far apart, then three times, and on."""
+_FIRST = 5
+"""Snapshots that are written however soon they come."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +43,19 @@ class Snapshot:
         Who.
     points : NDArray[np.int16]
         Where, in steps of 1 / `SCALE`. Shape (n, k).
+    updates : int
+        Applied by then.
     """
 
     time: float
     clients: tuple[str, ...]
     points: NDArray[np.int16]
+    updates: int = 0
+
+
+def updates_between(clients: int) -> int:
+    """Return how many updates a snapshot takes: it costs more the more clients there are."""
+    return 100 + clients // 4
 
 
 def steps_of(points: Points) -> NDArray[np.int16]:
@@ -70,32 +80,34 @@ class PositionsFile:
         self._path, self._most = folder / FILE_NAME, most
         self._numbers: dict[str, int] = {}
         self._before: dict[str, Sequence[float]] = {}
-        self._told, self._asked = 0, 0
+        self._told, self._written, self._updates = 0, 0, 0
         if after is not None:
             self._cut(after)
 
-    @property
-    def wants(self) -> bool:
-        """Whether the next snapshot is one of those that are written; each asking counts as one."""
-        self._asked += 1
-        return (self._asked - 1) % (1 + self._told // self._most) == 0
+    def wants(self, updates: int) -> bool:
+        """Return whether a snapshot is written after so many updates of the run."""
+        if self._written < _FIRST:
+            return True
+        apart = updates_between(len(self._numbers)) * (1 + self._told // self._most)
+        return updates - self._updates >= apart
 
-    def write(self, time: float, clients: Sequence[str], points: Points) -> None:
+    def write(self, time: float, clients: Sequence[str], points: Points, updates: int = 0) -> None:
         """Write a snapshot, turned and mirrored so that clients lie near where they were."""
         points = aligned(points, clients, self._before)
         self._before.update(zip(clients, points.tolist(), strict=True))
-        line = self._line(time, clients, points)
+        line = self._line(time, clients, points, updates)
         with suppress(OSError), self._path.open("a", encoding="utf-8") as file:
             file.write(line)
 
-    def _line(self, time: float, clients: Sequence[str], points: Points) -> str:
+    def _line(self, time: float, clients: Sequence[str], points: Points, updates: int) -> str:
         new = [client for client in clients if client not in self._numbers]
         self._numbers |= {name: len(self._numbers) + index for index, name in enumerate(new)}
         self._told += len(clients)
+        self._written, self._updates = self._written + 1, updates
         numbers = np.array([self._numbers[client] for client in clients], "<i4")
         order = np.argsort(numbers)
         steps = steps_of(points[order])
-        line: dict[str, Any] = {"time": float(time), "new": new}
+        line: dict[str, Any] = {"time": float(time), "updates": updates, "new": new}
         if len(clients) < len(self._numbers):
             line["clients"] = numbers[order].tolist()
         line["dimensions"] = points.shape[1]
@@ -109,8 +121,7 @@ class PositionsFile:
         for one in kept:
             points = one.points / SCALE
             self._before.update(zip(one.clients, points.tolist(), strict=True))
-            lines.append(self._line(one.time, one.clients, points))
-        self._asked = len(kept)
+            lines.append(self._line(one.time, one.clients, points, one.updates))
         with suppress(OSError), atomic_write(self._path) as path:
             path.write_text("".join(lines), encoding="utf-8")
 
@@ -166,4 +177,4 @@ class PositionsReader:
         if not (fits and is_known and np.isfinite(time)):
             raise ValueError("the line does not fit itself")
         self._names = names
-        return Snapshot(time, clients, points)
+        return Snapshot(time, clients, points, int(told.get("updates", 0)))

@@ -1,4 +1,4 @@
-"""The map of the clients while a run goes on: a snapshot with each evaluation."""
+"""The map of the clients while a run goes on: snapshots with its evaluations."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class ClientMap:
         self._pulls = method.pulls = Pulls(Sketch(sum(spec.sizes), spec.trainable))
 
     def observe(self, event: Event) -> None:
-        """Write a snapshot with an evaluation; other events are none of its."""
-        if not isinstance(event, Evaluated) or not self._file.wants:
+        """Write a snapshot with most evaluations; other events are none of its."""
+        if not isinstance(event, Evaluated) or not self._file.wants(event.updates):
             return
         method = self._method
         clients, rows = self._pulls.seen_from_the_mean(method.models, method.placement)
         if len(clients) > 2:
-            self._file.write(event.time, clients, positions_of_rows(rows))
+            self._file.write(event.time, clients, positions_of_rows(rows), event.updates)

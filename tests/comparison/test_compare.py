@@ -342,6 +342,8 @@ def test_compare_as_a_person_types_it(tmp_path: Path) -> None:
         (["compare", "casa", "--seeds", "0,x"], "--seeds takes numbers"),
         (["compare", "--all", "--suite", "x.toml"], "not both"),
         (["compare", "casa", "casa"], "more than once"),
+        (["compare", "casa", "--only", "digits-4"], "give --suite panicle"),
+        (["compare", "--suite", "panicle", "--only", "digit-4"], "Did you mean 'digits-4'"),
     ):
         failed = CliRunner().invoke(app, wrong)
         assert isinstance(failed.exception, UserError)

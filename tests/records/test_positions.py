@@ -79,12 +79,17 @@ def test_a_resumed_run_drops_what_came_later_and_goes_on_from_there(tmp_path: Pa
     assert [one.clients for one in reader.read()] == [(*NAMES, "e")]
 
 
-def test_a_long_run_writes_fewer_and_fewer(tmp_path: Path) -> None:
-    file = PositionsFile(tmp_path, most=8)
-    for time in range(12):
-        if file.wants:
-            file.write(float(time), NAMES, SQUARE)
-    assert [one.time for one in PositionsReader(tmp_path).read()] == [0, 1, 2, 4, 6, 9]
+def test_snapshots_of_a_long_run_are_further_and_further_apart(tmp_path: Path) -> None:
+    file = PositionsFile(tmp_path, most=28)
+    for updates in range(10, 800, 10):
+        if file.wants(updates):
+            file.write(float(updates), NAMES, SQUARE, updates)
+    # Five at once; then 101 updates apart or more; twice as far after seven snapshots of four.
+    expected = [*range(10, 51, 10), 160, 270, 480, 690]
+    assert [one.time for one in PositionsReader(tmp_path).read()] == expected
+    # Who resumes goes on as if nothing had been.
+    resumed = PositionsFile(tmp_path, after=500.0, most=28)
+    assert [resumed.wants(updates) for updates in (680, 690)] == [False, True]
 
 
 def test_a_folder_that_cannot_be_written_ends_nothing(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ def speeds(devices: list[Device]) -> Counter[float]:
 
 
 def test_the_built_in_profiles_have_one_line_of_description_each() -> None:
-    assert set(PROFILES) == {"uniform", "slow30x5", "slow30x10", "range1to5", "fdma"}
+    assert set(PROFILES) == {*("uniform", "slow30x5", "slow30x10", "range1to5", "fdma", "churn")}
     assert all(text and "\n" not in text for text in summaries().values())
 
 
