@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import tempfile
 import time as clock
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,17 +33,15 @@ class Mlflow:
     def __init__(
         self, out: Path, name: str, parameters: Mapping[str, Value], resumed: int | None
     ) -> None:
-        self._client, kept = MlflowClient(), out / RUN_FILE
+        kept = out / RUN_FILE
         self._notes: list[str] = []
+        with _alone():
+            self._client = MlflowClient()
+            number = _experiment(self._client)
         if resumed is not None and kept.is_file():
             self._run = kept.read_text(encoding="utf-8").strip()
             self._client.update_run(self._run, status=RunStatus.to_string(RunStatus.RUNNING))
             return
-        experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME", _EXPERIMENT)
-        found = self._client.get_experiment_by_name(experiment)
-        number = (
-            self._client.create_experiment(experiment) if found is None else found.experiment_id
-        )
         tags = {"raceme.folder": str(out)}
         self._run = self._client.create_run(number, run_name=name, tags=tags).info.run_id
         kept.write_text(f"{self._run}\n", encoding="utf-8")
@@ -72,6 +73,30 @@ class Mlflow:
         """Say how the run has ended."""
         status = RunStatus.FAILED if failed else RunStatus.FINISHED
         self._client.set_terminated(self._run, RunStatus.to_string(status))
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Keep the user's other processes on this machine out.
+
+    MLflow makes the tables of a new database when it is first asked for something, and two that do
+    so at once fail: a comparison starts several runs.
+    """
+    path = Path(tempfile.gettempdir()) / f"raceme-mlflow-{os.getuid()}.lock"
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _experiment(client: MlflowClient) -> str:
+    """Return the number of the experiment, which is made if there is none."""
+    name = os.environ.get("MLFLOW_EXPERIMENT_NAME", _EXPERIMENT)
+    found = client.get_experiment_by_name(name)
+    number: str = client.create_experiment(name) if found is None else found.experiment_id
+    return number
 
 
 def open_tracker(

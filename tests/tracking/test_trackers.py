@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
+import subprocess
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -89,6 +92,44 @@ def test_mlflow_has_one_run_with_parameters_metrics_and_files(
     assert run.data.metrics["final_accuracy"] == pytest.approx(summary["accuracy"])
     files = {item.path for item in client.list_artifacts(run.info.run_id)}
     assert {"summary.json", "config.toml", "accuracy.png", "clusters"} <= files
+
+
+OPENS = """
+import sys
+from pathlib import Path
+from raceme.tracking.mlflow import open_tracker
+out = Path(sys.argv[1])
+out.mkdir()
+print("ready", flush=True)
+sys.stdin.readline()
+open_tracker(out, out.name, {"lr": 0.1}, None).close(failed=False)
+"""
+
+
+def test_runs_that_begin_at_once_share_a_new_database(tmp_path: Path) -> None:
+    environment = {**os.environ, "MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path}/mlflow.db"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", OPENS, str(tmp_path / f"seed-{seed}")],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for seed in range(3)
+    ]
+    for process in started:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+    told = []
+    for process in started:
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+    for process in started:
+        told.append(process.communicate(timeout=120)[1])
+    assert [process.returncode for process in started] == [0, 0, 0], told
 
 
 @pytest.mark.slow
