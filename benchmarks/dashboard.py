@@ -52,7 +52,7 @@ class Counted:
     def __init__(self) -> None:
         self.seconds = 0.0
         for owner, name in (
-            *((Pulls, name) for name in ("send", "take", "close")),
+            *((Pulls, name) for name in ("send", "awaits", "take", "close")),
             (ClientMap, "observe"),
         ):
             setattr(owner, name, self._counting(getattr(owner, name)))

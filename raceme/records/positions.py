@@ -27,7 +27,7 @@ SCALE = 2000.0
 """Steps of the integers in one unit: the clients' root mean square distance from the centre."""
 _MOST = 500_000
 """Positions that are written before snapshots are twice as far apart, then three times, and on."""
-_FIRST = 5
+_FIRST = 4
 """Snapshots that are written however soon they come."""
 
 
@@ -55,7 +55,7 @@ class Snapshot:
 
 def updates_between(clients: int) -> int:
     """Return how many updates a snapshot takes: it costs more the more clients there are."""
-    return 100 + clients // 4
+    return 120 + clients // 4
 
 
 def steps_of(points: Points) -> NDArray[np.int16]:

@@ -326,8 +326,8 @@ class Questions(ABC):
 
     def note_pull(self, update: Update) -> None:
         """Note where a valid update pulls its model, if somebody wants to know."""
-        if self.pulls is not None:
-            task = update.task
+        task = update.task
+        if self.pulls is not None and self.pulls.awaits(task.number):
             self.pulls.take(task.number, task.client, task.cluster, update.vector)
 
     def close_task(self, task: Task) -> None:

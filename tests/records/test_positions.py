@@ -84,12 +84,12 @@ def test_snapshots_of_a_long_run_are_further_and_further_apart(tmp_path: Path) -
     for updates in range(10, 800, 10):
         if file.wants(updates):
             file.write(float(updates), NAMES, SQUARE, updates)
-    # Five at once; then 101 updates apart or more; twice as far after seven snapshots of four.
-    expected = [*range(10, 51, 10), 160, 270, 480, 690]
+    # Four at once; then 121 updates apart or more; twice as far after seven snapshots of four.
+    expected = [*range(10, 41, 10), 170, 300, 430, 680]
     assert [one.time for one in PositionsReader(tmp_path).read()] == expected
     # Who resumes goes on as if nothing had been.
-    resumed = PositionsFile(tmp_path, after=500.0, most=28)
-    assert [resumed.wants(updates) for updates in (680, 690)] == [False, True]
+    resumed = PositionsFile(tmp_path, after=600.0, most=28)
+    assert [resumed.wants(updates) for updates in (670, 680)] == [False, True]
 
 
 def test_a_folder_that_cannot_be_written_ends_nothing(tmp_path: Path) -> None:
