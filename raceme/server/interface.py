@@ -155,6 +155,7 @@ class Questions(ABC):
     bases: Bases
     protection: Guard
     pulls: Pulls | None = None
+    _constant: tuple[Vector, ArrayRecord] | None = None
     train_config: ConfigRecord
     initial: ArrayRecord
     report: Observer
@@ -366,6 +367,15 @@ class Questions(ABC):
     @abstractmethod
     def spec(self) -> ModelSpec:
         """Names and shapes of a model's arrays; known from the start of a run on."""
+
+    def record_of(self, vector: Vector) -> ArrayRecord:
+        """Return a model that nobody changes as a record, which is made once.
+
+        Packed anew for each client, a hundred thousand at work would hold as many copies.
+        """
+        if self._constant is None or self._constant[0] is not vector:
+            self._constant = vector, self.spec.pack(vector)
+        return self._constant[1]
 
 
 def base_name(task: Task, whole: bool) -> str:

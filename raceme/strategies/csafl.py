@@ -178,7 +178,7 @@ class CSAFL(Method):
         if self.state.grouped and self.clusters.is_placed(client):
             return Work(client)
         settings = {LOCAL_EPOCHS: self.parameters.pretrain_epochs, LOCAL_STEPS: 0}
-        w0 = self.spec.pack(self.state.initial)
+        w0 = self.record_of(self.state.initial)
         return Work(client, models=(), arrays={ARRAYS: w0}, settings=settings)
 
     def _form_groups(self, updates: Sequence[Update]) -> list[Applied]:

@@ -203,7 +203,7 @@ class FlexCFL(Method):
         """Let a cold client train w0, and others the model of their group."""
         if self._has_groups and client not in self._cold:
             return Work(client)
-        return pretraining(client, self.spec.pack(self.state.start.initial), self.parameters)
+        return pretraining(client, self.record_of(self.state.start.initial), self.parameters)
 
     # After a round.
 

@@ -115,7 +115,7 @@ class FlexCFLAsync(Method):
         """Let a cold client train w0, ask others for label counts, or train their group's model."""
         start = self.state.start
         if not self._has_groups or client in start.cold:
-            return pretraining(client, self.spec.pack(start.initial), self.parameters)
+            return pretraining(client, self.record_of(start.initial), self.parameters)
         by_counts = self.counts_labels
         if by_counts and client not in self.state.told and start.answers(client):
             return Work(client, LABEL_COUNTS, models=())

@@ -179,7 +179,7 @@ class FLUX(Method):
         if self.state.phase == "scores":
             return Work(client, SCORES, models=(0,), settings=settings)
         assert self.state.common is not None, "it is kept when the model is ripe"
-        common = {ARRAYS: self.spec.pack(self.state.common)}
+        common = {ARRAYS: self.record_of(self.state.common)}
         if self.state.phase == "range":
             return Work(client, LATENT_MOST, models=(), arrays=common, settings=settings)
         settings |= {

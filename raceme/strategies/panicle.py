@@ -21,7 +21,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
-from flwr.app import ArrayRecord
 from numpy.typing import NDArray
 
 from raceme.clustering.clusters import Clusters
@@ -154,7 +153,6 @@ class Panicle(Method):
     def restored(self) -> None:
         """Make what shortens directions, and count."""
         self._sketcher = Sketcher(self.parameters.sketch)
-        self._packed: ArrayRecord | None = None
         self._roll, self._examples = Roll(), Examples()
         for client in self.clusters.online:
             self._recount(client)
@@ -185,10 +183,7 @@ class Panicle(Method):
             return Work(client)
         examples = self.progress.fleet.clients[client].num_examples
         settings = settings_of_probe(self.train_config, examples, self.parameters.probe_steps)
-        if self._packed is None:
-            # One for all: every client at work would hold a copy of its own.
-            self._packed = self.spec.pack(self.state.initial)
-        arrays = {ARRAYS: self._packed}
+        arrays = {ARRAYS: self.record_of(self.state.initial)}
         return Work(client, models=(), arrays=arrays, settings=settings, phase=PROBE)
 
     def _is_to_be_probed(self, client: str) -> bool:

@@ -102,7 +102,7 @@ def validation_share(method: Method) -> float:
 def initial_training(method: Method, client: str, initial: Vector, epochs: int) -> Work:
     """Return the work of a client that has no model yet: it trains θ, Algorithm 1."""
     settings: dict[str, Value] = {LOCAL_STEPS: 0, LOCAL_EPOCHS: epochs}
-    arrays = {ARRAYS: method.spec.pack(initial)}
+    arrays = {ARRAYS: method.record_of(initial)}
     return Work(client, models=(), arrays=arrays, settings=settings, phase=INIT)
 
 
