@@ -62,6 +62,17 @@ class _State:
     counter: bytes
 
 
+_Mark = tuple[tuple[str, float], ...]
+"""By which an event is known again: the tables that have it, and its times there."""
+
+
+@dataclass(frozen=True)
+class _Found:
+    reading: Reading
+    last: int
+    mark: _Mark | None
+
+
 class StoreFollower:
     """Reads a run store bit by bit.
 
@@ -75,6 +86,7 @@ class StoreFollower:
         self.path = folder / FILE_NAME
         self._journal = folder / f"{FILE_NAME}-journal"
         self._last = 0
+        self._mark: _Mark | None = None
         self._state: _State | None = None
         self._ahead = False
         self._hot: tuple[int, float] | None = None
@@ -144,8 +156,8 @@ class StoreFollower:
             found = self._read(connection, state)
         return self._take(found, self._look() or state)
 
-    def _read(self, connection: sqlite3.Connection, state: _State) -> tuple[Reading, int]:
-        """Return the next events, with the number of the last one."""
+    def _read(self, connection: sqlite3.Connection, state: _State) -> _Found:
+        """Return the next events, with the number of the last one and what tells it."""
         try:
             stored = check_format(connection, self.path, (*old_stores.FORMATS, *READ_ALIKE))
             top = _top(connection)
@@ -155,15 +167,19 @@ class StoreFollower:
             if stored in old_stores.FORMATS:
                 # These are of runs that ended long ago.
                 events = old_stores.read_old_events(connection) if after < top else []
-                return Reading(events, restarted), top
+                return _Found(Reading(events, restarted), top, None)
+            if after and _mark(connection, after) != self._mark:
+                # A file system gives the number of a file that is gone to the next one.
+                restarted, after = True, 0
             end = min(after + _CHUNK, top)
             events = _events(connection, after, end)
+            mark = _mark(connection, end) if events else self._mark
         except (sqlite3.DatabaseError, ValueError) as error:
             raise UserError(_said(self.path, error)) from None
-        return Reading(events, restarted, end < top), end
+        return _Found(Reading(events, restarted, end < top), end, mark)
 
-    def _take(self, found: tuple[Reading, int], state: _State) -> Reading:
-        reading, self._last = found
+    def _take(self, found: _Found, state: _State) -> Reading:
+        reading, self._last, self._mark = found.reading, found.last, found.mark
         self._state, self._ahead = state, reading.more
         return reading
 
@@ -193,6 +209,17 @@ def _top(connection: sqlite3.Connection) -> int:
         if "event" in columns_of(connection, table)
     )
     return max((number for number in highest if number is not None), default=0)
+
+
+def _mark(connection: sqlite3.Connection, number: int) -> _Mark:
+    """Return by what an event of this number is known again."""
+    found = (
+        (table, row[0])
+        for table in _tables(connection)
+        if {"event", "time"} <= set(columns_of(connection, table))
+        for row in connection.execute(f"SELECT time FROM main.{table} WHERE event = ?", (number,))
+    )
+    return tuple(found)
 
 
 def _events(connection: sqlite3.Connection, after: int, end: int) -> list[Event]:

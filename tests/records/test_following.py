@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,23 @@ def test_a_run_that_resumes_is_read_anew(tmp_path: Path) -> None:
         reading = follower.read()
     assert reading.restarted
     assert reading.events == [update(1)]
+
+
+def test_another_run_in_a_file_of_the_same_number_is_read_anew(tmp_path: Path) -> None:
+    folders = tmp_path / "mine", tmp_path / "other"
+    for folder, late in zip(folders, (0.0, 0.5), strict=True):
+        with RunStore(folder) as store:
+            for seq in range(1, 4 if folder is folders[0] else 7):
+                store.observe(replace(update(seq), time=seq + late))
+    follower = StoreFollower(folders[0])
+    assert len(all_new(follower)) == 3
+    inode = (folders[0] / FILE_NAME).stat().st_ino
+    shutil.copyfile(folders[1] / FILE_NAME, folders[0] / FILE_NAME)
+    assert (folders[0] / FILE_NAME).stat().st_ino == inode
+    reading = follower.read()
+    assert reading.restarted
+    assert reading.events == read_events(folders[1])
+    assert all_new(follower) == []
 
 
 @pytest.fixture
