@@ -32,6 +32,9 @@ def configuration(job: work.Job) -> DictConfig:
         "train_batch_size": work.BATCH,
         "train_data_shuffle": True,
         "do_validation": False,
+        # It measures the accuracy on what it has trained on, and does without in no case.
+        "metric_path": work.__file__,
+        "metric_name": "share_right",
     }
     is_sync = job.method == "fedavg"
     return OmegaConf.create(
@@ -82,6 +85,9 @@ def main() -> None:
         Client(copy.deepcopy(config), client_id=f"{number}", client_dataset=TensorDataset(x, y))
         for number, (x, y) in enumerate(work.clients(job.data_root))
     ]
+    for agent in agents:
+        # The client makes a configuration of its own, without this key.
+        agent.optimize_memory = AS_SHIPPED in os.environ
     profiles = {f"{number}": ClientProfile() for number in range(work.CLIENTS)}
     told, done = server.global_update, 0
 

@@ -186,6 +186,11 @@ def accuracy(data_root: Path, weights: Iterable[Tensor]) -> float:
     return float(right.float().mean())
 
 
+def share_right(labels: np.ndarray, outputs: np.ndarray) -> float:
+    """Return the share of outputs, shape (n, 10), that are largest at the label."""
+    return float((outputs.argmax(axis=1) == labels).mean())
+
+
 def split(vector: Tensor) -> list[Tensor]:
     """Cut a flat vector into the network's parameters."""
     sizes = [parameter.numel() for parameter in network().parameters()]
