@@ -2,8 +2,9 @@
 
     python3 benchmarks/large_fleet.py
     python3 benchmarks/large_fleet.py --clients 10000 --updates 20000 --methods fedasync,casa
+    python3 benchmarks/large_fleet.py --concurrency 1000
 
-Every client is sent a model at once and sends it back; each method runs in a process of its own,
+Every client is sent a model at once and sends it back, or so many at a time; each method runs in a process of its own,
 whose peak of resident memory is its own too. The start, in which every client introduces itself and
 is given its first task, is counted apart from the updates. Processor time says what the work takes
 on a machine that does other things as well.
@@ -51,13 +52,18 @@ class Clock:
             self.first = time.perf_counter(), time.process_time()
 
 
-def run(method: str, clients: int, updates: int, size: int) -> dict[str, float]:
+def run(
+    method: str, clients: int, updates: int, size: int, concurrency: int = 0
+) -> dict[str, float]:
     """Run a method; return its times, and the memory of this process in megabytes."""
     before, clock = peak(), Clock()
     started, cpu_started = time.perf_counter(), time.process_time()
     arrays, device = layers(size), Device(jitter=0.1)
     grid = VirtualGrid(idle_app(), [Node(1000 + i, device) for i in range(clients)])
-    strategy, plan = METHODS[method](), Plan(eval_every=10**9, eval_clients=100)
+    strategy, plan = (
+        METHODS[method](),
+        Plan(concurrency=concurrency, eval_every=10**9, eval_clients=100),
+    )
     with threadpool_limits(1):
         strategy.run(grid, arrays, max_updates=updates, plan=plan, observe=clock.observe)
     ended, cpu_ended = time.perf_counter(), time.process_time()
@@ -95,6 +101,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=100_000)
     parser.add_argument("--updates", type=int, default=200_000)
     parser.add_argument("--parameters", type=int, default=22_000)
+    parser.add_argument("--concurrency", type=int, default=0, help="clients at work; 0: all")
     parser.add_argument("--methods", default="fedasync,casa,panicle")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -104,7 +111,8 @@ def main() -> None:
     table.add_column("load", justify="right")
     results = {}
     for method in options.methods.split(","):
-        found = in_own_process(method, options.clients, options.updates, options.parameters)
+        sizes = options.clients, options.updates, options.parameters
+        found = in_own_process(method, *sizes, options.concurrency)
         results[method] = found
         table.add_row(
             method,

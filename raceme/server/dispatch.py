@@ -53,6 +53,9 @@ class Moment:
         Draws whatever is left to chance.
     greeting : bool
         Whether nodes that have come may still introduce themselves any moment.
+    places : int or None
+        How many clients may be given work; None for any number. Of more that a policy chooses,
+        some are drawn.
     """
 
     now: float
@@ -60,6 +63,7 @@ class Moment:
     idle: Idle
     rng: np.random.Generator
     greeting: bool = False
+    places: int | None = None
 
     def busy(self) -> list[str]:
         """Return the clients that are online and have something to do: a test, say."""
@@ -161,8 +165,10 @@ class EveryIdle(Dispatch):
         self.state = NoState()
 
     def choose(self, moment: Moment) -> Sequence[Client]:
-        """Return all who are idle."""
-        return moment.idle.ready(moment.now)
+        """Return all who are idle, or as many of them as there are places."""
+        if moment.places is None:
+            return moment.idle.ready(moment.now)
+        return moment.idle.draw(moment.now, moment.places, moment.rng)
 
 
 @dataclass(frozen=True)

@@ -345,12 +345,11 @@ class Loop:
         places = self._free_places()
         if places is not None and places <= 0:
             return
-        moment = Moment(
-            self.now(), self._fleet, self._idle, self._method.rng, self._greeting_is_open()
-        )
+        rng, greeting = self._method.rng, self._greeting_is_open()
+        moment = Moment(self.now(), self._fleet, self._idle, rng, greeting, places)
         wanted = list(self._method.next_work(moment))
-        if places is not None:
-            order = self._method.rng.permutation(len(wanted))[:places]
+        if places is not None and len(wanted) > places:
+            order = rng.permutation(len(wanted))[:places]
             wanted = [wanted[index] for index in order]
         for made, task in [self._outgoing.message(work, self.now()) for work in wanted]:
             self._send(made, task)
@@ -358,10 +357,10 @@ class Loop:
     def _free_places(self) -> int | None:
         """Return how many more clients may be given work; None stands for all."""
         places = self._plan.places(len(self._fleet.by_node))
-        if places is None:
-            return None
-        # Who went offline with a task trains no more: it must not keep the others from working.
         clients, open_tasks = self._fleet.clients, self._progress.in_flight.values()
+        if places is None or len(self._fleet.by_node) == len(clients):
+            return None if places is None else places - len(open_tasks)
+        # Who went offline with a task trains no more: it must not keep the others from working.
         busy = sum(clients[task.client].node_id is not None for task in open_tasks)
         return places - busy
 
