@@ -4,10 +4,10 @@
     python3 benchmarks/large_fleet.py --clients 10000 --updates 20000 --methods fedasync,casa
     python3 benchmarks/large_fleet.py --concurrency 1000
 
-Every client is sent a model at once and sends it back, or so many at a time; each method runs in a process of its own,
-whose peak of resident memory is its own too. The start, in which every client introduces itself and
-is given its first task, is counted apart from the updates. Processor time says what the work takes
-on a machine that does other things as well.
+Every client is sent a model at once and sends it back, or so many at a time; each method runs in a
+process of its own, whose peak of resident memory is its own too. The start, in which every client
+introduces itself and is given its first task, is counted apart from the updates. Processor time
+says what the work takes on a machine that does other things as well.
 """
 
 from __future__ import annotations
