@@ -20,19 +20,24 @@ import os
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from large_fleet import METHODS, in_own_process
+from matplotlib.ticker import EngFormatter, LogLocator, NullLocator, StrMethodFormatter
 from rich.console import Console
 from rich.table import Table
 
+from raceme.protocol.events import Event, UpdateApplied
 from raceme.reporting.style import new_figure, save_figure, series_colour, series_line, style
 
 FLOWER = "fedasync on Flower's Ray"
 LONGEST = 100
 """Clients up to which Flower's Ray engine is asked."""
+STARTED = 80
+"""Updates until workers count as started: twice as many as there are clients."""
 Point = dict[str, Any]
 
 
@@ -42,9 +47,15 @@ def updates_for(clients: int, weights: int) -> int:
 
 
 def trained(workers: str, updates: int) -> Point:
-    """Train CASA on digits with a number of workers; return updates per second."""
+    """Train CASA on digits with a number of workers; return updates per second once they work."""
     from raceme.config import RunConfig
     from raceme.experiment import simulate
+
+    moments: list[float] = []
+
+    def observe(event: Event) -> None:
+        if isinstance(event, UpdateApplied):
+            moments.append(time.perf_counter())
 
     with tempfile.TemporaryDirectory() as folder:
         config = RunConfig(
@@ -57,9 +68,11 @@ def trained(workers: str, updates: int) -> Point:
             out=f"{folder}/run",
         )
         started = time.perf_counter()
-        simulate(config)
-        seconds = time.perf_counter() - started
-    return {"workers": workers, "updates_per_second": updates / seconds, "load": os.getloadavg()[0]}
+        simulate(config, observe)
+    rate = (updates - STARTED) / (moments[-1] - moments[STARTED - 1])
+    start = moments[STARTED - 1] - started
+    found = {"workers": workers, "updates_per_second": rate, "start_seconds": start}
+    return {**found, "load": os.getloadavg()[0]}
 
 
 def on_flower(clients: int, weights: int) -> Point:
@@ -77,9 +90,9 @@ def on_flower(clients: int, weights: int) -> Point:
 
 
 def apart(function: Any, *arguments: object) -> Point:
-    """Call a function in a process of its own."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        found: Point = pool.apply(function, arguments)
+    """Call a function in a process of its own, which may start others."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        found: Point = pool.submit(function, *arguments).result()
     return found
 
 
@@ -145,8 +158,15 @@ def draw(points: Sequence[Point], path: Path) -> None:
                         label=method,
                     )
             panel.set(xscale="log", yscale="log", xlabel=axis, ylabel=label, title=title)
+            panel.xaxis.set_major_locator(LogLocator(10))
+            panel.xaxis.set_major_formatter(EngFormatter(sep=""))
+            panel.yaxis.set_major_locator(LogLocator(10, subs=(1, 2, 5)))
+            panel.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+            for line in (panel.xaxis, panel.yaxis):
+                line.set_minor_locator(NullLocator())
             panel.grid(True)
-        axes[0].legend(frameon=False)
+        axes[0].set_ylim(bottom=50)
+        axes[0].legend(frameon=False, loc="lower center")
         own = [p for p in points if p["axis"] == "workers"]
         axes[3].bar(
             [p["workers"] for p in own],
@@ -204,7 +224,7 @@ def main() -> None:
                 keep(axis, FLOWER, apart(on_flower, clients, weights))
     for workers in options.workers.split(",") if "workers" in wanted else ():
         if ("workers", "casa", workers) not in done:
-            keep("workers", "casa", apart(trained, workers, options.updates or 400))
+            keep("workers", "casa", apart(trained, workers, options.updates or 800))
 
     table = Table(title="How cost grows")
     for column in ("axis", "method", "value", "updates/s", "ms of a core", "peak MB", "load"):
