@@ -60,7 +60,7 @@ def compare(
     if suite is not None and every:
         raise UserError("Give --suite or --all, not both.")
     stamp = time.strftime("%Y%m%d-%H%M%S")
-    if suite is not None and not suite.exists() and (cases := all_shipped().get(str(suite))):
+    if suite is not None and not suite.is_file() and (cases := all_shipped().get(str(suite))):
         folder = out or Path("runs") / f"{stamp}-compare-{suite}"
         planned = []
         for name, path in parts(str(suite), cases, only).items():

@@ -50,21 +50,26 @@ def slowness(comparisons: Mapping[str, Comparison]) -> dict[str, dict[str, float
 
 
 def regret_table(comparisons: Mapping[str, Comparison]) -> Text:
-    """Return the regret of every method on every case, the worst of each in bold."""
+    """Return the regret on every case of every method, the worst of each in bold."""
     points, ratios = regrets(comparisons), slowness(comparisons)
-    cases = [case for case in comparisons if any(case in own for own in points.values())]
-    rows = []
-    for label, own in points.items():
-        worst = max(own.values())
-        shown = [_cell(own.get(case), worst) for case in cases]
-        fast = [ratio <= 1.0 for ratio in ratios.get(label, {}).values()]
-        share = f"{np.mean(fast):.0%}" if fast else _NONE
-        mean = f"{np.mean(list(own.values())):.2f}"
-        rows.append((label, mean, f"{worst:.2f}", share, *shown))
+    labels = sorted(points, key=lambda label: float(np.mean(list(points[label].values()))))
+    worst = {label: max(points[label].values()) for label in labels}
+    rows = [
+        (case, *(_cell(points[label].get(case), worst[label]) for label in labels))
+        for case in comparisons
+        if any(case in own for own in points.values())
+    ]
+    means = (f"{np.mean(list(points[label].values())):.2f}" for label in labels)
+    fastest = ([ratio <= 1.0 for ratio in ratios.get(label, {}).values()] for label in labels)
+    rows += [
+        ("mean", *means),
+        ("worst", *(f"{worst[label]:.2f}" for label in labels)),
+        ("fastest", *(f"{np.mean(fast):.0%}" if fast else _NONE for fast in fastest)),
+    ]
     return Text(
         "Regret: points below the best method of each case",
-        ("method", "mean", "worst", "fastest", *cases),
-        tuple(sorted(rows, key=lambda row: float(row[1]))),
+        ("case", *labels),
+        tuple(rows),
         ("fastest: share of the cases in which no method reaches the target sooner.",),
     )
 

@@ -64,7 +64,7 @@ def load_suite(path: Path) -> Suite:
     UserError
         The file is missing or is not TOML, or has a key that does not exist.
     """
-    if not path.exists() and (SHIPPED / f"{path}.toml").is_file():
+    if not path.is_file() and (SHIPPED / f"{path}.toml").is_file():
         path = SHIPPED / f"{path}.toml"
     tree = _tree(path, ())
     methods = _table(path, "methods", tree.get("methods", {}))

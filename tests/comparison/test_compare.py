@@ -329,7 +329,9 @@ def test_the_tables_of_a_suite_that_others_extend_are_for_its_methods(tmp_path: 
         suite.config(suite.methods[0], 0)
 
 
-def test_compare_as_a_person_types_it(tmp_path: Path) -> None:
+def test_compare_as_a_person_types_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "panicle").mkdir()
     arguments = ["compare", "fedasync", "--out", str(tmp_path / "out"), "--processes", "1"]
     arguments += ["--clients", "8", "--max-updates", "8", "--set", "fedasync.alpha=0.4"]
     result = CliRunner().invoke(app, arguments)
@@ -343,6 +345,7 @@ def test_compare_as_a_person_types_it(tmp_path: Path) -> None:
         (["compare", "--all", "--suite", "x.toml"], "not both"),
         (["compare", "casa", "casa"], "more than once"),
         (["compare", "casa", "--only", "digits-4"], "give --suite panicle"),
+        # A folder of that name is no suite.
         (["compare", "--suite", "panicle", "--only", "digit-4"], "Did you mean 'digits-4'"),
     ):
         failed = CliRunner().invoke(app, wrong)

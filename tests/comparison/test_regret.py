@@ -31,9 +31,13 @@ def test_regret_is_how_far_a_method_is_from_the_best_of_each_case() -> None:
 def test_the_worst_case_of_each_method_is_in_bold() -> None:
     cases = {"one": case(a=(0.90, 2.0), b=(0.85, 1.0)), "two": case(a=(0.70, None), b=(0.71, 3.0))}
     text = regret_table(cases)
+    assert text.columns == ("case", "a", "b")
     assert text.rows == (
-        ("a", "0.50", "1.00", "0%", "0.00", "**1.00**"),
-        ("b", "2.50", "5.00", "100%", "**5.00**", "0.00"),
+        ("one", "0.00", "**5.00**"),
+        ("two", "**1.00**", "0.00"),
+        ("mean", "0.50", "2.50"),
+        ("worst", "1.00", "5.00"),
+        ("fastest", "0%", "100%"),
     )
 
 
