@@ -106,7 +106,8 @@ def run_suites(
     if overview is not None:
         text = overview(done)
         console.print()
-        console.print(text.rich())
+        # Cut to the width of a narrow terminal it would have no names of cases.
+        console.print(text.rich(), width=max(console.width, 100), crop=False)
         path = prepared[0].out.parent / "regret.md"
         path.write_text(text.markdown(), encoding="utf-8")
         console.print(f"\nThe same as a file: {path}", markup=False, soft_wrap=True)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from rich.markup import escape
 from rich.table import Table
+
+_BOLD = re.compile(r"\*\*([^*]+)\*\*")
 
 
 @dataclass(frozen=True)
@@ -44,14 +47,14 @@ class Text:
         words = [word for row in self.rows for word in row[0].split()]
         for index, column in enumerate(self.columns):
             table.add_column(
-                column,
+                column.replace("-", "-\n") if index else column,
                 justify="right" if index else "left",
                 no_wrap=index > 0,
                 min_width=max(map(len, words), default=0) if index == 0 else None,
                 style=None if index else "cyan",
             )
         for row in self.rows:
-            table.add_row(*(escape(cell) for cell in row))
+            table.add_row(*(_BOLD.sub(r"[bold]\1[/bold]", escape(cell)) for cell in row))
         return table
 
     def markdown(self) -> str:
