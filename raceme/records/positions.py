@@ -45,12 +45,15 @@ class Snapshot:
         Where, in steps of 1 / `SCALE`. Shape (n, k).
     updates : int
         Applied by then.
+    is_last : bool
+        Whether the run ended with it, rather than that it was due.
     """
 
     time: float
     clients: tuple[str, ...]
     points: NDArray[np.int16]
     updates: int = 0
+    is_last: bool = False
 
 
 def updates_between(clients: int) -> int:
@@ -91,37 +94,47 @@ class PositionsFile:
         apart = updates_between(len(self._numbers)) * (1 + self._told // self._most)
         return updates - self._updates >= apart
 
-    def write(self, time: float, clients: Sequence[str], points: Points, updates: int = 0) -> None:
+    def write(
+        self,
+        time: float,
+        clients: Sequence[str],
+        points: Points,
+        updates: int = 0,
+        is_last: bool = False,
+    ) -> None:
         """Write a snapshot, turned and mirrored so that clients lie near where they were."""
         points = aligned(points, clients, self._before)
         self._before.update(zip(clients, points.tolist(), strict=True))
-        line = self._line(time, clients, points, updates)
+        line = self._line(Snapshot(time, tuple(clients), steps_of(points), updates, is_last))
         with suppress(OSError), self._path.open("a", encoding="utf-8") as file:
             file.write(line)
 
-    def _line(self, time: float, clients: Sequence[str], points: Points, updates: int) -> str:
+    def _line(self, one: Snapshot) -> str:
+        clients = one.clients
         new = [client for client in clients if client not in self._numbers]
         self._numbers |= {name: len(self._numbers) + index for index, name in enumerate(new)}
         self._told += len(clients)
-        self._written, self._updates = self._written + 1, updates
+        self._written, self._updates = self._written + 1, one.updates
         numbers = np.array([self._numbers[client] for client in clients], "<i4")
         order = np.argsort(numbers)
-        steps = steps_of(points[order])
-        line: dict[str, Any] = {"time": float(time), "updates": updates, "new": new}
+        line: dict[str, Any] = {"time": float(one.time), "updates": one.updates, "new": new}
         if len(clients) < len(self._numbers):
             line["clients"] = numbers[order].tolist()
-        line["dimensions"] = points.shape[1]
-        line["points"] = base64.b64encode(steps.tobytes()).decode()
+        line["dimensions"] = one.points.shape[1]
+        line["points"] = base64.b64encode(one.points[order].tobytes()).decode()
+        if one.is_last:
+            line["last"] = True
         return json.dumps(line) + "\n"
 
     def _cut(self, after: float) -> None:
-        """Keep the snapshots until a time, and go on from the last."""
-        kept = [one for one in PositionsReader(self._path.parent).read() if one.time <= after]
+        """Keep the snapshots until a time, and go on from the last that was due."""
+        found = PositionsReader(self._path.parent).read()
+        kept = [one for one in found if one.time <= after and not one.is_last]
         lines = []
         for one in kept:
             points = one.points / SCALE
             self._before.update(zip(one.clients, points.tolist(), strict=True))
-            lines.append(self._line(one.time, one.clients, points, one.updates))
+            lines.append(self._line(one))
         with suppress(OSError), atomic_write(self._path) as path:
             path.write_text("".join(lines), encoding="utf-8")
 
@@ -177,4 +190,4 @@ class PositionsReader:
         if not (fits and is_known and np.isfinite(time)):
             raise ValueError("the line does not fit itself")
         self._names = names
-        return Snapshot(time, clients, points, int(told.get("updates", 0)))
+        return Snapshot(time, clients, points, int(told.get("updates", 0)), "last" in told)

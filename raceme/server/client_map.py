@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from raceme.clustering.pulls import Pulls, Sketch
-from raceme.protocol.events import Evaluated, Event
+from raceme.protocol.events import Evaluated, Event, RunEnded
 from raceme.protocol.messages import ModelSpec
 from raceme.records.likeness import positions_of_rows
 from raceme.records.positions import PositionsFile
@@ -33,13 +33,21 @@ class ClientMap:
         self, method: Questions, spec: ModelSpec, folder: Path, after: float | None = None
     ) -> None:
         self._method, self._file = method, PositionsFile(folder, after)
+        self._is_missing = False
         self._pulls = method.pulls = Pulls(Sketch(sum(spec.sizes), spec.trainable))
 
     def observe(self, event: Event) -> None:
-        """Write a snapshot with most evaluations; other events are none of its."""
-        if not isinstance(event, Evaluated) or not self._file.wants(event.updates):
-            return
-        method = self._method
+        """Write a snapshot with most evaluations, and at the end; other events are none of its."""
+        if isinstance(event, Evaluated):
+            self._is_missing = not self._file.wants(event.updates)
+            if not self._is_missing:
+                self._write(event)
+        elif isinstance(event, RunEnded) and self._is_missing:
+            self._write(event)
+
+    def _write(self, event: Evaluated | RunEnded) -> None:
+        method, is_last = self._method, isinstance(event, RunEnded)
         clients, rows = self._pulls.seen_from_the_mean(method.models, method.placement)
         if len(clients) > 2:
-            self._file.write(event.time, clients, positions_of_rows(rows), event.updates)
+            points = positions_of_rows(rows)
+            self._file.write(event.time, clients, points, event.updates, is_last)

@@ -92,6 +92,24 @@ def test_snapshots_of_a_long_run_are_further_and_further_apart(tmp_path: Path) -
     assert [resumed.wants(updates) for updates in (670, 680)] == [False, True]
 
 
+def test_the_end_of_a_run_that_is_resumed_leaves_no_trace(tmp_path: Path) -> None:
+    file = PositionsFile(tmp_path)
+    file.write(1.0, NAMES, SQUARE, 10)
+    file.write(2.0, NAMES, SQUARE, 15, is_last=True)
+    assert [one.is_last for one in PositionsReader(tmp_path).read()] == [False, True]
+    resumed = PositionsFile(tmp_path, after=2.0)
+    assert [one.time for one in PositionsReader(tmp_path).read()] == [1.0]
+    resumed.write(3.0, NAMES, SQUARE, 20)
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    file = PositionsFile(whole)
+    file.write(1.0, NAMES, SQUARE, 10)
+    file.write(3.0, NAMES, SQUARE, 20)
+    assert [(path / "positions.jsonl").read_text() for path in (tmp_path, whole)] == [
+        (whole / "positions.jsonl").read_text()
+    ] * 2
+
+
 def test_a_folder_that_cannot_be_written_ends_nothing(tmp_path: Path) -> None:
     PositionsFile(tmp_path / "missing").write(1.0, NAMES, SQUARE)
     assert PositionsReader(tmp_path / "missing").read() == []

@@ -51,3 +51,13 @@ def test_a_run_with_a_map_is_the_same_run(tmp_path: Path) -> None:
     again = simulated(tmp_path / "again")
     name = "positions.jsonl"
     assert (with_map / name).read_bytes() == (again / name).read_bytes()
+
+
+def test_the_last_snapshot_is_of_the_end(tmp_path: Path) -> None:
+    out = simulated(tmp_path / "run", eval_every=5)
+    found = PositionsReader(out).read()
+    # The first four evaluations that find changes; the other seven come too soon after them.
+    assert [(one.updates, one.is_last) for one in found] == [
+        *((updates, False) for updates in (5, 10, 15, 20)),
+        (60, True),
+    ]
