@@ -43,6 +43,15 @@ def serve(
             "--clients-min", metavar="INTEGER", help="devices to wait for at the start", min=1
         ),
     ] = 1,
+    reconnect: Annotated[
+        float,
+        typer.Option(
+            "--reconnect",
+            metavar="SECONDS",
+            help="after a restart: how long devices that were online may take to come back",
+            min=0.0,
+        ),
+    ] = 90.0,
     metrics: Annotated[
         str,
         typer.Option(
@@ -79,7 +88,7 @@ def serve(
     if is_complete(settings):
         print(f"The run in {settings.out} is complete: a higher --max-updates goes on with it.")
         return
-    options = ServeOptions(address, folder, any_device, clients_min, metrics)
+    options = ServeOptions(address, folder, any_device, clients_min, metrics, reconnect)
     with watched(watch, Path(settings.out), watch_address):
         with (
             StopRequest() as stop,

@@ -19,12 +19,15 @@ from raceme.compat.message import identify_process
 from raceme.compat.message_state import MessageState, Parcel, head_of
 from raceme.compat.whole import decode, encode, size_of
 
-_RESTORED_SECONDS = 90.0
+RECONNECT_SECONDS = 90.0
 """How long a node that was online may take to find a server that has been started again."""
 
 
 class LinkState(MessageState):
     """Nodes, messages and replies, and what of them has to survive a restart."""
+
+    reconnect = RECONNECT_SECONDS
+    """Seconds that nodes which were online count as such after :meth:`load_state_dict`."""
 
     def admit(self, keys: Collection[bytes]) -> None:
         """Let the nodes with these public keys in, and no others: they are the registered ones."""
@@ -111,7 +114,7 @@ class LinkState(MessageState):
 
     def _restore_node(self, node: NodeInfo) -> None:
         if node.status == NodeStatus.ONLINE:
-            node.online_until = time.time() + _RESTORED_SECONDS
+            node.online_until = time.time() + self.reconnect
         self.nodes[node.node_id] = node
         self.node_public_key_to_node_id[node.public_key] = node.node_id
         self.owner_to_node_ids.setdefault(node.owner_aid, set()).add(node.node_id)

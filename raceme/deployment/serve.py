@@ -15,7 +15,7 @@ from pathlib import Path
 from raceme import experiment
 from raceme.checkpoints import CHECKPOINTS
 from raceme.compat.fleet_api import Certificates, FleetApi, PortInUseError
-from raceme.compat.link_state import LinkState
+from raceme.compat.link_state import RECONNECT_SECONDS, LinkState
 from raceme.config import RunConfig, Value, read_toml
 from raceme.config.errors import UserError
 from raceme.deployment.certificates import DEVICE_KEYS
@@ -54,6 +54,8 @@ class ServeOptions:
     metrics : str
         ``HOST:PORT`` for `/metrics` and `/healthz`; "off" for none; if nothing is said, the port
         after that of `address`, on loopback, if that is free.
+    reconnect : float
+        Seconds that devices which were online when the server ended may take to come back.
     """
 
     address: str = "0.0.0.0:9092"
@@ -61,6 +63,7 @@ class ServeOptions:
     any_device: bool = False
     clients_min: int = 1
     metrics: str = ""
+    reconnect: float = RECONNECT_SECONDS
 
 
 def prepare(keys: Mapping[str, Value]) -> RunConfig:
@@ -130,6 +133,7 @@ def serve(
     """
     certificates, registered = _credentials(options)
     state = LinkState(app_of(config))
+    state.reconnect = options.reconnect
     api = FleetApi(state, options.address, certificates, registered)
     strategy = experiment.build_strategy(config)
     metrics = Metrics(state, lambda: strategy.progress.fleet.by_node, lambda: len(strategy.models))

@@ -267,6 +267,8 @@ def run_testbed(config: RunConfig, show: Show, shapes: Sequence[Shape] | None = 
             [
                 *(*_RACEME, "serve", "--config", str(keys)),
                 *("--address", f"{address}:{port}", "--metrics", "off"),
+                # Its devices end with it: whoever resumes starts others.
+                *("--reconnect", "0"),
                 # Which device is ready first is chance.
                 *("--clients-min", str(config.num_clients)),
             ],
