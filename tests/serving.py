@@ -16,7 +16,7 @@ from raceme.compat import SERVER_NODE_ID, identify_process
 from raceme.compat.bundle import App
 from raceme.compat.fleet import Endpoint, Keys, generate_keys
 from raceme.compat.fleet_api import Certificates, FleetApi
-from raceme.compat.link_state import LinkState
+from raceme.compat.link_state import RECONNECT_SECONDS, LinkState
 from raceme.deployment.connection import Link, join
 from raceme.deployment.served_grid import ServedGrid
 from raceme.deployment.stopping import StopSignal
@@ -62,10 +62,12 @@ def serving(
     registered: Callable[[], Collection[bytes]] | None = None,
     clients_min: int = 1,
     saved: object = None,
+    reconnect: float = RECONNECT_SECONDS,
 ) -> Iterator[Server]:
     """Serve a grid; with what another has saved it goes on from there."""
     address = f"127.0.0.1:{port or free_port()}"
     state = LinkState(APP)
+    state.reconnect = reconnect
     with FleetApi(state, address, certificates, registered) as api:
         grid = ServedGrid(state, journal, lambda: None, clients_min=clients_min)
         if saved is not None:

@@ -265,6 +265,19 @@ def test_open_messages_and_nodes_survive_a_restart(tmp_path: Path, devices: Exit
         devices.close()
 
 
+def test_nodes_that_nobody_waits_for_are_gone_after_a_restart(
+    tmp_path: Path, devices: ExitStack
+) -> None:
+    port = free_port()
+    with serving(tmp_path / "journal", port) as server:
+        devices.enter_context(light_device(server))
+        tree = saved(server, tmp_path)
+        devices.close()
+    for reconnect, nodes in ((90.0, 1), (0.0, 0)):
+        with serving(tmp_path / "journal", port, saved=tree, reconnect=reconnect) as server:
+            assert len(server.state.online()) == nodes
+
+
 def test_replies_since_the_checkpoint_are_there_after_a_crash_and_others_are_not(
     tmp_path: Path, devices: ExitStack
 ) -> None:
