@@ -357,12 +357,13 @@ class Loop:
     def _free_places(self) -> int | None:
         """Return how many more clients may be given work; None stands for all."""
         places = self._plan.places(len(self._fleet.by_node))
+        if places is None:
+            return None
         clients, open_tasks = self._fleet.clients, self._progress.in_flight.values()
-        if places is None or len(self._fleet.by_node) == len(clients):
-            return None if places is None else places - len(open_tasks)
+        if len(self._fleet.by_node) == len(clients):
+            return places - len(open_tasks)
         # Who went offline with a task trains no more: it must not keep the others from working.
-        busy = sum(clients[task.client].node_id is not None for task in open_tasks)
-        return places - busy
+        return places - sum(clients[task.client].node_id is not None for task in open_tasks)
 
     def _send(self, message: Message, task: Task) -> None:
         """Send work, and remember who has it."""

@@ -37,11 +37,11 @@ class Mlflow:
         self._notes: list[str] = []
         with _alone():
             self._client = MlflowClient()
+            if resumed is not None and kept.is_file():
+                self._run = kept.read_text(encoding="utf-8").strip()
+                self._client.update_run(self._run, status=RunStatus.to_string(RunStatus.RUNNING))
+                return
             number = _experiment(self._client)
-        if resumed is not None and kept.is_file():
-            self._run = kept.read_text(encoding="utf-8").strip()
-            self._client.update_run(self._run, status=RunStatus.to_string(RunStatus.RUNNING))
-            return
         tags = {"raceme.folder": str(out)}
         self._run = self._client.create_run(number, run_name=name, tags=tags).info.run_id
         kept.write_text(f"{self._run}\n", encoding="utf-8")
