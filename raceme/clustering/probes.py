@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from raceme.protocol.messages import BATCH_SIZE, COMPUTE_SCALE, LOCAL_STEPS, Vector, passes
+from raceme.protocol.effort import passes, short_task
+from raceme.protocol.messages import BATCH_SIZE, TASK_SHARE, Vector
 
 HALVES = 2
 _BLOCK = 1024
@@ -363,8 +364,9 @@ def settings_of_probe(
     whole = passes(settings, examples)
     batches = whole * examples / (size if isinstance(size, int) else 1)
     steps = min(most, max(_FEWEST_STEPS, round(batches / 10)))
-    short = passes({**settings, LOCAL_STEPS: steps}, examples)
-    return {LOCAL_STEPS: steps, COMPUTE_SCALE: min(1.0, short / whole)}
+    short = short_task(settings, examples, steps)
+    # Of fewer samples than a mini-batch each step is as long as an ordinary task.
+    return short | {TASK_SHARE: min(1.0, short[TASK_SHARE])}
 
 
 def _unit_rows(rows: NDArray[np.float32]) -> NDArray[np.float32]:

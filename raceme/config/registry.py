@@ -119,6 +119,7 @@ STRATEGIES = Registry(
         "fedasync": "raceme.strategies.fedasync:FedAsync",
         "fedavg": "raceme.strategies.flower_rounds:FedAvg",
         "fedbuff": "raceme.strategies.fedbuff:FedBuff",
+        "fedcompass": "raceme.strategies.fedcompass:FedCompass",
         "feddrift": "raceme.strategies.feddrift:FedDrift",
         "feddrift-async": "raceme.strategies.feddrift_async:FedDriftAsync",
         "feddrift-eager": "raceme.strategies.feddrift:FedDriftEager",

@@ -8,7 +8,6 @@ with its arrays, and Raceme's ClientApp with Flower's strategies.
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property, lru_cache
@@ -162,6 +161,9 @@ ELASTIC_MEMORY = "elastic-memory"
 """Share of former tasks' Fisher information that is left when the next one's is added."""
 COMPUTE_SCALE = "compute-scale"
 """Share of a full local round's computation that a task asks for; only the simulator reads it."""
+TASK_SHARE = "task-share"
+"""Share of an ordinary task's mini-batches that a task has: the simulator charges so much of what a
+device needs for a task of any size, beside what it needs for each sample."""
 REPORT_TIMING = "report-timing"
 """Asks a client to state when it began its work and when it was done; never on virtual time."""
 STARTED_AT = "started-at"
@@ -228,42 +230,6 @@ def count_of(stated: object) -> int | None:
     if isinstance(stated, int | float) and 0 <= stated < _MOST:
         return int(stated)
     return None
-
-
-def passes(settings: Mapping[str, object], examples: int) -> float:
-    """Return how often a training message lets a client go through its samples.
-
-    Parameters
-    ----------
-    settings : Mapping
-        The message's.
-    examples : int
-        Number of the client's training samples.
-    """
-    steps, epochs = settings.get(LOCAL_STEPS, 0), settings.get(LOCAL_EPOCHS, 1)
-    if isinstance(steps, int) and steps > 0:
-        size = settings.get(BATCH_SIZE, 1)
-        return steps * (size if isinstance(size, int) else 1) / max(1, examples)
-    return float(epochs) if isinstance(epochs, int | float) else 1.0
-
-
-PASSES_OF_TRAINING = 3
-"""A step takes a sample forward, and backward at twice the cost: to inputs and to weights."""
-
-
-def forward_cost(settings: Mapping[str, object], examples: int, models: int = 1) -> float:
-    """Return what passing all samples forward once takes, as a `COMPUTE_SCALE`.
-
-    Parameters
-    ----------
-    settings : Mapping
-        Those of the run's training, of whose computation it is a share.
-    examples : int
-        Number of the client's training samples.
-    models : int
-        Models under which the samples are passed.
-    """
-    return models / (PASSES_OF_TRAINING * passes(settings, examples))
 
 
 class InvalidModelError(ValueError):

@@ -175,7 +175,7 @@ class OnRequest(Dispatch):
             memory, and counts as no traffic.
         cost : float
             Share of a whole training that it takes, on virtual time; see
-            :func:`raceme.protocol.messages.forward_cost`.
+            :func:`raceme.protocol.effort.forward_cost`.
         """
         settings = {COMPUTE_SCALE: cost}
         arrays = {ARRAYS: held}

@@ -27,6 +27,8 @@ class Workload(NamedTuple):
         Factor on the compute time, e.g. the share of a model that is trained.
     examples : int or None
         Number of the training examples; None stands for as many as the device has.
+    share : float
+        Mini-batches, of those of an ordinary task: a factor on what any task takes.
     """
 
     epochs: float
@@ -34,6 +36,7 @@ class Workload(NamedTuple):
     bytes_up: int
     scale: float
     examples: int | None = None
+    share: float = 1.0
 
 
 class Outcome(NamedTuple):
@@ -145,6 +148,7 @@ class DeviceModel:
             scale=load.scale,
             rng=rng,
             task=number,
+            share=load.share,
         )
         # Drawn whether it can happen or not, so that one setting does not change other draws.
         dropped = rng.uniform() < self.device.drop

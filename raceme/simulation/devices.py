@@ -98,6 +98,7 @@ class Device:
         scale: float,
         rng: np.random.Generator,
         task: int = 0,
+        share: float = 1.0,
     ) -> float:
         """Return the seconds from sending a training task to having its reply.
 
@@ -114,8 +115,10 @@ class Device:
             a second one by a device with a random part.
         task : int
             Number of the task among those that the device was given, from 0.
+        share : float
+            Factor on what a task takes whatever its size, e.g. of a few mini-batches only.
         """
-        compute = self.seconds_per_round + self.seconds_per_sample * examples * epochs
+        compute = share * self.seconds_per_round + self.seconds_per_sample * examples * epochs
         jitter = rng.uniform(-1.0, 1.0)
         if self.exponential_rate:
             compute += rng.standard_exponential() * examples * epochs / self.exponential_rate

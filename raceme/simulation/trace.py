@@ -66,6 +66,7 @@ class TracedDevice(Device):
         scale: float,
         rng: np.random.Generator,
         task: int = 0,
+        share: float = 1.0,
     ) -> float:
         """Return the recorded time of a task, whatever its size."""
         return self.legs[task % len(self.legs)].seconds

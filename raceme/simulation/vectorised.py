@@ -37,6 +37,7 @@ from raceme.protocol.messages import (
     ROUND,
     STEP,
     TASK,
+    TASK_SHARE,
     TRAIN,
     TRAIN_LOSS,
     VERSION,
@@ -69,7 +70,7 @@ _STACKED = {
     TRAIN: (
         {ARRAYS, MASK},
         {
-            *(KIND, STEP, TASK, VERSION, ROUND, COMPUTE_SCALE, INVITATION),
+            *(KIND, STEP, TASK, VERSION, ROUND, COMPUTE_SCALE, TASK_SHARE, INVITATION),
             *(LR, BATCH_SIZE, LOCAL_EPOCHS, LOCAL_STEPS, PROXIMAL_MU),
         },
     ),

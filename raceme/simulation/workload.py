@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 from flwr.app import ConfigRecord, Context, Message, MessageType, RecordDict
 
-from raceme.protocol.messages import COMPUTE_SCALE, CONFIG, KIND, TRAIN, TRAINING, passes
+from raceme.protocol.effort import passes
+from raceme.protocol.messages import COMPUTE_SCALE, CONFIG, KIND, TASK_SHARE, TRAIN, TRAINING
 from raceme.simulation.device_model import Workload
 
 Cost = Callable[[Message, Context, int], Workload | None]
@@ -46,6 +47,7 @@ def workload_of(message: Message, examples: int) -> Workload:
         bytes_down=sum(sizes),
         bytes_up=sizes[0] if sizes and config.get(KIND, TRAIN) in TRAINING else 0,
         scale=float(config.get(COMPUTE_SCALE, 1.0)),  # type: ignore[arg-type]
+        share=float(config.get(TASK_SHARE, 1.0)),  # type: ignore[arg-type]
     )
 
 

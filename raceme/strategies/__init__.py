@@ -33,6 +33,7 @@ from raceme.strategies.faacl_async import FAACLAsync, FAACLAsyncParameters
 from raceme.strategies.fadas import FADAS, FADASParameters
 from raceme.strategies.fedasync import FedAsync, FedAsyncParameters
 from raceme.strategies.fedbuff import FedBuff, FedBuffParameters
+from raceme.strategies.fedcompass import FedCompass, FedCompassParameters
 from raceme.strategies.feddrift import (
     FedDrift,
     FedDriftEager,
@@ -123,6 +124,8 @@ __all__ = [
     "FedAvgParameters",
     "FedBuff",
     "FedBuffParameters",
+    "FedCompass",
+    "FedCompassParameters",
     "FedDrift",
     "FedDriftAsync",
     "FedDriftAsyncParameters",

@@ -37,7 +37,8 @@ from raceme.clustering.mixtures import (
 from raceme.clustering.model import Model, NonFiniteModelError
 from raceme.config.errors import UserError
 from raceme.config.options import option
-from raceme.protocol.messages import ARRAYS, PROXIMAL_MU, Vector, forward_cost
+from raceme.protocol.effort import forward_cost
+from raceme.protocol.messages import ARRAYS, PROXIMAL_MU, Vector
 from raceme.server.dispatch import Dispatch
 from raceme.server.fleet import Client
 from raceme.server.method import Applied, Method

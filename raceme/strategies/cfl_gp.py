@@ -36,12 +36,11 @@ from raceme.clustering.regroup import kept_homes
 from raceme.clustering.spectral import numbered
 from raceme.config.errors import UserError
 from raceme.config.options import option
+from raceme.protocol.effort import PASSES_OF_TRAINING, forward_cost
 from raceme.protocol.messages import (
     COMPUTE_SCALE,
     LARGEST_SQUARE,
-    PASSES_OF_TRAINING,
     Vector,
-    forward_cost,
 )
 from raceme.protocol.statistics import GRADIENT
 from raceme.server.dispatch import Dispatch, InRounds, Moment, RoundsParameters

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from raceme.clustering.support import no_worse
 from raceme.compat import array_record
 from raceme.config.options import option
+from raceme.protocol.effort import forward_cost
 from raceme.protocol.messages import (
     BORROWED,
     COMPUTE_SCALE,
@@ -37,7 +38,6 @@ from raceme.protocol.messages import (
     MEMORY_STEPS,
     ON,
     Vector,
-    forward_cost,
     numbered,
     to_array,
 )

@@ -25,14 +25,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from raceme.config.options import option
+from raceme.protocol.effort import PASSES_OF_TRAINING, forward_cost
 from raceme.protocol.messages import (
     COMPUTE_SCALE,
     ELASTIC_MEMORY,
     ELASTIC_STRENGTH,
-    PASSES_OF_TRAINING,
     PROXIMAL_MU,
     TRAIN_ELASTIC,
-    forward_cost,
 )
 from raceme.server.dispatch import Dispatch, InRounds
 from raceme.server.method import Applied, Method, average_by_cluster

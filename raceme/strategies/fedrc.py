@@ -32,11 +32,11 @@ from numpy.typing import NDArray
 
 from raceme.compat import array_record
 from raceme.config.options import option
+from raceme.protocol.effort import forward_cost
 from raceme.protocol.messages import (
     COMPUTE_SCALE,
     TRAIN_WEIGHTED,
     Vector,
-    forward_cost,
     to_array,
 )
 from raceme.protocol.statistics import LABEL_MASSES, LABEL_TABLE, MIXING, WEIGHTED_BY

@@ -22,13 +22,13 @@ from numpy.typing import NDArray
 from raceme.clustering.clusters import Clusters
 from raceme.clustering.mixtures import Shares
 from raceme.config.options import option
+from raceme.protocol.effort import forward_cost
 from raceme.protocol.messages import (
     COMPUTE_SCALE,
     LOSSES,
     PROXIMAL_MU,
     TRAIN_OWN,
     Vector,
-    forward_cost,
 )
 from raceme.server.dispatch import Dispatch, InRounds, Moment
 from raceme.server.fleet import Client

@@ -20,6 +20,7 @@ import numpy as np
 from raceme.clustering.mixtures import Shares
 from raceme.compat import array_record
 from raceme.config.options import option
+from raceme.protocol.effort import forward_cost
 from raceme.protocol.messages import (
     COMPUTE_SCALE,
     PROXIMAL_MU,
@@ -27,7 +28,6 @@ from raceme.protocol.messages import (
     TRAIN_MIXED,
     Vector,
     candidate,
-    forward_cost,
     to_array,
 )
 from raceme.server.dispatch import Dispatch

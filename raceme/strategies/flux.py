@@ -41,7 +41,8 @@ from raceme.clustering.clusters import Clusters, parts_of
 from raceme.clustering.model import Model
 from raceme.clustering.spectral import numbered
 from raceme.config.options import option
-from raceme.protocol.messages import ACCURACIES, ARRAYS, COMPUTE_SCALE, SCORES, Vector, forward_cost
+from raceme.protocol.effort import forward_cost
+from raceme.protocol.messages import ACCURACIES, ARRAYS, COMPUTE_SCALE, SCORES, Vector
 from raceme.protocol.stated import LARGEST
 from raceme.protocol.statistics import DESCRIPTORS, LATENT_DIMENSIONS, LATENT_MOST, LATENT_SEED
 from raceme.server.dispatch import Dispatch, InRounds, Moment, RoundsParameters

@@ -38,7 +38,8 @@ from raceme.clustering.model import Model
 from raceme.clustering.regroup import regroup
 from raceme.clustering.spectral import numbered
 from raceme.config.options import option
-from raceme.protocol.messages import COMPUTE_SCALE, Vector, forward_cost
+from raceme.protocol.effort import forward_cost
+from raceme.protocol.messages import COMPUTE_SCALE, Vector
 from raceme.protocol.statistics import IN_ALL, PER_CLASS, PRINCIPAL_DIRECTIONS
 from raceme.server.dispatch import Dispatch, InRounds, Moment, RoundsParameters
 from raceme.server.method import Applied, Method, average_by_cluster

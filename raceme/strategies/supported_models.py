@@ -17,6 +17,7 @@ from raceme.clustering.model import Model
 from raceme.clustering.support import Supported, fewest_samples
 from raceme.config.errors import UserError
 from raceme.config.options import option
+from raceme.protocol.effort import forward_cost
 from raceme.protocol.events import SupportChanged
 from raceme.protocol.messages import (
     ARRAYS,
@@ -27,7 +28,6 @@ from raceme.protocol.messages import (
     ON,
     VALIDATION_SHARE,
     Vector,
-    forward_cost,
     kept_for_validation,
 )
 from raceme.server.fleet import Client

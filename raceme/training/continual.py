@@ -11,11 +11,11 @@ import torch
 from flwr.app import ConfigRecord
 from torch import Tensor
 
+from raceme.protocol.effort import PASSES_OF_TRAINING
 from raceme.protocol.messages import (
     ELASTIC_MEMORY,
     FISHER,
     FORMER,
-    PASSES_OF_TRAINING,
     STEP,
 )
 from raceme.training.kinds import OWN_MODEL, train_model

@@ -13,11 +13,11 @@ from collections.abc import Callable
 
 from flwr.app import ArrayRecord
 
+from raceme.protocol.effort import PASSES_OF_TRAINING
 from raceme.protocol.messages import (
     ACCURACY_AFTER,
     ACCURACY_BEFORE,
     FORMER_STEP,
-    PASSES_OF_TRAINING,
     SAMPLE_PASSES,
     SCORED,
 )

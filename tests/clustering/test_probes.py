@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raceme.clustering.probes import Probes, Sketcher, settings_of_probe
-from raceme.protocol.messages import BATCH_SIZE, COMPUTE_SCALE, LOCAL_EPOCHS, LOCAL_STEPS
+from raceme.protocol.messages import BATCH_SIZE, LOCAL_EPOCHS, LOCAL_STEPS, TASK_SHARE
 from raceme.server.state import from_tree, to_tree
 
 
@@ -119,9 +119,9 @@ def test_a_probe_takes_a_tenth_of_a_task() -> None:
     # 36 samples are four mini-batches: two of them are the least, 20 of 36 samples.
     short = settings_of_probe(settings, 36, 5)
     assert short[LOCAL_STEPS] == 2
-    assert short[COMPUTE_SCALE] == pytest.approx(20 / 36)
+    assert short[TASK_SHARE] == pytest.approx(20 / 36)
     # Fewer samples than a mini-batch: never more than an ordinary task.
-    assert settings_of_probe(settings, 3, 5)[COMPUTE_SCALE] == 1.0
+    assert settings_of_probe(settings, 3, 5)[TASK_SHARE] == 1.0
     assert settings_of_probe(settings, 560, 0) == {}
 
 

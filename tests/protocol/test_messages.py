@@ -13,12 +13,12 @@ from hypothesis.extra import numpy as hnp
 from raceme import models
 from raceme.config import RunConfig
 from raceme.datasets import DataShape
+from raceme.protocol.effort import passes
 from raceme.protocol.messages import (
     InvalidModelError,
     ModelSpec,
     Role,
     from_array,
-    passes,
     to_array,
 )
 

@@ -372,3 +372,10 @@ def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
 def test_mistakes_in_a_profile_are_explained(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         fleet(profile(tmp_path, text), 4, 0)
+
+
+def test_a_short_task_takes_a_share_of_what_any_task_takes() -> None:
+    device = Device(seconds_per_round=2.0, seconds_per_sample=0.01)
+    # A quarter of 2 s, and a quarter of the passes: 100 samples half once.
+    time = device.duration(100, 0.5, 0, 0, 1.0, np.random.default_rng(0), share=0.25)
+    assert time == pytest.approx(0.5 + 0.5)
