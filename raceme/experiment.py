@@ -406,7 +406,7 @@ def _conduct_in(
         unwritten = write_all(
             out,
             summary=result,
-            models={k: spec.views(model.vector) for k, model in strategy.models.items()},
+            models={k: spec.views(model.vector) for k, model in strategy.served.items()},
             similarity=strategy.similarity(),
             target=config.target_accuracy,
             clock="virtual time" if virtual else "time",

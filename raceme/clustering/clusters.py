@@ -90,6 +90,10 @@ class Clusters:
         """Return whether a client has been given a cluster."""
         return bool(self.members.get(client))
 
+    def is_alone(self, client: str) -> bool:
+        """Return whether nobody else is in a client's cluster, online or not."""
+        return self.is_placed(client) and self.size(self.main(client), online_only=False) == 1
+
     def clients(self, cluster: int, online_only: bool = True) -> list[str]:
         """Return the clients of a cluster, in order of joining."""
         return [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -102,3 +102,28 @@ def comes_from(cluster: int, former: int, origins: Mapping[int, Sequence[int]]) 
             seen.add(one)
             open_ones += origins.get(one, [])
     return False
+
+
+def parts_of_split(
+    inside: Sequence[str],
+    group_of: Mapping[str, int],
+    groups: Sequence[int],
+    stays: Callable[[str], bool],
+) -> list[list[str]]:
+    """Return who stays in a cluster that is split, and then each group that leaves it.
+
+    Parameters
+    ----------
+    inside : Sequence[str]
+        Its clients.
+    group_of : Mapping[str, int]
+        The group of each client that has one, those of other clusters included.
+    groups : Sequence[int]
+        Those that leave.
+    stays : Callable
+        Whether a client that does not leave stays; else it is in no part.
+    """
+    here = set(inside)
+    leaving = [[c for c, own in group_of.items() if own == group and c in here] for group in groups]
+    gone = {client for part in leaving for client in part}
+    return [[client for client in inside if client not in gone and stays(client)], *leaving]

@@ -75,6 +75,6 @@ def scores_beside(
         The server's test sets.
     """
     if tests is not None and method.by_distribution and isinstance(event, Evaluated):
-        scores = score_clusters(method.models, tests, event.time, event.updates)
+        scores = score_clusters(method.served, tests, event.time, event.updates)
         if scores is not None:
             yield scores

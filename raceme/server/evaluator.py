@@ -81,7 +81,7 @@ class Evaluator(Sweeper):
         sweep = Sweep(self._clock.now(), progress.updates, len(method.models), len(online), waiting)
         sweep.placed = dict(waiting)
         self._records = {
-            client: self._packer.serve(method.models, method.placement(client))[0]
+            client: self._packer.serve(method.served, method.placement(client))[0]
             for client in waiting
         }
         progress.sweep = sweep
@@ -154,7 +154,7 @@ class Evaluator(Sweeper):
         if client not in self._records:
             # The run was resumed in the middle of an evaluation: the models are those of now.
             method = self._method
-            self._records[client] = self._packer.serve(method.models, method.placement(client))[0]
+            self._records[client] = self._packer.serve(method.served, method.placement(client))[0]
         content = RecordDict(
             {names.ARRAYS: self._records[client], names.CONFIG: ConfigRecord(settings)}
         )
@@ -215,7 +215,7 @@ def tested_by_server(
         for cluster, weight in method.placement(client).items():
             sizes[cluster] += weight
     found: dict[int, MetricRecord] = {}
-    for cluster, model in method.models.items():
+    for cluster, model in method.served.items():
         if measured := test(packer.pack(cluster, model)[0]):
             found[cluster] = measured
     if not found:

@@ -298,6 +298,11 @@ class Questions(ABC):
         """The models by cluster."""
         return self.clusters.models
 
+    @property
+    def served(self) -> Mapping[int, Model]:
+        """The models that clients use and test, by cluster: by default those that they train."""
+        return self.models
+
     def open_task(self, task: Task) -> None:
         """Keep what is needed of the models that travel, and tell the method of the task."""
         if self._keeps_base_of(task):

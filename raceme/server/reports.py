@@ -105,7 +105,7 @@ def fill_result(method: Questions, packer: Packer) -> None:
     """Put models and placements into the result of a run."""
     result = method.result
     result.clusters = {
-        cluster: packer.pack(cluster, model)[0] for cluster, model in method.models.items()
+        cluster: packer.pack(cluster, model)[0] for cluster, model in method.served.items()
     }
     if result.clusters:
         result.arrays = result.clusters[method.clusters.largest()]

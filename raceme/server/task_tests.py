@@ -123,7 +123,7 @@ class TaskTests(Sweeper):
             key = tuple(sorted(weights.items()))
             if key not in known:
                 known[key] = len(records)
-                records.append(self._packer.serve(self._method.models, weights)[0])
+                records.append(self._packer.serve(self._method.served, weights)[0])
             which.append(known[key])
         steps = list(range(len(serving)))
         if ahead:

@@ -13,16 +13,19 @@ merge what is alike (`clustering/repair.py`). A client whose updates suddenly gr
 and placed anew if it does not go where it went; where many have changed, all others are probed
 (`clustering/habits.py`). Inside a cluster, each update moves the model by
 the mean of all members' latest changes, the updating client's renewed, so that nobody owns the
-model by being fast; its share falls from CASA's to that of one member as the cluster learns.
+model by being fast; its share falls from CASA's to that of one member as the cluster learns. What
+clients use is a mean of the model's last versions (`clustering/averages.py`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
+from raceme.clustering.averages import Averages
 from raceme.clustering.clusters import Clusters
 from raceme.clustering.evidence import best_partition, least_evidence, nearest_group, silhouettes
 from raceme.clustering.habits import FEWEST_LENGTHS, Habit, Roll, call_others
@@ -30,7 +33,7 @@ from raceme.clustering.latest import Latest
 from raceme.clustering.model import Model
 from raceme.clustering.pace import calibration, carried, freshness, share_of
 from raceme.clustering.probes import HALVES, Probes, Sketcher, settings_of_probe
-from raceme.clustering.repair import comes_from, movers, plan_repair
+from raceme.clustering.repair import comes_from, movers, parts_of_split, plan_repair
 from raceme.clustering.standing import Examples, shown, spread
 from raceme.config.options import option
 from raceme.protocol.messages import ARRAYS, Vector
@@ -82,6 +85,7 @@ class PanicleParameters:
     stale: float = option(1.0, "power by which what was overtaken counts less (0: alike)", low=0)
     unbiased: bool = option(True, "let members count alike, however often they report")
     clip: float = option(3.0, "longest update, in medians of its cluster's (0: any)", low=0)
+    average: float = option(0.1, "share of versions that a model in use averages", low=0, high=1)
     sketch: int = option(1024, "numbers of a direction that are kept (0: all)", low=0)
     exact_up_to: int = option(
         2000,
@@ -107,6 +111,8 @@ class PanicleState:
         When each client's data were last found to have changed, in updates of the run.
     latest : Latest
         z_i: latest model of each member that is online.
+    averages : Averages
+        The models that clients use.
     learned : dict[int, int]
         Updates that went into a cluster since it was formed.
     origins : dict[int, list[int]]
@@ -126,6 +132,7 @@ class PanicleState:
     habits: dict[str, Habit] = field(default_factory=dict)
     changes: dict[str, int] = field(default_factory=dict)
     latest: Latest = field(default_factory=Latest)
+    averages: Averages = field(default_factory=Averages)
     learned: dict[int, int] = field(default_factory=dict)
     origins: dict[int, list[int]] = field(default_factory=dict)
     changed: int = 0
@@ -278,13 +285,9 @@ class Panicle(Method):
         group = nearest_group(distances, labels)
         if group is not None:
             self._move(client, int(names[group]))
-        elif is_known and not self._is_alone(client):
+        elif is_known and not self.clusters.is_alone(client):
             self._found(client)
             self.state.changed = len(probes.clients)
-
-    def _is_alone(self, client: str) -> bool:
-        clusters = self.clusters
-        return clusters.is_placed(client) and clusters.size(clusters.main(client), False) == 1
 
     def _look_if_due(self) -> None:
         """Look for other clusters if enough is new, and enough is known."""
@@ -348,25 +351,19 @@ class Panicle(Method):
             merged = clusters.merge(sources, score=evidence, threshold=level)
             heirs |= dict.fromkeys(sources, merged)
             self._inherit(merged, sources)
+        group_of = dict(zip(clients, wanted.tolist(), strict=True))
         cluster_of = {group: heirs[home] for group, home in repair.home.items()}
         for parent, groups in repair.splits.items():
             source = heirs[parent]
             home = [group for group, cluster in cluster_of.items() if cluster == source]
-            inside = set(clusters.clients(source, online_only=False))
-            leaving = [
-                [c for c, g in zip(clients, wanted, strict=True) if g == group and c in inside]
-                for group in groups
-            ]
-            gone = {client for part in leaving for client in part}
-            staying = [c for c in inside if c not in gone and self._is_settled(c)]
-            order = {client: place for place, client in enumerate(clusters.members)}
-            parts = [sorted(staying, key=order.__getitem__), *leaving]
+            inside = clusters.clients(source, online_only=False)
+            parts = parts_of_split(inside, group_of, groups, self._is_settled)
             children = clusters.split(source, parts, score=evidence, threshold=level)
             cluster_of |= dict(zip([*home, *groups], children, strict=True))
             for child, part in zip(children, parts, strict=True):
                 self._inherit(child, [source])
                 self._start(child, part)
-        for client, group in zip(clients, wanted.tolist(), strict=True):
+        for client, group in group_of.items():
             self._move(client, cluster_of[group])
         for cluster in sorted(set(clusters.models) - set(cluster_of.values())):
             if not clusters.size(cluster, online_only=False):
@@ -381,6 +378,7 @@ class Panicle(Method):
         state = self.state
         state.origins[cluster] = sources
         state.learned[cluster] = 0
+        state.averages.restart(*sources)
         for source in sources:
             state.learned.pop(source, None)
 
@@ -405,6 +403,7 @@ class Panicle(Method):
         if clusters.is_placed(client) and clusters.main(client) == cluster:
             return
         former = self._home(client)
+        self.state.averages.restart(cluster, former)
         self.state.latest.withdraw(client)
         clusters.move(client, cluster)
         self._habit(client).length = 0.0
@@ -430,11 +429,10 @@ class Panicle(Method):
         if state.unlooked >= _RARELY * max(1, len(state.probes.clients)):
             self._look_if_due()
         k = self.clusters.main(client)
-        former = update.task.cluster
-        has_moved = former != k
+        has_moved = update.task.cluster != k
         staleness = staleness_of(self, update, has_moved)
         is_placed = self.clusters.is_placed(client)
-        if not is_placed or not comes_from(k, former, state.origins):
+        if not is_placed or not comes_from(k, update.task.cluster, state.origins):
             return Applied(k, staleness, weight=0.0)
         delta = self.delta(update)
         length = float(np.linalg.norm(self.compared(delta)))
@@ -476,6 +474,7 @@ class Panicle(Method):
         if own.unbiased and self.clusters.online[client]:
             latest.renew(client, k, vector)
         self.state.learned[k] = learned + 1
+        self.state.averages.take(k, model.vector, own.average, members)
         return alpha
 
     def _home(self, client: str) -> int | None:
@@ -487,6 +486,11 @@ class Panicle(Method):
         if client not in habits:
             habits[client] = Habit(growth=own.growth, every=own.recheck)
         return habits[client]
+
+    @property
+    def served(self) -> Mapping[int, Model]:
+        """What clients use: a mean of each model's last versions, which no update leans on."""
+        return self.state.averages.instead_of(self.models, self.spec.counters)
 
     def similarity(self) -> tuple[list[str], NDArray[np.float32]]:
         """Return how far clients agree, free of chance; NaN where that is not known."""

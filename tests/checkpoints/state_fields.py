@@ -12,6 +12,7 @@ from raceme.clustering.bases import Bases
 from raceme.clustering.clusters import Clusters
 from raceme.config.registry import STRATEGIES
 from raceme.protection.guard import GuardState
+from raceme.server.arrivals import ArrivalState
 from raceme.server.dispatch import RoundState
 from raceme.server.method import Variant
 from raceme.server.progress import Progress
@@ -34,7 +35,8 @@ def state_fields() -> dict[str, dict[str, str]]:
         for part in get_args(kind):
             visit(part)
 
-    for root in (Clusters, Bases, GuardState, Progress, RoundState, WindowState, RequestState):
+    policies = (RoundState, WindowState, RequestState, ArrivalState)
+    for root in (Clusters, Bases, GuardState, Progress, *policies):
         visit(root)
     for name in STRATEGIES:
         method = STRATEGIES[name]

@@ -294,6 +294,49 @@ def test_members_count_alike_however_often_they_report() -> None:
     assert biased.models[0].vector[0] > 0.99
 
 
+def test_what_clients_use_is_a_mean_of_the_last_versions() -> None:
+    strategy = fleet(2, clustering=False, average=1.0)
+    seen = []
+    for client in ("c0", "c1", "c0"):
+        step(strategy, client, *(strategy.models[0].vector + np.float32([1.0, 2.0])))
+        seen.append(strategy.models[0].vector.copy())
+    assert np.allclose(strategy.served[0].vector, np.mean(seen, axis=0))
+    # What they train is the last one.
+    assert strategy.models[0].vector.tolist() == seen[-1].tolist()
+    last = fleet(2, clustering=False, average=0.0)
+    step(last, "c0", 1.0, 0.0)
+    assert last.served[0] is last.models[0]
+
+
+def test_the_mean_begins_anew_when_members_change() -> None:
+    strategy = two_groups(average=1.0)
+    east, north = strategy.clusters.main("c0"), strategy.clusters.main("c3")
+    for client in ("c0", "c1", "c3", "c4"):
+        step(strategy, client, *strategy.models[strategy.clusters.main(client)].vector)
+    assert set(strategy.state.averages.tails) == {east, north}
+    strategy._move("c5", east)
+    assert not strategy.state.averages.tails
+    step(strategy, "c0", *strategy.models[east].vector)
+    merged = strategy.clusters.merge([east, north])
+    strategy._inherit(merged, [east, north])
+    assert not strategy.state.averages.tails
+
+
+def test_tests_and_the_result_are_of_what_clients_use() -> None:
+    strategy = Panicle(PanicleParameters(average=1.0))
+    seen = run_on(strategy, three_groups())
+    plain = run_on(Panicle(PanicleParameters(average=0.0)), three_groups())
+    losses = [
+        [event.loss for event in run if isinstance(event, events.Evaluated)]
+        for run in (seen, plain)
+    ]
+    assert losses[0][-1] != losses[1][-1]
+    for cluster, arrays in strategy.result.clusters.items():
+        own = strategy.spec.unpack(arrays)
+        assert own.tolist() == strategy.served[cluster].vector.tolist()
+        assert own.tolist() != strategy.models[cluster].vector.tolist()
+
+
 def test_a_long_update_is_cut_to_a_few_medians() -> None:
     strategy = fleet(5, clustering=False)
     for client in ("c0", "c1", "c2", "c3"):
