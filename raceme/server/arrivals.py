@@ -163,7 +163,7 @@ class ByArrival(Dispatch):
         if known is None:
             return [update]
         group = state.groups.get(state.home.get(client, -1))
-        if group is None or now >= group.latest:
+        if group is None:
             state.late.append(update)
             return self._dropped(client)
         group.held.append(update)

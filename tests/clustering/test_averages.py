@@ -62,9 +62,9 @@ def test_counters_are_the_models() -> None:
 
 
 def test_the_model_that_is_averaged_may_change_later() -> None:
-    averages, model = Averages(), Model(np.ones(1))
-    averages.take(0, model.vector, 0.5, 1)
-    model.move(np.ones(1, np.float32))
+    averages, vector = Averages(), np.ones(1, np.float32)
+    averages.take(0, vector, 0.5, 1)
+    vector += 1.0
     assert shown(averages) == 1.0
 
 

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raceme.clustering.repair import comes_from, movers, plan_repair
+from raceme.clustering.repair import comes_from, movers, parts_of_split, plan_repair
 
 
 def test_a_group_that_has_no_cluster_is_split_off() -> None:
@@ -52,3 +52,10 @@ def test_a_cluster_comes_from_itself_and_from_what_it_was_made_of() -> None:
     # A circle, as merges and splits can make one: 2 comes from 4, and 4 from 2.
     assert comes_from(2, 1, origins)
     assert not comes_from(3, 5, origins)
+
+
+def test_the_parts_of_a_split_by_hand() -> None:
+    group_of = {"a": 0, "b": 1, "c": 1, "d": 2, "x": 1}
+    # x is in another cluster; of e and f nothing is known, and f is not settled.
+    parts = parts_of_split(["a", "b", "c", "d", "e", "f"], group_of, [1, 2], lambda c: c != "f")
+    assert parts == [["a", "e"], ["b", "c"], ["d"]]

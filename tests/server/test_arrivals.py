@@ -66,6 +66,31 @@ def test_a_client_that_fits_in_no_group_founds_one_that_meets_the_next_work_of_a
     assert made.policy.state.groups[2].latest == pytest.approx(28 + 1.5 * 6 * 2.8)
 
 
+def test_the_next_work_of_a_group_is_as_fast_as_its_fastest_member() -> None:
+    made = bench()
+    made.work(0.0)
+    # 1.5 s a step: expected at 25 s, at the latest at 32.5 s. c0 takes 1.1 s, and joins.
+    made.answer("c1", 10.0)
+    made.policy.state.seconds["c1"] = 1.5
+    assert made.work(10.0) == ["c1"]
+    made.answer("c0", 14.0)
+    made.policy.state.seconds["c0"] = 1.1
+    assert made.work(14.0) == ["c0"]
+    assert made.policy.state.groups[0].fastest == 1.1
+    made.answer("c2", 24.5)
+    # Latest at 32.5 s: (32.5 + 11 − 24.5) / 2.45 = 7.8.
+    made.work(24.5)
+    assert steps(made)["c2"] == 7
+
+
+def test_a_group_that_is_over_is_not_met() -> None:
+    made = two_in_a_group()
+    # It was to be back at 25 s at the latest, and nobody has looked yet.
+    made.answer("c2", 26.0)
+    made.work(26.0)
+    assert steps(made)["c2"] == 10
+
+
 def test_what_comes_late_counts_with_the_next_group() -> None:
     made = two_in_a_group()
     assert made.answer("c0", 20.0) == []
