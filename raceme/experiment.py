@@ -138,10 +138,10 @@ def build_strategy(config: RunConfig) -> Method:
         )
     if config.eval_tasks and drift is None:
         raise UserError("eval-tasks tests on the steps of data that change: choose a drift, too.")
-    if strategy.counts_labels and datasets.data_shape(config).target is not None:
+    if strategy.needs_classes and datasets.data_shape(config).target is not None:
         raise UserError(
-            f"{config.strategy} has clients count their labels, and those of {config.dataset} are "
-            f"quantities: {config.strategy}.detect=direction."
+            f"The labels of {config.dataset} are quantities, and {config.strategy} has clients "
+            f"{strategy.needs_classes}."
         )
     if strategy.validates and config.validation_share == 0:
         raise UserError(

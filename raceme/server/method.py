@@ -100,9 +100,9 @@ class Method(Questions, Strategy):
     # What a method can ask.
 
     @property
-    def counts_labels(self) -> bool:
-        """Whether clients are asked to count their labels, which a regression does not have."""
-        return False
+    def needs_classes(self) -> str:
+        """What clients are asked for that a regression does not have; empty if there is nothing."""
+        return ""
 
     @property
     def spec(self) -> ModelSpec:

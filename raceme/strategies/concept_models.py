@@ -70,6 +70,11 @@ class ConceptParameters:
 # What a client is asked.
 
 
+def without_classes(parameters: ConceptParameters) -> str:
+    """Return what clients are asked for that a regression does not have; empty for losses."""
+    return "measure accuracies, but for measure=loss" if parameters.measure == "accuracy" else ""
+
+
 def scoring(method: Method, concepts: Concepts, client: str, parameters: ConceptParameters) -> Work:
     """Return the work of a client with new data: it measures all models on them."""
     step = method.step_of(client) or 0

@@ -40,6 +40,7 @@ from raceme.strategies.concept_models import (
     seat,
     take_scores,
     training,
+    without_classes,
 )
 
 _ASKING_SECONDS = 120.0
@@ -102,6 +103,11 @@ class FedDrift(Method):
     parameters: FedDriftParameters
     state: FedDriftState
     dispatch: InRounds
+
+    @property
+    def needs_classes(self) -> str:
+        """What clients are asked for that a regression does not have."""
+        return without_classes(self.parameters)
 
     @property
     def asked_kinds(self) -> frozenset[str]:

@@ -33,6 +33,7 @@ from raceme.strategies.concept_models import (
     seat,
     take_scores,
     training,
+    without_classes,
 )
 from raceme.strategies.fedasync import FedAsyncParameters, mix_by_staleness
 
@@ -77,6 +78,11 @@ class FedDriftAsync(Method):
         """Begin with one model; those of single clients are copies of it."""
         self.clusters = Clusters({0: Model(vector)})
         self.state = FedDriftAsyncState()
+
+    @property
+    def needs_classes(self) -> str:
+        """What clients are asked for that a regression does not have."""
+        return without_classes(self.parameters)
 
     @property
     def asked_kinds(self) -> frozenset[str]:

@@ -92,9 +92,9 @@ class FedRC(Method):
     dispatch: InRounds
 
     @property
-    def counts_labels(self) -> bool:
-        """Whether clients are asked to count their labels, which a regression does not have."""
-        return True
+    def needs_classes(self) -> str:
+        """What clients are asked for that a regression does not have."""
+        return "count their labels"
 
     @property
     def asked_kinds(self) -> frozenset[str]:

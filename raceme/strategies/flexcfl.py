@@ -117,6 +117,11 @@ class FlexCFL(Method):
         return bool(self.parameters.detect == "label-counts")
 
     @property
+    def needs_classes(self) -> str:
+        """What clients are asked for that a regression does not have."""
+        return "count their labels, but for detect=direction" if self.counts_labels else ""
+
+    @property
     def asked_kinds(self) -> frozenset[str]:
         """Kinds of work that clients are asked for, beyond training and testing a model."""
         return frozenset({LABEL_COUNTS} if self.counts_labels else ())

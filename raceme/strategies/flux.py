@@ -133,6 +133,11 @@ class FLUX(Method):
     dispatch: InRounds
 
     @property
+    def needs_classes(self) -> str:
+        """What clients are asked for that a regression does not have."""
+        return "" if self.parameters.warmup else "measure accuracies, but for warmup=20 or the like"
+
+    @property
     def asked_kinds(self) -> frozenset[str]:
         """Kinds of work that clients are asked for, beyond training and testing a model."""
         scores = () if self.parameters.warmup else (SCORES,)

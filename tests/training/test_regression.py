@@ -221,13 +221,30 @@ def test_a_run_ends_at_its_target_error_and_says_so_everywhere(
     assert "Accuracy" not in re.sub(r"<script.*?</script>", "", page, flags=re.S)
 
 
-@pytest.mark.parametrize("strategy", ["flexcfl", "flexcfl-async"])
-def test_labels_that_are_quantities_cannot_be_counted(config: RunConfig, strategy: str) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "option", "value"),
+    [
+        ("flexcfl", "detect", "direction"),
+        ("flexcfl-async", "detect", "direction"),
+        ("feddrift", "measure", "loss"),
+        ("feddrift-async", "measure", "loss"),
+        ("flux", "warmup", "20"),
+    ],
+)
+def test_methods_that_need_classes_say_how_to_do_without(
+    config: RunConfig, strategy: str, option: str, value: str
+) -> None:
     keys = {**config.to_mapping(), "strategy": strategy}
-    with pytest.raises(UserError, match=rf"quantities: {strategy}\.detect=direction"):
+    with pytest.raises(UserError, match=rf"are quantities, and {strategy} .*, but for {option}="):
         experiment.build_strategy(RunConfig.from_mapping(keys))
-    keys[f"{strategy}.detect"] = "direction"
-    assert not experiment.build_strategy(RunConfig.from_mapping(keys)).counts_labels
+    keys[f"{strategy}.{option}"] = value
+    assert not experiment.build_strategy(RunConfig.from_mapping(keys)).needs_classes
+
+
+def test_labels_that_are_quantities_cannot_be_counted(config: RunConfig) -> None:
+    keys = {**config.to_mapping(), "strategy": "fedrc"}
+    with pytest.raises(UserError, match="fedrc has clients count their labels"):
+        experiment.build_strategy(RunConfig.from_mapping(keys))
 
 
 def test_an_accuracy_above_1_is_still_refused(config: RunConfig) -> None:
