@@ -11,9 +11,6 @@ from numpy.typing import NDArray
 from raceme.clustering.model import Model
 from raceme.protocol.messages import Vector
 
-LONGEST = 10
-"""Updates of each member that an average goes back at most: older ones are of another model."""
-
 
 @dataclass
 class Tail:
@@ -47,7 +44,7 @@ class Averages:
     tails: dict[int, Tail] = field(default_factory=dict)
 
     def take(self, cluster: int, vector: Vector, share: float, members: int) -> None:
-        """Take a new version in: w̄ ← w̄ + (w − w̄) / max(1, min(share · n, 10 m)).
+        """Take a new version in: w̄ ← w̄ + (w − w̄) / max(1, min(share · n, m)).
 
         Parameters
         ----------
@@ -58,12 +55,13 @@ class Averages:
         share : float
             How much of the n versions so far is averaged over, about; 0: nothing is.
         members : int
-            m: members of the cluster.
+            m: members of the cluster. An average over one update of each leans on none of them, and
+            a longer one is of an older model.
         """
         tail = self.tails.get(cluster)
         if tail is not None:
             tail.count += 1
-            tail.model.mix(vector, 1.0 / max(1.0, min(share * tail.count, LONGEST * members)))
+            tail.model.mix(vector, 1.0 / max(1.0, min(share * tail.count, members)))
         elif share:
             self.tails[cluster] = Tail(Model(vector.copy()))
 
