@@ -131,6 +131,9 @@ def partition(weights: Matrix, parts: int, seed: int) -> NDArray[np.int64]:
     NDArray[np.int64]
         A label in 0 … parts − 1 per client, numbered in order of first appearance. Shape (m,).
     """
+    if parts == len(weights):
+        # scikit-learn warns that it cannot look for so many eigenvectors as it usually does.
+        return np.arange(parts)
     method = SpectralClustering(n_clusters=parts, affinity="precomputed", random_state=seed)
     return numbered(method.fit_predict(weights))
 

@@ -1,5 +1,7 @@
 """Laplacian, eigengap, split decision and partition on matrices small enough to do by hand."""
 
+import warnings
+
 import numpy as np
 import pytest
 
@@ -89,6 +91,13 @@ def test_partition_finds_the_blocks_and_numbers_them_in_order() -> None:
     matrix = blocks([3, 3], inside=0.999, across=0.9)[np.ix_(order, order)]
     labels = partition(matrix, parts=2, seed=0)
     assert labels.tolist() == [0, 1, 0, 1, 0, 1]
+
+
+def test_as_many_parts_as_clients_are_one_each_without_a_warning() -> None:
+    matrix = blocks([2, 2], inside=0.9, across=0.5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert partition(matrix, parts=4, seed=0).tolist() == [0, 1, 2, 3]
 
 
 def test_negative_similarity_is_no_edge() -> None:
