@@ -68,7 +68,7 @@ def compare(
             loaded = (loaded.only(methods) if methods else loaded).with_settings(keys)
             planned.append((with_seeds(loaded, seeds), folder / name))
         with watched(watch, folder, watch_address, comparison=True):
-            run_suites(planned, processes, regret_table, keys.get("workers", ""))
+            run_suites(planned, processes, regret_table, keys.get("workers", ""), folder)
         return
     if only:
         raise UserError("--only chooses parts of a suite that comes along: give --suite panicle.")
@@ -80,7 +80,7 @@ def compare(
     chosen = with_seeds(chosen, seeds)
     folder = out or Path("runs") / f"{stamp}-compare-{chosen.dataset}"
     with watched(watch, folder, watch_address, comparison=True):
-        run_suites([(chosen, folder)], processes, workers=keys.get("workers", ""))
+        run_suites([(chosen, folder)], processes, workers=keys.get("workers", ""), out=folder)
 
 
 def _all_strategies() -> list[str]:

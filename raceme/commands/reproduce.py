@@ -49,7 +49,7 @@ def reproduce(
         else:
             folder_path = Path("runs") / folder
         planned.append((suite, folder_path))
-    run_suites(planned, processes, workers=keys.get("workers", ""))
+    run_suites(planned, processes, workers=keys.get("workers", ""), out=out)
 
 
 def _variants(name: str, dataset: str | None, only: str) -> list[Path]:

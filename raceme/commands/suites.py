@@ -49,6 +49,7 @@ def run_suites(
     processes: int,
     overview: Callable[[Mapping[str, Comparison]], Text] | None = None,
     workers: Value = "",
+    out: Path | None = None,
 ) -> None:
     """Run suites one after another, after all of them were checked, and print their tables.
 
@@ -63,6 +64,8 @@ def run_suites(
     workers : Value
         The key of this name: a Ray cluster's CPUs do the runs, one each; anything else is for runs
         alone.
+    out : Path, optional
+        With which option ``--out`` the same command goes on; None: as it was typed.
     """
     from raceme.checkpoints import interrupted_by_signals
     from raceme.comparison.compare import compare as run_suite
@@ -83,9 +86,9 @@ def run_suites(
             with interrupted_by_signals(), _runner(workers) as (run_all, most):
                 comparison = run_suite(plan, processes or most, console, run_all)
         except KeyboardInterrupt:
+            how = "" if out is None else f" with --out {out}"
             console.print(
-                f"\nInterrupted. Finished runs are kept; to continue, the same command with "
-                f"--out {plan.out}",
+                f"\nInterrupted. Finished runs are kept; to continue, the same command{how}",
                 markup=False,
                 soft_wrap=True,
             )

@@ -137,6 +137,26 @@ def test_interrupted_runs_keep_what_was_done(tmp_path: Path) -> None:
         )
 
 
+def test_an_interrupted_suite_of_several_cases_says_how_it_goes_on(tmp_path: Path) -> None:
+    chosen = ["--suite", "panicle", "--only", "digits-4,digits-6", "--seeds", "0"]
+    limits = ["--max-updates", "1000000", "--processes", "1", "--out", "out"]
+    with subprocess.Popen(
+        [*RACEME, "compare", "fedasync", *chosen, *limits],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        preexec_fn=as_in_a_terminal,
+    ) as process:
+        assert process.stdout is not None
+        first = process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        rest = process.stdout.read()
+        assert process.wait(60) == 130, first + rest
+    # The folder of the suite: that of the case would become the parent of all cases.
+    assert rest.splitlines()[-1].endswith("the same command with --out out")
+
+
 def test_help_shows_types_and_units(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     shown = " ".join(raceme(tmp_path, "run", "--help").stdout.split())
