@@ -80,9 +80,9 @@ class Evaluator(Sweeper):
         waiting = {c.client_id: method.clusters.main(c.client_id) for c in online}
         sweep = Sweep(self._clock.now(), progress.updates, len(method.models), len(online), waiting)
         sweep.placed = dict(waiting)
+        served = method.served
         self._records = {
-            client: self._packer.serve(method.served, method.placement(client))[0]
-            for client in waiting
+            client: self._packer.serve(served, method.placement(client))[0] for client in waiting
         }
         progress.sweep = sweep
         self._evaluate_centrally()

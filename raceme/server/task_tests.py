@@ -117,13 +117,14 @@ class TaskTests(Sweeper):
     def _content(self, serving: list[Weights], last: int, ahead: bool) -> RecordDict:
         """Make a message: each model once, and which of them is tested on which step."""
         records: list[ArrayRecord] = []
+        served = self._method.served
         known: dict[tuple[tuple[int, float], ...], int] = {}
         which = []
         for weights in serving:
             key = tuple(sorted(weights.items()))
             if key not in known:
                 known[key] = len(records)
-                records.append(self._packer.serve(self._method.served, weights)[0])
+                records.append(self._packer.serve(served, weights)[0])
             which.append(known[key])
         steps = list(range(len(serving)))
         if ahead:
