@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from raceme.protocol.effort import passes, short_task
-from raceme.protocol.messages import BATCH_SIZE, TASK_SHARE, Vector
+from raceme.protocol.effort import mini_batches, short_task
+from raceme.protocol.messages import TASK_SHARE, Vector
 
 HALVES = 2
 _BLOCK = 1024
@@ -360,10 +360,7 @@ def settings_of_probe(
     """
     if not most:
         return {}
-    size = settings.get(BATCH_SIZE, 1)
-    whole = passes(settings, examples)
-    batches = whole * examples / (size if isinstance(size, int) else 1)
-    steps = min(most, max(_FEWEST_STEPS, round(batches / 10)))
+    steps = min(most, max(_FEWEST_STEPS, round(mini_batches(settings, examples) / 10)))
     short = short_task(settings, examples, steps)
     # Of fewer samples than a mini-batch each step is as long as an ordinary task.
     return short | {TASK_SHARE: min(1.0, short[TASK_SHARE])}

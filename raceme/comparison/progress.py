@@ -13,7 +13,7 @@ from rich.progress import Progress as Bars
 from raceme.comparison.jobs import Job
 from raceme.comparison.worker import Finished, Progress
 from raceme.protocol.measure import Measure
-from raceme.reporting.console import QUIET_SECONDS, shown_seconds
+from raceme.reporting.console import QUIET_SECONDS, shown_seconds, shown_updates
 
 _ENOUGH = 0.05
 """Share of a run that must be done before anything is said of how long the rest takes."""
@@ -94,7 +94,9 @@ class SuiteProgress:
             score = f", {news.score}" if news.score else ""
             state = f"t = {news.time:.0f} s{score}"
             self._under_way[job] = news
-            self._bars.update(self._lines[job], completed=news.updates, state=state)
+            # Rounds may bring more updates than expected.
+            total = max(news.updates, job.config.planned_updates)
+            self._bars.update(self._lines[job], completed=news.updates, total=total, state=state)
             self._bars.update(self._suite, state=self._left())
         else:
             del self._under_way[job]
@@ -113,7 +115,7 @@ class SuiteProgress:
     def _how_far(self) -> str:
         """Describe the runs under way in one line."""
         each = [
-            f"{job.name}: {news.updates} of {job.config.planned_updates} updates"
+            f"{job.name}: {shown_updates(news.updates, job.config.planned_updates)}"
             if news
             else f"{job.name}: starting"
             for job, news in self._under_way.items()

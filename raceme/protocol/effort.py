@@ -19,9 +19,26 @@ def passes(settings: Mapping[str, object], examples: int) -> float:
     """
     steps, epochs = settings.get(LOCAL_STEPS, 0), settings.get(LOCAL_EPOCHS, 1)
     if isinstance(steps, int) and steps > 0:
-        size = settings.get(BATCH_SIZE, 1)
-        return steps * (size if isinstance(size, int) else 1) / max(1, examples)
+        return steps * _batch_size(settings) / max(1, examples)
     return float(epochs) if isinstance(epochs, int | float) else 1.0
+
+
+def mini_batches(settings: Mapping[str, object], examples: int) -> float:
+    """Return how many mini-batches a training message lets a client go through, parts included.
+
+    Parameters
+    ----------
+    settings : Mapping
+        The message's.
+    examples : int
+        Number of the client's training samples.
+    """
+    return passes(settings, examples) * examples / _batch_size(settings)
+
+
+def _batch_size(settings: Mapping[str, object]) -> int:
+    size = settings.get(BATCH_SIZE, 1)
+    return size if isinstance(size, int) else 1
 
 
 PASSES_OF_TRAINING = 3

@@ -72,6 +72,14 @@ def shown_seconds(seconds: float) -> str:
     return f"{seconds / 3600:.1f} h" if seconds < 172800 else f"{seconds / 86400:.1f} d"
 
 
+def shown_updates(done: int, planned: int) -> str:
+    """Return how many updates are done, of how many.
+
+    A run that ends with a round, a window or a time may have more than were expected.
+    """
+    return f"{done} of {planned} updates" if done <= planned else f"{done} updates"
+
+
 class RunProgress:
     """Shows the progress of a run; an observer of it, and a context manager around it.
 
@@ -151,7 +159,7 @@ class RunProgress:
             self._print(f"evaluated at {event.updates} updates: {self._status()}")
         now = self._clock()
         if self._bar is None and now - self._printed_at >= QUIET_SECONDS:
-            done = f"{self._summary.updates} of {self._max_updates} updates"
+            done = shown_updates(self._summary.updates, self._max_updates)
             self._print(f"{done}: {self._status()}{self._left()}")
         # Drawing costs more than an update does: ten times a second is enough for the eye.
         if self._bar is not None and now - self._drawn_at > 0.1:
@@ -170,7 +178,8 @@ class RunProgress:
         self._drawn_at = self._clock()
         # The time left says what the rate would say.
         line = self._status(rate=False) + self._left()
-        self._bar.update(self._line, completed=self._summary.updates, line=line)
+        done = self._summary.updates
+        self._bar.update(self._line, completed=done, total=max(done, self._max_updates), line=line)
         self._bar.refresh()
 
     def _status(self, rate: bool = True) -> str:

@@ -289,6 +289,11 @@ class Questions(ABC):
         return frozenset()
 
     @property
+    def needs_classes(self) -> str:
+        """What clients are asked for that a regression does not have; empty if there is nothing."""
+        return ""
+
+    @property
     def by_distribution(self) -> bool:
         """Whether cluster k is of the k-th distribution, of which the server may have samples."""
         return False

@@ -100,11 +100,6 @@ class Method(Questions, Strategy):
     # What a method can ask.
 
     @property
-    def needs_classes(self) -> str:
-        """What clients are asked for that a regression does not have; empty if there is nothing."""
-        return ""
-
-    @property
     def spec(self) -> ModelSpec:
         """Names and shapes of a model's arrays; known from the start of a run on."""
         assert self._spec is not None, "start() sets the specification"

@@ -65,6 +65,16 @@ class ColdStartParameters:
     )
     tolerance: float = option(0.2, "share of a client's samples that may change", low=0)
 
+    @property
+    def counts_labels(self) -> bool:
+        """Whether label counts tell that data have changed."""
+        return self.detect == "label-counts"
+
+    @property
+    def needs_classes(self) -> str:
+        """What clients are asked for that a regression does not have; empty if there is nothing."""
+        return "count their labels, but for detect=direction" if self.counts_labels else ""
+
 
 @dataclass(frozen=True)
 class FlexCFLParameters(ColdStartParameters, RoundsParameters):
@@ -112,19 +122,14 @@ class FlexCFL(Method):
     dispatch: InRounds
 
     @property
-    def counts_labels(self) -> bool:
-        """Whether label counts tell that data have changed."""
-        return bool(self.parameters.detect == "label-counts")
-
-    @property
     def needs_classes(self) -> str:
         """What clients are asked for that a regression does not have."""
-        return "count their labels, but for detect=direction" if self.counts_labels else ""
+        return self.parameters.needs_classes
 
     @property
     def asked_kinds(self) -> frozenset[str]:
         """Kinds of work that clients are asked for, beyond training and testing a model."""
-        return frozenset({LABEL_COUNTS} if self.counts_labels else ())
+        return frozenset({LABEL_COUNTS} if self.parameters.counts_labels else ())
 
     def policy(self) -> Dispatch:
         """Work in rounds; who is cold is placed first, and then trains if it was picked."""
@@ -162,7 +167,7 @@ class FlexCFL(Method):
 
     def next_work(self, moment: Moment) -> Iterable[Work]:
         """Ask for label counts before each round; then let its participants work."""
-        if self.counts_labels:
+        if self.parameters.counts_labels:
             asked = self.dispatch.ask_first(moment, self.state.start.answers)
             if asked is not None:
                 return [Work(client, LABEL_COUNTS, models=()) for client in asked]

@@ -72,19 +72,14 @@ class FlexCFLAsync(Method):
     state: FlexCFLAsyncState
 
     @property
-    def counts_labels(self) -> bool:
-        """Whether label counts tell that data have changed."""
-        return bool(self.parameters.detect == "label-counts")
-
-    @property
     def needs_classes(self) -> str:
         """What clients are asked for that a regression does not have."""
-        return "count their labels, but for detect=direction" if self.counts_labels else ""
+        return self.parameters.needs_classes
 
     @property
     def asked_kinds(self) -> frozenset[str]:
         """Kinds of work that clients are asked for, beyond training and testing a model."""
-        return frozenset({LABEL_COUNTS} if self.counts_labels else ())
+        return frozenset({LABEL_COUNTS} if self.parameters.counts_labels else ())
 
     def policy(self) -> Dispatch:
         """Wait for those who make the groups; then nobody waits."""
@@ -121,7 +116,7 @@ class FlexCFLAsync(Method):
         start = self.state.start
         if not self._has_groups or client in start.cold:
             return pretraining(client, self.record_of(start.initial), self.parameters)
-        by_counts = self.counts_labels
+        by_counts = self.parameters.counts_labels
         if by_counts and client not in self.state.told and start.answers(client):
             return Work(client, LABEL_COUNTS, models=())
         return Work(client)

@@ -170,6 +170,14 @@ def test_of_a_resumed_run_only_what_it_did_itself_says_how_long_the_rest_takes()
     assert text.splitlines() == ["70 of 100 updates: t = 70.0 s · 0 clusters · 1/s · 30 s left"]
 
 
+def test_more_updates_than_expected_are_not_so_many_of_fewer() -> None:
+    # Of a run in rounds only about so many are known.
+    assert told((10.0, applied(130))).splitlines() == [
+        "130 updates: t = 130.0 s · 0 clusters · 0/s"
+    ]
+    assert "130/130 t = 130.0 s" in told((10.0, applied(130)), terminal=True)
+
+
 def test_the_bar_says_how_long_it_will_take() -> None:
     text = told((1.0, applied(1)), (25.0, applied(25)), terminal=True)
     assert "25/100 t = 25.0 s · 0 clusters · 75 s left" in text
