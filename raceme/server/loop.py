@@ -205,12 +205,12 @@ class Loop:
             if (evaluated := self._evaluator.begin()) is not None:
                 self._evaluated(evaluated)
         if self._ending is None:
+            # A limit that is reached at the same moment would hide why nothing was learnt.
             rounds = self._method.dispatch.rounds
-            if limit := self._plan.limit(progress.updates, self._num_updates, self.now(), rounds):
+            if hopeless := self._method.dispatch.hopeless() or progress.uselessness():
+                self._ending = Ending.USELESS_REPLIES, hopeless
+            elif limit := self._plan.limit(progress.updates, self._num_updates, self.now(), rounds):
                 self._ending = Ending.LIMIT, limit
-        hopeless = self._method.dispatch.hopeless() or progress.uselessness()
-        if self._ending is None and hopeless:
-            self._ending = Ending.USELESS_REPLIES, hopeless
         return self._ending is not None
 
     def _evaluation_is_due(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from logging import getLogger
 from typing import ClassVar
 
 import numpy as np
@@ -13,6 +14,8 @@ from raceme.server.dispatch import Dispatch, Moment
 from raceme.server.fleet import Client
 from raceme.server.replies import InvalidReplyError, Update
 from raceme.server.work import Task
+
+log = getLogger("raceme")
 
 _HOPELESS_WINDOWS = 3
 """After so many windows in which work was given and nobody was done, nobody ever will be."""
@@ -219,6 +222,12 @@ class InWindows(Dispatch):
         state = self.state
         late, released = list(state.open.values()), state.held
         state.fruitless = state.fruitless + 1 if late and not state.done else 0
+        if state.fruitless == 1:
+            log.warning(
+                "Nobody was done within window %d: is the budget of %g s too short?",
+                state.number,
+                self._budget,
+            )
         for client in list(state.waiting):
             self._end_wait(client, now)
         for client in state.members:

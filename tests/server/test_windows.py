@@ -152,7 +152,9 @@ def test_who_is_lost_or_gone_is_not_waited_for() -> None:
     assert bench.work(2.0) == ["c0"]
 
 
-def test_a_budget_in_which_nobody_is_ever_done_is_hopeless() -> None:
+def test_a_budget_in_which_nobody_is_ever_done_is_hopeless(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     policy = InWindows(2.0, everybody)
     bench = Bench(policy, 2)
     for window in range(3):
@@ -160,6 +162,8 @@ def test_a_budget_in_which_nobody_is_ever_done_is_hopeless() -> None:
         bench.work(2.0 * window)
         bench.wake(2.0 * window + 2.0)
     assert "no update fits into the budget of 2 s" in policy.hopeless()
+    # The first window says so at once, as a run may have no third one.
+    assert [record.args for record in caplog.records] == [(1, 2.0)]
     # One that is done makes up for all.
     bench.work(6.0)
     bench.answer("c0", 7.0)

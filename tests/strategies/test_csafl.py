@@ -8,6 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from clustered import (
+    MODEL,
     at_version,
     check_it_can_be_restored,
     found,
@@ -24,6 +25,7 @@ from raceme.config.errors import UserError
 from raceme.protocol import events
 from raceme.protocol.events import ClusterChange, Ending
 from raceme.server.fleet import Client
+from raceme.server.plan import Plan
 from raceme.strategies import (
     CSAFL,
     CSAFLParameters,
@@ -183,6 +185,14 @@ def test_a_budget_shorter_than_any_update_ends_the_run_and_says_so() -> None:
     assert "no update fits into the budget of 0.5 s" in ended.reason
     # What pre-training has found is not lost.
     assert len(strategy.models) == 3
+
+
+def test_a_limit_at_the_same_moment_does_not_hide_that_no_update_fits() -> None:
+    strategy = CSAFL(CSAFLParameters(**{**OPTIONS, "budget": 0.5}))
+    seen: list[events.Event] = []
+    strategy.run(three_groups(), MODEL, 360, plan=Plan(max_rounds=3), observe=seen.append)
+    (ended,) = [event for event in seen if isinstance(event, events.RunEnded)]
+    assert ended.ending is Ending.USELESS_REPLIES
 
 
 def test_more_groups_than_clients_is_an_error_before_the_run() -> None:
