@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
-from raceme.config import Value, all_keys
+from raceme.config import Key, Value, all_keys
+from raceme.config.errors import UserError
 
 
 def list_names(
+    part: Annotated[
+        str, typer.Argument(metavar="[PART]", help="only names and keys with this in them")
+    ] = "",
     keys: Annotated[bool, typer.Option("--keys", help="also list every key of a run")] = False,
 ) -> None:
     """Show the strategies, datasets, partitions, drifts, models and device profiles."""
@@ -28,11 +34,19 @@ def list_names(
         "device profiles": devices.summaries(),
     }
     console = Console()
-    width = max(len(name) for entries in sections.values() for name in entries)
-    for title, entries in sections.items():
-        console.print(_table(title, entries, width))
-    if keys:
-        console.print(_keys_table())
+    found = {
+        title: {name: text for name, text in sorted(entries.items()) if part in name}
+        for title, entries in sections.items()
+    }
+    found_keys = {name: key for name, key in all_keys().items() if keys and part in name}
+    width = max((len(name) for entries in found.values() for name in entries), default=0)
+    for title, entries in found.items():
+        if entries:
+            console.print(_table(title, entries, width))
+    if found_keys:
+        console.print(_keys_table(found_keys))
+    if not width and not found_keys:
+        raise UserError(f"Nothing that there is to choose from has '{part}' in its name.")
 
 
 def _table(title: str, entries: dict[str, str], width: int) -> Table:
@@ -44,19 +58,21 @@ def _table(title: str, entries: dict[str, str], width: int) -> Table:
     return table
 
 
-def _keys_table() -> Table:
-    """Return every key with its type, its unit, its default, and who reads it."""
+def _keys_table(keys: Mapping[str, Key]) -> Table:
+    """Return keys with what they mean, who reads them, their type, unit and default.
+
+    Two columns, as more of them would be too narrow to read on a terminal of 80.
+    """
     table = _empty_table("keys")
-    table.show_header = True
-    table.add_column("key", no_wrap=True, style="cyan")
-    for head in ("type", "unit", "default", "meaning"):
-        table.add_column(head, overflow="fold")
-    for name, key in all_keys().items():
+    table.add_column(no_wrap=True, style="cyan")
+    table.add_column()
+    for name, key in keys.items():
         # That a key with a strategy's name in front is the strategy's goes without saying.
         readers = [] if "." in name else [", ".join(names) for names in key.readers.values()]
         meaning = f"{'; '.join(readers)}: {key.help}" if readers else key.help
         default = "empty" if key.default == "" else _plain(key.default)
-        table.add_row(name, *map(escape, (key.type, key.unit, default, meaning)))
+        value = " ".join(filter(None, (key.type, key.unit))) + f", default {default}"
+        table.add_row(name, Text.assemble(meaning, "\n", (value, "dim")))
     return table
 
 

@@ -452,7 +452,7 @@ def check_key(name: str, value: Any) -> tuple[Key, Any]:
     if name not in known:
         strategy = name.partition(".")[0]
         own = [key for key in known if key.startswith(f"{strategy}.")]
-        raise unknown_name("key", name, own or known)
+        raise unknown_name("key", name, own or known, "raceme list --keys")
     return known[name], convert(name, value, known[name].item)
 
 

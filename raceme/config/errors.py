@@ -25,7 +25,11 @@ class UserError(Exception):
         super().__init__(f"{plain(message)}\n{snippet}" if snippet else plain(message))
 
 
-def unknown_name(kind: str, name: str, valid: Iterable[str]) -> UserError:
+_MANY = 60
+"""So many names are no longer read where an error is."""
+
+
+def unknown_name(kind: str, name: str, valid: Iterable[str], listed_by: str = "") -> UserError:
     """Build the error for a name that does not exist, with the nearest valid one.
 
     Parameters
@@ -36,9 +40,15 @@ def unknown_name(kind: str, name: str, valid: Iterable[str]) -> UserError:
         What the user wrote.
     valid : Iterable[str]
         All the names that exist.
+    listed_by : str
+        The command that lists them, to be named in their place where they are many.
     """
     names = sorted(valid)
     nearest = difflib.get_close_matches(name[:80], names, n=1, cutoff=0.5)
     hint = f" Did you mean '{nearest[0]}'?" if nearest else ""
     name = name if len(name) <= 80 else f"{name[:80]}…"
-    return UserError(f"Unknown {kind} '{name}'.{hint} Valid: {', '.join(names)}.")
+    if listed_by and len(names) > _MANY:
+        every = f"`{listed_by}` lists all {len(names)}."
+    else:
+        every = f"Valid: {', '.join(names)}."
+    return UserError(f"Unknown {kind} '{name}'.{hint} {every}")

@@ -188,8 +188,19 @@ def test_lists_and_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     listed = raceme(tmp_path, "list", "--keys").stdout
     for name in ("casa", "fedasync", "digits", "label-groups", "cnn", "slow30x5", "casa.gamma"):
         assert name in listed
-    (line,) = (line for line in listed.splitlines() if line.strip().startswith("max-time "))
-    assert line.split()[:4] == ["max-time", "NUMBER", "s", "0.0"]
-    (line,) = (line for line in listed.splitlines() if line.strip().startswith("noise-std "))
+    lines = [line.strip() for line in listed.splitlines()]
+    (at,) = (place for place, line in enumerate(lines) if line.startswith("max-time "))
+    assert lines[at + 1] == "NUMBER s, default 0.0"
+    (line,) = (line for line in lines if line.startswith("noise-std "))
     assert "noise-groups: deviation of the noise" in line
+    names = [line.split()[0] for line in lines[1 : lines.index("datasets")] if line]
+    assert names == sorted(names)
+    # What has a word in its name alone, of all that there is.
+    listed = raceme(tmp_path, "list", "fedbuff", "--keys").stdout
+    lines = [line.split()[0] for line in listed.splitlines() if line.startswith("  ")]
+    assert lines[:2] == ["fedbuff", "fedbuff.k"]
+    assert "datasets" not in listed
+    nothing = raceme(tmp_path, "list", "nothing-like-it")
+    assert nothing.returncode == 2
+    assert "has 'nothing-like-it' in its name" in nothing.stderr
     assert raceme(tmp_path, "--version").stdout.startswith("raceme ")

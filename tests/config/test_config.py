@@ -228,7 +228,7 @@ def test_an_assignment_needs_a_key_and_an_equals_sign(text: str) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("client", 3, "Unknown key 'client'. Did you mean 'clients'"),
+        ("client", 3, "Unknown key 'client'. Did you mean 'clients'\\? `raceme list --keys` lists"),
         ("max_updates", 3, "Did you mean 'max-updates'"),
         ("casa.gama", 0.1, "Did you mean 'casa.gamma'"),
         ("cassa.gamma", 0.1, "Did you mean 'casa.gamma'"),
