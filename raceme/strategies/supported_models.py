@@ -124,8 +124,8 @@ def check_samples(samples: int, alpha: float) -> None:
     needed = fewest_samples(alpha)
     if samples < needed:
         raise UserError(
-            f"A client keeps {samples} samples to compare models on, and a test at level {alpha:g} "
-            f"needs {needed}: raise validation-share, or take fewer clients."
+            f"A client keeps {samples} of its samples to compare models on, and a test at level "
+            f"{alpha:g} needs {needed}: raise validation-share, or take fewer clients."
         )
 
 
