@@ -31,6 +31,8 @@ app = typer.Typer(
     help="Asynchronous, clustered federated learning on Flower.",
     no_args_is_help=True,
     add_completion=False,
+    # Click does so by itself: both together say it twice.
+    suggest_commands=False,
     pretty_exceptions_enable=False,
 )
 app.command(cls=KeyCommand)(with_keys(run.run))

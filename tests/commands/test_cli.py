@@ -183,6 +183,12 @@ def test_a_fleet_that_is_gone_ends_the_run(tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "out").iterdir()} == FILES
 
 
+def test_a_mistyped_command_is_told_once_what_was_meant(tmp_path: Path) -> None:
+    mistyped = raceme(tmp_path, "rnu")
+    assert mistyped.returncode == 2
+    assert mistyped.stderr.count("Did you mean 'run'?") == 1
+
+
 def test_lists_and_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     listed = raceme(tmp_path, "list", "--keys").stdout
