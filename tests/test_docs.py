@@ -1,0 +1,77 @@
+"""The pages: their links lead somewhere, and their commands, keys and suites are there."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from raceme.cli import app
+from raceme.comparison.suite_file import all_shipped, load_suite
+from raceme.config import check_key, general_keys, parse_assignment
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+
+LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")
+FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    text = FENCE.sub("", page.read_text(encoding="utf-8"))
+    headings = re.findall(r"^#+ +(.+?) *$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    links = LINK.findall(FENCE.sub("", page.read_text(encoding="utf-8")))
+    targets = [((page.parent / path).resolve() if path else page, anchor) for path, anchor in links]
+    assert [str(target) for target, _ in targets if not target.exists()] == []
+    pages = [(target, anchor) for target, anchor in targets if anchor and target.suffix == ".md"]
+    assert [(t.name, anchor) for t, anchor in pages if anchor not in anchors(t)] == []
+
+
+COMMANDS: Any = typer.main.get_command(app)
+
+
+def commands_on(page: Path) -> Iterator[list[str]]:
+    """Yield the arguments of every `raceme` that a page tells to type, one command a line."""
+    for block in FENCE.findall(page.read_text(encoding="utf-8")):
+        for line in block.replace("\\\n", " ").splitlines():
+            # An assignment before it, and what its output is piped into, are the shell's.
+            found = re.match(r"\s*(?:\$ |sudo |[A-Z_]+=\S+ )*raceme (.*)", line)
+            if found:
+                typed = re.split(r"\s(?:&&?|\||>)", found[1])[0]
+                yield shlex.split(typed, comments=True)
+
+
+# Those of docs/extending.md have keys that the page itself adds; test_extending.py types them.
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.name != "extending.md"], ids=lambda page: page.name
+)
+def test_commands_are_understood(page: Path) -> None:
+    for arguments in commands_on(page):
+        if arguments[0].startswith("-"):
+            continue
+        name, command, rest = COMMANDS.resolve_command(typer.Context(COMMANDS), arguments)
+        # What cannot be parsed raises, with the options that there are.
+        given = command.make_context(name, list(rest)).params
+        keys = dict(map(parse_assignment, given.get("assignments") or []))
+        general = {key: given.get(item.name) for key, item in general_keys().items()}
+        keys |= {key: value for key, value in general.items() if value is not None}
+        # The value of another command's own option is no key's.
+        for key, value in keys.items() if "assignments" in given else ():
+            check_key(key, value)
+        if name == "reproduce" and given["name"]:
+            parts = all_shipped()[given["name"]]
+            chosen = [parts[part] for part in given["only"].split(",") if part] or parts.values()
+            wanted = {label for label in (given["methods"] or "").split(",") if label}
+            for suite in map(load_suite, chosen):
+                assert wanted <= {method.label for method in suite.methods}, arguments
