@@ -52,7 +52,7 @@ def commands_on(page: Path) -> Iterator[list[str]]:
                 yield shlex.split(typed, comments=True)
 
 
-# Those of docs/extending.md have keys that the page itself adds; test_extending.py tries its examples.
+# Those of docs/extending.md have keys that the page itself adds; test_extending.py tries it.
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if page.name != "extending.md"], ids=lambda page: page.name
 )
