@@ -7,6 +7,7 @@ change of label counts after which a client is taken through it again.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -98,7 +99,7 @@ class ColdStart:
             group
             for other, group in homes.items()
             if other != client
-            and other in self.placed_with
+            and len(self.placed_with.get(other, ())) == len(own)
             and overlap(own, np.asarray(self.placed_with[other], np.float64)) >= _MUCH
         }
         return found.pop() if len(found) == 1 else None
@@ -116,6 +117,20 @@ class ColdStart:
     def ask(self, client: str) -> None:
         """Note that a client is asked for them."""
         self.unanswered[client] = self.unanswered.get(client, 0) + 1
+
+    def usual_labels(self, client: str, labels: int) -> int:
+        """Return how many labels a client's counts should have, which come with `labels` of them.
+
+        As many as most others' have. Whoever is first does not speak for all: a device with
+        another task, or one that lies, would shut everybody else out.
+        """
+        first, known = next(iter(self.counts.items()), ("", []))
+        # Mostly so, and it spares a look at all of a large fleet.
+        if first != client and len(known) == labels:
+            return labels
+        lengths = Counter(len(told) for other, told in self.counts.items() if other != client)
+        usual, clients = lengths.most_common(1)[0] if lengths else (labels, 0)
+        return usual if clients > lengths[labels] + 1 else labels
 
     def count(self, client: str, counts: Sequence[int], examples: int, tolerance: float) -> None:
         """Note a client's label counts; it is cold if they have changed too much.
@@ -136,7 +151,7 @@ class ColdStart:
         if client in self.cold:
             return
         then = self.placed_with.setdefault(client, self.counts[client])
-        if has_shifted(counts, then, examples, tolerance):
+        if len(then) != len(counts) or has_shifted(counts, then, examples, tolerance):
             self.cold[client] = True
 
 

@@ -315,8 +315,7 @@ def take_counts(start: ColdStart, answer: Answer, examples: int, tolerance: floa
         raise InvalidReplyError("it brings no label counts")
     if counts.min() < 0 or not counts.any():
         raise InvalidReplyError("its label counts are no counts")
-    # What was taken in is of one length: any client's tells it.
-    labels = len(next(iter(start.counts.values()), counts))
+    labels = start.usual_labels(client, len(counts))
     if len(counts) != labels:
         raise InvalidReplyError(f"it counts {len(counts)} labels, and others {labels}")
     if answer.num_examples and int(counts.sum()) != answer.num_examples:

@@ -97,6 +97,28 @@ def test_the_overlap_of_labels() -> None:
     assert overlap(np.array([3.0, 0.0]), np.array([0.0, 1.0])) == 0.0
 
 
+def test_whoever_counts_its_labels_first_does_not_speak_for_all() -> None:
+    start = ColdStart(np.zeros(2, np.float32))
+    assert start.usual_labels("liar", 3) == 3
+    start.count("liar", [9, 0, 1], 10, 0.2)
+    start.settle("liar")
+    # One against one decides nothing; from two on the others do.
+    assert start.usual_labels("a", 2) == 2
+    start.count("a", [10, 0], 10, 0.2)
+    assert start.usual_labels("liar", 3) == 3
+    assert start.usual_labels("b", 2) == 2
+    start.count("b", [10, 0], 10, 0.2)
+    assert start.usual_labels("liar", 3) == 2
+    # Who agrees with the first is taken in: it harms itself alone.
+    assert start.usual_labels("c", 3) == 3
+    # Counts of another length are nobody's labels, and new ones of the usual length a change.
+    start.settle("a")
+    assert start.group_by_labels("b", {"liar": 1}) is None
+    assert start.group_by_labels("b", {"liar": 1, "a": 2}) == 2
+    start.count("liar", [10, 0], 10, 0.2)
+    assert start.cold == {"liar": True}
+
+
 def test_a_group_by_labels_is_the_only_one_that_has_them() -> None:
     start = ColdStart(np.zeros(2, np.float32))
     for client, counts in {"a": [10, 0, 0], "b": [5, 0, 5], "c": [0, 0, 8]}.items():
