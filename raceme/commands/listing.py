@@ -46,7 +46,9 @@ def list_names(
     if found_keys:
         console.print(_keys_table(found_keys))
     if not width and not found_keys:
-        raise UserError(f"Nothing that there is to choose from has '{part}' in its name.")
+        others = sum(part in name for name in all_keys())
+        hint = f" `raceme list {part} --keys` lists {others} keys that have it." if others else ""
+        raise UserError(f"Nothing that there is to choose from has '{part}' in its name.{hint}")
 
 
 def _table(title: str, entries: dict[str, str], width: int) -> Table:

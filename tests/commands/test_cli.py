@@ -208,5 +208,6 @@ def test_lists_and_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert "datasets" not in listed
     nothing = raceme(tmp_path, "list", "nothing-like-it")
     assert nothing.returncode == 2
-    assert "has 'nothing-like-it' in its name" in nothing.stderr
+    assert "has 'nothing-like-it' in its name.\n" in nothing.stderr
+    assert "`raceme list gamma --keys` lists" in raceme(tmp_path, "list", "gamma").stderr
     assert raceme(tmp_path, "--version").stdout.startswith("raceme ")
