@@ -38,16 +38,16 @@ def list_names(
         title: {name: text for name, text in sorted(entries.items()) if part in name}
         for title, entries in sections.items()
     }
-    found_keys = {name: key for name, key in all_keys().items() if keys and part in name}
+    found_keys = {name: key for name, key in all_keys().items() if part in name}
     width = max((len(name) for entries in found.values() for name in entries), default=0)
     for title, entries in found.items():
         if entries:
             console.print(_table(title, entries, width))
-    if found_keys:
+    if keys and found_keys:
         console.print(_keys_table(found_keys))
-    if not width and not found_keys:
-        others = sum(part in name for name in all_keys())
-        hint = f" `raceme list {part} --keys` lists {others} keys that have it." if others else ""
+    elif not width:
+        count = len(found_keys)
+        hint = f" `raceme list {part} --keys` lists {count} keys that have it." if count else ""
         raise UserError(f"Nothing that there is to choose from has '{part}' in its name.{hint}")
 
 

@@ -124,11 +124,16 @@ class SuiteProgress:
         return "; ".join([f"{self._done} of {self._total} runs done", *each, *filter(None, [left])])
 
     def _left(self) -> str:
-        """Say how long the rest will take, runs under way counted by their updates."""
+        """Say how long the rest will take, runs under way counted by their updates.
+
+        Nothing is said while one has more of them than were expected: who knows how many come.
+        """
         parts = [
-            min(news.updates / job.config.planned_updates, 1.0) if news else 0.0
+            news.updates / job.config.planned_updates if news else 0.0
             for job, news in self._under_way.items()
         ]
+        if max(parts, default=0.0) > 1.0:
+            return ""
         done = self._done - self._kept + sum(parts)
         seconds = self._clock() - self._started
         if done < _ENOUGH or self._done >= self._total:

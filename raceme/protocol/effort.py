@@ -24,15 +24,7 @@ def passes(settings: Mapping[str, object], examples: int) -> float:
 
 
 def mini_batches(settings: Mapping[str, object], examples: int) -> float:
-    """Return how many mini-batches a training message lets a client go through, parts included.
-
-    Parameters
-    ----------
-    settings : Mapping
-        The message's.
-    examples : int
-        Number of the client's training samples.
-    """
+    """Return how many mini-batches the passes of :func:`passes` are, parts of one included."""
     return passes(settings, examples) * examples / _batch_size(settings)
 
 

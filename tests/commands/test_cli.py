@@ -111,21 +111,26 @@ def test_bad_input_is_one_line_before_any_work(
     assert not (tmp_path / "out").exists()
 
 
-def test_interrupted_runs_keep_what_was_done(tmp_path: Path) -> None:
-    command = [*RACEME, "run", "--max-updates", "1000000", "--workers", "0", "--out", "out"]
+def interrupted(folder: Path, lines: int, *arguments: str) -> str:
+    """Press Ctrl-C after so many lines of a command, and return what it prints then."""
     with subprocess.Popen(
-        command,
-        cwd=tmp_path,
+        [*RACEME, *arguments],
+        cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         preexec_fn=as_in_a_terminal,
     ) as process:
         assert process.stdout is not None
-        seen = [line for line, _ in zip(process.stdout, range(3), strict=False)]
+        seen = [process.stdout.readline() for _ in range(lines)]
         process.send_signal(signal.SIGINT)
         rest = process.stdout.read()
         assert process.wait(60) == 130, "".join(seen) + rest
+    return rest
+
+
+def test_interrupted_runs_keep_what_was_done(tmp_path: Path) -> None:
+    interrupted(tmp_path, 3, "run", "--max-updates", "1000000", "--workers", "0", "--out", "out")
     out = tmp_path / "out"
     assert {path.name for path in out.iterdir()} >= FILES
     summary = json.loads((out / "summary.json").read_text())
@@ -140,19 +145,7 @@ def test_interrupted_runs_keep_what_was_done(tmp_path: Path) -> None:
 def test_an_interrupted_suite_of_several_cases_says_how_it_goes_on(tmp_path: Path) -> None:
     chosen = ["--suite", "panicle", "--only", "digits-4,digits-6", "--seeds", "0"]
     limits = ["--max-updates", "1000000", "--processes", "1", "--out", "out"]
-    with subprocess.Popen(
-        [*RACEME, "compare", "fedasync", *chosen, *limits],
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        preexec_fn=as_in_a_terminal,
-    ) as process:
-        assert process.stdout is not None
-        first = process.stdout.readline()
-        process.send_signal(signal.SIGINT)
-        rest = process.stdout.read()
-        assert process.wait(60) == 130, first + rest
+    rest = interrupted(tmp_path, 1, "compare", "fedasync", *chosen, *limits)
     # The folder of the suite: that of the case would become the parent of all cases.
     assert rest.splitlines()[-1].endswith("the same command with --out out")
 

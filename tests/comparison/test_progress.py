@@ -43,6 +43,6 @@ def test_ten_quiet_seconds_have_a_line(tmp_path: Path) -> None:
         "[2/3] fedasync, seed 0: FAILED: it left no summary",
         # 1 + 0.6 of two runs after 40 s.
         "2 of 3 runs done; casa, seed 0: 60 of 100 updates; about 10 s left",
-        # A run in rounds may have more than were expected.
-        "2 of 3 runs done; casa, seed 0: 104 updates; about 1 s left",
+        # A run in rounds may have more than were expected: nobody knows how many.
+        "2 of 3 runs done; casa, seed 0: 104 updates",
     ]
