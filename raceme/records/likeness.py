@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 from scipy.linalg import orthogonal_procrustes
+from scipy.spatial.distance import pdist, squareform
+from sklearn.manifold import smacof
 
 Points = NDArray[np.float64]
 DIMENSIONS = 4
@@ -159,17 +161,6 @@ def flattened(
     if 2 * len(known) > n:
         flat = aligned(flat, clients, before)
         flat[known] = [before[clients[index]] for index in known]
-    wanted = _distances(points)
-    for _ in range(_TURNS):
-        found = _distances(flat)
-        ratios = np.divide(wanted, found, out=np.zeros_like(wanted), where=found > 1e-9)
-        # The Guttman transform: no step makes the distances worse.
-        flat = (ratios.sum(axis=1)[:, None] * flat - ratios @ flat) / n
+    wanted = squareform(pdist(points))
+    flat, _ = smacof(wanted, init=flat, n_init=1, max_iter=_TURNS, eps=0.0, normalized_stress=False)
     return aligned(flat, clients, before)
-
-
-def _distances(points: Points) -> Points:
-    squares = (points**2).sum(axis=1)
-    between = squares[:, None] + squares[None] - 2.0 * points @ points.T
-    np.fill_diagonal(between, 0.0)
-    return np.asarray(np.sqrt(np.maximum(between, 0.0)))

@@ -391,6 +391,7 @@ class Panicle(Method):
     def _found(self, client: str) -> None:
         """Give a client that is far from all clusters one of its own."""
         source = self.clusters.main(client)
+        self.state.averages.restart(self._home(client))
         self.state.latest.withdraw(client)
         cluster = self.clusters.found(self.models[source].copy(), [client])
         self.state.origins[cluster] = [source]

@@ -147,6 +147,21 @@ def test_newcomers_of_an_unknown_group_found_a_cluster() -> None:
     assert len(strategy.models) == 3
 
 
+def test_who_leaves_to_found_a_cluster_is_in_no_average_that_is_used() -> None:
+    strategy = two_groups(average=0.5)
+    home = strategy.clusters.main("c0")
+    for _ in range(4):
+        for client in ("c0", "c1", "c2"):
+            step(strategy, client, *(0.1 + strategy.models[home].vector))
+    assert not np.array_equal(strategy.served[home].vector, strategy.models[home].vector)
+    strategy.state.habits["c0"].doubted = True
+    probe(strategy, "c0", -3.0, -3.0)
+    assert homes(strategy)["c0"] == home
+    probe(strategy, "c0", -3.0, -3.0)
+    assert homes(strategy)["c0"] not in {home, homes(strategy)["c3"]}
+    assert strategy.served[home] is strategy.models[home]
+
+
 def test_a_client_whose_updates_suddenly_grow_is_probed_and_moved() -> None:
     strategy = two_groups()
     for _ in range(2):
