@@ -1,4 +1,4 @@
-"""Messages to an executor, and its replies."""
+"""Messages to an executor, what their nodes know, and replies."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ from raceme import compat
 from raceme.simulation import Executor
 
 _made = iter(range(10**9))
+
+
+def context_of(node: int = 1, **run_config: object) -> Context:
+    config = {"name": "a run", **run_config}
+    return Context(1, node, {"partition-id": node - 1}, RecordDict(), config)
 
 
 def message_to(node: int, action: str, **records: object) -> Message:

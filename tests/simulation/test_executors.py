@@ -14,8 +14,8 @@ import numpy as np
 import pool_apps
 import pytest
 import torch
-from asking import ask, message_to
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from asking import ask, context_of, message_to
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
 from raceme import client_app, compat, experiment, models
 from raceme.config import RunConfig
@@ -35,11 +35,6 @@ def pool() -> Iterator[Pool]:
     executor = Pool("pool_apps:app", workers=2, slot_bytes=2000)
     yield executor
     executor.close()
-
-
-def context_of(node: int = 1, **run_config: object) -> Context:
-    config = {"name": "a run", **run_config}
-    return Context(1, node, {"partition-id": node - 1}, RecordDict(), config)
 
 
 def both(pool: Pool, node: int, action: str, **records: object) -> tuple[Message, Message]:

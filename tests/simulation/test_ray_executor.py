@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pool_apps
 import pytest
-from asking import ask, message_to
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, MetricRecord, RecordDict
+from asking import ask, context_of, message_to
+from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord
 
 from raceme.config.errors import UserError
 from raceme.protocol.messages import from_array, to_array
@@ -30,10 +30,6 @@ def actors() -> Iterator[object]:
         executor = RayActors("pool_apps:app", "ray", cores=1)
         yield executor
         executor.close()
-
-
-def context_of(node: int = 1) -> Context:
-    return Context(1, node, {"partition-id": node - 1}, RecordDict(), {"name": "a run"})
 
 
 def test_actors_pass_all_kinds_of_records_in_order(actors) -> None:
