@@ -212,7 +212,7 @@ def _say_resumed(
         progress.say(f"{job.name}: finished before, kept")
     for job in half:
         if job.can_resume:
-            progress.say(f"{job.name}: half-done, resumed from its last checkpoint")
+            progress.resume(job)
         else:
             lost.append(job)
             progress.say(f"{job.name}: half-written, removed and done again")

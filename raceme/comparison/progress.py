@@ -51,6 +51,9 @@ class SuiteProgress:
         # What was kept of an earlier comparison says nothing of how long a run takes.
         self._kept, self._started = done, clock()
         self._total, self._done = total, done
+        # Nor does what half-done runs had done: it is known at the first news of each.
+        self._resumed: set[Job] = set()
+        self._before = 0.0
         self._lines: dict[Job, TaskID] = {}
         self._bars = Bars(
             TextColumn("{task.description}", markup=False),
@@ -83,6 +86,11 @@ class SuiteProgress:
         self._kept += done
         self._bars.update(self._suite, total=self._total, completed=self._done)
 
+    def resume(self, job: Job) -> None:
+        """Note that a run goes on from a checkpoint."""
+        self._resumed.add(job)
+        self.say(f"{job.name}: half-done, resumed from its last checkpoint")
+
     def report(self, job: Job, news: Progress | Finished | None) -> None:
         """Show that a run started, how far it is, or how it ended."""
         if news is None:
@@ -94,6 +102,9 @@ class SuiteProgress:
             score = f", {news.score}" if news.score else ""
             state = f"t = {news.time:.0f} s{score}"
             self._under_way[job] = news
+            if job in self._resumed:
+                self._resumed.remove(job)
+                self._before += _share(job, news)
             # Rounds may bring more updates than expected.
             total = max(news.updates, job.config.planned_updates)
             self._bars.update(self._lines[job], completed=news.updates, total=total, state=state)
@@ -128,18 +139,20 @@ class SuiteProgress:
 
         Nothing is said while one has more of them than were expected: who knows how many come.
         """
-        parts = [
-            news.updates / job.config.planned_updates if news else 0.0
-            for job, news in self._under_way.items()
-        ]
+        parts = [_share(job, news) for job, news in self._under_way.items()]
         if max(parts, default=0.0) > 1.0:
             return ""
         done = self._done - self._kept + sum(parts)
-        seconds = self._clock() - self._started
-        if done < _ENOUGH or self._done >= self._total:
+        here, seconds = done - self._before, self._clock() - self._started
+        if here < _ENOUGH or self._done >= self._total:
             return ""
-        left = (self._total - self._kept - done) * seconds / done
+        left = (self._total - self._kept - done) * seconds / here
         return f"about {shown_seconds(left)} left"
+
+
+def _share(job: Job, news: Progress | None) -> float:
+    """Return how much of a run is done; more than 1 of one with more updates than expected."""
+    return news.updates / job.config.planned_updates if news else 0.0
 
 
 def _ending(job: Job, news: Finished) -> str:

@@ -46,3 +46,21 @@ def test_ten_quiet_seconds_have_a_line(tmp_path: Path) -> None:
         # A run in rounds may have more than were expected: nobody knows how many.
         "2 of 3 runs done; casa, seed 0: 104 updates",
     ]
+
+
+def test_what_a_resumed_run_had_done_says_nothing_of_the_time_left(tmp_path: Path) -> None:
+    suite = of_names(["casa", "fedasync"], {"max-updates": 100})
+    casa, _ = make_jobs(suite, suite.methods, (0,), tmp_path)
+    out, now = StringIO(), 0.0
+    with SuiteProgress(2, 0, Console(file=out, width=200), clock=lambda: now) as progress:
+        progress.resume(casa)
+        progress.report(casa, None)
+        for moment, updates in ((1.0, 70), (10.0, 72), (20.0, 80)):
+            now = moment
+            progress.report(casa, Progress(updates, 1.0, ""))
+    assert out.getvalue().splitlines() == [
+        "casa, seed 0: half-done, resumed from its last checkpoint",
+        "0 of 2 runs done; casa, seed 0: 72 of 100 updates",
+        # 0.1 of a run in 20 s, and 1.2 are left.
+        "0 of 2 runs done; casa, seed 0: 80 of 100 updates; about 4 min left",
+    ]
