@@ -17,7 +17,10 @@ from raceme.config.errors import UserError
 
 def list_names(
     part: Annotated[
-        str, typer.Argument(metavar="[PART]", help="only names and keys with this in them")
+        str,
+        typer.Argument(
+            metavar="[PART]", help="a list, e.g. datasets; or names and keys with this in them"
+        ),
     ] = "",
     keys: Annotated[bool, typer.Option("--keys", help="also list every key of a run")] = False,
 ) -> None:
@@ -26,17 +29,22 @@ def list_names(
     from raceme.simulation import devices
 
     sections = {
-        "strategies": STRATEGIES.summaries(),
-        "datasets": DATASETS.summaries(),
-        "partitions": PARTITIONERS.summaries(),
-        "drifts": DRIFTS.summaries(),
-        "models": MODELS.summaries(),
-        "device profiles": devices.summaries(),
+        ("strategies", "strategy"): STRATEGIES.summaries(),
+        ("datasets", "dataset"): DATASETS.summaries(),
+        ("partitions", "partition"): PARTITIONERS.summaries(),
+        ("drifts", "drift"): DRIFTS.summaries(),
+        ("models", "model"): MODELS.summaries(),
+        ("device profiles", "devices"): devices.summaries(),
     }
     console = Console()
+    # A list is also asked for by the key that takes one of its names.
     found = {
-        title: {name: text for name, text in sorted(entries.items()) if part in name}
-        for title, entries in sections.items()
+        title: {
+            name: text
+            for name, text in sorted(entries.items())
+            if part in name or part in (title, key)
+        }
+        for (title, key), entries in sections.items()
     }
     found_keys = {name: key for name, key in all_keys().items() if part in name}
     width = max((len(name) for entries in found.values() for name in entries), default=0)
@@ -47,7 +55,8 @@ def list_names(
         console.print(_keys_table(found_keys))
     elif not width:
         count = len(found_keys)
-        hint = f" `raceme list {part} --keys` lists {count} keys that have it." if count else ""
+        keys_that = f"{count} keys that have it" if count > 1 else "a key that has it"
+        hint = f" `raceme list {part} --keys` lists {keys_that}." if count else ""
         raise UserError(f"Nothing that there is to choose from has '{part}' in its name.{hint}")
 
 

@@ -203,4 +203,9 @@ def test_lists_and_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert nothing.returncode == 2
     assert "has 'nothing-like-it' in its name.\n" in nothing.stderr
     assert "`raceme list gamma --keys` lists" in raceme(tmp_path, "list", "gamma").stderr
+    # A list by its own name, and by that of the key that takes one of its names.
+    for part in ("device profiles", "devices"):
+        profiles = raceme(tmp_path, "list", part).stdout
+        assert "slow30x5" in profiles
+        assert "strategies" not in profiles
     assert raceme(tmp_path, "--version").stdout.startswith("raceme ")
