@@ -161,6 +161,8 @@ def flattened(
     if 2 * len(known) > n:
         flat = aligned(flat, clients, before)
         flat[known] = [before[clients[index]] for index in known]
+    if not (np.ptp(points, axis=0).any() and np.ptp(flat, axis=0).any()):
+        return np.zeros_like(flat)  # All in one place, or beginning there: no step parts them.
     wanted = squareform(pdist(points))
     flat, _ = smacof(wanted, init=flat, n_init=1, max_iter=_TURNS, eps=0.0, normalized_stress=False)
     return aligned(flat, clients, before)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -89,6 +91,15 @@ def test_few_or_equal_points_lie_flat(n: int) -> None:
     flat = flattened(np.ones((n, DIMENSIONS)), [str(number) for number in range(n)], {})
     assert flat.shape == (n, 2)
     assert np.isfinite(flat).all()
+
+
+def test_points_in_one_place_and_those_that_begin_there_lie_flat() -> None:
+    clients = [str(number) for number in range(5)]
+    places = {client: (1.0, float(client)) for client in clients}
+    for points in (np.zeros((5, DIMENSIONS)), np.eye(5, DIMENSIONS, DIMENSIONS - 1)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert not flattened(points, clients, places if not points.any() else {}).any()
 
 
 def test_many_points_are_shown_by_their_first_dimensions() -> None:
