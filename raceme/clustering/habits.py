@@ -49,6 +49,8 @@ class Habit:
         Whether it is to be probed because many others' data have changed.
     probed : int
         Updates of the run at its last probe.
+    trained : bool
+        Whether its latest model is that of a whole task, not of a probe.
     """
 
     length: float = 0.0
@@ -59,6 +61,7 @@ class Habit:
     doubted: bool = False
     called: bool = False
     probed: int = 0
+    trained: bool = False
 
     def is_sudden(self, length: float, typical: float) -> bool:
         """Return whether an update is suddenly long.

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from raceme.clustering.decay import cluster_decay
+from raceme.protocol.messages import Vector
 
 _UNDER_WAY = 7.5
 """Largest product of share, members and what is carried that was seen to be steady."""
@@ -73,3 +76,20 @@ def carried(alpha: float, members: int, most: float) -> float:
         Share at most.
     """
     return min(most, _UNDER_WAY / (alpha * max(1, members)))
+
+
+def cut(vector: Vector, delta: Vector, length: float, bound: float) -> Vector:
+    """Return a client's model with its change cut to a length, if that is longer. Shape (d,).
+
+    Parameters
+    ----------
+    vector, delta : Vector
+        z, and z − w₀. Shape (d,).
+    length : float
+        ‖z − w₀‖, of its weights.
+    bound : float
+        Length at most; 0: any.
+    """
+    if not 0.0 < bound < length:
+        return vector
+    return np.asarray(vector - np.float32(1.0 - bound / length) * delta)

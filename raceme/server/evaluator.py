@@ -80,10 +80,7 @@ class Evaluator(Sweeper):
         waiting = {c.client_id: method.clusters.main(c.client_id) for c in online}
         sweep = Sweep(self._clock.now(), progress.updates, len(method.models), len(online), waiting)
         sweep.placed = dict(waiting)
-        served = method.served
-        self._records = {
-            client: self._packer.serve(served, method.placement(client))[0] for client in waiting
-        }
+        self._records = self._used_by(waiting)
         progress.sweep = sweep
         self._evaluate_centrally()
         if not self._clock.free_evaluation:
@@ -153,12 +150,21 @@ class Evaluator(Sweeper):
         assert node is not None, "clients that left are dropped"
         if client not in self._records:
             # The run was resumed in the middle of an evaluation: the models are those of now.
-            method = self._method
-            self._records[client] = self._packer.serve(method.served, method.placement(client))[0]
+            self._records |= self._used_by([client])
         content = RecordDict(
             {names.ARRAYS: self._records[client], names.CONFIG: ConfigRecord(settings)}
         )
         return Message(content, node, MessageType.EVALUATE, ttl=self._ttl)
+
+    def _used_by(self, clients: Collection[str]) -> dict[str, ArrayRecord]:
+        """Return the models that clients use now."""
+        method, served = self._method, self._method.served
+        own = {client: method.spec.pack(vector) for client, vector in method.used(clients)}
+        return own | {
+            client: self._packer.serve(served, method.placement(client))[0]
+            for client in clients
+            if client not in own
+        }
 
     def _score(self, client: str, reply: Message) -> None:
         """Take a client's score, if it has one."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -307,6 +307,13 @@ class Questions(ABC):
     def served(self) -> Mapping[int, Model]:
         """The models that clients use and test, by cluster: by default those that they train."""
         return self.models
+
+    def used(self, clients: Collection[str]) -> Iterable[tuple[str, Vector]]:
+        """Return those of some clients that use a model of their own, and that model, shape (d,).
+
+        All others use what serves them: by default everybody.
+        """
+        return ()
 
     def open_task(self, task: Task) -> None:
         """Keep what is needed of the models that travel, and tell the method of the task."""

@@ -14,12 +14,13 @@ and placed anew if it does not go where it went; where many have changed, all ot
 (`clustering/habits.py`). Inside a cluster, each update moves the model by
 the mean of all members' latest changes, the updating client's renewed, so that nobody owns the
 model by being fast; its share falls from CASA's to that of one member as the cluster learns. What
-clients use is a mean of the model's last versions (`clustering/averages.py`).
+clients use is a mean of the model's last versions (`clustering/averages.py`), and of a member that
+is unlike the others some of its own latest model (`clustering/own_part.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -27,13 +28,15 @@ from numpy.typing import NDArray
 
 from raceme.clustering.averages import Averages
 from raceme.clustering.clusters import Clusters
-from raceme.clustering.evidence import best_partition, least_evidence, nearest_group, silhouettes
+from raceme.clustering.evidence import least_evidence, nearest_group
 from raceme.clustering.habits import FEWEST_LENGTHS, Habit, Roll, call_others
+from raceme.clustering.judgement import judged
 from raceme.clustering.latest import Latest
 from raceme.clustering.model import Model
-from raceme.clustering.pace import calibration, carried, freshness, share_of
+from raceme.clustering.own_part import apartness, between, inside, own_share
+from raceme.clustering.pace import calibration, carried, cut, freshness, share_of
 from raceme.clustering.probes import HALVES, Probes, Sketcher, settings_of_probe
-from raceme.clustering.repair import comes_from, movers, parts_of_split, plan_repair
+from raceme.clustering.repair import comes_from, parts_of_split, plan_repair
 from raceme.clustering.standing import Examples, shown, spread
 from raceme.config.options import option
 from raceme.protocol.messages import ARRAYS, Vector
@@ -54,13 +57,8 @@ _FEWEST = 8
 """Clients that are looked at before all of the fleet have answered."""
 _RARELY = 5
 """Updates per client after which clusters are looked at even if nothing new is known."""
-_UNDECIDED = 0.15
-"""Evidence so little below the level leaves it open if there are clusters."""
 _MORE_PROBES = 4
-_SLACK = 0.1
-"""Evidence below the level at which clusters are given up again."""
-_GAIN = 0.1
-"""What a repair must bring those who move, in silhouettes."""
+"""Probes of each client where two leave it open if there are clusters."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +84,11 @@ class PanicleParameters:
     unbiased: bool = option(True, "let members count alike, however often they report")
     clip: float = option(3.0, "longest update, in medians of its cluster's (0: any)", low=0)
     average: float = option(0.1, "share of versions that a model in use averages", low=0, high=1)
+    own: float = option(
+        100.0,
+        "samples with which a client unlike all of its cluster uses half its own model (0: never)",
+        low=0,
+    )
     sketch: int = option(1024, "numbers of a direction that are kept (0: all)", low=0)
     exact_up_to: int = option(
         2000,
@@ -234,6 +237,7 @@ class Panicle(Method):
         habit.asked, habit.since, habit.probed = 0, 0, self.progress.updates
         if probes.is_clear(client) and probes.likeness(client, direction) < _ALIKE:
             probes.forget(client)
+            self.state.latest.withdraw(client)
             habit.every = self.parameters.recheck
             self._note_change(client)
         elif habit.doubted:
@@ -252,6 +256,7 @@ class Panicle(Method):
         latest, k = self.state.latest, self.clusters.main(client)
         if client not in latest.models and not self.state.formed and self.clusters.online[client]:
             latest.renew(client, k, update.vector)
+            habit.trained = False
         return Applied(self.clusters.main(client), staleness=0, weight=0.0)
 
     def _note_change(self, client: str) -> None:
@@ -302,32 +307,18 @@ class Panicle(Method):
             self._look()
 
     def _look(self) -> None:
-        """Take the partition with the most evidence, if it is worth it for those who would move."""
+        """Have clusters split, merged and clients moved if what is known of them says so."""
         clients = self._clear()
-        if len(clients) < 2:
-            return
         now = np.array([self.clusters.main(client) for client in clients], np.int64)
         rows = shown(now, self.parameters.exact_up_to, self.rng)
-        names = [clients[i] for i in rows]
-        distances = self.state.probes.distances(names)
-        present = silhouettes(distances, np.unique(now[rows], return_inverse=True)[1])
-        best = best_partition(distances, self.parameters.most)
-        level = self._level(best.labels)
-        if best.evidence >= level:
-            moving = movers(now[rows], best.labels)
-            gain = silhouettes(distances, best.labels)[moving] - present[moving]
-            if moving.any() and gain.mean() >= _GAIN:
-                wanted = spread(self.state.probes, clients, names, best.labels)
-                self._rearrange(clients, now, wanted, best.evidence)
-            return
-        if best.evidence >= level - _UNDECIDED:
+        names, probes = [clients[i] for i in rows], self.state.probes
+        level, most = self.parameters.level, self.parameters.most
+        found = judged(probes.distances(names), now[rows], level, most)
+        if found.is_open:
             self.state.wanted = _MORE_PROBES
-        if len(np.unique(now)) > 1 and present.mean() < self._level(now[rows]) - _SLACK:
-            self._rearrange(clients, now, np.zeros_like(now), float(present.mean()))
-
-    def _level(self, labels: NDArray[np.int64]) -> float:
-        """Return the evidence that a partition of clients needs."""
-        return least_evidence(self.parameters.level, len(np.unique(labels)), len(labels))
+        if found.wanted is not None:
+            wanted = spread(probes, clients, names, found.wanted)
+            self._rearrange(clients, now, wanted, found.evidence)
 
     def _clear(self) -> list[str]:
         """Return the clients online of which probes say who they are like."""
@@ -344,7 +335,8 @@ class Panicle(Method):
         evidence: float,
     ) -> None:
         """Merge, split and move."""
-        clusters, level = self.clusters, self._level(wanted)
+        clusters = self.clusters
+        level = least_evidence(self.parameters.level, len(np.unique(wanted)), len(wanted))
         repair = plan_repair(now, wanted)
         heirs = {cluster: cluster for cluster in clusters.models}
         for sources in repair.merges:
@@ -444,10 +436,7 @@ class Panicle(Method):
             return Applied(k, staleness, weight=0.0)
         habit.learn(length)
         self._recount(client)
-        bound = self.parameters.clip * typical
-        vector = update.vector
-        if 0.0 < bound < length:
-            vector = np.asarray(vector - np.float32(1.0 - bound / length) * delta)
+        vector = cut(update.vector, delta, length, self.parameters.clip * typical)
         # Of a client that has moved the updates of all clusters are counted.
         counted = len(self.clusters.members) if has_moved else self.clusters.size(k)
         fresh = freshness(staleness, counted, self.parameters.stale)
@@ -472,8 +461,9 @@ class Panicle(Method):
             target = np.asarray(target + beta * (model.vector - self.base_of(update)))
         # Not a mean of models any more: checked to be finite.
         model.move(np.float32(alpha) * (target - model.vector))
-        if own.unbiased and self.clusters.online[client]:
+        if (own.unbiased or own.own) and self.clusters.online[client]:
             latest.renew(client, k, vector)
+            self._habit(client).trained = True
         self.state.learned[k] = learned + 1
         self.state.averages.take(k, model.vector, own.average, members)
         return alpha
@@ -492,6 +482,18 @@ class Panicle(Method):
     def served(self) -> Mapping[int, Model]:
         """What clients use: a mean of each model's last versions, which no update leans on."""
         return self.state.averages.instead_of(self.models, self.spec.counters)
+
+    def used(self, clients: Collection[str]) -> Iterator[tuple[str, Vector]]:
+        """Yield what clients use that are unlike the others of their cluster."""
+        prior, latest, served = self.parameters.own, self.state.latest.models, self.served
+        own = {c for c in clients if self._habit(c).trained and c in latest} if prior else set()
+        members = inside(self.clusters, self._clear()) if own else {}
+        for client, apart in apartness(self.state.probes, members, own).items():
+            samples = self.progress.fleet.clients[client].num_examples
+            shared = served[self.clusters.main(client)].vector
+            mixed = between(shared, latest[client], own_share(apart, samples, prior))
+            self.spec.copy_counters(shared, mixed)
+            yield client, mixed
 
     def similarity(self) -> tuple[list[str], NDArray[np.float32]]:
         """Return how far clients agree, free of chance; NaN where that is not known."""

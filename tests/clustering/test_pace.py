@@ -1,8 +1,9 @@
 """How far one update moves a cluster's model: hand-computed."""
 
+import numpy as np
 import pytest
 
-from raceme.clustering.pace import calibration, carried, share_of
+from raceme.clustering.pace import calibration, carried, cut, share_of
 
 
 def test_the_share_falls_from_casas_to_that_of_one_member() -> None:
@@ -26,3 +27,11 @@ def test_less_is_carried_where_many_are_under_way() -> None:
     # 7.5 / (0.3 · 100) = 0.25.
     assert carried(0.3, 100, 0.5) == pytest.approx(0.25)
     assert carried(0.5, 10, 0.5) == 0.5
+
+
+def test_a_change_is_cut_to_a_length() -> None:
+    model, change = np.array([5.0, 8.0], np.float32), np.array([3.0, 4.0], np.float32)
+    # From (2, 4): a fifth of a change of length 5.
+    assert cut(model, change, 5.0, 1.0).tolist() == pytest.approx([2.6, 4.8])
+    for bound in (0.0, 5.0, 10.0):
+        assert cut(model, change, 5.0, bound) is model
