@@ -6,7 +6,8 @@ and noisy ones. A2: much data, and little of a task that is slightly different. 
 symmetric in S1 and S2; in A1 and A2 the second gains more from the first than it gives.
 
 Our readings, where the thesis is silent: the groups are equal, every other client is of the second;
-noise is Gaussian first and salt and pepper then; a predictor that is "slightly different" differs
+a noisy image has Gaussian noise first and salt and pepper then
+(``scenario-noise=either``: one of them); a predictor that is "slightly different" differs
 on some of the classes. Their labels can be learned, as the thesis' table shows that they were.
 """
 
@@ -52,6 +53,11 @@ class ScenarioOptions:
     )
     scenario_density: float = option(
         0.7, "a1: share of the pixels that salt and pepper replaces", low=0, high=1
+    )
+    scenario_noise: str = option(
+        "both",
+        "a1: a noisy image has both kinds of noise, or either, one as often as the other",
+        among=("both", "either"),
     )
     scenario_little: float = option(
         0.05,
@@ -136,13 +142,16 @@ class Scenario:
         pixels = inputs * std + mean
         for position, sample in enumerate(samples.tolist()):
             rng = generator(self.seed, "scenario noise", sample)
-            pixels[position] = noisy(
-                pixels[position],
-                self.options.scenario_variance,
-                self.options.scenario_density,
-                rng,
-            )
+            variance, density = self._noise(rng)
+            pixels[position] = noisy(pixels[position], variance, density, rng)
         return np.asarray((pixels - mean) / std, np.float32)
+
+    def _noise(self, rng: np.random.Generator) -> tuple[float, float]:
+        """Return variance and density of an image's noise."""
+        variance, density = self.options.scenario_variance, self.options.scenario_density
+        if self.options.scenario_noise == "both":
+            return variance, density
+        return (variance, 0.0) if rng.random() < 0.5 else (0.0, density)
 
     def check(self, dataset: Dataset, name: str) -> None:
         """Find out whether a dataset can be seen so.

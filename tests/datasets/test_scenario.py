@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ def config_of(scenario: str, **keys: object) -> RunConfig:
     return RunConfig.from_mapping({key.replace("_", "-"): value for key, value in given.items()})
 
 
-def scenario_of(name: str, seed: int = 0, **options: float) -> Scenario:
+def scenario_of(name: str, seed: int = 0, **options: Any) -> Scenario:
     return Scenario(ScenarioOptions(name, **options), seed)
 
 
@@ -122,6 +123,20 @@ def test_a1_makes_the_second_groups_images_noisy_for_training_and_testing_alike(
             assert 0.75 < extreme.mean() < 0.9
 
 
+def test_a_noisy_image_can_have_either_kind_of_noise() -> None:
+    dataset, samples = datasets.load(config_of("a1")), np.arange(400)
+    clean = dataset.inputs(samples)
+
+    def changed(**options: float) -> np.ndarray:
+        scenario = scenario_of("a1", scenario_noise="either", **options)
+        return (scenario.inputs(dataset, samples, 1) != clean).any(axis=(1, 2, 3))
+
+    spotted, foggy = changed(scenario_variance=0.0), changed(scenario_density=0.0)
+    # Half of 400, with a standard deviation of 10; an image without the one kind has the other.
+    assert 160 < spotted.sum() < 240
+    assert np.array_equal(foggy, ~spotted)
+
+
 def test_the_noise_of_a_sample_is_its_own_whoever_asks_for_it() -> None:
     dataset = datasets.load(RunConfig(clients=6))
     scenario = scenario_of("a1")
@@ -154,6 +169,7 @@ def test_what_others_make_of_the_samples_has_the_labels_of_the_group() -> None:
         ({"clients": 400}, "Too many clients: 400"),
         ({"scenario": "s3"}, "Unknown value of scenario 's3'"),
         ({"scenario_density": 1.5}, "scenario-density must be"),
+        ({"scenario_noise": "neither"}, "Unknown value of scenario-noise 'neither'"),
     ],
 )
 def test_what_cannot_be_is_an_error(keys: dict[str, object], error: str) -> None:
