@@ -343,6 +343,13 @@ def test_tasks_split_the_labels_and_come_one_after_another() -> None:
     assert other == met[:5]
 
 
+def test_each_of_the_tasks_that_are_asked_for_has_its_part_of_the_run() -> None:
+    config = config_of("tasks", partition="iid", max_updates=100)
+    assert schedule_of(config) == Schedule("updates", every=20.0)
+    ten = config_of("tasks", partition="iid", max_updates=100, tasks_count=10)
+    assert schedule_of(ten) == Schedule("updates", every=10.0)
+
+
 def test_every_client_has_its_own_order_of_the_same_tasks() -> None:
     config = config_of("tasks", partition="iid")
     orders = [

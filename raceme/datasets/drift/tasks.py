@@ -46,8 +46,9 @@ class Tasks(Drift):
 
     @staticmethod
     def default_schedule(config: RunConfig) -> str:
-        """Return the same number of updates for each of five tasks."""
-        return f"every {max(1, config.planned_updates // _MOST)} updates"
+        """Return the same number of updates for each task; for each of five, if none is given."""
+        count = config.read(TasksOptions).tasks_count or _MOST
+        return f"every {max(1, config.planned_updates // count)} updates"
 
     def check(self) -> None:
         """Raise UserError if there are no classes, or a client has not enough of them."""
