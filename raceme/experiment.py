@@ -201,7 +201,8 @@ def build_grid(config: RunConfig, strategy: Method | None = None) -> VirtualGrid
     if strategy is not None and strategy.validates:
         share = config.validation_share
         share = DEFAULT_VALIDATION_SHARE if share is None else share
-        strategy.check_validation(kept_for_validation(min(examples), share))
+        fewest = min(datasets.fewest_training(config, k) for k in range(config.num_clients))
+        strategy.check_validation(kept_for_validation(fewest, share))
     nodes = nodes_of(config.devices, examples, config.seed)
     executor = executor_for(
         target,

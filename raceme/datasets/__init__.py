@@ -50,6 +50,7 @@ __all__ = [
     "all_clients",
     "client_data",
     "data_shape",
+    "fewest_training",
     "forget",
     "load",
     "pretraining",
@@ -182,20 +183,18 @@ def client_data(config: RunConfig, client: int, step: int = 0) -> ClientData:
     UserError
         There is no such client, or the data cannot be loaded, dealt out or changed as asked.
     """
-    config = with_clients(config)
-    if not 0 <= client < config.num_clients:
-        raise UserError(
-            f"There is no client {client}: clients are numbered 0 to {config.num_clients - 1}."
-        )
-    narrowed, _ = source_of(config).for_client(config, client)
-    shares = drift_type(config).needs_others or wanted(config.proxy) is not None
-    if narrowed is config or shares:
-        return _drift(config.narrowed(*_CHANGING), config.narrowed(*_DEALING), None).data(
-            client, step
-        )
-    return _drift(config.narrowed(*_CHANGING), narrowed.narrowed(*_DEALING), client).data(
-        client, step
-    )
+    return _drift_of(config, client).data(client, step)
+
+
+def fewest_training(config: RunConfig, client: int) -> int:
+    """Return the fewest training samples of a client at any step, as far as it is known before.
+
+    Raises
+    ------
+    UserError
+        There is no such client, or the data cannot be loaded, dealt out or changed as asked.
+    """
+    return _drift_of(config, client).fewest(client)
 
 
 def all_clients(config: RunConfig, step: int = 0) -> list[ClientData]:
@@ -302,6 +301,20 @@ def _deal(config: RunConfig) -> Partition:
         scenario.check(dataset, config.dataset)
     dealt: Partition = partitioner(dataset.y, config, generator(config.seed, "partition"))
     return dealt
+
+
+def _drift_of(config: RunConfig, client: int) -> Drift:
+    """Return what gives a client its data at each step, of no more data than it needs."""
+    config = with_clients(config)
+    if not 0 <= client < config.num_clients:
+        raise UserError(
+            f"There is no client {client}: clients are numbered 0 to {config.num_clients - 1}."
+        )
+    narrowed, _ = source_of(config).for_client(config, client)
+    shares = drift_type(config).needs_others or wanted(config.proxy) is not None
+    if narrowed is config or shares:
+        return _drift(config.narrowed(*_CHANGING), config.narrowed(*_DEALING), None)
+    return _drift(config.narrowed(*_CHANGING), narrowed.narrowed(*_DEALING), client)
 
 
 @lru_cache(maxsize=4)

@@ -25,6 +25,8 @@ from dataclasses import dataclass
 
 from raceme.clustering.clusters import Clusters, Weights
 from raceme.clustering.model import Model
+from raceme.clustering.support import fewest_samples
+from raceme.config.errors import UserError
 from raceme.config.options import option
 from raceme.protocol.messages import LEARN, LEND, LOSSES, MATCH, REMEMBERED, Vector
 from raceme.server.dispatch import Dispatch, InRounds, Moment
@@ -79,6 +81,15 @@ class CFAACL(Method):
         self.search = ConceptSearch(self, self._place)
         self.rounds = SupportRounds(self)
         return self.rounds.policy()
+
+    def check(self, clients: int) -> None:
+        """Raise UserError if clients are to remember too few samples for any test to be passed."""
+        remembered, alpha = self.parameters.remembered, self.parameters.alpha
+        if remembered < (needed := fewest_samples(alpha)):
+            raise UserError(
+                f"c-faacl.remembered is {remembered}, and a test at level {alpha:g} needs {needed} "
+                "samples: no task would ever be recognised. Take more, or a larger c-faacl.alpha."
+            )
 
     def check_validation(self, samples: int) -> None:
         """Raise UserError if a client keeps too few samples for any test to be passed."""

@@ -350,6 +350,14 @@ def test_each_of_the_tasks_that_are_asked_for_has_its_part_of_the_run() -> None:
     assert schedule_of(ten) == Schedule("updates", every=10.0)
 
 
+def test_the_fewest_samples_of_any_task_are_known_before() -> None:
+    config = config_of("tasks", partition="iid")
+    for client in range(3):
+        sizes = [len(datasets.client_data(config, client, step).y_train) for step in range(5)]
+        assert len(set(sizes)) > 1
+        assert datasets.fewest_training(config, client) == min(sizes)
+
+
 def test_every_client_has_its_own_order_of_the_same_tasks() -> None:
     config = config_of("tasks", partition="iid")
     orders = [

@@ -97,6 +97,14 @@ def test_a_concept_with_little_data_has_its_share_of_a_step() -> None:
         assert few == (round(0.25 * count) if concept else count)
 
 
+@pytest.mark.parametrize("scenario", ["s1", "s2", "a2"])
+def test_the_fewest_samples_of_any_step_are_known_before(scenario: str) -> None:
+    config = config_of(scenario, stream_mode="multi-task")
+    for client in range(config.num_clients):
+        sizes = [len(datasets.client_data(config, client, step).y_train) for step in range(5)]
+        assert datasets.fewest_training(config, client) == min(sizes)
+
+
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_samples_are_seen_as_the_concept_of_the_step_shows_them(scenario: str) -> None:
     config = config_of(scenario, stream_mode="multi-task")

@@ -11,6 +11,7 @@ from clustered import check_it_can_be_restored, homes
 from supported import SPREAD, SupportBench
 
 from raceme.config import RunConfig
+from raceme.config.errors import UserError
 from raceme.experiment import simulate
 from raceme.protocol.messages import LEND, MATCH
 from raceme.strategies import CFAACL, CFAACLParameters
@@ -192,6 +193,29 @@ def test_two_concepts_of_digits_are_recognised(tmp_path: Path, borrow: str) -> N
     }
     summary = simulate(RunConfig.from_mapping(keys)).summary
     assert (summary["clusters"], summary["purity"], summary["rejected_updates"]) == (2, 1.0, 0)
+
+
+STREAM: dict[str, object] = {
+    **{"strategy": "c-faacl", "dataset": "digits", "clients": 4, "partition": "iid"},
+    **{"drift": "scenario-stream", "stream-steps": 4, "max-rounds": 4, "workers": "0"},
+}
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        # The smallest p of four samples is 2^-4 = 0.0625.
+        ({"c-faacl.remembered": 4}, "remembered is 4, and a test at level 0.05 needs 5 samples"),
+        # 5 % of a step's 90 samples, of which one is kept; on seed 0 not before the second step.
+        ({"scenario": "a2"}, "keeps 1 of its samples .* needs 5"),
+    ],
+)
+def test_a_task_of_too_few_samples_for_a_test_is_an_error_before_a_run(
+    keys: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=message):
+        simulate(RunConfig.from_mapping({**STREAM, **keys, "out": str(tmp_path / "out")}))
+    assert not (tmp_path / "out").exists()
 
 
 def test_what_was_trained_before_data_moved_on_is_not_what_was_learned_of_them() -> None:

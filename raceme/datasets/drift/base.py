@@ -97,6 +97,13 @@ class Drift:
         """Return a client's data at a step."""
         return self.dealt.data(client)
 
+    def fewest(self, client: int) -> int:
+        """Return the fewest training samples of a client at any step, for a check before a run.
+
+        By default those of the first: a drift whose steps differ in size knows better.
+        """
+        return len(self.data(client, 0).y_train)
+
     def groups(self, step: int) -> tuple[int | None, ...]:
         """Return the true group of every client at a step."""
         return self.dealt.partition.groups

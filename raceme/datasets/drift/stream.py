@@ -127,6 +127,12 @@ class ScenarioStream(Drift):
             group=concept,
         )
 
+    def fewest(self, client: int) -> int:
+        """Return the fewest training samples of a client at any step."""
+        own, _ = self.dealt.indices(client)
+        shares = self._shares(own, self._concepts(client))
+        return min(self._kept(len(part) // len(steps), concept) for concept, steps, part in shares)
+
     def groups(self, step: int) -> tuple[int | None, ...]:
         """Return the concept of every client."""
         steps = self.options.stream_steps

@@ -70,6 +70,10 @@ class Tasks(Drift):
         tasks = np.array_split(self._labels(client), count)
         return self.dealt.data_where(client, np.isin(self.dealt.dataset.y, tasks[position]))
 
+    def fewest(self, client: int) -> int:
+        """Return the fewest training samples of a client at any step."""
+        return min(len(self.data(client, step).y_train) for step in range(self._number))
+
     def _labels(self, client: int) -> Indices:
         """Return the labels of which a client has samples enough, in the order common to all."""
         own = np.concatenate(self.dealt.indices(client))
