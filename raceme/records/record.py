@@ -161,6 +161,8 @@ class RunRecord:
     ----------
     clients : tuple of Client
         In the order in which they joined.
+    groups : dict[str, int or None]
+        Client id to the true group of its data; where data change, that of the last evaluation.
     updates, answers, rejections, evaluations, client_evaluations
         Columns, in the order of events.
     changes : tuple of ClustersChanged
@@ -192,6 +194,7 @@ class RunRecord:
     """
 
     clients: tuple[Client, ...]
+    groups: dict[str, int | None]
     updates: Updates
     answers: Answers
     rejections: Rejections
@@ -227,6 +230,7 @@ class RunRecord:
             uploads.observe(event)
         return cls(
             clients=_clients(listed),
+            groups=membership.groups,
             updates=_columns(Updates, [e for e in listed if isinstance(e, UpdateApplied)]),
             answers=_columns(Answers, [e for e in listed if isinstance(e, AnswerTaken)]),
             rejections=_columns(Rejections, [e for e in listed if isinstance(e, UpdateRejected)]),
@@ -246,11 +250,6 @@ class RunRecord:
             ending=endings[-1].ending if endings else None,
             measure=evaluated[-1].measure if evaluated else ACCURACY,
         )
-
-    @property
-    def groups(self) -> dict[str, int | None]:
-        """Client id to true group."""
-        return {client.client: client.group for client in self.clients}
 
     @property
     def on_devices(self) -> bool:

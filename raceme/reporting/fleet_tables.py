@@ -266,7 +266,7 @@ def _client_rows(record: RunRecord, clients: Iterable[Client]) -> Iterable[tuple
         busy = float(durations[own].sum()) / online if online > 0 else 0.0
         yield (
             client.client,
-            "–" if client.group is None else str(client.group),
+            "–" if (group := record.groups.get(client.client)) is None else str(group),
             _own_clusters(memberships.get(client.client, {})),
             number(client.num_examples),
             number(len(own)),

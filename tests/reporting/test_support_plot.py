@@ -16,6 +16,7 @@ from raceme.protocol.events import (
     ClientJoined,
     ClusterChange,
     ClustersChanged,
+    Evaluated,
     Event,
     RunEnded,
     SupportChanged,
@@ -90,6 +91,14 @@ def test_a_ring_is_divided_by_true_groups_and_the_area_by_clients() -> None:
     assert found == [(120, 0.3), (240, 0.3), (360, pytest.approx(0.3 / 3**0.5, abs=1e-3))]
     assert len([p for p in graph.patches if isinstance(p, FancyArrowPatch)]) == 3
     assert "0 clients" in [text.get_text() for text in graph.texts]
+
+
+def test_rings_show_the_groups_of_the_last_evaluation_where_data_change() -> None:
+    # Client b has gone over to the other concept, as has its cluster in part.
+    tested = Evaluated(3.0, 3, 0.5, 1.0, 2, {}, groups={"b": 1})
+    graph = support_figure(RunRecord.of([*RUN[:-1], tested])).axes[0]
+    rings = [patch for patch in graph.patches if isinstance(patch, Wedge)]
+    assert [ring.theta2 - ring.theta1 for ring in rings] == [180.0, 180.0, 360.0]
 
 
 def test_of_very_many_clusters_the_largest_are_drawn() -> None:

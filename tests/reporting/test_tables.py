@@ -74,6 +74,20 @@ def test_members_are_listed_where_their_weight_is_largest() -> None:
     assert (found.shared, found.without) == (1, 0)
 
 
+def test_groups_that_change_with_the_data_are_those_of_the_last_evaluation() -> None:
+    # Until then a and b are of group 0, c of group 1.
+    tested = Evaluated(5.5, 5, 0.5, 1.0, 2, {}, groups={"a": 1, "c": 0})
+    record = RunRecord.of([*CHANGES[:7], tested, RunEnded(6.0, 6, "so")])
+    assert record.groups == {"a": 1, "b": 0, "c": 0}
+    found = membership(RunRecord.of([*CHANGES[:5], tested]))
+    assert found is not None
+    assert [(m.cluster, m.clients, m.counts) for m in found.clusters] == [
+        (1, ("a", "b"), (1, 1)),
+        (2, ("c",), (1, 0)),
+    ]
+    assert {row[0]: row[1] for row in clients_table(record).rows} == {"a": "1", "b": "0", "c": "0"}
+
+
 def test_a_run_with_one_cluster_has_no_members_to_list() -> None:
     assert membership(RunRecord.of(CHANGES[:4])) is None
     assert changes_table(RunRecord.of(CHANGES[:4])) is None
