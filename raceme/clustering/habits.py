@@ -25,6 +25,10 @@ _SOON = 2
 """Updates per client within which changes count as one event."""
 FEWEST_LENGTHS = 3
 """Other clients whose updates tell how long one may be."""
+_FEWEST_SETTLED = 8
+"""Clients that are looked at before all of the fleet have answered."""
+PATIENCE = 3
+"""Probes in a row without an answer after which a client is given ordinary work."""
 
 
 @dataclass
@@ -75,6 +79,11 @@ class Habit:
         """
         return self.length > 0.0 and length > max(self.growth * self.length, _LONG * typical)
 
+    @property
+    def is_silent(self) -> bool:
+        """Whether so many probes in a row were sent that nobody waits for an answer any more."""
+        return self.asked >= PATIENCE
+
     def learn(self, length: float) -> None:
         """Take the length of one more update in."""
         self.length = _KEPT * self.length + (1 - _KEPT) * length if self.length else length
@@ -86,7 +95,7 @@ class Roll:
     Attributes
     ----------
     there, settled : set[str]
-        Clients online, and those of them whose place is known.
+        Clients online that are waited for, and those of them whose place is known.
     lengths : Lengths
         Typical lengths of their updates.
     """
@@ -100,6 +109,20 @@ class Roll:
         """Count a client as it is now."""
         (self.there.add if is_there else self.there.discard)(client)
         (self.settled.add if is_there and is_settled else self.settled.discard)(client)
+
+    def are_enough(self, is_late: bool) -> bool:
+        """Return whether the place of enough clients is known: of all, or of half and eight.
+
+        Parameters
+        ----------
+        is_late : bool
+            Whether nobody is waited for any more: two are enough.
+        """
+        settled, there = len(self.settled), len(self.there)
+        if settled < 2:
+            return False
+        are_many = settled >= _FEWEST_SETTLED and 2 * settled >= there
+        return is_late or settled == there or are_many
 
 
 def call_others(

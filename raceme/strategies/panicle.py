@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from raceme.clustering.averages import Averages
 from raceme.clustering.clusters import Clusters
 from raceme.clustering.evidence import least_evidence, nearest_group
-from raceme.clustering.habits import FEWEST_LENGTHS, Habit, Roll, call_others
+from raceme.clustering.habits import FEWEST_LENGTHS, PATIENCE, Habit, Roll, call_others
 from raceme.clustering.judgement import judged
 from raceme.clustering.latest import Latest
 from raceme.clustering.model import Model
@@ -47,14 +47,10 @@ from raceme.server.work import Task, Work
 
 PROBE = "probe"
 """Phase of the work that only places a client."""
-_PATIENCE = 3
-"""Probes in a row without an answer after which a client is given ordinary work."""
 _MOST_PROBES = 6
 """Probes after which a client that does not agree with itself is given up."""
 _ALIKE = 0.5
 """Likeness to its own former direction below which a client's data have changed."""
-_FEWEST = 8
-"""Clients that are looked at before all of the fleet have answered."""
 _RARELY = 5
 """Updates per client after which clusters are looked at even if nothing new is known."""
 _MORE_PROBES = 4
@@ -156,8 +152,7 @@ class Panicle(Method):
     def initialize(self, vector: Vector) -> None:
         """All clients start in one cluster."""
         self.clusters = Clusters({0: Model(vector)})
-        probes = Probes(exact_up_to=self.parameters.exact_up_to)
-        self.state = PanicleState(vector.copy(), probes)
+        self.state = PanicleState(vector.copy(), Probes(exact_up_to=self.parameters.exact_up_to))
         self.restored()
 
     def restored(self) -> None:
@@ -180,9 +175,9 @@ class Panicle(Method):
 
     def _recount(self, client: str) -> None:
         """Note whether a client is there, is settled, and how long its updates are."""
-        is_there = self.clusters.online.get(client, False)
-        self._roll.note(client, is_there, self._is_settled(client))
+        is_there, is_settled = self.clusters.online.get(client, False), self._is_settled(client)
         habit = self.state.habits.get(client, Habit())
+        self._roll.note(client, is_there and (is_settled or not habit.is_silent), is_settled)
         self._roll.lengths.put(client, self._home(client), habit.length * is_there)
 
     # What a client is asked.
@@ -200,7 +195,7 @@ class Panicle(Method):
         if not self.parameters.clustering:
             return False
         habit, probes = self._habit(client), self.state.probes
-        if habit.asked >= _PATIENCE:
+        if habit.is_silent:
             return False
         due = self.parameters.recheck and habit.since >= habit.every
         few = probes.is_known(client) and probes.count(client) < self.state.wanted
@@ -216,6 +211,7 @@ class Panicle(Method):
         """Count probes until they are answered."""
         if task.phase == PROBE:
             self._habit(task.client).asked += 1
+            self._recount(task.client)
 
     def base_of(self, update: Update) -> Vector:
         """Return the model that the client started from: w0 for a probe."""
@@ -298,11 +294,11 @@ class Panicle(Method):
         """Look for other clusters if enough is new, and enough is known."""
         state, known = self.state, len(self.state.probes.clients)
         # Cheap questions first: of a large fleet, few probes are followed by a look.
-        is_due = state.changed >= max(1, known // 16) or state.unlooked >= _RARELY * known
+        is_late = state.unlooked >= _RARELY * known
+        is_due = is_late or state.changed >= max(1, known // 16)
         if not is_due or (state.formed and not self.parameters.repair):
             return
-        settled, online = len(self._roll.settled), len(self._roll.there)
-        if settled == online or (settled >= _FEWEST and 2 * settled >= online):
+        if self._roll.are_enough(is_late):
             state.changed, state.unlooked, state.formed = 0, 0, True
             self._look()
 
@@ -416,10 +412,14 @@ class Panicle(Method):
         client, state = update.task.client, self.state
         habit = self._habit(client)
         habit.since += 1
-        if habit.asked >= _PATIENCE and habit.since >= max(1, self.parameters.recheck):
-            habit.asked = 0
+        is_late = not self._is_settled(client) or habit.since >= self.parameters.recheck
+        if habit.is_silent and is_late:
+            # It works again: it is asked once more, and not waited for.
+            habit.asked = PATIENCE - 1
+            self._recount(client)
         state.unlooked += 1
-        if state.unlooked >= _RARELY * max(1, len(state.probes.clients)):
+        # Before clusters are looked at first, whoever was waited for may have gone.
+        if not state.formed or state.unlooked >= _RARELY * len(state.probes.clients):
             self._look_if_due()
         k = self.clusters.main(client)
         has_moved = update.task.cluster != k

@@ -1,8 +1,6 @@
 """Panicle: placed by probes, clustered by evidence, repaired; and what it survives."""
 
 import dataclasses
-import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,66 +15,18 @@ from clustered import (
     run_on,
     step,
     three_groups,
-    with_clients,
 )
 from fleets import grid_of, pulled_app, read, write
 from flwr.app import Message
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from probing import EAST, NORTH, WEST, fleet, partition_of, probe, probed, two_groups
 
-from raceme.config import RunConfig
-from raceme.experiment import simulate
 from raceme.protocol import events
 from raceme.protocol.events import ClusterChange
 from raceme.server.fleet import Client
-from raceme.server.replies import Update
-from raceme.server.work import Task
 from raceme.simulation import Device
 from raceme.strategies import Panicle, PanicleParameters
-
-EAST, NORTH, WEST = (4.0, 0.2), (0.2, 4.0), (-4.0, 0.1)
-
-
-def fleet(count: int, **options: object) -> Panicle:
-    """A method with so many clients and a model of two zeros."""
-    strategy = with_clients(Panicle(PanicleParameters(**options)), count)
-    strategy.progress.fleet.clients = {f"c{i}": Client(f"c{i}", 10) for i in range(count + 3)}
-    strategy.restored()
-    return strategy
-
-
-def probe(strategy: Panicle, client: str, *values: float) -> None:
-    """Let a client answer a probe with a model."""
-    cluster = strategy.clusters.main(client)
-    version, updates = strategy.models[cluster].version, strategy.progress.updates
-    task = Task(0, client, cluster, version, updates, 0.0, 0, phase="probe")
-    strategy.open_task(task)
-    strategy.on_update(Update(task, np.array(values, np.float32), 10, 0.0))
-    strategy.close_task(task)
-    strategy.progress.updates += 1
-
-
-def probed(directions: dict[str, tuple[float, float]], **options: object) -> Panicle:
-    """A method whose clients have answered two probes each."""
-    strategy = fleet(len(directions), **options)
-    for _ in range(2):
-        for client, direction in directions.items():
-            probe(strategy, client, *direction)
-    return strategy
-
-
-def two_groups(**options: object) -> Panicle:
-    """Three clients that go east, and three that go north."""
-    east = {f"c{i}": EAST for i in range(3)}
-    return probed(east | {f"c{i}": NORTH for i in range(3, 6)}, **options)
-
-
-def partition_of(strategy: Panicle) -> list[list[str]]:
-    """Return who is together with whom."""
-    together: dict[int | None, list[str]] = {}
-    for client, home in homes(strategy).items():
-        together.setdefault(home, []).append(client)
-    return sorted(sorted(part) for part in together.values())
 
 
 def test_clusters_form_when_all_have_answered_two_probes() -> None:
@@ -442,46 +392,6 @@ def test_it_can_be_restored() -> None:
     check_it_can_be_restored(Panicle)
 
 
-def test_a_fleet_of_one() -> None:
-    strategy = Panicle()
-    seen = run_on(strategy, grid_of(pulled_app([CENTRES[0]]), [Device(1.0)]), 20)
-    assert len(strategy.models) == 1
-    assert last_accuracy(seen) > 0.9
-
-
-def test_a_model_that_cannot_learn_leaves_one_cluster() -> None:
-    strategy = Panicle()
-    devices = [Device(1.0) for _ in range(5)]
-    run_on(strategy, grid_of(pulled_app(None), devices), 60)
-    assert len(strategy.models) == 1
-    assert strategy.progress.updates == 60
-    # Six probes each have said nothing: there are no more.
-    assert {strategy.state.probes.count(f"c{i}") for i in range(5)} == {6}
-
-
-def test_a_client_whose_probes_fail_three_times_is_given_ordinary_work() -> None:
-    spoilt = []
-
-    def change(reply: Message, index: int) -> Message:
-        if index == 5 and len(spoilt) < 3:
-            spoilt.append(index)
-            reply.content["arrays"] = write(np.full(8, math.nan, np.float32))
-        return reply
-
-    rng = np.random.default_rng(0)
-    targets = [CENTRES[group] + 0.01 * rng.normal(size=8) for group in GROUPS]
-    strategy = Panicle(PanicleParameters(recheck=5))
-    devices = [Device(1.0) for _ in range(12)]
-    seen = run_on(strategy, grid_of(pulled_app(targets, change=change), devices, GROUPS), 600)
-    refused = [event for event in seen if isinstance(event, events.UpdateRejected)]
-    phases = [e.phase for e in seen if isinstance(e, events.UpdateApplied) and e.client == "c5"]
-    assert len(refused) == 3
-    # It trains, and is asked again after five updates: then it is placed.
-    assert phases[:5] == ["train"] * 5
-    assert phases[5] == "probe"
-    assert found(strategy) == [4, 4, 4]
-
-
 def test_clients_that_go_the_other_way_are_apart() -> None:
     def change(reply: Message, index: int) -> Message:
         if index in (3, 6):
@@ -496,15 +406,6 @@ def test_clients_that_go_the_other_way_are_apart() -> None:
     honest = {strategy.clusters.main(f"c{i}") for i in range(12) if i not in (3, 6)}
     assert len(honest) == 3
     assert not honest & {strategy.clusters.main("c3"), strategy.clusters.main("c6")}
-
-
-def test_clients_with_fewer_samples_than_a_mini_batch(tmp_path: Path) -> None:
-    config = RunConfig.from_mapping(
-        {"strategy": "panicle", "clients": 6, "batch-size": 512, "max-updates": 40, "lr": 0.2}
-        | {"workers": "0", "out": str(tmp_path), "eval-every": 40}
-    )
-    summary = simulate(config).summary
-    assert summary["updates"] == 40
 
 
 def test_every_part_can_be_switched_off() -> None:

@@ -1,0 +1,55 @@
+"""Panicle's clients and their probes, one by one."""
+
+from __future__ import annotations
+
+import numpy as np
+from clustered import homes, with_clients
+
+from raceme.server.fleet import Client
+from raceme.server.replies import Update
+from raceme.server.work import Task
+from raceme.strategies import Panicle, PanicleParameters
+
+EAST, NORTH, WEST = (4.0, 0.2), (0.2, 4.0), (-4.0, 0.1)
+
+
+def fleet(count: int, **options: object) -> Panicle:
+    """A method with so many clients and a model of two zeros."""
+    strategy = with_clients(Panicle(PanicleParameters(**options)), count)
+    strategy.progress.fleet.clients = {f"c{i}": Client(f"c{i}", 10) for i in range(count + 3)}
+    strategy.restored()
+    return strategy
+
+
+def probe(strategy: Panicle, client: str, *values: float) -> None:
+    """Let a client answer a probe with a model."""
+    cluster = strategy.clusters.main(client)
+    version, updates = strategy.models[cluster].version, strategy.progress.updates
+    task = Task(0, client, cluster, version, updates, 0.0, 0, phase="probe")
+    strategy.open_task(task)
+    strategy.on_update(Update(task, np.array(values, np.float32), 10, 0.0))
+    strategy.close_task(task)
+    strategy.progress.updates += 1
+
+
+def probed(directions: dict[str, tuple[float, float]], **options: object) -> Panicle:
+    """A method whose clients have answered two probes each."""
+    strategy = fleet(len(directions), **options)
+    for _ in range(2):
+        for client, direction in directions.items():
+            probe(strategy, client, *direction)
+    return strategy
+
+
+def two_groups(**options: object) -> Panicle:
+    """Three clients that go east, and three that go north."""
+    east = {f"c{i}": EAST for i in range(3)}
+    return probed(east | {f"c{i}": NORTH for i in range(3, 6)}, **options)
+
+
+def partition_of(strategy: Panicle) -> list[list[str]]:
+    """Return who is together with whom."""
+    together: dict[int | None, list[str]] = {}
+    for client, home in homes(strategy).items():
+        together.setdefault(home, []).append(client)
+    return sorted(sorted(part) for part in together.values())
