@@ -24,7 +24,7 @@ def contribution(delta: Vector, vector: Vector, weights: Mask | None) -> Vector:
     Parameters
     ----------
     delta, vector : Vector
-        Δ_i and w_i. Shape (d,).
+        Δ_i, or what else is made of an update, and w_i. Shape (d,).
     weights : NDArray[np.bool_] or None
         Which numbers are weights, shape (d,); None if all are.
     """

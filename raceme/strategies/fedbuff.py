@@ -2,7 +2,7 @@
 
 Nguyen et al., "Federated Learning with Buffered Asynchronous Aggregation", AISTATS 2022,
 Algorithm 1: the server collects K deltas, each scaled by s(τ) = 1 / √(1 + τ), and then takes one
-step w ← w + η_g · mean.
+step w ← w + η_g · mean. Statistics of batch normalisation become the mean of what clients have.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from logging import getLogger
 import numpy as np
 
 from raceme.clustering.clusters import Clusters
+from raceme.clustering.contributions import contribution, stepped
 from raceme.clustering.model import Model
 from raceme.config.options import option
 from raceme.protocol.messages import Vector
@@ -38,7 +39,7 @@ class FedBuffState:
     Attributes
     ----------
     total : Vector
-        Sum of the scaled deltas collected so far. Shape (d,).
+        Sum of the scaled deltas collected so far; of statistics, of what clients have. Shape (d,).
     count : int
         How many they are.
     """
@@ -68,14 +69,16 @@ class FedBuff(Method):
         state, options, model = self.state, self.parameters, self.models[0]
         staleness = model.version - update.task.version
         scale = 1.0 / math.sqrt(1.0 + staleness)
-        state.total += np.float32(scale) * self.delta(update)
+        scaled = np.float32(scale) * self.delta(update)
+        state.total += contribution(scaled, update.vector, self.trainable)
         state.count += 1
         if state.count == options.k:
             step = np.float32(options.server_lr / options.k) * state.total
+            mean = state.total / np.float32(options.k)
             # Emptied first: a step that is not finite is refused, and the next one must come.
             state.total[...] = 0.0
             state.count = 0
-            model.move(step)
+            model.replace(stepped(model.vector, step, mean, self.trainable))
         return Applied(cluster=0, staleness=staleness, weight=options.server_lr * scale / options.k)
 
 

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 
 from raceme.clustering.averages import Averages
 from raceme.clustering.clusters import Clusters
+from raceme.clustering.contributions import contribution
 from raceme.clustering.evidence import least_evidence, nearest_group
 from raceme.clustering.habits import FEWEST_LENGTHS, PATIENCE, Habit, Roll, call_others
 from raceme.clustering.judgement import judged
@@ -459,7 +460,8 @@ class Panicle(Method):
         if carries and own.forward:
             beta = np.float32(carried(alpha, members, own.forward))
             target = np.asarray(target + beta * (model.vector - self.base_of(update)))
-        # Not a mean of models any more: checked to be finite.
+        # Not a mean of models any more, but for statistics: checked to be finite.
+        target = contribution(target, vector, self.trainable)
         model.move(np.float32(alpha) * (target - model.vector))
         if (own.unbiased or own.own) and self.clusters.online[client]:
             latest.renew(client, k, vector)

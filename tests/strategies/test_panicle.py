@@ -15,6 +15,7 @@ from clustered import (
     run_on,
     step,
     three_groups,
+    update,
 )
 from fleets import grid_of, pulled_app, read, write
 from flwr.app import Message
@@ -24,6 +25,7 @@ from probing import EAST, NORTH, WEST, fleet, partition_of, probe, probed, two_g
 
 from raceme.protocol import events
 from raceme.protocol.events import ClusterChange
+from raceme.protocol.messages import ModelSpec
 from raceme.server.fleet import Client
 from raceme.simulation import Device
 from raceme.strategies import Panicle, PanicleParameters
@@ -257,6 +259,24 @@ def test_members_count_alike_however_often_they_report() -> None:
     for _ in range(10):
         step(biased, "c0", 1.0, 0.0)
     assert biased.models[0].vector[0] > 0.99
+
+
+def test_running_statistics_are_mixed_and_never_extrapolated() -> None:
+    strategy = Panicle(PanicleParameters(clustering=False))
+    strategy._spec = ModelSpec(("weight", "running_var"), ((1,), (1,)), ("float32", "float32"))
+    strategy.initialize(np.array([0, 1], np.float32))
+    for index in range(2):
+        strategy.add_client(Client(f"c{index}", 10))
+    variance = 1.0
+    for _ in range(3):
+        # Both are under way at a time.
+        both = [update(strategy, "c0", 1.0, 0.5), update(strategy, "c1", 1.0, 0.01)]
+        for one in both:
+            alpha = strategy.on_update(one).weight
+            strategy.close_task(one.task)
+            variance = (1 - alpha) * variance + alpha * float(one.vector[1])
+            assert strategy.models[0].vector[1] == pytest.approx(variance)
+    assert strategy.models[0].vector[0] != pytest.approx(1.0)
 
 
 def test_what_clients_use_is_a_mean_of_the_last_versions() -> None:
