@@ -141,7 +141,9 @@ def _smallness(groups: int, clients: int) -> float:
     return min(1.0, max(0.0, share))
 
 
-def nearest_group(own: NDArray[np.float64], labels: Labels) -> int | None:
+def nearest_group(
+    own: NDArray[np.float64], labels: Labels, may_be_alone: bool = True
+) -> int | None:
     """Return the group that a client belongs to, by its distances; None if it is better alone.
 
     Parameters
@@ -150,12 +152,14 @@ def nearest_group(own: NDArray[np.float64], labels: Labels) -> int | None:
         Its distances from others. Shape (m,).
     labels : Labels
         Their groups, from 0, of which none is empty. Shape (m,).
+    may_be_alone : bool
+        Whether it can be; else the nearest group is returned.
     """
     sizes = np.bincount(labels)
     means = np.bincount(labels, weights=own) / sizes
     order = np.argsort(means, kind="stable")
     a = float(means[order[0]])
-    if len(order) == 1:
+    if len(order) == 1 or not may_be_alone:
         return int(order[0])
     b = float(means[order[1]])
     joined = (b - a) / max(a, b, FLOOR)

@@ -85,15 +85,15 @@ class Examples:
         """Draw others next time: clients were moved."""
         self._of = {}
 
-    def distances(
+    def seen_from(
         self,
         client: str,
         probes: Probes,
         clusters: Clusters,
         clear: Callable[[], Iterable[str]],
         rng: np.random.Generator,
-    ) -> tuple[Labels, NDArray[np.float64]]:
-        """Return the clusters that have any, and a client's mean distances from them.
+    ) -> tuple[Labels, Labels, NDArray[np.float64]]:
+        """Return clusters, and how far others are from a client: in a large fleet, those drawn.
 
         Parameters
         ----------
@@ -105,7 +105,18 @@ class Examples:
             Returns the clear clients that are online.
         rng : numpy.random.Generator
             Draws who stands for a cluster.
+
+        Returns
+        -------
+        tuple[Labels, Labels, NDArray[np.float64]]
+            Clusters that have a clear client beside this one, shape (k,); and of each client that
+            is compared, in a large fleet of each cluster's mean, the index of the cluster and the
+            distance, shapes (m,).
         """
+        if not probes.is_large:
+            others = [other for other in clear() if other != client]
+            own, labels = np.unique([clusters.main(c) for c in others], return_inverse=True)
+            return own, labels, probes.distances_from(client, others) if others else np.empty(0)
         if self._of.keys() != clusters.models.keys():
             names = list(clear())
             homes = np.array([clusters.main(name) for name in names], np.int64)
@@ -119,6 +130,6 @@ class Examples:
         }
         known = [k for k, group in groups.items() if group]
         if not known:
-            return np.empty(0, np.int64), np.empty(0)
+            return np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0)
         found = probes.distances_to_groups([client], [groups[k] for k in known])
-        return np.array(known, np.int64), found[0]
+        return np.array(known, np.int64), np.arange(len(known)), found[0]

@@ -266,28 +266,24 @@ class Panicle(Method):
     def _place(self, client: str) -> None:
         """Put a client whose probes are new where it belongs, once there are clusters.
 
-        One probe is enough to join a cluster, to be alone takes two.
+        One probe is enough to join a cluster, to be alone takes two. Of one that has no place, and
+        does not agree with itself after all of its probes, the mean of these has to do.
         """
-        probes = self.state.probes
-        if len(self.models) == 1:
+        probes, clusters = self.state.probes, self.clusters
+        is_known, is_open = probes.is_known(client), not clusters.is_placed(client)
+        is_unclear = is_known and not probes.is_clear(client)
+        if len(self.models) == 1 or (is_unclear and not (is_open and self._is_settled(client))):
             return
-        is_known = probes.is_known(client)
-        if is_known and not probes.is_clear(client):
-            return
-        if probes.is_large:
-            known = probes, self.clusters, self._clear, self.rng
-            names, distances = self._examples.distances(client, *known)
-            labels = np.arange(len(names))
-        else:
-            others = [other for other in self._clear() if other != client]
-            names, labels = np.unique([self.clusters.main(c) for c in others], return_inverse=True)
-            distances = probes.distances_from(client, others) if others else np.empty(0)
+        names, labels, distances = self._examples.seen_from(
+            client, probes, clusters, self._clear, self.rng
+        )
         if not len(names):
             return
-        group = nearest_group(distances, labels)
+        has_room = clusters.is_alone(client) or len(self.models) < self.parameters.most
+        group = nearest_group(distances, labels, may_be_alone=has_room)
         if group is not None:
             self._move(client, int(names[group]))
-        elif is_known and not self.clusters.is_alone(client):
+        elif is_known and not clusters.is_alone(client):
             self._found(client)
             self.state.changed = len(probes.clients)
 
@@ -423,6 +419,8 @@ class Panicle(Method):
         if not state.formed or state.unlooked >= _RARELY * len(state.probes.clients):
             self._look_if_due()
         k = self.clusters.main(client)
+        if len(self.models) == 1:
+            self._move(client, k)  # There is no other: its place need not be known.
         has_moved = update.task.cluster != k
         staleness = staleness_of(self, update, has_moved)
         is_placed = self.clusters.is_placed(client)

@@ -86,5 +86,6 @@ def test_a_client_joins_the_nearest_group_or_stays_alone() -> None:
     assert nearest_group(np.array([0.7, 0.7, 1.1, 1.1]), labels) == 0
     # Joined: (1 − 0.9) / 1 = 0.1; alone: (0.9 − 0.3) / 0.9 = 0.67.
     assert nearest_group(np.array([1.0, 1.0, 0.9, 0.9]), labels) is None
+    assert nearest_group(np.array([1.0, 1.0, 0.9, 0.9]), labels, may_be_alone=False) == 1
     # With one group there is nothing to tell it from.
     assert nearest_group(np.array([0.9, 0.9]), np.array([0, 0])) == 0

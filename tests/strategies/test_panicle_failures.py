@@ -9,17 +9,19 @@ from clustered import (
     CENTRES,
     GROUPS,
     found,
+    homes,
     last_accuracy,
     run_on,
     step,
 )
 from fleets import grid_of, pulled_app, write
 from flwr.app import Message
-from probing import EAST, NORTH, WEST, fleet, partition_of, probe
+from probing import EAST, NORTH, WEST, fleet, partition_of, probe, two_groups
 
 from raceme.config import RunConfig
 from raceme.experiment import simulate
 from raceme.protocol import events
+from raceme.server.fleet import Client
 from raceme.server.work import Task
 from raceme.simulation import Device
 from raceme.strategies import Panicle
@@ -108,3 +110,39 @@ def test_clients_with_fewer_samples_than_a_mini_batch(tmp_path: Path) -> None:
     )
     summary = simulate(config).summary
     assert summary["updates"] == 40
+
+
+def test_who_had_no_place_when_clusters_were_given_up_is_in_the_one_that_is_left() -> None:
+    strategy = fleet(9)
+    kinds = {f"c{i}": EAST if i < 4 else NORTH for i in range(8)}
+    for _ in range(2):
+        for client, direction in kinds.items():
+            probe(strategy, client, *direction)
+    assert homes(strategy)["c8"] is None
+    for client in ("c4", "c5", "c6", "c7"):
+        strategy.state.habits[client].doubted = True
+        probe(strategy, client, *EAST)
+    assert len(strategy.models) == 1
+    assert step(strategy, "c8", *EAST).weight > 0.0
+    assert homes(strategy)["c8"] == homes(strategy)["c0"]
+
+
+def test_a_newcomer_that_does_not_agree_with_itself_is_placed_after_all_of_its_probes() -> None:
+    strategy = two_groups()
+    strategy.add_client(Client("c6", 10))
+    for direction in ((-4.0, -0.15), (-0.15, -4.0)) * 3:
+        assert homes(strategy)["c6"] is None
+        probe(strategy, "c6", *direction)
+    assert not strategy.state.probes.is_clear("c6")
+    # Far from both clusters.
+    assert partition_of(strategy)[2] == ["c6"]
+    assert step(strategy, "c6", *WEST).weight > 0.0
+
+
+def test_a_newcomer_founds_no_cluster_beyond_the_most_that_there_may_be() -> None:
+    strategy = two_groups(most=2, repair=False)
+    strategy.add_client(Client("c6", 10))
+    probe(strategy, "c6", *(-4.0, -0.1))
+    probe(strategy, "c6", *(-4.0, -0.1))
+    assert len(strategy.models) == 2
+    assert homes(strategy)["c6"] == homes(strategy)["c3"]
