@@ -29,6 +29,7 @@ from scipy.spatial.distance import pdist, squareform
 
 from raceme.clustering.bipartition import cosines
 from raceme.clustering.clusters import Clusters, parts_of
+from raceme.clustering.contributions import contribution
 from raceme.clustering.mixing import cosine, unit
 from raceme.clustering.model import Model
 from raceme.clustering.spectral import partition
@@ -261,7 +262,9 @@ class CSAFL(Method):
         if self.parameters.mixing == "model":
             model.mix(update.vector, share)
         else:
-            model.move(np.float32(share) * self.delta(update))
+            mixed = update.vector - model.vector
+            step = contribution(self.delta(update), mixed, self.trainable)
+            model.move(np.float32(share) * step)
         return Applied(group, staleness, share)
 
     def _examples(self, group: int) -> int:

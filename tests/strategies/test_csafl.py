@@ -24,6 +24,7 @@ from clustered import (
 from raceme.config.errors import UserError
 from raceme.protocol import events
 from raceme.protocol.events import ClusterChange, Ending
+from raceme.protocol.messages import ModelSpec
 from raceme.server.fleet import Client
 from raceme.server.plan import Plan
 from raceme.strategies import (
@@ -84,6 +85,16 @@ def test_the_other_reading_adds_the_share_of_the_change() -> None:
     strategy.aggregate([two])
     # (0, 0) + (4, 8) / 4 + (8, 0) / 4.
     assert strategy.models[0].vector.tolist() == [3.0, 2.0]
+
+
+def test_statistics_of_a_batch_are_mixed_in_whatever_is_done_with_weights() -> None:
+    strategy = in_a_window(mixing="change")
+    strategy._spec = ModelSpec(("weight", "running_var"), ((1,), (1,)), ("float32", "float32"))
+    one, two = update(strategy, "c0", 4, 8), update(strategy, "c1", 8, 0)
+    strategy.aggregate([one])
+    strategy.aggregate([two])
+    # A quarter of 8, and three quarters of that: added up it would be 2 + 0 / 4.
+    assert strategy.models[0].vector.tolist() == [3.0, 1.5]
 
 
 def test_the_threshold_on_both_sides() -> None:
