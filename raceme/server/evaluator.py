@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 
+from raceme.compat.spill import Shelf
 from raceme.protocol import messages as names
 from raceme.protocol.events import Evaluated, TasksTested
+from raceme.protocol.messages import Vector
 from raceme.protocol.timeline import Timeline
 from raceme.server.evaluation import Sweep, read_score
 from raceme.server.fleet import Client
@@ -67,8 +69,10 @@ class Evaluator(Sweeper):
         self._testers = testers
         self._packer, self._steps, self._config, self._central = packer, steps, config, central
         self._tasks = TaskTests(method, grid, clock, packer, steps, config, ttl)
-        # The models of the moment, by client; they are packed once per cluster.
+        # The models of the moment, by client: those of clusters, packed once for each, and those
+        # that a client alone uses. In a large fleet these wait in a file.
         self._records: dict[str, ArrayRecord] = {}
+        self._own: Mapping[str, Vector] = {}
 
     def begin(self) -> Evaluated | None:
         """Begin an evaluation; where it costs no time, return its report."""
@@ -80,12 +84,12 @@ class Evaluator(Sweeper):
         waiting = {c.client_id: method.clusters.main(c.client_id) for c in online}
         sweep = Sweep(self._clock.now(), progress.updates, len(method.models), len(online), waiting)
         sweep.placed = dict(waiting)
-        self._records = self._used_by(waiting)
         progress.sweep = sweep
         self._evaluate_centrally()
-        if not self._clock.free_evaluation:
-            return self._closed()
-        self._ask_at_once()
+        if self._clock.free_evaluation:
+            self._ask_at_once()
+        else:
+            self._prepare(waiting)
         return self._closed()
 
     @property
@@ -148,19 +152,20 @@ class Evaluator(Sweeper):
             settings[names.STEP] = step
         node = self._progress.fleet.clients[client].node_id
         assert node is not None, "clients that left are dropped"
-        if client not in self._records:
+        if client not in self._records and client not in self._own:
             # The run was resumed in the middle of an evaluation: the models are those of now.
-            self._records |= self._used_by([client])
-        content = RecordDict(
-            {names.ARRAYS: self._records[client], names.CONFIG: ConfigRecord(settings)}
-        )
+            self._prepare([client])
+        own = self._own.get(client)
+        record = self._records[client] if own is None else self._method.spec.pack(own)
+        content = RecordDict({names.ARRAYS: record, names.CONFIG: ConfigRecord(settings)})
         return Message(content, node, MessageType.EVALUATE, ttl=self._ttl)
 
-    def _used_by(self, clients: Collection[str]) -> dict[str, ArrayRecord]:
-        """Return the models that clients use now."""
+    def _prepare(self, clients: Collection[str]) -> None:
         method, served = self._method, self._method.served
-        own = {client: method.spec.pack(vector) for client, vector in method.used(clients)}
-        return own | {
+        self._own = own = Shelf()
+        for client, vector in method.used(clients):
+            own[client] = vector
+        self._records = {
             client: self._packer.serve(served, method.placement(client))[0]
             for client in clients
             if client not in own
@@ -186,7 +191,7 @@ class Evaluator(Sweeper):
         sweep = self._progress.sweep
         if sweep is None or not sweep.is_over:
             return None
-        self._progress.sweep, self._records = None, {}
+        self._progress.sweep, self._records, self._own = None, {}, {}
         if not sweep.scores:
             return None
         report = sweep.report()

@@ -18,6 +18,8 @@ from raceme.server.interface import Questions
 
 log = getLogger("raceme")
 
+_BYTES = 1 << 28
+"""Models under way at a time where all are asked at once, should each client have its own."""
 _LAST_SECONDS = 60.0
 """How long the last tests of a run wait for clients that are still busy."""
 
@@ -60,6 +62,9 @@ class Sweeper(ABC):
     @abstractmethod
     def sweep(self) -> OpenTests | None:
         """The tests under way; None if there are none."""
+
+    def _prepare(self, clients: Collection[str]) -> None:  # noqa: B027
+        """Make ready what the messages to some clients are made of, as it is at this moment."""
 
     @abstractmethod
     def _message(self, client: str) -> Message:
@@ -109,15 +114,18 @@ class Sweeper(ABC):
             self.sweep.open = kept
 
     def _ask_at_once(self) -> None:
-        """Ask everyone, where that costs no time."""
+        """Ask everyone, where that costs no time: as many at a time as there is memory for."""
         assert self.sweep is not None, "tests are under way"
-        messages = [self._message(client) for client in self.sweep.waiting]
-        by_node = self._progress.fleet.by_node
+        by_node, waiting = self._progress.fleet.by_node, list(self.sweep.waiting)
         self.sweep.waiting = {}
-        for reply in self._grid.send_and_receive(messages):
-            client = by_node.get(reply.metadata.src_node_id)
-            if client is not None:
-                self._take_score(client, reply)
+        count = max(1, _BYTES // max(1, self._method.spec.num_bytes))
+        for start in range(0, len(waiting), count):
+            asked = waiting[start : start + count]
+            self._prepare(asked)
+            for reply in self._grid.send_and_receive([self._message(name) for name in asked]):
+                client = by_node.get(reply.metadata.src_node_id)
+                if client is not None:
+                    self._take_score(client, reply)
 
     def _wait(self) -> None:
         """Ask everyone who is left, busy or not, and wait a while."""

@@ -15,6 +15,7 @@ from runs import ONES, devices, half, of, run
 
 from raceme.protocol import events
 from raceme.protocol.events import Ending, Evaluated
+from raceme.server import sweeper
 from raceme.server.dispatch import Dispatch
 from raceme.server.evaluation import ClientScore, score_from, weighted_accuracy
 from raceme.server.requests import OnRequest, RequestParameters
@@ -54,6 +55,31 @@ def test_all_test_the_models_of_one_moment_each_when_it_is_next_free() -> None:
     assert (last.updates, last.accuracy) == (4, pytest.approx(accuracy(2.75 - 8, 2.75 + 8)))
     index = [seen.index(event) for event in (second, last)]
     assert seen.index(of(events.UpdateApplied, seen)[1]) < index[0] < index[1]
+
+
+def test_where_testing_is_free_no_more_models_are_under_way_than_there_is_memory_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def tested(byte_count: int) -> tuple[list[int], list[float]]:
+        monkeypatch.setattr(sweeper, "_BYTES", byte_count)
+        grid, asked = grid_of(pulled_app([i * ONES for i in range(5)]), devices(*[1.0] * 5)), []
+        send = grid.send_and_receive
+
+        def count(messages: list[Message]) -> Iterable[Message]:
+            if messages and messages[0].metadata.message_type == MessageType.EVALUATE:
+                asked.append(len(messages))
+            return send(messages)
+
+        monkeypatch.setattr(grid, "send_and_receive", count)
+        seen = run(half(), grid, num_rounds=5, eval_every=5)
+        return asked, [event.accuracy for event in of(Evaluated, seen)]
+
+    # A model of eight numbers is 32 bytes: two of them at a time, or one if there is no room.
+    (pairs, accuracies), (single, same), (whole, as_well) = map(tested, (70, 1, 1000))
+    assert pairs == [2, 2, 1] * 2
+    assert single == [1] * 10
+    assert whole == [5, 5]
+    assert accuracies == same == as_well
 
 
 def test_an_evaluation_goes_on_when_its_run_is_resumed_with_its_messages() -> None:
