@@ -222,7 +222,7 @@ class CDFL(Method):
         alpha = self.estimate(v)
         epoch = self.progress.updates + 1
         applied = mix_in(self.clusters, self.state, self.parameters, v, alpha, client, epoch)
-        weights = {k: float(share) for k, share in zip(self.models, alpha, strict=True)}
+        weights = placement_of(self.clusters, alpha)
         self.clusters.move(client, weights)
         self.state.received[client] = blended(self.models, weights)
         return applied
@@ -233,15 +233,20 @@ class CDFL(Method):
         Raises
         ------
         NonFiniteModelError
-            A loss is not finite.
+            A loss or a distance is not finite.
         """
         assert self.probe is not None, "check_server() has seen that there is one"
         options, models = self.parameters, self.models
         losses = np.array([self._loss(v, position) for position in range(len(models))])
         own = np.array([self._own_loss(position, k) for position, k in enumerate(models)])
         weights = self.compared(v)
-        distances = [np.linalg.norm(weights - self.compared(m.vector)) for m in models.values()]
-        measured = (losses, np.abs(own - losses), np.array(distances, np.float64))
+        # The squares of finite weights may be too large for a float32.
+        with np.errstate(over="ignore"):
+            far = [np.linalg.norm(weights - self.compared(m.vector)) for m in models.values()]
+        distances = np.array(far, np.float64)
+        if not np.isfinite(distances).all():
+            raise NonFiniteModelError("its weights are too large to tell how far clusters are")
+        measured = (losses, np.abs(own - losses), distances)
         l, d1, d2 = map(above_bar, measured, self._bars)  # noqa: E741
         return estimated_shares(l, d1, d2, options.c1, options.c2, self._sharpness)
 
@@ -271,6 +276,12 @@ def start_clusters(vector: Vector, count: int, starts: Sequence[Vector]) -> Clus
             "for each group of the data."
         )
     return Clusters({k: Model((starts[k] if starts else vector).copy()) for k in range(count)})
+
+
+def placement_of(clusters: Clusters, alpha: Shares) -> dict[int, float]:
+    """Return a client's weight in each cluster, from α in their order; one of 0 is left out."""
+    shares = zip(clusters.models, alpha.tolist(), strict=True)
+    return {k: share for k, share in shares if share > 0}
 
 
 def mix_in(

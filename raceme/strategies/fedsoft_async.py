@@ -36,7 +36,7 @@ from raceme.server.method import Applied, Method
 from raceme.server.replies import Answer, InvalidReplyError, Update
 from raceme.server.requests import OnRequest
 from raceme.server.work import Work
-from raceme.strategies.cdfl import SoftParameters, SoftState, mix_in
+from raceme.strategies.cdfl import SoftParameters, SoftState, mix_in, placement_of
 from raceme.strategies.fedsoft import soft_clusters
 
 
@@ -144,7 +144,7 @@ class FedSoftAsync(Method):
             self.clusters, self.state, self.parameters, update.vector, alpha, client, epoch
         )
         self.state.shares[client] = alpha.tolist()
-        self.clusters.move(client, dict(zip(self.models, alpha.tolist(), strict=True)))
+        self.clusters.move(client, placement_of(self.clusters, alpha))
         self._send_all(client)
         return applied
 

@@ -123,6 +123,25 @@ def test_a_loss_that_is_no_number_leaves_everything_as_it_was() -> None:
     assert plain(cdfl.state_dict()) == before
 
 
+def test_a_share_of_nothing_places_the_client_elsewhere() -> None:
+    # With A = 1e4 the softmax of (3/4, 1/4) is (1, 0).
+    cdfl = method(sharpness="1e4")
+    cdfl.on_update(upload("c0", 1.0, 0.0))
+    assert cdfl.clusters.of("c0") == {0: 1.0}
+    assert cdfl.state.received["c0"].tolist() == cdfl.models[0].vector.tolist()
+
+
+def test_weights_too_large_to_compare_leave_everything_as_it_was() -> None:
+    cdfl = method()
+    # Finite losses of huge weights: biases that are all alike change no loss.
+    cdfl.probe = lambda vectors, proxy=0: np.ones((len(vectors), 2), np.float32)
+    cdfl.probe.sets = 2  # type: ignore[attr-defined]
+    before = plain(cdfl.state_dict())
+    with pytest.raises(NonFiniteModelError, match="its weights are too large"):
+        cdfl.on_update(upload("c0", 1e25, 0.0))
+    assert plain(cdfl.state_dict()) == before
+
+
 @pytest.mark.parametrize(
     ("options", "sets", "told"),
     [
@@ -222,12 +241,25 @@ def test_fedsoft_async_takes_only_shares_that_are_a_mixture() -> None:
             stated_shares(upload("c0", 1.0, shares=shares), 2)
 
 
-def test_fedsoft_async_keeps_each_version_that_somebody_holds_once() -> None:
+def soft_async() -> FedSoftAsync:
+    """FedSoft-Async with three clients and two clusters, at (0, 0) and (4, 0)."""
     soft = FedSoftAsync()
     soft.starts = [np.zeros(2, np.float32), np.array([4, 0], np.float32)]
     soft.initialize(np.zeros(2, np.float32))
     for number in range(3):
         soft.add_client(Client(f"c{number}", 10))
+    return soft
+
+
+def test_fedsoft_async_takes_a_share_of_nothing() -> None:
+    soft = soft_async()
+    soft.on_update(upload("c0", 1.0, 0.0, shares=[1.0, 0.0]))
+    assert soft.clusters.of("c0") == {0: 1.0}
+    assert soft.state.shares["c0"] == [1.0, 0.0]
+
+
+def test_fedsoft_async_keeps_each_version_that_somebody_holds_once() -> None:
+    soft = soft_async()
     assert sorted(soft.bases.vectors) == ["0/0", "1/0"]
     applied = soft.on_update(upload("c0", 1.0, 0.0, shares=[0.8, 0.2]))
     assert (applied.cluster, applied.weight) == (0, 0.025)
