@@ -447,7 +447,8 @@ def of_names(strategies: Sequence[str], settings: Mapping[str, Value] | None = N
         if name not in STRATEGIES:
             raise unknown_name("strategy", name, STRATEGIES)
     suite = Suite("Comparison", tuple(Method(name, name) for name in strategies))
-    return replace(suite, title=f"Comparison on {suite.dataset}").with_settings(settings or {})
+    suite = suite.with_settings(settings or {})
+    return replace(suite, title=f"Comparison on {suite.dataset}")
 
 
 def grid(values: Mapping[str, Sequence[Value]]) -> tuple[Mapping[str, Value], ...]:

@@ -69,6 +69,11 @@ def test_a_comparison_leaves_tables_plots_and_all_runs(finished: Path) -> None:
     ]
 
 
+def test_a_comparison_is_named_after_the_dataset_that_it_is_on() -> None:
+    assert of_names(["casa"], {"dataset": "usps"}).title == "Comparison on usps"
+    assert of_names(["casa"]).title == "Comparison on digits"
+
+
 def test_methods_of_a_seed_differ_in_nothing_but_the_method(finished: Path) -> None:
     for seed in (0, 1):
         shared = []
