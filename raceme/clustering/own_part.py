@@ -3,8 +3,8 @@
 Members of one cluster need not be alike: of the same two or three classes, one may have little but
 the first. A cluster's model is a mean that fits none of them best, and what a member makes of it in
 one task fits that member better, but is learnt from its own few samples. What a client uses lies
-between: w + λ (z − w), where λ grows with how far the client is from the others of its cluster, and
-with its samples. Of members that are alike, λ is near 0, and nothing is lost.
+between: w + μ (z − w), where μ grows with how far the client is from the others of its cluster, and
+with its samples. Of members that are alike, μ is near 0, and nothing is lost.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def apartness(
 
 
 def own_share(apart: float, samples: int, prior: float) -> float:
-    """Return λ = D n / (n + n₀), the share of a client's own latest model in what it uses.
+    """Return μ = D n / (n + n₀), the share of a client's own latest model in what it uses.
 
     As in empirical Bayes: what n samples say counts beside a prior that is worth n₀ of them, and
     only as far as the client differs from those whom the prior is made of.
@@ -86,7 +86,7 @@ def inside(clusters: Clusters, clients: Iterable[str]) -> dict[int, list[str]]:
 
 
 def between(shared: Vector, own: Vector, share: float) -> NDArray[np.float32]:
-    """Return w + λ (z − w). Shape (d,).
+    """Return w + μ (z − w). Shape (d,).
 
     Parameters
     ----------
@@ -95,6 +95,6 @@ def between(shared: Vector, own: Vector, share: float) -> NDArray[np.float32]:
     own : Vector
         z: the client's latest model. Shape (d,).
     share : float
-        λ.
+        μ.
     """
     return np.asarray(shared + np.float32(share) * (own - shared), np.float32)
