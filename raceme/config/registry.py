@@ -156,6 +156,7 @@ STRATEGIES = Registry(
     },
     declares="parameters_type",
     prefixed=True,
+    aliases={"local": "standalone"},
 )
 
 DATASETS = Registry(

@@ -90,13 +90,15 @@ def _draw_quantity(
 
 
 def _draw_clusters(axes: Axes, record: RunRecord) -> list[float]:
-    """Draw the clusters' accuracies and their mean; return the means."""
+    """Draw the clusters' accuracies and their mean; return all that is drawn."""
     scores = record.cluster_scores
     updates, means = [event.updates for event in scores], [event.mean for event in scores]
+    drawn = list(means)
     clusters = sorted({cluster for event in scores for cluster in event.accuracies})
     if 1 < len(clusters) <= _MOST_CLUSTERS:
         for cluster in clusters:
             values: Sequence[float] = [e.accuracies.get(cluster, np.nan) for e in scores]
+            drawn += [value for value in values if np.isfinite(value)]
             axes.plot(
                 *(updates, values),
                 color=cluster_colour(cluster),
@@ -108,4 +110,4 @@ def _draw_clusters(axes: Axes, record: RunRecord) -> list[float]:
     if scores:
         name = "mean of the clusters" if len(clusters) > 1 else "cluster's model"
         axes.plot(updates, means, color=INK, ls=(0, (4.5, 1.6)), label=name, zorder=3)
-    return means
+    return drawn

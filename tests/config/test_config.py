@@ -469,3 +469,9 @@ def test_a_share_of_a_mixture_is_at_most_one(name: str) -> None:
     RunConfig.from_mapping({**chosen_for(name), name: 1})
     with pytest.raises(UserError, match=f"^{name} must be at most 1, got 1.5"):
         RunConfig.from_mapping({**chosen_for(name), name: 1.5})
+
+
+def test_devices_alone_have_the_name_that_papers_use_too() -> None:
+    assert STRATEGIES["local"] is STRATEGIES["standalone"]
+    assert "local" not in list(STRATEGIES)
+    assert RunConfig(strategy="local").strategy == "local"
