@@ -471,7 +471,7 @@ class Loop:
         progress.rejected += 1
         progress.rejected_in_a_row += 1
         progress.last_refusal = f"{task.client}: {reason}"
-        log.warning("The update of %s was rejected: %s", task.client, reason)
+        log.warning("The %s of %s was rejected: %s", task.reply, task.client, reason)
         self._observe(events.UpdateRejected(now, task.client, reason, task.sent_at))
         if rests:
             client.ready_at = now + _REST_SECONDS[min(client.failures, len(_REST_SECONDS) - 1)]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from flwr.app import ArrayRecord
 
-from raceme.protocol.messages import TRAIN
+from raceme.protocol.messages import TRAIN, TRAINING
 
 Value = str | int | float | bool | list[int]
 
@@ -87,3 +87,8 @@ class Task:
     kind: str = TRAIN
     step: int = 0
     phase: str = ""
+
+    @property
+    def reply(self) -> str:
+        """What the reply to it is called: an update is of a model that was trained."""
+        return "update" if self.kind in TRAINING else "answer"

@@ -179,7 +179,9 @@ def brings_no_metrics(reply: Message, index: int) -> Message:
         (brings_no_metrics, "missing records: 0 MetricRecords, not 1"),
     ],
 )
-def test_an_answer_to_something_else_is_refused_in_one_line(spoil: Change, reason: str) -> None:
+def test_an_answer_to_something_else_is_refused_in_one_line(
+    spoil: Change, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
     spoiled: list[Message] = []
 
     def once(reply: Message, index: int) -> Message:
@@ -193,6 +195,7 @@ def test_an_answer_to_something_else_is_refused_in_one_line(spoil: Change, reaso
     (rejected,) = of(events.UpdateRejected, seen)
     assert rejected.reason.startswith(reason)
     assert "\n" not in rejected.reason
+    assert f"The answer of c0 was rejected: {rejected.reason}" in caplog.messages
     # It is asked again, and nothing is lost.
     assert len(strategy.answers["c0"]) == 1
     assert len(of(events.UpdateApplied, seen)) == 1
@@ -203,12 +206,13 @@ def trained_for_losses(reply: Message, index: int) -> Message:
     return reply
 
 
-def test_a_model_that_answers_other_work_is_refused() -> None:
+def test_a_model_that_answers_other_work_is_refused(caplog: pytest.LogCaptureFixture) -> None:
     grid = grid_of(pulled_app(change=trained_for_losses), devices(1.0))
     seen = run(FedAsync(), grid, max_time=1.5)
     assert [r.reason for r in of(events.UpdateRejected, seen)] == [
         "it answers work of kind 'losses': it was asked for 'train'"
     ]
+    assert caplog.messages[-1].startswith("The update of c0 was rejected: it answers work")
 
 
 class Unheard(FedAsync):
