@@ -41,6 +41,7 @@ from raceme.reporting.artefacts import write_all
 from raceme.server.client_map import ClientMap
 from raceme.server.cluster_scores import scores_beside
 from raceme.server.identity import BoundToKeys, Identities
+from raceme.server.in_use import models_in_use
 from raceme.server.interface import StopCheck, never_stop
 from raceme.server.method import DEFAULT_VALIDATION_SHARE
 from raceme.simulation import (
@@ -403,11 +404,14 @@ def _conduct_in(
         target=config.target_accuracy,
     )
     result |= protection.result(config.target_accuracy)
+    used = models_in_use(strategy) if config.client_models else ()
+    clients = ((client, spec.views(vector)) for client, vector in used)
     with log_file(out / "run.log"):
         unwritten = write_all(
             out,
             summary=result,
             models={k: spec.views(model.vector) for k, model in strategy.served.items()},
+            clients=clients,
             similarity=strategy.similarity(),
             target=config.target_accuracy,
             clock="virtual time" if virtual else "time",

@@ -20,6 +20,7 @@ from raceme.comparison.table import main_table, to_csv
 from raceme.config import Value, read_toml
 from raceme.config.errors import UserError
 from raceme.config.reading import ReadingError, parse_json, read_text
+from raceme.records.folder import model_file
 from raceme.records.record import RunRecord, read_run
 from raceme.records.similarity import read_similarity
 from raceme.reporting.artefacts import draw_similarity
@@ -152,19 +153,28 @@ class OpenRun:
             if event.gone or event.made or event.change.value == "move"
         )
 
-    def model(self, cluster: int) -> dict[str, Any]:
-        """Return a cluster's arrays by name.
+    def model(self, of: int | str) -> dict[str, Any]:
+        """Return a model's arrays by name.
+
+        Parameters
+        ----------
+        of : int or str
+            A cluster, or a client: what it uses, of a run with ``client-models``.
 
         Raises
         ------
         UserError
-            The run left no model of this cluster.
+            The run left no such model.
         """
-        path = self.folder / "clusters" / f"{cluster}.safetensors"
-        if not path.is_file():
-            there = sorted(int(file.stem) for file in path.parent.glob("*.safetensors"))
-            raise UserError(f"There is no model of cluster {cluster}; there are {there}.")
-        return dict(load_file(path))
+        path = model_file(self.folder, of)
+        if path.is_file():
+            return dict(load_file(path))
+        if isinstance(of, str):
+            raise UserError(
+                f"There is no model of client '{of}': runs leave them with client-models=true."
+            )
+        there = sorted(int(file.stem) for file in path.parent.glob("*.safetensors"))
+        raise UserError(f"There is no model of cluster {of}; there are {there}.")
 
     def plot_accuracy(self) -> Figure:
         """Draw the accuracy over time, as in ``accuracy.png``."""

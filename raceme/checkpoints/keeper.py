@@ -39,6 +39,7 @@ _FREE = frozenset(
         "checkpoint-every",
         "checkpoint-seconds",
         "client-map",
+        "client-models",
         "data-file",
         "data-root",
         "device",

@@ -24,7 +24,7 @@ SUMMARY = "summary.json"
 
 _CONDITIONS = (
     *("checkpoint-every", "checkpoint-seconds", "workers", "track", "trace", "client-map"),
-    *("data-file", "data-root", "download"),
+    *("client-models", "data-file", "data-root", "download"),
 )
 """Keys that may differ between a finished run and the wanted one: they change no numbers.
 

@@ -181,6 +181,9 @@ class RunConfig:
     client_map: bool = option(
         True, "at evaluations, note how alike clients' models are, for the map of `raceme watch`"
     )
+    client_models: bool = option(
+        False, "leave a model for each client, too: the one that it uses at the end"
+    )
     resume: str = option("", "folder of a run to resume, from its last checkpoint", path=True)
     out: str = option(
         "", "folder for the results (empty: runs/<time>-<strategy>-<dataset>)", path=True

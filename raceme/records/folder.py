@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from urllib.parse import quote
 
 from raceme.config import RunConfig, write_toml
 from raceme.config.errors import UserError
@@ -26,7 +27,9 @@ _PLOTS = (
     *("accuracy", "clusters", "devices", "similarity", "idle"),
     *("uploads", "mixtures", "tasks", "support"),
 )
-_FOLDERS = {"checkpoint", "clusters"}
+MODELS = ("clusters", "clients")
+"""Folders of models: one for each cluster, and one for each client."""
+_FOLDERS = {"checkpoint", *MODELS}
 
 
 def new_folder(config: RunConfig) -> Path:
@@ -152,8 +155,9 @@ def forget_end(config: RunConfig, out: Path) -> None:
 
     Limits may be others than they were, so the configuration is written anew.
     """
-    for path in (out / "clusters").glob("*.safetensors"):
-        path.unlink()
+    for folder in MODELS:
+        for path in (out / folder).glob("*.safetensors"):
+            path.unlink()
     _write_config(out, config)
 
 
@@ -170,6 +174,13 @@ def made_anew(path: Path) -> Path:
             number += 1
         except OSError as error:
             raise UserError(f"Cannot write to {candidate}: {error.strerror}.") from None
+
+
+def model_file(out: Path, of: int | str) -> Path:
+    """Return where a run leaves the model of a cluster, by number, or of a client, by name."""
+    # A device may be called what no file can be.
+    inner = f"clients/{quote(of, safe='')}" if isinstance(of, str) else f"clusters/{of}"
+    return out / f"{inner}.safetensors"
 
 
 def saved_in(out: Path) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 
 from raceme.config.errors import UserError
 from raceme.records.files import atomic_write
-from raceme.records.folder import saved_in
+from raceme.records.folder import model_file, saved_in
 from raceme.records.record import RunRecord, read_run
 from raceme.records.similarity import Similarity
 from raceme.records.summary import write_summary
@@ -40,6 +40,7 @@ def write_all(
     *,
     summary: Mapping[str, Any],
     models: Mapping[int, Arrays],
+    clients: Iterable[tuple[str, Arrays]] = (),
     similarity: Similarities | None = None,
     target: float | None = None,
     clock: str = CLOCK,
@@ -54,6 +55,8 @@ def write_all(
         The content of ``summary.json``.
     models : Mapping[int, Arrays]
         Cluster to its model's arrays by name.
+    clients : Iterable
+        Clients, each with the arrays of the model that it uses; taken one after the other.
     similarity : tuple, optional
         Client ids and the matrix of their similarities. Of large fleets a part is kept and drawn.
     target : float, optional
@@ -68,9 +71,13 @@ def write_all(
     """
     failed = _attempt("summary.json", lambda: write_summary(out / "summary.json", summary))
     for cluster, arrays in models.items():
-        name = f"clusters/{cluster}.safetensors"
+        path = model_file(out, cluster)
         note = f"cluster {cluster} of {summary['strategy']} on {summary['dataset']}"
-        failed |= _attempt(name, lambda n=name, a=arrays, t=note: save_model(out / n, a, t))  # type: ignore[misc]
+        failed |= _attempt(
+            f"{path.parent.name}/{path.name}",
+            lambda p=path, a=arrays, t=note: save_model(p, a, t),  # type: ignore[misc]
+        )
+    failed |= _attempt("clients/", lambda: _save_client_models(out, clients, summary))
     kept = None if similarity is None else Similarity.thinned(*similarity)
     if kept is not None:
         failed |= _attempt("similarity.npz", lambda: kept.save(out))
@@ -98,6 +105,14 @@ def write_all(
     for name, draw in figures.items():
         failed |= _attempt(name, lambda n=name, d=draw: save_figure(d(), out / n))  # type: ignore[misc]
     return failed
+
+
+def _save_client_models(
+    out: Path, clients: Iterable[tuple[str, Arrays]], summary: Mapping[str, Any]
+) -> None:
+    for client, arrays in clients:
+        note = f"{client} of {summary['strategy']} on {summary['dataset']}"
+        save_model(model_file(out, client), arrays, note)
 
 
 def save_model(path: Path, arrays: Arrays, description: str) -> None:

@@ -15,6 +15,7 @@ from raceme.config.errors import UserError
 from raceme.config.reading import ReadingError, parse_json, read_text
 from raceme.dashboard.frozen import frozen_run
 from raceme.protocol.measure import Measure
+from raceme.records.folder import MODELS
 from raceme.records.record import RunRecord, read_run
 from raceme.records.similarity import read_similarity
 from raceme.reporting.artefacts import draw_similarity
@@ -54,7 +55,7 @@ from raceme.reporting.uploads_plot import has_scores, uploads_figure
 
 _MOST_EVALUATIONS = 60
 _MOST_REASONS = 20
-_FILES = ("summary.json", "config.toml", "run.sqlite", "run.log", "clusters", "similarity.npz")
+_FILES = ("summary.json", "config.toml", "run.sqlite", "run.log", *MODELS, "similarity.npz")
 
 
 def run_page(folder: Path, links: str) -> str:
