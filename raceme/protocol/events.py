@@ -422,6 +422,8 @@ class Ending(StrEnum):
     """The planned number of updates, or the time limit."""
     TARGET = "target"
     """The target accuracy."""
+    AT_REST = "at-rest"
+    """Nothing could ever have changed any more."""
     INTERRUPTED = "interrupted"
     """The user, or a signal."""
     NO_CLIENTS = "no-clients"
@@ -432,7 +434,7 @@ class Ending(StrEnum):
     @property
     def is_complete(self) -> bool:
         """Whether the run did what it was to do."""
-        return self in (Ending.LIMIT, Ending.TARGET)
+        return self in (Ending.LIMIT, Ending.TARGET, Ending.AT_REST)
 
 
 @dataclass(frozen=True)

@@ -89,6 +89,15 @@ class Resumable(Protocol):
         ...
 
 
+@runtime_checkable
+class Foreseeing(Protocol):
+    """A grid that knows who will ever come online."""
+
+    def arrivals_ahead(self) -> Mapping[int, bool]:
+        """Return the nodes that are offline and will come, to whether they have been there."""
+        ...
+
+
 class WallTimeline:
     """The wall clock, and polling with back-off, for any Grid of Flower's.
 

@@ -142,6 +142,10 @@ class Dispatch(ABC):
         """Return whether a client that was given work may wait with it, and answer meanwhile."""
         return False
 
+    def at_rest(self, client: str, step: int) -> bool:
+        """Return whether a client will never train again as long as its data stay at a step."""
+        return False
+
     def hopeless(self) -> str:
         """Return why going on can bring nothing; empty as long as it may."""
         return ""

@@ -29,6 +29,7 @@ from raceme.server.packing import Packer
 from raceme.server.plan import Plan
 from raceme.server.replies import Answer, InvalidReplyError, Update, read_reply
 from raceme.server.reports import answer_taken, applied_update, fill_result, joined, unasked
+from raceme.server.rest import AT_REST, is_at_rest
 from raceme.server.steps import Steps
 from raceme.server.together import Together
 from raceme.server.work import Task
@@ -211,6 +212,8 @@ class Loop:
                 self._ending = Ending.USELESS_REPLIES, hopeless
             elif limit := self._plan.limit(progress.updates, self._num_updates, self.now(), rounds):
                 self._ending = Ending.LIMIT, limit
+            elif is_at_rest(self._grid, self._fleet, self._method.dispatch, self._steps):
+                self._ending = Ending.AT_REST, AT_REST
         return self._ending is not None
 
     def _evaluation_is_due(self) -> bool:

@@ -86,7 +86,7 @@ class RequestState:
     trained : dict[str, float]
         Loss that its client states of that update; NaN if it states none.
     steps : dict[str, int]
-        Step of the data that it was trained on.
+        Step of the data on which its client has last trained, or looked at its loss.
     known : dict[str, float]
         Loss of the model that a client holds, on its training samples, where it has looked.
     risen : dict[str, bool]
@@ -205,6 +205,7 @@ class OnRequest(Dispatch):
             state.risen[client] = True
         # A slow rise adds up: it is compared with the lowest loss, not with the last one.
         state.known[client] = min(known, loss)
+        state.steps[client] = answer.task.step
         return True
 
     # Who works.
@@ -281,6 +282,16 @@ class OnRequest(Dispatch):
     def wake_at(self) -> float:
         """Return when the next client asks."""
         return min(self.state.due.values(), default=math.inf)
+
+    def at_rest(self, client: str, step: int) -> bool:
+        """Return whether a client will never train again as long as its data stay at a step.
+
+        It has looked at them with the model that it holds, and its loss has not risen: every later
+        look would see the same.
+        """
+        state = self.state
+        has_looked = client in state.known and state.steps[client] == step
+        return self._mode == LOSS and has_looked and client not in state.risen
 
     # When a client asks.
 

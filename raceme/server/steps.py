@@ -121,6 +121,10 @@ class Steps:
         uploads = self._progress.uploads.get(client, 0)
         return schedule.step(self._now(), self._progress.updates, uploads, self._rounds())
 
+    def now_of(self, client: str) -> int:
+        """Return the step of a client's data now, whether reported or not; 0 if they never move."""
+        return 0 if self._schedule is None else self._step(self._schedule, client)
+
     def tested(self, client: str) -> int | None:
         """Return the step of the data that a client is tested on; None if data never change."""
         if self._schedule is not None and self._schedule.in_rounds:

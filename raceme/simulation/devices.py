@@ -162,6 +162,14 @@ class Device:
         """Return whether the device is online at time 0."""
         return not self.online or self.online[0][0] <= 0
 
+    def was_online(self, time: float) -> bool:
+        """Return whether the device has been online before some time at which it is offline."""
+        return self.starts_online() or self.online[0][0] < time
+
+    def comes_after(self, time: float) -> bool:
+        """Return whether the device will come online if it is offline at some time."""
+        return self.mean_online > 0 or any(start >= time for start, _ in self.online)
+
     def switches(self, rng: np.random.Generator) -> Iterator[float]:
         """Yield the times at which the device goes offline and online in turn, in order."""
         if self.online:

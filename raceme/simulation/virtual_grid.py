@@ -221,6 +221,14 @@ class VirtualGrid(OwnGrid):
         """Return the ids of the nodes that are online now."""
         return list(self._online)
 
+    def arrivals_ahead(self) -> Mapping[int, bool]:
+        """Return the nodes that are offline and will come, to whether they have been there."""
+        return {
+            node.node_id: node.device.was_online(self.now())
+            for node in self.nodes
+            if node.node_id not in self._online and node.device.comes_after(self.now())
+        }
+
     def pass_time(self, seconds: float) -> None:
         """Move the clock on by some seconds; replies that arrive meanwhile wait to be asked for."""
         queue, end = self._queue, self._queue.now + seconds

@@ -208,6 +208,7 @@ def test_a_run_without_clients_is_not_a_finished_one(tmp_path: Path) -> None:
     [
         (Ending.LIMIT, True),
         (Ending.TARGET, True),
+        (Ending.AT_REST, True),
         (Ending.INTERRUPTED, False),
         (Ending.NO_CLIENTS, False),
         (Ending.USELESS_REPLIES, False),

@@ -5,21 +5,21 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 from clustered import plain
 from fleets import MODEL, grid_of, pulled_app
-from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 from policies import Bench, run, updates_of
+from requesting import Asks, asking, drifting_app
 
 from raceme.datasets.drift.schedule import Schedule
 from raceme.protocol import events
 from raceme.protocol.messages import LOSSES
-from raceme.server.dispatch import Dispatch
 from raceme.server.fleet import Client
 from raceme.server.replies import Answer, InvalidReplyError
 from raceme.server.requests import OnRequest, RequestParameters
@@ -28,37 +28,8 @@ from raceme.simulation import Device, VirtualGrid
 from raceme.strategies import FedAsync, Plan
 
 
-def asking(requests: str, seconds: float = 10.0, **options: float) -> OnRequest:
-    return OnRequest(RequestParameters(requests, seconds, **options))
-
-
 def every(seconds: float) -> Callable[[Client, float, np.random.Generator], float]:
     return lambda client, now, rng: now + seconds * (1 + int(client.client_id[1:]))
-
-
-class Asks(FedAsync):
-    """FedAsync with clients that ask for work, or look at their losses first."""
-
-    def __init__(self, dispatch: OnRequest, seed: int = 0) -> None:
-        self._asked = dispatch
-        self.kinds: list[tuple[float, str, str]] = []
-        super().__init__(seed=seed)
-
-    dispatch: OnRequest
-
-    def policy(self) -> Dispatch:
-        return self._asked
-
-    def work_for(self, client: str) -> Work:
-        if self.dispatch.looks(client):
-            return self.dispatch.look_at(client, self.spec.pack(self.models[0].vector), cost=0.0)
-        return Work(client)
-
-    def on_dispatch(self, task: Task) -> None:
-        self.kinds.append((self.now(), task.client, task.kind))
-
-    def on_answer(self, answer: Answer) -> None:
-        assert self.dispatch.heard(answer)
 
 
 # Times.
@@ -254,32 +225,6 @@ def test_the_answer_to_other_work_is_none_of_the_policys() -> None:
     bench.work(1.0, kind=LOSSES)
     assert not bench.policy.heard(Answer(other, 2, numbers=losses))
     assert bench.policy.state.known == {}
-
-
-def drifting_app(rise: Sequence[float]) -> ClientApp:
-    """An app whose clients return what they are sent, and lose so much at each step of data."""
-    app, plain_app = ClientApp(), pulled_app()
-
-    @app.query()
-    def query(message: Message, context: Context) -> Message:
-        return plain_app(message, context)
-
-    @app.evaluate()
-    def evaluate(message: Message, context: Context) -> Message:
-        return plain_app(message, context)
-
-    @app.train()
-    def train(message: Message, context: Context) -> Message:
-        config = message.content["config"]
-        if config.get("kind") != LOSSES:
-            return plain_app(message, context)
-        assert list(message.content.array_records) == ["arrays"]
-        losses = np.full((1, 4), rise[int(config["step"])], np.float32)
-        numbers = ArrayRecord({LOSSES: Array(losses)})
-        metrics = MetricRecord({"num-examples": 4})
-        return Message(RecordDict({"metrics": metrics, "numbers": numbers}), reply_to=message)
-
-    return app
 
 
 def test_on_virtual_time_clients_train_only_once_their_data_have_moved() -> None:

@@ -1,0 +1,72 @@
+"""A method whose clients ask for work, and clients whose losses follow the steps of their data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from fleets import pulled_app
+from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+
+from raceme.protocol.messages import LOSSES
+from raceme.server.dispatch import Dispatch
+from raceme.server.replies import Answer
+from raceme.server.requests import OnRequest, RequestParameters
+from raceme.server.work import Task, Work
+from raceme.strategies import FedAsync
+
+
+def asking(requests: str, seconds: float = 10.0, **options: float) -> OnRequest:
+    return OnRequest(RequestParameters(requests, seconds, **options))
+
+
+class Asks(FedAsync):
+    """FedAsync with clients that ask for work, or look at their losses first."""
+
+    def __init__(self, dispatch: OnRequest, seed: int = 0) -> None:
+        self._asked = dispatch
+        self.kinds: list[tuple[float, str, str]] = []
+        super().__init__(seed=seed)
+
+    dispatch: OnRequest
+
+    def policy(self) -> Dispatch:
+        return self._asked
+
+    def work_for(self, client: str) -> Work:
+        if self.dispatch.looks(client):
+            return self.dispatch.look_at(client, self.spec.pack(self.models[0].vector), cost=0.0)
+        return Work(client)
+
+    def on_dispatch(self, task: Task) -> None:
+        self.kinds.append((self.now(), task.client, task.kind))
+
+    def on_answer(self, answer: Answer) -> None:
+        assert self.dispatch.heard(answer)
+
+
+def drifting_app(rise: Sequence[float]) -> ClientApp:
+    """An app whose clients return what they are sent, and lose so much at each step of data."""
+    app, plain_app = ClientApp(), pulled_app()
+
+    @app.query()
+    def query(message: Message, context: Context) -> Message:
+        return plain_app(message, context)
+
+    @app.evaluate()
+    def evaluate(message: Message, context: Context) -> Message:
+        return plain_app(message, context)
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        config = message.content["config"]
+        if config.get("kind") != LOSSES:
+            return plain_app(message, context)
+        assert list(message.content.array_records) == ["arrays"]
+        losses = np.full((1, 4), rise[int(config.get("step", 0))], np.float32)
+        numbers = ArrayRecord({LOSSES: Array(losses)})
+        metrics = MetricRecord({"num-examples": 4})
+        return Message(RecordDict({"metrics": metrics, "numbers": numbers}), reply_to=message)
+
+    return app
