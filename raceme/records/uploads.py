@@ -140,13 +140,26 @@ class Uploads:
             return {cluster: cluster for cluster in clusters}
         return matching(clusters, [(row.mixture, row.estimate) for row in known])
 
+    def unmatched(self) -> list[int]:
+        """Return the distributions that no cluster stands for: there are fewer clusters.
+
+        Nothing of a method that puts every client into a single cluster.
+        """
+        known = [row for row in self.rows if row.mixture and row.estimate]
+        if not any(len(row.estimate) > 1 for row in known):
+            return []
+        count, of = max(len(row.mixture) for row in known), self.matched()
+        return sorted(set(range(count)) - set(of.values()))
+
     def divergences(self) -> list[tuple[Upload, float]]:
         """Return KL(true ‖ estimated) of every upload of which both are known.
 
         Nothing of a method that puts every client into a single cluster: it estimates no mixture.
+        Nothing either where distributions are `unmatched`: what an estimate gives them is unknown,
+        and taking it for nothing would measure only how small nothing is taken to be.
         """
         known = [row for row in self.rows if row.mixture and row.estimate]
-        if not any(len(row.estimate) > 1 for row in known):
+        if not any(len(row.estimate) > 1 for row in known) or self.unmatched():
             return []
         of = self.matched()
         return [(row, divergence(row.mixture, shares(row.estimate, of, row))) for row in known]

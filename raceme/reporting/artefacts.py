@@ -22,7 +22,7 @@ from raceme.records.summary import write_summary
 from raceme.reporting.clusters_plot import clusters_figure
 from raceme.reporting.fleet_plots import devices_figure, similarity_figure
 from raceme.reporting.idle_plot import idle_figure
-from raceme.reporting.mixtures_plot import has_mixtures, mixtures_figure
+from raceme.reporting.mixtures_plot import has_mixtures, mixtures_figure, why_no_mixtures
 from raceme.reporting.plots import accuracy_figure
 from raceme.reporting.style import CLOCK, save_figure
 from raceme.reporting.support_plot import has_support, support_figure
@@ -98,6 +98,8 @@ def write_all(
         figures["uploads.png"] = lambda: uploads_figure(record)
     if has_mixtures(record):
         figures["mixtures.png"] = lambda: mixtures_figure(record)
+    elif why := why_no_mixtures(record):
+        log.warning("mixtures.png is left out: %s", why)
     if has_tasks(record):
         figures["tasks.png"] = lambda: tasks_figure(record)
     if has_support(record):

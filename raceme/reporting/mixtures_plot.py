@@ -37,6 +37,15 @@ def has_mixtures(record: RunRecord) -> bool:
     return bool(record.uploads.divergences())
 
 
+def why_no_mixtures(record: RunRecord) -> str:
+    """Return why mixtures and estimates that a run tells cannot be compared; empty if they can."""
+    missing = record.uploads.unmatched()
+    if not missing:
+        return ""
+    names = ", ".join(map(str, missing))
+    return f"no cluster stands for distribution {names}: there are fewer clusters"
+
+
 def mixtures_figure(record: RunRecord) -> Figure:
     """Draw how far estimated mixtures are from the true ones, and both of a few clients.
 
@@ -55,7 +64,7 @@ def mixtures_figure(record: RunRecord) -> Figure:
             figure = new_figure(7.2, 3.0)
             axes = figure.add_subplot()
             axes.set_title("Mixtures of data, true and estimated")
-            say_empty(axes, "no mixtures, or no estimates of them")
+            say_empty(axes, why_no_mixtures(record) or "no mixtures, or no estimates of them")
             return figure
         of = record.uploads.matched()
         chosen = _examples([row for row, _ in found])

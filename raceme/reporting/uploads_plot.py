@@ -20,6 +20,9 @@ from raceme.reporting.style import (
     style,
 )
 
+_TITLE = "What clients upload and what they get in return"
+_CLUSTERS_TITLE = "Clusters' models on the server's test sets"
+
 _MOST_CLUSTERS = 8
 """More clusters than this are not drawn one by one."""
 _MARGIN = 0.03
@@ -32,8 +35,12 @@ _QUANTITIES = {
 
 def has_scores(record: RunRecord) -> bool:
     """Return whether a run tells how good uploads or clusters are."""
-    scored = any(row.before is not None for row in record.uploads.rows)
-    return scored or bool(record.cluster_scores)
+    return _has_uploads(record) or bool(record.cluster_scores)
+
+
+def _has_uploads(record: RunRecord) -> bool:
+    """Return whether a run tells how good uploads are: `score-uploads`."""
+    return any(row.before is not None for row in record.uploads.rows)
 
 
 def uploads_figure(record: RunRecord) -> Figure:
@@ -51,7 +58,8 @@ def uploads_figure(record: RunRecord) -> Figure:
     with style():
         figure = new_figure(7.2, 4.0)
         axes = figure.add_subplot()
-        axes.set_title("What clients upload and what they get in return")
+        only_clusters = bool(record.cluster_scores) and not _has_uploads(record)
+        axes.set_title(_CLUSTERS_TITLE if only_clusters else _TITLE)
         axes.set_xlabel("updates")
         axes.set_ylabel("accuracy")
         axes.grid(axis="y")

@@ -156,6 +156,16 @@ def test_a_method_of_single_clusters_estimates_no_mixture() -> None:
     assert of(*single).divergences() == []
 
 
+@pytest.mark.parametrize("scored", [False, True])
+def test_fewer_clusters_than_distributions_tell_no_divergence(scored: bool) -> None:
+    fewer = [*joined("a"), upload(1, "a", mixture=(0.1, 0.5, 0.4)), weights(a={0: 0.5, 1: 0.5})]
+    rows = of(*fewer, *([ClustersScored(1.0, 1, {0: 0.5, 1: 0.5})] if scored else []))
+    # Tested on sets of their own the clusters are of the first two, else of the likeliest.
+    assert rows.unmatched() == ([2] if scored else [0])
+    assert rows.divergences() == []
+    assert rows.result()["mixture_divergence"] is None
+
+
 def test_the_summary_of_scored_uploads_by_hand() -> None:
     half, estimate = (0.5, 0.5), {0: 0.25, 1: 0.75}
     events = [

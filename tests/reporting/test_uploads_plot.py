@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -84,6 +86,33 @@ def test_divergences_are_drawn_by_session_and_mixtures_of_a_client_of_each_distr
     assert first.get_ylabel() == "a"
     heights = [round(bar.get_height(), 6) for bar in first.patches]
     assert heights == [0.75] * 2 + [0.25] * 2 + [0.75] * 2 + [0.25] * 2
+
+
+def test_clusters_alone_are_not_called_uploads() -> None:
+    alone = [event for event in RUN if not isinstance(event, UpdateApplied)]
+    (both,), (clusters,) = (uploads_figure(RunRecord.of(run)).axes for run in (RUN, alone))
+    assert both.get_title(loc="left") == "What clients upload and what they get in return"
+    assert clusters.get_title(loc="left") == "Clusters' models on the server's test sets"
+
+
+def test_distributions_without_a_cluster_are_not_drawn_but_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("raceme"), "propagate", True)
+    few = [
+        replace(event, mixture=(0.25, 0.5, 0.25)) if isinstance(event, UpdateApplied) else event
+        for event in RUN
+    ]
+    why = "no cluster stands for distribution 2: there are fewer clusters"
+    (axes,) = mixtures_figure(RunRecord.of(few)).axes
+    assert axes.texts[-1].get_text() == why
+    with RunStore(tmp_path) as store:
+        for event in few:
+            store.observe(event)
+    summary = summarise(few, strategy="cdfl", dataset="digits", seed=0, wall_time=1.0)
+    assert write_all(tmp_path, summary=summary, models={}) == {}
+    assert not (tmp_path / "mixtures.png").exists()
+    assert f"mixtures.png is left out: {why}" in caplog.messages
 
 
 def test_a_run_without_them_has_no_pictures_and_says_so(tmp_path: Path) -> None:
