@@ -138,7 +138,8 @@ class Membership:
         if weights:
             self.weights[client] = weights
         else:
-            del self.weights[client]
+            # Whoever listens from the middle of a run on, a resumed one, may not know it yet.
+            self.weights.pop(client, None)
         self.existing.update(weights)
         return Placement(time, client, weights)
 

@@ -170,6 +170,13 @@ def test_of_a_resumed_run_only_what_it_did_itself_says_how_long_the_rest_takes()
     assert text.splitlines() == ["70 of 100 updates: t = 70.0 s · 0 clusters · 1/s · 30 s left"]
 
 
+def test_of_a_resumed_run_a_split_may_leave_out_whom_it_was_never_told_of() -> None:
+    left_out = replace(SPLIT, memberships={**SPLIT.memberships, "pi-6": {}})
+    lines = shown([UPDATE, left_out, Evaluated(5.0, 7, 0.625, 1.0, 2)]).splitlines()
+    assert lines[0] == change_line(left_out)
+    assert "2 clusters" in lines[1]
+
+
 def test_more_updates_than_expected_are_not_so_many_of_fewer() -> None:
     # Of a run in rounds only about so many are known.
     assert told((10.0, applied(130))).splitlines() == [
