@@ -19,18 +19,19 @@ def passes(settings: Mapping[str, object], examples: int) -> float:
     """
     steps, epochs = settings.get(LOCAL_STEPS, 0), settings.get(LOCAL_EPOCHS, 1)
     if isinstance(steps, int) and steps > 0:
-        return steps * _batch_size(settings) / max(1, examples)
+        return steps * _batch_size(settings, examples) / max(1, examples)
     return float(epochs) if isinstance(epochs, int | float) else 1.0
 
 
 def mini_batches(settings: Mapping[str, object], examples: int) -> float:
     """Return how many mini-batches the passes of :func:`passes` are, parts of one included."""
-    return passes(settings, examples) * examples / _batch_size(settings)
+    return passes(settings, examples) * examples / _batch_size(settings, examples)
 
 
-def _batch_size(settings: Mapping[str, object]) -> int:
+def _batch_size(settings: Mapping[str, object], examples: int) -> int:
+    """Return how many samples a mini-batch has: of fewer than it may hold, all that there are."""
     size = settings.get(BATCH_SIZE, 1)
-    return size if isinstance(size, int) else 1
+    return min(size, max(1, examples)) if isinstance(size, int) else 1
 
 
 PASSES_OF_TRAINING = 3
