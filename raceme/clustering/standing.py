@@ -7,6 +7,7 @@ distance from each group.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -75,15 +76,21 @@ def spread(probes: Probes, clients: list[str], standing: list[str], labels: Labe
     return np.array([known.get(c, g) for c, g in zip(clients, found, strict=True)], np.int64)
 
 
+@dataclass
 class Examples:
-    """Members that stand for their clusters, drawn once for each set of clusters."""
+    """Members that stand for their clusters, drawn once for each set of clusters.
 
-    def __init__(self) -> None:
-        self._of: dict[int, list[str]] = {}
+    Attributes
+    ----------
+    of : dict[int, list[str]]
+        Those of each cluster.
+    """
+
+    of: dict[int, list[str]] = field(default_factory=dict)
 
     def forget(self) -> None:
         """Draw others next time: clients were moved."""
-        self._of = {}
+        self.of = {}
 
     def seen_from(
         self,
@@ -117,16 +124,16 @@ class Examples:
             others = [other for other in clear() if other != client]
             own, labels = np.unique([clusters.main(c) for c in others], return_inverse=True)
             return own, labels, probes.distances_from(client, others) if others else np.empty(0)
-        if self._of.keys() != clusters.models.keys():
+        if self.of.keys() != clusters.models.keys():
             names = list(clear())
             homes = np.array([clusters.main(name) for name in names], np.int64)
-            self._of = {
+            self.of = {
                 k: [names[i] for i in some(np.flatnonzero(homes == k), _EXAMPLES, rng)]
                 for k in clusters.models
             }
         groups = {
             k: [c for c in own if c != client and clusters.online[c] and probes.is_clear(c)]
-            for k, own in self._of.items()
+            for k, own in self.of.items()
         }
         known = [k for k, group in groups.items() if group]
         if not known:

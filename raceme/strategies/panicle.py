@@ -113,6 +113,8 @@ class PanicleState:
         z_i: latest model of each member that is online.
     averages : Averages
         The models that clients use.
+    examples : Examples
+        Members that stand for their clusters in a large fleet.
     learned : dict[int, int]
         Updates that went into a cluster since it was formed.
     origins : dict[int, list[int]]
@@ -133,6 +135,7 @@ class PanicleState:
     changes: dict[str, int] = field(default_factory=dict)
     latest: Latest = field(default_factory=Latest)
     averages: Averages = field(default_factory=Averages)
+    examples: Examples = field(default_factory=Examples)
     learned: dict[int, int] = field(default_factory=dict)
     origins: dict[int, list[int]] = field(default_factory=dict)
     changed: int = 0
@@ -159,7 +162,7 @@ class Panicle(Method):
     def restored(self) -> None:
         """Make what shortens directions, and count."""
         self._sketcher = Sketcher(self.parameters.sketch)
-        self._roll, self._examples = Roll(), Examples()
+        self._roll = Roll()
         for client in self.clusters.online:
             self._recount(client)
 
@@ -274,7 +277,7 @@ class Panicle(Method):
         is_unclear = is_known and not probes.is_clear(client)
         if len(self.models) == 1 or (is_unclear and not (is_open and self._is_settled(client))):
             return
-        names, labels, distances = self._examples.seen_from(
+        names, labels, distances = self.state.examples.seen_from(
             client, probes, clusters, self._clear, self.rng
         )
         if not len(names):
@@ -304,9 +307,8 @@ class Panicle(Method):
         clients = self._clear()
         now = np.array([self.clusters.main(client) for client in clients], np.int64)
         rows = shown(now, self.parameters.exact_up_to, self.rng)
-        names, probes = [clients[i] for i in rows], self.state.probes
-        level, most = self.parameters.level, self.parameters.most
-        found = judged(probes.distances(names), now[rows], level, most)
+        names, probes, own = [clients[i] for i in rows], self.state.probes, self.parameters
+        found = judged(probes.distances(names), now[rows], own.level, own.most)
         if found.is_open:
             self.state.wanted = _MORE_PROBES
         if found.wanted is not None:
@@ -354,15 +356,14 @@ class Panicle(Method):
             if not clusters.size(cluster, online_only=False):
                 self._retire(cluster)
         self.state.latest.recount(self._home)
-        self._examples.forget()
+        self.state.examples.forget()
         for client in clusters.online:
             self._recount(client)
 
     def _inherit(self, cluster: int, sources: list[int]) -> None:
         """Note where a new cluster comes from; it learns as fast as a young one."""
         state = self.state
-        state.origins[cluster] = sources
-        state.learned[cluster] = 0
+        state.origins[cluster], state.learned[cluster] = sources, 0
         state.averages.restart(*sources)
         for source in sources:
             state.learned.pop(source, None)
@@ -379,8 +380,7 @@ class Panicle(Method):
         self.state.averages.restart(self._home(client))
         self.state.latest.withdraw(client)
         cluster = self.clusters.found(self.models[source].copy(), [client])
-        self.state.origins[cluster] = [source]
-        self.state.learned[cluster] = 0
+        self.state.origins[cluster], self.state.learned[cluster] = [source], 0
         self._recount(client)
 
     def _move(self, client: str, cluster: int) -> None:

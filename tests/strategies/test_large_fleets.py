@@ -1,11 +1,14 @@
 """Fleets too large to compare pair by pair: exact below the size, right and bounded above it."""
 
+import copy
 import heapq
 import tracemalloc
 
 import numpy as np
 import pytest
+from clustered import homes
 from fleets import MODEL, grid_of, pulled_app
+from probing import probe, two_groups
 from sklearn.metrics import adjusted_rand_score
 
 from raceme.protocol.messages import ModelSpec
@@ -145,6 +148,23 @@ def test_what_is_kept_of_pairs_does_not_grow_with_the_fleet() -> None:
     probes = trained(panicle(50), [0, 1] * 100, 3).method.state.probes
     assert probes.agreement.size == 0
     assert len(probes.clear()) > 150
+
+
+def test_a_newcomer_is_placed_by_the_same_examples_after_the_run_is_resumed() -> None:
+    strategy = two_groups(exact_up_to=4, repair=False)
+    for client in ("c6", "c7"):
+        strategy.add_client(Client(client, 10))
+    probe(strategy, "c6", 3.0, 2.6)
+    probe(strategy, "c6", 3.0, 2.6)
+    restored = Panicle(strategy.parameters)
+    restored._spec = strategy.spec
+    restored.load_state_dict(copy.deepcopy(strategy.state_dict()))
+    for method in (strategy, restored):
+        probe(method, "c7", 0.0, -4.0)
+        probe(method, "c7", 0.0, -4.0)
+    # c6 has come since members were drawn that stand for the cluster; with it c7 would be alone.
+    assert homes(strategy)["c7"] == homes(strategy)["c6"] == homes(strategy)["c0"]
+    assert homes(restored) == homes(strategy)
 
 
 @pytest.mark.parametrize("make", [FedAsync, lambda: CASA(sketch=4, exact_up_to=50)])
