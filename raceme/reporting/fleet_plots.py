@@ -38,7 +38,7 @@ def similarity_figure(
     clusters: dict[str, int],
     of: int = 0,
 ) -> Figure:
-    """Draw how alike the clients' models are, clients of one cluster side by side.
+    """Draw how alike clients are to their method, those of one cluster side by side.
 
     Parameters
     ----------
@@ -54,7 +54,7 @@ def similarity_figure(
     with style():
         figure = new_figure(5.6, 4.8)
         axes = figure.add_subplot()
-        axes.set_title("Cosine similarity of the clients' models")
+        axes.set_title("Similarity of clients, as the method compares them")
         order = sorted(range(len(clients)), key=lambda i: (clusters.get(clients[i], -1), i))
         values = np.asarray(matrix, np.float64)[np.ix_(order, order)]
         off_diagonal = values[~np.eye(len(values), dtype=bool)]
