@@ -100,15 +100,8 @@ class Loop:
         )
         self._outgoing = Outgoing(method, self._packer, self._steps, train_config, timeout)
         self._evaluator = Evaluator(
-            method,
-            grid,
-            self._clock,
-            self._packer,
-            self._steps,
-            evaluate_config,
-            evaluate_fn,
-            timeout,
-            plan.testers,
+            *(method, grid, self._clock, self._packer, self._steps),
+            *(evaluate_config, evaluate_fn, timeout, plan.testers),
         )
         self._held: list[events.Event] | None = None
         self._num_updates = 0
