@@ -23,7 +23,7 @@ from raceme.protection import protection_of
 from raceme.protection.attacks import NONE, attackers_of
 from raceme.protocol import messages as names
 from raceme.protocol.events import Ending, Event, Observer
-from raceme.protocol.messages import ModelSpec, kept_for_validation
+from raceme.protocol.messages import ModelSpec, Vector, kept_for_validation
 from raceme.protocol.timeline import Timeline, timeline_of
 from raceme.records.folder import (
     begin,
@@ -323,6 +323,7 @@ def _conduct_in(
 ) -> Outcome:
     """Run a strategy in its folder."""
     virtual = timeline_of(grid).is_virtual
+    starts: Sequence[Vector] = ()
     checkpoints, restored = CheckpointFolder(out), None
     if config.resume:
         with log_file(out / "run.log"):
@@ -340,6 +341,8 @@ def _conduct_in(
         store = RunStore(out, after=restored.events)
     else:
         with given_up_if_it_fails(out):
+            with threadpool_limits(1):
+                starts = starts_of(config, initial)
             store = RunStore(out)
     with (
         store,
@@ -392,7 +395,7 @@ def _conduct_in(
             observe=observe,
             stop_check=keeper.stop_check,
             probe=probe,
-            starts=() if restored else starts_of(config, initial),
+            starts=starts,
             identities=identities,
         )
     result = summary.result(

@@ -9,7 +9,7 @@ from flwr.app import ArrayRecord
 from raceme import datasets
 from raceme.config import RunConfig
 from raceme.config.errors import UserError
-from raceme.protocol.messages import ModelSpec, Vector
+from raceme.protocol.messages import InvalidModelError, ModelSpec, Vector
 from raceme.training.clients import network_of
 from raceme.training.probe import ModelProbe, pretrained
 from raceme.training.samples import Samples
@@ -43,7 +43,7 @@ def starts_of(config: RunConfig, initial: ArrayRecord) -> Sequence[Vector]:
     Raises
     ------
     UserError
-        There are no samples to train on, or training gave numbers that are not finite.
+        There are no samples to train on, or training left a model that is not finite.
     """
     if not config.pretrain:
         return ()
@@ -63,4 +63,9 @@ def starts_of(config: RunConfig, initial: ArrayRecord) -> Sequence[Vector]:
         weight_decay=config.weight_decay,
     )
     samples = [Samples(own.x, own.y, network.channels_last) for own in held]
-    return pretrained(network, spec, spec.unpack(initial), samples, settings, config.seed)
+    try:
+        return pretrained(network, spec, spec.unpack(initial), samples, settings, config.seed)
+    except InvalidModelError as error:
+        raise UserError(
+            f"pretrain leaves a model that cannot be used, {error}: take a smaller lr."
+        ) from None
