@@ -32,9 +32,10 @@ def is_at_rest(grid: Grid, fleet: Fleet, dispatch: Dispatch, steps: Steps) -> bo
     steps : Steps
         At which step clients' data are, and when time moves them on.
     """
-    if not isinstance(grid, Foreseeing) or not fleet.by_node or steps.next_time() < math.inf:
-        return False
+    # Asked after every update: most policies say no of the first client.
     if not all(dispatch.at_rest(client, steps.now_of(client)) for client in fleet.by_node.values()):
+        return False
+    if not fleet.by_node or not isinstance(grid, Foreseeing) or steps.next_time() < math.inf:
         return False
     # Some may be there that have not been greeted, or have not answered yet.
     if not fleet.by_node.keys() | fleet.refused.keys() >= set(grid.get_node_ids()):
