@@ -125,18 +125,36 @@ class Examples:
             own, labels = np.unique([clusters.main(c) for c in others], return_inverse=True)
             return own, labels, probes.distances_from(client, others) if others else np.empty(0)
         if self.of.keys() != clusters.models.keys():
-            names = list(clear())
-            homes = np.array([clusters.main(name) for name in names], np.int64)
-            self.of = {
-                k: [names[i] for i in some(np.flatnonzero(homes == k), _EXAMPLES, rng)]
-                for k in clusters.models
-            }
-        groups = {
-            k: [c for c in own if c != client and clusters.online[c] and probes.is_clear(c)]
-            for k, own in self.of.items()
-        }
+            self._draw(clusters.models, clusters, clear, rng)
+
+        def usable(k: int) -> list[str]:
+            others = (c for c in self.of[k] if c != client)
+            return [c for c in others if clusters.online[c] and probes.is_clear(c)]
+
+        groups = {k: usable(k) for k in self.of}
+        # All that were drawn may have gone, while others of their cluster are there.
+        home = clusters.main(client) if clusters.is_placed(client) else None
+        gone = [k for k, own in groups.items() if not own and clusters.size(k) > (k == home)]
+        if gone:
+            self._draw(gone, clusters, clear, rng)
+            groups |= {k: usable(k) for k in gone}
         known = [k for k, group in groups.items() if group]
         if not known:
             return np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0)
         found = probes.distances_to_groups([client], [groups[k] for k in known])
         return np.array(known, np.int64), np.arange(len(known)), found[0]
+
+    def _draw(
+        self,
+        which: Iterable[int],
+        clusters: Clusters,
+        clear: Callable[[], Iterable[str]],
+        rng: np.random.Generator,
+    ) -> None:
+        """Draw those who stand for some clusters among the clear clients that are online."""
+        names = list(clear())
+        homes = np.array([clusters.main(name) for name in names], np.int64)
+        drawn = {
+            k: [names[i] for i in some(np.flatnonzero(homes == k), _EXAMPLES, rng)] for k in which
+        }
+        self.of = {k: drawn.get(k, self.of.get(k, [])) for k in clusters.models}

@@ -134,7 +134,7 @@ class Uploads:
         the assignment is the one with the least divergence over the run. Clusters that stand for
         none are left out.
         """
-        known = [row for row in self.rows if row.mixture and row.estimate]
+        known = self._compared()
         clusters = sorted({cluster for row in known for cluster in row.estimate})
         if self._identified or not known:
             return {cluster: cluster for cluster in clusters}
@@ -145,11 +145,8 @@ class Uploads:
 
         Nothing of a method that puts every client into a single cluster.
         """
-        known = [row for row in self.rows if row.mixture and row.estimate]
-        if not any(len(row.estimate) > 1 for row in known):
-            return []
-        count, of = max(len(row.mixture) for row in known), self.matched()
-        return sorted(set(range(count)) - set(of.values()))
+        known = self._mixed()
+        return _missing(known, self.matched()) if known else []
 
     def divergences(self) -> list[tuple[Upload, float]]:
         """Return KL(true ‖ estimated) of every upload of which both are known.
@@ -158,11 +155,20 @@ class Uploads:
         Nothing either where distributions are `unmatched`: what an estimate gives them is unknown,
         and taking it for nothing would measure only how small nothing is taken to be.
         """
-        known = [row for row in self.rows if row.mixture and row.estimate]
-        if not any(len(row.estimate) > 1 for row in known) or self.unmatched():
+        known = self._mixed()
+        of = self.matched() if known else {}
+        if _missing(known, of):
             return []
-        of = self.matched()
         return [(row, divergence(row.mixture, shares(row.estimate, of, row))) for row in known]
+
+    def _compared(self) -> list[Upload]:
+        """Return the uploads of which both the true and the estimated mixture are known."""
+        return [row for row in self.rows if row.mixture and row.estimate]
+
+    def _mixed(self) -> list[Upload]:
+        """Return them; none where every client is put into a single cluster."""
+        known = self._compared()
+        return known if any(len(row.estimate) > 1 for row in known) else []
 
     def result(self) -> dict[str, object]:
         """Return the numbers of a summary; None where there are none.
@@ -297,6 +303,12 @@ def matching(
         for row, column in zip(rows.tolist(), columns.tolist(), strict=True)
         if column < len(clusters)
     }
+
+
+def _missing(known: Sequence[Upload], of: Mapping[int, int]) -> list[int]:
+    """Return the distributions of some uploads that no cluster stands for."""
+    count = max((len(row.mixture) for row in known), default=0)
+    return sorted(set(range(count)) - set(of.values()))
 
 
 def _last_of_each(rows: Iterable[Upload], quantity: str) -> Iterable[Upload]:

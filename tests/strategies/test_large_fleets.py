@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from clustered import homes
 from fleets import MODEL, grid_of, pulled_app
-from probing import probe, two_groups
+from probing import EAST, probe, two_groups
 from sklearn.metrics import adjusted_rand_score
 
 from raceme.protocol.messages import ModelSpec
@@ -165,6 +165,20 @@ def test_a_newcomer_is_placed_by_the_same_examples_after_the_run_is_resumed() ->
     # c6 has come since members were drawn that stand for the cluster; with it c7 would be alone.
     assert homes(strategy)["c7"] == homes(strategy)["c6"] == homes(strategy)["c0"]
     assert homes(restored) == homes(strategy)
+
+
+def test_a_newcomer_finds_its_cluster_though_all_who_stood_for_it_have_gone() -> None:
+    strategy = two_groups(exact_up_to=4, repair=False)
+    for client in ("c6", "c7"):
+        strategy.add_client(Client(client, 10))
+    probe(strategy, "c6", *EAST)
+    probe(strategy, "c6", *EAST)
+    # Members were drawn that stand for the clusters before c6 was in one.
+    for client in ("c0", "c1", "c2"):
+        strategy.remove_client(client)
+    probe(strategy, "c7", *EAST)
+    probe(strategy, "c7", *EAST)
+    assert homes(strategy)["c7"] == homes(strategy)["c6"] == homes(strategy)["c0"]
 
 
 @pytest.mark.parametrize("make", [FedAsync, lambda: CASA(sketch=4, exact_up_to=50)])
