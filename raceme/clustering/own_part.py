@@ -60,21 +60,25 @@ def apartness(
 
 
 def own_share(apart: float, samples: int, prior: float) -> float:
-    """Return μ = D n / (n + n₀), the share of a client's own latest model in what it uses.
+    """Return μ = n D / (n D + n₀ (1 − D)), the share of its own latest model in what it uses.
 
-    As in empirical Bayes: what n samples say counts beside a prior that is worth n₀ of them, and
-    only as far as the client differs from those whom the prior is made of.
+    As in empirical Bayes: D / (1 − D) is how large what is a client's own is beside what it has in
+    common with the others, and n samples of it count beside a prior that is worth n₀ of them. To a
+    client that has nothing in common with its cluster, the cluster's model says nothing. More
+    samples than n₀ count as n₀, by which μ = D: clients that are alike keep some distance by
+    chance, however many samples they have.
 
     Parameters
     ----------
     apart : float
         D: its distance from the others of its cluster, from 0 to 1.
     samples : int
-        n: its training samples.
+        n: its training samples, 1 at least.
     prior : float
         n₀, above 0.
     """
-    return apart * samples / (samples + prior)
+    own = min(samples, prior) * apart
+    return own / (own + prior * (1.0 - apart))
 
 
 def inside(clusters: Clusters, clients: Iterable[str]) -> dict[int, list[str]]:

@@ -82,8 +82,8 @@ class PanicleParameters:
     clip: float = option(3.0, "longest update, in medians of its cluster's (0: any)", low=0)
     average: float = option(0.1, "share of versions that a model in use averages", low=0, high=1)
     own: float = option(
-        100.0,
-        "samples with which a client unlike all of its cluster uses half its own model (0: never)",
+        500.0,
+        "samples from which a client uses its own model as far as it is unlike others (0: never)",
         low=0,
     )
     sketch: int = option(1024, "numbers of a direction that are kept (0: all)", low=0)

@@ -44,14 +44,23 @@ def test_in_a_large_fleet_the_first_members_stand_for_all() -> None:
 
 
 def test_the_share_grows_with_the_samples_and_the_distance() -> None:
-    assert own_share(1.0, 100, 100.0) == 0.5
-    assert own_share(0.5, 300, 100.0) == pytest.approx(0.375)
-    assert own_share(0.0, 10_000, 100.0) == 0.0
+    assert own_share(0.5, 500, 500.0) == 0.5
+    assert own_share(0.75, 500, 500.0) == 0.75
+    assert own_share(0.5, 250, 500.0) == pytest.approx(1 / 3)
+    assert own_share(0.8, 125, 500.0) == pytest.approx(0.5)
+    # More than the prior's samples count as so many.
+    assert own_share(0.2, 10_000, 500.0) == pytest.approx(0.2)
+    assert own_share(0.0, 10_000, 500.0) == 0.0
+
+
+@given(samples=st.integers(1, 10**9), prior=st.floats(1e-3, 1e9))
+def test_a_client_that_has_nothing_in_common_uses_its_own_model(samples: int, prior: float) -> None:
+    assert own_share(1.0, samples, prior) == 1.0
 
 
 @given(apart=st.floats(0, 1), samples=st.integers(1, 10**9), prior=st.floats(1e-3, 1e9))
-def test_it_is_a_share_below_the_distance(apart: float, samples: int, prior: float) -> None:
-    assert 0.0 <= own_share(apart, samples, prior) <= apart
+def test_it_is_a_share_up_to_the_distance(apart: float, samples: int, prior: float) -> None:
+    assert 0.0 <= own_share(apart, samples, prior) <= apart * (1 + 1e-12)
 
 
 def test_between_two_models() -> None:

@@ -323,7 +323,7 @@ def test_tests_and_the_result_are_of_what_clients_use() -> None:
         assert own.tolist() != strategy.models[cluster].vector.tolist()
 
 
-def apart(own: float = 10.0) -> Panicle:
+def apart(own: float = 20.0) -> Panicle:
     """Two groups of two, of which the first is not alike: 53 degrees, a distance of 0.4."""
     kinds = {"c0": (4.0, 0.0), "c1": (2.4, 3.2), "c2": (-4.0, 0.0), "c3": (-4.0, 0.0)}
     strategy = probed(kinds, own=own, forward=0.0, average=0.0)
@@ -343,8 +343,8 @@ def test_a_client_unlike_its_cluster_uses_some_of_its_own_model() -> None:
     step(strategy, "c0", 8.0, 8.0)
     step(strategy, "c2", -8.0, 8.0)
     w = strategy.models[strategy.clusters.main("c0")].vector
-    # D = 1 − 0.6 = 0.4, 10 samples beside 10: λ = 0.2. c2 is like c3, and uses what c3 does.
-    assert used(strategy)["c0"] == pytest.approx((0.8 * w + 0.2 * 8.0).tolist())
+    # D = 1 − 0.6 = 0.4, 10 samples beside 20: μ = 4 / (4 + 12). c2 is like c3, and uses what c3 does.
+    assert used(strategy)["c0"] == pytest.approx((0.75 * w + 0.25 * 8.0).tolist())
     same = strategy.models[strategy.clusters.main("c2")].vector
     assert used(strategy)["c2"] == pytest.approx(same.tolist())
     assert used(apart(own=0.0)) == {}
