@@ -22,7 +22,7 @@ from raceme.records.store import FILE_NAME, RunStore
 
 log = logging.getLogger("raceme.checkpoints")
 
-STATE = 5
+STATE = 6
 """The format of what a checkpoint holds. It is raised by whoever changes what the state of a
 strategy, a policy or the grid consists of, or means: a run then does not go on from an earlier one.
 Versions with the same number read each other's checkpoints."""

@@ -142,10 +142,29 @@ def call_others(
     clients : int
         Clients that are compared.
     """
-    for client in [c for c, then in changes.items() if then < now - _SOON * clients]:
+    for client in [c for c, then in changes.items() if not _is_recent(then, now, clients)]:
         del changes[client]
     # Once for each event: those that come after it were called with the others.
     if len(changes) == max(_FEWEST_CHANGES, math.ceil(clients / _MANY)):
         first = min(changes.values())
         for habit in habits.values():
             habit.called |= habit.probed < first
+
+
+def are_changing(changes: Mapping[str, int], now: int, clients: int) -> bool:
+    """Return whether a client's data were found to have changed within two updates per client.
+
+    Parameters
+    ----------
+    changes : Mapping[str, int]
+        When each client's data were last found to have changed, in updates of the run.
+    now : int
+        Updates of the run.
+    clients : int
+        Clients that are compared.
+    """
+    return any(_is_recent(then, now, clients) for then in changes.values())
+
+
+def _is_recent(then: int, now: int, clients: int) -> bool:
+    return then >= now - _SOON * clients

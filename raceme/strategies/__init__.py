@@ -59,7 +59,8 @@ from raceme.strategies.flux import FLUX, FLUXParameters
 from raceme.strategies.icfl import ICFL, ICFLAsync, ICFLAsyncParameters, ICFLParameters
 from raceme.strategies.ifca import IFCA, IFCAAsync, IFCAAsyncParameters, IFCAParameters
 from raceme.strategies.pacfl import PACFL, PACFLParameters
-from raceme.strategies.panicle import Panicle, PanicleParameters
+from raceme.strategies.panicle import Panicle
+from raceme.strategies.panicle_parameters import PanicleParameters
 from raceme.strategies.port import PORT, PORTParameters
 from raceme.strategies.robust_rounds import (
     FedMedian,

@@ -30,7 +30,14 @@ from raceme.clustering.averages import Averages
 from raceme.clustering.clusters import Clusters
 from raceme.clustering.contributions import contribution
 from raceme.clustering.evidence import least_evidence, nearest_group
-from raceme.clustering.habits import FEWEST_LENGTHS, PATIENCE, Habit, Roll, call_others
+from raceme.clustering.habits import (
+    FEWEST_LENGTHS,
+    PATIENCE,
+    Habit,
+    Roll,
+    are_changing,
+    call_others,
+)
 from raceme.clustering.judgement import judged
 from raceme.clustering.latest import Latest
 from raceme.clustering.model import Model
@@ -39,12 +46,12 @@ from raceme.clustering.pace import calibration, carried, cut, freshness, share_o
 from raceme.clustering.probes import HALVES, Probes, Sketcher, settings_of_probe
 from raceme.clustering.repair import comes_from, parts_of_split, plan_repair
 from raceme.clustering.standing import Examples, shown, spread
-from raceme.config.options import option
 from raceme.protocol.messages import ARRAYS, Vector
 from raceme.server.fleet import Client
 from raceme.server.method import Applied, Method, staleness_of
 from raceme.server.replies import Update
 from raceme.server.work import Task, Work
+from raceme.strategies.panicle_parameters import PanicleParameters
 
 PROBE = "probe"
 """Phase of the work that only places a client."""
@@ -56,43 +63,6 @@ _RARELY = 5
 """Updates per client after which clusters are looked at even if nothing new is known."""
 _MORE_PROBES = 4
 """Probes of each client where two leave it open if there are clusters."""
-
-
-@dataclass(frozen=True)
-class PanicleParameters:
-    """Hyper-parameters; each part can be switched off."""
-
-    probe_steps: int = option(
-        5, "mini-batches of a probe at most, of a tenth of a task (0: a whole task)", low=0
-    )
-    clustering: bool = option(True, "form clusters (false: one model for all)")
-    level: float = option(0.45, "evidence from which on there are clusters", above=0, below=1)
-    most: int = option(12, "clusters at most", low=1)
-    repair: bool = option(True, "split, move and merge after the clusters were formed")
-    recheck: int = option(20, "own updates after which a client is probed again (0: never)", low=0)
-    drift: bool = option(True, "probe clients again whose updates suddenly grow")
-    growth: float = option(2.0, "growth of an update that is sudden", above=1)
-    alpha0: float = option(2.0, "α0 of a cluster's first updates: α0 / log2(members + 3)", above=0)
-    ease: float = option(10.0, "updates per member after which the share has halved", above=0)
-    forward: float = option(
-        0.5, "share of what the model has moved meanwhile that an update keeps", low=0, high=1
-    )
-    stale: float = option(1.0, "power by which what was overtaken counts less (0: alike)", low=0)
-    unbiased: bool = option(True, "let members count alike, however often they report")
-    clip: float = option(3.0, "longest update, in medians of its cluster's (0: any)", low=0)
-    average: float = option(0.1, "share of versions that a model in use averages", low=0, high=1)
-    own: float = option(
-        500.0,
-        "samples from which a client uses its own model as far as it is unlike others (0: never)",
-        low=0,
-    )
-    sketch: int = option(1024, "numbers of a direction that are kept (0: all)", low=0)
-    exact_up_to: int = option(
-        2000,
-        "clients compared pair by pair; of a larger fleet so many, drawn at random, stand for all "
-        "(0: all are compared)",
-        low=0,
-    )
 
 
 @dataclass
@@ -127,6 +97,8 @@ class PanicleState:
         Updates since then.
     wanted : int
         Probes that each client is to answer; more where two leave it open if there are clusters.
+    withheld : dict[str, Vector]
+        Models that moved nothing, of clients whose data may have changed. Shape (d,).
     """
 
     initial: Vector
@@ -142,6 +114,7 @@ class PanicleState:
     formed: bool = False
     unlooked: int = 0
     wanted: int = HALVES
+    withheld: dict[str, Vector] = field(default_factory=dict)
 
 
 class Panicle(Method):
@@ -175,6 +148,7 @@ class Panicle(Method):
         """A client that has gone no longer moves its cluster."""
         super().remove_client(client)
         self.state.latest.withdraw(client)
+        self.state.withheld.pop(client, None)
         self._recount(client)
 
     def _recount(self, client: str) -> None:
@@ -251,6 +225,7 @@ class Panicle(Method):
         if not was_settled:
             self._place(client)
         if self._is_settled(client):
+            self.state.withheld.pop(client, None)
             self.state.changed += 1
             self._look_if_due()
         latest, k = self.state.latest, self.clusters.main(client)
@@ -309,7 +284,8 @@ class Panicle(Method):
         rows = shown(now, self.parameters.exact_up_to, self.rng)
         names, probes, own = [clients[i] for i in rows], self.state.probes, self.parameters
         found = judged(probes.distances(names), now[rows], own.level, own.most)
-        if found.is_open:
+        # While data change, what is known of some clients is of data that they no longer have.
+        if found.is_open and not are_changing(self.state.changes, self.progress.updates, len(now)):
             self.state.wanted = _MORE_PROBES
         if found.wanted is not None:
             wanted = spread(probes, clients, names, found.wanted)
@@ -379,7 +355,11 @@ class Panicle(Method):
         source = self.clusters.main(client)
         self.state.averages.restart(self._home(client))
         self.state.latest.withdraw(client)
-        cluster = self.clusters.found(self.models[source].copy(), [client])
+        # What it has made of its new data is nearer to them than what it started from.
+        own = self.state.withheld.pop(client, None)
+        model = self.models[source]
+        model = model.copy() if own is None else Model(own, model.version + 1)
+        cluster = self.clusters.found(model, [client])
         self.state.origins[cluster], self.state.learned[cluster] = [source], 0
         self._recount(client)
 
@@ -391,6 +371,7 @@ class Panicle(Method):
         former = self._home(client)
         self.state.averages.restart(cluster, former)
         self.state.latest.withdraw(client)
+        self.state.withheld.pop(client, None)
         clusters.move(client, cluster)
         self._habit(client).length = 0.0
         self._recount(client)
@@ -431,7 +412,7 @@ class Panicle(Method):
         typical = self._roll.lengths.median_of_others(client, k, FEWEST_LENGTHS)
         is_watched = self.parameters.drift and self.parameters.clustering
         if is_watched and habit.is_sudden(length, typical):
-            habit.doubted = True
+            habit.doubted, state.withheld[client] = True, update.vector
             return Applied(k, staleness, weight=0.0)
         habit.learn(length)
         self._recount(client)
@@ -484,9 +465,12 @@ class Panicle(Method):
         return self.state.averages.instead_of(self.models, self.spec.counters)
 
     def used(self, clients: Collection[str]) -> Iterator[tuple[str, Vector]]:
-        """Yield what clients use that are unlike the others of their cluster."""
+        """Yield what clients use that are unlike the others of their cluster, or have changed."""
         prior, latest, served = self.parameters.own, self.state.latest.models, self.served
+        withheld = self.state.withheld
+        yield from ((client, withheld[client]) for client in clients if client in withheld)
         own = {c for c in clients if self._habit(c).trained and c in latest} if prior else set()
+        own -= withheld.keys()
         members = inside(self.clusters, self._clear()) if own else {}
         for client, apart in apartness(self.state.probes, members, own).items():
             samples = self.progress.fleet.clients[client].num_examples
