@@ -468,9 +468,12 @@ class Panicle(Method):
         """Yield what clients use that are unlike the others of their cluster, or have changed."""
         prior, latest, served = self.parameters.own, self.state.latest.models, self.served
         withheld = self.state.withheld
-        yield from ((client, withheld[client]) for client in clients if client in withheld)
+        # A long update may also be one that went wrong, unless many others' data have changed.
+        habits = {c: self._habit(c) for c in clients if c in withheld}
+        changed = {c for c, habit in habits.items() if habit.called or not habit.doubted}
+        yield from ((client, withheld[client]) for client in clients if client in changed)
         own = {c for c in clients if self._habit(c).trained and c in latest} if prior else set()
-        own -= withheld.keys()
+        own -= changed
         members = inside(self.clusters, self._clear()) if own else {}
         for client, apart in apartness(self.state.probes, members, own).items():
             samples = self.progress.fleet.clients[client].num_examples

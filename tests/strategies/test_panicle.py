@@ -343,7 +343,7 @@ def test_a_client_unlike_its_cluster_uses_some_of_its_own_model() -> None:
     step(strategy, "c0", 8.0, 8.0)
     step(strategy, "c2", -8.0, 8.0)
     w = strategy.models[strategy.clusters.main("c0")].vector
-    # D = 1 − 0.6 = 0.4, 10 samples beside 20: μ = 4 / (4 + 12). c2 is like c3: it uses what c3 does.
+    # D = 1 − 0.6 = 0.4, 10 samples beside 20: μ = 4 / (4 + 12). c2 is like c3, and uses the same.
     assert used(strategy)["c0"] == pytest.approx((0.75 * w + 0.25 * 8.0).tolist())
     same = strategy.models[strategy.clusters.main("c2")].vector
     assert used(strategy)["c2"] == pytest.approx(same.tolist())

@@ -23,13 +23,19 @@ def used(strategy: Panicle) -> dict[str, list[float]]:
     return {client: own.tolist() for client, own in strategy.used(list(strategy.clusters.online))}
 
 
-def test_until_a_probe_has_told_a_client_uses_what_it_has_just_trained() -> None:
+def test_a_long_update_that_went_wrong_is_not_what_its_client_uses() -> None:
     strategy = with_a_long_update(7.0, -9.0)
-    assert used(strategy)["c0"] == [7.0, -9.0]
-    # It is as before: the model of its cluster is the better one.
+    assert used(strategy).get("c0") != [7.0, -9.0]
+    # It is as before.
     probe(strategy, "c0", *EAST)
     assert used(strategy).get("c0") != [7.0, -9.0]
     assert strategy.state.withheld == {}
+
+
+def test_where_many_others_have_changed_a_client_uses_what_it_has_just_trained() -> None:
+    strategy = with_a_long_update(7.0, -9.0)
+    strategy.state.habits["c0"].called = True
+    assert used(strategy)["c0"] == [7.0, -9.0]
 
 
 def test_who_has_found_its_new_cluster_uses_that_model() -> None:
