@@ -470,10 +470,10 @@ class Panicle(Method):
         withheld = self.state.withheld
         # A long update may also be one that went wrong, unless many others' data have changed.
         habits = {c: self._habit(c) for c in clients if c in withheld}
-        changed = {c for c, habit in habits.items() if habit.called or not habit.doubted}
-        yield from ((client, withheld[client]) for client in clients if client in changed)
+        changed = [c for c, habit in habits.items() if habit.called or not habit.doubted]
+        yield from ((client, withheld[client]) for client in changed)
         own = {c for c in clients if self._habit(c).trained and c in latest} if prior else set()
-        own -= changed
+        own.difference_update(changed)
         members = inside(self.clusters, self._clear()) if own else {}
         for client, apart in apartness(self.state.probes, members, own).items():
             samples = self.progress.fleet.clients[client].num_examples
