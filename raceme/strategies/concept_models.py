@@ -72,7 +72,7 @@ class ConceptParameters:
 
 def without_classes(parameters: ConceptParameters) -> str:
     """Return what clients are asked for that a regression does not have; empty for losses."""
-    return "measure accuracies, but for measure=loss" if parameters.measure == "accuracy" else ""
+    return "measure accuracies unless measure=loss" if parameters.measure == "accuracy" else ""
 
 
 def scoring(method: Method, concepts: Concepts, client: str, parameters: ConceptParameters) -> Work:

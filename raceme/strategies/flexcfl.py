@@ -73,7 +73,7 @@ class ColdStartParameters:
     @property
     def needs_classes(self) -> str:
         """What clients are asked for that a regression does not have; empty if there is nothing."""
-        return "count their labels, but for detect=direction" if self.counts_labels else ""
+        return "count their labels unless detect=direction" if self.counts_labels else ""
 
 
 @dataclass(frozen=True)

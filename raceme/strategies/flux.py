@@ -135,7 +135,7 @@ class FLUX(Method):
     @property
     def needs_classes(self) -> str:
         """What clients are asked for that a regression does not have."""
-        return "" if self.parameters.warmup else "measure accuracies, but for warmup=20 or the like"
+        return "" if self.parameters.warmup else "measure accuracies unless warmup=20 or the like"
 
     @property
     def asked_kinds(self) -> frozenset[str]:

@@ -235,7 +235,7 @@ def test_methods_that_need_classes_say_how_to_do_without(
     config: RunConfig, strategy: str, option: str, value: str
 ) -> None:
     keys = {**config.to_mapping(), "strategy": strategy}
-    with pytest.raises(UserError, match=rf"are quantities, and {strategy} .*, but for {option}="):
+    with pytest.raises(UserError, match=rf"are quantities, and {strategy} .* unless {option}="):
         experiment.build_strategy(RunConfig.from_mapping(keys))
     keys[f"{strategy}.{option}"] = value
     assert not experiment.build_strategy(RunConfig.from_mapping(keys)).needs_classes
