@@ -448,6 +448,7 @@ def plan(config: RunConfig) -> Plan:
         concurrency=config.concurrency,
         drift=schedule_of(config),
         max_rounds=config.max_rounds or None,
+        highest_score=1.0 if datasets.data_shape(config).target is None else float("inf"),
         planned_updates=config.planned_updates,
     )
 

@@ -90,6 +90,10 @@ class Measure:
             return f"{target:g}"
         return f"{target:g} {self.unit}".rstrip() if self.is_error else f"{target:.1%}"
 
+    def bound(self, target: float) -> str:
+        """Return a target for people in the form of the values beside it: ``"0.95"``."""
+        return self.goal(target) if self.is_error else f"{target:g}"
+
     def reaches(self, value: float, target: float) -> bool:
         """Return whether a value is as good as a target; NaN never is."""
         return value <= target if self.is_error else value >= target

@@ -262,9 +262,9 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         (measure.word, f"{last} (best {best}), mean over {over}"),
         *_honest_row(summary, measure),
         *_weighted_row(summary, measure),
-        *_scores_rows(summary),
+        *_scores_rows(summary, measure),
         *_tasks_row(summary, measure),
-        (f"time to {target:g}" if target else "time to target", to_target),
+        (f"time to {measure.bound(target)}" if target else "time to target", to_target),
         ("clusters", str(summary["clusters"])),
         *_moves_row(summary),
         ("purity", _number(summary["purity"])),
@@ -318,15 +318,15 @@ def _weighted_row(summary: Mapping[str, Any], measure: Measure) -> list[tuple[st
     return [("by test examples", f"{shown}, weighted mean")]
 
 
-def _scores_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _scores_rows(summary: Mapping[str, Any], measure: Measure) -> list[tuple[str, str]]:
     """Return how good uploads and clusters are, where that is known; earlier versions had none."""
     before, after = summary.get("accuracy_before"), summary.get("accuracy_after")
     cluster, mixture = summary.get("cluster_accuracy"), summary.get("mixture_divergence")
     rows = []
     if before is not None:
-        rows.append(("uploads", f"{_number(before)}, got in return {_number(after)}"))
+        rows.append(("uploads", f"{measure.shown(before)}, got in return {measure.shown(after)}"))
     if cluster is not None:
-        rows.append(("clusters' models", f"{_number(cluster)}, on the server's test sets"))
+        rows.append(("clusters' models", f"{measure.shown(cluster)}, on the server's test sets"))
     if mixture is not None:
         rows.append(("mixtures", f"{_number(mixture)} nats, KL(true ‖ estimated)"))
     return rows

@@ -184,7 +184,7 @@ def _tiles(summary: Mapping[str, Any]) -> list[Tile]:
     tiles = [
         Tile(measure.label, last, f"best {best}"),
         Tile(
-            f"time to {target:g}" if target else "time to target",
+            f"time to {measure.bound(target)}" if target else "time to target",
             f"{number(reached['virtual_time'], 1)} s" if reached else "not reached",
             f"{number(reached['updates'])} updates" if reached else "",
         ),

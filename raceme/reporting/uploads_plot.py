@@ -26,7 +26,7 @@ _CLUSTERS_TITLE = "Clusters' models on the server's test sets"
 _MOST_CLUSTERS = 8
 """More clusters than this are not drawn one by one."""
 _MARGIN = 0.03
-"""Room above and below the curves."""
+"""Room above and below the curves; of errors in parts of the largest."""
 _QUANTITIES = {
     "before": ("uploaded", series_colour(0)),
     "after": ("got in return", series_colour(5)),
@@ -61,7 +61,7 @@ def uploads_figure(record: RunRecord) -> Figure:
         only_clusters = bool(record.cluster_scores) and not _has_uploads(record)
         axes.set_title(_CLUSTERS_TITLE if only_clusters else _TITLE)
         axes.set_xlabel("updates")
-        axes.set_ylabel("accuracy")
+        axes.set_ylabel(record.measure.label)
         axes.grid(axis="y")
         if not has_scores(record):
             say_empty(axes, "no scores of uploads")
@@ -70,7 +70,9 @@ def uploads_figure(record: RunRecord) -> Figure:
         for quantity, (label, colour) in _QUANTITIES.items():
             shown += _draw_quantity(axes, record.uploads, quantity, label, colour)
         # Single uploads may lie far off; the curves are what is to be read.
-        axes.set_ylim(max(0.0, min(shown) - _MARGIN), min(1.0, max(shown) + _MARGIN))
+        margin = _MARGIN * (max(shown) if record.measure.is_error else 1.0)
+        highest = np.inf if record.measure.is_error else 1.0
+        axes.set_ylim(max(0.0, min(shown) - margin), min(highest, max(shown) + margin))
         axes.set_xlim(left=0)
         handles = axes.get_legend_handles_labels()[0]
         axes.legend(handles=handles[::-1], loc="center left", bbox_to_anchor=(1.01, 0.5))

@@ -448,8 +448,8 @@ class Loop:
                 progress.count_update(client)
                 if counters is not None and what.weight and what.cluster in self._method.models:
                     self._method.models[what.cluster].copy_from(update.vector, counters)
-                arrived_at, exchanges = update.arrived_at, self._method.exchanges
-                self._observe(applied_update(arrived_at, progress.updates, update, what, exchanges))
+                told = update.arrived_at, progress.updates, update, what, self._method.exchanges
+                self._observe(applied_update(*told, self._plan.highest_score))
                 self._method.close_task(update.task)
         self._packer.keep_only(self._method.models)
         for event in held:

@@ -72,6 +72,8 @@ class Plan:
         When clients' data change; None if they never do.
     max_rounds : int or None
         Stop after so many rounds or windows, of a method that has them.
+    highest_score : float
+        Highest score of an upload that a client can state: 1 of accuracies, infinity of errors.
     planned_updates : int
         Client updates that a run without a limit on them is expected to come to, for schedules that
         depend on its length.
@@ -88,6 +90,7 @@ class Plan:
     concurrency: int = 0
     drift: StepSchedule | None = None
     max_rounds: int | None = None
+    highest_score: float = 1.0
     planned_updates: int = 0
 
     @property

@@ -35,7 +35,12 @@ def joined(time: float, client: Client, returned: bool) -> ClientJoined:
 
 
 def applied_update(
-    time: float, seq: int, update: Update, applied: Applied, exchanges: bool
+    time: float,
+    seq: int,
+    update: Update,
+    applied: Applied,
+    exchanges: bool,
+    highest_score: float,
 ) -> UpdateApplied:
     """Report what became of a valid update.
 
@@ -51,8 +56,14 @@ def applied_update(
         What the method did with it.
     exchanges : bool
         Whether models really travel; without it there is no traffic to report.
+    highest_score : float
+        Up to which a score that the client states can be meant.
     """
     task = update.task
+    before, after = (
+        score if 0 <= score <= highest_score and math.isfinite(score) else None
+        for score in (update.metrics.get(n, math.nan) for n in (ACCURACY_BEFORE, ACCURACY_AFTER))
+    )
     return UpdateApplied(
         seq=seq,
         time=time,
@@ -68,8 +79,8 @@ def applied_update(
         started_at=_run_time(update.metrics.get(STARTED_AT, math.nan), time),
         finished_at=_run_time(update.metrics.get(FINISHED_AT, math.nan), time),
         step=task.step,
-        accuracy_before=_share(update.metrics.get(ACCURACY_BEFORE, math.nan)),
-        accuracy_after=_share(update.metrics.get(ACCURACY_AFTER, math.nan)),
+        accuracy_before=before,
+        accuracy_after=after,
         passes=count_of(update.metrics.get(SAMPLE_PASSES)),
         mixture=update.mixture,
         phase=task.phase or task.kind,
@@ -112,11 +123,6 @@ def fill_result(method: Questions, packer: Packer) -> None:
     result.client_clusters = {
         client: dict(method.placement(client)) for client in method.progress.fleet.clients
     }
-
-
-def _share(stated: float) -> float | None:
-    """Return the accuracy that a client states; None for anything that is none."""
-    return stated if 0 <= stated <= 1 else None
 
 
 def unasked(time: float, reply: Message, by_node: Mapping[int, str]) -> UpdateRejected:

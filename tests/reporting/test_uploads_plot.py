@@ -15,14 +15,17 @@ from raceme.protocol.events import (
     ClusterChange,
     ClustersChanged,
     ClustersScored,
+    Evaluated,
     Event,
     RunEnded,
     UpdateApplied,
 )
+from raceme.protocol.measure import Measure
 from raceme.records.record import RunRecord
 from raceme.records.store import RunStore
 from raceme.records.summary import summarise
 from raceme.reporting.artefacts import write_all
+from raceme.reporting.console import summary_rows
 from raceme.reporting.mixtures_plot import mixtures_figure
 from raceme.reporting.run_page import run_page
 from raceme.reporting.uploads_plot import uploads_figure
@@ -54,6 +57,25 @@ RUN: list[Event] = [
 def curves(axes: Axes) -> dict[str, list[list[float]]]:
     lines = (line for line in axes.lines if not str(line.get_label()).startswith("_"))
     return {str(line.get_label()): line.get_xydata().tolist() for line in lines}
+
+
+def test_of_a_regression_errors_are_drawn_with_their_unit() -> None:
+    evaluated = Evaluated(*(4.0, 4, 30.0, 1.0, 2, {"a": (0, 30.0, 1.0)}, 1), measure=Measure("W"))
+    watts = [
+        *(ClientJoined(0.0, client, 0, 10, None) for client in "ab"),
+        *(*upload(1, "a", 60.0, None), *upload(2, "b", 40.0, None)),
+        *(*upload(3, "a", 20.0, 50.0), *upload(4, "b", 20.0, 30.0)),
+        evaluated,
+        RunEnded(4.0, 4, "so"),
+    ]
+    (axes,) = uploads_figure(RunRecord.of(watts)).axes
+    assert axes.get_ylabel() == "MAE (W)"
+    # By session 50 and 20 were uploaded: 3 % of the largest is room.
+    assert axes.get_ylim() == pytest.approx((18.5, 51.5))
+    summary = summarise(watts, strategy="cdfl", dataset="npz", seed=0, wall_time=1.0, target=25.0)
+    rows = dict(summary_rows(summary))
+    assert rows["uploads"] == "20.00 W, got in return 40.00 W"
+    assert rows["time to 25 W"] == "not reached"
 
 
 def test_uploads_and_what_was_got_for_them_are_drawn_by_session() -> None:
