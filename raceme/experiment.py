@@ -106,14 +106,13 @@ def resolve(config: RunConfig) -> RunConfig:
     config = config.with_absolute_paths().with_values(proxy=with_whole_path(config.proxy))
     config = datasets.with_fitting_groups(config)
     config = datasets.with_defaults(config)
-    source = datasets.source_of(config)
     target, stop = config.target_accuracy, config.stop_at_target
     if target is not None and target > 1 and datasets.data_shape(config).target is None:
         raise UserError(f"target-accuracy must be at most 1, got {target:g}.")
     unlimited = config.max_rounds and config.max_updates is None
     return config.with_values(
         max_updates=None if unlimited else config.planned_updates,
-        target_accuracy=source.target_accuracy if target is None else target,
+        target_accuracy=datasets.default_target(config) if target is None else target,
         stop_at_target=target is not None if stop is None else stop,
         eval_every=config.num_clients if config.eval_every is None else config.eval_every,
         devices=_resolved_devices(config.devices),

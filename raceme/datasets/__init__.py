@@ -34,7 +34,7 @@ from raceme.datasets.partition import (
 from raceme.datasets.reserve import folder_of, wanted
 from raceme.datasets.scenario import ScenarioPartitionOptions, scenario_of
 from raceme.datasets.source import ClientData, Dataset, DataShape, Source, generator
-from raceme.datasets.suited import suited
+from raceme.datasets.suited import suited, suited_target
 
 __all__ = [
     "DATASETS",
@@ -50,6 +50,7 @@ __all__ = [
     "all_clients",
     "client_data",
     "data_shape",
+    "default_target",
     "fewest_training",
     "forget",
     "load",
@@ -145,6 +146,20 @@ def with_fitting_groups(config: RunConfig) -> RunConfig:
         "groups '%s' are more than there can be (%s): joined to '%s'", groups, there, fitting
     )
     return config.with_values(groups=fitting)
+
+
+def default_target(config: RunConfig) -> float:
+    """Return what a method is timed to where a run names nothing: an accuracy, or an error.
+
+    Raises
+    ------
+    UserError
+        There is no such dataset, or it has to be read for this and cannot be.
+    """
+    source = source_of(config)
+    if source.default_model is not None:
+        return source.target_accuracy
+    return suited_target(data_shape(config), source.target_accuracy)
 
 
 def load(config: RunConfig) -> Dataset:

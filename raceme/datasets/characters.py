@@ -210,7 +210,7 @@ class Characters(NpzFolder):
     def _writers(self, config: RunConfig) -> tuple[Dataset, Writers]:
         """Return all files' samples, and which of them are kept."""
         whole = self._unscaled(config, None)
-        if whole.x.ndim != 4 or whole.y.max() >= len(CHARACTERS):
+        if whole.target or whole.x.ndim != 4 or whole.y.max() >= len(CHARACTERS):
             raise UserError(
                 f"{config.data_root} holds no characters: expected images, and labels from 0 to 61 "
                 "for 0-9, A-Z, a-z. Take dataset npz-folder for other data."

@@ -34,7 +34,7 @@ class Fsdd(NpzFolder):
         """
         whole = self._unscaled(config, None)
         assert whole.users is not None
-        if whole.x.ndim != _WINDOW_AXES or whole.test_users is not None:
+        if whole.target or whole.x.ndim != _WINDOW_AXES or whole.test_users is not None:
             raise UserError(
                 f"{config.data_root} holds no spectra of speakers: expected x of shape "
                 "(recordings, bands, times). Take dataset npz-folder for other data."

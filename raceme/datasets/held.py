@@ -12,12 +12,22 @@ from numpy.typing import NDArray
 from raceme.config.errors import UserError
 from raceme.datasets.archive import read_arrays
 from raceme.datasets.dealt import Dealt
-from raceme.datasets.npz import checked_inputs, checked_labels, explained
-from raceme.datasets.source import DataShape, Indices, generator
+from raceme.datasets.labels import (
+    LABEL_ARRAYS,
+    Quantity,
+    checked_targets,
+    common_quantity,
+    described,
+    quantity_of,
+    standardised_labels,
+)
+from raceme.datasets.npz import checked_inputs, explained
+from raceme.datasets.source import DataShape, Indices, Labels, generator
 
 _EXPECTED = (
     "Expected: x, numbers of shape (samples, ...), and y, whole numbers from 0 of shape "
-    "(samples,); optionally x_test and y_test, and to pre-train with x_train and y_train"
+    "(samples,), or for a quantity numbers, unit, a text, and optionally y_mean and y_std; "
+    "optionally x_test and y_test, and to pre-train with x_train and y_train"
 )
 
 _SUFFIXES = {"proxy": "", "test": "_test", "train": "_train"}
@@ -32,12 +42,12 @@ class Held:
     ----------
     x : NDArray[np.float32]
         Inputs, shape (n, ...).
-    y : NDArray[np.int64]
-        Labels, shape (n,).
+    y : Labels
+        Classes, int64, or the standardised quantity, float32, shape (n,).
     """
 
     x: NDArray[np.float32]
-    y: NDArray[np.int64]
+    y: Labels
 
 
 @dataclass(frozen=True)
@@ -102,9 +112,7 @@ def _seen(dealt: Dealt, own: Indices, group: int, part: str) -> Held:
     return Held(dealt.inputs(own, group, nobody, part), dealt.labels(own, group))
 
 
-def _check_classes(
-    has: NDArray[np.int64], expected: NDArray[np.int64], group: int, text: str
-) -> None:
+def _check_classes(has: Labels, expected: Labels, group: int, text: str) -> None:
     missing = np.setdiff1d(expected, has)
     if len(missing):
         raise UserError(
@@ -160,9 +168,13 @@ def shape_of_folder(folder: Path) -> DataShape:
     UserError
         There is none, or it is not what it should be.
     """
-    samples = _read(_paths(folder)[0])["proxy"]
+    path = _paths(folder)[0]
+    file = _read(path)
+    samples, quantity = file.parts["proxy"], file.quantity
     # Each class is in it: from_folder checks that.
-    return DataShape(tuple(samples.x.shape[1:]), int(samples.y.max()) + 1)
+    classes = int(samples.y.max()) + 1 if quantity is None else 0
+    target = None if quantity is None else quantity.target()
+    return DataShape(tuple(samples.x.shape[1:]), classes, target=target)
 
 
 def _paths(folder: Path) -> list[Path]:
@@ -175,27 +187,54 @@ def _paths(folder: Path) -> list[Path]:
 def _files(folder: Path, shape: DataShape) -> dict[Path, dict[str, Held]]:
     """Read all files of a folder, and see that models for a shape can be measured on them."""
     files = {path: _read(path) for path in _paths(folder)}
+    quantity = common_quantity({path: file.quantity for path, file in files.items()})
+    target = None if quantity is None else quantity.target()
+    if target != shape.target:
+        raise UserError(
+            f"proxy {folder}: its files must say the same of their labels as the clients' data, "
+            f"{described(shape.target)}; got {described(target)}."
+        )
     for path, file in files.items():
-        _check_shape(path, file, shape)
-    return files
+        _check_shape(path, file.parts, shape)
+    return {
+        path: {
+            part: Held(samples.x, standardised_labels(path, samples.y, target))
+            for part, samples in file.parts.items()
+        }
+        for path, file in files.items()
+    }
 
 
-def _check_shape(path: Path, file: Mapping[str, Held], shape: DataShape) -> None:
+def _check_shape(path: Path, parts: Mapping[str, Held], shape: DataShape) -> None:
     """Raise UserError if samples are none that a model for this shape can be measured on."""
-    for part, samples in file.items():
+    for part, samples in parts.items():
         x, y = samples.x, samples.y
-        if x.shape[1:] != shape.input_shape or y.max() >= shape.num_classes:
+        if x.shape[1:] != shape.input_shape:
             raise UserError(
-                f"{path}: x{_SUFFIXES[part]} must hold samples of shape {shape.input_shape} with "
-                f"labels below {shape.num_classes}, as all others; got {x.shape[1:]} and "
-                f"labels up to {y.max()}."
+                f"{path}: x{_SUFFIXES[part]} must hold samples of shape {shape.input_shape}, as "
+                f"all others; got {x.shape[1:]}."
+            )
+        if shape.target is None and y.max() >= shape.num_classes:
+            raise UserError(
+                f"{path}: y{_SUFFIXES[part]} must hold labels below {shape.num_classes}, as all "
+                f"others; got labels up to {y.max()}."
             )
 
 
-def _read(path: Path) -> dict[str, Held]:
+@dataclass(frozen=True)
+class _File:
+    """Parts of a file, of which labels that are a quantity are in its unit."""
+
+    parts: dict[str, Held]
+    quantity: Quantity | None
+
+
+def _read(path: Path) -> _File:
     """Read and check one file: proxies, and tests and training samples if it has some."""
     with explained(path, _EXPECTED):
-        arrays = read_arrays(path, {f"{part}{end}" for part in "xy" for end in _SUFFIXES.values()})
+        samples = {f"{part}{end}" for part in "xy" for end in _SUFFIXES.values()}
+        arrays = read_arrays(path, {*samples, *LABEL_ARRAYS})
+    quantity = quantity_of(path, arrays)
     found: dict[str, Held] = {}
     for part, suffix in _SUFFIXES.items():
         names = f"x{suffix}", f"y{suffix}"
@@ -204,6 +243,6 @@ def _read(path: Path) -> dict[str, Held]:
                 raise UserError(f"{path} lacks {' or '.join(names)}. {_EXPECTED}.")
             continue
         x = checked_inputs(path, names[0], arrays[names[0]])
-        y = checked_labels(path, names[1], arrays[names[1]], len(x))
+        y = checked_targets(path, names[1], arrays[names[1]], len(x), quantity)
         found[part] = Held(x, y)
-    return found
+    return _File(found, quantity)

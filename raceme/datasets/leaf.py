@@ -18,7 +18,7 @@ from raceme.config.errors import UserError
 from raceme.config.reading import ReadingError, parse_json, read_text
 from raceme.config.room import free_bytes
 from raceme.datasets.cache import Arrays, cached
-from raceme.datasets.npz import MOST_CLASSES
+from raceme.datasets.labels import MOST_CLASSES
 from raceme.datasets.npz_folder import standardised
 from raceme.datasets.source import Dataset, Indices, Source
 

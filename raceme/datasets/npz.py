@@ -17,33 +17,43 @@ from raceme.config.errors import UserError
 from raceme.config.options import option
 from raceme.config.reading import ReadingError
 from raceme.datasets.archive import read_arrays
-from raceme.datasets.source import Dataset, DataShape, Indices, Source
+from raceme.datasets.labels import (
+    LABEL_ARRAYS,
+    Quantity,
+    checked_labels,
+    checked_targets,
+    common_quantity,
+    num_classes_of,
+    quantity_of,
+    standardised_labels,
+)
+from raceme.datasets.source import Dataset, DataShape, Indices, Labels, Source
 
 CLIENT = "{client}"
 """Stands for the number of a client in ``data-file``."""
 
-MOST_CLASSES = 100_000
-"""A model has an output for each: more than that are a mistake, as a rule of the labels' type."""
 _NEEDED = ("x_train", "y_train", "x_test", "y_test")
 _EXPECTED = (
     "Expected: x_train and x_test, numbers of shape (samples, ...), y_train and y_test, whole "
-    "numbers from 0 of shape (samples,), and optionally num_classes"
+    "numbers from 0 of shape (samples,), and optionally num_classes; or for a quantity numbers, "
+    "unit, a text, and optionally y_mean and y_std"
 )
 
 
 @dataclass(frozen=True)
 class _File:
-    """The arrays of one file, checked."""
+    """The arrays of one file, checked; labels that are a quantity are in its unit."""
 
     x_train: NDArray[np.float32]
-    y_train: NDArray[np.int64]
+    y_train: Labels
     x_test: NDArray[np.float32]
-    y_test: NDArray[np.int64]
+    y_test: Labels
     num_classes: int
+    quantity: Quantity | None
 
     @property
-    def shape(self) -> DataShape:
-        return DataShape(tuple(self.x_train.shape[1:]), self.num_classes)
+    def input_shape(self) -> tuple[int, ...]:
+        return tuple(self.x_train.shape[1:])
 
 
 @dataclass(frozen=True)
@@ -89,12 +99,18 @@ class Npz(Source):
             users.append(np.arange(start, middle))
             test_users.append(np.arange(middle, end))
             start = end
+        labels = [
+            standardised_labels(path, part, shape.target)
+            for path, file in zip(paths, files, strict=True)
+            for part in (file.y_train, file.y_test)
+        ]
         return Dataset(
             x=np.concatenate([part for file in files for part in (file.x_train, file.x_test)]),
-            y=np.concatenate([part for file in files for part in (file.y_train, file.y_test)]),
+            y=np.concatenate(labels),
             num_classes=shape.num_classes,
             users=tuple(users),
             test_users=tuple(test_users),
+            target=shape.target,
         )
 
     def shape(self, config: RunConfig) -> DataShape:
@@ -134,7 +150,7 @@ def read(path: Path) -> _File:
         The file or an array in it is missing or not what it should be; names both.
     """
     with explained(path):
-        arrays = read_arrays(path, (*_NEEDED, "num_classes"))
+        arrays = read_arrays(path, (*_NEEDED, *LABEL_ARRAYS))
     missing = [name for name in _NEEDED if name not in arrays]
     if missing:
         raise UserError(f"{path} lacks {', '.join(missing)}. {_EXPECTED}.")
@@ -144,11 +160,16 @@ def read(path: Path) -> _File:
             f"{path}: x_train and x_test must hold samples of one shape, "
             f"got {x_train.shape[1:]} and {x_test.shape[1:]}."
         )
-    y_train = checked_labels(path, "y_train", arrays["y_train"], len(x_train))
-    y_test = checked_labels(path, "y_test", arrays["y_test"], len(x_test))
+    quantity = quantity_of(path, arrays)
+    y_train, y_test = (
+        checked_targets(path, name, arrays[name], samples, quantity)
+        for name, samples in (("y_train", len(x_train)), ("y_test", len(x_test)))
+    )
+    if quantity is not None:
+        return _File(x_train, y_train, x_test, y_test, 0, quantity)
     found = int(max(y_train.max(), y_test.max())) + 1
     num_classes = num_classes_of(path, arrays.get("num_classes"), found)
-    return _File(x_train, y_train, x_test, y_test, num_classes)
+    return _File(x_train, y_train, x_test, y_test, num_classes, None)
 
 
 def _path(config: RunConfig, client: int) -> Path:
@@ -229,45 +250,14 @@ def checked_inputs(path: Path, name: str, values: NDArray[np.generic]) -> NDArra
     return inputs
 
 
-def checked_labels(
-    path: Path, name: str, values: NDArray[np.generic], samples: int
-) -> NDArray[np.int64]:
-    """Check labels and make them int64."""
-    if values.dtype.kind not in "iu" or values.shape != (samples,):
-        raise UserError(
-            f"{path}: {name} must hold whole numbers, shape ({samples},), one for each sample; "
-            f"got {values.dtype} of shape {values.shape}."
-        )
-    lowest, highest = int(values.min()), int(values.max())
-    if lowest < 0 or highest >= MOST_CLASSES:
-        raise UserError(
-            f"{path}: {name} must hold labels from 0 on, below {MOST_CLASSES:,}; got "
-            f"{lowest if lowest < 0 else highest}."
-        )
-    return values.astype(np.int64)
-
-
-def num_classes_of(path: Path, values: NDArray[np.generic] | None, found: int) -> int:
-    """Return the stated number of classes, or else the one found in the labels."""
-    if values is None:
-        return found
-    fits = values.dtype.kind in "iu" and values.size == 1
-    if not fits or not found <= int(values.item()) <= MOST_CLASSES:
-        raise UserError(
-            f"{path}: num_classes must be one whole number, at least {found} for its labels and at "
-            f"most {MOST_CLASSES:,}; got {str(values.tolist())[:60]}."
-        )
-    return int(values.item())
-
-
 def _common_shape(files: dict[Path, _File]) -> DataShape:
-    """Return the input shape, which must be one, and the largest number of classes."""
-    (first, expected), *others = ((path, file.shape) for path, file in files.items())
+    """Return the input shape and the quantity, which must be one, or the most classes."""
+    (first, expected), *others = ((path, file.input_shape) for path, file in files.items())
     for path, shape in others:
-        if shape.input_shape != expected.input_shape:
+        if shape != expected:
             raise UserError(
-                f"{path}: samples must have the shape of those in {first}, "
-                f"{expected.input_shape}; got {shape.input_shape}."
+                f"{path}: samples must have the shape of those in {first}, {expected}; got {shape}."
             )
+    quantity = common_quantity({path: file.quantity for path, file in files.items()})
     classes = max(file.num_classes for file in files.values())
-    return DataShape(expected.input_shape, classes)
+    return DataShape(expected, classes, target=None if quantity is None else quantity.target())

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,13 +17,23 @@ from raceme.config.errors import UserError
 from raceme.datasets import npz
 from raceme.datasets.archive import read_arrays
 from raceme.datasets.cache import Arrays, cached
-from raceme.datasets.source import Dataset, Indices, Source
+from raceme.datasets.labels import (
+    LABEL_ARRAYS,
+    MOST_CLASSES,
+    Quantity,
+    checked_targets,
+    common_quantity,
+    num_classes_of,
+    quantity_of,
+    standardised_labels,
+)
+from raceme.datasets.source import Dataset, Indices, Labels, Source, Target
 from raceme.datasets.suited import SPECTRUM
 
 _EXPECTED = (
     "Expected in each file: x, numbers of shape (samples, ...), and y, whole numbers from 0 of "
-    "shape (samples,); optionally heldout, one bool per sample, and group, one whole number. Or "
-    "x_train, y_train, x_test and y_test"
+    "shape (samples,), or for a quantity numbers and unit, a text; optionally heldout, one bool "
+    "per sample, and group, one whole number. Or x_train, y_train, x_test and y_test"
 )
 _FOUR = ("x_train", "y_train", "x_test", "y_test")
 _TEXT = 2
@@ -35,10 +46,11 @@ class _Part:
     """One file: its samples as stored, and which of them are for testing if it says so."""
 
     x: NDArray[np.generic]
-    y: Indices
+    y: Labels
     test: NDArray[np.bool_] | None
     group: int | None
     num_classes: int
+    quantity: Quantity | None
 
 
 class NpzFolder(Source):
@@ -80,14 +92,17 @@ class NpzFolder(Source):
         test = np.asarray(arrays["test"], np.bool_)
         with_test = bool(test.any())
         groups = tuple(None if group < 0 else int(group) for group in arrays["groups"])
+        users = tuple(own[~test[own]] for own in spans)
+        target = _target(arrays, users)
         return Dataset(
             x=arrays["x"],
-            y=np.array(arrays["y"], np.int64),
+            y=standardised_labels(folder, np.array(arrays["y"]), target),
             num_classes=int(arrays["num_classes"]),
-            users=tuple(own[~test[own]] for own in spans),
+            users=users,
             test_users=tuple(own[test[own]] for own in spans) if with_test else None,
             groups=_groups_by_name(paths) if None in groups else groups,
             tokens=int(arrays["tokens"]),
+            target=target,
         )
 
     def _files(self, config: RunConfig) -> tuple[Path, list[Path]]:
@@ -105,8 +120,23 @@ class NpzFolder(Source):
         raise UserError(f"There are no .npz files in {root}. {_EXPECTED}.")
 
 
-_LAYOUT = 1
+_LAYOUT = 2
 """Number of the layout of what is cached; a change of the arrays needs another."""
+
+
+def _target(arrays: Arrays, users: Sequence[Indices]) -> Target | None:
+    """Return what is predicted if it is a quantity: standardised as the files say, or else here.
+
+    Then it has mean 0 and deviation 1 over what is for training, as inputs have.
+    """
+    if "unit" not in arrays:
+        return None
+    mean, std = (float(value) for value in arrays["scale"])
+    if np.isfinite(std):
+        return Target(str(arrays["unit"].item()), mean, std)
+    values = arrays["y"][np.concatenate(users)].astype(np.float64)
+    deviation = float(values.std())
+    return Target(str(arrays["unit"].item()), float(values.mean()), deviation or 1.0)
 
 
 def standardised(dataset: Dataset) -> Dataset:
@@ -162,15 +192,16 @@ def _read(paths: Sequence[Path]) -> Arrays:
             f"and others have not."
         )
     x = np.concatenate([part.x for part in parts])
+    quantity = common_quantity({p: part.quantity for p, part in zip(paths, parts, strict=True)})
     num_classes = max(part.num_classes for part in parts)
     tokens = 0
     if x.dtype.kind in "iu" and x.ndim == _TEXT and x.min() >= 0:
         # Of next-token tasks the labels are of the same vocabulary.
         tokens = int(max(int(x.max()) + 1, num_classes))
-        if tokens > npz.MOST_CLASSES:
+        if tokens > MOST_CLASSES:
             raise UserError(
                 f"The files in {paths[0].parent} hold x up to {tokens - 1}; of text, which whole "
-                f"numbers are taken for, it must be below {npz.MOST_CLASSES:,}."
+                f"numbers are taken for, it must be below {MOST_CLASSES:,}."
             )
     elif x.dtype == np.uint8 and x.ndim in _IMAGES:
         x = x[:, np.newaxis] if x.ndim == _IMAGES[0] else x
@@ -186,13 +217,22 @@ def _read(paths: Sequence[Path]) -> Arrays:
         "groups": np.array([-1 if part.group is None else part.group for part in parts]),
         "num_classes": np.array(num_classes),
         "tokens": np.array(tokens),
+        **_said(quantity),
     }
+
+
+def _said(quantity: Quantity | None) -> dict[str, NDArray[Any]]:
+    """Return what files say of a quantity, as arrays: NaN where they leave the scale open."""
+    if quantity is None:
+        return {}
+    scale = np.array([quantity.mean, quantity.std], np.float64)
+    return {"unit": np.array(quantity.unit), "scale": scale}
 
 
 def _part(path: Path) -> _Part:
     """Read and check one file."""
     with npz.explained(path, _EXPECTED):
-        arrays = read_arrays(path, ("x", "y", *_FOUR, "heldout", "group", "num_classes"))
+        arrays = read_arrays(path, ("x", "y", *_FOUR, "heldout", "group", *LABEL_ARRAYS))
     wanted = ("x", "y") if "x" in arrays else _FOUR
     missing = [name for name in wanted if name not in arrays]
     if missing:
@@ -206,9 +246,11 @@ def _part(path: Path) -> _Part:
             np.repeat([False, True], sizes),
             _group(path, arrays),
             checked.num_classes,
+            checked.quantity,
         )
+    quantity = quantity_of(path, arrays)
     x = _inputs(path, "x", arrays["x"])
-    y = npz.checked_labels(path, "y", arrays["y"], len(x))
+    y = checked_targets(path, "y", arrays["y"], len(x), quantity)
     test = arrays.get("heldout")
     if test is not None and (test.dtype != np.bool_ or test.shape != y.shape):
         raise UserError(
@@ -217,8 +259,10 @@ def _part(path: Path) -> _Part:
         )
     if len(y) < 2 or (test is not None and test.sum() in (0, len(y))):
         raise UserError(f"{path} needs at least one sample to train with and one to test with.")
-    num_classes = npz.num_classes_of(path, arrays.get("num_classes"), int(y.max()) + 1)
-    return _Part(x, y, test, _group(path, arrays), num_classes)
+    if quantity is not None:
+        return _Part(x, y, test, _group(path, arrays), 0, quantity)
+    num_classes = num_classes_of(path, arrays.get("num_classes"), int(y.max()) + 1)
+    return _Part(x, y, test, _group(path, arrays), num_classes, None)
 
 
 def _inputs(path: Path, name: str, values: NDArray[np.generic]) -> NDArray[np.generic]:

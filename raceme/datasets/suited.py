@@ -1,4 +1,4 @@
-"""The network, and its learning rate, that suit inputs of which only the shape is known."""
+"""What suits data of which only the shape is known: a network, its learning rate, a target."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from raceme.datasets.source import DataShape
 SPECTRUM = 512
 """From this length on a vector is taken for a spectrum or a wave, not for so many features."""
 _SMALLEST_IMAGE = 4
+_TARGET_ERROR = 0.25
+"""Deviations of a quantity: an error that is small beside what there is to predict."""
 
 
 def suited(shape: DataShape) -> tuple[str, float]:
@@ -24,3 +26,8 @@ def suited(shape: DataShape) -> tuple[str, float]:
     if len(size) == 2 or (len(size) == 1 and size[0] >= SPECTRUM):
         return "cnn1d", 0.05
     return "mlp", 0.05
+
+
+def suited_target(shape: DataShape, accuracy: float) -> float:
+    """Return what a method is timed to: an accuracy, or the mean absolute error of a quantity."""
+    return accuracy if shape.target is None else float(f"{_TARGET_ERROR * shape.target.std:.2g}")

@@ -1,0 +1,85 @@
+"""Whether groups are told apart whose quantity depends on the inputs in nearly the same way.
+
+    python3 benchmarks/regression_groups.py --seeds 0,1,2,3,4
+
+Eight devices with 120 samples each, in two groups. A sample has five independent normal inputs, and
+its label is 20 + 10 (x · w) °C with noise of 1 °C, so that 0.8 °C is the best mean absolute error;
+w is a unit vector of the group's, and the two have a given cosine: with 0 they have nothing in
+common, with 1 they are the same. 200 updates, all else as it is by default.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+
+from raceme.config import RunConfig
+from raceme.experiment import simulate
+
+CLIENTS, INPUTS, TRAIN, TEST = 8, 5, 120, 40
+METHODS = ("panicle", "ifca-async", "standalone", "fedbuff")
+MEAN, DEVIATION, NOISE = 20.0, 10.0, 1.0
+LABELS = {"unit": "°C", "y_mean": MEAN, "y_std": DEVIATION}
+
+
+def write(folder: Path, cosine: float, rng: np.random.Generator) -> None:
+    """Write a file for each device, those of the groups in turn."""
+    first, other = rng.normal(size=(2, INPUTS))
+    first /= np.linalg.norm(first)
+    other -= first * (first @ other)
+    other /= np.linalg.norm(other)
+    weights = first, cosine * first + np.sqrt(1 - cosine**2) * other
+
+    def samples(client: int, count: int) -> tuple[NDArray[np.float32], NDArray[np.float64]]:
+        x = rng.normal(size=(count, INPUTS)).astype(np.float32)
+        noise = rng.normal(size=count) * NOISE
+        return x, MEAN + DEVIATION * (x @ weights[client % 2]) + noise
+
+    for client in range(CLIENTS):
+        (x, y), (x_test, y_test) = samples(client, TRAIN), samples(client, TEST)
+        np.savez(
+            folder / f"device-{client}.npz",
+            **{"x_train": x, "y_train": y, "x_test": x_test, "y_test": y_test},
+            **{name: np.array(value) for name, value in LABELS.items()},
+        )
+
+
+def main() -> None:
+    """Run all, and print a row for each cosine."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", default="0,1,2,3,4")
+    parser.add_argument("--methods", default=",".join(METHODS))
+    parser.add_argument("--cosines", default="0,0.3,0.6,0.8")
+    arguments = parser.parse_args()
+    methods = arguments.methods.split(",")
+    table = Table("cosine", *methods, title="MAE in °C (clusters), a line for each seed")
+    for cosine in arguments.cosines.split(","):
+        for seed in arguments.seeds.split(","):
+            with TemporaryDirectory() as folder:
+                write(Path(folder), float(cosine), np.random.default_rng(int(seed)))
+                cells = []
+                for method in methods:
+                    keys = {
+                        "dataset": "npz",
+                        "data-file": f"{folder}/device-{{client}}.npz",
+                        "strategy": method,
+                        "max-updates": 200,
+                        "seed": seed,
+                        "workers": "0",
+                        "out": f"{folder}/{method}",
+                    }
+                    summary = simulate(RunConfig.from_mapping(keys)).summary
+                    cells.append(f"{summary['mae']:.2f} ({summary['clusters']})")
+            table.add_row(cosine, *cells)
+        table.add_section()
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
