@@ -56,7 +56,9 @@ def main() -> None:
     parser.add_argument("--seeds", default="0,1,2,3,4")
     parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--cosines", default="0,0.3,0.6,0.8")
+    parser.add_argument("--set", action="append", default=[], help="e.g. panicle.level=0.3")
     arguments = parser.parse_args()
+    settings = dict(item.split("=", 1) for item in arguments.set)
     methods = arguments.methods.split(",")
     table = Table("cosine", *methods, title="MAE in °C (clusters), a line for each seed")
     for cosine in arguments.cosines.split(","):
@@ -73,6 +75,7 @@ def main() -> None:
                         "seed": seed,
                         "workers": "0",
                         "out": f"{folder}/{method}",
+                        **settings,
                     }
                     summary = simulate(RunConfig.from_mapping(keys)).summary
                     cells.append(f"{summary['mae']:.2f} ({summary['clusters']})")
