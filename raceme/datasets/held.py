@@ -20,6 +20,7 @@ from raceme.datasets.labels import (
     described,
     quantity_of,
     standardised_labels,
+    target_of,
 )
 from raceme.datasets.npz import checked_inputs, explained
 from raceme.datasets.source import DataShape, Indices, Labels, generator
@@ -168,12 +169,10 @@ def shape_of_folder(folder: Path) -> DataShape:
     UserError
         There is none, or it is not what it should be.
     """
-    path = _paths(folder)[0]
-    file = _read(path)
-    samples, quantity = file.parts["proxy"], file.quantity
+    file = _read(_paths(folder)[0])
+    samples, target = file.parts["proxy"], target_of(file.quantity)
     # Each class is in it: from_folder checks that.
-    classes = int(samples.y.max()) + 1 if quantity is None else 0
-    target = None if quantity is None else quantity.target()
+    classes = int(samples.y.max()) + 1 if target is None else 0
     return DataShape(tuple(samples.x.shape[1:]), classes, target=target)
 
 
@@ -187,8 +186,7 @@ def _paths(folder: Path) -> list[Path]:
 def _files(folder: Path, shape: DataShape) -> dict[Path, dict[str, Held]]:
     """Read all files of a folder, and see that models for a shape can be measured on them."""
     files = {path: _read(path) for path in _paths(folder)}
-    quantity = common_quantity({path: file.quantity for path, file in files.items()})
-    target = None if quantity is None else quantity.target()
+    target = target_of(common_quantity({path: file.quantity for path, file in files.items()}))
     if target != shape.target:
         raise UserError(
             f"proxy {folder}: its files must say the same of their labels as the clients' data, "

@@ -37,13 +37,14 @@ class Quantity:
     mean: float | None = None
     std: float | None = None
 
-    def target(self, mean: float = 0.0, std: float = 1.0) -> Target:
-        """Return what a model predicts; standardised as given here where the file does not say."""
-        return Target(
-            self.unit,
-            mean if self.mean is None else self.mean,
-            std if self.std is None else self.std,
-        )
+
+def target_of(quantity: Quantity | None) -> Target | None:
+    """Return what a model predicts if that is a quantity: as it is where no scale is said."""
+    if quantity is None:
+        return None
+    if quantity.mean is None or quantity.std is None:
+        return Target(quantity.unit)
+    return Target(quantity.unit, quantity.mean, quantity.std)
 
 
 def quantity_of(path: Path, arrays: Mapping[str, NDArray[np.generic]]) -> Quantity | None:

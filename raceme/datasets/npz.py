@@ -26,6 +26,7 @@ from raceme.datasets.labels import (
     num_classes_of,
     quantity_of,
     standardised_labels,
+    target_of,
 )
 from raceme.datasets.source import Dataset, DataShape, Indices, Labels, Source
 
@@ -260,4 +261,4 @@ def _common_shape(files: dict[Path, _File]) -> DataShape:
             )
     quantity = common_quantity({path: file.quantity for path, file in files.items()})
     classes = max(file.num_classes for file in files.values())
-    return DataShape(expected, classes, target=None if quantity is None else quantity.target())
+    return DataShape(expected, classes, target=target_of(quantity))
