@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from raceme.clustering.bipartition import cosines
 from raceme.clustering.clusters import parts_of
+from raceme.clustering.mixing import cosines
 from raceme.clustering.spectral import partition
 from raceme.protocol.messages import Vector
 from raceme.server.dispatch import Dispatch

@@ -14,8 +14,6 @@ from sklearn.cluster import AgglomerativeClustering
 
 from raceme.clustering.spectral import numbered
 
-Matrix = NDArray[np.float64]
-
 
 @dataclass(frozen=True)
 class Norms:
@@ -51,23 +49,6 @@ def norms_of(deltas: NDArray[np.float32], examples: NDArray[np.integer]) -> Norm
 def should_bipartition(norms: Norms, eps1: float, eps2: float) -> bool:
     """Return whether ‖mean Δ‖ < ε1 and max ‖Δ_i‖ > ε2: at rest as a whole, but not its clients."""
     return norms.mean < eps1 and norms.largest > eps2
-
-
-def cosines(first: NDArray[np.floating], second: NDArray[np.floating]) -> Matrix:
-    """Return the cosines between the rows of two matrices; 0 where a row is zero.
-
-    Parameters
-    ----------
-    first, second : NDArray[np.floating]
-        Shapes (a, d) and (b, d).
-
-    Returns
-    -------
-    Matrix
-        Shape (a, b), within [-1, 1].
-    """
-    products = _unit_rows(first) @ _unit_rows(second).T
-    return np.clip(np.asarray(products, np.float64), -1.0, 1.0)
 
 
 LINKAGES = ("complete", "single")
@@ -107,8 +88,3 @@ def linkage(
         n_clusters=parts, metric="precomputed", linkage=how, distance_threshold=below
     )
     return numbered(method.fit_predict(distances))
-
-
-def _unit_rows(rows: NDArray[np.floating]) -> NDArray[np.floating]:
-    lengths = np.linalg.norm(rows, axis=1, keepdims=True)
-    return np.asarray(rows / np.where(lengths > 0, lengths, 1.0))

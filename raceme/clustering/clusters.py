@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from raceme.clustering.bipartition import cosines
+from raceme.clustering.mixing import cosines
 from raceme.clustering.model import Model
 from raceme.protocol.events import ClusterChange, ClustersChanged
 from raceme.protocol.messages import Vector

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 from sklearn.cluster import KMeans
 
-from raceme.clustering.bipartition import cosines, linkage
-from raceme.clustering.mixing import cosine
+from raceme.clustering.bipartition import linkage
+from raceme.clustering.mixing import cosine, cosines
 from raceme.clustering.spectral import numbered
 from raceme.protocol.messages import Vector
 

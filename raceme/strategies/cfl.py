@@ -17,12 +17,12 @@ import numpy as np
 from raceme.clustering.bipartition import (
     LINKAGES,
     Norms,
-    cosines,
     linkage,
     norms_of,
     should_bipartition,
 )
 from raceme.clustering.clusters import nearest, parts_of
+from raceme.clustering.mixing import cosines
 from raceme.config.options import option
 from raceme.protocol.messages import Vector
 from raceme.server.dispatch import Dispatch, InRounds, RoundsParameters

@@ -27,10 +27,9 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.spatial.distance import pdist, squareform
 
-from raceme.clustering.bipartition import cosines
 from raceme.clustering.clusters import Clusters, parts_of
 from raceme.clustering.contributions import contribution
-from raceme.clustering.mixing import cosine, unit
+from raceme.clustering.mixing import cosine, cosines, unit
 from raceme.clustering.model import Model
 from raceme.clustering.spectral import partition
 from raceme.config.errors import UserError

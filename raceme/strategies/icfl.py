@@ -19,9 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raceme.clustering import spectral
-from raceme.clustering.bipartition import cosines
 from raceme.clustering.clusters import parts_of
-from raceme.clustering.mixing import unit
+from raceme.clustering.mixing import cosines, unit
 from raceme.clustering.model import Model
 from raceme.clustering.similarity import MeanSimilarity
 from raceme.config.options import option

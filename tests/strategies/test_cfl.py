@@ -18,11 +18,11 @@ from fleets import MODEL
 
 from raceme.clustering.bipartition import (
     Norms,
-    cosines,
     linkage,
     norms_of,
     should_bipartition,
 )
+from raceme.clustering.mixing import cosines
 from raceme.protocol import events
 from raceme.protocol.events import ClusterChange
 from raceme.server.fleet import Client
