@@ -54,24 +54,26 @@ def compare(
     kept.
     """
     from raceme.comparison.regret import regret_table
-    from raceme.comparison.suite_file import all_shipped, load_suite
+    from raceme.comparison.suite_file import load_suite, variants
     from raceme.comparison.suites import of_names
 
     if suite is not None and every:
         raise UserError("Give --suite or --all, not both.")
     stamp = time.strftime("%Y%m%d-%H%M%S")
-    if suite is not None and not suite.is_file() and (cases := all_shipped().get(str(suite))):
-        folder = out or Path("runs") / f"{stamp}-compare-{suite}"
+    if suite is not None and (cases := variants(suite)):
+        folder = out or Path("runs") / f"{stamp}-compare-{suite.name.removesuffix('.toml')}"
         planned = []
-        for name, path in parts(str(suite), cases, only).items():
-            loaded = load_suite(path)
+        for name, case in parts(str(suite), cases, only).items():
+            loaded = load_suite(case)
             loaded = (loaded.only(methods) if methods else loaded).with_settings(keys)
             planned.append((with_seeds(loaded, seeds), folder / name))
         with watched(watch, folder, watch_address, comparison=True):
             run_suites(planned, processes, regret_table, keys.get("workers", ""), folder)
         return
     if only:
-        raise UserError("--only chooses parts of a suite that comes along: give --suite panicle.")
+        raise UserError(
+            "--only chooses parts of a suite with variants: give --suite panicle, or a file."
+        )
     if suite is not None:
         chosen = load_suite(suite)
         chosen = (chosen.only(methods) if methods else chosen).with_settings(keys)

@@ -38,27 +38,27 @@ def reproduce(
         return
     planned = []
     chosen = _variants(name, dataset, only)
-    for path in chosen:
-        suite = load_suite(path)
+    for variant in chosen:
+        suite = load_suite(variant)
         if methods:
             suite = suite.only([label.strip() for label in methods.split(",")])
         suite = with_seeds(suite.with_settings(keys), seeds).scaled(scale)
-        folder = path.stem if scale == 1.0 else f"{path.stem}-scale-{scale:g}"
+        folder = variant if scale == 1.0 else f"{variant}-scale-{scale:g}"
         if out is not None:
-            folder_path = out / path.stem if len(chosen) > 1 else out
+            folder_path = out / variant if len(chosen) > 1 else out
         else:
             folder_path = Path("runs") / folder
         planned.append((suite, folder_path))
     run_suites(planned, processes, workers=keys.get("workers", ""), out=out)
 
 
-def _variants(name: str, dataset: str | None, only: str) -> list[Path]:
+def _variants(name: str, dataset: str | None, only: str) -> list[str]:
     """Return the suites of a reproduction: the parts that are named, or all of one dataset."""
     from raceme.comparison.suite_file import load_suite, shipped
     from raceme.config.errors import unknown_name
 
     variants = parts(name, shipped(name), only)
-    datasets = {part: load_suite(path).dataset for part, path in variants.items()}
+    datasets = {part: load_suite(found).dataset for part, found in variants.items()}
     if dataset is not None:
         if dataset in variants:
             return [variants[dataset]]

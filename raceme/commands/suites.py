@@ -136,7 +136,7 @@ def _runner(workers: Value) -> Iterator[tuple[RunAll, int]]:
         cluster.close()
 
 
-def parts(name: str, variants: Mapping[str, Path], only: str) -> dict[str, Path]:
+def parts(name: str, variants: Mapping[str, str], only: str) -> dict[str, str]:
     """Return the parts of a suite that a person names, with commas; all of them for none.
 
     Raises
