@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from raceme import datasets, strategies
-from raceme.comparison.suite_file import load_suite
+from raceme.comparison.suite_file import load_suite, variants
 from raceme.config import RunConfig, all_keys
 from raceme.config.registry import Registry
 from raceme.datasets import DATASETS
@@ -74,7 +75,7 @@ def test_the_dataset_of_the_page(
 
 
 def test_the_suite_of_the_page(tmp_path: Path) -> None:
-    (text,) = blocks("toml")
+    text, _ = blocks("toml")
     (tmp_path / "suite.toml").write_text(text)
     suite = load_suite(tmp_path / "suite.toml")
     patient, grouped, hasty = suite.methods
@@ -85,3 +86,15 @@ def test_the_suite_of_the_page(tmp_path: Path) -> None:
         400,
     ]
     assert [point.options["server-lr"] for point in hasty.variants()] == [0.3, 1.0]
+
+
+def test_the_suite_with_variants_of_the_page(tmp_path: Path) -> None:
+    path = tmp_path / "suite.toml"
+    path.write_text(blocks("toml")[1])
+    found = variants(path)
+    assert set(found) == {"digits-even", "digits-slow", "synthetic-even"}
+    slow, synthetic = load_suite(found["digits-slow"]), load_suite(found["synthetic-even"])
+    assert (slow.title, slow.async_updates) == ("Waiting, digits, slow devices", 2000)
+    assert [note.split()[0] for note in slow.notes] == ["Slow:", "Accuracies"]
+    assert [method.row and method.row.time for method in synthetic.methods] == [math.inf, 20]
+    assert [method.row for method in slow.methods] == [None, None]
