@@ -12,7 +12,7 @@ import pytest
 import typer
 
 from raceme.cli import app
-from raceme.comparison.suite_file import all_shipped, load_suite
+from raceme.comparison.suites import all_shipped, load_suite
 from raceme.config import check_key, general_keys, parse_assignment
 
 ROOT = Path(__file__).parent.parent

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from raceme import datasets, strategies
-from raceme.comparison.suite_file import load_suite, variants
+from raceme.comparison.suites import load_suite, variants
 from raceme.config import RunConfig, all_keys
 from raceme.config.registry import Registry
 from raceme.datasets import DATASETS

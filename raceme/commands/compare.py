@@ -54,8 +54,7 @@ def compare(
     kept.
     """
     from raceme.comparison.regret import regret_table
-    from raceme.comparison.suite_file import load_suite, variants
-    from raceme.comparison.suites import of_names
+    from raceme.comparison.suites import load_suite, of_names, variants
 
     if suite is not None and every:
         raise UserError("Give --suite or --all, not both.")

@@ -30,7 +30,7 @@ def reproduce(
     processes: Processes = 0,
 ) -> None:
     """Run a paper's experiment, and show the published numbers beside ours."""
-    from raceme.comparison.suite_file import all_shipped, load_suite
+    from raceme.comparison.suites import all_shipped, load_suite
 
     if not name:
         for shown, variants in all_shipped().items():
@@ -54,7 +54,7 @@ def reproduce(
 
 def _variants(name: str, dataset: str | None, only: str) -> list[str]:
     """Return the suites of a reproduction: the parts that are named, or all of one dataset."""
-    from raceme.comparison.suite_file import load_suite, shipped
+    from raceme.comparison.suites import load_suite, shipped
     from raceme.config.errors import unknown_name
 
     variants = parts(name, shipped(name), only)

@@ -17,8 +17,7 @@ from raceme.cli import app
 from raceme.comparison.compare import compare, prepare
 from raceme.comparison.jobs import make_jobs
 from raceme.comparison.results import Comparison
-from raceme.comparison.suite_file import load_suite
-from raceme.comparison.suites import Suite, of_names
+from raceme.comparison.suites import Suite, load_suite, of_names
 from raceme.comparison.table import main_table
 from raceme.config import read_toml
 from raceme.config.errors import UserError

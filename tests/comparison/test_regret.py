@@ -4,8 +4,7 @@ import pytest
 
 from raceme.comparison.regret import regret_table, regrets, slowness
 from raceme.comparison.results import Comparison, Result, Run
-from raceme.comparison.suite_file import load_suite, shipped
-from raceme.comparison.suites import Method, Suite
+from raceme.comparison.suites import Method, Suite, load_suite, shipped
 
 
 def case(**methods: tuple[float, float | None]) -> Comparison:

@@ -8,7 +8,7 @@ import pytest
 
 from raceme.comparison.read import read_comparison
 from raceme.comparison.results import Comparison, Result, Run
-from raceme.comparison.suite_file import load_suite
+from raceme.comparison.suites import load_suite
 from raceme.comparison.table import main_table, to_json
 from raceme.config.errors import UserError
 

@@ -9,8 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from raceme.cli import app
-from raceme.comparison.suite_file import all_shipped, load_suite, shipped
-from raceme.comparison.suites import Timing
+from raceme.comparison.suites import Timing, all_shipped, load_suite, shipped
 from raceme.config.errors import UserError
 from raceme.strategies import FedAsyncParameters
 

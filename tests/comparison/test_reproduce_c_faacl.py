@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raceme.comparison.suite_file import load_suite, shipped
-from raceme.comparison.suites import Score, Suite
+from raceme.comparison.suites import Score, Suite, load_suite, shipped
 from raceme.datasets.drift import schedule_of
 from raceme.datasets.scenario import ScenarioOptions
 

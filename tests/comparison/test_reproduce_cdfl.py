@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raceme.comparison.suite_file import load_suite, shipped
-from raceme.comparison.suites import Scored
+from raceme.comparison.suites import Scored, load_suite, shipped
 
 TABLE1 = {
     2: "79.9 83.4 83.8 79.8 83.6 83.3 78.1",

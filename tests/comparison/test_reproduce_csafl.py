@@ -2,8 +2,7 @@
 
 import pytest
 
-from raceme.comparison.suite_file import load_suite, shipped
-from raceme.comparison.suites import Score
+from raceme.comparison.suites import Score, load_suite, shipped
 
 METHODS = ("t-fedavg", "ta-fedavg", "g-fedavg", "ga-fedavg", "r-fedavg", "nog-fedavg", "csafl")
 TABLE2 = {

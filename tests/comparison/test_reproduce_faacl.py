@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raceme.comparison.suite_file import load_suite, shipped
-from raceme.comparison.suites import Suite
+from raceme.comparison.suites import Suite, load_suite, shipped
 from raceme.datasets.scenario import ScenarioOptions
 
 METHODS = ["fedavg", "ifca", "fesem", "fedgroup", "feddrift", "fedsoft", "faacl"]

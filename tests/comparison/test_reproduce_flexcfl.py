@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raceme.comparison.suite_file import load_suite, shipped
-from raceme.comparison.suites import Score
+from raceme.comparison.suites import Score, load_suite, shipped
 from raceme.datasets.drift.base import DriftOptions
 from raceme.datasets.drift.change import IncrementalOptions
 

@@ -15,8 +15,16 @@ from raceme.comparison.figures import times_figure
 from raceme.comparison.jobs import make_jobs
 from raceme.comparison.read import read_comparison
 from raceme.comparison.results import Comparison, Result, Run, Spread, best_of
-from raceme.comparison.suite_file import load_suite
-from raceme.comparison.suites import Method, Published, Score, Suite, Timing, grid, of_names
+from raceme.comparison.suites import (
+    Method,
+    Published,
+    Score,
+    Suite,
+    Timing,
+    grid,
+    load_suite,
+    of_names,
+)
 from raceme.comparison.table import main_table, to_csv, to_json
 from raceme.config.errors import UserError
 

@@ -11,8 +11,7 @@ from raceme.comparison.page import comparison_page
 from raceme.comparison.read import read_comparison
 from raceme.comparison.results import Comparison, Result, Run
 from raceme.comparison.score_figures import divergences_figure, scores_figure
-from raceme.comparison.suite_file import load_suite
-from raceme.comparison.suites import Method, Published, Score, Scored, Suite
+from raceme.comparison.suites import Method, Published, Score, Scored, Suite, load_suite
 from raceme.comparison.table import main_table, to_csv, to_json
 from raceme.config.errors import UserError
 from raceme.protocol.events import (

@@ -9,8 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from raceme.cli import app
-from raceme.comparison.suite_file import SHIPPED, all_shipped, load_suite, variants
-from raceme.comparison.suites import Published
+from raceme.comparison.suites import SHIPPED, Published, all_shipped, load_suite, variants
 from raceme.config.errors import UserError
 
 MATRIX = """

@@ -14,7 +14,7 @@ import pytest
 from raceme.clustering.encoding import Sketches
 from raceme.comparison.jobs import Job
 from raceme.comparison.read import read_comparison
-from raceme.comparison.suite_file import load_suite
+from raceme.comparison.suites import load_suite
 from raceme.config import RunConfig, parse_assignment, read_toml
 from raceme.config.errors import UserError
 from raceme.config.reading import ReadingError, absolute, parse_json, parse_toml, read_text

@@ -11,8 +11,7 @@ import pytest
 
 from raceme import experiment
 from raceme.comparison.results import Run
-from raceme.comparison.suite_file import load_suite
-from raceme.comparison.suites import Score
+from raceme.comparison.suites import Score, load_suite
 from raceme.config import RunConfig
 from raceme.config.errors import UserError
 from raceme.protection import protection_of
