@@ -1,7 +1,7 @@
 """Show that a change of the code changes no results: hashes of runs, keys, suites and results.
 
 ``write`` runs every registered method on the digits, and further runs of each feature, and writes
-a JSON file with SHA-256 hashes (the first 128 bits) of final models and events, all keys with
+a JSON file with SHA-256 hashes (the first 96 bits) of final models and events, all keys with
 their defaults, and hashes of the expansion of every suite and of the configurations under
 ``docs/results``. ``compare`` prints what differs between two such files, one line each::
 
@@ -183,6 +183,9 @@ def result_configurations(folder: Path) -> Iterator[dict[str, Any]]:
 
 # Canonical hashes.
 
+_DIGITS = 24
+"""Hexadecimal digits that are kept of a SHA-256."""
+
 
 def canonical(value: Any) -> str:
     """Write a value so that equal values are equal texts, whatever holds them."""
@@ -214,8 +217,8 @@ def canonical(value: Any) -> str:
 
 
 def digest(value: Any) -> str:
-    """Return the first 128 bits of the SHA-256 of a value."""
-    return hashlib.sha256(canonical(value).encode()).hexdigest()[:32]
+    """Return the first 96 bits of the SHA-256 of a value."""
+    return hashlib.sha256(canonical(value).encode()).hexdigest()[:_DIGITS]
 
 
 def canonical_config(config: Mapping[str, Any]) -> str:
@@ -648,7 +651,7 @@ def _differing(old: Any, new: Any, path: str = "") -> Iterable[str]:
             else:
                 yield from _differing(old[name], new[name], inner)
     elif old != new:
-        is_hash = isinstance(old, str) and len(old) == 32
+        is_hash = isinstance(old, str) and len(old) == _DIGITS
         yield f"{path} differs" if is_hash else f"{path}: {old!r} became {new!r}"
 
 
