@@ -221,9 +221,9 @@ def digest(value: Any) -> str:
     return hashlib.sha256(canonical(value).encode()).hexdigest()[:_DIGITS]
 
 
-def canonical_config(config: Mapping[str, Any]) -> str:
-    """Return the hash of a configuration, under the names of the committed file."""
-    return digest({KEYS.get(k, k): v for k, v in config.items() if k not in NEW_KEYS})
+def named_as_before(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration under the names of the committed file."""
+    return {KEYS.get(k, k): v for k, v in config.items() if k not in NEW_KEYS}
 
 
 class Stream:
@@ -486,7 +486,6 @@ def _run_case(name: str, folder: Path) -> dict[str, Any]:
         "models": {kind: digest(models) for kind, models in ran.models.items() if models},
         **stream.hashes(),
         "figures": {
-            "updates": summary["updates"],
             "score": _rounded(summary[summary.get("measure", "accuracy")]),
             "clusters": summary["clusters"],
         },
@@ -597,15 +596,14 @@ def static_parts() -> dict[str, Any]:
     keys = keys_with_defaults()
     expanded = {}
     for name, suite in suites():
-        runs = list(suite_runs(suite))
-        for entry in runs:
-            entry["config"] = canonical_config(entry["config"])
+        runs = [{**run, "config": named_as_before(run["config"])} for run in suite_runs(suite)]
         expanded[name] = {
             "runs": len(runs),
             "configurations": digest(sorted(map(canonical, runs))),
             "shown": digest(suite_shown(suite)),
         }
-    results = Counter(map(canonical_config, result_configurations(root / "docs" / "results")))
+    configurations = result_configurations(root / "docs" / "results")
+    results = Counter(digest(named_as_before(config)) for config in configurations)
     return {
         "keys": {KEYS.get(name, name): keys[name] for name in sorted(keys) if name not in NEW_KEYS},
         "suites": expanded,
