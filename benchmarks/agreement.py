@@ -23,11 +23,10 @@ from rich.console import Console
 from rich.table import Table
 from sklearn.metrics import adjusted_rand_score
 
-from raceme.protocol.events import ClustersChanged
-from raceme.protocol.messages import ModelSpec
-from raceme.server.fleet import Client
-from raceme.server.replies import Update
-from raceme.server.work import Task
+from raceme.core.clients import Client
+from raceme.core.events import ClustersChanged
+from raceme.core.messages import ModelSpec
+from raceme.core.requests import Task, Update
 from raceme.strategies import CASA, CASAParameters
 
 WEIGHTS = 2000

@@ -30,12 +30,12 @@ from typing import Any
 
 import numpy as np
 
-from raceme.clustering.pulls import Pulls
-from raceme.config import RunConfig
-from raceme.dashboard.child import watching
-from raceme.experiment import simulate
-from raceme.protocol.events import ClientJoined, Event, RunEnded
-from raceme.server.client_map import ClientMap
+from raceme.core.config import RunConfig
+from raceme.core.events import ClientJoined, Event, RunEnded
+from raceme.core.interface import Pulls
+from raceme.reporting.dashboard.server import watching
+from raceme.runs.experiment import simulate
+from raceme.runs.observers import ClientMap
 
 LOOK = """
 import sys, urllib.request

@@ -20,8 +20,7 @@ from typing import Any
 import numpy as np
 from selenium import webdriver
 
-from raceme.dashboard.child import watching
-from raceme.protocol.events import (
+from raceme.core.events import (
     ClientJoined,
     ClientLeft,
     ClusterChange,
@@ -32,6 +31,7 @@ from raceme.protocol.events import (
 )
 from raceme.records.positions import PositionsFile
 from raceme.records.store import RunStore
+from raceme.reporting.dashboard.server import watching
 
 FRAMES = 40
 DRIVE = """

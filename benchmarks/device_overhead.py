@@ -25,9 +25,14 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from bundles import write_app  # noqa: E402
-from processes import Loopback, Process, free_port, loopback  # noqa: E402
+from processes import (  # noqa: E402
+    Loopback,
+    Process,
+    free_port,
+    loopback,
+)
 
-from raceme.training.hardware import resident_memory  # noqa: E402
+from raceme.training.machine import resident_memory  # noqa: E402
 
 DEVICES = 2
 MIB = 1024 * 1024

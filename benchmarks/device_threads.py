@@ -19,7 +19,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from raceme import models, training
+from raceme.training import models
+from raceme.training.local import TrainingSettings, train
+from raceme.training.network import Network, Samples
 
 SHAPE, CLASSES = (1, 28, 28), 10
 WORK = (("cnn", 10), ("cnn", 64), ("mlp512", 10), ("cnn5x5", 10), ("cnn5x5", 64))
@@ -43,11 +45,11 @@ def main() -> None:
         seconds = dict.fromkeys(ways, float("inf"))
         for _, (place, count) in itertools.product(range(arguments.rounds), ways):
             torch.set_num_threads(count)
-            network = training.Network(models.build(name, SHAPE, CLASSES))
-            samples = training.Samples(x, y, network.channels_last)
-            settings = training.TrainingSettings(lr=0.01, batch_size=batch)
+            network = Network(models.build(name, SHAPE, CLASSES))
+            samples = Samples(x, y, network.channels_last)
+            settings = TrainingSettings(lr=0.01, batch_size=batch)
             started = time.perf_counter()
-            training.train(network, samples, settings, np.random.default_rng(0))
+            train(network, samples, settings, np.random.default_rng(0))
             seconds[place, count] = min(seconds[place, count], time.perf_counter() - started)
         weights = f"{len(network.weights):,}"
         shown = (f"{1000 * seconds[way]:.0f} ms" for way in ways)

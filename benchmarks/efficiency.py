@@ -31,24 +31,28 @@ from threadpoolctl import threadpool_limits
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-from raceme import datasets, experiment, models, training
-from raceme.config import RunConfig
-from raceme.protocol.events import Event, UpdateApplied
+from raceme import datasets
+from raceme.core.config import RunConfig
+from raceme.core.events import Event, UpdateApplied
+from raceme.runs import experiment
+from raceme.training import models
+from raceme.training.local import TrainingSettings, train
+from raceme.training.network import Network, Samples
 
 
 def training_seconds(config: RunConfig, clients: list[int]) -> float:
     """Return the mean seconds of a client's local epoch, alone on one thread."""
     shape = datasets.data_shape(config)
     module = models.build(str(config.model), shape.input_shape, shape.num_classes, config.seed)
-    network = training.Network(module)
-    settings = training.TrainingSettings(float(config.lr or 0), config.batch_size)
+    network = Network(module)
+    settings = TrainingSettings(float(config.lr or 0), config.batch_size)
     seconds = []
     for client in clients:
         data = datasets.client_data(config, client)
-        samples = training.Samples(data.x_train, data.y_train, network.channels_last)
+        samples = Samples(data.x_train, data.y_train, network.channels_last)
         rng = np.random.default_rng(client)
         started = time.perf_counter()
-        training.train(network, samples, settings, rng)
+        train(network, samples, settings, rng)
         seconds.append(time.perf_counter() - started)
     return statistics.mean(seconds)
 

@@ -49,13 +49,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from raceme.comparison.suite_file import all_shipped, load_suite
 from safetensors.numpy import load_file
 
-from raceme.comparison.suite_file import all_shipped, load_suite
-from raceme.comparison.suites import Suite
-from raceme.config import RunConfig, all_keys, read_toml
-from raceme.config.registry import STRATEGIES
-from raceme.experiment import simulate
+from raceme.core.config import RunConfig, all_keys, read_toml
+from raceme.core.registry import STRATEGIES
+from raceme.experiments.suites import Suite
+from raceme.runs.experiment import simulate
 
 # The present names: what a redesign of the code adapts, so that hashes stay comparable.
 

@@ -14,9 +14,10 @@ import os
 import statistics
 import time
 
-from raceme import experiment, models
-from raceme.config import RunConfig
-from raceme.protocol.events import Event, UpdateApplied
+from raceme.core.config import RunConfig
+from raceme.core.events import Event, UpdateApplied
+from raceme.runs import experiment
+from raceme.training import models
 
 STARTED = 40
 

@@ -26,11 +26,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from raceme.config import RunConfig
-from raceme.experiment import build_grid, build_strategy, resolve, simulate, training_settings
-from raceme.models import initial_arrays
-from raceme.protocol.events import Event
+from raceme.core.config import RunConfig
+from raceme.core.events import Event
 from raceme.records.record import RunRecord
+from raceme.runs.experiment import build_grid, build_strategy, resolve, simulate, training_settings
+from raceme.training.models import initial_arrays
 
 EPSILON = {"s0": 0.7, "s1": 0.7, "s2": 0.7, "a1": 0.5, "a2": 0.4}
 """ε of the thesis, for MNIST."""

@@ -21,10 +21,10 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from raceme.config import RunConfig
-from raceme.experiment import simulate
-from raceme.protocol.events import Event
+from raceme.core.config import RunConfig
+from raceme.core.events import Event
 from raceme.records.record import RunRecord
+from raceme.runs.experiment import simulate
 
 UPDATES = 2000
 SHIFTS = {

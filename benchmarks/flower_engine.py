@@ -25,11 +25,12 @@ from rich.console import Console
 from rich.table import Table
 from threadpoolctl import threadpool_limits
 
-from raceme import experiment, models
-from raceme.config import RunConfig
-from raceme.protocol.events import Event, UpdateApplied
+from raceme.core.config import RunConfig
+from raceme.core.events import Event, UpdateApplied
+from raceme.runs import experiment
 from raceme.simulation import Device, Node, VirtualGrid
 from raceme.strategies import FedAsync, Method, Plan
+from raceme.training import models
 
 NEVER = 10**9
 

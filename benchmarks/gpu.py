@@ -24,8 +24,10 @@ from rich.console import Console
 from rich.table import Table
 from torch.nn.functional import cross_entropy
 
-from raceme import datasets, experiment, models
-from raceme.config import RunConfig
+from raceme import datasets
+from raceme.core.config import RunConfig
+from raceme.runs import experiment
+from raceme.training import models
 
 
 @dataclass(frozen=True)

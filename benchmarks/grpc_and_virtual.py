@@ -25,7 +25,10 @@ from matplotlib.patches import Patch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from raceme.records.record import RunRecord, read_run  # noqa: E402
+from raceme.records.record import (  # noqa: E402
+    RunRecord,
+    read_run,
+)
 from raceme.reporting.style import (  # noqa: E402
     FAINT,
     INK,

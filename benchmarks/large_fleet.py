@@ -27,10 +27,10 @@ from rich.console import Console
 from rich.table import Table
 from threadpoolctl import threadpool_limits
 
-from raceme.protocol.events import Event, UpdateApplied
+from raceme.core.events import Event, UpdateApplied
 from raceme.simulation import Device, Node, VirtualGrid
 from raceme.strategies import CASA, FedAsync, Method, Panicle, Plan
-from raceme.strategies.casa import CASAParameters
+from raceme.strategies.casa.strategy import CASAParameters
 
 METHODS: dict[str, Callable[[], Method]] = {
     "fedasync": FedAsync,

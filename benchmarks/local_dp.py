@@ -18,13 +18,13 @@ from collections import Counter
 from pathlib import Path
 
 from raceme.client_app import client_app
-from raceme.config import RunConfig
+from raceme.core.config import RunConfig
+from raceme.core.events import Evaluated, Event, UpdateApplied
 from raceme.datasets import client_data
-from raceme.experiment import build_strategy, plan, resolve, training_settings
-from raceme.models import initial_arrays
-from raceme.protocol.events import Evaluated, Event, UpdateApplied
+from raceme.runs.experiment import build_strategy, plan, resolve, training_settings
 from raceme.simulation import Node, VirtualGrid
 from raceme.simulation.devices import fleet
+from raceme.training.models import initial_arrays
 from raceme.training.privacy import LocalPrivacy
 
 

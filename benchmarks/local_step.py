@@ -23,9 +23,9 @@ from rich.console import Console
 from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
 
-from raceme import models
-from raceme.training import Network, Samples, TrainingSettings, train
-from raceme.training.local import differentiate
+from raceme.training import models
+from raceme.training.local import TrainingSettings, differentiate, train
+from raceme.training.network import Network, Samples
 
 STEPS = 24
 SHAPES = {"mlp": (1, 8, 8), "mlp128": (1, 28, 28), "mlp512": (1, 28, 28), "cnn": (1, 28, 28)}

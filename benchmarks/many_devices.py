@@ -40,18 +40,31 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from bundles import write_app  # noqa: E402
 from flwr.app import Message  # noqa: E402
-from processes import Loopback, Process, free_port, loopback  # noqa: E402
+from processes import (  # noqa: E402
+    Loopback,
+    Process,
+    free_port,
+    loopback,
+)
 
-from raceme.compat import identify_process  # noqa: E402
-from raceme.compat.bundle import App  # noqa: E402
-from raceme.compat.fleet import Endpoint, generate_keys  # noqa: E402
-from raceme.compat.fleet_api import FleetApi  # noqa: E402
-from raceme.compat.link_state import LinkState  # noqa: E402
-from raceme.compat.wire import LONGEST_WAIT  # noqa: E402
-from raceme.deployment.connection import RejoinError, RunOverError, StoppedError, join  # noqa: E402
-from raceme.deployment.polling import Pause  # noqa: E402
-from raceme.deployment.served_grid import ServedGrid  # noqa: E402
-from raceme.deployment.stopping import StopSignal  # noqa: E402
+from raceme.core.signals import StopSignal  # noqa: E402
+from raceme.fleet.connection import (  # noqa: E402
+    Pause,
+    RejoinError,
+    RunOverError,
+    StoppedError,
+    join,
+)
+from raceme.fleet.served_grid import ServedGrid  # noqa: E402
+from raceme.flower.app import App  # noqa: E402
+from raceme.flower.fleet_client import (  # noqa: E402
+    LONGEST_WAIT,
+    Endpoint,
+    generate_keys,
+)
+from raceme.flower.fleet_server import FleetApi  # noqa: E402
+from raceme.flower.link_state import LinkState  # noqa: E402
+from raceme.flower.messages import identify_process  # noqa: E402
 
 MIB = 1024 * 1024
 PROCESSES = 4
@@ -135,7 +148,7 @@ SERVER = (
     + """
 from flwr.serverapp import ServerApp
 
-from raceme.compat.grid import prompt
+from raceme.flower.grid import prompt
 
 app = ServerApp()
 
@@ -259,7 +272,7 @@ def start_server(bed: Loopback, kind: str, count: int, seconds: float, weights: 
 def cpu_seconds(process_id: int) -> float:
     """Return what a process and those that it has started have used so far."""
     total = 0.0
-    from raceme.deployment.testbed import descendants
+    from raceme.fleet.testbed import descendants
 
     for one in (process_id, *descendants(process_id)):
         fields = Path(f"/proc/{one}/stat").read_text().rpartition(")")[2].split()
@@ -271,7 +284,7 @@ def measure(
     kind: str, devices: int, seconds: float, weights: int, think: float, join: float
 ) -> dict[str, float]:
     # Not above: they bring torch, which devices do without.
-    from raceme.training.hardware import resident_memory
+    from raceme.training.machine import resident_memory
 
     with tempfile.TemporaryDirectory() as folder, loopback(Path(folder)) as bed:
         server = start_server(bed, kind, devices, seconds, weights)

@@ -25,12 +25,12 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from raceme.config import RunConfig
-from raceme.config.errors import UserError
-from raceme.experiment import simulate
-from raceme.protocol import events
+from raceme.core import events
+from raceme.core.config import RunConfig
+from raceme.core.errors import UserError
 from raceme.records.record import RunRecord
-from raceme.strategies import panicle
+from raceme.runs.experiment import simulate
+from raceme.strategies.panicle import strategy as panicle
 
 TARGET = 0.95
 MNIST = {"dataset": "mnist", "clients": 100, "partition": "label-groups"}

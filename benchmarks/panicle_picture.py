@@ -17,10 +17,10 @@ from typing import Any
 import matplotlib
 import numpy as np
 
-from raceme.clustering.evidence import best_partition
-from raceme.config import RunConfig
-from raceme.experiment import simulate
-from raceme.strategies import panicle
+from raceme.core.config import RunConfig
+from raceme.runs.experiment import simulate
+from raceme.strategies.panicle import strategy as panicle
+from raceme.strategies.panicle.grouping import best_partition
 
 matplotlib.use("Agg")
 from matplotlib import pyplot

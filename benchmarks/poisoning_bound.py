@@ -22,12 +22,11 @@ from unittest.mock import patch
 from rich.console import Console
 from rich.table import Table
 
-from raceme import experiment
-from raceme.config import RunConfig
-from raceme.protection.attacks import attackers_of
-from raceme.protection.guard import FilterProtection, Ruling
-from raceme.protocol.events import Evaluated, Event
-from raceme.protocol.verdicts import Verdict
+from raceme.core.config import RunConfig
+from raceme.core.events import Evaluated, Event, Verdict
+from raceme.core.protection import FilterProtection, Ruling
+from raceme.runs import experiment
+from raceme.simulation.attacks import attackers_of
 
 CLEAN, ORACLE = "clean", "oracle"
 SETTINGS: dict[str, dict[str, object]] = {

@@ -24,10 +24,10 @@ from rich.console import Console
 from rich.table import Table
 
 from raceme import datasets
-from raceme.config import RunConfig
-from raceme.experiment import simulate
-from raceme.protocol.events import Event, UpdateApplied
+from raceme.core.config import RunConfig
+from raceme.core.events import Event, UpdateApplied
 from raceme.reporting.style import new_figure, save_figure, series_colour, style
+from raceme.runs.experiment import simulate
 
 CLIENTS, UPDATES, SHOWN = 16, 480, 6
 METHODS = ("cdfl", "fedsoft-async", "casa", "ifca-async", "fedasync")

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from raceme.config import RunConfig
-from raceme.experiment import simulate
+from raceme.core.config import RunConfig
+from raceme.runs.experiment import simulate
 
 CLIENTS, INPUTS, TRAIN, TEST = 8, 5, 120, 40
 METHODS = ("panicle", "ifca-async", "standalone", "fedbuff")

@@ -30,7 +30,7 @@ from matplotlib.ticker import EngFormatter, LogLocator, NullLocator, StrMethodFo
 from rich.console import Console
 from rich.table import Table
 
-from raceme.protocol.events import Event, UpdateApplied
+from raceme.core.events import Event, UpdateApplied
 from raceme.reporting.style import new_figure, save_figure, series_colour, series_line, style
 
 FLOWER = "fedasync on Flower's Ray"
@@ -48,8 +48,8 @@ def updates_for(clients: int, weights: int) -> int:
 
 def trained(workers: str, updates: int) -> Point:
     """Train CASA on digits with a number of workers; return updates per second once they work."""
-    from raceme.config import RunConfig
-    from raceme.experiment import simulate
+    from raceme.core.config import RunConfig
+    from raceme.runs.experiment import simulate
 
     moments: list[float] = []
 

@@ -26,10 +26,9 @@ from rich.console import Console
 from rich.table import Table
 from threadpoolctl import threadpool_limits
 
-from raceme.protocol.messages import ModelSpec
-from raceme.server.fleet import Client
-from raceme.server.replies import Update
-from raceme.server.work import Task
+from raceme.core.clients import Client
+from raceme.core.messages import ModelSpec
+from raceme.core.requests import Task, Update
 from raceme.strategies import CASA, CASAParameters, FedAsync, Panicle
 
 PHASES = {"_compare": "compare", "_split_if_due": "split", "_buffer": "buffer"}

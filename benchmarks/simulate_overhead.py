@@ -17,7 +17,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from raceme.apps.simulate import AppEnding, Settings, simulate
+from raceme.simulation.apps import AppEnding, Settings, simulate
 
 SIZES = (22_000, 100_000, 1_000_000)
 

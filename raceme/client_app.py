@@ -21,17 +21,20 @@ from flwr.app import ConfigRecord, Context, Message, MessageType, MetricRecord, 
 from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import Mod
 
-from raceme.compat import array_record
-from raceme.protocol.messages import (
+from raceme.core.messages import (
     ARRAYS,
     CLIENT_ID,
     CONFIG,
     DESCRIBE,
+    DESCRIPTORS,
     EVALUATE,
     FINISHED_AT,
+    GRADIENT,
     GROUP,
     KIND,
     LABEL_COUNTS,
+    LABEL_MASSES,
+    LATENT_MOST,
     LEARN,
     LEND,
     LOSSES,
@@ -40,6 +43,7 @@ from raceme.protocol.messages import (
     NUM_EXAMPLES,
     NUM_TEST_EXAMPLES,
     NUMBERS,
+    PRINCIPAL_DIRECTIONS,
     REPORT_TIMING,
     SCORES,
     STARTED_AT,
@@ -59,25 +63,14 @@ from raceme.protocol.messages import (
     VERSION,
     to_array,
 )
-from raceme.protocol.statistics import (
-    DESCRIPTORS,
-    GRADIENT,
-    LABEL_MASSES,
-    LATENT_MOST,
-    PRINCIPAL_DIRECTIONS,
-)
-from raceme.training import (
-    continual,
-    hardware,
-    kinds,
-    memory,
-    responsibilities,
-    statistics,
-    task_parts,
-)
-from raceme.training.clients import Client, ClientCache, joined, load
-from raceme.training.energy import Meter, measured, meter_of
-from raceme.training.own_data import OwnData
+from raceme.flower.messages import array_record
+from raceme.training import continual, kinds, statistics
+from raceme.training import continual as task_parts
+from raceme.training import kinds as memory
+from raceme.training import machine as hardware
+from raceme.training import statistics as responsibilities
+from raceme.training.clients import Client, ClientCache, OwnData, joined, load
+from raceme.training.machine import Meter, measured, meter_of
 from raceme.training.privacy import check_kind, local_dp, privacy_of
 from raceme.training.work import Answer, ClientWork
 

@@ -13,21 +13,20 @@ from typing import TYPE_CHECKING, Any
 from matplotlib.figure import Figure
 from safetensors.numpy import load_file
 
-from raceme.comparison.figures import purity_figure, times_figure
-from raceme.comparison.read import FILE_NAME, read_comparison, read_first_runs
-from raceme.comparison.results import Comparison
-from raceme.comparison.table import main_table, to_csv
-from raceme.config import Value, read_toml
-from raceme.config.errors import UserError
-from raceme.config.reading import ReadingError, parse_json, read_text
+from raceme.core.config import read_toml
+from raceme.core.errors import UserError
+from raceme.core.files import ReadingError, parse_json, read_text
+from raceme.core.options import Value
+from raceme.experiments.figures import purity_figure, times_figure
+from raceme.experiments.results import FILE_NAME, Comparison, read_comparison, read_first_runs
+from raceme.experiments.tables import main_table, to_csv
 from raceme.records.folder import model_file
+from raceme.records.positions import read_similarity
 from raceme.records.record import RunRecord, read_run
-from raceme.records.similarity import read_similarity
 from raceme.reporting.artefacts import draw_similarity
 from raceme.reporting.clusters_plot import clusters_figure
 from raceme.reporting.console import summary_rows
-from raceme.reporting.fleet_plots import devices_figure
-from raceme.reporting.plots import accuracy_figure, comparison_figure
+from raceme.reporting.plots import accuracy_figure, comparison_figure, devices_figure
 from raceme.reporting.style import CLOCK
 
 if TYPE_CHECKING:
@@ -38,7 +37,7 @@ class OpenRun:
     """A run that has ended, or one that is still going on as it was when it was opened.
 
     Tables are pandas data frames, a row for each event, with the names of
-    :mod:`raceme.protocol.events`; figures are matplotlib's. All are read when they are asked for.
+    :mod:`raceme.core.events`; figures are matplotlib's. All are read when they are asked for.
 
     Parameters
     ----------

@@ -7,13 +7,13 @@ import logging
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from raceme import experiment
-from raceme.checkpoints import StopRequest, end_with_parent
-from raceme.compat.grid import has_devices, told_parent
-from raceme.config import RunConfig
-from raceme.protocol.plain_log import PlainFormatter
+from raceme.core.config import RunConfig
+from raceme.core.messages import PlainFormatter
+from raceme.core.signals import StopRequest, end_with_parent
+from raceme.flower.grid import has_devices, told_parent
 from raceme.reporting.artefacts import missing_line
 from raceme.reporting.console import RunProgress
+from raceme.runs import experiment
 
 _ORPHAN_SECONDS = 20.0
 """A SuperLink that died may be back by then; if it is not, the run ends all the same."""

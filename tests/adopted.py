@@ -9,8 +9,9 @@ from flwr.app import Context
 from flwr.clientapp import ClientApp
 from quickstarts import Net, samples, torch_app
 
-from raceme.client_app import AddedKinds, OwnData
+from raceme.client_app import AddedKinds
 from raceme.simulation import Device, Node, VirtualGrid
+from raceme.training.clients import OwnData
 
 
 def grid_of(app: ClientApp, nodes: int = 10, seed: int = 0) -> VirtualGrid:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flwr.app import Context, Message, RecordDict
 
-from raceme import compat
+from raceme.flower.messages import identify_process, set_message_id
 from raceme.simulation import Executor
 
 _made = iter(range(10**9))
@@ -16,9 +16,9 @@ def context_of(node: int = 1, **run_config: object) -> Context:
 
 
 def message_to(node: int, action: str, **records: object) -> Message:
-    compat.identify_process(run_id=1)
+    identify_process(run_id=1)
     message = Message(RecordDict(records), node, action, ttl=500.0, group_id="7")
-    compat.set_message_id(message, f"{next(_made):08d}")
+    set_message_id(message, f"{next(_made):08d}")
     return message
 
 

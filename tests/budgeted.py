@@ -7,16 +7,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from raceme.clustering.clusters import parts_of
-from raceme.clustering.mixing import cosines
-from raceme.clustering.spectral import partition
-from raceme.protocol.messages import Vector
-from raceme.server.dispatch import Dispatch
-from raceme.server.fleet import Client
-from raceme.server.method import Applied, Method
-from raceme.server.picking import sample
-from raceme.server.replies import Update
-from raceme.server.windows import InWindows
+from raceme.core.clients import Client
+from raceme.core.clusters import cosines, parts_of
+from raceme.core.interface import Applied
+from raceme.core.messages import Vector
+from raceme.core.requests import Update
+from raceme.core.scheduling import Dispatch, sample
+from raceme.core.strategy import Method
+from raceme.strategies.csafl import InWindows
+from raceme.strategies.shared import partition
 
 BUDGET, PICKED, GROUPS, STALEST, TIME_WEIGHT = 12.0, 6, 3, 4, 0.1
 

@@ -7,7 +7,7 @@ import io
 import zipfile
 from pathlib import Path
 
-from raceme.compat.fleet import Run
+from flwr.supercore.run import Run
 
 PROJECT = """
 [project]

@@ -10,13 +10,12 @@ from typing import Any
 import numpy as np
 from fleets import MODEL, grid_of, pulled_app
 
-from raceme.clustering.model import Model
-from raceme.protocol import events
-from raceme.protocol.messages import ModelSpec, Vector
-from raceme.server.dispatch import InRounds
-from raceme.server.fleet import Client
-from raceme.server.replies import Update
-from raceme.server.work import Task
+from raceme.core import events
+from raceme.core.clients import Client
+from raceme.core.clusters import Model
+from raceme.core.messages import ModelSpec, Vector
+from raceme.core.requests import Task, Update
+from raceme.core.scheduling import InRounds
 from raceme.simulation import Device, VirtualGrid
 from raceme.strategies import Method, Plan
 

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from raceme.protocol.events import (
+from raceme.core.events import (
     ClientJoined,
     ClientLeft,
     ClusterChange,

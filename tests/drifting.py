@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from raceme import datasets
-from raceme.config import RunConfig
-from raceme.datasets import ClientData
+from raceme.core.config import RunConfig
+from raceme.datasets.source import ClientData
 
 
 def config_of(drift: str, **keys: object) -> RunConfig:

@@ -72,7 +72,7 @@ def commands() -> Iterator[Commands]:
 def _serve() -> None:
     # What a run needs; nothing is calculated before the fork, so that there are no threads yet.
     import raceme.client_app
-    import raceme.experiment  # noqa: F401
+    import raceme.runs.experiment  # noqa: F401
     from raceme.cli import main
 
     for line in sys.stdin:

@@ -10,13 +10,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from raceme.clustering.clusters import Clusters
-from raceme.clustering.mixing import cosine
-from raceme.clustering.model import Model
-from raceme.config.options import option
-from raceme.protocol.messages import Vector
-from raceme.server.method import Applied, Method
-from raceme.server.replies import Update
+from raceme.core.clusters import Clusters, Model, cosine
+from raceme.core.interface import Applied
+from raceme.core.messages import Vector
+from raceme.core.options import option
+from raceme.core.requests import Update
+from raceme.core.strategy import Method
 
 PARENT = 0
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 
-from raceme import models
-from raceme.config import RunConfig
-from raceme.protocol.messages import ModelSpec
+from raceme.core.config import RunConfig
+from raceme.core.messages import ModelSpec
+from raceme.training import models
 
 Settings = dict[str, int | float | bool | str]
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import numpy as np
 from fleets import MODEL, grid_of, pulled_app
 
-from raceme.protocol import events
-from raceme.protocol.messages import TRAIN
-from raceme.server.dispatch import Dispatch, Moment
-from raceme.server.fleet import Client, Fleet
-from raceme.server.idle import Idle
-from raceme.server.method import Method
-from raceme.server.replies import Update
-from raceme.server.work import Task
+from raceme.core import events
+from raceme.core.clients import Client, Fleet, Idle
+from raceme.core.messages import TRAIN
+from raceme.core.requests import Task, Update
+from raceme.core.scheduling import Dispatch, Moment
+from raceme.core.strategy import Method
 from raceme.simulation import Device
 from raceme.strategies import Plan
 

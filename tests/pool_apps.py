@@ -9,7 +9,7 @@ from pathlib import Path
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
-from raceme.protocol.messages import from_array, to_array
+from raceme.core.messages import from_array, to_array
 
 app = ClientApp()
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 from clustered import homes, with_clients
 
-from raceme.server.fleet import Client
-from raceme.server.replies import Update
-from raceme.server.work import Task
+from raceme.core.clients import Client
+from raceme.core.requests import Task, Update
 from raceme.strategies import Panicle, PanicleParameters
 
 EAST, NORTH, WEST = (4.0, 0.2), (0.2, 4.0), (-4.0, 0.1)

@@ -9,12 +9,11 @@ from fleets import pulled_app
 from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
-from raceme.protocol.messages import LOSSES
-from raceme.server.dispatch import Dispatch
-from raceme.server.replies import Answer
-from raceme.server.requests import OnRequest, RequestParameters
-from raceme.server.work import Task, Work
+from raceme.core.messages import LOSSES
+from raceme.core.requests import Answer, Task, Work
+from raceme.core.scheduling import Dispatch
 from raceme.strategies import FedAsync
+from raceme.strategies.cdfl.scheduling import OnRequest, RequestParameters
 
 
 def asking(requests: str, seconds: float = 10.0, **options: float) -> OnRequest:

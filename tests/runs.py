@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from fleets import MODEL
 
-from raceme.protocol import events
+from raceme.core import events
 from raceme.simulation import Device, VirtualGrid
 from raceme.strategies import FedAsync, FedAsyncParameters, Method, Plan
 

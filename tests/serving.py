@@ -12,14 +12,14 @@ import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from processes import free_port
 
-from raceme.compat import SERVER_NODE_ID, identify_process
-from raceme.compat.bundle import App
-from raceme.compat.fleet import Endpoint, Keys, generate_keys
-from raceme.compat.fleet_api import Certificates, FleetApi
-from raceme.compat.link_state import RECONNECT_SECONDS, LinkState
-from raceme.deployment.connection import Link, join
-from raceme.deployment.served_grid import ServedGrid
-from raceme.deployment.stopping import StopSignal
+from raceme.core.signals import StopSignal
+from raceme.fleet.connection import Link, join
+from raceme.fleet.served_grid import ServedGrid
+from raceme.flower.app import App
+from raceme.flower.fleet_client import Endpoint, Keys, generate_keys
+from raceme.flower.fleet_server import Certificates, FleetApi
+from raceme.flower.link_state import RECONNECT_SECONDS, LinkState
+from raceme.flower.messages import SERVER_NODE_ID, identify_process
 
 APP = App("tests/none", "1.0.0", b"a bundle")
 

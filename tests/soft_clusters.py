@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 import numpy as np
 from scipy.special import softmax
 
-from raceme.clustering.clusters import Clusters
-from raceme.clustering.model import Model
-from raceme.protocol.messages import Vector
-from raceme.server.dispatch import Dispatch
-from raceme.server.fleet import Client
-from raceme.server.method import Applied, Method
-from raceme.server.replies import Update
-from raceme.server.requests import OnRequest, RequestParameters
+from raceme.core.clients import Client
+from raceme.core.clusters import Clusters, Model
+from raceme.core.interface import Applied
+from raceme.core.messages import Vector
+from raceme.core.requests import Update
+from raceme.core.scheduling import Dispatch
+from raceme.core.strategy import Method
+from raceme.strategies.cdfl.scheduling import OnRequest, RequestParameters
 
 K, SHARPNESS, MIXED = 3, 12.0, 0.2
 

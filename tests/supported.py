@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 from test_feddrift import Bench
 
-from raceme.protocol.messages import LEND, LOSSES, MATCH
-from raceme.server.replies import Answer, Update
-from raceme.server.work import Task, Work
+from raceme.core.messages import LEND, LOSSES, MATCH
+from raceme.core.requests import Answer, Task, Update, Work
 
 SAMPLES = 8
 SPREAD = np.linspace(0.0, 0.01, SAMPLES)

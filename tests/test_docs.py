@@ -12,8 +12,8 @@ import pytest
 import typer
 
 from raceme.cli import app
-from raceme.comparison.suites import all_shipped, load_suite
-from raceme.config import check_key, general_keys, parse_assignment
+from raceme.core.config import check_key, general_keys, parse_assignment
+from raceme.experiments.suites import all_shipped, load_suite
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from raceme import datasets, strategies
-from raceme.comparison.suites import load_suite, variants
-from raceme.config import RunConfig, all_keys
-from raceme.config.registry import Registry
-from raceme.datasets import DATASETS
-from raceme.experiment import simulate
+from raceme import datasets
+from raceme.core.config import RunConfig, all_keys
+from raceme.core.registry import DATASETS, Registry
+from raceme.core.strategy import Method
+from raceme.experiments.suites import load_suite, variants
+from raceme.runs.experiment import simulate
 from raceme.strategies import STRATEGIES
 
 PAGE = Path(__file__).parent.parent / "docs" / "extending.md"
@@ -55,7 +55,7 @@ def test_the_strategy_of_the_page(
     assert outcome.summary["updates"] == 120
     assert outcome.summary["accuracy"] > 0.7
     strategy = STRATEGIES["latest-mean"]
-    assert issubclass(strategy, strategies.Method)
+    assert issubclass(strategy, Method)
     monkeypatch.delitem(sys.modules, module)
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from processes import ROOT, loopback
 
-from raceme.config import SET, all_keys, general_keys
-from raceme.protocol.events import Ending
+from raceme.core.config import SET, all_keys, general_keys
+from raceme.core.events import Ending
 from raceme.records.record import RunRecord, read_run
 
 ARTEFACTS = {

@@ -12,11 +12,11 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 import raceme
-from raceme.comparison.compare import compare, prepare
-from raceme.comparison.suites import of_names
-from raceme.config.errors import UserError
-from raceme.experiment import simulate
+from raceme.core.errors import UserError
+from raceme.experiments.compare import compare, prepare
+from raceme.experiments.suites import of_names
 from raceme.notebook import OpenComparison, OpenRun
+from raceme.runs.experiment import simulate
 
 SMALL: dict[str, Any] = {
     "clients": 4,

@@ -11,11 +11,12 @@ import work
 from threadpoolctl import threadpool_limits
 
 import raceme
-from raceme import experiment, models
-from raceme.config import RunConfig
-from raceme.protocol.events import Event, UpdateApplied
+from raceme.core.config import RunConfig
+from raceme.core.events import Event, UpdateApplied
+from raceme.runs import experiment
 from raceme.simulation import Device, Node, VirtualGrid
 from raceme.strategies import FedAsync, Plan
+from raceme.training import models
 
 NEVER = 10**9
 

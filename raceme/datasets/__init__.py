@@ -8,61 +8,42 @@ from __future__ import annotations
 import logging
 from functools import lru_cache
 
-from raceme.config import RunConfig
-from raceme.config.errors import UserError
-from raceme.config.registry import DATASETS, DRIFTS, PARTITIONERS
-from raceme.datasets.dealt import Dealt
-from raceme.datasets.drift import Drift, Schedule, drift_of, drift_type, schedule_of
-from raceme.datasets.held import (
+from raceme.core.config import RunConfig
+from raceme.core.errors import UserError
+from raceme.core.registry import DATASETS, PARTITIONERS
+from raceme.datasets.dealt import (
+    Dealt,
     Held,
     ProxySets,
+    folder_of,
     pretraining_from_clients,
     pretraining_from_folder,
     proxies_from_clients,
     proxies_from_folder,
     shape_of_folder,
+    wanted,
 )
+from raceme.datasets.drift import Drift, drift_of, drift_type
 from raceme.datasets.partition import (
     ClassesOptions,
     DirichletOptions,
     GroupOptions,
     LabelGroupOptions,
     Partition,
+    ScenarioPartitionOptions,
     SizeOptions,
     fitting_groups,
+    scenario_of,
 )
-from raceme.datasets.reserve import folder_of, wanted
-from raceme.datasets.scenario import ScenarioPartitionOptions, scenario_of
-from raceme.datasets.source import ClientData, Dataset, DataShape, Source, generator
-from raceme.datasets.suited import suited, suited_target
-
-__all__ = [
-    "DATASETS",
-    "DRIFTS",
-    "PARTITIONERS",
-    "ClientData",
-    "DataShape",
-    "Dataset",
-    "Held",
-    "ProxySets",
-    "Schedule",
-    "Source",
-    "all_clients",
-    "client_data",
-    "data_shape",
-    "default_target",
-    "fewest_training",
-    "forget",
-    "load",
-    "pretraining",
-    "proxy_sets",
-    "schedule_of",
-    "source_of",
-    "true_groups",
-    "with_clients",
-    "with_defaults",
-    "with_fitting_groups",
-]
+from raceme.datasets.source import (
+    ClientData,
+    Dataset,
+    DataShape,
+    Source,
+    generator,
+    suited,
+    suited_target,
+)
 
 log = logging.getLogger("raceme.defaults")
 

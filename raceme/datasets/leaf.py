@@ -6,21 +6,25 @@ What FEMNIST and every other task of LEAF have in common is here: the folders ``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+import string
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
-from raceme.config import RunConfig
-from raceme.config.errors import UserError
-from raceme.config.reading import ReadingError, parse_json, read_text
-from raceme.config.room import free_bytes
-from raceme.datasets.cache import Arrays, cached
-from raceme.datasets.labels import MOST_CLASSES
-from raceme.datasets.npz_folder import standardised
-from raceme.datasets.source import Dataset, Indices, Source
+from raceme.core.config import RunConfig
+from raceme.core.errors import UserError
+from raceme.core.files import ReadingError, free_bytes, parse_json, read_text
+from raceme.core.options import option
+from raceme.datasets import npz
+from raceme.datasets.cache import Arrays, cached, read_arrays
+from raceme.datasets.npz import MOST_CLASSES, NpzFolder, standardised
+from raceme.datasets.source import Dataset, DataShape, Indices, Source, generator
 
 _PARSED = 8
 """Bytes of memory that a byte of JSON takes when it is parsed, at least."""
@@ -243,3 +247,435 @@ def _numbered(arrays: Arrays) -> Arrays:
         "y": np.searchsorted(codes, y),
         "tokens": np.array(len(codes)),
     }
+
+
+# -----------------------------------------------------------------------------
+# Handwritten characters by writer: which characters, which writers, and a folder of them.
+#
+# What FEMNIST and other collections of the 62 digits and letters have in common is here.
+# -----------------------------------------------------------------------------
+
+
+CHARACTERS = string.digits + string.ascii_uppercase + string.ascii_lowercase
+"""The 62 characters in the order of their labels, as in EMNIST by class."""
+_ALL = "all"
+_RANGE = re.compile(r"(\w)-(\w)|(\w)")
+
+
+@dataclass(frozen=True)
+class CharacterOptions:
+    """Which characters there are, and which writers are clients."""
+
+    characters: str = option(
+        _ALL, "which of the 62 characters are kept: all, or for example a-j, 0-9 or A-Fxyz"
+    )
+    classes_per_writer: int = option(
+        0,
+        "characters that a writer keeps, drawn by the seed; who has fewer is no client (0: all)",
+        low=0,
+    )
+    writers_classes: str = option(
+        "drawn",
+        "which these are: drawn, or in-turn: writer i keeps i, i + 1, … as far as it has them",
+        among=("drawn", "in-turn"),
+    )
+    least_samples: int = option(2, "who has fewer samples of these characters is no client", low=2)
+
+
+class Writers(NamedTuple):
+    """Samples that are kept, and whose they are.
+
+    Attributes
+    ----------
+    labels : Indices
+        New label of each sample, from 0; -1 where it is left out.
+    sizes : Indices
+        Samples of each writer that are kept; 0 for one that cannot be a client.
+    num_classes : int
+        Number of characters.
+    """
+
+    labels: Indices
+    sizes: Indices
+    num_classes: int
+
+    @property
+    def usable(self) -> int:
+        """How many can be clients."""
+        return int(np.count_nonzero(self.sizes))
+
+    def largest(self, count: int, where: str) -> Indices:
+        """Return the `count` writers with the most samples; of equal ones the first.
+
+        Raises
+        ------
+        UserError
+            There are not so many.
+        """
+        if count > self.usable:
+            raise UserError(
+                f"Too many clients: {count}, but {where} has only {self.usable} writers with "
+                "samples enough of the characters asked for. Take fewer clients, or see the keys "
+                "characters, classes-per-writer and least-samples."
+            )
+        order: Indices = np.argsort(-self.sizes, kind="stable")[:count]
+        return order
+
+
+def kinds(text: str) -> list[int]:
+    """Read the key ``characters``: return the labels of those that are kept, ascending.
+
+    Raises
+    ------
+    UserError
+        It names no characters, or others than the 62, or a range that is none.
+    """
+    if text == _ALL:
+        return list(range(len(CHARACTERS)))
+    return sorted(set(_labels(text)))
+
+
+def by_writer(
+    y: Indices,
+    writer: Indices,
+    test: NDArray[np.bool_] | None,
+    options: CharacterOptions,
+    seed: int,
+) -> Writers:
+    """Find out which samples are kept, and how many each writer has.
+
+    Parameters
+    ----------
+    y : Indices
+        Labels from 0 to 61, shape (N,).
+    writer : Indices
+        Number of each sample's writer, shape (N,).
+    test : NDArray or None
+        Which samples are for testing, if the data say it: every client needs both kinds.
+    options : CharacterOptions
+        What is asked for.
+    seed : int
+        Draws each writer's characters.
+    """
+    kept = kinds(options.characters)
+    position = np.full(len(CHARACTERS), -1)
+    position[kept] = np.arange(len(kept))
+    labels = position[y]
+    count, wanted = int(writer.max()) + 1, options.classes_per_writer
+    if wanted > len(kept):
+        raise UserError(
+            f"classes-per-writer is {wanted}, but characters '{options.characters}' are only "
+            f"{len(kept)}."
+        )
+    if wanted:
+        has = np.zeros((count, len(kept)), np.bool_)
+        has[writer[labels >= 0], labels[labels >= 0]] = True
+        for number, row in enumerate(has):
+            if options.writers_classes == "in-turn":
+                # As FedProx's code deals classes: there are as many kinds of clients as classes.
+                row &= (np.arange(len(kept)) - number) % len(kept) < wanted
+                continue
+            own = generator(seed, "characters of a writer", number).permutation(np.flatnonzero(row))
+            row[own[wanted:] if len(own) >= wanted else own] = False
+        labels = np.where((labels >= 0) & has[writer, labels], labels, -1)
+    there = labels >= 0
+    sizes = np.bincount(writer[there], minlength=count)
+    sizes[sizes < options.least_samples] = 0
+    if test is not None:
+        for part in (test, ~test):
+            sizes[np.bincount(writer[there & part], minlength=count) == 0] = 0
+    return Writers(labels, sizes, len(kept))
+
+
+def _labels(text: str) -> Iterator[int]:
+    """Yield the labels that a text names, range by range."""
+    ranges = list(_RANGE.finditer(text))
+    if "".join(found[0] for found in ranges) != text or not ranges:
+        raise _unreadable(text)
+    for found in ranges:
+        first, last = found[1] or found[3], found[2] or found[3]
+        start, end = CHARACTERS.find(first), CHARACTERS.find(last)
+        if min(start, end) < 0 or end < start:
+            raise _unreadable(text)
+        yield from range(start, end + 1)
+
+
+def _unreadable(text: str) -> UserError:
+    return UserError(
+        f"characters '{text}' cannot be read: write all, or digits and letters and ranges of them, "
+        "in the order 0-9, A-Z, a-z, e.g. a-j or 0-9a-f."
+    )
+
+
+class Characters(NpzFolder):
+    """Handwritten characters, a client per writer: a folder of .npz files such as UniPen's."""
+
+    default_model = "cnn"
+    default_lr = 0.01
+    default_clients = 200
+    options_type = CharacterOptions
+    inner = ("unipen_by_writer",)
+
+    def load(self, config: RunConfig) -> Dataset:
+        """Return the samples of the writers with the most of them, a client for each writer."""
+        whole, chosen = self._writers(config)
+        assert whole.users is not None
+        order = chosen.largest(config.num_clients, config.data_root)
+        # In the order of the files, as in a folder of which all are taken.
+        order = np.sort(order)
+        parts = [whole.users] if whole.test_users is None else [whole.users, whole.test_users]
+        kept = [[own[chosen.labels[own] >= 0] for own in part] for part in parts]
+        used = np.sort(np.concatenate([part[writer] for part in kept for writer in order]))
+        users = [tuple(np.searchsorted(used, part[writer]) for writer in order) for part in kept]
+        groups = None if whole.groups is None else tuple(whole.groups[i] for i in order)
+        return standardised(
+            Dataset(
+                x=whole.x[used],
+                y=chosen.labels[used],
+                num_classes=chosen.num_classes,
+                users=users[0],
+                test_users=users[1] if len(users) > 1 else None,
+                groups=groups,
+            )
+        )
+
+    def count_clients(self, config: RunConfig) -> int:
+        """Return 200, the number of the papers' runs, or all writers where there are fewer."""
+        return max(1, min(self.default_clients, self._writers(config)[1].usable))
+
+    def _writers(self, config: RunConfig) -> tuple[Dataset, Writers]:
+        """Return all files' samples, and which of them are kept."""
+        whole = self._unscaled(config, None)
+        if whole.target or whole.x.ndim != 4 or whole.y.max() >= len(CHARACTERS):
+            raise UserError(
+                f"{config.data_root} holds no characters: expected images, and labels from 0 to 61 "
+                "for 0-9, A-Z, a-z. Take dataset npz-folder for other data."
+            )
+        assert whole.users is not None
+        writer, test = np.empty(len(whole.y), np.int64), None
+        for number, own in enumerate(whole.users):
+            writer[own] = number
+        if whole.test_users is not None:
+            test = np.zeros(len(whole.y), np.bool_)
+            for number, own in enumerate(whole.test_users):
+                writer[own], test[own] = number, True
+        options = config.read(CharacterOptions)
+        return whole, by_writer(whole.y, writer, test, options, config.seed)
+
+
+# -----------------------------------------------------------------------------
+# FEMNIST: handwritten characters by writer, in the JSON files that LEAF's scripts make.
+# -----------------------------------------------------------------------------
+
+
+CLASSES = len(CHARACTERS)
+_PIXELS = 28 * 28
+_LAYOUT = Layout(
+    "femnist",
+    ("data", "femnist/data", "femnist", "FEMNIST/data", "FEMNIST", ""),
+    "To make the files: clone https://github.com/TalwalkarLab/leaf, and in data/femnist run "
+    "./preprocess.sh -s niid --sf 1.0 -k 0 -t sample; data-root is that folder",
+)
+
+
+class Femnist(Source):
+    """FEMNIST: characters of 28x28 pixels by writer, LEAF's JSON files under data-root."""
+
+    default_model = "cnn"
+    default_lr = 0.01
+    target_accuracy = 0.95
+    default_clients = 100
+    has_clients = True
+    options_type = CharacterOptions
+
+    def load(self, config: RunConfig) -> Dataset:
+        """Return the samples of the writers with the most of them, a client for each writer."""
+        arrays, with_test = self._arrays(config)
+        chosen = _chosen(arrays, with_test, config)
+        tests = np.asarray(arrays["test"], np.bool_)
+        members = [
+            np.flatnonzero((arrays["writer"] == writer) & (chosen.labels >= 0))
+            for writer in chosen.largest(config.num_clients, "femnist")
+        ]
+        return Dataset(
+            x=arrays["x"],
+            y=chosen.labels,
+            num_classes=chosen.num_classes,
+            mean=0.9637,
+            std=0.1592,
+            users=tuple(own[~tests[own]] for own in members),
+            test_users=tuple(own[tests[own]] for own in members) if with_test else None,
+        )
+
+    def _arrays(self, config: RunConfig) -> tuple[Arrays, bool]:
+        """Return all writers' samples, and whether some of them are given as test samples."""
+        train, test = _LAYOUT.files(config.data_root)
+
+        def build() -> Arrays:
+            return _LAYOUT.read(train, test, _femnist_samples)
+
+        return cached("femnist", [*train, *test], (len(train),), build), bool(test)
+
+    def count_clients(self, config: RunConfig) -> int:
+        """Return 100, the number of the papers' runs, or all writers where there are fewer."""
+        if not config.data_root:
+            return self.default_clients
+        return max(1, min(self.default_clients, _chosen(*self._arrays(config), config).usable))
+
+    def shape(self, config: RunConfig) -> DataShape:
+        """Return the shape without loading."""
+        return DataShape((1, 28, 28), len(kinds(config.read(CharacterOptions).characters)))
+
+
+def _chosen(arrays: Arrays, with_test: bool, config: RunConfig) -> Writers:
+    """Return which samples are kept, and how many each writer has of them."""
+    test = np.asarray(arrays["test"], np.bool_) if with_test else None
+    y, writer = np.asarray(arrays["y"], np.int64), np.asarray(arrays["writer"], np.int64)
+    return by_writer(y, writer, test, config.read(CharacterOptions), config.seed)
+
+
+def _femnist_samples(path: Path, name: str, samples: Any) -> tuple[Any, Indices]:
+    """Check the samples of one writer; 0 is ink, 255 is paper."""
+    try:
+        inputs = np.asarray(samples["x"], np.float32).reshape(-1, 1, 28, 28)
+        labels = np.asarray(samples["y"], np.int64)
+    except (KeyError, TypeError, ValueError):
+        inputs, labels = np.empty((1, 1, 28, 28), np.float32), np.empty(0, np.int64)
+    fits = len(inputs) == len(labels) and bool(np.all((labels >= 0) & (labels < CLASSES)))
+    if not fits or not np.all((inputs >= 0) & (inputs <= 1)):
+        raise UserError(
+            f"{path}, writer '{name}': expected x with {_PIXELS} numbers from 0 to 1 per sample, "
+            f"and y with as many labels from 0 to {CLASSES - 1}."
+        )
+    return np.round(inputs * 255).astype(np.uint8), labels
+
+
+# -----------------------------------------------------------------------------
+# Text by role or author: the next character from those before it.
+# -----------------------------------------------------------------------------
+
+
+_EXPECTED_TEXT = (
+    "Expected in it: text, uint8 of shape (characters,), and offset, whole numbers of shape "
+    "(roles + 1,): role i said text[offset[i]:offset[i + 1]]"
+)
+_INNER = ("", "shakespeare_by_role")
+"""Folders that are looked for under data-root."""
+
+
+@dataclass(frozen=True)
+class TextOptions:
+    """How text becomes samples; the length is that of LEAF's Shakespeare."""
+
+    text_length: int = option(80, "characters that the next one is told from", low=1)
+    text_step: int = option(80, "characters from one sample to the next", low=1)
+
+
+class Text(Source):
+    """Text by role, a client for each: the next character from 80 (an .npz under data-root)."""
+
+    default_model = None
+    default_lr = 0.5
+    target_accuracy = 0.4
+    default_clients = 100
+    has_clients = True
+    options_type = TextOptions
+
+    def load(self, config: RunConfig) -> Dataset:
+        """Return the samples of the roles that say most; what a role says last is for testing."""
+        path, arrays, roles = self._roles(config)
+        options = config.read(TextOptions)
+        if len(roles) < config.num_clients:
+            raise UserError(
+                f"Too many clients: {config.num_clients}, but only {len(roles)} roles in {path} "
+                f"have text for a sample to train with and one to test with. Take fewer clients."
+            )
+        starts, users, test_users = [], [], []
+        count = 0
+        for role in roles[: config.num_clients].tolist():
+            first, last = arrays["offset"][role], arrays["offset"][role + 1]
+            train, test = _starts(int(last - first), config.test_fraction, options)
+            starts += [first + train, first + test]
+            users.append(np.arange(count, count + len(train)))
+            test_users.append(users[-1][-1] + 1 + np.arange(len(test)))
+            count += len(train) + len(test)
+        at = np.concatenate(starts)
+        symbols = arrays["symbols"]
+        return Dataset(
+            # A copy: what overlaps in the text does not in the samples.
+            x=sliding_window_view(symbols, options.text_length)[at],
+            y=symbols[at + options.text_length].astype(np.int64),
+            num_classes=int(arrays["vocabulary"]),
+            users=tuple(users),
+            test_users=tuple(test_users),
+            tokens=int(arrays["vocabulary"]),
+        )
+
+    def count_clients(self, config: RunConfig) -> int:
+        """Return 100, or all roles with text enough where there are fewer."""
+        return max(1, min(self.default_clients, len(self._roles(config)[2])))
+
+    def _roles(self, config: RunConfig) -> tuple[Path, Arrays, Indices]:
+        """Return the file, its text, and the roles with text enough, the most talkative first."""
+        path = self._file(config)
+        arrays = cached("text", [path], (1,), lambda: _read(path))
+        lengths = np.diff(arrays["offset"])
+        options = config.read(TextOptions)
+        order = np.argsort(-lengths, kind="stable")
+        enough = [
+            min(map(len, _starts(int(lengths[role]), config.test_fraction, options))) > 0
+            for role in order
+        ]
+        return path, arrays, order[enough]
+
+    def _file(self, config: RunConfig) -> Path:
+        if not config.data_root:
+            raise UserError(
+                f"text needs the folder with one .npz file: --data-root. {_EXPECTED_TEXT}."
+            )
+        root = Path(config.data_root)
+        for inner in _INNER:
+            found = sorted((root / inner).glob("*.npz"))
+            if len(found) == 1:
+                return found[0]
+        raise UserError(
+            f"text needs one .npz file in {root}, and there is not one. {_EXPECTED_TEXT}."
+        )
+
+
+def _starts(length: int, test_fraction: float, options: TextOptions) -> tuple[Indices, Indices]:
+    """Return where training and test samples begin in so many characters; they do not overlap."""
+    cut = int(length * (1.0 - test_fraction))
+    train = np.arange(0, cut - options.text_length, options.text_step)
+    test = np.arange(cut, length - options.text_length, options.text_step)
+    return train, test
+
+
+def _read(path: Path) -> Arrays:
+    """Read the text; its characters are numbered from 0 in the order of their codes."""
+    with npz.explained(path, _EXPECTED_TEXT):
+        arrays = read_arrays(path, ("text", "offset"))
+    missing = {"text", "offset"} - arrays.keys()
+    if missing:
+        raise UserError(f"{path} lacks {', '.join(sorted(missing))}. {_EXPECTED_TEXT}.")
+    text, offset = arrays["text"], arrays["offset"]
+    if not _fit(text, offset):
+        raise UserError(
+            f"{path} does not fit together: text is {text.dtype} of shape {text.shape}, offset "
+            f"{offset.dtype} of shape {offset.shape}. {_EXPECTED_TEXT}."
+        )
+    codes, symbols = np.unique(text, return_inverse=True)
+    return {
+        "symbols": symbols.astype(np.uint8),
+        "offset": offset.astype(np.int64),
+        "vocabulary": np.array(len(codes)),
+    }
+
+
+def _fit(text: NDArray[np.generic], offset: NDArray[np.generic]) -> bool:
+    if text.dtype != np.uint8 or text.ndim != 1 or offset.dtype.kind not in "iu":
+        return False
+    if offset.ndim != 1 or len(offset) < 2:
+        return False
+    bounds = offset.astype(np.int64)
+    return bool(np.all(np.diff(bounds) >= 0) and bounds[0] >= 0 and bounds[-1] <= len(text))

@@ -1,1 +1,1 @@
-"""What a run leaves: its events on disk, and what can be read off them."""
+"""What a run stores: its events on disk, and what is read off them."""

@@ -13,8 +13,8 @@ from types import TracebackType
 import numpy as np
 from numpy.typing import NDArray
 
-from raceme.config.errors import UserError
-from raceme.protocol.exchange import Exchange, Switched
+from raceme.core.errors import UserError
+from raceme.core.timeline import Exchange, Switched
 
 MESSAGES, CLIENTS, SUMMARY = "messages.csv", "clients.csv", "summary.json"
 
@@ -111,7 +111,7 @@ class ExchangeLog:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A message to a client; see :class:`~raceme.protocol.exchange.Exchange`."""
+    """A message to a client; see :class:`~raceme.core.timeline.Exchange`."""
 
     client: str
     kind: str

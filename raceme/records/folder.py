@@ -9,11 +9,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from urllib.parse import quote
 
-from raceme.config import RunConfig, write_toml
-from raceme.config.errors import UserError
-from raceme.config.reading import absolute
-from raceme.protocol.plain_log import PlainFormatter
-from raceme.records.files import atomic_write
+from raceme.core.config import RunConfig, write_toml
+from raceme.core.errors import UserError
+from raceme.core.files import absolute, atomic_write
+from raceme.core.messages import PlainFormatter
 
 CONFIG = "config.toml"
 ERROR = "error.txt"

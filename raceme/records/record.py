@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import json
+import logging
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, TextIO
 
 import numpy as np
 from numpy.typing import NDArray
 
-from raceme.protocol.events import (
+from raceme.core.errors import UserError
+from raceme.core.events import (
+    ACCURACY,
     AnswerTaken,
     ClientIdled,
     ClientJoined,
@@ -22,17 +29,18 @@ from raceme.protocol.events import (
     Ending,
     Evaluated,
     Event,
+    Measure,
     RunEnded,
     SupportChanged,
     TasksTested,
     UpdateApplied,
+    UpdateJudged,
     UpdateRejected,
 )
-from raceme.protocol.measure import ACCURACY, Measure
-from raceme.protocol.verdicts import UpdateJudged
-from raceme.records.membership import Membership, Placement, home
+from raceme.core.files import atomic_write
+from raceme.core.membership import Membership, Placement, home
 from raceme.records.store import read_events
-from raceme.records.uploads import Uploads
+from raceme.records.summary import Uploads
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
@@ -42,7 +50,7 @@ Flags = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Updates:
-    """The accepted updates, one element each; see :class:`raceme.protocol.events.UpdateApplied`.
+    """The accepted updates, one element each; see :class:`raceme.core.events.UpdateApplied`.
 
     What is not known is NaN: ``started_at``, ``cpu_seconds`` and ``joules`` on virtual time,
     accuracies and ``passes`` of runs whose uploads are not scored.
@@ -71,7 +79,7 @@ class Updates:
 
 @dataclass(frozen=True)
 class Answers:
-    """Answers to work that was not training; see :class:`raceme.protocol.events.AnswerTaken`."""
+    """Answers to work that was not training; see :class:`raceme.core.events.AnswerTaken`."""
 
     time: Floats
     client: Texts
@@ -83,7 +91,7 @@ class Answers:
 
 @dataclass(frozen=True)
 class Rejections:
-    """The replies that were not used; see :class:`raceme.protocol.events.UpdateRejected`."""
+    """The replies that were not used; see :class:`raceme.core.events.UpdateRejected`."""
 
     time: Floats
     client: Texts
@@ -93,7 +101,7 @@ class Rejections:
 
 @dataclass(frozen=True)
 class Evaluations:
-    """The evaluations; see :class:`raceme.protocol.events.Evaluated`."""
+    """The evaluations; see :class:`raceme.core.events.Evaluated`."""
 
     time: Floats
     updates: Integers
@@ -126,7 +134,7 @@ class ClientEvaluations:
 
 @dataclass(frozen=True)
 class IdleTimes:
-    """How long clients waited in windows; see :class:`raceme.protocol.events.ClientIdled`."""
+    """How long clients waited in windows; see :class:`raceme.core.events.ClientIdled`."""
 
     time: Floats
     client: Texts
@@ -336,3 +344,229 @@ def _clients(events: Sequence[Event]) -> tuple[Client, ...]:
         Client(name, join.time, join.num_examples, join.group, tuple(online[name]))
         for name, join in first.items()
     )
+
+
+# -----------------------------------------------------------------------------
+# A run's events as JSON lines, for other programs: the file ``trace.jsonl`` of ``trace=true``.
+# -----------------------------------------------------------------------------
+
+
+FILE = "trace.jsonl"
+
+Communication = Callable[[str, int, int], float]
+"""Client id, bytes down and bytes up to the seconds that their transfer takes."""
+
+_LONG = ("per_client", "steps", "groups")
+"""What is said of every client at once: `run.sqlite` has it, and a line stays a line."""
+
+log = logging.getLogger("raceme")
+
+
+class TraceFile:
+    """Writes a line for each event; an observer of a run, and a context manager around it.
+
+    A full disk does not end a run: the file ends there, and `failure` says why.
+
+    Parameters
+    ----------
+    folder : Path
+        The run's folder.
+    communication : Callable, optional
+        How long transfers take, where that is known beforehand: on virtual time. Real devices say
+        when they computed; the rest of a task's time is communication there.
+    after : int
+        Number of events of a resumed run; lines of later ones are dropped.
+
+    Raises
+    ------
+    UserError
+        The file cannot be written.
+    """
+
+    def __init__(
+        self, folder: Path, communication: Communication | None = None, after: int = 0
+    ) -> None:
+        self.failure = ""
+        self._communication, self._number = communication, after
+        path = folder / FILE
+        try:
+            if after and path.is_file():
+                _cut(path, after)
+            self._file: TextIO = path.open("a" if after else "w", encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"Cannot write {path}: {error.strerror}.") from None
+
+    def __enter__(self) -> TraceFile:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            self._file.close()
+        except OSError as failed:
+            self._fail(failed)
+
+    def observe(self, event: Event) -> None:
+        """Write the line of an event."""
+        self._number += 1
+        if self.failure:
+            return
+        line = {"number": self._number, **line_of(event, self._communication)}
+        try:
+            self._file.write(f"{json.dumps(line, ensure_ascii=True)}\n")
+        except OSError as error:
+            self._fail(error)
+
+    def _fail(self, error: OSError) -> None:
+        self.failure = error.strerror or str(error)
+        log.error("%s is not written any more: %s", FILE, self.failure)
+
+
+def line_of(event: Event, communication: Communication | None = None) -> dict[str, Any]:
+    """Return what a line says of an event.
+
+    Parameters
+    ----------
+    event : Event
+        Any event.
+    communication : Callable, optional
+        How long transfers take, where that is known beforehand.
+
+    Returns
+    -------
+    dict[str, Any]
+        The event's kind and its fields; numbers that are not finite are null. Of an update also
+        ``start`` and ``done``, in seconds of the run, and how many of the seconds between were
+        ``compute`` and ``communication``, where that is known.
+    """
+    line: dict[str, Any] = {"event": type(event).__name__}
+    for item in fields(event):
+        if item.name not in _LONG:
+            line[item.name] = _plain(getattr(event, item.name))
+    if isinstance(event, UpdateApplied):
+        compute, transfer = _spent(event, communication)
+        line |= {
+            "start": _plain(event.dispatched_at),
+            "done": _plain(event.time),
+            "compute": compute,
+            "communication": transfer,
+        }
+    return line
+
+
+def _spent(
+    event: UpdateApplied, communication: Communication | None
+) -> tuple[float | None, float | None]:
+    """Return the seconds of a task that were computation and communication; None if unknown."""
+    whole = event.time - event.dispatched_at
+    if event.started_at is not None and event.finished_at is not None:
+        compute = min(max(event.finished_at - event.started_at, 0.0), whole)
+        return compute, whole - compute
+    if communication is None:
+        return None, None
+    transfer = min(communication(event.client, event.bytes_down, event.bytes_up), whole)
+    return whole - transfer, transfer
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as JSON has it."""
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, Measure):
+        return value.name
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(item) for item in value]
+    if hasattr(value, "item"):
+        return _plain(value.item())
+    if value is None or isinstance(value, str | int | bool):
+        return value
+    return str(value)
+
+
+def _cut(path: Path, after: int) -> None:
+    """Keep the lines up to an event; a last line that is half written goes, too."""
+    with (
+        path.open(encoding="utf-8") as lines,
+        atomic_write(path) as kept,
+        kept.open("w", encoding="utf-8") as file,
+    ):
+        for line in lines:
+            try:
+                number = json.loads(line)["number"]
+            except (ValueError, KeyError, TypeError):
+                break
+            if number > after:
+                break
+            file.write(line)
+
+
+# -----------------------------------------------------------------------------
+# When evaluations were on this machine's clock: ``wall-times.csv``.
+#
+# The run store knows virtual time only, so that two runs with one seed have the same contents.
+# -----------------------------------------------------------------------------
+
+
+FILE_NAME = "wall-times.csv"
+_HEAD = "time,seconds"
+
+
+class WallTimes:
+    """The writer of ``wall-times.csv``, an observer of the run: a line per evaluation.
+
+    A disk without room for it ends no run.
+
+    Parameters
+    ----------
+    folder : Path
+        The folder of the run.
+    wall_time : Callable
+        Returns the seconds that the run has taken.
+    after : float, optional
+        The run resumes at this virtual time: later lines of the file are dropped.
+    """
+
+    def __init__(
+        self, folder: Path, wall_time: Callable[[], float], after: float | None = None
+    ) -> None:
+        self._path, self._wall_time = folder / FILE_NAME, wall_time
+        kept = [] if after is None else [row for row in read_wall_times(folder) if row[0] <= after]
+        with suppress(OSError), atomic_write(self._path) as path:
+            path.write_text("".join(f"{line}\n" for line in (_HEAD, *_lines(kept))))
+
+    def observe(self, event: Event) -> None:
+        """Write the line of an evaluation; other events are none of its."""
+        if isinstance(event, Evaluated):
+            with suppress(OSError), self._path.open("a") as file:
+                file.writelines(f"{line}\n" for line in _lines([(event.time, self._wall_time())]))
+
+
+def read_wall_times(folder: Path) -> list[tuple[float, float]]:
+    """Read the time and the seconds on the wall of each evaluation; nothing if there is no file.
+
+    A line that is not whole, or is something else, ends what is read: the run may be writing it.
+    """
+    rows: list[tuple[float, float]] = []
+    try:
+        text = (folder / FILE_NAME).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return rows
+    for line in text.splitlines(keepends=True)[1:]:
+        try:
+            time, seconds = map(float, line.split(","))
+        except ValueError:
+            break
+        if not line.endswith("\n"):
+            break
+        rows.append((time, seconds))
+    return rows
+
+
+def _lines(rows: Iterable[tuple[float, float]]) -> Iterable[str]:
+    return (f"{float(time)!r},{seconds:.3f}" for time, seconds in rows)

@@ -5,41 +5,670 @@ from __future__ import annotations
 import json
 import math
 import platform
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import linear_sum_assignment
+from scipy.special import rel_entr
+
 import raceme
-from raceme.protocol.events import (
+from raceme.core.events import (
+    ACCURACY,
     AnswerTaken,
     ClaimRefused,
     ClientIdled,
     ClientJoined,
+    ClientLeft,
     ClusterChange,
     ClustersChanged,
     ClustersScored,
     Ending,
     Evaluated,
     Event,
+    Measure,
     RunEnded,
     SupportChanged,
+    TaskScore,
     TasksTested,
     UpdateApplied,
     UpdateRejected,
 )
-from raceme.protocol.measure import ACCURACY, Measure
-from raceme.records.convergence import convergence_index, unrest
-from raceme.records.files import atomic_write
-from raceme.records.idle import IdleShares
-from raceme.records.membership import Membership, home, purity
-from raceme.records.steps import StepAccuracies
-from raceme.records.tasks import TaskAccuracies
-from raceme.records.traffic import Traffic
-from raceme.records.uploads import Uploads
+from raceme.core.files import atomic_write
+from raceme.core.membership import Membership, home
 
-__all__ = ["Evaluation", "RunSummary", "purity", "summarise", "time_to_target", "write_summary"]
+# -----------------------------------------------------------------------------
+# How a run's accuracy gets to its final value: when, and how steadily.
+# -----------------------------------------------------------------------------
+
+
+def convergence_index(accuracies: Sequence[float], measure: Measure = ACCURACY) -> int | None:
+    """Return from which evaluation on the accuracy stays near its final value.
+
+    Papers report times to convergence without a rule for them; this one needs no smoothing, and
+    does not depend on how often a run is evaluated.
+
+    Parameters
+    ----------
+    accuracies : Sequence[float]
+        Mean client accuracy, or mean absolute error, of each evaluation, in their order.
+    measure : Measure
+        Which of the two; near is a point of accuracy, or 1 % of the final error (our rule).
+
+    Returns
+    -------
+    int or None
+        Index of the first of the last evaluations that are all near; None if there are none, or
+        if the run diverged.
+    """
+    values = np.asarray(accuracies, np.float64)
+    if not values.size or not np.isfinite(values[-1]):
+        return None
+    # A float's last digit decides nothing: 0.95 is within a point of 0.94. NaN is never near.
+    away = ~(np.abs(values - values[-1]) <= measure.tolerance(float(values[-1])) + 1e-9)
+    return int(np.max(np.flatnonzero(away), initial=-1)) + 1
+
+
+def unrest(accuracies: Sequence[float], measure: Measure = ACCURACY) -> float | None:
+    """Return how far the accuracy is behind its best so far, on the mean of the evaluations.
+
+    0 for a curve that never falls. A curve that swings, or falls back when clients change
+    clusters, has more.
+
+    Parameters
+    ----------
+    accuracies : Sequence[float]
+        Mean client accuracy, or mean absolute error, of each evaluation, in their order.
+    measure : Measure
+        Which of the two.
+
+    Returns
+    -------
+    float or None
+        In [0, 1], or of errors in their unit; None if there are no finite accuracies.
+    """
+    values = np.asarray(accuracies, np.float64)
+    values = values[np.isfinite(values)]
+    return float(np.mean(measure.shortfall(values))) if values.size else None
+
+
+# -----------------------------------------------------------------------------
+# How accurate a run is over the steps of data that change.
+# -----------------------------------------------------------------------------
+
+
+class StepAccuracies:
+    """The first and the last evaluation on the data of each step, an observer of evaluations."""
+
+    def __init__(self) -> None:
+        self._first: dict[int, float] = {}
+        self._last: dict[int, float] = {}
+
+    def observe(self, event: Evaluated) -> None:
+        """Take note of an evaluation; its step is the latest that any client was tested on."""
+        step = max(event.steps.values(), default=0)
+        if step in self._first:
+            self._last[step] = float(event.accuracy)
+        else:
+            self._first[step] = float(event.accuracy)
+
+    def result(self, measure: str = "accuracy") -> dict[str, float | None]:
+        """Return the means over the steps, ready for JSON; None where data do not change.
+
+        Parameters
+        ----------
+        measure : str
+            What was measured, for the keys: ``"accuracy"`` or ``"mae"``.
+
+        Notes
+        -----
+        At a step's start models are tested that have not been trained on its data, if the run's key
+        ``eval-steps`` is set (prequential evaluation); step 0 has no models before it. At its end
+        they have; a step that was tested once has no end.
+        """
+        starts = [accuracy for step, accuracy in self._first.items() if step]
+        ends = list(self._last.values()) if starts else []
+        return {
+            f"{measure}_at_step_starts": sum(starts) / len(starts) if starts else None,
+            f"{measure}_at_step_ends": sum(ends) / len(ends) if ends else None,
+        }
+
+
+# -----------------------------------------------------------------------------
+# How much of windows of time clients spent waiting for others, in a few numbers.
+# -----------------------------------------------------------------------------
+
+
+LONG = {"idle_over_30_percent": 0.3, "idle_over_50_percent": 0.5}
+"""Keys of a summary, to the share of a window beyond which a client has waited long."""
+
+
+class IdleShares:
+    """The share of a window that clients waited, an observer of the run.
+
+    A sample is one client in one window.
+    """
+
+    def __init__(self) -> None:
+        self._count, self._sum = 0, 0.0
+        self._long = dict.fromkeys(LONG, 0)
+
+    def observe(self, event: ClientIdled) -> None:
+        """Count one client in one window."""
+        share = float(event.share)
+        self._count += 1
+        self._sum += share
+        for key, bound in LONG.items():
+            self._long[key] += share > bound
+
+    def result(self) -> dict[str, float | None]:
+        """Return the mean share, and how often it was long; None of a run without windows."""
+        if not self._count:
+            return {"idle_share_mean": None, **dict.fromkeys(LONG)}
+        often = {key: count / self._count for key, count in self._long.items()}
+        return {"idle_share_mean": self._sum / self._count, **often}
+
+
+# -----------------------------------------------------------------------------
+# Bytes that a run sent and received, by what the method did meanwhile.
+# -----------------------------------------------------------------------------
+
+
+@dataclass
+class PhaseTraffic:
+    """The traffic of one phase.
+
+    Attributes
+    ----------
+    down, up : int
+        Bytes of the arrays to the clients, and from them.
+    messages : int
+        Pieces of work that were answered, with one message each way.
+    """
+
+    down: int = 0
+    up: int = 0
+    messages: int = 0
+
+
+class Traffic:
+    """The traffic of updates and of answers to other work, an observer of these.
+
+    Attributes
+    ----------
+    phases : dict[str, PhaseTraffic]
+        By phase, in the order in which they began.
+    """
+
+    def __init__(self) -> None:
+        self.phases: dict[str, PhaseTraffic] = {}
+
+    @property
+    def down(self) -> int:
+        """Bytes to the clients in all."""
+        return sum(phase.down for phase in self.phases.values())
+
+    @property
+    def up(self) -> int:
+        """Bytes from the clients in all."""
+        return sum(phase.up for phase in self.phases.values())
+
+    def observe(self, event: UpdateApplied | AnswerTaken) -> None:
+        """Count one piece of work."""
+        phase = self.phases.setdefault(event.phase, PhaseTraffic())
+        phase.down += int(event.bytes_down)
+        phase.up += int(event.bytes_up)
+        phase.messages += 1
+
+    def result(self) -> dict[str, dict[str, int]]:
+        """Return the traffic of each phase, ready for JSON."""
+        return {
+            name: {"down": phase.down, "up": phase.up, "messages": phase.messages}
+            for name, phase in self.phases.items()
+        }
+
+
+# -----------------------------------------------------------------------------
+# What a run has forgotten of former tasks, and what it knew of coming ones.
+#
+# A task is a step of the data that change. R[t, j] is the accuracy on the test data of step j
+# after
+# step t, the mean over the clients that tested it. The numbers that follow from it are those of
+# Lopez-Paz and Ranzato, *Gradient Episodic Memory for Continual Learning*, NeurIPS 2017 (average
+# accuracy, backward and forward transfer), and of Chaudhry et al., *Riemannian Walk for
+# Incremental
+# Learning*, ECCV 2018 (forgetting). T is the last step, counted from 0.
+# -----------------------------------------------------------------------------
+
+
+FloatArray = NDArray[np.float64]
+
+
+class TaskAccuracies:
+    """The matrix R of a run and what follows from it, an observer of tests on all steps.
+
+    What a client tells of a step again, e.g. at the end of a run that was made longer, replaces
+    what it has told before.
+
+    Attributes
+    ----------
+    measure : Measure
+        What the accuracies are; of errors every sign is turned, so that forgetting is always bad
+        and transfer always good if positive.
+    """
+
+    def __init__(self, events: Iterable[TasksTested] = ()) -> None:
+        self.measure: Measure = ACCURACY
+        self._scores: defaultdict[int, dict[str, dict[int, TaskScore]]] = defaultdict(dict)
+        self._clusters: dict[int, int] = {}
+        for event in events:
+            self.observe(event)
+
+    def observe(self, event: TasksTested) -> None:
+        """Take note of tests."""
+        self.measure = event.measure
+        self._clusters[event.step] = event.clusters
+        self._scores[event.step].update(
+            {client: dict(scores) for client, scores in event.per_client.items()}
+        )
+
+    @property
+    def count(self) -> int:
+        """Number of steps that models were trained on, T + 1; 0 if nothing was tested."""
+        return max(self._scores, default=-1) + 1
+
+    @property
+    def clusters(self) -> list[int | None]:
+        """Number of cluster models after each step; None where it was not tested."""
+        return [self._clusters.get(step) for step in range(self.count)]
+
+    def matrix(self) -> FloatArray:
+        """Return R, shape (T + 1, T + 1): NaN where nobody has tested."""
+        return self._means("accuracy")
+
+    def untrained(self) -> FloatArray:
+        """Return the accuracy of the model before any training on each step, shape (T + 1,).
+
+        It was tested together with R[j − 1, j], by the same clients; NaN for step 0.
+        """
+        means = self._means("untrained")
+        return np.array([math.nan, *np.diagonal(means, 1)])[: self.count]
+
+    def result(self, measure: str = "accuracy") -> dict[str, Any]:
+        """Return the matrix and the numbers that follow from it, ready for JSON.
+
+        Parameters
+        ----------
+        measure : str
+            What was measured, for the keys: ``"accuracy"`` or ``"mae"``.
+        """
+        names = (f"average_{measure}", f"current_{measure}")
+        if not self.count:
+            keys = (f"task_{measure}", *names, *_LEARNT, "clusters_after_steps")
+            return dict.fromkeys(keys)
+        matrix = self.matrix()
+        return {
+            f"task_{measure}": [[_finite_or_none(value) for value in row] for row in matrix],
+            names[0]: _mean(matrix[-1]),
+            names[1]: _mean(np.diagonal(matrix)),
+            **self._learnt(matrix),
+            "clusters_after_steps": self.clusters,
+        }
+
+    def _learnt(self, matrix: FloatArray) -> dict[str, float | None]:
+        """Return forgetting and transfers of the matrix R."""
+        gains = -matrix if self.measure.is_error else matrix
+        before = -self.untrained() if self.measure.is_error else self.untrained()
+        former, last = gains[:-1, :-1], gains[-1, :-1]
+        best = np.fmax.reduce(former, axis=0) if len(former) else np.empty(0)
+        learnt = {
+            "forgetting": best - last,
+            "backward_transfer": last - np.diagonal(former),
+            "forward_transfer": np.diagonal(gains, 1) - before[1:],
+        }
+        return {name: _mean(learnt[name]) for name in _LEARNT}
+
+    def _means(self, quantity: str) -> FloatArray:
+        """Return the mean of a quantity over the clients, after each step and on each one."""
+        means = np.full((self.count, self.count), np.nan)
+        for after, per_client in self._scores.items():
+            found: defaultdict[int, list[float]] = defaultdict(list)
+            for scores in per_client.values():
+                for step, score in scores.items():
+                    value = getattr(score, quantity)
+                    if value is not None and step < self.count:
+                        found[step].append(value)
+            for step, values in found.items():
+                means[after, step] = math.fsum(values) / len(values)
+        return means
+
+
+_LEARNT = ("forgetting", "backward_transfer", "forward_transfer")
+
+
+def _mean(values: FloatArray) -> float | None:
+    """Return the mean of the values that are known and finite; None if there are none."""
+    known = values[np.isfinite(values)]
+    return float(known.mean()) if len(known) else None
+
+
+def _finite_or_none(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None
+
+
+# -----------------------------------------------------------------------------
+# Uploads one by one: how good each was, and how well its mixture was estimated.
+#
+# The measures of Li and Zhu, "Client-Driven Federated Learning": the accuracy of what a client
+# uploads and of what it gets in return, on the same data, and the divergence of the true mixture
+# of
+# these data from the weights that the method gives the client.
+# -----------------------------------------------------------------------------
+
+
+FLOOR = 1e-12
+"""The least share that an estimate is taken to give: a mixture that has more is infinitely far from
+an estimate of nothing."""
+
+
+@dataclass
+class Upload:
+    """An update that says how good it is, or of which mixture its data are.
+
+    Attributes
+    ----------
+    seq : int
+        Number of the update.
+    client : str
+        Whose.
+    session : int
+        The session that it fell into, from 1.
+    before, after : float or None
+        Accuracy of the uploaded model, and of the one that the client got in return, both on the
+        test data of the upload. The latter is known once the client has uploaded again.
+    mixture : tuple[float, ...]
+        True share of each distribution in the data.
+    estimate : Mapping[int, float]
+        Weight of each cluster of the client once the update was applied.
+    """
+
+    seq: int
+    client: str
+    session: int
+    before: float | None
+    after: float | None
+    mixture: tuple[float, ...]
+    estimate: Mapping[int, float]
+
+
+class Uploads:
+    """Gathers the uploads of a run and counts its sessions, an observer of the run.
+
+    A session is a stretch in which every client that is online has uploaded at least once.
+
+    Parameters
+    ----------
+    membership : Membership
+        Which client is in which clusters; it has to be told of an event first.
+
+    Attributes
+    ----------
+    session_ends : list[int]
+        Number of the update with which each session ended.
+    """
+
+    def __init__(self, membership: Membership) -> None:
+        self._membership = membership
+        self._rows: list[Upload] = []
+        self._latest: dict[str, Upload] = {}
+        self._after: dict[str, float] = {}
+        # Uploads whose estimate comes with the changes of clusters that follow them.
+        self._open: list[Upload] = []
+        self._changed = False
+        self._identified = False
+        self._online: set[str] = set()
+        self._missing: set[str] = set()
+        self.session_ends: list[int] = []
+
+    def observe(self, event: Event) -> None:
+        """Take note of an event."""
+        if isinstance(event, UpdateApplied):
+            if self._changed:
+                self._close()
+            self._observe_update(event)
+            return
+        if isinstance(event, ClustersChanged):
+            self._changed = bool(self._open)
+            return
+        self._close()
+        if isinstance(event, ClientJoined):
+            if event.client not in self._online:
+                self._missing.add(event.client)
+            self._online.add(event.client)
+        elif isinstance(event, ClientLeft):
+            self._online.discard(event.client)
+            self._missing.discard(event.client)
+        elif isinstance(event, ClustersScored):
+            self._identified = True
+
+    @property
+    def rows(self) -> Sequence[Upload]:
+        """The uploads that say something, in their order."""
+        self._close()
+        return self._rows
+
+    @property
+    def accuracy_before(self) -> float | None:
+        """Mean over the clients of the latest accuracy of an upload; None if none has any."""
+        return _mean_of(row.before for row in _last_of_each(self._rows, "before"))
+
+    @property
+    def accuracy_after(self) -> float | None:
+        """Mean over the clients of the latest accuracy of what they got; None if none has any."""
+        return _mean_of(self._after.values())
+
+    def matched(self) -> dict[int, int]:
+        """Return the distribution that each cluster stands for.
+
+        Where clusters were tested on sets of their own, cluster k is of distribution k; otherwise
+        the assignment is the one with the least divergence over the run. Clusters that stand for
+        none are left out.
+        """
+        known = self._compared()
+        clusters = sorted({cluster for row in known for cluster in row.estimate})
+        if self._identified or not known:
+            return {cluster: cluster for cluster in clusters}
+        return matching(clusters, [(row.mixture, row.estimate) for row in known])
+
+    def unmatched(self) -> list[int]:
+        """Return the distributions that no cluster stands for: there are fewer clusters.
+
+        Nothing of a method that puts every client into a single cluster.
+        """
+        known = self._mixed()
+        return _missing(known, self.matched()) if known else []
+
+    def divergences(self) -> list[tuple[Upload, float]]:
+        """Return KL(true ‖ estimated) of every upload of which both are known.
+
+        Nothing of a method that puts every client into a single cluster: it estimates no mixture.
+        Nothing either where distributions are `unmatched`: what an estimate gives them is unknown,
+        and taking it for nothing would measure only how small nothing is taken to be.
+        """
+        known = self._mixed()
+        of = self.matched() if known else {}
+        if _missing(known, of):
+            return []
+        return [(row, divergence(row.mixture, shares(row.estimate, of, row))) for row in known]
+
+    def _compared(self) -> list[Upload]:
+        """Return the uploads of which both the true and the estimated mixture are known."""
+        return [row for row in self.rows if row.mixture and row.estimate]
+
+    def _mixed(self) -> list[Upload]:
+        """Return them; none where every client is put into a single cluster."""
+        known = self._compared()
+        return known if any(len(row.estimate) > 1 for row in known) else []
+
+    def result(self) -> dict[str, object]:
+        """Return the numbers of a summary; None where there are none.
+
+        ``mixture_divergence`` is the mean over the last third of the uploads.
+        """
+        found = self.divergences()
+        late = [value for _, value in found[-math.ceil(len(found) / 3) :]] if found else []
+        return {
+            "accuracy_before": self.accuracy_before,
+            "accuracy_after": self.accuracy_after,
+            "mixture_divergence": _mean_of(late),
+            "sessions": self._sessions(found) if self._rows else None,
+        }
+
+    def by_session(self, quantity: str) -> list[float | None]:
+        """Return the mean of ``"before"`` or ``"after"`` over the clients, in each whole session.
+
+        Of several uploads of a client the last one counts. None where fewer than nine tenths of the
+        clients have the quantity, as in the last session: what was got is known later.
+        """
+        by_session: defaultdict[int, list[Upload]] = defaultdict(list)
+        for row in self.rows:
+            by_session[row.session].append(row)
+        means = []
+        for number in range(1, len(self.session_ends) + 1):
+            rows = by_session[number]
+            known = [getattr(row, quantity) for row in _last_of_each(rows, quantity)]
+            enough = 10 * len(known) >= 9 * len({row.client for row in rows})
+            means.append(_mean_of(known) if enough else None)
+        return means
+
+    def _sessions(self, divergences: Sequence[tuple[Upload, float]]) -> dict[str, object]:
+        sessions = range(1, len(self.session_ends) + 1)
+        return {
+            "updates": list(self.session_ends),
+            "accuracy_before": self.by_session("before"),
+            "accuracy_after": self.by_session("after"),
+            "mixture_divergence": [
+                _mean_of(value for row, value in divergences if row.session == number)
+                for number in sessions
+            ],
+        }
+
+    def _observe_update(self, event: UpdateApplied) -> None:
+        client, session = event.client, len(self.session_ends) + 1
+        if event.accuracy_after is not None:
+            self._after[client] = event.accuracy_after
+            if client in self._latest:
+                self._latest[client].after = event.accuracy_after
+        if event.mixture or event.accuracy_before is not None:
+            row = Upload(event.seq, client, session, event.accuracy_before, None, event.mixture, {})
+            self._rows.append(row)
+            self._latest[client] = row
+            self._open.append(row)
+        else:
+            # What the client says of its last upload next time is about this one.
+            self._latest.pop(client, None)
+        self._missing.discard(client)
+        if not self._missing:
+            self.session_ends.append(event.seq)
+            self._missing = set(self._online)
+
+    def _close(self) -> None:
+        for row in self._open:
+            row.estimate = self._membership.weights.get(row.client, {})
+        self._open, self._changed = [], False
+
+
+def divergence(true: Sequence[float], estimate: Sequence[float]) -> float:
+    """Return KL(true ‖ estimate) = Σ p log(p / q) of two mixtures, in nats.
+
+    Parameters
+    ----------
+    true : Sequence[float]
+        Shares p; one of 0 counts 0.
+    estimate : Sequence[float]
+        Shares q of the same distributions; taken to be 1e-12 at least.
+    """
+    return float(rel_entr(true, np.maximum(estimate, FLOOR)).sum())
+
+
+def shares(estimate: Mapping[int, float], of: Mapping[int, int], row: Upload) -> list[float]:
+    """Return the estimated share of each distribution of an upload.
+
+    Parameters
+    ----------
+    estimate : Mapping[int, float]
+        Weight of each cluster.
+    of : Mapping[int, int]
+        The distribution that each cluster stands for.
+    row : Upload
+        The upload.
+    """
+    found = [0.0] * len(row.mixture)
+    for cluster, weight in estimate.items():
+        position = of.get(cluster)
+        if position is not None and position < len(found):
+            found[position] += weight
+    return found
+
+
+def matching(
+    clusters: Sequence[int], pairs: Sequence[tuple[Sequence[float], Mapping[int, float]]]
+) -> dict[int, int]:
+    """Return which distribution each cluster stands for, so that the divergence is least.
+
+    The sum of KL(true ‖ estimated) is Σ_j cost[j, k(j)] plus a constant, with cost[j, k] =
+    −Σ p_j log q_k over the uploads: an assignment problem.
+
+    Parameters
+    ----------
+    clusters : Sequence[int]
+        The clusters.
+    pairs : Sequence
+        True mixture and estimated weights by cluster, of each upload.
+
+    Returns
+    -------
+    dict[int, int]
+        Cluster to distribution, one to one; clusters that no distribution is left for are missing.
+    """
+    count = max(len(true) for true, _ in pairs)
+    true = np.array([[*mixture, *[0.0] * (count - len(mixture))] for mixture, _ in pairs])
+    weights = np.array([[estimate.get(k, 0.0) for k in clusters] for _, estimate in pairs])
+    # A distribution may be left without a cluster, at the cost of an estimate of nothing.
+    weights = np.hstack([weights, np.zeros((len(pairs), count))])
+    cost = -true.T @ np.log(np.maximum(weights, FLOOR))
+    rows, columns = linear_sum_assignment(cost)
+    return {
+        clusters[column]: int(row)
+        for row, column in zip(rows.tolist(), columns.tolist(), strict=True)
+        if column < len(clusters)
+    }
+
+
+def _missing(known: Sequence[Upload], of: Mapping[int, int]) -> list[int]:
+    """Return the distributions of some uploads that no cluster stands for."""
+    count = max((len(row.mixture) for row in known), default=0)
+    return sorted(set(range(count)) - set(of.values()))
+
+
+def _last_of_each(rows: Iterable[Upload], quantity: str) -> Iterable[Upload]:
+    """Return the last upload of each client that has a quantity."""
+    return {row.client: row for row in rows if getattr(row, quantity) is not None}.values()
+
+
+def _mean_of(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return math.fsum(known) / len(known) if known else None
+
+
+# -----------------------------------------------------------------------------
+# The numbers of a run: gathered during the run, written as ``summary.json`` at its end.
+# -----------------------------------------------------------------------------
 
 
 class Evaluation(Protocol):

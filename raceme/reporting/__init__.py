@@ -1,1 +1,1 @@
-"""What is left of a run: its store, its summary, its plots, and what the terminal shows."""
+"""Figures, tables, pages and the terminal."""

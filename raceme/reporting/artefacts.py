@@ -13,21 +13,29 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from raceme.config.errors import UserError
-from raceme.records.files import atomic_write
+from raceme.core.errors import UserError
+from raceme.core.files import atomic_write
 from raceme.records.folder import model_file, saved_in
+from raceme.records.positions import Similarity
 from raceme.records.record import RunRecord, read_run
-from raceme.records.similarity import Similarity
 from raceme.records.summary import write_summary
 from raceme.reporting.clusters_plot import clusters_figure
-from raceme.reporting.fleet_plots import devices_figure, similarity_figure
-from raceme.reporting.idle_plot import idle_figure
-from raceme.reporting.mixtures_plot import has_mixtures, mixtures_figure, why_no_mixtures
-from raceme.reporting.plots import accuracy_figure
+from raceme.reporting.plots import (
+    accuracy_figure,
+    devices_figure,
+    has_mixtures,
+    has_scores,
+    has_support,
+    has_tasks,
+    idle_figure,
+    mixtures_figure,
+    similarity_figure,
+    support_figure,
+    tasks_figure,
+    uploads_figure,
+    why_no_mixtures,
+)
 from raceme.reporting.style import CLOCK, save_figure
-from raceme.reporting.support_plot import has_support, support_figure
-from raceme.reporting.tasks_plot import has_tasks, tasks_figure
-from raceme.reporting.uploads_plot import has_scores, uploads_figure
 
 log = logging.getLogger("raceme")
 

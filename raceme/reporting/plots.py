@@ -2,24 +2,39 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
+from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Circle, FancyArrowPatch, Patch, Rectangle, Wedge
+from matplotlib.ticker import FixedLocator, Locator, MaxNLocator, PercentFormatter
+from numpy.typing import NDArray
 
-from raceme.protocol.events import ClusterChange, ClustersChanged
-from raceme.protocol.measure import ACCURACY, Measure
-from raceme.records.record import ClientEvaluations, Floats, RunRecord, read_run
-from raceme.reporting.marks import drift_line, mark_drifts
+from raceme.core.events import ACCURACY, ClusterChange, ClustersChanged, Measure, SupportChanged
+from raceme.core.membership import Membership
+from raceme.records.record import ClientEvaluations, Floats, Integers, RunRecord, Updates, read_run
+from raceme.records.summary import FloatArray, TaskAccuracies, Upload, Uploads, shares
 from raceme.reporting.style import (
     CLOCK,
+    FAINT,
     INK,
     MUTED,
+    REJECTED,
     cluster_colour,
+    draw_dots,
+    drift_line,
+    group_colour,
     log_time_axis,
+    mark_drifts,
     new_figure,
     save_figure,
     say_empty,
@@ -27,6 +42,7 @@ from raceme.reporting.style import (
     series_line,
     style,
     time_axis,
+    time_unit,
     updates_axis,
 )
 
@@ -345,3 +361,986 @@ def _mark_reached(
             markeredgecolor="white",
             zorder=4,
         )
+
+
+# -----------------------------------------------------------------------------
+# How stale the updates were that a run used, or each of several runs.
+# -----------------------------------------------------------------------------
+
+
+def staleness_figure(records: Mapping[str, RunRecord], *, height: float = 0.55) -> Figure:
+    """Draw how stale the updates were that each method used, one row per method.
+
+    Parameters
+    ----------
+    records : Mapping[str, RunRecord]
+        Label to a run.
+    height : float
+        Of a row, in inches.
+    """
+    staleness = {
+        label: record.updates.staleness
+        for label, record in records.items()
+        if record.updates.seq.size
+    }
+    stale = {label: values for label, values in staleness.items() if values.max() > 0}
+    with style():
+        if not stale:
+            figure = new_figure(7.2, 2.4)
+            say_empty(figure.add_subplot(), "no method used a stale update")
+            return figure
+        figure = new_figure(7.2, 1.0 + height * len(stale))
+        edges = _edges(max(int(values.max()) for values in stale.values()))
+        places = list(records)
+        rows = figure.subplots(len(stale), 1, sharex=True, squeeze=False)[:, 0]
+        for axes, (label, values) in zip(rows, stale.items(), strict=True):
+            _draw_staleness(axes, label, values, edges, series_colour(places.index(label)))
+        rows[0].set_title("Staleness of the updates")
+        last = rows[-1]
+        ticks = np.arange(len(edges) - 1)
+        last.set_xticks(ticks, [_span(low, high) for low, high in pairwise(edges)])
+        last.set_xlabel("newer versions of the model when the update came")
+        return figure
+
+
+def _draw_staleness(
+    axes: Axes, label: str, values: Integers, edges: Sequence[int], colour: str
+) -> None:
+    counts, _ = np.histogram(values, bins=edges)
+    shares = counts / counts.sum()
+    axes.bar(np.arange(len(shares)), shares, width=0.9, color=colour)
+    axes.set_ylim(0.0, 1.15 * max(shares.max(), 0.01))
+    axes.set_yticks([])
+    axes.spines["left"].set_visible(False)
+    axes.tick_params(axis="x", length=0)
+    axes.set_ylabel(label, rotation=0, ha="right", va="center")
+    axes.text(
+        0.995,
+        0.82,
+        f"median {np.median(values):.0f}, largest {values.max()}",
+        transform=axes.transAxes,
+        ha="right",
+        va="top",
+        fontsize=8,
+        color=MUTED,
+    )
+
+
+def _edges(largest: int) -> list[int]:
+    """Return bounds of bins that double: 0, 1, 2-3, 4-7, …."""
+    edges = [0, 1]
+    while edges[-1] <= largest:
+        edges.append(2 * edges[-1])
+    return edges
+
+
+def _span(low: int, high: int) -> str:
+    return str(low) if high - low == 1 else f"{low}-{high - 1}"
+
+
+# -----------------------------------------------------------------------------
+# The fleet: how alike the clients are, and who worked when.
+# -----------------------------------------------------------------------------
+
+
+_MOST_BARS = 3000
+"""A timeline with more bars than this shows only its first part: bars are to be told apart."""
+_MOST_ROWS = 120
+"""A timeline shows at most so many devices, spread from the fastest to the slowest."""
+_LABELLED = 12
+"""More clusters than this are drawn without words."""
+
+
+def similarity_figure(
+    clients: Sequence[str],
+    matrix: NDArray[np.floating],
+    clusters: dict[str, int],
+    of: int = 0,
+) -> Figure:
+    """Draw how alike clients are to their method, those of one cluster side by side.
+
+    Parameters
+    ----------
+    clients : Sequence[str]
+        Their ids, in the order of the matrix.
+    matrix : ndarray
+        Similarities, NaN where not known. Shape (n, n).
+    clusters : dict[str, int]
+        Client id to cluster.
+    of : int
+        Number of all clients, if these are a part of them.
+    """
+    with style():
+        figure = new_figure(5.6, 4.8)
+        axes = figure.add_subplot()
+        axes.set_title("Similarity of clients, as the method compares them")
+        order = sorted(range(len(clients)), key=lambda i: (clusters.get(clients[i], -1), i))
+        values = np.asarray(matrix, np.float64)[np.ix_(order, order)]
+        off_diagonal = values[~np.eye(len(values), dtype=bool)]
+        known = off_diagonal[np.isfinite(off_diagonal)]
+        axes.grid(False)
+        if not len(known):
+            say_empty(axes, "no pair has been compared")
+            axes.set_xticks([])
+            axes.set_yticks([])
+            return figure
+        # Cosines of whole models are close to 1: the colours span what is there, not [0, 1].
+        low, high = np.percentile(known, [1, 99])
+        axes.set_facecolor("#d9dde2")
+        image = axes.imshow(
+            values, cmap="viridis", vmin=low, vmax=max(high, low + 1e-9), interpolation="nearest"
+        )
+        bar = figure.colorbar(image, ax=axes, shrink=0.85, extend="both")
+        bar.outline.set_visible(False)
+        sorted_clusters = [clusters.get(clients[i], -1) for i in order]
+        start = 0
+        ticks, labels = [], []
+        for position in range(1, len(order) + 1):
+            ended = position == len(order) or sorted_clusters[position] != sorted_clusters[start]
+            if not ended:
+                continue
+            size, cluster = position - start, sorted_clusters[start]
+            axes.add_patch(
+                Rectangle(
+                    (start - 0.5, start - 0.5),
+                    size,
+                    size,
+                    fill=False,
+                    edgecolor=cluster_colour(max(cluster, 0)),
+                    linewidth=2.2,
+                    clip_on=False,
+                )
+            )
+            ticks.append(start + size / 2 - 0.5)
+            labels.append(f"cluster {cluster}")
+            start = position
+        shown = f"{len(clients):,} of {of:,} clients" if of > len(clients) else "clients"
+        axes.set_xlabel(f"{shown}, by cluster")
+        axes.set_xticks([])
+        if len(ticks) <= _LABELLED:
+            axes.set_yticks(ticks, labels, rotation=90, va="center")
+        else:
+            axes.set_yticks([])
+        axes.tick_params(length=0)
+        for spine in axes.spines.values():
+            spine.set_visible(False)
+        return figure
+
+
+def devices_figure(record: RunRecord, *, clock: str = CLOCK) -> Figure:
+    """Draw who worked when: a row per device, the fastest on top, a bar per task."""
+    with style():
+        figure = new_figure(7.2, 5.0)
+        axes = figure.add_subplot()
+        updates, rejections = record.updates, record.rejections
+        rows = _rows(updates, [client.client for client in record.clients])
+        end = _window(updates, record.end)
+        seconds = time_axis(axes, 0.0, end, clock)
+        length = f"{float(f'{end / seconds:.3g}'):,g} {time_unit(end)[1]}"
+        shown = "" if end >= record.end else f" (the first {length} of the run)"
+        axes.set_title(f"Devices at work{shown}")
+        if not rows:
+            say_empty(axes, "no devices")
+            return figure
+        bars = [
+            (str(client), float(start), float(stop), cluster_colour(int(cluster)))
+            for client, start, stop, cluster in zip(
+                updates.client, updates.dispatched_at, updates.time, updates.cluster, strict=True
+            )
+        ]
+        refused = [
+            (str(client), float(start), float(stop), REJECTED)
+            for client, start, stop in zip(
+                rejections.client, rejections.dispatched_at, rejections.time, strict=True
+            )
+        ]
+        _draw_bars(axes, rows, bars, end, seconds, hatch=None)
+        _draw_bars(axes, rows, refused, end, seconds, hatch="////")
+        axes.set_ylim(len(rows) - 0.4, -0.6)
+        axes.set_yticks([0, len(rows) - 1], ["fastest", "slowest"] if len(rows) > 1 else ["", ""])
+        axes.set_ylabel(f"{len(rows)} of {len(record.clients)} devices")
+        axes.grid(False, axis="y")
+        clusters = sorted({int(cluster) for cluster in updates.cluster})
+        handles = [Patch(color=cluster_colour(k), label=f"cluster {k}") for k in clusters]
+        if refused:
+            handles.append(
+                Patch(facecolor="none", edgecolor=REJECTED, hatch="////", label="rejected")
+            )
+        if 1 < len(handles) <= _LABELLED:
+            figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 6))
+        return figure
+
+
+def _rows(updates: Updates, clients: list[str]) -> dict[str, int]:
+    """Return the row of each device that is shown, from the fastest to the slowest."""
+    typical = dict.fromkeys(clients, np.inf)
+    durations = updates.time - updates.dispatched_at
+    for client in np.unique(updates.client):
+        typical[str(client)] = float(np.median(durations[updates.client == client]))
+    order = sorted(typical, key=lambda client: typical[client])
+    if len(order) > _MOST_ROWS:
+        picked = np.linspace(0, len(order) - 1, _MOST_ROWS).round().astype(int)
+        order = [order[index] for index in picked]
+    return {client: row for row, client in enumerate(order)}
+
+
+def _window(updates: Updates, end: float) -> float:
+    """Return until when bars are drawn."""
+    if len(updates.time) <= _MOST_BARS:
+        return end
+    return float(updates.time[_MOST_BARS - 1])
+
+
+def _draw_bars(
+    axes: Axes,
+    rows: dict[str, int],
+    bars: list[tuple[str, float, float, str]],
+    end: float,
+    seconds: float,
+    hatch: str | None,
+) -> None:
+    """Draw tasks as boxes, all at once."""
+    corners, colours = [], []
+    for client, start, stop, colour in bars:
+        if client in rows and start < end:
+            left, right, row = start / seconds, min(stop, end) / seconds, rows[client]
+            corners.append(
+                [(left, row - 0.4), (right, row - 0.4), (right, row + 0.4), (left, row + 0.4)]
+            )
+            colours.append(colour)
+    face = colours if hatch is None else "none"
+    edge = FAINT if hatch is None else REJECTED
+    axes.add_collection(
+        PolyCollection(corners, facecolors=face, edgecolors=edge, linewidths=0.4, hatch=hatch)
+    )
+
+
+# -----------------------------------------------------------------------------
+# How long clients wait for others in windows of time, of a run or of several.
+# -----------------------------------------------------------------------------
+
+
+_MARKED = (0.3, 0.5)
+"""Shares of a window that a summary counts, too."""
+_MOST_INSIDE = 8
+"""More curves than this are named beside the plot: in it there is no room."""
+
+
+def idle_figure(records: Mapping[str, RunRecord]) -> Figure:
+    """Draw how often a client waits longer than a share of its window (CSAFL's figure 5).
+
+    A curve for each run; those that report no idle times are left out, and keep their colour.
+
+    Parameters
+    ----------
+    records : Mapping[str, RunRecord]
+        Label to a run. A single run needs no label.
+    """
+    shares = {label: record.idle_times.share for label, record in records.items()}
+    with style():
+        figure = new_figure(7.2, 3.6)
+        axes = figure.add_subplot()
+        axes.set_title("How long clients wait for others in a window")
+        axes.set_xlabel("share of the window's budget")
+        axes.set_ylabel("how often a client waits longer")
+        axes.set_xlim(0.0, 1.0)
+        axes.set_ylim(0.0, 1.0)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter(PercentFormatter(1.0))
+        axes.set_xticks(np.linspace(0.0, 1.0, 11))
+        axes.grid(axis="y")
+        for index, (label, values) in enumerate(shares.items()):
+            if len(values):
+                # Finer steps than these cannot be seen, and would make large pages.
+                waited, often = longer_than(values.round(3))
+                axes.step(
+                    waited,
+                    often,
+                    where="post",
+                    color=series_colour(index),
+                    ls=series_line(index),
+                    label=_named(label, values),
+                    # One that never waits lies on the axis.
+                    clip_on=False,
+                    zorder=3,
+                )
+        drawn = sum(bool(len(values)) for values in shares.values())
+        if not drawn:
+            say_empty(axes, "no windows in which clients wait")
+            return figure
+        for share in _MARKED:
+            axes.axvline(share, color=MUTED, lw=0.9, ls=(0, (1, 2)), zorder=1)
+        if drawn <= _MOST_INSIDE:
+            axes.legend(loc="upper right")
+        else:
+            axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
+        return figure
+
+
+def _named(label: str, shares: Floats) -> str:
+    """Name a curve, with the mean share."""
+    mean = f"mean {shares.mean():.0%}" if shares.any() else "never"
+    return f"{label}: {mean}" if label else mean
+
+
+def longer_than(shares: Floats) -> tuple[Floats, Floats]:
+    """Return the complementary distribution of shares from 0 to 1, as the corners of steps.
+
+    Returns
+    -------
+    tuple of ndarray
+        Shares x, from 0 to 1, ascending, and for each the part of all that are above x.
+    """
+    values, counts = np.unique(shares, return_counts=True)
+    above = 1.0 - np.cumsum(counts) / len(shares)
+    first = 1.0 if values[0] > 0 else float(above[0])
+    inside = values > 0
+    corners = np.concatenate([[0.0], values[inside], [max(1.0, float(values[-1]))]])
+    return corners, np.concatenate([[first], above[inside], [0.0]])
+
+
+# -----------------------------------------------------------------------------
+# True mixtures of clients' data against the weights that a method gives its clients.
+# -----------------------------------------------------------------------------
+
+
+_MOST_CLIENTS = 4
+_MOST_MIXTURE_BARS = 40
+"""Of a client with more uploads the last ones are drawn."""
+_FAR = 98.0
+"""Percentile of the divergences up to which the axis goes: few are far off."""
+_GAP = 0.18
+"""Between the true mixtures and those below, in heights of a bar."""
+
+
+def has_mixtures(record: RunRecord) -> bool:
+    """Return whether a run tells true mixtures and estimates of them."""
+    return bool(record.uploads.divergences())
+
+
+def why_no_mixtures(record: RunRecord) -> str:
+    """Return why mixtures and estimates that a run tells cannot be compared; empty if they can."""
+    missing = record.uploads.unmatched()
+    if not missing:
+        return ""
+    names = ", ".join(map(str, missing))
+    return f"no cluster stands for distribution {names}: there are fewer clusters"
+
+
+def mixtures_figure(record: RunRecord) -> Figure:
+    """Draw how far estimated mixtures are from the true ones, and both of a few clients.
+
+    Above, a dot is an upload and the line the mean by session. Below, a client of each of the first
+    few distributions, with its mixture at each of its uploads: true above, estimated below (figure
+    5 of "Client-Driven Federated Learning").
+
+    Parameters
+    ----------
+    record : RunRecord
+        The run.
+    """
+    with style():
+        found = record.uploads.divergences()
+        if not found:
+            figure = new_figure(7.2, 3.0)
+            axes = figure.add_subplot()
+            axes.set_title("Mixtures of data, true and estimated")
+            say_empty(axes, why_no_mixtures(record) or "no mixtures, or no estimates of them")
+            return figure
+        of = record.uploads.matched()
+        chosen = _examples([row for row, _ in found])
+        figure = new_figure(7.2, 2.6 + 1.15 * len(chosen))
+        heights = [2.2, *[1.0] * len(chosen)]
+        top, *below = np.atleast_1d(figure.subplots(1 + len(chosen), height_ratios=heights))
+        _draw_divergences(top, record, found)
+        for axes, (client, rows) in zip(below, chosen.items(), strict=True):
+            _draw_client(axes, client, rows, of)
+        if below:
+            below[-1].set_xlabel("upload of the client")
+        _mixture_legend(figure, of, len(found[0][0].mixture))
+        return figure
+
+
+def _draw_divergences(axes: Axes, record: RunRecord, found: Sequence[tuple[Upload, float]]) -> None:
+    axes.set_title("Mixtures of data, true and estimated")
+    axes.set_xlabel("updates")
+    axes.set_ylabel("KL(true ‖ estimated)")
+    axes.grid(axis="y")
+    values = [value for _, value in found]
+    seqs = [row.seq for row, _ in found]
+    draw_dots(axes, seqs, values, series_colour(0), ms=3.5, alpha=0.35, label="an upload")
+    by_session: dict[int, list[float]] = defaultdict(list)
+    for row, value in found:
+        by_session[row.session].append(value)
+    ends = record.uploads.session_ends
+    means = [(end, float(np.mean(by_session[i + 1]))) for i, end in enumerate(ends)]
+    if means:
+        axes.plot(*zip(*means, strict=True), color=INK, marker="o", ms=3.5, label="mean by session")
+    highest = max([float(np.percentile(values, _FAR)), *(mean for _, mean in means)])
+    axes.set_ylim(0.0, 1.1 * highest or 1.0)
+    axes.set_xlim(left=0)
+    # Dots may lie behind it.
+    legend = {"frameon": True, "framealpha": 0.85, "edgecolor": "none", "markerscale": 2.0}
+    axes.legend(loc="upper right", **legend)
+
+
+def _examples(rows: Sequence[Upload]) -> dict[str, list[Upload]]:
+    """Return the uploads of a few clients: of each distribution the one that uploads most."""
+    of: dict[str, list[Upload]] = defaultdict(list)
+    for row in rows:
+        of[row.client].append(row)
+    mains: dict[int, list[str]] = defaultdict(list)
+    for client, own in of.items():
+        often = Counter(int(np.argmax(row.mixture)) for row in own)
+        mains[min(often, key=lambda main: (-often[main], main))].append(client)
+    busiest = [min(mains[main], key=lambda name: -len(of[name])) for main in sorted(mains)]
+    return {client: of[client] for client in busiest[:_MOST_CLIENTS]}
+
+
+def _draw_client(axes: Axes, client: str, rows: Sequence[Upload], of: Mapping[int, int]) -> None:
+    """Draw a client's mixtures as bars: true above, estimated below."""
+    first = max(1, len(rows) - _MOST_MIXTURE_BARS + 1)
+    rows = rows[-_MOST_MIXTURE_BARS:]
+    numbers = np.arange(first, first + len(rows))
+    for values, bottom in (
+        (np.array([row.mixture for row in rows]), 1 + _GAP),
+        (np.array([shares(row.estimate, of, row) for row in rows]), 0.0),
+    ):
+        _draw_mixture_bars(axes, numbers, values, bottom, of)
+    axes.set_ylim(0.0, 2 + _GAP)
+    axes.set_xlim(first - 0.6, first + len(rows) - 0.4)
+    axes.xaxis.set_major_locator(MaxNLocator(10, integer=True))
+    axes.set_yticks([1.5 + _GAP, 0.5], ["true", "estimated"])
+    axes.tick_params(axis="y", length=0)
+    axes.set_ylabel(client, rotation=0, ha="right", va="center")
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    axes.tick_params(axis="x", length=2, pad=1)
+
+
+def _draw_mixture_bars(
+    axes: Axes, numbers: np.ndarray, values: Floats, bottom: float, of: Mapping[int, int]
+) -> None:
+    start = np.full(len(numbers), bottom)
+    for distribution in range(values.shape[1]):
+        height = values[:, distribution]
+        colour = cluster_colour(_cluster_of(distribution, of))
+        axes.bar(numbers, height, width=0.86, bottom=start, color=colour, lw=0)
+        start = start + height
+
+
+def _cluster_of(distribution: int, of: Mapping[int, int]) -> int:
+    """Return the cluster that stands for a distribution; its own number if none does."""
+    return next((cluster for cluster, known in of.items() if known == distribution), distribution)
+
+
+def _mixture_legend(figure: Figure, of: Mapping[int, int], distributions: int) -> None:
+    handles = []
+    for distribution in range(distributions):
+        cluster = _cluster_of(distribution, of)
+        name = f"distribution {distribution}"
+        name += f" (cluster {cluster})" if cluster != distribution else ""
+        handles.append(Patch(color=cluster_colour(cluster), label=name))
+    figure.legend(handles=handles, loc="outside lower center", ncols=min(distributions, 4))
+
+
+# -----------------------------------------------------------------------------
+# Which clusters support which: the members of a supporter train the supported model too.
+# -----------------------------------------------------------------------------
+
+
+_MOST_NODES = 24
+"""More clusters than this cannot be told apart: those with the most clients are drawn."""
+_MOST_ARROWS_IN_FULL = 30
+"""More arrows than this are drawn thin."""
+_MOST_GROUPS = 7
+"""More true groups than there are shades have no legend."""
+_LARGEST = 0.3
+"""Radius of the largest node, where the circle of nodes has radius 1."""
+_SMALLEST = 0.45
+"""Radius of the smallest node, as a share of the largest: its number has to fit in."""
+_FLAT = 0.2
+"""Nodes whose direction is so near an axis have their words in this axis."""
+_RING = 0.26
+"""Width of the ring of true groups, as a share of the radius."""
+
+
+def has_support(record: RunRecord) -> bool:
+    """Return whether a run tells which clusters support which."""
+    return bool(record.support_changes)
+
+
+def support_figure(record: RunRecord, *, clock: str = CLOCK) -> Figure:
+    """Draw who supports whom at the end, and how many clusters and supports there were.
+
+    A node is a cluster in its colour, as large as its number of clients; the ring around it shows
+    their true groups, where these are known. An arrow leads from a supporter to the cluster whose
+    model its members train too.
+
+    Parameters
+    ----------
+    record : RunRecord
+        The run.
+    clock : str
+        What the axis of time is called.
+    """
+    with style():
+        figure = new_figure(7.2, 4.0)
+        if not has_support(record):
+            axes = figure.add_subplot()
+            axes.set_title("Who supports whom")
+            say_empty(axes, "no cluster has supported another")
+            return figure
+        left, right = figure.subplots(1, 2, width_ratios=[1.55, 1.0])
+        handles = _draw_graph(left, record)
+        _draw_counts(right, record, clock)
+        figure.legend(handles=handles, loc="outside lower left", ncols=min(len(handles), 4))
+        return figure
+
+
+def counts_over_time(record: RunRecord) -> tuple[list[float], list[int], list[int]]:
+    """Return times, and the number of clusters and of supports from each of them on.
+
+    Clusters are those that an event has named; a support is one cluster that supports another.
+    """
+    membership = Membership()
+    changes: list[ClustersChanged | SupportChanged] = [*record.changes, *record.support_changes]
+    happened = sorted(changes, key=lambda event: event.time)
+    times: list[float] = []
+    clusters: list[int] = []
+    supports: list[int] = []
+    support = 0
+    for event in happened:
+        if isinstance(event, SupportChanged):
+            support = sum(map(len, event.supporters.values()))
+        else:
+            membership.observe(event)
+        if not times or times[-1] != event.time:
+            times.append(float(event.time))
+            clusters.append(0)
+            supports.append(0)
+        clusters[-1], supports[-1] = len(membership.existing), support
+    return times, clusters, supports
+
+
+def _draw_graph(axes: Axes, record: RunRecord) -> list[Artist]:
+    """Draw clusters on a circle, and arrows; return the legend's entries."""
+    supporters = record.support_changes[-1].supporters
+    members = _groups_of_members(record)
+    named = {k for cluster, of in supporters.items() for k in (cluster, *of)}
+    everyone = sorted(members.keys() | named)
+    nodes = sorted(everyone, key=lambda k: -_size(members, k))[:_MOST_NODES]
+    # Clusters of one true group stand side by side.
+    nodes.sort(key=lambda k: (_main_group(members.get(k, Counter())), k))
+    of = f" ({len(nodes)} of {len(everyone)} clusters)" if len(nodes) < len(everyone) else ""
+    axes.set_title(f"Who supports whom at the end{of}")
+    axes.set_aspect("equal", adjustable="datalim")
+    axes.axis("off")
+    places = _places(len(nodes))
+    room = 2 * math.sin(math.pi / len(nodes)) if len(nodes) > 1 else 2.0
+    largest = min(_LARGEST, 0.36 * room)
+    most = max((_size(members, k) for k in nodes), default=0) or 1
+    discs = {}
+    for cluster, (x, y) in zip(nodes, places, strict=True):
+        share = math.sqrt(_size(members, cluster) / most)
+        radius = largest * max(share, _SMALLEST)
+        discs[cluster] = _draw_node(axes, cluster, (x, y), radius, members.get(cluster, Counter()))
+    pairs = [(k, s) for k, of_k in supporters.items() for s in of_k if k in discs and s in discs]
+    width = 1.5 if len(pairs) <= _MOST_ARROWS_IN_FULL else 0.7
+    for supported, supporter in pairs:
+        axes.add_patch(
+            FancyArrowPatch(
+                discs[supporter].center,
+                discs[supported].center,
+                connectionstyle="arc3,rad=0.16",
+                arrowstyle="-|>",
+                mutation_scale=11 if width > 1 else 7,
+                patchA=discs[supporter],
+                patchB=discs[supported],
+                shrinkA=2.0,
+                shrinkB=2.5,
+                color=cluster_colour(supporter),
+                lw=width,
+                zorder=1,
+            )
+        )
+    if not pairs:
+        axes.set_title("Nobody supports anybody at the end")
+    edge = 1.0 + largest + 0.12
+    # Not fixed limits: which of them has room to spare depends on the words beside the nodes.
+    axes.margins(0)
+    axes.update_datalim([(-edge - 0.3, -edge), (edge + 0.3, edge)])
+    axes.autoscale_view()
+    groups = sorted({g for own in members.values() for g in own if g is not None})
+    look = {"color": INK, "lw": 1.2, "marker": ">", "ms": 4}
+    entries: list[Artist] = [Line2D([], [], label="from supporter to supported", **look)]  # type: ignore[arg-type]
+    if len(groups) <= _MOST_GROUPS:
+        entries += [Patch(color=group_colour(g), label=f"true group {g}") for g in groups]
+    return entries
+
+
+def _groups_of_members(record: RunRecord) -> dict[int, Counter[int | None]]:
+    """Return how many clients of each true group every cluster has at the end."""
+    groups = record.groups
+    members: defaultdict[int, Counter[int | None]] = defaultdict(Counter)
+    for client, cluster in record.assignment().items():
+        members[cluster][groups.get(client)] += 1
+    return dict(members)
+
+
+def _size(members: Mapping[int, Counter[int | None]], cluster: int) -> int:
+    return members[cluster].total() if cluster in members else 0
+
+
+def _main_group(own: Counter[int | None]) -> int:
+    """Return the most common true group, the least of equal ones; the last of all if unknown."""
+    known = {group: count for group, count in own.items() if group is not None}
+    return min(known, key=lambda group: (-known[group], group), default=1 << 30)
+
+
+def _places(count: int) -> Sequence[tuple[float, float]]:
+    """Return places on the circle, clockwise from the top; two stand side by side."""
+    if count == 1:
+        return [(0.0, 0.0)]
+    start = math.pi if count == 2 else math.pi / 2
+    angles = start - 2 * math.pi * np.arange(count) / count
+    return [(float(math.cos(angle)), float(math.sin(angle))) for angle in angles]
+
+
+def _draw_node(
+    axes: Axes,
+    cluster: int,
+    centre: tuple[float, float],
+    radius: float,
+    own: Counter[int | None],
+) -> Circle:
+    """Draw a cluster; return the outline at which arrows end."""
+    outline = Circle(centre, radius, fill=False, lw=0)
+    axes.add_patch(outline)
+    known = sorted((group, count) for group, count in own.items() if group is not None)
+    inner = radius * (1 - _RING) if known else radius
+    angle = 90.0
+    for group, count in known:
+        extent = 360.0 * count / sum(number for _, number in known)
+        colour = group_colour(group)
+        ring = Wedge(centre, radius, angle - extent, angle, width=radius * _RING, color=colour)
+        ring.set_zorder(2)
+        axes.add_patch(ring)
+        angle -= extent
+    colour = cluster_colour(cluster)
+    # A cluster without clients keeps its model; it is an outline.
+    face = colour if own else "white"
+    disc = Circle(centre, inner, facecolor=face, edgecolor="white" if own else colour, lw=1.2)
+    disc.set_zorder(3)
+    axes.add_patch(disc)
+    x, y = centre
+    axes.text(
+        *(x, y, str(cluster)),
+        ha="center",
+        va="center",
+        color="white" if own else colour,
+        fontweight="bold",
+        fontsize=10.0 if radius > 0.15 else 7.0,
+        zorder=4,
+    )
+    _draw_size(axes, centre, radius, own.total())
+    return outline
+
+
+def _draw_size(axes: Axes, centre: tuple[float, float], radius: float, size: int) -> None:
+    """Say how many clients a cluster has, outside the circle of nodes, where no arrow goes."""
+    x, y = centre
+    far = math.hypot(x, y)
+    dx, dy = (x / far, y / far) if far and abs(y) > _FLAT else (0.0, 1.0 if y > 0 else -1.0)
+    if abs(y) <= _FLAT and abs(x) > _FLAT:
+        dx, dy = math.copysign(1.0, x), 0.0
+    out = radius + 0.06
+    words = f"{size} client{'' if size == 1 else 's'}"
+    across = "center" if abs(dx) < _FLAT else "left" if dx > 0 else "right"
+    up = "center" if abs(dy) < _FLAT else "bottom" if dy > 0 else "top"
+    axes.text(x + out * dx, y + out * dy, words, ha=across, va=up, fontsize=7.5, color=MUTED)
+
+
+def _draw_counts(axes: Axes, record: RunRecord, clock: str) -> None:
+    """Draw the numbers of clusters and of supports over time."""
+    times, clusters, supports = counts_over_time(record)
+    seconds = time_axis(axes, 0.0, record.end, clock)
+    at = [time / seconds for time in [*times, max(record.end, times[-1])]]
+    for values, colour, dashes, label in (
+        (clusters, INK, "-", "clusters"),
+        (supports, series_colour(5), (0, (4.5, 1.6)), "supports"),
+    ):
+        axes.step(at, [*values, values[-1]], where="post", color=colour, ls=dashes, label=label)
+    axes.set_title("How many over time")
+    axes.set_ylim(0, max(*clusters, *supports, 1) * 1.15)
+    axes.yaxis.set_major_locator(MaxNLocator(6, integer=True))
+    axes.grid(axis="y")
+    axes.legend(loc="upper right")
+
+
+# -----------------------------------------------------------------------------
+# What was forgotten and learnt: how accurate a run is on each task after each step of the data.
+# -----------------------------------------------------------------------------
+
+
+_MOST_WORDS = 12
+"""More tasks than this have no numbers in their cells."""
+_DARK = 0.6
+"""From this share of the colours on words are dark."""
+
+
+def has_tasks(record: RunRecord) -> bool:
+    """Return whether models of a run were tested on all tasks."""
+    return bool(record.task_tests)
+
+
+def tasks_figure(record: RunRecord) -> Figure:
+    """Draw the accuracy on each task after each step, and beside it the means and the clusters.
+
+    A column of the map is a moment: the end of a step. Framed is the task that was trained on then;
+    below the frame are former tasks, above it the next one, which nobody has trained on.
+
+    Parameters
+    ----------
+    record : RunRecord
+        The run.
+    """
+    with style():
+        figure = new_figure(7.2, 4.0)
+        tasks = TaskAccuracies(record.task_tests)
+        if not tasks.count:
+            axes = figure.add_subplot()
+            axes.set_title("Tasks, one after another")
+            say_empty(axes, "no tests on former tasks")
+            return figure
+        parts = figure.subplot_mosaic(
+            [["map", "means"], ["map", "clusters"]],
+            width_ratios=[1.35, 1.0],
+            height_ratios=[2.6, 1.0],
+        )
+        _draw_map(parts["map"], tasks.matrix(), tasks.measure)
+        _draw_means(parts["means"], tasks)
+        _draw_clusters(parts["clusters"], tasks)
+        return figure
+
+
+def means_over_time(tasks: TaskAccuracies) -> dict[str, FloatArray]:
+    """Return by label, after each step: the accuracy on that task, of all so far, on the next."""
+    matrix = tasks.matrix()
+    so_far = [row[: step + 1] for step, row in enumerate(matrix)]
+    found = {
+        "task of the step": np.diagonal(matrix).copy(),
+        "mean of all so far": np.array([_mean(row) for row in so_far]),
+        "next task": np.array([*np.diagonal(matrix, 1), np.nan]),
+    }
+    return {label: values for label, values in found.items() if np.isfinite(values).any()}
+
+
+def _mean(values: FloatArray) -> float:
+    known = values[np.isfinite(values)]
+    return float(known.mean()) if len(known) else float("nan")
+
+
+def _draw_map(axes: Axes, matrix: FloatArray, measure: Measure) -> None:
+    """Draw a cell for each task (upwards) and each step (to the right)."""
+    count = len(matrix)
+    axes.set_title(f"{measure.title} on each task")
+    axes.set_xlabel("after step")
+    axes.set_ylabel("tested on the data of step")
+    known = matrix[np.isfinite(matrix)]
+    low, high = (0.0, max(float(known.max(initial=0)), 1e-9)) if measure.is_error else (0.0, 1.0)
+    colours = "viridis_r" if measure.is_error else "viridis"
+    image = axes.imshow(
+        matrix.T,
+        origin="lower",
+        aspect="auto",
+        cmap=colours,
+        vmin=low,
+        vmax=high,
+        interpolation="nearest",
+    )
+    axes.grid(False)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    axes.tick_params(length=0)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(_steps_locator(count))
+    axes.set_xlim(-0.55, count - 0.45)
+    axes.set_ylim(-0.55, count - 0.45)
+    for step in np.flatnonzero(np.isfinite(np.diagonal(matrix))):
+        frame = Rectangle((step - 0.5, step - 0.5), 1, 1, fill=False, edgecolor=INK, lw=1.4)
+        axes.add_patch(frame)
+    label = measure.label
+    if count <= _MOST_WORDS:
+        _write_numbers(axes, matrix, measure, (low, high))
+        label += "" if measure.is_error else "; in the cells percent"
+    axes.figure.colorbar(image, ax=axes, label=label).outline.set_visible(False)
+
+
+def _steps_locator(count: int) -> Locator:
+    """Return ticks at the steps: at all of them, if they are few."""
+    if count <= _MOST_WORDS:
+        return FixedLocator(list(range(count)))
+    return MaxNLocator(10, integer=True)
+
+
+def _write_numbers(
+    axes: Axes, matrix: FloatArray, measure: Measure, bounds: tuple[float, float]
+) -> None:
+    """Write into each cell what it stands for: of an accuracy percent."""
+    size = min(8.5, 60.0 / len(matrix))
+    for after, on in np.argwhere(np.isfinite(matrix)):
+        value = float(matrix[after, on])
+        share = (value - bounds[0]) / (bounds[1] - bounds[0])
+        is_light = (1 - share if measure.is_error else share) > _DARK
+        text = f"{value:.3g}" if measure.is_error else f"{100 * value:.0f}"
+        colour = INK if is_light else "white"
+        axes.text(after, on, text, ha="center", va="center", fontsize=size, color=colour)
+
+
+def _draw_means(axes: Axes, tasks: TaskAccuracies) -> None:
+    """Draw the means after each step, and the untrained model on each task."""
+    look: dict[str, dict[str, Any]] = {
+        "task of the step": {"color": series_colour(0)},
+        "mean of all so far": {"color": INK},
+        "next task": {"color": series_colour(1), "ls": (0, (4.5, 1.6))},
+    }
+    steps = np.arange(tasks.count)
+    for label, values in means_over_time(tasks).items():
+        known = np.isfinite(values)
+        how = {"marker": "o", "ms": 3.5, "label": label, **look[label]}
+        axes.plot(steps[known], values[known], **how)
+    untrained = tasks.untrained()[1:]
+    known = np.isfinite(untrained)
+    if known.any():
+        # Tested a step before its own, as the next task: it stands below that.
+        dots: dict[str, Any] = {"color": MUTED, "ls": (0, (1.1, 1.3)), "lw": 1.2}
+        axes.plot(steps[:-1][known], untrained[known], label="next task, untrained", **dots)
+    axes.set_title("After each step")
+    axes.xaxis.set_major_locator(_steps_locator(tasks.count))
+    axes.set_xlim(-0.3, tasks.count - 0.7)
+    axes.set_ylabel(tasks.measure.label)
+    axes.grid(axis="y")
+    if not tasks.measure.is_error:
+        axes.set_ylim(0.0, 1.02)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.4, -0.1), ncols=2, columnspacing=1.0)
+
+
+def _draw_clusters(axes: Axes, tasks: TaskAccuracies) -> None:
+    """Draw the number of cluster models after each step."""
+    known = [(step, number) for step, number in enumerate(tasks.clusters) if number is not None]
+    axes.step(*zip(*known, strict=True), where="mid", color=INK, label="clusters")
+    axes.set_ylim(0, 1.25 * max(number for _, number in known))
+    axes.set_ylabel("clusters")
+    axes.set_xlabel("step")
+    axes.grid(axis="y")
+    axes.xaxis.set_major_locator(_steps_locator(tasks.count))
+    axes.yaxis.set_major_locator(MaxNLocator(3, integer=True))
+    axes.set_xlim(-0.3, tasks.count - 0.7)
+
+
+# -----------------------------------------------------------------------------
+# How good uploads are, what clients get in return, and how good the clusters' models are.
+# -----------------------------------------------------------------------------
+
+
+_TITLE = "What clients upload and what they get in return"
+_CLUSTERS_TITLE = "Clusters' models on the server's test sets"
+
+"""More clusters than this are not drawn one by one."""
+_MARGIN = 0.03
+"""Room above and below the curves; of errors in parts of the largest."""
+_QUANTITIES = {
+    "before": ("uploaded", series_colour(0)),
+    "after": ("got in return", series_colour(5)),
+}
+
+
+def has_scores(record: RunRecord) -> bool:
+    """Return whether a run tells how good uploads or clusters are."""
+    return _has_uploads(record) or bool(record.cluster_scores)
+
+
+def _has_uploads(record: RunRecord) -> bool:
+    """Return whether a run tells how good uploads are: `score-uploads`."""
+    return any(row.before is not None for row in record.uploads.rows)
+
+
+def uploads_figure(record: RunRecord) -> Figure:
+    """Draw the accuracy of uploads and of what clients got in return, and that of the clusters.
+
+    Both are on test data of the mixture that the upload was trained on. A dot is an upload, a line
+    the mean over the clients by session, and clusters are tested by the server on sets of their own
+    (figures 3 and 9–19 of "Client-Driven Federated Learning").
+
+    Parameters
+    ----------
+    record : RunRecord
+        The run.
+    """
+    with style():
+        figure = new_figure(7.2, 4.0)
+        axes = figure.add_subplot()
+        only_clusters = bool(record.cluster_scores) and not _has_uploads(record)
+        axes.set_title(_CLUSTERS_TITLE if only_clusters else _TITLE)
+        axes.set_xlabel("updates")
+        axes.set_ylabel(record.measure.label)
+        axes.grid(axis="y")
+        if not has_scores(record):
+            say_empty(axes, "no scores of uploads")
+            return figure
+        shown = _draw_cluster_scores(axes, record)
+        for quantity, (label, colour) in _QUANTITIES.items():
+            shown += _draw_quantity(axes, record.uploads, quantity, label, colour)
+        # Single uploads may lie far off; the curves are what is to be read.
+        margin = _MARGIN * (max(shown) if record.measure.is_error else 1.0)
+        highest = np.inf if record.measure.is_error else 1.0
+        axes.set_ylim(max(0.0, min(shown) - margin), min(highest, max(shown) + margin))
+        axes.set_xlim(left=0)
+        handles = axes.get_legend_handles_labels()[0]
+        axes.legend(handles=handles[::-1], loc="center left", bbox_to_anchor=(1.01, 0.5))
+        return figure
+
+
+def _draw_quantity(
+    axes: Axes, uploads: Uploads, quantity: str, label: str, colour: str
+) -> list[float]:
+    """Draw each upload and the mean by session; return what is to be seen in any case."""
+    known = [row for row in uploads.rows if getattr(row, quantity) is not None]
+    if not known:
+        return []
+    values = [getattr(row, quantity) for row in known]
+    draw_dots(axes, [row.seq for row in known], values, colour)
+    means = [
+        (end, mean)
+        for end, mean in zip(uploads.session_ends, uploads.by_session(quantity), strict=True)
+        if mean is not None
+    ]
+    if not means:
+        return [float(np.mean(values))]
+    axes.plot(*zip(*means, strict=True), color=colour, marker="o", ms=3.5, label=label, zorder=4)
+    return [mean for _, mean in means]
+
+
+def _draw_cluster_scores(axes: Axes, record: RunRecord) -> list[float]:
+    """Draw the clusters' accuracies and their mean; return all that is drawn."""
+    scores = record.cluster_scores
+    updates, means = [event.updates for event in scores], [event.mean for event in scores]
+    drawn = list(means)
+    clusters = sorted({cluster for event in scores for cluster in event.accuracies})
+    if 1 < len(clusters) <= _MOST_CLUSTERS:
+        for cluster in clusters:
+            values: Sequence[float] = [e.accuracies.get(cluster, np.nan) for e in scores]
+            drawn += [value for value in values if np.isfinite(value)]
+            axes.plot(
+                *(updates, values),
+                color=cluster_colour(cluster),
+                lw=0.9,
+                alpha=0.8,
+                label=f"cluster {cluster}",
+                zorder=2,
+            )
+    if scores:
+        name = "mean of the clusters" if len(clusters) > 1 else "cluster's model"
+        axes.plot(updates, means, color=INK, ls=(0, (4.5, 1.6)), label=name, zorder=3)
+    return drawn

@@ -3,36 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Mapping
+import shlex
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
+import tomli_w
 
-from raceme.config import Value, read_toml
-from raceme.config.errors import UserError
-from raceme.config.reading import ReadingError, parse_json, read_text
-from raceme.dashboard.frozen import frozen_run
-from raceme.protocol.measure import Measure
+from raceme.core.config import parse_assignment, read_toml
+from raceme.core.errors import UserError
+from raceme.core.events import ClusterChange, ClustersChanged, Measure, UpdateJudged, Verdict
+from raceme.core.files import ReadingError, parse_json, read_text
+from raceme.core.membership import home
+from raceme.core.options import AUTO, Value
 from raceme.records.folder import MODELS
-from raceme.records.record import RunRecord, read_run
-from raceme.records.similarity import read_similarity
+from raceme.records.positions import read_similarity
+from raceme.records.record import Client, Flags, Floats, Integers, RunRecord, read_run
 from raceme.reporting.artefacts import draw_similarity
 from raceme.reporting.clusters_plot import clusters_figure
 from raceme.reporting.console import summary_rows
-from raceme.reporting.drift_tables import drifts_table, steps_table
-from raceme.reporting.fleet_plots import devices_figure
-from raceme.reporting.fleet_tables import (
-    changes_table,
-    clients_table,
-    clusters_table,
-    costs_table,
-    membership,
-    moves_table,
-)
-from raceme.reporting.idle_plot import idle_figure
-from raceme.reporting.mixtures_plot import has_mixtures, mixtures_figure
+from raceme.reporting.dashboard.page import frozen_run
 from raceme.reporting.page import (
     PageTable,
     Plot,
@@ -43,15 +37,606 @@ from raceme.reporting.page import (
     spread_over,
     versions_table,
 )
-from raceme.reporting.plots import accuracy_figure
-from raceme.reporting.protection_tables import judged_clients_table, verdicts_table
-from raceme.reporting.repeat import repeat_command
-from raceme.reporting.staleness import staleness_figure
-from raceme.reporting.style import CLOCK
-from raceme.reporting.support_plot import has_support, support_figure
-from raceme.reporting.task_tables import learnt_table, tasks_table
-from raceme.reporting.tasks_plot import has_tasks, tasks_figure
-from raceme.reporting.uploads_plot import has_scores, uploads_figure
+from raceme.reporting.plots import (
+    accuracy_figure,
+    devices_figure,
+    has_mixtures,
+    has_scores,
+    has_support,
+    has_tasks,
+    idle_figure,
+    mixtures_figure,
+    staleness_figure,
+    support_figure,
+    tasks_figure,
+    uploads_figure,
+)
+from raceme.reporting.style import CLOCK, Drift, cluster_colour, drifts
+
+# -----------------------------------------------------------------------------
+# A run's clients and clusters as tables of its page.
+# -----------------------------------------------------------------------------
+
+
+_MOST_CLIENTS = 200
+"""A table of clients has at most so many of them."""
+_MOST_MEMBERS = 300
+"""So many ids of a cluster's members are listed."""
+_MOST_CHANGES = 50
+_MOST_OWN = 4
+"""So many of a client's clusters are named, those with the largest weights."""
+_MOST_CLUSTERS = 50
+
+
+@dataclass(frozen=True)
+class Members:
+    """A cluster's members at the end of a run.
+
+    Attributes
+    ----------
+    cluster : int
+        Its number.
+    colour : str
+        Its colour in the plots.
+    clients : tuple of str
+        The first ids.
+    further : int
+        Members beyond them.
+    counts : tuple of int
+        Members of each true group, in the order of :attr:`Membership.groups`.
+    weight : float
+        Sum of the weights that all clients have here, those of other clusters included.
+    """
+
+    cluster: int
+    colour: str
+    clients: tuple[str, ...]
+    further: int
+    counts: tuple[int, ...]
+    weight: float
+
+    @property
+    def size(self) -> int:
+        """Number of all members."""
+        return len(self.clients) + self.further
+
+
+@dataclass(frozen=True)
+class Membership:
+    """Who is in which cluster at the end, against the true groups where these are known.
+
+    Attributes
+    ----------
+    groups : tuple of str
+        Names of the true groups.
+    clusters : tuple of Members
+        The first clusters.
+    further : int
+        Clusters beyond them.
+    without : int
+        Clients without a cluster.
+    shared : int
+        Clients of several clusters, which are listed where their weight is largest.
+    """
+
+    groups: tuple[str, ...]
+    clusters: tuple[Members, ...]
+    further: int
+    without: int
+    shared: int
+
+
+def membership(record: RunRecord) -> Membership | None:
+    """Return the clusters' members; None if all clients were in one cluster all the time."""
+    if len({cluster for placed in record.placements for cluster in placed.weights}) < 2:
+        return None
+    assignment, memberships = record.assignment(), record.memberships()
+    total: Counter[int] = Counter()
+    for weights in memberships.values():
+        total.update(weights)
+    groups = record.groups
+    known = sorted({group for group in groups.values() if group is not None})
+    columns: list[int | None] = list(known)
+    if known and any(groups.get(client) is None for client in assignment):
+        columns.append(None)
+    clusters = sorted(total)
+    listed = []
+    for cluster in clusters[:_MOST_CLUSTERS]:
+        clients = [client for client, place in assignment.items() if place == cluster]
+        counts = Counter(groups.get(client) for client in clients)
+        listed.append(
+            Members(
+                cluster,
+                cluster_colour(cluster),
+                tuple(clients[:_MOST_MEMBERS]),
+                max(0, len(clients) - _MOST_MEMBERS),
+                tuple(counts[group] for group in columns),
+                float(total[cluster]),
+            )
+        )
+    names = tuple("not known" if group is None else f"group {group}" for group in columns)
+    without = sum(client.client not in assignment for client in record.clients)
+    shared = sum(len(weights) > 1 for weights in memberships.values())
+    further = max(0, len(clusters) - _MOST_CLUSTERS)
+    return Membership(names, tuple(listed), further, without, shared)
+
+
+def clusters_table(record: RunRecord) -> PageTable | None:
+    """Return the last accuracy of each cluster; None if there is no evaluation of several."""
+    last = len(record.evaluations.time) - 1
+    found = record.client_evaluations
+    own = found.evaluation == last
+    clusters = np.unique(found.cluster[own])
+    if len(clusters) < 2:
+        return None
+    updates = Counter(record.updates.cluster.tolist())
+    rows = []
+    for cluster in clusters[:_MOST_CLUSTERS]:
+        accuracy = found.accuracy[own & (found.cluster == cluster)]
+        rows.append(
+            (
+                f"cluster {cluster}",
+                number(len(accuracy)),
+                number(float(accuracy.mean())),
+                number(float(accuracy.min())),
+                number(float(accuracy.max())),
+                number(updates[int(cluster)]),
+            )
+        )
+    heads = ("cluster", "clients", f"mean {record.measure.word}", "lowest", "highest", "updates")
+    more = f", the first {_MOST_CLUSTERS} of {len(clusters)}" if len(rows) < len(clusters) else ""
+    return PageTable(f"Clusters at the last evaluation{more}", heads, tuple(rows))
+
+
+def changes_table(record: RunRecord) -> PageTable | None:
+    """Return what was split, merged, founded and given up when; None if nothing was.
+
+    What a run begins with is no change.
+    """
+    changes = [c for c in record.changes if (c.made or c.gone) and (c.gone or c.time > 0)]
+    if not changes:
+        return None
+    rows = tuple(
+        (
+            number(float(change.time), 2),
+            number(change.updates),
+            change.change.value,
+            ", ".join(map(str, change.gone)) or "–",
+            _sizes(change),
+            number(float(change.score)),
+            number(float(change.threshold)),
+        )
+        for change in changes[:_MOST_CHANGES]
+    )
+    heads = ("time (s)", "updates", "change", "of cluster", "to (clients)", "measured", "bound")
+    count = len(changes)
+    shown = f"{_MOST_CHANGES} of {count}" if count > _MOST_CHANGES else str(count)
+    title = f"{shown} change{'' if count == 1 else 's'} of the clusters"
+    return PageTable(title, heads, rows, words=(2, 3, 4))
+
+
+def _sizes(change: ClustersChanged) -> str:
+    """Name the new clusters with the number of clients that came into each."""
+    sizes = Counter(home(weights) for weights in change.memberships.values())
+    return ", ".join(f"{cluster} ({sizes[cluster]})" for cluster in change.made) or "–"
+
+
+def moves_table(record: RunRecord) -> PageTable | None:
+    """Return how often clients moved, if any did on its own."""
+    moved = [change for change in record.changes if change.change is ClusterChange.MOVE]
+    if not moved:
+        return None
+    of = Counter(client for change in moved for client in change.memberships)
+    rows = tuple((client, number(count)) for client, count in of.most_common(_MOST_CHANGES))
+    total = sum(of.values())
+    times = f"{total:,} time{'' if total == 1 else 's'}"
+    more = f", the {len(rows)} most often" if len(rows) < len(of) else ""
+    title = f"Clients moved, or their weights changed, {times}{more}"
+    return PageTable(title, ("client", "moves"), rows)
+
+
+def clients_table(record: RunRecord) -> PageTable:
+    """Return what each client did; of a large fleet, clients spread over the order of joining."""
+    chosen = [record.clients[i] for i in spread_over(len(record.clients), _MOST_CLIENTS)]
+    rows = tuple(_client_rows(record, chosen))
+    total = len(record.clients)
+    shown = f"{len(rows)} of {total:,} clients" if len(rows) < total else f"{total} clients"
+    heads = (
+        "client",
+        "group",
+        "cluster",
+        "examples",
+        "updates",
+        "rejected",
+        "median task (s)",
+        "at work",
+        "median staleness",
+        record.measure.word,
+    )
+    return PageTable(f"The numbers: {shown}", heads, rows)
+
+
+def costs_table(record: RunRecord) -> PageTable | None:
+    """Return what each device's updates cost, summed up; None if no device states it.
+
+    Bytes are those of the arrays, as the server has counted them; seconds and energy are what
+    devices state.
+    """
+    updates = record.updates
+    if not np.isfinite(updates.cpu_seconds).any() and not np.isfinite(updates.joules).any():
+        return None
+    chosen = [record.clients[i].client for i in spread_over(len(record.clients), _MOST_CLIENTS)]
+    rows = [_cost_row(name, record, updates.client == name) for name in chosen]
+    if len(chosen) == len(record.clients) > 1:
+        rows.append(_cost_row("all", record, np.ones(len(updates.client), bool)))
+    heads = ("client", "updates", "CPU (s)", "energy (J)", "bytes down", "bytes up")
+    more = "" if len(chosen) == len(record.clients) else f", {len(chosen)} clients of the run"
+    return PageTable(f"What the updates cost{more}", heads, tuple(rows))
+
+
+def _cost_row(name: str, record: RunRecord, own: Flags) -> tuple[str, ...]:
+    updates = record.updates
+    return (
+        name,
+        number(int(own.sum())),
+        number(_sum(updates.cpu_seconds[own]), 1),
+        number(_sum(updates.joules[own]), 1),
+        number(int(updates.bytes_down[own].sum())),
+        number(int(updates.bytes_up[own].sum())),
+    )
+
+
+def _sum(values: Floats) -> float | None:
+    """Return the sum of what is known; None if nothing is."""
+    known = values[np.isfinite(values)]
+    return float(known.sum()) if len(known) else None
+
+
+def _client_rows(record: RunRecord, clients: Iterable[Client]) -> Iterable[tuple[str, ...]]:
+    updates, found = record.updates, record.client_evaluations
+    memberships = record.memberships()
+    rejected = Counter(record.rejections.client.tolist())
+    last = found.evaluation == len(record.evaluations.time) - 1
+    pairs = zip(found.client[last].tolist(), found.accuracy[last].tolist(), strict=True)
+    accuracy = dict(pairs)
+    durations = updates.time - updates.dispatched_at
+    # One pass over the updates, however many clients there are.
+    order = np.argsort(updates.client, kind="stable")
+    names = updates.client[order]
+    for client in clients:
+        low, high = (np.searchsorted(names, client.client, side) for side in ("left", "right"))
+        own = order[low:high]
+        online = sum((record.end if end is None else end) - start for start, end in client.online)
+        busy = float(durations[own].sum()) / online if online > 0 else 0.0
+        yield (
+            client.client,
+            "–" if (group := record.groups.get(client.client)) is None else str(group),
+            _own_clusters(memberships.get(client.client, {})),
+            number(client.num_examples),
+            number(len(own)),
+            number(rejected[client.client]),
+            number(float(np.median(durations[own])), 2) if len(own) else "–",
+            f"{min(busy, 1.0):.0%}",
+            number(float(np.median(updates.staleness[own])), 1) if len(own) else "–",
+            number(accuracy.get(client.client)),
+        )
+
+
+def _own_clusters(weights: Mapping[int, float]) -> str:
+    """Name a client's clusters, of several the weights too."""
+    if len(weights) < 2:
+        return ", ".join(map(str, weights)) or "–"
+    ranked = sorted(weights, key=lambda cluster: (-weights[cluster], cluster))
+    named = [f"{cluster} ({weights[cluster]:.2f})" for cluster in ranked[:_MOST_OWN]]
+    return ", ".join(named) + (", …" if len(ranked) > _MOST_OWN else "")
+
+
+# -----------------------------------------------------------------------------
+# What drift did to a run, as tables of its page: accuracy before and after it.
+# -----------------------------------------------------------------------------
+
+
+_MOST_DRIFTS = 50
+_MOST_STEPS = 50
+
+
+def drifts_table(record: RunRecord) -> PageTable | None:
+    """Return for each moment of drift the accuracy before and after, and when it was back.
+
+    The accuracy is that of the clients whose data changed. None if no data changed, or at more
+    moments than a table can show; then see :func:`steps_table`.
+    """
+    found = drifts(record.data_changes)
+    if not 0 < len(found) <= _MOST_DRIFTS:
+        return None
+    untils = [*(drift.time for drift in found[1:]), math.inf]
+    rows = tuple(_row(record, drift, until) for drift, until in zip(found, untils, strict=True))
+    heads = (
+        "time (s)",
+        "updates",
+        "whose data",
+        "step",
+        f"{record.measure.word} before",
+        "after",
+        "back after (s)",
+    )
+    title = f"{len(found)} change{'' if len(found) == 1 else 's'} of the clients' data"
+    return PageTable(title, heads, rows, words=(2,))
+
+
+def steps_table(record: RunRecord) -> PageTable | None:
+    """Return what was trained and found on each step of the data; None if no data changed."""
+    if not record.data_changes:
+        return None
+    trained, found = record.updates.step, record.client_evaluations
+    steps = np.unique(np.concatenate([trained, found.step]))
+    rows = []
+    for step in steps[:_MOST_STEPS]:
+        tested = found.accuracy[found.step == step]
+        rows.append(
+            (
+                number(int(step)),
+                number(int(np.count_nonzero(trained == step))),
+                number(len(tested)),
+                number(float(tested.mean()) if len(tested) else None),
+            )
+        )
+    more = f", the first {_MOST_STEPS} of {len(steps)}" if len(rows) < len(steps) else ""
+    heads = ("step", "updates trained on it", "tests on it", f"mean {record.measure.word} of these")
+    return PageTable(f"Steps of the data{more}", heads, tuple(rows), words=())
+
+
+def _row(record: RunRecord, drift: Drift, until: float) -> tuple[str, ...]:
+    """Return a drift's row; the next one is at the time `until`."""
+    found = record.client_evaluations
+    affected = np.ones(len(found.client), np.bool_)
+    if drift.clients is not None:
+        affected = np.isin(found.client, sorted(drift.clients))
+    # By the step and not by the time: on real devices an evaluation takes a while.
+    reached = found.step >= drift.steps[0]
+    count = len(record.evaluations.time)
+    old = _means(found.evaluation, found.accuracy, affected & ~reached, count)
+    new = _means(found.evaluation, found.accuracy, affected & reached, count)
+    before = float(old[np.isfinite(old)][-1]) if np.isfinite(old).any() else None
+    after = float(new[np.isfinite(new)][0]) if np.isfinite(new).any() else None
+    back = "–"
+    if before is not None and after is not None:
+        times = record.evaluations.time
+        recovered = new <= before if record.measure.is_error else new >= before
+        there = np.flatnonzero(recovered & (times < until))
+        back = number(max(0.0, float(times[there[0]] - drift.time)), 1) if len(there) else "not"
+    return (
+        number(float(drift.time), 2),
+        number(drift.updates),
+        drift.who,
+        drift.step,
+        number(before),
+        number(after),
+        back,
+    )
+
+
+def _means(evaluation: Integers, accuracy: Floats, chosen: Flags, count: int) -> Floats:
+    """Return the mean accuracy of the chosen rows at each evaluation; NaN where there are none."""
+    tests = np.bincount(evaluation[chosen], minlength=count)
+    total = np.bincount(evaluation[chosen], weights=accuracy[chosen], minlength=count)
+    return np.where(tests > 0, total / np.maximum(tests, 1), np.nan)
+
+
+# -----------------------------------------------------------------------------
+# What was forgotten and learnt, as tables of the page of a run.
+# -----------------------------------------------------------------------------
+
+
+_MOST_TASK_STEPS = 30
+
+_MEANINGS = {
+    "forgetting": "best before the last step, less what is left: mean over former tasks",
+    "backward_transfer": "at the end, less right after it was learnt: mean over former tasks",
+    "forward_transfer": "before it is trained on, less the untrained model: mean over later tasks",
+}
+
+
+def learnt_table(summary: Mapping[str, Any]) -> PageTable | None:
+    """Return the numbers of tests on all tasks; None of runs that made none."""
+    measure = Measure.of(summary)
+    if summary.get(f"task_{measure.name}") is None:
+        return None
+    word = measure.word
+    meanings = {
+        f"average_{measure.name}": f"{word} at the end: mean over all tasks",
+        f"current_{measure.name}": f"{word} on each task right after it was learnt: mean",
+        **_MEANINGS,
+    }
+    rows = tuple(
+        (name.replace("_", " "), number(summary[name]), meaning)
+        for name, meaning in meanings.items()
+    )
+    return PageTable("Learnt and forgotten", ("", measure.label, "meaning"), rows, words=(0, 2))
+
+
+def tasks_table(summary: Mapping[str, Any]) -> PageTable | None:
+    """Return the accuracy on each task after each step; None of runs without such tests."""
+    measure = Measure.of(summary)
+    matrix = summary.get(f"task_{measure.name}")
+    if matrix is None:
+        return None
+    shown = matrix[:_MOST_TASK_STEPS]
+    clusters = summary["clusters_after_steps"]
+    rows = tuple(
+        (
+            f"after step {step}",
+            *(number(value) for value in row[:_MOST_TASK_STEPS]),
+            number(clusters[step]),
+        )
+        for step, row in enumerate(shown)
+    )
+    more = (
+        f", the first {_MOST_TASK_STEPS} of {len(matrix)} steps" if len(matrix) > len(shown) else ""
+    )
+    heads = ("", *(f"on {step}" for step in range(len(shown))), "clusters")
+    return PageTable(f"The numbers: {measure.label} on each task{more}", heads, rows)
+
+
+# -----------------------------------------------------------------------------
+# What a run's protection did with clients' updates, as tables of its page.
+# -----------------------------------------------------------------------------
+
+
+_MOST_SPELLS = 4
+"""So many of a client's exclusions are listed, the last ones."""
+
+
+def verdicts_table(record: RunRecord) -> PageTable | None:
+    """Return the verdicts by reason; None if every update was accepted."""
+    kinds: defaultdict[tuple[Verdict, str], list[UpdateJudged]] = defaultdict(list)
+    for event in record.judged:
+        kinds[event.verdict, event.reason].append(event)
+    if not kinds:
+        return None
+    ranked = sorted(kinds.items(), key=lambda item: -len(item[1]))
+    rows = tuple(
+        (
+            verdict.value,
+            reason,
+            number(len(found)),
+            number(len({event.client for event in found})),
+            _typical([event.measured for event in found]),
+            _typical([event.bound for event in found]),
+        )
+        for (verdict, reason), found in ranked
+    )
+    heads = ("verdict", "reason", "updates", "clients", "median measured", "median bound")
+    clients = len({event.client for event in record.judged})
+    title = (
+        f"{len(record.judged):,} updates of {clients} client{'' if clients == 1 else 's'} "
+        "were not simply accepted"
+    )
+    return PageTable(title, heads, rows, words=(0, 1))
+
+
+def judged_clients_table(record: RunRecord) -> PageTable | None:
+    """Return what became of each client's updates; None if every update was accepted.
+
+    Clients of whom all updates were accepted are left out.
+    """
+    counts: defaultdict[str, Counter[Verdict]] = defaultdict(Counter)
+    for event in record.judged:
+        counts[event.client][event.verdict] += 1
+    if not counts:
+        return None
+    applied = Counter(record.updates.client.tolist())
+    spells = _exclusions(record)
+    worst = sorted(counts, key=lambda client: -counts[client].total())
+    rows = tuple(
+        (
+            client,
+            number(applied[client] - counts[client][Verdict.SCALED]),
+            number(counts[client][Verdict.SCALED]),
+            number(counts[client][Verdict.REFUSED] + counts[client][Verdict.EXCLUDED]),
+            _listed(spells[client]),
+        )
+        for client in worst[:_MOST_CLIENTS]
+    )
+    more = f", the first {len(rows)} of {len(worst)}" if len(rows) < len(worst) else ""
+    heads = ("client", "accepted", "scaled", "refused", "excluded (s)")
+    return PageTable(f"Verdicts by client{more}", heads, rows, words=(0, 4))
+
+
+def _exclusions(record: RunRecord) -> defaultdict[str, list[tuple[float, float | None]]]:
+    """Return from when until when each client was excluded; None: until the end."""
+    spells: defaultdict[str, list[tuple[float, float | None]]] = defaultdict(list)
+    for event in record.judged:
+        own = spells[event.client]
+        if event.verdict is Verdict.EXCLUDED:
+            own.append((event.time, None))
+        elif event.verdict is Verdict.READMITTED and own:
+            own[-1] = (own[-1][0], event.time)
+    return spells
+
+
+def _listed(spells: list[tuple[float, float | None]]) -> str:
+    texts = [
+        f"from {number(float(start), 1)}"
+        + (" to the end" if end is None else f" to {number(float(end), 1)}")
+        for start, end in spells[-_MOST_SPELLS:]
+    ]
+    before = [f"{len(spells) - _MOST_SPELLS} times before"] if len(spells) > _MOST_SPELLS else []
+    return ", ".join([*before, *texts]) or "–"
+
+
+def _typical(values: list[float]) -> str:
+    """Return the median of those that are known."""
+    known = [float(value) for value in values if value == value]
+    return f"{median(known):.3g}" if known else "–"
+
+
+# -----------------------------------------------------------------------------
+# The command that repeats a run, from its configuration.
+# -----------------------------------------------------------------------------
+
+
+_OPTIONS = (
+    "strategy",
+    "dataset",
+    "data-root",
+    "model",
+    "clients",
+    "partition",
+    "devices",
+    "max-updates",
+    "max-time",
+    "target-accuracy",
+    "eval-every",
+    "seed",
+)
+"""Keys that are shown as options of their own, in this order; the others follow --set."""
+_NEVER = ("out", "resume", "strategy", "dataset", "seed")
+"""Keys of the folder, and keys that are always shown."""
+
+
+def repeat_command(config: Mapping[str, Value], defaults: Mapping[str, Value]) -> str:
+    """Return the command that makes a run again, with all keys that are not the defaults.
+
+    Parameters
+    ----------
+    config : Mapping[str, Value]
+        The resolved keys of the run.
+    defaults : Mapping[str, Value]
+        The keys' defaults.
+    """
+    differing = {
+        name: value
+        for name, value in config.items()
+        if name not in _NEVER and value not in (defaults.get(name), AUTO)
+    }
+    shown = {name: config[name] for name in ("strategy", "dataset", "seed") if name in config}
+    shown |= differing
+    words = ["raceme", "run"]
+    for name in _OPTIONS:
+        if name in shown:
+            words += [f"--{name}", _plain(shown.pop(name))]
+    for name, value in shown.items():
+        words += ["--set", assignment(name, value)]
+    return shlex.join(words)
+
+
+def assignment(name: str, value: Value) -> str:
+    """Return what is typed after --set for a key to have a value."""
+    plain = f"{name}={_plain(value)}"
+    if parse_assignment(plain)[1] == value:
+        return plain
+    return tomli_w.dumps({"value": value}).strip().replace("value = ", f"{name}=", 1)
+
+
+def _plain(value: Value) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+# -----------------------------------------------------------------------------
+# The page of a run: everything that its folder knows, on one page that needs nothing else.
+# -----------------------------------------------------------------------------
+
 
 _MOST_EVALUATIONS = 60
 _MOST_REASONS = 20
@@ -263,7 +848,7 @@ def _rejections(record: RunRecord) -> PageTable | None:
 
 
 def _described_keys() -> dict[str, tuple[Value, str]]:
-    from raceme.config import all_keys
+    from raceme.core.config import all_keys
 
     return {name: (key.default, key.help) for name, key in all_keys().items()}
 

@@ -1,11 +1,179 @@
 """Virtual time: a Flower Grid that simulates a fleet of devices, event by event."""
 
-from raceme.simulation.choice import executor_for, is_ray, prepare, training_seconds
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Sequence
+
+from raceme.core.config import RunConfig
+from raceme.core.errors import UserError
+from raceme.simulation import pool
 from raceme.simulation.devices import PROFILES, Device, fleet
 from raceme.simulation.executor import Executor, InProcess
-from raceme.simulation.nodes import communication_of, nodes_of
-from raceme.simulation.pool import Pool
-from raceme.simulation.virtual_grid import Node, VirtualGrid
+from raceme.simulation.pool import Pool, load
+from raceme.simulation.virtual_grid import Node, VirtualGrid, communication_of, nodes_of
+
+# -----------------------------------------------------------------------------
+# Which executor a run gets: one process, several, a Ray cluster, or all clients stacked.
+# -----------------------------------------------------------------------------
+
+
+AUTO = "auto"
+
+_RAY = "ray"
+_RAY_ADDRESS = "ray://"
+_MOST_WORKERS = 1024
+_WORTHWHILE_SECONDS = 6.0
+"""Local training from which on ``auto`` starts worker processes.
+
+They take 1.5 s to start, measured on 2 cores, and then share the work: with two of them, 4 s of it
+take as long as without.
+"""
+_TIMED_STEPS = 3
+
+
+def executor_for(
+    target: str,
+    workers: str | int = AUTO,
+    device: str = "cpu",
+    vectorised: bool = False,
+    seconds: Callable[[], float] | None = None,
+    seed: int | None = None,
+    config: RunConfig | None = None,
+) -> Executor:
+    """Make the executor of a run.
+
+    Parameters
+    ----------
+    target : str
+        The ClientApp, as ``module:attribute``.
+    workers : str or int
+        Number of worker processes; 0 does all work in this process. ``"auto"`` starts one per
+        core where there are several, if the run has enough work for that to pay and is not itself
+        one of several that run side by side in processes of their own. ``"ray"`` or
+        ``"ray://HEAD:PORT"`` takes the CPUs of a Ray cluster; see
+        :class:`~raceme.simulation.ray_cluster.Cluster`.
+    device : str
+        ``"cpu"`` or ``"cuda"``. On the latter all clients train together, in this process.
+    vectorised : bool
+        Train all clients together on a CPU too.
+    seconds : Callable, optional
+        Estimates how long one process would take for all local training; asked for ``"auto"``
+        only. Without it there is enough work.
+    seed : int, optional
+        Of apps that draw from the process's own random numbers; see
+        :func:`~raceme.simulation.executor.answer`.
+    config : RunConfig, optional
+        Of a run whose data all machines need.
+
+    Raises
+    ------
+    UserError
+        There is no such device or cluster, or `workers` is none of these.
+    """
+    if isinstance(workers, str) and is_ray(workers):
+        if vectorised or device == "cuda":
+            raise UserError(
+                f"--workers {workers} trains clients one by one, on CPUs: leave vectorised and "
+                "device out."
+            )
+        from raceme.simulation.ray_cluster import RayActors
+
+        return RayActors(target, workers, _cores(), seed, config)
+    count = _count(workers, seconds)
+    if vectorised or device == "cuda":
+        from raceme.simulation.vectorised import Vectorised
+
+        return Vectorised(device)
+    return pool.Pool(target, count, seed=seed) if count else InProcess(load(target), seed)
+
+
+def prepare(workers: str | int) -> None:
+    """Begin to start worker processes if a run is certain to have some."""
+    if workers != AUTO and not is_ray(str(workers)) and _count(workers, None):
+        pool.prepare()
+
+
+def is_ray(workers: str) -> bool:
+    """Return whether work is for the actors of a Ray cluster."""
+    return workers == _RAY or workers.startswith(_RAY_ADDRESS)
+
+
+def training_seconds(config: RunConfig, examples: Sequence[int]) -> float:
+    """Estimate how long one process takes for all local training of a run, by timing a few steps.
+
+    Parameters
+    ----------
+    config : RunConfig
+        A resolved configuration.
+    examples : Sequence[int]
+        Training examples of each client.
+
+    Raises
+    ------
+    UserError
+        There is no such model, or it does not fit the data.
+    """
+    import torch
+
+    from raceme import datasets
+    from raceme.training import models
+    from raceme.training.local import step
+    from raceme.training.network import Network, objective_of
+
+    shape = datasets.data_shape(config)
+    module = models.build(str(config.model), shape.input_shape, shape.outputs, tokens=shape.tokens)
+    network = Network(module, objective_of(shape))
+    x = torch.rand(max(2, min(config.batch_size, max(examples))), *shape.input_shape)
+    y = torch.zeros(len(x), dtype=torch.int64 if shape.target is None else torch.float32)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    times = []
+    # The first step is slower than all others.
+    for _ in range(1 + _TIMED_STEPS):
+        start = time.perf_counter()
+        step(network, x, y, lr=0.0)
+        times.append(time.perf_counter() - start)
+    torch.set_num_threads(threads)
+    steps = sum(math.ceil(count / config.batch_size) for count in examples) / len(examples)
+    steps_per_update = config.local_steps or steps * config.local_epochs
+    return min(times) * steps_per_update * config.planned_updates
+
+
+def _count(workers: str | int, seconds: Callable[[], float] | None) -> int:
+    """Return how many worker processes to start."""
+    if workers == AUTO:
+        cores = _cores()
+        if cores == 1 or multiprocessing.parent_process() is not None:
+            return 0
+        return cores if seconds is None or seconds() >= _WORTHWHILE_SECONDS else 0
+    try:
+        count = int(workers)
+    except ValueError:
+        count = -1
+    if not 0 <= count <= _MOST_WORKERS:
+        shown = workers[:40] if isinstance(workers, str) else workers
+        raise UserError(
+            "workers must be auto, 0 for none, a number of worker processes up to "
+            f"{_MOST_WORKERS}, ray or ray://HEAD:PORT, got '{shown}'."
+        )
+    return count
+
+
+def _cores() -> int:
+    """Return the number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+# -----------------------------------------------------------------------------
+# Virtual time: a Flower Grid that simulates a fleet of devices, event by event.
+# -----------------------------------------------------------------------------
+
 
 __all__ = [
     "PROFILES",

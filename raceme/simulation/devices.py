@@ -14,7 +14,7 @@ what is special to a share of them (``share = 0.3``) or to named ones (``clients
 
 A number may also be a range, ``seconds-per-round = [1.0, 5.0]``: each device then draws its own.
 Instead of ``bandwidth-up`` a profile may describe a radio uplink, with the four keys of
-:class:`~raceme.simulation.uplink.Uplink`.
+:class:`~raceme.simulation.devices.Uplink`.
 Built-in profiles are the files in the folder ``profiles``; a new one is a new file.
 """
 
@@ -22,16 +22,100 @@ from __future__ import annotations
 
 import math
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from importlib.resources import files
-from typing import Any
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
 
 import numpy as np
+from flwr.app import ConfigRecord, Context, Message, MessageType, RecordDict
 
-from raceme.config.errors import UserError, unknown_name
-from raceme.config.reading import ReadingError, absolute, parse_toml, read_text
-from raceme.simulation.uplink import Uplink
+from raceme.core.errors import UserError, unknown_name
+from raceme.core.files import ReadingError, absolute, parse_toml, read_text
+from raceme.core.messages import COMPUTE_SCALE, CONFIG, KIND, TASK_SHARE, TRAIN, TRAINING, passes
+from raceme.records.record import RunRecord, read_run
+
+# -----------------------------------------------------------------------------
+# The radio uplink of a device under frequency division (FDMA): how fast it sends.
+#
+# Every device has a band of its own. Shannon's rate of a band of B hertz is B log2(1 + SNR)
+# bit/s
+# with SNR = p g(d) / σ²: transmit power, path gain over the distance d, noise in the band. The
+# path
+# loss is that of 3GPP's urban macro cell, PL(d) = 128.1 + 37.6 log10(d / km) dB.
+#
+# Source: Zhang et al., "CSAFL: A Clustered Semi-Asynchronous Federated Learning Framework",
+# IJCNN
+# 2021, section on latency. The downlink is ignored there, as the base station has power enough.
+# -----------------------------------------------------------------------------
+
+
+_BITS_PER_BYTE = 8
+_MOST_DB = 3000.0
+"""A ratio beyond it is no floating-point number any more."""
+
+
+@dataclass(frozen=True)
+class Uplink:
+    """A radio link to the base station. All four are to be given.
+
+    Attributes
+    ----------
+    uplink_hz : float
+        Bandwidth B in hertz.
+    transmit_dbm : float
+        Transmit power p in dBm (23 dBm are 0.2 W).
+    distance_km : float
+        Distance d to the base station in kilometres.
+    noise_dbm : float
+        Noise power σ² in the band, in dBm (-114 dBm is thermal noise in 1 MHz).
+    """
+
+    uplink_hz: float
+    transmit_dbm: float
+    distance_km: float
+    noise_dbm: float
+
+    def __post_init__(self) -> None:
+        for item in fields(Uplink):
+            name, value = item.name.replace("_", "-"), getattr(self, item.name)
+            if not math.isfinite(value):
+                raise UserError(f"Device: {name} must be a finite number, got {value:g}.")
+            if not name.endswith("-dbm") and value <= 0:
+                raise UserError(f"Device: {name} must be greater than 0, got {value:g}.")
+        if not 0 < self.bytes_per_second < math.inf:
+            raise UserError(
+                f"Device: uplink-hz {self.uplink_hz:g}, transmit-dbm {self.transmit_dbm:g}, "
+                f"distance-km {self.distance_km:g} and noise-dbm {self.noise_dbm:g} give an uplink "
+                f"of {self.bytes_per_second:g} bytes per second."
+            )
+
+    @property
+    def signal_to_noise(self) -> float:
+        """The ratio of received power to noise (not in dB)."""
+        received = self.transmit_dbm - path_loss(self.distance_km)
+        decibels = received - self.noise_dbm
+        return math.inf if decibels > _MOST_DB else math.pow(10.0, decibels / 10)
+
+    @property
+    def bytes_per_second(self) -> float:
+        """Shannon's rate of the link."""
+        # log1p: far away the ratio is so small that 1 + SNR would be rounded to 1.
+        bits = self.uplink_hz * math.log1p(self.signal_to_noise) / math.log(2)
+        return bits / _BITS_PER_BYTE
+
+
+def path_loss(distance_km: float) -> float:
+    """Return the path loss in dB over a distance in kilometres."""
+    return 128.1 + 37.6 * math.log10(distance_km)
+
+
+# -----------------------------------------------------------------------------
+# Devices: how long work and transfers take, and when a device is online.
+# -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -383,3 +467,413 @@ def _number(profile: str, name: str, value: Any) -> float:
 
 def _kebab(name: str) -> str:
     return name.replace("_", "-")
+
+
+# -----------------------------------------------------------------------------
+# One simulated device over time: when its tasks end, which are lost, when it comes and goes.
+# -----------------------------------------------------------------------------
+
+
+DROPPED = "the task was lost on the way"
+TOO_SLOW = "the task took longer than its time to live"
+LOST_BEFORE = "the reply was unusable in the recorded run too"
+
+
+class Workload(NamedTuple):
+    """What a task costs a device.
+
+    Attributes
+    ----------
+    epochs : float
+        Passes over the device's training examples.
+    bytes_down, bytes_up : int
+        Size of the transfers.
+    scale : float
+        Factor on the compute time, e.g. the share of a model that is trained.
+    examples : int or None
+        Number of the training examples; None stands for as many as the device has.
+    share : float
+        Mini-batches, of those of an ordinary task: a factor on what any task takes.
+    """
+
+    epochs: float
+    bytes_down: int
+    bytes_up: int
+    scale: float
+    examples: int | None = None
+    share: float = 1.0
+
+
+class Outcome(NamedTuple):
+    """How a task ends.
+
+    Attributes
+    ----------
+    due : float
+        When its reply comes, in seconds of virtual time.
+    lost : str or None
+        Why the reply is an error; None if it is not.
+    """
+
+    due: float
+    lost: str | None
+
+
+_TASKS, _ABSENCES = 0, 1
+"""What a device draws random numbers for, each from a stream of its own."""
+_DRAWS = np.random.Generator(np.random.PCG64(0))
+"""Lent to one device after the other: a generator of its own takes ten times the memory of a
+state."""
+
+
+class DeviceModel:
+    """A device with its random numbers and what it is busy with. It works on one task at a time.
+
+    Parameters
+    ----------
+    device : Device
+        What it is like.
+    examples : int
+        Its training examples.
+    entropy : tuple[int, ...]
+        Decides jitter, lost tasks and random absences.
+
+    Attributes
+    ----------
+    busy_until : float
+        When the last of its tasks ends; it is free if that is over.
+    """
+
+    __slots__ = (
+        *("device", "examples", "busy_until", "_entropy", "_state", "_tasks"),
+        *("_switches", "_switched"),
+    )
+
+    def __init__(self, device: Device, examples: int, entropy: tuple[int, ...]) -> None:
+        self.device = device
+        self.examples = examples
+        self.busy_until = 0.0
+        self._entropy = entropy
+        # Of its generator, once it has drawn: state, increment, and half a number left over.
+        self._state: tuple[int, int, int, int] | None = None
+        self._tasks = 0
+        self._switches: Iterator[float] | None = None
+        self._switched = 0
+
+    @property
+    def is_new(self) -> bool:
+        """Whether it is as it was made."""
+        return not self._tasks and not self._switched
+
+    def _seed(self, purpose: int) -> np.random.SeedSequence:
+        return np.random.SeedSequence(self._entropy, spawn_key=(purpose,))
+
+    def _draws(self) -> np.random.Generator:
+        """Return the shared generator in this device's state."""
+        _DRAWS.bit_generator.state = self._generator_state()
+        return _DRAWS
+
+    def _keep(self, tree: Mapping[str, Any]) -> None:
+        """Remember the state of this device's generator."""
+        inner = tree["state"]
+        self._state = inner["state"], inner["inc"], tree["has_uint32"], tree["uinteger"]
+
+    def _generator_state(self) -> dict[str, Any]:
+        """Return the state of this device's generator as numpy writes it."""
+        if self._state is None:
+            tree: dict[str, Any] = dict(np.random.PCG64(self._seed(_TASKS)).state)
+            return tree
+        state, increment, has_half, half = self._state
+        return {
+            "bit_generator": "PCG64",
+            "state": {"state": state, "inc": increment},
+            "has_uint32": has_half,
+            "uinteger": half,
+        }
+
+    def begin(self, load: Workload, now: float, expires: float) -> Outcome:
+        """Take on a task, after those that the device is busy with, and return how it ends.
+
+        Parameters
+        ----------
+        load : Workload
+            What the task costs.
+        now : float
+            When it is sent.
+        expires : float
+            When whoever asked gives up: a lost task is answered by then.
+        """
+        number, rng = self._tasks, self._draws()
+        self._tasks += 1
+        duration = self.device.duration(
+            examples=self.examples if load.examples is None else load.examples,
+            epochs=load.epochs,
+            bytes_down=load.bytes_down,
+            bytes_up=load.bytes_up,
+            scale=load.scale,
+            rng=rng,
+            task=number,
+            share=load.share,
+        )
+        # Drawn whether it can happen or not, so that one setting does not change other draws.
+        dropped = rng.uniform() < self.device.drop
+        self._keep(rng.bit_generator.state)
+        due = self.busy_until = max(now, self.busy_until) + duration
+        if dropped:
+            return Outcome(expires, DROPPED)
+        if due > expires:
+            return Outcome(expires, TOO_SLOW)
+        return Outcome(due, LOST_BEFORE if self.device.fails(number) else None)
+
+    def stop(self) -> None:
+        """Drop all work: the device has gone offline."""
+        self.busy_until = 0.0
+
+    def next_switch(self) -> float | None:
+        """Return when the device next goes offline, or comes back; None if it never does."""
+        self._switched += 1
+        if self._switches is None:
+            self._switches = self.device.switches(np.random.default_rng(self._seed(_ABSENCES)))
+        return next(self._switches, None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what has changed since the beginning, as a tree of plain values."""
+        return {
+            "busy-until": self.busy_until,
+            "rng": self._generator_state(),
+            "tasks": self._tasks,
+            "switched": self._switched,
+        }
+
+    def load_state_dict(self, tree: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned, on a new model of the same device and seed."""
+        self.busy_until, self._tasks = tree["busy-until"], tree["tasks"]
+        self._keep(tree["rng"])
+        while self._switched < tree["switched"]:
+            self.next_switch()
+
+
+# -----------------------------------------------------------------------------
+# What messages cost the devices that they are sent to.
+# -----------------------------------------------------------------------------
+
+
+Cost = Callable[[Message, Context, int], Workload | None]
+"""Says what a message costs: of the message, its client's context, and the client's number of
+training examples. None stands for no time at all."""
+
+
+def training_cost(message: Message, context: Context, examples: int) -> Workload | None:
+    """Return what a training message costs; queries and evaluation cost nothing."""
+    if category(message) != MessageType.TRAIN:
+        return None
+    return workload_of(message, examples)
+
+
+def category(message: Message) -> str:
+    """Return a message's type without the name of the action: train, evaluate or query."""
+    return message.metadata.message_type.partition(".")[0]
+
+
+def workload_of(message: Message, examples: int) -> Workload:
+    """Return what a training message costs the device that it is sent to.
+
+    All arrays go down. What comes back of training is one model, as large as the first one that
+    went; the numbers that answer other work are small, and take no time.
+
+    Parameters
+    ----------
+    message : Message
+        Work that takes a device's time.
+    examples : int
+        Training examples of the device.
+    """
+    config = message.content.config_records.get(CONFIG, ConfigRecord())
+    sizes = [record.count_bytes() for record in message.content.array_records.values()]
+    return Workload(
+        epochs=passes(config, examples),
+        bytes_down=sum(sizes),
+        bytes_up=sizes[0] if sizes and config.get(KIND, TRAIN) in TRAINING else 0,
+        scale=float(config.get(COMPUTE_SCALE, 1.0)),  # type: ignore[arg-type]
+        share=float(config.get(TASK_SHARE, 1.0)),  # type: ignore[arg-type]
+    )
+
+
+def bytes_of(content: RecordDict) -> int:
+    """Return the size of all records of a message."""
+    return sum(record.count_bytes() for record in content.values())
+
+
+def copy_of(content: RecordDict) -> RecordDict:
+    """Copy records, not the arrays in them, as sending does: messages may share their content.
+
+    Without it what a client writes into its message would show in the others', and what the
+    server writes later would show in work that is not done yet.
+    """
+    copied = RecordDict()
+    for name, record in content.items():
+        copied[name] = record.copy()
+    return copied
+
+
+# -----------------------------------------------------------------------------
+# Traces: what an earlier run has recorded of its devices, played again on virtual time.
+#
+# Each client takes for its tasks as long as it took then, one after the other, from sending to
+# reply,
+# and is online when it was online then. What is sent and what is learned from it may be
+# something
+# else entirely: so another method can be tried on the fleet that one has.
+# -----------------------------------------------------------------------------
+
+
+PREFIX = "trace:"
+"""Begins the name of a device profile that is the folder of a run."""
+
+
+_SERVER_SECONDS = 1.0
+"""A longer time between a reply and the next task is not the server's work."""
+_MOMENT = 1e-3
+
+
+class Leg(NamedTuple):
+    """How one task went.
+
+    Attributes
+    ----------
+    seconds : float
+        From sending it to having its reply.
+    lost : bool
+        The reply was unusable.
+    """
+
+    seconds: float
+    lost: bool
+
+
+@dataclass(frozen=True)
+class TracedDevice(Device):
+    """A device that takes for its tasks as long as one did before.
+
+    Attributes
+    ----------
+    legs : tuple[Leg, ...]
+        Its tasks in order; after the last one it begins again.
+    """
+
+    legs: tuple[Leg, ...] = ()
+
+    def duration(
+        self,
+        examples: int,
+        epochs: float,
+        bytes_down: int,
+        bytes_up: int,
+        scale: float,
+        rng: np.random.Generator,
+        task: int = 0,
+        share: float = 1.0,
+    ) -> float:
+        """Return the recorded time of a task, whatever its size."""
+        return self.legs[task % len(self.legs)].seconds
+
+    def mean_duration(
+        self, examples: int, epochs: float, bytes_down: int, bytes_up: int, scale: float = 1.0
+    ) -> float:
+        """Return the mean of the recorded times."""
+        return fmean(leg.seconds for leg in self.legs)
+
+    def fails(self, task: int) -> bool:
+        """Return whether the recorded task was lost."""
+        return self.legs[task % len(self.legs)].lost
+
+
+def traced_fleet(folder: str, clients: int) -> tuple[list[Device], list[str]]:
+    """Make the devices of a recorded run, and say who they are.
+
+    Parameters
+    ----------
+    folder : str
+        The run's folder.
+    clients : int
+        Number of devices.
+
+    Returns
+    -------
+    tuple[list[Device], list[str]]
+        Devices and their recorded ids. ``client-3`` is the fourth; ids of another form follow the
+        order of the text.
+
+    Raises
+    ------
+    UserError
+        There is no such run, it has no updates, or its clients are not as many.
+    """
+    if not folder:
+        raise UserError("--devices trace: needs the folder of a run, as in trace:runs/mine.")
+    record = read_run(Path(folder).expanduser())
+    names = _recorded_clients(folder, record, clients)
+    legs = {name: _legs(record, name) for name in names}
+    periods = {client.client: client.online for client in record.clients}
+    devices: list[Device] = [
+        TracedDevice(online=_online(periods.get(name, ())), legs=legs[name]) for name in names
+    ]
+    return devices, names
+
+
+def _recorded_clients(folder: str, record: RunRecord, clients: int) -> list[str]:
+    """Return the recorded clients in the order of the simulated ones."""
+    recorded = {str(name) for name in record.updates.client}
+    if not recorded:
+        raise UserError(f"The run in {folder} has no updates: there are no times to replay.")
+    numbered = [f"client-{index}" for index in range(clients)]
+    names = numbered if recorded <= set(numbered) else sorted(recorded)
+    if set(names) != recorded or len(names) != clients:
+        shown = ", ".join(sorted(recorded)[:5]) + (", …" if len(recorded) > 5 else "")
+        raise UserError(
+            f"The run in {folder} has updates of {len(recorded)} clients ({shown}), this one has "
+            f"{clients} clients: use --clients {len(recorded)}."
+        )
+    return names
+
+
+def _legs(record: RunRecord, name: str) -> tuple[Leg, ...]:
+    """Return a client's tasks in the order in which it was given them."""
+    tasks = sorted(
+        (float(sent), float(returned), lost)
+        for rows, lost in ((record.updates, False), (record.rejections, True))
+        for sent, returned, client in zip(rows.dispatched_at, rows.time, rows.client, strict=True)
+        if client == name
+    )
+    # In rounds a client waits for the others, which is not its own time.
+    asynchronous = bool(record.updates.staleness.any())
+    joined = {client.client: client.joined_at for client in record.clients}
+    legs, before = [], joined.get(name, -math.inf)
+    for sent, returned, lost in tasks:
+        # What the server took to hand out the next task belongs to the recorded rhythm.
+        gap = sent - before
+        seconds = returned - sent + (gap if asynchronous and 0 < gap < _SERVER_SECONDS else 0.0)
+        legs.append(Leg(seconds, lost))
+        # After an unusable reply a method lets the client rest: a replay does so by itself.
+        before = -math.inf if lost else returned
+    # What it was at when the run ended took longer than until then: a replay in which it would
+    # come back earlier could not be the recorded run.
+    open_for = record.end - max(returned for _, returned, _ in tasks)
+    if legs[0].seconds <= open_for:
+        legs.append(Leg(open_for + _MOMENT, lost=False))
+    return tuple(legs)
+
+
+def _online(
+    periods: Sequence[tuple[float, float | None]],
+) -> tuple[tuple[float, float], ...]:
+    """Return when a client was online; empty if it always was."""
+    spans = [(start, math.inf if end is None else end) for start, end in periods]
+    spans = [(start, end) for start, end in spans if end > start]
+    if spans == [(0.0, math.inf)]:
+        return ()
+    # Two periods that touch are one.
+    gaps = [(end, start) for (_, end), (start, _) in pairwise(spans) if start > end]
+    starts = [spans[0][0], *(start for _, start in gaps)] if spans else []
+    ends = [*(end for end, _ in gaps), spans[-1][1]] if spans else []
+    return tuple(zip(starts, ends, strict=True))

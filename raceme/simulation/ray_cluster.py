@@ -2,17 +2,40 @@
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import os
+import queue
 import signal
+import sys
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
+from flwr.app import ArrayRecord
 
-from raceme.config.errors import UserError
+from raceme import datasets
+from raceme.core.config import RunConfig
+from raceme.core.errors import UserError
+from raceme.core.options import Value
+from raceme.simulation.executor import (
+    MOST_DEATHS,
+    QUEUED,
+    Node,
+    Request,
+    Response,
+    Task,
+    WorkingAhead,
+    node_of,
+    pack,
+    request_of,
+)
+from raceme.simulation.pool import Desk, load
 
 NAME = "ray"
 ADDRESS = "ray://"
@@ -258,3 +281,450 @@ def _own_signal_handlers() -> Iterator[None]:
         for number, handler in before.items():
             if handler is not None:
                 signal.signal(number, handler)
+
+
+# -----------------------------------------------------------------------------
+# Arrays that many messages carry, once in Ray's object store.
+# -----------------------------------------------------------------------------
+
+
+Key = tuple[int, ...]
+
+_BY_VALUE = 100_000
+"""Bytes up to which a record travels with its message: Ray keeps less than that in no store."""
+_IDLE = 8
+"""Versions that are kept although no task has them: the next message may."""
+
+
+@dataclass
+class _Version:
+    """What is in the store.
+
+    Attributes
+    ----------
+    reference : ObjectRef
+        Ray's; the store keeps the object as long as there is one.
+    data : list[bytes]
+        The same here: as long as they are, nothing else has their ids.
+    users : int
+        Tasks that have it.
+    """
+
+    reference: Any
+    data: list[bytes]
+    users: int = 0
+
+
+class Versions:
+    """Models' data in Ray's object store: each version once, however many clients are sent it.
+
+    Messages with the same version have the very same arrays, by which it is known. A node that has
+    fetched it for one of its actors has it for all.
+    """
+
+    def __init__(self) -> None:
+        self._versions: OrderedDict[Key, _Version] = OrderedDict()
+        self.puts = 0
+
+    def hold(self, record: ArrayRecord) -> tuple[Key | None, Any]:
+        """Return what to send for a record, and its key to release it by, if it has one."""
+        data = [array.data for array in record.values()]
+        if sum(map(len, data)) < _BY_VALUE:
+            return None, data
+        key = tuple(map(id, data))
+        if key not in self._versions:
+            import ray
+
+            self._versions[key] = _Version(ray.put(data), data)
+            self.puts += 1
+        version = self._versions[key]
+        version.users += 1
+        self._versions.move_to_end(key)
+        return key, version.reference
+
+    def release(self, key: Key) -> None:
+        """Note that a task is over that had a version."""
+        self._versions[key].users -= 1
+        idle = [key for key, version in self._versions.items() if not version.users]
+        for key in idle[: max(0, len(idle) - _IDLE)]:
+            del self._versions[key]
+
+    def clear(self) -> None:
+        """Let go of all."""
+        self._versions.clear()
+
+
+# -----------------------------------------------------------------------------
+# What an actor on a Ray node does: it answers messages with a ClientApp.
+# -----------------------------------------------------------------------------
+
+
+class Started(NamedTuple):
+    """How the start of an actor went.
+
+    Attributes
+    ----------
+    node_id : str
+        Ray's id of the node that it is on.
+    failure : str
+        Why there will be nothing from it; empty if all is well.
+    instructions : str
+        What of the processor torch uses; sums may differ by it in their last digits.
+    data : str
+        Fingerprint of the data there; empty if none was asked for.
+    """
+
+    node_id: str
+    failure: str = ""
+    instructions: str = ""
+    data: str = ""
+
+
+class RayWorker:
+    """An actor: it keeps the ClientApp, its clients and their data from message to message."""
+
+    def start(
+        self,
+        target: str,
+        seed: int | None,
+        log_level: int,
+        path: Sequence[str],
+        run: Mapping[str, Value] | None,
+    ) -> Started:
+        """Load the ClientApp.
+
+        Parameters
+        ----------
+        target : str
+            The ClientApp, as ``module:attribute``.
+        seed : int, optional
+            See :func:`~raceme.simulation.executor.answer`.
+        log_level : int
+            Of Flower's logger.
+        path : Sequence[str]
+            Where the simulator finds modules, the ClientApp's among them; looked at here, too.
+        run : Mapping[str, Value], optional
+            Configuration of a run whose data are needed here.
+        """
+        import ray
+
+        node_id = ray.get_runtime_context().get_node_id()
+        logging.getLogger("flwr").setLevel(log_level)
+        sys.path[:] = dict.fromkeys([*path, *sys.path])
+        try:
+            data = "" if run is None else _data_here(RunConfig.from_mapping(run))
+        except UserError as error:
+            return Started(node_id, f"has not the data: {error}")
+        try:
+            app = load(target)
+        except (Exception, SystemExit) as error:
+            reason = " ".join(str(error).split()) or "no reason given"
+            return Started(
+                node_id, f"cannot load the ClientApp {target}: {type(error).__name__}: {reason}"
+            )
+        self._desk = Desk(app, seed)
+        torch = sys.modules.get("torch")
+        if torch is None:
+            return Started(node_id, data=data)
+        torch.set_num_threads(1)
+        return Started(node_id, "", torch.backends.cpu.get_cpu_capability(), data)
+
+    def respond(self, request: Request, *data: list[bytes]) -> Response:
+        """Answer a request whose arrays' data come beside it, one record's after another's."""
+        parts = [part for record in data for part in record]
+        return self._desk.respond(request._replace(data=parts))
+
+
+def _data_here(config: RunConfig) -> str:
+    """Return the fingerprint of the data on this node, and fetch none: each actor would."""
+    found = fingerprint(config.with_values(download=False))
+    if config.download:
+        # What clients will load counts as something else, and need not be there twice.
+        datasets.forget()
+    return found
+
+
+def fingerprint(config: RunConfig) -> str:
+    """Return what tells the first client's data from others.
+
+    Raises
+    ------
+    UserError
+        They cannot be loaded.
+    """
+    data = datasets.client_data(config, 0)
+    digest = hashlib.sha256()
+    for values in (data.x_train, data.y_train, data.x_test, data.y_test):
+        digest.update(f"{values.shape} {values.dtype}".encode() + values.tobytes())
+    return digest.hexdigest()
+
+
+# -----------------------------------------------------------------------------
+# Actors on a Ray cluster that do simulated clients' work, ahead of when it is needed.
+# -----------------------------------------------------------------------------
+
+
+log = logging.getLogger("raceme.workers")
+
+_MOST_ACTORS = 1024
+_READY_SECONDS = 300.0
+"""Time for the cluster to have room for any actor at all, and for that to load app and data."""
+
+
+@dataclass(eq=False)
+class _Worker:
+    """An actor as the simulator sees it.
+
+    Attributes
+    ----------
+    node_id : str
+        Ray's id of the node that it is on; empty until it is ready.
+    tasks : dict[str, Task]
+        What it has to do, by message id, in its order.
+    versions : dict[str, list[Key]]
+        What its tasks hold of the object store, by message id.
+    nodes : dict[int, Node]
+        The clients that it knows.
+    """
+
+    actor: Any
+    node_id: str = ""
+    tasks: dict[str, Task] = field(default_factory=dict)
+    versions: dict[str, list[Key]] = field(default_factory=dict)
+    nodes: dict[int, Node] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Arrival:
+    """Something has come from an actor: its start, or the reply to a message."""
+
+    worker: _Worker
+    message_id: str | None
+    value: Callable[[], Any]
+
+
+class RayActors(WorkingAhead):
+    """An executor of actors on a Ray cluster, one per CPU, that keep models and data.
+
+    Replies are those of :class:`~raceme.simulation.executor.InProcess`: an actor that is lost, with
+    its node or alone, is replaced where there is room, and what it had to do is done again.
+
+    Parameters
+    ----------
+    target : str
+        The ClientApp, as ``module:attribute``; every actor imports it.
+    workers : str
+        Which cluster; see :class:`~raceme.simulation.ray_cluster.Cluster`.
+    cores : int
+        CPUs of a cluster that is started here.
+    seed : int, optional
+        See :func:`~raceme.simulation.executor.answer`.
+    config : RunConfig, optional
+        Of a run whose data all nodes need; it is checked that they have the same.
+
+    Raises
+    ------
+    UserError
+        There is no such cluster, or its nodes do not fit.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        workers: str,
+        cores: int,
+        seed: int | None = None,
+        config: RunConfig | None = None,
+    ) -> None:
+        self._target, self._seed = target, seed
+        self._run = None if config is None else config.to_mapping()
+        self._data = "" if config is None else fingerprint(config)
+        self._versions = Versions()
+        self._arrivals: queue.SimpleQueue[_Arrival] = queue.SimpleQueue()
+        self._failed_starts = 0
+        self._instructions = ""
+        self._troubled: set[str] = set()
+        self._workers: list[_Worker] = []
+        self._cluster = Cluster(workers, cores)
+        count = min(self._cluster.cpus, _MOST_ACTORS)
+        super().__init__(count)
+        try:
+            self._workers.extend(self._start() for _ in range(count))
+        except BaseException:
+            self.close()
+            raise
+
+    def _end_workers(self) -> None:
+        """End the actors, and leave the cluster."""
+        for worker in self._workers:
+            _kill(worker)
+        self._workers = []
+        self._versions.clear()
+        self._cluster.close()
+
+    # Handing work out.
+
+    def _at_work(self) -> int:
+        return sum(len(worker.tasks) for worker in self._workers)
+
+    def _give(self, task: Task) -> bool:
+        """Give a task to an actor that has room; return False if none has."""
+        free = [w for w in self._workers if w.node_id and len(w.tasks) < QUEUED]
+        if not free:
+            return False
+        worker = min(free, key=lambda worker: len(worker.tasks))
+        message, context = task.message, task.context
+        held = [
+            self._versions.hold(record)
+            for record in message.content.values()
+            if isinstance(record, ArrayRecord)
+        ]
+        node = node_of(context)
+        known = worker.nodes.get(context.node_id) == node
+        content = pack(message.content).records
+        request = request_of(message, context, content, None, None if known else node)
+        worker.nodes[context.node_id] = node
+        worker.tasks[task.message_id] = task
+        worker.versions[task.message_id] = [key for key, _ in held if key is not None]
+        self._begin(task)
+        reply = worker.actor.respond.remote(request, *(data for _, data in held))
+        self._expect(worker, task.message_id, reply)
+        return True
+
+    def _expect(self, worker: _Worker, message_id: str | None, reply: Any) -> None:
+        """Let what an actor returns be taken in when it is there; another thread says so."""
+        reply.future().add_done_callback(
+            lambda done: self._arrivals.put(_Arrival(worker, message_id, done.result))
+        )
+
+    # Taking results in.
+
+    def _receive(self, wait: bool) -> None:
+        """Take in what has come from the actors; with `wait`, at least one thing.
+
+        Raises
+        ------
+        UserError
+            Actors cannot start, or die again and again at the same task.
+        """
+        while True:
+            try:
+                arrival = self._arrivals.get(timeout=self._patience()) if wait else None
+                arrival = arrival or self._arrivals.get_nowait()
+            except queue.Empty:
+                if not wait:
+                    return
+                raise UserError(
+                    f"No actor of the Ray cluster was ready within {_READY_SECONDS:g} s: all its "
+                    "CPUs are taken, or its nodes are gone. `ray status` shows both."
+                ) from None
+            wait = False
+            # One that is not there any more is done with, whatever still comes from it.
+            if arrival.worker in self._workers:
+                self._take(arrival)
+
+    def _patience(self) -> float | None:
+        """Return how long to wait for something: for work as long as it takes."""
+        return None if any(worker.node_id for worker in self._workers) else _READY_SECONDS
+
+    def _take(self, arrival: _Arrival) -> None:
+        """Take in what has come from an actor, or that it is lost."""
+        from ray.exceptions import RayError, RayTaskError
+
+        worker = arrival.worker
+        try:
+            value = arrival.value()
+        except RayTaskError:
+            # Nothing that an actor's end explains.
+            raise
+        except RayError as error:
+            self._replace(worker, first_line(error))
+            return
+        if arrival.message_id is None:
+            self._welcome(worker, value)
+            return
+        response: Response = value
+        task = worker.tasks.pop(arrival.message_id)
+        self._release(worker, arrival.message_id)
+        assert response.data is not None, "actors share no memory with this process"
+        self._finish(task, response, response.data)
+
+    def _welcome(self, worker: _Worker, started: Started) -> None:
+        """Take in that an actor is ready.
+
+        Raises
+        ------
+        UserError
+            It never will be.
+        """
+        name = self._cluster.name(started.node_id)
+        if started.failure:
+            raise UserError(f"Node {name} of the Ray cluster {started.failure}")
+        if started.data != self._data:
+            raise UserError(
+                f"Node {name} of the Ray cluster has other data than this machine: the folders "
+                "and files must hold the same everywhere."
+            )
+        known = self._instructions or started.instructions
+        if started.instructions != known:
+            log.warning(
+                "Node %s computes with %s, others with %s: sums may differ in their last digits.",
+                *(name, started.instructions, known),
+            )
+        self._instructions = known
+        worker.node_id, self._failed_starts = started.node_id, 0
+
+    def _release(self, worker: _Worker, message_id: str) -> None:
+        for key in worker.versions.pop(message_id):
+            self._versions.release(key)
+
+    # Actors' lives.
+
+    def _start(self) -> _Worker:
+        """Start an actor; Ray places it where a CPU is free, now or later."""
+        import ray
+
+        made = ray.remote(num_cpus=1, max_restarts=0, max_task_retries=0)(RayWorker)
+        worker = _Worker(made.remote())
+        level = logging.getLogger("flwr").level
+        told = self._target, self._seed, level, sys.path, self._run
+        self._expect(worker, None, worker.actor.start.remote(*told))
+        return worker
+
+    def _replace(self, worker: _Worker, how: str) -> None:
+        """Start an actor in the place of one that is lost, and let its tasks wait again."""
+        index = self._workers.index(worker)
+        del self._workers[index]
+        # It may be there still, and only not be reached.
+        _kill(worker)
+        for message_id in list(worker.versions):
+            self._release(worker, message_id)
+        if not worker.node_id:
+            self._failed_starts += 1
+        if self._failed_starts >= MOST_DEATHS:
+            raise UserError(
+                f"Ray's actors end before they have loaded the ClientApp {self._target}: {how}. "
+                "With --workers 0 there are none."
+            )
+        name = self._cluster.name(worker.node_id) if worker.node_id else "not known yet"
+        if worker.node_id and worker.node_id not in self._troubled:
+            self._troubled.add(worker.node_id)
+            log.warning(
+                "Ray has lost work on node %s, which is done again elsewhere: %s.", name, how
+            )
+        fatal = self._redo(worker.tasks.values())
+        if fatal is not None:
+            raise UserError(
+                f"{fatal.deaths} of Ray's actors died at the same task, the last on node {name}: "
+                f"{fatal}. As a rule memory ran out: start nodes with fewer CPUs (ray start "
+                f"--num-cpus). Ray says: {how}."
+            )
+        self._workers.insert(index, self._start())
+
+
+def _kill(worker: _Worker) -> None:
+    """End an actor, if it can be reached."""
+    import ray
+
+    with suppress(ray.exceptions.RayError, ConnectionError):
+        ray.kill(worker.actor)

@@ -7,27 +7,196 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from flwr.app import Context, Message, RecordDict
+from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid
+from flwr.supercore.run import Run
 
-from raceme import compat
-from raceme.compat import Run
-from raceme.compat.own_grid import OwnGrid
-from raceme.protocol.exchange import Exchange, ExchangeObserver, Switched
-from raceme.simulation.device_model import DeviceModel
-from raceme.simulation.devices import Device
-from raceme.simulation.event_queue import EventQueue, Key
-from raceme.simulation.executor import Executor, InProcess
-from raceme.simulation.grid_state import (
-    message_from_tree,
-    message_to_tree,
-    records_from_tree,
-    records_to_tree,
-    reply_from_tree,
-    reply_to_tree,
+from raceme.core.timeline import Exchange, ExchangeObserver, Switched
+from raceme.flower.grid import OwnGrid
+from raceme.flower.messages import (
+    NODE_UNAVAILABLE,
+    REPLY_MESSAGE_UNAVAILABLE,
+    empty_run,
+    error_reply,
+    identify_process,
+    set_message_id,
 )
-from raceme.simulation.open_messages import Client, Pending, exchange_of
-from raceme.simulation.workload import Cost, bytes_of, copy_of, training_cost
+from raceme.records.record import Communication
+from raceme.simulation.devices import (
+    PREFIX,
+    Cost,
+    Device,
+    DeviceModel,
+    bytes_of,
+    copy_of,
+    fleet,
+    traced_fleet,
+    training_cost,
+)
+from raceme.simulation.event_queue import EventQueue, Key
+from raceme.simulation.executor import Executor, InProcess, Packed, pack, unpack
+
+# -----------------------------------------------------------------------------
+# What the virtual grid keeps of its clients, and of messages without a reply yet.
+# -----------------------------------------------------------------------------
+
+
+@dataclass(eq=False, slots=True)
+class Client:
+    """A node as the grid keeps it.
+
+    Attributes
+    ----------
+    device : DeviceModel
+        Its timing.
+    context : Context
+        Flower's, with the state that the ClientApp keeps.
+    at_work : dict[str, None]
+        Ids of the messages that the executor has for it, in order of sending.
+    """
+
+    device: DeviceModel
+    context: Context
+    at_work: dict[str, None] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Pending:
+    """A message without a reply yet.
+
+    Attributes
+    ----------
+    client : Client or None
+        Whom it was sent to; None if there is no such node.
+    expires : float
+        When its time to live ends.
+    due : float
+        When it is answered.
+    lost : str or None
+        Why it is answered by an error; None if it is not.
+    event : int
+        Number of the event of its reply.
+    is_wanted : bool
+        False if nobody will ask for the reply.
+    sent, begun, ended : float
+        When it was sent, and when its device is at work for it; for who observes the grid.
+    bytes_down : int
+        Its size, likewise.
+    """
+
+    message: Message
+    client: Client | None
+    expires: float
+    due: float
+    lost: str | None = None
+    event: int = -1
+    is_wanted: bool = True
+    sent: float = 0.0
+    begun: float = 0.0
+    ended: float = 0.0
+    bytes_down: int = 0
+
+
+def exchange_of(pending: Pending, answered: float, reply: Message | None) -> Exchange:
+    """Say what became of a message."""
+    message, failure, bytes_up = pending.message, pending.lost, 0
+    if reply is not None and reply.has_error():
+        failure = reply.error.reason
+    elif reply is not None:
+        bytes_up = bytes_of(reply.content)
+    return Exchange(
+        number=int(message.metadata.message_id),
+        node_id=message.metadata.dst_node_id,
+        kind=message.metadata.message_type,
+        sent=pending.sent,
+        begun=pending.begun,
+        ended=pending.ended,
+        answered=answered,
+        failure=failure,
+        bytes_down=pending.bytes_down,
+        bytes_up=bytes_up,
+    )
+
+
+# -----------------------------------------------------------------------------
+# Messages and records as trees of plain values, for checkpoints of a virtual grid.
+# -----------------------------------------------------------------------------
+
+
+Tree = dict[str, Any]
+
+
+def records_to_tree(records: RecordDict) -> Tree:
+    """Take records apart; arrays' data are not copied."""
+    packed = pack(records)
+    return {"records": packed.records, "data": packed.data}
+
+
+def records_from_tree(tree: Tree) -> RecordDict:
+    """Put records together again."""
+    records = [(name, kind, _content(content)) for name, kind, content in tree["records"]]
+    return unpack(Packed(records, tree["data"]))
+
+
+def message_to_tree(message: Message) -> Tree:
+    """Take a message apart that has no reply yet."""
+    metadata = message.metadata
+    return {
+        "id": metadata.message_id,
+        "node": metadata.dst_node_id,
+        "type": metadata.message_type,
+        "ttl": metadata.ttl,
+        "group": metadata.group_id,
+        "content": records_to_tree(message.content),
+    }
+
+
+def message_from_tree(tree: Tree) -> Message:
+    """Put a message together again, with its id."""
+    return _message(tree, records_from_tree(tree["content"]))
+
+
+def reply_to_tree(reply: Message) -> Tree:
+    """Take a reply apart."""
+    metadata = reply.metadata
+    failed = reply.has_error()
+    return {
+        "id": metadata.reply_to_message_id,
+        "node": metadata.src_node_id,
+        "type": metadata.message_type,
+        "ttl": metadata.ttl,
+        "group": metadata.group_id,
+        "error": [reply.error.code, reply.error.reason] if failed else None,
+        "content": None if failed else records_to_tree(reply.content),
+    }
+
+
+def reply_from_tree(tree: Tree) -> Message:
+    """Put a reply together again."""
+    asked = _message(tree, RecordDict())
+    if tree["error"] is not None:
+        return Message(Error(*tree["error"]), reply_to=asked, ttl=tree["ttl"])
+    return Message(records_from_tree(tree["content"]), reply_to=asked, ttl=tree["ttl"])
+
+
+def _message(tree: Tree, content: RecordDict) -> Message:
+    message = Message(content, tree["node"], tree["type"], ttl=tree["ttl"], group_id=tree["group"])
+    set_message_id(message, tree["id"])
+    return message
+
+
+def _content(content: Any) -> Any:
+    """Return a record's content, or of an array record tuples with the arrays' shapes as such."""
+    if isinstance(content, dict):
+        return content
+    return [(key, dtype, tuple(shape), *rest) for key, dtype, shape, *rest in content]
+
+
+# -----------------------------------------------------------------------------
+# A Flower Grid on virtual time: messages between the event queue, the devices and the executor.
+# -----------------------------------------------------------------------------
+
 
 Value = str | int | float | bool
 
@@ -110,7 +279,7 @@ class VirtualGrid(OwnGrid):
     ) -> None:
         self.nodes = tuple(nodes)
         self._cost, self._observe, self._notice = cost, observe, notice
-        self._run = compat.empty_run()
+        self._run = empty_run()
         self._first_run_id = self._run.run_id
         self._executor = executor or InProcess(client_app)
         self._queue = EventQueue()
@@ -129,7 +298,7 @@ class VirtualGrid(OwnGrid):
                 self._online[node.node_id] = None
             if node.device.comes_and_goes:
                 self._schedule_switch(node.node_id)
-        compat.identify_process(self._run.run_id)
+        identify_process(self._run.run_id)
 
     def _client(self, node_id: int) -> Client | None:
         """Return what is kept of a node, from the first time on that it is asked for."""
@@ -190,7 +359,7 @@ class VirtualGrid(OwnGrid):
             message_id = f"{self._pushed:08d}"
             self._pushed += 1
             message.content = copy_of(message.content)
-            compat.set_message_id(message, message_id)
+            set_message_id(message, message_id)
             self._dispatch(message_id, message)
             message_ids.append(message_id)
         return message_ids
@@ -243,7 +412,7 @@ class VirtualGrid(OwnGrid):
     def set_run(self, run: Run) -> None:
         """Set the run that messages belong to."""
         self._run = run
-        compat.identify_process(run.run_id)
+        identify_process(run.run_id)
 
     @property
     def run(self) -> Run:
@@ -401,8 +570,8 @@ class VirtualGrid(OwnGrid):
         pending = self._pending.pop(message_id)
         client = pending.client
         if pending.lost is not None:
-            code = compat.NODE_UNAVAILABLE if client is None else compat.REPLY_MESSAGE_UNAVAILABLE
-            reply = compat.error_reply(pending.message, code, pending.lost)
+            code = NODE_UNAVAILABLE if client is None else REPLY_MESSAGE_UNAVAILABLE
+            reply = error_reply(pending.message, code, pending.lost)
         else:
             assert client is not None, "a message to nobody is lost"
             del client.at_work[message_id]
@@ -459,3 +628,66 @@ class VirtualGrid(OwnGrid):
         time = self._known(node_id).device.next_switch()
         if time is not None:
             self._queue.schedule(time, _SWITCH, node_id)
+
+
+# -----------------------------------------------------------------------------
+# The nodes of a simulated fleet, with their devices.
+# -----------------------------------------------------------------------------
+
+
+_FIRST_NODE_ID = 1000
+
+
+def communication_of(grid: Grid) -> Communication | None:
+    """Return how long transfers take in a simulated fleet; None for any other grid.
+
+    The function takes a client's id, and the bytes down and up; it returns seconds.
+    """
+    if not isinstance(grid, VirtualGrid):
+        return None
+    devices = {
+        str(node.config.get("device-id", f"client-{node.config['partition-id']}")): node.device
+        for node in grid.nodes
+    }
+
+    def communication(client: str, bytes_down: int, bytes_up: int) -> float:
+        return devices[client].communication(bytes_down, bytes_up) if client in devices else 0.0
+
+    return communication
+
+
+def nodes_of(profile: str, examples: Sequence[int], seed: int) -> list[Node]:
+    """Make one node per client, with its device.
+
+    Parameters
+    ----------
+    profile : str
+        Device profile: a built-in one's name, a TOML file, or ``trace:FOLDER`` of a run.
+    examples : Sequence[int]
+        Training examples of each client.
+    seed : int
+        Decides which devices are the slow ones.
+
+    Raises
+    ------
+    UserError
+        Unknown profile, unusable trace.
+    """
+    names: list[str] = []
+    if profile.startswith(PREFIX):
+        devices, names = traced_fleet(profile.removeprefix(PREFIX), len(examples))
+    else:
+        devices = fleet(profile, len(examples), seed)
+    return [
+        Node(
+            node_id=_FIRST_NODE_ID + index,
+            device=device,
+            config={
+                "partition-id": index,
+                "num-partitions": len(examples),
+                **({"device-id": names[index]} if names else {}),
+            },
+            examples=count,
+        )
+        for index, (device, count) in enumerate(zip(devices, examples, strict=True))
+    ]

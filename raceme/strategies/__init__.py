@@ -1,22 +1,42 @@
 """Methods: one file each, as Flower strategies.
 
-A new method is a new file and one line in `STRATEGIES`, in `raceme/config/registry.py`.
+A new method is a new file and one line in `STRATEGIES`, in `raceme/core/registry.py`.
 """
 
-from raceme.config.registry import STRATEGIES
-from raceme.server.dispatch import RoundsParameters
-from raceme.server.method import Method
-from raceme.server.plan import Plan
+from __future__ import annotations
+
+from raceme.core.progress import Plan
+from raceme.core.registry import STRATEGIES
+from raceme.core.scheduling import RoundsParameters
+from raceme.core.strategy import Method
 from raceme.strategies.ace import ACE, ACED, ACEDParameters, ACEParameters
-from raceme.strategies.apd import APD, APDParameters
-from raceme.strategies.c_faacl import CFAACL, CFAACLParameters
-from raceme.strategies.ca2fl import CA2FL, CA2FLParameters
-from raceme.strategies.casa import CASA, CASAParameters
-from raceme.strategies.casa_ablations import CASAC, CASAD
-from raceme.strategies.casa_plus import CASAPlus, CASAPlusParameters
-from raceme.strategies.cdfl import CDFL, CDFLParameters
+from raceme.strategies.casa.strategy import (
+    CASA,
+    CASAC,
+    CASAD,
+    CASAParameters,
+    CASAPlus,
+    CASAPlusParameters,
+)
+from raceme.strategies.cdfl.fedsoft import (
+    FedSoft,
+    FedSoftAsync,
+    FedSoftAsyncParameters,
+    FedSoftParameters,
+)
+from raceme.strategies.cdfl.strategy import CDFL, CDFLParameters
 from raceme.strategies.cfl import CFL, CFLAsync, CFLAsyncParameters, CFLParameters
 from raceme.strategies.cfl_gp import CFLGP, CFLGPParameters
+from raceme.strategies.continual import (
+    APD,
+    EWC,
+    APDParameters,
+    EWCParameters,
+    FedWeIT,
+    FedWeITParameters,
+    StableSGD,
+    StableSGDParameters,
+)
 from raceme.strategies.csafl import (
     CSAFL,
     CSAFLParameters,
@@ -27,52 +47,63 @@ from raceme.strategies.csafl import (
     TAFedAvg,
     TFedAvg,
 )
-from raceme.strategies.ewc import EWC, EWCParameters
-from raceme.strategies.faacl import FAACL, FAACLParameters
-from raceme.strategies.faacl_async import FAACLAsync, FAACLAsyncParameters
-from raceme.strategies.fadas import FADAS, FADASParameters
-from raceme.strategies.fedasync import FedAsync, FedAsyncParameters
-from raceme.strategies.fedbuff import FedBuff, FedBuffParameters
-from raceme.strategies.fedcompass import FedCompass, FedCompassParameters
-from raceme.strategies.feddrift import (
-    FedDrift,
-    FedDriftEager,
-    FedDriftEagerParameters,
-    FedDriftParameters,
+from raceme.strategies.faacl.continual import CFAACL, CFAACLParameters
+from raceme.strategies.faacl.strategy import (
+    FAACL,
+    FAACLAsync,
+    FAACLAsyncParameters,
+    FAACLParameters,
 )
-from raceme.strategies.feddrift_async import FedDriftAsync, FedDriftAsyncParameters
-from raceme.strategies.fedrc import FedRC, FedRCParameters
-from raceme.strategies.fedsoft import FedSoft, FedSoftParameters
-from raceme.strategies.fedsoft_async import FedSoftAsync, FedSoftAsyncParameters
-from raceme.strategies.fedweit import FedWeIT, FedWeITParameters
-from raceme.strategies.fesem import FeSEM, FeSEMParameters
-from raceme.strategies.flexcfl import FedGroup, FedGroupParameters, FlexCFL, FlexCFLParameters
-from raceme.strategies.flexcfl_async import FlexCFLAsync, FlexCFLAsyncParameters
-from raceme.strategies.flower_rounds import (
+from raceme.strategies.fedasync import FedAsync, FedAsyncParameters
+from raceme.strategies.fedavg import (
     FedAvg,
     FedAvgParameters,
-    FedProx,
-    FedProxParameters,
-    FlowerRounds,
-)
-from raceme.strategies.flux import FLUX, FLUXParameters
-from raceme.strategies.icfl import ICFL, ICFLAsync, ICFLAsyncParameters, ICFLParameters
-from raceme.strategies.ifca import IFCA, IFCAAsync, IFCAAsyncParameters, IFCAParameters
-from raceme.strategies.pacfl import PACFL, PACFLParameters
-from raceme.strategies.panicle import Panicle
-from raceme.strategies.panicle_parameters import PanicleParameters
-from raceme.strategies.port import PORT, PORTParameters
-from raceme.strategies.robust_rounds import (
     FedMedian,
     FedMedianParameters,
+    FedProx,
+    FedProxParameters,
     FedTrimmedAvg,
     FedTrimmedAvgParameters,
+    FlowerRounds,
     Krum,
     KrumParameters,
     MultiKrum,
     MultiKrumParameters,
 )
-from raceme.strategies.ssgd import StableSGD, StableSGDParameters
+from raceme.strategies.fedbuff import (
+    CA2FL,
+    FADAS,
+    PORT,
+    CA2FLParameters,
+    FADASParameters,
+    FedBuff,
+    FedBuffParameters,
+    PORTParameters,
+)
+from raceme.strategies.fedcompass import FedCompass, FedCompassParameters
+from raceme.strategies.feddrift import (
+    FedDrift,
+    FedDriftAsync,
+    FedDriftAsyncParameters,
+    FedDriftEager,
+    FedDriftEagerParameters,
+    FedDriftParameters,
+)
+from raceme.strategies.fedrc import FedRC, FedRCParameters
+from raceme.strategies.fesem import FeSEM, FeSEMParameters
+from raceme.strategies.flexcfl import (
+    FedGroup,
+    FedGroupParameters,
+    FlexCFL,
+    FlexCFLAsync,
+    FlexCFLAsyncParameters,
+    FlexCFLParameters,
+)
+from raceme.strategies.flux import FLUX, FLUXParameters
+from raceme.strategies.icfl import ICFL, ICFLAsync, ICFLAsyncParameters, ICFLParameters
+from raceme.strategies.ifca import IFCA, IFCAAsync, IFCAAsyncParameters, IFCAParameters
+from raceme.strategies.pacfl import PACFL, PACFLParameters
+from raceme.strategies.panicle.strategy import Panicle, PanicleParameters
 from raceme.strategies.standalone import Standalone
 
 __all__ = [

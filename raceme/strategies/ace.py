@@ -26,16 +26,14 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from raceme.clustering.clusters import Clusters
-from raceme.clustering.contributions import contribution, stepped
-from raceme.clustering.model import Model
-from raceme.config.options import option
-from raceme.protocol.messages import TRAINING, Vector
-from raceme.server.dispatch import Dispatch, EveryIdle, InRounds
-from raceme.server.method import Applied, Method, Variant
-from raceme.server.replies import Update
-from raceme.server.stages import Then
-from raceme.server.work import Task
+from raceme.core.clusters import Clusters, Model
+from raceme.core.interface import Applied
+from raceme.core.messages import TRAINING, Vector
+from raceme.core.options import option
+from raceme.core.requests import Task, Update
+from raceme.core.scheduling import Dispatch, EveryIdle, InRounds, Then
+from raceme.core.strategy import Method, Variant
+from raceme.strategies.shared import contribution, stepped
 
 
 @dataclass(frozen=True)

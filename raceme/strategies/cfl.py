@@ -14,21 +14,15 @@ from logging import getLogger
 
 import numpy as np
 
-from raceme.clustering.bipartition import (
-    LINKAGES,
-    Norms,
-    linkage,
-    norms_of,
-    should_bipartition,
-)
-from raceme.clustering.clusters import nearest, parts_of
-from raceme.clustering.mixing import cosines
-from raceme.config.options import option
-from raceme.protocol.messages import Vector
-from raceme.server.dispatch import Dispatch, InRounds, RoundsParameters
-from raceme.server.method import Applied, Method, average_by_cluster, staleness_of
-from raceme.server.replies import Update
+from raceme.core.clusters import cosines, nearest, parts_of
+from raceme.core.interface import Applied
+from raceme.core.messages import Vector
+from raceme.core.options import option
+from raceme.core.requests import Update
+from raceme.core.scheduling import Dispatch, InRounds, RoundsParameters
+from raceme.core.strategy import Method, average_by_cluster, staleness_of
 from raceme.strategies.fedasync import FedAsyncParameters, mix_by_staleness
+from raceme.strategies.shared import LINKAGES, Norms, linkage, norms_of, should_bipartition
 
 log = getLogger("raceme")
 

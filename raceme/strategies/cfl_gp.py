@@ -30,24 +30,23 @@ from numpy.typing import NDArray
 from sklearn.cluster import KMeans
 from sklearn.metrics import silhouette_score
 
-from raceme.clustering.clusters import Clusters, parts_of
-from raceme.clustering.model import Model
-from raceme.clustering.regroup import kept_homes
-from raceme.clustering.spectral import numbered
-from raceme.config.errors import UserError
-from raceme.config.options import option
-from raceme.protocol.effort import PASSES_OF_TRAINING, forward_cost
-from raceme.protocol.messages import (
+from raceme.core.clients import Client
+from raceme.core.clusters import Clusters, Model, parts_of
+from raceme.core.errors import UserError
+from raceme.core.interface import Applied
+from raceme.core.messages import (
     COMPUTE_SCALE,
+    GRADIENT,
     LARGEST_SQUARE,
+    PASSES_OF_TRAINING,
     Vector,
+    forward_cost,
 )
-from raceme.protocol.statistics import GRADIENT
-from raceme.server.dispatch import Dispatch, InRounds, Moment, RoundsParameters
-from raceme.server.fleet import Client
-from raceme.server.method import Applied, Method, average_by_cluster
-from raceme.server.replies import Answer, InvalidReplyError, Update
-from raceme.server.work import Task, Work
+from raceme.core.options import option
+from raceme.core.requests import Answer, InvalidReplyError, Task, Update, Work
+from raceme.core.scheduling import Dispatch, InRounds, Moment, RoundsParameters
+from raceme.core.strategy import Method, average_by_cluster
+from raceme.strategies.shared import kept_homes, numbered
 
 _TRIES = 3
 """How often in a row a client is asked that does not answer."""

@@ -9,11 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import cast
 
-from raceme.clustering.decay import StalenessFunction, staleness_factor
-from raceme.clustering.model import Model
-from raceme.config.options import option
-from raceme.server.method import Applied, Method
-from raceme.server.replies import Update
+from raceme.core.clusters import Model
+from raceme.core.interface import Applied
+from raceme.core.options import option
+from raceme.core.requests import Update
+from raceme.core.strategy import Method
+from raceme.strategies.shared import StalenessFunction, staleness_factor
 
 
 @dataclass(frozen=True)

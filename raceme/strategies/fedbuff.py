@@ -8,18 +8,19 @@ step w ← w + η_g · mean. Statistics of batch normalisation become the mean o
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from logging import getLogger
 
 import numpy as np
+from numpy.typing import NDArray
 
-from raceme.clustering.clusters import Clusters
-from raceme.clustering.contributions import contribution, stepped
-from raceme.clustering.model import Model
-from raceme.config.options import option
-from raceme.protocol.messages import Vector
-from raceme.server.method import Applied, Method
-from raceme.server.replies import Update
+from raceme.core.clusters import Clusters, Model, cosine
+from raceme.core.interface import Applied
+from raceme.core.messages import Vector
+from raceme.core.options import option
+from raceme.core.requests import Task, Update
+from raceme.core.strategy import Method
+from raceme.strategies.shared import contribution, only_weights, stepped
 
 log = getLogger("raceme")
 
@@ -101,3 +102,353 @@ def warn_of_short_run(name: str, option: str, needed: int, planned: int) -> None
             planned,
             option,
         )
+
+
+# -----------------------------------------------------------------------------
+# CA2FL: a buffer whose mean is corrected by every client's last update.
+#
+# Wang et al., "Tackling the Data Heterogeneity in Asynchronous Federated Learning with Cached
+# Update
+# Calibration", ICLR 2024. As in FedBuff the server collects M updates before it takes a step. It
+# also
+# keeps h_i, the last update of each client, 0 at the start, and their mean h over all N clients.
+# An
+# update counts by how it differs from the client's former one, and the mean of those of the
+# clients
+# that are absent stands in for them: ``v = h + 1/M Σ (Δ_i − h_i)``, ``w ← w + η_g v``, as SAGA
+# does.
+#
+# The cache takes N · |w| numbers. h is that from before the buffer. Of a client that reports
+# twice in
+# one buffer the second residual is taken from its first update. The paper's own M and η_g are
+# not
+# confirmed: they are 10 (of 100 clients) and 1, those of third parties. With η_g = 1 the cache's
+# term
+# may grow until nothing is learnt; take less then. Clients that went offline stay in the mean,
+# and
+# those that have not reported yet count as 0 in it.
+# -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CA2FLParameters:
+    """Hyper-parameters; the defaults are third parties', those of the paper are not confirmed."""
+
+    m: int = option(10, "M: updates per server step", low=1)
+    server_lr: float = option(1.0, "server learning rate η_g", above=0)
+
+
+@dataclass
+class CA2FLState:
+    """The cache, and what has been collected for the next step.
+
+    Attributes
+    ----------
+    latest : dict[str, Vector]
+        h_i: last update of each client that has reported, its weights only. Shape (d,).
+    latest_total : NDArray[np.float64]
+        Σ h_i now. Shape (d,).
+    mean : NDArray[np.float64]
+        h: mean over all clients, from before the buffer. Shape (d,).
+    residuals : NDArray[np.float64]
+        D: sum of Δ_i − h_i over the buffer; of statistics the sum of what clients have. Shape (d,).
+    count : int
+        How many updates are in the buffer.
+    """
+
+    latest_total: NDArray[np.float64]
+    mean: NDArray[np.float64]
+    residuals: NDArray[np.float64]
+    latest: dict[str, Vector] = field(default_factory=dict)
+    count: int = 0
+
+
+class CA2FL(Method):
+    """FedBuff with a cache of every client's last update, which corrects the mean (CA2FL)."""
+
+    parameters_type = CA2FLParameters
+    state_type = CA2FLState
+    keeps_bases = True
+    state: CA2FLState
+    parameters: CA2FLParameters
+
+    def initialize(self, vector: Vector) -> None:
+        """Start from the initial model, with an empty cache and nothing collected."""
+        warn_of_short_run("CA2FL", "m", self.parameters.m, self.planned_updates)
+        self.clusters = Clusters({0: Model(vector)})
+        zeros = np.zeros(len(vector))
+        self.state = CA2FLState(zeros, zeros.copy(), zeros.copy())
+
+    def on_update(self, update: Update) -> Applied:
+        """Collect the residual, overwrite the cache; with M of them, take the server step."""
+        state, options, client = self.state, self.parameters, update.task.client
+        staleness = self.models[0].version - update.task.version
+        brought = contribution(self.delta(update), update.vector, self.trainable)
+        change = only_weights(brought, self.trainable).astype(np.float64)
+        state.residuals += brought
+        if client in state.latest:
+            state.residuals -= state.latest[client]
+            change -= state.latest[client]
+        state.latest[client] = only_weights(brought, self.trainable)
+        state.latest_total += change
+        state.count += 1
+        if state.count == options.m:
+            self._step()
+        return Applied(cluster=0, staleness=staleness, weight=options.server_lr / options.m)
+
+    def _step(self) -> None:
+        """Take the step along v = h + D/M, and let h be the mean over all clients of now."""
+        state, model = self.state, self.models[0]
+        mean = state.residuals / state.count
+        step = self.parameters.server_lr * (state.mean + mean)
+        state.mean = state.latest_total / len(self.clusters.members)
+        state.residuals, state.count = np.zeros_like(mean), 0
+        model.replace(stepped(model.vector, step, mean, self.trainable))
+
+
+# -----------------------------------------------------------------------------
+# FADAS: AMSGrad on the server over a buffer's mean, slower when the buffer holds a stale update.
+#
+# Wang et al., "FADAS: Towards Federated Adaptive Asynchronous Optimization", ICML 2024
+# (arXiv 2407.18365). With every M updates, Δ their mean and s_max the largest staleness among
+# them:
+# ``m ← β1 m + (1 − β1) Δ``, ``v ← β2 v + (1 − β2) Δ²``, ``v̂ ← max(v̂, v)``,
+# ``w ← w + η_t m / (√v̂ + ε)``.
+#
+# η_t is η while s_max ≤ τ_c, and η / s_max beyond, as in the authors' code; a transcription of
+# the
+# paper has min(η, 1/s_max), which is ``delay-rule = least``. The authors' code also divides m by
+# 1 − β1^t and √v̂ by √(1 − β2^t): ``bias-correction``. Which of both is the paper's is not
+# confirmed:
+# the defaults are our reading. The server keeps m, v, v̂ and the buffer's sum, no vectors of
+# clients.
+# A larger η, from 0.01 on, may explode after calm steps, since v̂ is slow.
+# -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class FADASParameters:
+    """Hyper-parameters; the defaults are those of the authors' code."""
+
+    m: int = option(5, "M: updates per server step", low=1)
+    server_lr: float = option(1e-3, "server learning rate η (without delay rule: 1e-4)", above=0)
+    beta1: float = option(0.9, "β1: what is left of the mean", low=0, below=1)
+    beta2: float = option(0.99, "β2: what is left of the mean square", low=0, below=1)
+    epsilon: float = option(1e-8, "ε, added to the root", above=0)
+    calm_delay: int = option(1, "τ_c: staleness up to which η is not reduced", low=0)
+    delay_rule: str = option(
+        "divide",
+        "η beyond τ_c: divide: η / s (authors' code), least: min(η, 1/s), or none: η",
+        among=("divide", "least", "none"),
+    )
+    bias_correction: bool = option(False, "divide by 1 - β^t as the authors' code does")
+
+    def rate(self, largest: int) -> float:
+        """Return η_t, by the largest staleness of the buffer."""
+        if largest <= self.calm_delay or self.delay_rule == "none":
+            return self.server_lr
+        if self.delay_rule == "least":
+            return min(self.server_lr, 1.0 / largest)
+        return self.server_lr / largest
+
+
+@dataclass
+class FADASState:
+    """The optimiser, and what has been collected for its next step.
+
+    Attributes
+    ----------
+    momentum, square, largest_square : NDArray[np.float64]
+        m, v and v̂. Shape (d,).
+    total : NDArray[np.float64]
+        Sum of the updates collected so far; of statistics, of what clients have. Shape (d,).
+    count : int
+        How many they are.
+    largest_staleness : int
+        s_max among them.
+    steps : int
+        t: steps of the server so far.
+    """
+
+    momentum: NDArray[np.float64]
+    square: NDArray[np.float64]
+    largest_square: NDArray[np.float64]
+    total: NDArray[np.float64]
+    count: int = 0
+    largest_staleness: int = 0
+    steps: int = 0
+
+
+class FADAS(Method):
+    """AMSGrad on the server, with every M updates, by the delay of the stalest one (FADAS)."""
+
+    parameters_type = FADASParameters
+    state_type = FADASState
+    keeps_bases = True
+    state: FADASState
+    parameters: FADASParameters
+
+    def initialize(self, vector: Vector) -> None:
+        """Start from the initial model with nothing collected."""
+        warn_of_short_run("FADAS", "m", self.parameters.m, self.planned_updates)
+        self.clusters = Clusters({0: Model(vector)})
+        zeros = np.zeros(len(vector))
+        self.state = FADASState(zeros, zeros.copy(), zeros.copy(), zeros.copy())
+
+    def on_update(self, update: Update) -> Applied:
+        """Collect the update; with M of them, take the server step."""
+        state, options = self.state, self.parameters
+        staleness = self.models[0].version - update.task.version
+        state.total += contribution(self.delta(update), update.vector, self.trainable)
+        state.largest_staleness = max(state.largest_staleness, staleness)
+        state.count += 1
+        if state.count == options.m:
+            self._step()
+        # Adam divides by the size of what it is given: the update's share of the mean.
+        return Applied(cluster=0, staleness=staleness, weight=1.0 / options.m)
+
+    def _step(self) -> None:
+        """Take the optimiser's step along the mean of the buffer."""
+        state, options, model = self.state, self.parameters, self.models[0]
+        mean, rate = state.total / state.count, options.rate(state.largest_staleness)
+        state.total, state.count, state.largest_staleness = np.zeros_like(mean), 0, 0
+        state.steps += 1
+        state.momentum = options.beta1 * state.momentum + (1.0 - options.beta1) * mean
+        state.square = options.beta2 * state.square + (1.0 - options.beta2) * mean**2
+        state.largest_square = np.maximum(state.largest_square, state.square)
+        momentum, root = state.momentum, np.sqrt(state.largest_square)
+        if options.bias_correction:
+            momentum = momentum / (1.0 - options.beta1**state.steps)
+            root = root / np.sqrt(1.0 - options.beta2**state.steps)
+        step = rate * momentum / (root + options.epsilon)
+        model.replace(stepped(model.vector, step, mean, self.trainable))
+
+
+# -----------------------------------------------------------------------------
+# PORT: a buffer whose updates count by freshness, and by agreement with where the model is
+# going.
+#
+# Su and Li, "How Asynchronous Can Federated Learning Be?", IWQoS 2022. When enough clients have
+# reported, ``w ← w + Σ p_i Δ_i``, Σ p_i = 1, with
+# ``p_i ∝ n_i [γ S / (s_i + S) + μ (cos(Δ_i, w − w_ref) + 1) / 2]``: n_i examples, s_i staleness,
+# S
+# its bound. The cosine is taken as 1 when s_i ≤ 1 or there is no older model.
+#
+# w_ref is the model before the last step, as in the authors' code; its comment speaks of the
+# model
+# that the client started from, ``reference = start``. Which of both is the paper's is not
+# confirmed.
+# In the paper a client above the bound is told to report what it has. Here no message interrupts
+# a
+# client that trains: the buffer waits until nobody who is at work is above the bound (the form
+# without such messages; our reading). Only weights are compared. The server keeps one model
+# more,
+# the buffer's sum, and the models that clients have started from.
+# -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PORTParameters:
+    """Hyper-parameters; the defaults are those of the authors' code."""
+
+    min_clients: int = option(15, "updates per server step, at least", low=1)
+    bound: int = option(10, "S: staleness above which a client is waited for", low=1)
+    gamma: float = option(3.0, "γ: weight of freshness", low=0)
+    mu: float = option(1.0, "μ: weight of agreement", low=0)
+    reference: str = option(
+        "last-step",
+        "w_ref: the model before the last step, or the one that the client started from",
+        among=("last-step", "start"),
+    )
+
+    def weight(self, staleness: int, cos: float) -> float:
+        """Return γ S / (s + S) + μ (cos + 1) / 2."""
+        fresh = self.bound / (staleness + self.bound)
+        return self.gamma * fresh + self.mu * (cos + 1.0) / 2.0
+
+
+@dataclass
+class PORTState:
+    """What has been collected for the next step.
+
+    Attributes
+    ----------
+    total : NDArray[np.float64]
+        Sum of the weighted updates; of statistics, of what clients have. Shape (d,).
+    weight : float
+        Sum of their weights.
+    count : int
+        How many they are.
+    before : Vector or None
+        The model before the last step. Shape (d,).
+    at_work : dict[str, int]
+        Version of the model that each client trains.
+    """
+
+    total: NDArray[np.float64]
+    weight: float = 0.0
+    count: int = 0
+    before: Vector | None = None
+    at_work: dict[str, int] = field(default_factory=dict)
+
+
+class PORT(Method):
+    """A buffer weighted by freshness and agreement, which waits for those too stale (PORT)."""
+
+    parameters_type = PORTParameters
+    state_type = PORTState
+    keeps_bases = True
+    state: PORTState
+    parameters: PORTParameters
+
+    def initialize(self, vector: Vector) -> None:
+        """Start from the initial model with nothing collected."""
+        options = self.parameters
+        warn_of_short_run("PORT", "min-clients", options.min_clients, self.planned_updates)
+        self.clusters = Clusters({0: Model(vector)})
+        self.state = PORTState(np.zeros(len(vector)))
+
+    def on_dispatch(self, task: Task) -> None:
+        """Note which version a client trains."""
+        self.state.at_work[task.client] = task.version
+
+    def on_close(self, task: Task) -> None:
+        """Note that a client is done."""
+        self.state.at_work.pop(task.client, None)
+
+    def on_update(self, update: Update) -> Applied:
+        """Collect the update by its weight; take the step if nobody is to be waited for."""
+        state, options = self.state, self.parameters
+        staleness = self.models[0].version - update.task.version
+        weight = options.weight(staleness, self._agreement(update, staleness)) * update.num_examples
+        brought = contribution(self.delta(update), update.vector, self.trainable)
+        state.total += weight * brought
+        state.weight += weight
+        state.count += 1
+        share = weight / state.weight if state.weight else 0.0
+        state.at_work.pop(update.task.client, None)
+        if state.count >= options.min_clients and not self._waits():
+            self._step()
+        return Applied(cluster=0, staleness=staleness, weight=share)
+
+    def _agreement(self, update: Update, staleness: int) -> float:
+        """Return cos(Δ_i, w − w_ref); 1 of a fresh update, and before the first step."""
+        by_start = self.parameters.reference == "start"
+        reference = self.base_of(update) if by_start else self.state.before
+        if staleness <= 1 or reference is None:
+            return 1.0
+        direction = np.asarray(self.models[0].vector - reference)
+        return float(cosine(self.compared(self.delta(update)), self.compared(direction)))
+
+    def _waits(self) -> bool:
+        """Return whether a client is at work that is staler than the bound."""
+        oldest = min(self.state.at_work.values(), default=self.models[0].version)
+        return self.models[0].version - oldest > self.parameters.bound
+
+    def _step(self) -> None:
+        """Take the step along the weighted mean."""
+        state, model = self.state, self.models[0]
+        mean = state.total / state.weight if state.weight else np.zeros_like(state.total)
+        state.total, state.weight, state.count = np.zeros_like(mean), 0.0, 0
+        state.before = model.vector.copy()
+        model.replace(stepped(model.vector, mean, mean, self.trainable))

@@ -2,7 +2,7 @@
 
 Li et al., "FedCompass: Efficient Cross-Silo Federated Learning on Heterogeneous Client Devices
 Using a Computing Power-Aware Scheduler", ICLR 2024. Who takes how many steps, and who waits for
-whom, is in :mod:`raceme.server.arrivals`. When a group is complete, ``w ← w + (α/N) Σ st(s_i)
+whom, is in :mod:`raceme.strategies.fedcompass`. When a group is complete, ``w ← w + (α/N) Σ st(s_i)
 (w_i − w)``, with ``st(s) = (1 + s)^−a``: N clients, s_i staleness, all against the same w.
 
 The authors' code has st(s) = (1 + s)^a, which counts stale updates more; we take that for a slip.
@@ -12,19 +12,236 @@ Nothing is kept of the models that clients have started from.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from raceme.config.errors import UserError
-from raceme.config.options import option
-from raceme.protocol.effort import short_task
-from raceme.server.arrivals import ByArrival
-from raceme.server.dispatch import Dispatch
-from raceme.server.method import Applied, Method
-from raceme.server.replies import Update
-from raceme.server.work import Work
+from raceme.core.clients import Client
+from raceme.core.errors import UserError
+from raceme.core.interface import Applied
+from raceme.core.messages import short_task
+from raceme.core.options import option
+from raceme.core.requests import Task, Update, Work
+from raceme.core.scheduling import Dispatch, Moment, sample
+from raceme.core.strategy import Method
+
+# -----------------------------------------------------------------------------
+# Groups that arrive together: each client is given the work that it can do until the others do.
+# -----------------------------------------------------------------------------
+
+
+@dataclass
+class ArrivalGroup:
+    """Clients that are expected back at one time.
+
+    Attributes
+    ----------
+    expected : float
+        T: when they should be back, in seconds.
+    latest : float
+        L: until when they are waited for.
+    fastest : float
+        Seconds for a step of its fastest member.
+    open : dict[str, bool]
+        Members that are at work.
+    held : list[Update]
+        What the others have brought.
+    """
+
+    expected: float
+    latest: float
+    fastest: float
+    open: dict[str, bool] = field(default_factory=dict)
+    held: list[Update] = field(default_factory=list)
+
+
+@dataclass
+class ArrivalState:
+    """Who is expected when.
+
+    Attributes
+    ----------
+    seconds : dict[str, float]
+        v_i: seconds that a client needs for a step, transfers included.
+    steps : dict[str, int]
+        Q_i: steps of a client's latest work.
+    sent_at : dict[str, float]
+        When it was sent.
+    groups : dict[int, ArrivalGroup]
+        Groups that are waited for.
+    made : int
+        How many there ever were.
+    home : dict[str, int]
+        The group of each client that is at work, or waits.
+    late : list[Update]
+        What came after its group was over; acted on with the next group's.
+    """
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    steps: dict[str, int] = field(default_factory=dict)
+    sent_at: dict[str, float] = field(default_factory=dict)
+    groups: dict[int, ArrivalGroup] = field(default_factory=dict)
+    made: int = 0
+    home: dict[str, int] = field(default_factory=dict)
+    late: list[Update] = field(default_factory=list)
+
+
+class ByArrival(Dispatch):
+    """Fast clients take more steps than slow ones, so that a group of clients is back at once.
+
+    Of a client that nothing is known of the first work is as long as any, and what it brings is
+    acted on alone. From then on each client joins the group in which it can take most steps, or
+    founds one. Who is back early waits; when the last is back, or the group's latest time has
+    passed, what its members have brought is acted on together, with all that came too late for
+    another group (Li et al., "FedCompass", ICLR 2024, Algorithms 1 and 2).
+
+    Parameters
+    ----------
+    fewest, most : int
+        Q_min and Q_max: steps of a client's work.
+    patience : float
+        λ: latest time of a group, in times of what its first member is expected to need.
+    renewal : float
+        Share of the last measurement in what is known of a client's speed.
+    """
+
+    state: ArrivalState
+
+    def __init__(self, fewest: int, most: int, patience: float, renewal: float) -> None:
+        self._fewest, self._most = fewest, most
+        self._patience, self._renewal = patience, renewal
+        self.state = ArrivalState()
+
+    def steps_of(self, client: str) -> int:
+        """Return how many steps the work has that a client was chosen for."""
+        return self.state.steps[client]
+
+    # Who works.
+
+    def choose(self, moment: Moment) -> Sequence[Client]:
+        """Return who is idle and waits for nobody, the fastest first."""
+        state = self.state
+        ready = [c for c in moment.idle.ready(moment.now) if c.client_id not in state.home]
+        if moment.places is not None:
+            ready = list(sample(ready, moment.places, moment.rng))
+        ready.sort(key=lambda client: state.seconds.get(client.client_id, math.inf))
+        for client in ready:
+            self._assign(client.client_id, moment.now)
+        return ready
+
+    def _assign(self, client: str, now: float) -> None:
+        """Say how many steps a client takes, and with whom it is expected back."""
+        state = self.state
+        seconds = state.seconds.get(client)
+        if seconds is None:
+            state.steps[client] = self._most
+            return
+        joins = {
+            number: steps
+            for number, group in state.groups.items()
+            if self._fewest <= (steps := steps_until(group.expected, now, seconds)) <= self._most
+        }
+        if joins:
+            number = max(joins, key=joins.__getitem__)
+            group, state.steps[client] = state.groups[number], joins[number]
+            group.fastest = min(group.fastest, seconds)
+        else:
+            steps = state.steps[client] = self._steps_of_founder(now, seconds)
+            number, needed = state.made, steps * seconds
+            group = ArrivalGroup(now + needed, now + self._patience * needed, seconds)
+            state.groups[number] = group
+            state.made += 1
+        state.home[client] = number
+        group.open[client] = True
+
+    def _steps_of_founder(self, now: float, seconds: float) -> int:
+        """Return the steps after which a new group meets the next work of one that there is."""
+        meets = [
+            steps_until(group.latest + self._most * group.fastest, now, seconds)
+            for group in self.state.groups.values()
+            if now < group.latest
+        ]
+        return max(self._fewest, max((q for q in meets if q <= self._most), default=self._most))
+
+    def sent(self, task: Task, now: float) -> None:
+        """Note when a client was sent its work."""
+        self.state.sent_at[task.client] = now
+
+    # What came back.
+
+    def accept(self, update: Update, now: float) -> Sequence[Update]:
+        """Hold an update until its group is complete; a client's first one is acted on alone."""
+        state, client = self.state, update.task.client
+        measured = (now - state.sent_at[client]) / state.steps[client]
+        known = state.seconds.get(client)
+        state.seconds[client] = (
+            measured if known is None else (1.0 - self._renewal) * known + self._renewal * measured
+        )
+        if known is None:
+            return [update]
+        group = state.groups.get(state.home.get(client, -1))
+        if group is None:
+            state.late.append(update)
+            return self._dropped(client)
+        group.held.append(update)
+        group.open.pop(client)
+        return self._if_complete(state.home[client])
+
+    def lost(self, task: Task, now: float) -> Sequence[Update]:
+        """Wait no more for a client whose work brought nothing."""
+        return self._dropped(task.client)
+
+    def left(self, client: str, now: float) -> Sequence[Update]:
+        """Wait no more for a client that is gone; what it has brought is kept."""
+        return self._dropped(client)
+
+    def _dropped(self, client: str) -> Sequence[Update]:
+        """Take a client that is at work out of its group."""
+        state = self.state
+        number = state.home.get(client, -1)
+        group = state.groups.get(number)
+        if group is None:
+            state.home.pop(client, None)
+            return []
+        if client not in group.open:
+            return []
+        del group.open[client], state.home[client]
+        return self._if_complete(number)
+
+    def _if_complete(self, number: int) -> Sequence[Update]:
+        """Return what is acted on if nobody of a group is at work any more."""
+        return [] if self.state.groups[number].open else self._closed(number)
+
+    def _closed(self, number: int) -> list[Update]:
+        """End a group: return what its members have brought, and what came late."""
+        state = self.state
+        group = state.groups.pop(number)
+        for update in group.held:
+            state.home.pop(update.task.client, None)
+        released, state.late = [*group.held, *state.late], []
+        return released
+
+    def wake_at(self) -> float:
+        """Return the earliest of the groups' latest times."""
+        return min((group.latest for group in self.state.groups.values()), default=math.inf)
+
+    def wake(self, now: float) -> tuple[Collection[int], Sequence[Update]]:
+        """End the groups whose latest time has passed; who is still at work will be late."""
+        over = [n for n, group in self.state.groups.items() if group.latest <= now]
+        return (), [update for number in over for update in self._closed(number)]
+
+
+def steps_until(end: float, now: float, seconds: float) -> int:
+    """Return how many steps of so many seconds fit between now and an end."""
+    # A client that needs no time at all can take any number: far more than anyone may.
+    return int((end - now) / seconds) if seconds > 0.0 else 2**31
+
+
+# -----------------------------------------------------------------------------
+# FedCompass: fast clients take more local steps, so that groups of clients arrive together.
+# -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -30,21 +30,24 @@ from logging import getLogger
 import numpy as np
 from numpy.typing import NDArray
 
-from raceme.compat import array_record
-from raceme.config.options import option
-from raceme.protocol.effort import forward_cost
-from raceme.protocol.messages import (
+from raceme.core.clients import Client
+from raceme.core.interface import Applied
+from raceme.core.messages import (
     COMPUTE_SCALE,
+    LABEL_MASSES,
+    LABEL_TABLE,
+    MIXING,
     TRAIN_WEIGHTED,
+    WEIGHTED_BY,
     Vector,
+    forward_cost,
     to_array,
 )
-from raceme.protocol.statistics import LABEL_MASSES, LABEL_TABLE, MIXING, WEIGHTED_BY
-from raceme.server.dispatch import Dispatch, InRounds, Moment, RoundsParameters
-from raceme.server.fleet import Client
-from raceme.server.method import Applied, Method, average_by_cluster
-from raceme.server.replies import Answer, InvalidReplyError, Update
-from raceme.server.work import Task, Work
+from raceme.core.options import option
+from raceme.core.requests import Answer, InvalidReplyError, Task, Update, Work
+from raceme.core.scheduling import Dispatch, InRounds, Moment, RoundsParameters
+from raceme.core.strategy import Method, average_by_cluster
+from raceme.flower.messages import array_record
 from raceme.strategies.ifca import different_models
 
 log = getLogger("raceme")

@@ -14,11 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 from sklearn.cluster import kmeans_plusplus
 
-from raceme.clustering.clusters import parts_of
-from raceme.config.options import option
-from raceme.server.dispatch import Dispatch, InRounds, RoundsParameters
-from raceme.server.method import Applied, Method, average_by_cluster
-from raceme.server.replies import Update
+from raceme.core.clusters import parts_of
+from raceme.core.interface import Applied
+from raceme.core.options import option
+from raceme.core.requests import Update
+from raceme.core.scheduling import Dispatch, InRounds, RoundsParameters
+from raceme.core.strategy import Method, average_by_cluster
 
 
 @dataclass(frozen=True)

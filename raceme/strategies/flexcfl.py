@@ -18,25 +18,290 @@ own): a client is placed anew when its latest update is nearer to the direction 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from logging import getLogger
 
 import numpy as np
 from flwr.app import ArrayRecord
+from numpy.typing import NDArray
+from sklearn.cluster import KMeans
 
-from raceme.clustering.clusters import Clusters, parts_of
-from raceme.clustering.cold_start import ColdStart, find_groups
-from raceme.clustering.model import Model
-from raceme.config.errors import UserError
-from raceme.config.options import option
-from raceme.protocol.messages import ARRAYS, LABEL_COUNTS, LOCAL_EPOCHS, LOCAL_STEPS, Vector
-from raceme.server.dispatch import Dispatch, InRounds, Moment, RoundsParameters
-from raceme.server.fleet import Client
-from raceme.server.method import Applied, Method, Variant, average_by_cluster
-from raceme.server.picking import sample
-from raceme.server.replies import Answer, InvalidReplyError, Update
-from raceme.server.work import Task, Work
+from raceme.core.clients import Client
+from raceme.core.clusters import Clusters, Model, cosine, cosines, parts_of
+from raceme.core.errors import UserError
+from raceme.core.interface import Applied
+from raceme.core.messages import ARRAYS, LABEL_COUNTS, LOCAL_EPOCHS, LOCAL_STEPS, Vector
+from raceme.core.options import option
+from raceme.core.requests import Answer, InvalidReplyError, Task, Update, Work
+from raceme.core.scheduling import (
+    Dispatch,
+    EveryIdle,
+    InRounds,
+    Moment,
+    RoundsParameters,
+    Then,
+    sample,
+)
+from raceme.core.strategy import Method, Variant, average_by_cluster
+from raceme.strategies.fedasync import FedAsyncParameters, mix_by_staleness
+from raceme.strategies.shared import linkage, numbered
+
+# -----------------------------------------------------------------------------
+# Groups by the directions of first updates: how they begin, and how a client finds its own.
+#
+# Duan et al., "Flexible Clustered Federated Learning for Client-Level Data Distribution Shift",
+# TPDS 2022: the group cold start (Algorithm 3, eqs 6 and 7), the client cold start (eq 8), and
+# the
+# change of label counts after which a client is taken through it again.
+# -----------------------------------------------------------------------------
+
+
+_MUCH = 0.5
+"""Two clients have much the same labels if they share so much of their samples' labels."""
+_PATIENCE = 3
+"""A client that has not said its label counts so often in a row is not asked again."""
+
+
+@dataclass
+class ColdStart:
+    """What is known for placing clients.
+
+    Attributes
+    ----------
+    initial : Vector
+        w0: what every client trains to be placed. Shape (d,).
+    directions : dict[int, Vector]
+        Δw0^(g) of each group; empty before there are groups. They never change.
+    cold : dict[str, bool]
+        Clients that are to be placed: they have no group, or their data have changed.
+    counts : dict[str, list[int]]
+        Each client's training samples per label, as it has last said.
+    placed_with : dict[str, list[int]]
+        The same when the client was placed.
+    unanswered : dict[str, int]
+        How often in a row a client was asked and has not said them.
+    """
+
+    initial: Vector
+    directions: dict[int, Vector] = field(default_factory=dict)
+    cold: dict[str, bool] = field(default_factory=dict)
+    counts: dict[str, list[int]] = field(default_factory=dict)
+    placed_with: dict[str, list[int]] = field(default_factory=dict)
+    unanswered: dict[str, int] = field(default_factory=dict)
+
+    def nearest(self, delta: Vector) -> int:
+        """Return the group of a first update: g* = argmin (1 − cos(Δw0^(g), Δw_pre)) / 2, eq (8).
+
+        Parameters
+        ----------
+        delta : Vector
+            What training w0 has changed. Shape (d,), weights only.
+        """
+        directions = self.directions
+        return min(directions, key=lambda group: (1 - cosine(directions[group], delta)) / 2)
+
+    def looks_foreign(self, group: int, delta: Vector) -> bool:
+        """Return whether a client's latest update goes where another group's first ones went.
+
+        Our own: eq (8) asked of an update of the group's model, not of w0. Who has come to have
+        another group's data is pulled towards it. It costs a needless pre-training where it is
+        wrong, which it often is where groups overlap.
+
+        Parameters
+        ----------
+        group : int
+            The client's group.
+        delta : Vector
+            What training its model has changed. Shape (d,), weights only.
+        """
+        return self.nearest(delta) != group
+
+    def group_by_labels(self, client: str, homes: Mapping[str, int]) -> int | None:
+        """Return the group whose clients have much the same labels, if it is the only one.
+
+        Our own: eq (8) needs a training of w0, and a client whose labels are those of one group
+        alone is told by them. Groups that differ in other things have the same labels, and none is
+        returned.
+
+        Parameters
+        ----------
+        client : str
+            Who is to be placed; its label counts are known.
+        homes : Mapping[str, int]
+            The groups of the clients that are placed.
+        """
+        own = np.asarray(self.counts[client], np.float64)
+        found = {
+            group
+            for other, group in homes.items()
+            if other != client
+            and len(self.placed_with.get(other, ())) == len(own)
+            and overlap(own, np.asarray(self.placed_with[other], np.float64)) >= _MUCH
+        }
+        return found.pop() if len(found) == 1 else None
+
+    def settle(self, client: str) -> None:
+        """Note that a client was placed, with the data that it has now."""
+        self.cold.pop(client, None)
+        if client in self.counts:
+            self.placed_with[client] = self.counts[client]
+
+    def answers(self, client: str) -> bool:
+        """Return whether it is worth asking a client for its label counts."""
+        return self.unanswered.get(client, 0) < _PATIENCE
+
+    def ask(self, client: str) -> None:
+        """Note that a client is asked for them."""
+        self.unanswered[client] = self.unanswered.get(client, 0) + 1
+
+    def usual_labels(self, client: str, labels: int) -> int:
+        """Return how many labels a client's counts should have, which come with `labels` of them.
+
+        As many as most others' have. Whoever is first does not speak for all: a device with
+        another task, or one that lies, would shut everybody else out.
+        """
+        first, known = next(iter(self.counts.items()), ("", []))
+        # Mostly so, and it spares a look at all of a large fleet.
+        if first != client and len(known) == labels:
+            return labels
+        lengths = Counter(len(told) for other, told in self.counts.items() if other != client)
+        usual, clients = lengths.most_common(1)[0] if lengths else (labels, 0)
+        return usual if clients > lengths[labels] + 1 else labels
+
+    def count(self, client: str, counts: Sequence[int], examples: int, tolerance: float) -> None:
+        """Note a client's label counts; it is cold if they have changed too much.
+
+        Parameters
+        ----------
+        client : str
+            Who.
+        counts : Sequence[int]
+            Training samples per label, now.
+        examples : int
+            n_i, at the start.
+        tolerance : float
+            Share of the data that may change.
+        """
+        self.unanswered.pop(client, None)
+        self.counts[client] = list(counts)
+        if client in self.cold:
+            return
+        then = self.placed_with.setdefault(client, self.counts[client])
+        if len(then) != len(counts) or has_shifted(counts, then, examples, tolerance):
+            self.cold[client] = True
+
+
+def overlap(one: NDArray[np.float64], other: NDArray[np.float64]) -> float:
+    """Return how much of two clients' samples is of the same labels: Σ min of their shares.
+
+    Parameters
+    ----------
+    one, other : NDArray[np.float64]
+        Samples per label. Shape (labels,).
+    """
+    return float(np.minimum(one / one.sum(), other / other.sum()).sum())
+
+
+def has_shifted(
+    now: Sequence[int], then: Sequence[int], examples: int, tolerance: float = 0.2
+) -> bool:
+    """Return whether label counts have moved further than τ_i = tolerance / LabelSize · n_i.
+
+    The distance is the mean over the labels of ``|count now − count then|``: with a tolerance of
+    0.2 it is passed when a fifth of the samples have come, gone or changed.
+
+    Parameters
+    ----------
+    now, then : Sequence[int]
+        Samples per label. Shape (labels,).
+    examples : int
+        n_i.
+    tolerance : float
+        Share of the data.
+    """
+    difference = np.abs(np.asarray(now, np.int64) - np.asarray(then, np.int64))
+    return bool(difference.mean() > tolerance / len(difference) * examples)
+
+
+def find_groups(
+    deltas: NDArray[np.float32], groups: int, measure: str, rng: np.random.Generator
+) -> NDArray[np.int64]:
+    """Group the first updates, Algorithm 3.
+
+    Parameters
+    ----------
+    deltas : NDArray[np.float32]
+        One update per row. Shape (n, d).
+    groups : int
+        m, at most n.
+    measure : str
+        ``"edc"``: k-means++ on the updates' cosines to their main directions. ``"madc"``:
+        hierarchical clustering on the differences of their cosines. ``"random-clients"``: each
+        update is a group (RCC), if m random clients have trained.
+    rng : numpy.random.Generator
+        Draws what is left to chance.
+
+    Returns
+    -------
+    NDArray[np.int64]
+        A label in 0 … m − 1 per update. Shape (n,).
+    """
+    if measure == "edc":
+        return group_by_edc(deltas, groups, seed=int(rng.integers(2**31)))
+    if measure == "madc":
+        return linkage(madc(cosines(deltas, deltas)), groups)
+    return np.arange(len(deltas))
+
+
+def group_by_edc(deltas: NDArray[np.float32], groups: int, seed: int) -> NDArray[np.int64]:
+    """Group updates by the Euclidean distance of decomposed cosines (EDC), eq (7).
+
+    The updates' m main directions V come from a truncated SVD; each update is embedded as its
+    cosines to them, divided by m, and k-means++ groups these points.
+
+    Parameters
+    ----------
+    deltas : NDArray[np.float32]
+        One update per row. Shape (n, d).
+    groups : int
+        m, at most n.
+    seed : int
+        Of k-means++.
+    """
+    directions = np.linalg.svd(deltas, full_matrices=False)[2][:groups]
+    points = cosines(deltas, directions) / groups
+    method = KMeans(n_clusters=groups, init="k-means++", n_init=10, random_state=seed)
+    return numbered(method.fit_predict(points))
+
+
+def madc(similarity: NDArray[np.floating]) -> NDArray[np.float64]:
+    """Return the mean of absolute differences of pairwise cosines (MADC), eq (6).
+
+    ``MADC(i, j) = 1/(n−2) Σ_{z≠i,j} |S(i,z) − S(j,z)|``; for two clients, where the sum is empty,
+    it is 0.
+
+    Parameters
+    ----------
+    similarity : NDArray[np.floating]
+        S. Shape (n, n).
+    """
+    n = len(similarity)
+    distances = np.zeros((n, n))
+    for i in range(n):
+        differences = np.abs(similarity - similarity[i])
+        # z = i and z = j are the two terms that the sum leaves out.
+        own = differences[:, i] + differences[np.arange(n), np.arange(n)]
+        distances[i] = (differences.sum(axis=1) - own) / max(1, n - 2)
+    np.fill_diagonal(distances, 0.0)
+    return (distances + distances.T) / 2.0
+
+
+# -----------------------------------------------------------------------------
+# FlexCFL: groups by the directions of first updates, for clients whose data may change.
+# -----------------------------------------------------------------------------
+
 
 log = getLogger("raceme")
 
@@ -349,3 +614,158 @@ def mix_groups(models: Sequence[Model], eta_g: float) -> None:
     ]
     for model, vector in zip(models, mixed, strict=True):
         model.replace(np.asarray(vector, np.float32))
+
+
+# -----------------------------------------------------------------------------
+# FlexCFL-Async: FlexCFL's groups and migration on every single update.
+#
+# Our own: Duan et al. (TPDS 2022) wait for rounds. Some clients train the initial model w0
+# first, and
+# the directions of their updates are grouped; then nobody waits for anybody. A client without a
+# group
+# trains w0 for a little while and joins the group of the nearest direction; each later update is
+# mixed into its group's model at once, with a weight that falls with staleness as FedAsync's
+# does.
+# Before a client is given work it is asked for its label counts, or the direction of its latest
+# update is looked at. If its data have changed, it joins the group that alone has clients with
+# such
+# labels, and else it trains w0 again. An update that comes from a model which is not that of its
+# client's group is dropped.
+#
+# There is no inter-group aggregation: η_g belongs to a round, after which all groups are at
+# rest.
+# -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class FlexCFLAsyncParameters(ColdStartParameters, FedAsyncParameters):
+    """Hyper-parameters of FlexCFL-Async."""
+
+
+@dataclass
+class FlexCFLAsyncState:
+    """What FlexCFL-Async knows beside its groups.
+
+    Attributes
+    ----------
+    start : ColdStart
+        What places clients.
+    told : dict[str, bool]
+        Clients that have said their label counts since they were last given other work.
+    """
+
+    start: ColdStart
+    told: dict[str, bool] = field(default_factory=dict)
+
+
+class FlexCFLAsync(Method):
+    """FlexCFL's groups and migration on every single update (FlexCFL-Async, our own)."""
+
+    parameters_type = FlexCFLAsyncParameters
+    state_type = FlexCFLAsyncState
+    keeps_bases = True
+    parameters: FlexCFLAsyncParameters
+    state: FlexCFLAsyncState
+
+    @property
+    def needs_classes(self) -> str:
+        """What clients are asked for that a regression does not have."""
+        return self.parameters.needs_classes
+
+    @property
+    def asked_kinds(self) -> frozenset[str]:
+        """Kinds of work that clients are asked for, beyond training and testing a model."""
+        return frozenset({LABEL_COUNTS} if self.parameters.counts_labels else ())
+
+    def policy(self) -> Dispatch:
+        """Wait for those who make the groups; then nobody waits."""
+        first = InRounds(participants=self._first)
+        return Then(first, EveryIdle(), lambda: self._has_groups)
+
+    def check(self, clients: int) -> None:
+        """Raise UserError if there are more groups than clients."""
+        check_groups(self.parameters.groups, clients)
+
+    def initialize(self, vector: Vector) -> None:
+        """Keep w0; all clients are cold."""
+        self.clusters = Clusters({0: Model(vector)})
+        self.state = FlexCFLAsyncState(ColdStart(vector.copy()))
+
+    @property
+    def _has_groups(self) -> bool:
+        return bool(self.state.start.directions)
+
+    def _first(self, online: Sequence[Client], rng: np.random.Generator) -> Sequence[Client]:
+        """Pick α m clients, whose first updates make the groups."""
+        alone = self.parameters.measure == "random-clients"
+        per_group = 1 if alone else self.parameters.pretrain
+        return sample(online, per_group * self.parameters.groups, rng)
+
+    def add_client(self, client: Client) -> None:
+        """Take a client in: cold, or back into its group."""
+        super().add_client(client)
+        if self._has_groups and not self.clusters.is_placed(client.client_id):
+            self.state.start.cold[client.client_id] = True
+
+    def work_for(self, client: str) -> Work:
+        """Let a cold client train w0, ask others for label counts, or train their group's model."""
+        start = self.state.start
+        if not self._has_groups or client in start.cold:
+            return pretraining(client, self.record_of(start.initial), self.parameters)
+        by_counts = self.parameters.counts_labels
+        if by_counts and client not in self.state.told and start.answers(client):
+            return Work(client, LABEL_COUNTS, models=())
+        return Work(client)
+
+    def on_dispatch(self, task: Task) -> None:
+        """Note whom label counts are asked of."""
+        if task.kind == LABEL_COUNTS:
+            self.state.start.ask(task.client)
+
+    def on_answer(self, answer: Answer) -> None:
+        """Take label counts in: a client whose data have changed is cold."""
+        client = answer.task.client
+        examples = self.progress.fleet.clients[client].num_examples
+        start = self.state.start
+        was_cold = client in start.cold
+        take_counts(start, answer, examples, self.parameters.tolerance)
+        if client in start.cold and not was_cold:
+            self._place_by_labels(client)
+
+    def _place_by_labels(self, client: str) -> None:
+        """Move a client whose data have changed at once, if its labels are those of one group."""
+        start, members = self.state.start, self.clusters.members
+        homes = {c: self.clusters.main(c) for c in members if c not in start.cold}
+        group = start.group_by_labels(client, homes)
+        if group is not None:
+            self.clusters.assign(client, group)
+            start.settle(client)
+
+    def on_close(self, task: Task) -> None:
+        """Ask a client again after each of its trainings, and only once if it does not answer."""
+        if task.kind == LABEL_COUNTS:
+            self.state.told[task.client] = True
+        else:
+            self.state.told.pop(task.client, None)
+
+    def aggregate(self, updates: Sequence[Update]) -> Sequence[Applied]:
+        """Find the groups first; then act on each update by itself."""
+        if not self._has_groups:
+            return start_groups(self, self.state.start, updates, self.parameters)
+        return super().aggregate(updates)
+
+    def on_update(self, update: Update) -> Applied:
+        """Place a cold client; mix what others bring into their group's model."""
+        client, start = update.task.client, self.state.start
+        if client in start.cold:
+            return place(self, start, update)
+        group = self.clusters.main(client)
+        if update.task.cluster != group:
+            return Applied(group, staleness=0, weight=0.0)
+        looks_at_it = self.parameters.detect == "direction"
+        if looks_at_it and start.looks_foreign(group, self.compared(self.delta(update))):
+            start.cold[client] = True
+        model = self.models[group]
+        return mix_by_staleness(
+            model, update, group, model.version - update.task.version, self.parameters
+        )

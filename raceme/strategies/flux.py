@@ -37,18 +37,26 @@ from numpy.typing import NDArray
 from sklearn.cluster import DBSCAN
 from sklearn.neighbors import NearestNeighbors
 
-from raceme.clustering.clusters import Clusters, parts_of
-from raceme.clustering.model import Model
-from raceme.clustering.spectral import numbered
-from raceme.config.options import option
-from raceme.protocol.effort import forward_cost
-from raceme.protocol.messages import ACCURACIES, ARRAYS, COMPUTE_SCALE, SCORES, Vector
-from raceme.protocol.stated import LARGEST
-from raceme.protocol.statistics import DESCRIPTORS, LATENT_DIMENSIONS, LATENT_MOST, LATENT_SEED
-from raceme.server.dispatch import Dispatch, InRounds, Moment, RoundsParameters
-from raceme.server.method import Applied, Method, average_by_cluster
-from raceme.server.replies import Answer, InvalidReplyError, Update
-from raceme.server.work import Task, Value, Work
+from raceme.core.clusters import Clusters, Model, parts_of
+from raceme.core.interface import Applied
+from raceme.core.messages import (
+    ACCURACIES,
+    ARRAYS,
+    COMPUTE_SCALE,
+    DESCRIPTORS,
+    LARGEST,
+    LATENT_DIMENSIONS,
+    LATENT_MOST,
+    LATENT_SEED,
+    SCORES,
+    Vector,
+    forward_cost,
+)
+from raceme.core.options import option
+from raceme.core.requests import Answer, InvalidReplyError, Task, Update, Value, Work
+from raceme.core.scheduling import Dispatch, InRounds, Moment, RoundsParameters
+from raceme.core.strategy import Method, average_by_cluster
+from raceme.strategies.shared import numbered
 
 log = getLogger("raceme")
 

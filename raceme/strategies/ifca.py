@@ -13,15 +13,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from raceme.clustering.clusters import Clusters
-from raceme.clustering.model import Model
-from raceme.config.options import option
-from raceme.config.room import check_room
-from raceme.protocol.messages import COMPUTE_SCALE, TRAIN, TRAIN_BEST, ModelSpec, Vector
-from raceme.server.dispatch import Dispatch, InRounds, RoundsParameters
-from raceme.server.method import Applied, Method, average_by_cluster, staleness_of
-from raceme.server.replies import Update
-from raceme.server.work import Work
+from raceme.core.clusters import Clusters, Model
+from raceme.core.files import check_room
+from raceme.core.interface import Applied
+from raceme.core.messages import COMPUTE_SCALE, TRAIN, TRAIN_BEST, ModelSpec, Vector
+from raceme.core.options import option
+from raceme.core.requests import Update, Work
+from raceme.core.scheduling import Dispatch, InRounds, RoundsParameters
+from raceme.core.strategy import Method, average_by_cluster, staleness_of
 from raceme.strategies.fedasync import FedAsyncParameters, mix_by_staleness
 
 

@@ -33,18 +33,21 @@ from scipy.cluster.hierarchy import fcluster
 from scipy.cluster.hierarchy import linkage as joined_by
 from scipy.spatial.distance import squareform
 
-from raceme.clustering.clusters import Clusters, parts_of
-from raceme.clustering.model import Model
-from raceme.clustering.regroup import regroup
-from raceme.clustering.spectral import numbered
-from raceme.config.options import option
-from raceme.protocol.effort import forward_cost
-from raceme.protocol.messages import COMPUTE_SCALE, Vector
-from raceme.protocol.statistics import IN_ALL, PER_CLASS, PRINCIPAL_DIRECTIONS
-from raceme.server.dispatch import Dispatch, InRounds, Moment, RoundsParameters
-from raceme.server.method import Applied, Method, average_by_cluster
-from raceme.server.replies import Answer, InvalidReplyError, Update
-from raceme.server.work import Task, Work
+from raceme.core.clusters import Clusters, Model, parts_of
+from raceme.core.interface import Applied
+from raceme.core.messages import (
+    COMPUTE_SCALE,
+    IN_ALL,
+    PER_CLASS,
+    PRINCIPAL_DIRECTIONS,
+    Vector,
+    forward_cost,
+)
+from raceme.core.options import option
+from raceme.core.requests import Answer, InvalidReplyError, Task, Update, Work
+from raceme.core.scheduling import Dispatch, InRounds, Moment, RoundsParameters
+from raceme.core.strategy import Method, average_by_cluster
+from raceme.strategies.shared import numbered, regroup
 
 log = getLogger("raceme")
 

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from raceme.clustering.clusters import Clusters
-from raceme.clustering.model import Model
-from raceme.protocol.messages import Vector
-from raceme.server.fleet import Client
-from raceme.server.method import Applied, Method
-from raceme.server.replies import Update
+from raceme.core.clients import Client
+from raceme.core.clusters import Clusters, Model
+from raceme.core.interface import Applied
+from raceme.core.messages import Vector
+from raceme.core.requests import Update
+from raceme.core.strategy import Method
 
 
 @dataclass(frozen=True)

@@ -22,18 +22,22 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from zlib import crc32
 
+import numpy as np
 import torch
 from flwr.app import Context
+from numpy.typing import ArrayLike
+from torch import nn
 
-from raceme import datasets, models
-from raceme.config import RunConfig, Value, expanded
-from raceme.datasets.own_file import DATA_FILE, Stamp, stamp_of
-from raceme.datasets.source import generator
-from raceme.protocol.messages import VALIDATION_SHARE, kept_for_validation
-from raceme.training.network import Network
-from raceme.training.objective import objective_of
-from raceme.training.processors import ACCELERATOR, THREADS, Way, fastest, ways_of
-from raceme.training.samples import Samples
+from raceme import datasets
+from raceme.core.config import RunConfig, expanded
+from raceme.core.errors import UserError
+from raceme.core.messages import VALIDATION_SHARE, kept_for_validation
+from raceme.core.options import Value
+from raceme.datasets.npz import DATA_FILE, Stamp, stamp_of
+from raceme.datasets.source import ClientData, DataShape, generator
+from raceme.training import models
+from raceme.training.machine import ACCELERATOR, THREADS, Way, fastest, ways_of
+from raceme.training.network import Network, Samples, objective_of
 
 _Items = tuple[tuple[str, Value], ...]
 
@@ -223,13 +227,11 @@ def load(run_items: _Items, node_items: _Items, step: int) -> Client:
     )
 
 
-_ways: dict[tuple[str, datasets.DataShape, int, tuple[Way, ...]], Way] = {}
+_ways: dict[tuple[str, DataShape, int, tuple[Way, ...]], Way] = {}
 """What was measured to be the fastest way, by network, mini-batch and the ways to choose from."""
 
 
-def _fastest_network(
-    config: RunConfig, node: Mapping[str, Value], data: datasets.ClientData
-) -> Network:
+def _fastest_network(config: RunConfig, node: Mapping[str, Value], data: ClientData) -> Network:
     """Return the network where it trains fastest, of what the node's owner allows; set threads."""
     if ACCELERATOR not in node and THREADS not in node:
         return network_of(config)
@@ -285,6 +287,85 @@ def network_of(config: RunConfig, accelerator: str = "cpu") -> Network:
 
 
 @lru_cache(maxsize=8)
-def _network(name: str, shape: datasets.DataShape, accelerator: str) -> Network:
+def _network(name: str, shape: DataShape, accelerator: str) -> Network:
     module = models.build(name, shape.input_shape, shape.outputs, tokens=shape.tokens)
     return Network(module, objective_of(shape), accelerator)
+
+
+# -----------------------------------------------------------------------------
+# A user's own network and samples, for Raceme's kinds of work in a ClientApp of the user's.
+# -----------------------------------------------------------------------------
+
+
+_PARTITION = "partition-id"
+
+
+@dataclass(frozen=True, eq=False)
+class OwnData:
+    """What a client trains and tests with: a classification with cross-entropy.
+
+    Attributes
+    ----------
+    network : nn.Module
+        The network; its state_dict has the names of the arrays that the server sends.
+    x_train, y_train, x_test, y_test : ArrayLike
+        The client's samples: inputs, shape (n, ...), and classes from 0, shape (n,). Arrays, or
+        tensors in the CPU's memory.
+    lr : float
+        Learning rate, where messages state none (``train_config``).
+    batch_size, local_epochs : int
+        Mini-batch size and passes over the samples, likewise.
+    seed : int
+        Decides what the work leaves to chance.
+    client_id : str
+        A name that stays; by default the number of the partition, or else of the node.
+    """
+
+    network: nn.Module
+    x_train: ArrayLike
+    y_train: ArrayLike
+    x_test: ArrayLike
+    y_test: ArrayLike
+    lr: float = 0.01
+    batch_size: int = 32
+    local_epochs: int = 1
+    seed: int = 0
+    client_id: str = ""
+
+    def client(self, context: Context) -> Client:
+        """Return the client that these are of.
+
+        Raises
+        ------
+        UserError
+            Inputs and labels do not fit together, or there are none.
+        """
+        network = Network(self.network)
+        train = _samples("train", self.x_train, self.y_train, network)
+        test = _samples("test", self.x_test, self.y_test, network)
+        config = RunConfig(
+            lr=self.lr, batch_size=self.batch_size, local_epochs=self.local_epochs, seed=self.seed
+        )
+        node = context.node_config
+        name = f"client-{node[_PARTITION]}" if _PARTITION in node else f"node-{context.node_id}"
+        return Client(
+            id=self.client_id or name,
+            config=config,
+            train=train,
+            test=test,
+            num_classes=int(max(train.y.max(), test.y.max())) + 1,
+            group=None,
+            mixture=None,
+            network=network,
+        )
+
+
+def _samples(part: str, x: ArrayLike, y: ArrayLike, network: Network) -> Samples:
+    """Check samples, and keep them as the network takes them."""
+    inputs, labels = np.asarray(x, np.float32), np.asarray(y, np.int64)
+    if labels.ndim != 1 or not len(labels) or len(inputs) != len(labels) or labels.min() < 0:
+        raise UserError(
+            f"OwnData: x_{part} and y_{part} must be as many inputs as classes, one at least, and "
+            f"classes count from 0; they have shapes {inputs.shape} and {labels.shape}."
+        )
+    return Samples(inputs, labels, network.channels_last, network.accelerator)

@@ -8,7 +8,7 @@ kinds, and those of functions added to these, are in :mod:`raceme.client_app`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeGuard
 
@@ -16,20 +16,32 @@ import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord
 from numpy.typing import NDArray
 
-from raceme import training
-from raceme.config.errors import UserError
-from raceme.protocol.messages import (
+from raceme.core.errors import UserError
+from raceme.core.messages import (
     ACCURACIES,
+    ACCURACY_AFTER,
+    ACCURACY_BEFORE,
     ANCHOR,
+    BORROWED,
     CHOSEN,
     DECOMPOSED,
+    FORMER_STEP,
     GROUP,
+    INPUTS,
     LABEL_COUNTS,
+    LABELS,
+    LOCAL,
     LOSS,
     LOSSES,
+    MEMORY,
+    MEMORY_STEPS,
     MIXTURE,
     NUM_EXAMPLES,
     ON,
+    PASSES_OF_TRAINING,
+    REMEMBERED,
+    SAMPLE_PASSES,
+    SCORED,
     SHARES,
     STEP,
     TESTED_MODELS,
@@ -38,11 +50,95 @@ from raceme.protocol.messages import (
     UNIT,
     ModelSpec,
     from_array,
+    numbered,
+    to_array,
 )
-from raceme.training.kept_parts import complete
-from raceme.training.samples import Samples
-from raceme.training.scores import score_former, score_upload
+from raceme.flower.messages import array_record
+from raceme.training.decomposition import complete
+from raceme.training.local import epoch_sizes
+from raceme.training.local import evaluate as test_locally
+from raceme.training.local import losses as sample_losses
+from raceme.training.local import train as train_locally
+from raceme.training.network import Samples
 from raceme.training.work import Answer, ClientWork, Metric
+
+# -----------------------------------------------------------------------------
+# How good uploads are: tests that a client makes beside its work, for reports only.
+#
+# Li and Zhu ("Client-Driven Federated Learning") test what a client uploads, "client before",
+# and the
+# model that it gets in return, "client after", both on test data of the mixture that it was
+# trained
+# on. The latter is known when the client speaks next, with the model that it has from the
+# server.
+#
+# What a kind of work trains is not changed by these tests. They ask for it by the setting
+# ``scored``.
+# -----------------------------------------------------------------------------
+
+
+def score_former(
+    work: ClientWork,
+    received: ArrayRecord,
+    completes: Callable[[int], object] = lambda step: None,
+) -> dict[str, Metric]:
+    """Test what a client was sent in return for its last upload, on the data of that upload.
+
+    To be called before training: afterwards the client's network holds the received model.
+
+    Parameters
+    ----------
+    work : ClientWork
+        What the client is asked.
+    received : ArrayRecord
+        The model that it goes on from: the one that was sent, or one made of several.
+    completes : Callable
+        Does to the client's network, which holds that model, what its tests at a step need.
+
+    Returns
+    -------
+    dict[str, Metric]
+        The accuracy, as a metric of the answer; nothing if it is not asked for, or if the client
+        has not uploaded anything yet.
+    """
+    former = work.former() if work.settings.get(SCORED, False) else None
+    if former is None:
+        return {}
+    work.receive(received)
+    completes(int(work.number(FORMER_STEP, 0)))
+    return {ACCURACY_AFTER: test_locally(work.client.network, former.test)[0]}
+
+
+def score_upload(work: ClientWork, forward: int = 0) -> dict[str, Metric]:
+    """Test the trained model, which the client's network holds, on the data of its step.
+
+    Parameters
+    ----------
+    work : ClientWork
+        What the client is asked.
+    forward : int
+        Samples that it passed forward through a network beside training, each model counted.
+
+    Returns
+    -------
+    dict[str, Metric]
+        The accuracy, and the passes of samples that the work took without these tests, as metrics
+        of the answer; nothing if it is not asked for.
+    """
+    if not work.settings.get(SCORED, False):
+        return {}
+    client = work.client
+    trained = epoch_sizes(len(client.train), work.training_settings(), client.network.needs_pairs)
+    return {
+        ACCURACY_BEFORE: test_locally(client.network, client.test)[0],
+        SAMPLE_PASSES: forward + PASSES_OF_TRAINING * sum(trained),
+    }
+
+
+# -----------------------------------------------------------------------------
+# The kinds of work that a client does on its samples: one function each.
+# -----------------------------------------------------------------------------
+
 
 OWN_MODEL = "own-model"
 """Record of a client's state: the model that it keeps from one task to the next."""
@@ -63,7 +159,7 @@ def train_best(work: ClientWork) -> Answer:
     losses = []
     for model in models:
         work.receive(model)
-        loss = training.evaluate(work.client.network, work.client.train)[1]
+        loss = test_locally(work.client.network, work.client.train)[1]
         losses.append(loss if math.isfinite(loss) else math.inf)
     chosen = losses.index(min(losses))
     forward = len(models) * len(work.client.train)
@@ -139,7 +235,7 @@ def tested(work: ClientWork, model: ArrayRecord) -> tuple[float, float]:
     work.receive(model)
     if work.settings.get(DECOMPOSED, False):
         complete(work, work.step)
-    return training.evaluate(work.client.network, work.client.test)
+    return test_locally(work.client.network, work.client.test)
 
 
 def test_steps(work: ClientWork) -> Answer:
@@ -214,7 +310,7 @@ def scores(work: ClientWork) -> Answer:
     for row, model in enumerate(models):
         work.receive(model)
         for column, client in enumerate(clients):
-            measured[:, row, column] = training.evaluate(client.network, client.train)
+            measured[:, row, column] = test_locally(client.network, client.train)
     accuracies, means = bounded(measured)
     numbers = {ACCURACIES: accuracies, LOSSES: means}
     return Answer({NUM_EXAMPLES: sum(len(client.train) for client in clients)}, numbers=numbers)
@@ -304,7 +400,7 @@ def train_model(
     scores = score_former(work, received if returned is None else returned)
     spec = work.receive(received)
     terms = work.arrays if arrays is None else arrays
-    loss = training.train(network, client.train, settings, rng, terms)
+    loss = train_locally(network, client.train, settings, rng, terms)
     scores |= score_upload(work, forward)
     return training_answer(work, work.give(spec, received), {TRAIN_LOSS: loss, **scores}, told)
 
@@ -317,5 +413,112 @@ def losses_of(
     measured = np.empty((len(models), len(samples)), np.float32)
     for row, model in zip(measured, models, strict=True):
         work.receive(model)
-        row[...] = training.losses(work.client.network, samples)
+        row[...] = sample_losses(work.client.network, samples)
     return measured
+
+
+# -----------------------------------------------------------------------------
+# What a client remembers of the data of its former tasks: a sample of each, never trained on.
+#
+# Zhang, "Asymmetric Clustering in Federated Continual Learning" (C-FAACL), thesis, Waterloo
+# 2024. The
+# samples are records of the client's state; they leave it only where :func:`lend` is asked for.
+# -----------------------------------------------------------------------------
+
+
+def learn(work: ClientWork) -> Answer:
+    """Train the received model, and remember a sample of the validation samples of this step.
+
+    Raises
+    ------
+    ValueError
+        The client keeps no samples for validation, or is not told how many to remember.
+    """
+    kept = work.client.validation
+    if kept is None:
+        raise ValueError("To remember samples, a client has to keep some for validation.")
+    count = min(int(work.number(REMEMBERED, None)), len(kept))
+    chosen = np.sort(work.generator().choice(len(kept), count, replace=False))
+    step = int(work.number(STEP, 0))
+    inputs = np.asarray(kept.shaped(kept.x).cpu().numpy())[chosen]
+    arrays = {INPUTS: to_array(inputs), LABELS: to_array(kept.y.cpu().numpy()[chosen])}
+    work.state[numbered(MEMORY, step)] = array_record(arrays)
+    return train_model(work, work.model)
+
+
+def match(work: ClientWork) -> Answer:
+    """Measure the loss of each sample under each of several models, on several sets of samples.
+
+    The models are those of clusters, and then those that clients have trained themselves. The sets
+    are the validation samples, if asked for, what the client remembers of the steps that the
+    message names (left out where it remembers nothing), and samples that came with the message.
+    """
+    models = [*_clusters(work), *_numbered(work, LOCAL)]
+    sets: dict[str, Samples] = {}
+    if work.settings.get(ON) == "validation" and work.client.validation is not None:
+        sets["validation"] = work.client.validation
+    for step in _steps(work):
+        name = numbered(MEMORY, step)
+        if name in work.state:
+            sets[name] = _samples(work, work.state.array_records[name])
+    for index, record in enumerate(_numbered(work, BORROWED)):
+        sets[numbered(BORROWED, index)] = _samples(work, record)
+    measured = {
+        name: np.empty((len(models), len(samples)), np.float32) for name, samples in sets.items()
+    }
+    for row, model in enumerate(models):
+        work.receive(model)
+        for name, samples in sets.items():
+            measured[name][row] = sample_losses(work.client.network, samples)
+    numbers = {name: bounded(losses) for name, losses in measured.items()}
+    return Answer({NUM_EXAMPLES: len(work.client.train)}, numbers=numbers)
+
+
+def lend(work: ClientWork) -> Answer:
+    """Hand out what the client remembers of the steps that the message names."""
+    numbers: dict[str, NDArray[np.generic]] = {}
+    for step in _steps(work):
+        name = numbered(MEMORY, step)
+        if name in work.state:
+            record = work.state.array_records[name]
+            for part in (INPUTS, LABELS):
+                numbers[f"{name}-{part}"] = from_array(record[part])
+    return Answer({NUM_EXAMPLES: len(work.client.train)}, numbers=numbers)
+
+
+def _clusters(work: ClientWork) -> list[ArrayRecord]:
+    """Return the models of clusters in a message, which may have none."""
+    try:
+        return work.models
+    except ValueError:
+        return []
+
+
+def _numbered(work: ClientWork, name: str) -> Iterable[ArrayRecord]:
+    """Yield the records of a message that are numbered from 0."""
+    index = 0
+    while numbered(name, index) in work.arrays:
+        yield work.arrays[numbered(name, index)]
+        index += 1
+
+
+def _steps(work: ClientWork) -> list[int]:
+    steps = work.settings.get(MEMORY_STEPS, [])
+    return [step for step in steps if isinstance(step, int)] if isinstance(steps, list) else []
+
+
+def _samples(work: ClientWork, record: ArrayRecord) -> Samples:
+    """Return samples out of a record, in the order of memory of this client's network.
+
+    Raises
+    ------
+    ValueError
+        They are not of the shape of the client's own.
+    """
+    inputs, labels = from_array(record[INPUTS]), from_array(record[LABELS])
+    own = work.client.train
+    if inputs.shape[1:] != tuple(own.shaped(own.x[:1]).shape[1:]) or len(inputs) != len(labels):
+        raise ValueError(f"These samples have the shape {inputs.shape}, unlike the client's own.")
+    network = work.client.network
+    kept = network.channels_last, network.accelerator
+    return Samples(np.array(inputs, np.float32), np.array(labels), *kept)

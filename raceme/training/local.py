@@ -4,21 +4,321 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import repeat
 from types import MappingProxyType
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from flwr.app import ArrayRecord
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import dropout as left_out
 
-from raceme.training.dropout import dropout
-from raceme.training.network import Network
-from raceme.training.optimisers import Descent, optimiser_of
-from raceme.training.samples import Samples
-from raceme.training.settings import TrainingSettings
-from raceme.training.terms import Term, terms_of
+from raceme.core.messages import ANCHOR, FISHER, FORMER, MASK
+from raceme.training.network import Network, Samples
+
+# -----------------------------------------------------------------------------
+# Hyper-parameters of the local training.
+# -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TrainingSettings:
+    """Hyper-parameters of the local training.
+
+    Attributes
+    ----------
+    lr : float
+        Learning rate.
+    batch_size : int
+        Samples per step; the last step of an epoch takes what is left.
+    local_epochs : int
+        Passes over the samples.
+    local_steps : int
+        Exactly so many steps instead, through as many epochs as they take; 0: epochs count.
+    optimizer : str
+        Name of the optimiser, of those in :mod:`raceme.training.local`.
+    momentum : float
+        Share of the former step that the optimiser ``momentum`` adds to the next.
+    weight_decay : float
+        Strength λ of the term λ/2 ‖w‖².
+    proximal_mu : float
+        Strength μ of FedProx's term μ/2 ‖w - w₀‖², with w₀ the received weights.
+    elastic_strength : float
+        Strength λ of EWC's term λ/2 Σ F (w - w*)², of a client that has former tasks.
+    dropout : float
+        Share of the inputs of linear layers that each step leaves out.
+
+    Raises
+    ------
+    ValueError
+        A number is out of its range.
+    """
+
+    lr: float
+    batch_size: int = 10
+    local_epochs: int = 1
+    local_steps: int = 0
+    optimizer: str = "sgd"
+    momentum: float = 0.9
+    weight_decay: float = 0.0
+    proximal_mu: float = 0.0
+    elastic_strength: float = 0.0
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.lr < float("inf"):
+            raise ValueError(f"lr must be greater than 0, got {self.lr}.")
+        if self.batch_size < 1:
+            raise ValueError(f"batch-size must be at least 1, got {self.batch_size}.")
+        if self.local_epochs < 1:
+            raise ValueError(f"local-epochs must be at least 1, got {self.local_epochs}.")
+        if self.local_steps < 0:
+            raise ValueError(f"local-steps must be at least 0, got {self.local_steps}.")
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"momentum must be at least 0 and below 1, got {self.momentum}.")
+        if not 0 <= self.weight_decay < float("inf"):
+            raise ValueError(f"weight-decay must be at least 0, got {self.weight_decay}.")
+        if not 0 <= self.proximal_mu < float("inf"):
+            raise ValueError(f"proximal-mu must be at least 0, got {self.proximal_mu}.")
+        if not 0 <= self.elastic_strength < float("inf"):
+            raise ValueError(f"elastic-strength must be at least 0, got {self.elastic_strength}.")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout must be at least 0 and below 1, got {self.dropout}.")
+
+
+# -----------------------------------------------------------------------------
+# Optimisers by name: how a step follows its gradient.
+#
+# An optimiser starts anew with every piece of work: what it remembers of former steps is of this
+# client's last visit, not of the model that it now trains.
+# -----------------------------------------------------------------------------
+
+
+class Trained(Protocol):
+    """Weights in one flat vector, and their gradient in another: a network's, or what makes them.
+
+    Attributes
+    ----------
+    weights, gradient : Tensor
+        Shape (d,), float32.
+    """
+
+    weights: Tensor
+    gradient: Tensor
+
+
+Descent = Callable[[], None]
+"""Moves weights by one step along their gradient."""
+
+
+def sgd(trained: Trained, settings: TrainingSettings) -> Descent:
+    """Plain stochastic gradient descent: one operation, without a library's bookkeeping."""
+
+    def descend() -> None:
+        trained.weights.add_(trained.gradient, alpha=-settings.lr)
+
+    return descend
+
+
+def momentum(trained: Trained, settings: TrainingSettings) -> Descent:
+    """Stochastic gradient descent with (heavy-ball) momentum."""
+    weights = [_with_gradient(trained)]
+    return _steps_of(torch.optim.SGD(weights, lr=settings.lr, momentum=settings.momentum))
+
+
+def adam(trained: Trained, settings: TrainingSettings) -> Descent:
+    """Adam (Kingma and Ba 2015) with its usual constants."""
+    return _steps_of(torch.optim.Adam([_with_gradient(trained)], lr=settings.lr))
+
+
+OPTIMISERS: dict[str, Callable[[Trained, TrainingSettings], Descent]] = {
+    "sgd": sgd,
+    "momentum": momentum,
+    "adam": adam,
+}
+
+
+def optimiser_of(trained: Trained, settings: TrainingSettings) -> Descent:
+    """Make the optimiser that the settings name, for one piece of work.
+
+    Raises
+    ------
+    ValueError
+        There is none of this name.
+    """
+    if settings.optimizer not in OPTIMISERS:
+        known = ", ".join(OPTIMISERS)
+        raise ValueError(f"optimizer must be one of {known}, got '{settings.optimizer}'.")
+    return OPTIMISERS[settings.optimizer](trained, settings)
+
+
+def _with_gradient(trained: Trained) -> Tensor:
+    """Return weights as torch's optimisers want them, their gradient attached."""
+    weights = trained.weights.detach()
+    weights.grad = trained.gradient
+    return weights
+
+
+def _steps_of(optimiser: torch.optim.Optimizer) -> Descent:
+    def descend() -> None:
+        optimiser.step()
+
+    return descend
+
+
+# -----------------------------------------------------------------------------
+# What else than the loss a step follows: terms that change its gradient.
+#
+# A further term is one function here and its line in ``TERMS``: it is given the network as it
+# was
+# received, the hyper-parameters, and every record of named arrays that came with the model, and
+# returns None where it was not asked for.
+# -----------------------------------------------------------------------------
+
+
+Term = Callable[[Tensor, Tensor], None]
+"""Changes the gradient of a step in place, given the weights: ``term(weights, gradient)``."""
+
+TermBuilder = Callable[[Network, TrainingSettings, Mapping[str, ArrayRecord]], Term | None]
+
+
+def weight_decay(
+    network: Network, settings: TrainingSettings, arrays: Mapping[str, ArrayRecord]
+) -> Term | None:
+    """Return the gradient λ w of λ/2 ‖w‖².
+
+    A term like any other rather than torch's own, which would also shrink what a mask freezes.
+    """
+    if not settings.weight_decay:
+        return None
+
+    def shrink(weights: Tensor, gradient: Tensor) -> None:
+        gradient.add_(weights, alpha=settings.weight_decay)
+
+    return shrink
+
+
+def proximal(
+    network: Network, settings: TrainingSettings, arrays: Mapping[str, ArrayRecord]
+) -> Term | None:
+    """Return FedProx's term (Li et al. 2020): the gradient μ (w - w₀) of μ/2 ‖w - w₀‖².
+
+    w₀ is where training starts, or the anchor that came with the model.
+    """
+    if not settings.proximal_mu:
+        return None
+    start = network.read_weights(arrays[ANCHOR]) if ANCHOR in arrays else network.weights.clone()
+
+    def pull(weights: Tensor, gradient: Tensor) -> None:
+        gradient.add_(weights - start, alpha=settings.proximal_mu)
+
+    return pull
+
+
+def elastic(
+    network: Network, settings: TrainingSettings, arrays: Mapping[str, ArrayRecord]
+) -> Term | None:
+    """Return EWC's term (Kirkpatrick et al. 2017): the gradient of λ/2 Σ_i F_i (w_i - w*_i)².
+
+    F and w* come with the model: how much each weight matters for former tasks, and where it was.
+    The gradient is λF / (1 + η λF) (w - w*), with η the learning rate: that of the penalty's Moreau
+    envelope, by which a step goes to w* and never past it, however large λF is. Where η λF is
+    small, as in the paper, it is λF (w - w*).
+    """
+    if not settings.elastic_strength or FISHER not in arrays:
+        return None
+    stiffness = settings.elastic_strength * network.read_weights(arrays[FISHER])
+    stiffness /= 1.0 + settings.lr * stiffness
+    former = network.read_weights(arrays[FORMER])
+
+    def hold(weights: Tensor, gradient: Tensor) -> None:
+        gradient.addcmul_(stiffness, weights - former)
+
+    return hold
+
+
+def masked(
+    network: Network, settings: TrainingSettings, arrays: Mapping[str, ArrayRecord]
+) -> Term | None:
+    """Return the term that keeps weights at their received values where the mask is 0."""
+    if MASK not in arrays:
+        return None
+    frozen = ~network.read_mask(arrays[MASK])
+
+    def clear(weights: Tensor, gradient: Tensor) -> None:
+        gradient.masked_fill_(frozen, 0.0)
+
+    return clear
+
+
+# The mask is last: nothing may move what it freezes.
+TERMS: tuple[TermBuilder, ...] = (weight_decay, proximal, elastic, masked)
+
+
+def terms_of(
+    network: Network, settings: TrainingSettings, arrays: Mapping[str, ArrayRecord]
+) -> list[Term]:
+    """Return the terms that a piece of work asks for, in the order in which they act.
+
+    Raises
+    ------
+    InvalidModelError
+        A record does not fit the network.
+    """
+    built = (build(network, settings, arrays) for build in TERMS)
+    return [term for term in built if term is not None]
+
+
+# -----------------------------------------------------------------------------
+# Dropout in a network that need not have any: inputs of linear layers, left out at random.
+# -----------------------------------------------------------------------------
+
+
+@contextmanager
+def dropout(module: nn.Module, share: float) -> Iterator[None]:
+    """Let a network in training leave out a share of its hidden units.
+
+    Units are left out where a linear layer receives them, the network's first layer aside, whose
+    inputs are the samples: of a perceptron all hidden layers, of a convolutional network what goes
+    into its linear layers. A network of one layer has no hidden units, and is left as it is. The
+    dropout layers of the network itself work as ever.
+
+    Parameters
+    ----------
+    module : nn.Module
+        The network. In evaluation mode it leaves nothing out.
+    share : float
+        Probability with which a unit is left out; the others are enlarged by 1 / (1 − share).
+    """
+    layers = hidden_linear_layers(module) if share else []
+    hooks = [layer.register_forward_pre_hook(_leaves_out(share)) for layer in layers]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def hidden_linear_layers(module: nn.Module) -> list[nn.Linear]:
+    """Return the linear layers of a network whose inputs are hidden units: all but a first one."""
+    layers = [layer for layer in module.modules() if any(True for _ in layer.parameters(False))]
+    return [layer for layer in layers[1:] if isinstance(layer, nn.Linear)]
+
+
+def _leaves_out(share: float) -> Any:
+    def hook(layer: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (left_out(inputs[0], share, layer.training), *inputs[1:])
+
+    return hook
+
+
+# -----------------------------------------------------------------------------
+# Local training and testing: mini-batches of one client's samples through one network.
+# -----------------------------------------------------------------------------
+
 
 _TEST_BATCH = 256
 _LARGE = 2**16

@@ -19,7 +19,7 @@ from flwr.app import ConfigRecord, Context, Message, MetricRecord
 from flwr.clientapp.mod import LocalDpMod
 from flwr.clientapp.typing import ClientAppCallable
 
-from raceme.protocol.messages import (
+from raceme.core.messages import (
     CONFIG,
     DESCRIBE,
     EVALUATE,

@@ -10,22 +10,30 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from raceme.protocol.messages import NUM_EXAMPLES, Role
-from raceme.protocol.statistics import (
+from raceme.core.messages import (
     ABSENT,
     DESCRIPTORS,
     GRADIENT,
     IN_ALL,
+    LABEL_MASSES,
+    LABEL_TABLE,
     LATENT_DIMENSIONS,
     LATENT_MOST,
     LATENT_SEED,
+    MIXING,
+    NUM_EXAMPLES,
     PER_CLASS,
     PRINCIPAL_DIRECTIONS,
+    TRAIN_LOSS,
+    WEIGHTED_BY,
+    Role,
+    from_array,
+    to_array,
 )
-from raceme.training.kinds import bounded
-from raceme.training.local import differentiate
-from raceme.training.network import Network
-from raceme.training.samples import Samples
+from raceme.flower.messages import array_record
+from raceme.training.kinds import bounded, losses_of, score_former, score_upload, training_answer
+from raceme.training.local import differentiate, train
+from raceme.training.network import Network, Samples
 from raceme.training.work import Answer, ClientWork
 
 _BATCH = 256
@@ -241,3 +249,115 @@ def _count(work: ClientWork, name: str) -> int:
     if not isinstance(value, int) or not 1 <= value <= _MOST_DIMENSIONS:
         raise ValueError(f"{name} must be a whole number from 1 to {_MOST_DIMENSIONS:,}.")
     return value
+
+
+# -----------------------------------------------------------------------------
+# FedRC's part of a client: how much each of several models is responsible for each sample.
+#
+# Guo et al., "FedRC: Tackling Diverse Distribution Shifts Challenge in Federated Learning by
+# Robust
+# Clustering", ICML 2024.
+# -----------------------------------------------------------------------------
+
+
+RESPONSIBILITIES = "responsibilities"
+"""Record of a client's state: γ, float32, shape (models, samples)."""
+
+
+def label_masses(work: ClientWork) -> Answer:
+    """Assign samples to models, keep the assignment, and state how much of each class went where.
+
+    Raises
+    ------
+    ValueError
+        There are no classes; or what was sent with the models is not of their number.
+    """
+    client, models = work.client, work.models
+    if not client.num_classes:
+        raise ValueError("label-masses counts classes, and these data have quantities for labels.")
+    losses = losses_of(work, models)
+    classes = width_of(client.network, client.train)
+    alike = np.full(len(models), 1.0 / len(models))
+    mixing = _sent(work, MIXING, (len(models),), alike)
+    table = _sent(work, LABEL_TABLE, (len(models), classes), np.ones((len(models), classes)))
+    labels = client.train.y.cpu().numpy()
+    shares = responsibilities(losses.astype(np.float64), labels, mixing, table)
+    kept = to_array(shares.astype(np.float32))
+    work.state[RESPONSIBILITIES] = array_record({RESPONSIBILITIES: kept})
+    masses = np.stack([np.bincount(labels, weights=row, minlength=classes) for row in shares])
+    return Answer({NUM_EXAMPLES: len(client.train)}, numbers={LABEL_MASSES: masses})
+
+
+def responsibilities(
+    losses: NDArray[np.float64],
+    labels: NDArray[np.integer],
+    mixing: NDArray[np.float64],
+    table: NDArray[np.float64],
+) -> NDArray[np.float64]:
+    """Return γ_jk ∝ ω_k exp(−ℓ_jk) / C[k][y_j]; a loss that is not finite is very large.
+
+    Parameters
+    ----------
+    losses : NDArray[np.float64]
+        ℓ. Shape (K, n).
+    labels : NDArray[np.integer]
+        y. Shape (n,).
+    mixing, table : NDArray[np.float64]
+        ω and C. Shapes (K,) and (K, classes).
+
+    Returns
+    -------
+    NDArray[np.float64]
+        Shape (K, n), columns of sum 1.
+    """
+    finite = np.nan_to_num(losses, nan=1e30, posinf=1e30, neginf=-1e30)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        logits = np.log(mixing)[:, None] - finite - np.log(table[:, labels])
+    # A share of 0 stays 0; if all are, or what was sent is senseless, all models are alike.
+    logits = np.nan_to_num(logits, nan=-1e30, posinf=1e30, neginf=-1e30)
+    return torch.softmax(torch.from_numpy(logits), dim=0).numpy()
+
+
+def train_weighted(work: ClientWork) -> Answer:
+    """Train the received model on the samples, weighted by its responsibility for each.
+
+    Raises
+    ------
+    ValueError
+        The client has not assigned these samples to models yet.
+    """
+    received, client, network = work.models[0], work.client, work.client.network
+    index, kept = work.settings.get(WEIGHTED_BY), work.state.array_records.get(RESPONSIBILITIES)
+    shares = np.empty((0, 0)) if kept is None else from_array(kept[RESPONSIBILITIES])
+    fits = shares.ndim == 2 and shares.shape[1] == len(client.train)
+    if not isinstance(index, int) or not fits or not 0 <= index < len(shares):
+        raise ValueError(
+            f"{WEIGHTED_BY} must name a model to which these samples were assigned by "
+            f"'{LABEL_MASSES}', got {index!r}."
+        )
+    settings, rng = work.training_settings(), work.generator()
+    scores = score_former(work, received)
+    spec = work.receive(received)
+    weights = torch.from_numpy(shares[index].astype(np.float32)).to(network.accelerator)
+    loss = train(network, client.train, settings, rng, work.arrays, weights=weights)
+    scores |= score_upload(work, 0)
+    return training_answer(work, work.give(spec, received), {TRAIN_LOSS: loss, **scores})
+
+
+def _sent(
+    work: ClientWork, name: str, shape: tuple[int, ...], default: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Return an array that came with the models, or what stands for it at the start.
+
+    Raises
+    ------
+    ValueError
+        It has another shape.
+    """
+    record = work.arrays.get(name)
+    if record is None:
+        return default
+    values = from_array(record[name])
+    if values.shape != shape:
+        raise ValueError(f"{name} must have shape {shape}, got {values.shape}.")
+    return np.asarray(values, np.float64)

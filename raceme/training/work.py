@@ -10,8 +10,7 @@ import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, RecordDict
 from numpy.typing import NDArray
 
-from raceme.config import Value
-from raceme.protocol.messages import (
+from raceme.core.messages import (
     ARRAYS,
     BATCH_SIZE,
     DROPOUT,
@@ -31,8 +30,9 @@ from raceme.protocol.messages import (
     ModelSpec,
     candidate,
 )
+from raceme.core.options import Value
 from raceme.training.clients import Client
-from raceme.training.settings import TrainingSettings
+from raceme.training.local import TrainingSettings
 
 Metric = int | float | list[int] | list[float]
 

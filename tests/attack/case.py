@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
 
-from raceme.config.errors import UserError
+from raceme.core.errors import UserError
 
 Attack = Callable[[str, random.Random, Path], None]
 """Plays a case of a subject with a generator, in an empty folder; raises if something is broken."""

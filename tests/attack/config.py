@@ -10,11 +10,10 @@ from typing import Any
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from raceme.config import RunConfig, all_keys
-from raceme.config.errors import UserError
-from raceme.config.files import assignments, read_toml
-from raceme.config.registry import DRIFTS, PARTITIONERS, STRATEGIES
-from raceme.experiment import build_strategy, resolve
+from raceme.core.config import RunConfig, all_keys, assignments, read_toml
+from raceme.core.errors import UserError
+from raceme.core.registry import DRIFTS, PARTITIONERS, STRATEGIES
+from raceme.runs.experiment import build_strategy, resolve
 from raceme.simulation.devices import fleet
 
 from .case import refused_in_a_line

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
-from raceme.checkpoints.files import DamagedError, read_tree, write_tree
 from raceme.datasets import npz
 from raceme.records.record import read_run
 from raceme.records.store import RunStore
+from raceme.runs.checkpoints import DamagedError, read_tree, write_tree
 
 from .case import refused_in_a_line
 

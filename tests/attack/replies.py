@@ -23,26 +23,25 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 
 from raceme.client_app import app as honest
-from raceme.config import RunConfig
-from raceme.config.registry import STRATEGIES
-from raceme.experiment import (
+from raceme.core import events
+from raceme.core.config import RunConfig
+from raceme.core.events import Event
+from raceme.core.registry import STRATEGIES
+from raceme.records.folder import log_file
+from raceme.records.store import RunStore
+from raceme.reporting.run_page import run_page
+from raceme.runs.experiment import (
     build_grid,
     build_strategy,
     conduct,
     plan,
-    probe_of,
     resolve,
-    starts_of,
     training_settings,
 )
-from raceme.models import initial_arrays
-from raceme.protocol import events
-from raceme.protocol.events import Event
-from raceme.records.folder import log_file
-from raceme.records.store import RunStore
-from raceme.reporting.run_page import run_page
 from raceme.simulation import VirtualGrid
 from raceme.strategies import Method
+from raceme.training.models import initial_arrays
+from raceme.training.server import probe_of, starts_of
 
 _FORGED = "\x1b[31m\n2026 INFO forged\u202e\x9b\u2028\x00\ud800"
 _NAMES = ["version", "task", "kind", "step", "chosen", "unit", "client-id", "other"]

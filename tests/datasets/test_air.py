@@ -8,14 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from raceme import datasets, models
-from raceme.config import RunConfig
-from raceme.config.errors import UserError
-from raceme.datasets.air import TARGET
+from raceme import datasets
+from raceme.core.config import RunConfig
+from raceme.core.errors import UserError
 from raceme.datasets.dealt import Dealt
 from raceme.datasets.drift import drift_of
 from raceme.datasets.partition import Partition
+from raceme.datasets.sensors import TARGET
 from raceme.datasets.source import Dataset, DataShape
+from raceme.training import models
 
 REAL = Path(os.environ.get("RACEME_TEST_DATA", "../shared/data"))
 MARCH, APRIL = 31 * 24, 30 * 24

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from raceme import datasets
-from raceme.config import RunConfig
-from raceme.config.errors import UserError
-from raceme.datasets.characters import CharacterOptions, Writers, by_writer, kinds
+from raceme.core.config import RunConfig
+from raceme.core.errors import UserError
+from raceme.datasets.leaf import CharacterOptions, Writers, by_writer, kinds
+from raceme.datasets.source import DataShape
 
 REAL = Path(os.environ.get("RACEME_TEST_DATA", "../shared/data"))
 # Labels: 10 is A, 36 is a, 37 is b, 38 is c.
@@ -133,7 +134,7 @@ def test_a_folder_of_characters(tmp_path: Path) -> None:
     write(tmp_path, "ink_3", [C] * 10 + [10] * 30)
     config = datasets.with_defaults(config_of(tmp_path, characters="a-c"))
     assert (config.clients, config.model) == (3, "cnn")
-    assert datasets.data_shape(config) == datasets.DataShape((1, 28, 28), 3)
+    assert datasets.data_shape(config) == DataShape((1, 28, 28), 3)
     data = datasets.all_clients(config)
     # In the order of the files; a fifth is for testing.
     assert [len(client.y_train) + len(client.y_test) for client in data] == [10, 2, 20]

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from raceme import datasets
-from raceme.config import RunConfig
-from raceme.config.errors import UserError
-from raceme.datasets.drift.concepts import exchanged
+from raceme.core.config import RunConfig
+from raceme.core.errors import UserError
+from raceme.datasets.drift import exchanged
 
 
 def config_of(**keys: object) -> RunConfig:

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 from raceme import datasets
-from raceme.config import RunConfig
-from raceme.config.errors import UserError
-from raceme.datasets.mnist import FILES
+from raceme.core.config import RunConfig
+from raceme.core.errors import UserError
+from raceme.core.registry import DATASETS, PARTITIONERS
+from raceme.datasets.images import MNIST_FILES
+from raceme.datasets.source import DataShape
 from raceme.datasets.synthetic import client_samples
 
 Arrays = dict[str, np.ndarray]
@@ -120,7 +122,7 @@ def test_what_does_not_exist_or_does_not_fit_is_said(keys: dict[str, object], me
 
 
 def test_every_dataset_and_partitioner_introduces_itself_in_one_line() -> None:
-    for registry in (datasets.DATASETS, datasets.PARTITIONERS):
+    for registry in (DATASETS, PARTITIONERS):
         for line in registry.summaries().values():
             assert 20 < len(line) < 100
             assert line.endswith((".", ")"))
@@ -147,7 +149,7 @@ def test_mnist_is_read_from_idx_files_pooled_and_normalised(
     dataset = datasets.load(config)
     assert dataset.x.shape == (400, 1, 28, 28)
     assert datasets.data_shape(config) == dataset.shape
-    source = datasets.DATASETS[name]
+    source = DATASETS[name]
     first = dataset.inputs(np.array([0]))
     assert first == pytest.approx((dataset.x[:1] / 255 - source.mean) / source.std, abs=1e-6)
     clients = datasets.all_clients(config)
@@ -161,13 +163,13 @@ def test_the_shape_of_mnist_is_known_without_its_files() -> None:
 
 def test_missing_mnist_files_are_named_with_the_command_that_fetches_them(tmp_path: Path) -> None:
     write_mnist(tmp_path)
-    (tmp_path / "MNIST/raw" / FILES[3]).unlink()
+    (tmp_path / "MNIST/raw" / MNIST_FILES[3]).unlink()
     with pytest.raises(UserError) as caught:
         datasets.load(RunConfig(dataset="mnist", data_root=str(tmp_path)))
     message = str(caught.value)
     assert str(tmp_path / "MNIST" / "raw") in message
-    assert all(name in message for name in FILES)
-    assert f"missing: {FILES[3]})" in message
+    assert all(name in message for name in MNIST_FILES)
+    assert f"missing: {MNIST_FILES[3]})" in message
     assert f"raceme run --dataset mnist --data-root {tmp_path} --download" in message
     assert "\n" not in message
 
@@ -179,7 +181,7 @@ def test_mnist_without_a_data_root_says_to_give_one() -> None:
 
 def test_a_damaged_mnist_file_is_said(tmp_path: Path) -> None:
     write_mnist(tmp_path)
-    damaged = tmp_path / "MNIST/raw" / FILES[0]
+    damaged = tmp_path / "MNIST/raw" / MNIST_FILES[0]
     damaged.write_bytes(damaged.read_bytes()[:1000])
     with pytest.raises(UserError, match=r"Could not read mnist in .*uncompressed"):
         datasets.load(RunConfig(dataset="mnist", data_root=str(tmp_path)))
@@ -187,7 +189,7 @@ def test_a_damaged_mnist_file_is_said(tmp_path: Path) -> None:
 
 def test_a_compressed_mnist_file_under_the_plain_name_is_said(tmp_path: Path) -> None:
     write_mnist(tmp_path)
-    packed = tmp_path / "MNIST/raw" / FILES[1]
+    packed = tmp_path / "MNIST/raw" / MNIST_FILES[1]
     packed.write_bytes(gzip.compress(packed.read_bytes()))
     with pytest.raises(UserError, match="Could not read mnist"):
         datasets.load(RunConfig(dataset="mnist", data_root=str(tmp_path)))
@@ -195,7 +197,7 @@ def test_a_compressed_mnist_file_under_the_plain_name_is_said(tmp_path: Path) ->
 
 def test_images_and_labels_that_do_not_match_are_said(tmp_path: Path) -> None:
     write_mnist(tmp_path)
-    write_idx(tmp_path / "MNIST/raw" / FILES[1], np.arange(299) % 10)
+    write_idx(tmp_path / "MNIST/raw" / MNIST_FILES[1], np.arange(299) % 10)
     with pytest.raises(UserError, match="Could not read mnist"):
         datasets.load(RunConfig(dataset="mnist", data_root=str(tmp_path)))
 
@@ -272,7 +274,7 @@ def test_a_devices_file_is_read_as_it_is(tmp_path: Path) -> None:
     for name, values in arrays.items():
         assert np.array_equal(getattr(data, name), values)
     assert (data.x_train.dtype, data.y_train.dtype, data.group) == (np.float32, np.int64, None)
-    assert datasets.data_shape(config) == datasets.DataShape((4,), 3)
+    assert datasets.data_shape(config) == DataShape((4,), 3)
 
 
 def test_a_device_with_one_file_may_be_any_of_several_clients(tmp_path: Path) -> None:
@@ -290,7 +292,7 @@ def test_a_simulation_reads_one_file_per_client_and_takes_the_largest_number_of_
         np.savez(tmp_path / f"device-{client}.npz", **device_arrays(6 + client, classes))
     config = npz_config(tmp_path / "device-{client}.npz", clients=3)
     assert [len(c.y_train) for c in datasets.all_clients(config)] == [6, 7, 8]
-    assert datasets.data_shape(config) == datasets.DataShape((4,), 5)
+    assert datasets.data_shape(config) == DataShape((4,), 5)
     assert datasets.true_groups(config) == (None, None, None)
 
 

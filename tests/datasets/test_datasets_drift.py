@@ -12,12 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raceme import datasets
-from raceme.config import RunConfig
-from raceme.config.errors import UserError
-from raceme.config.registry import DRIFTS
-from raceme.datasets.drift import Schedule, parse_schedule, schedule_of
-from raceme.datasets.drift.base import Evolution
-from raceme.datasets.skew import rotated
+from raceme.core.config import RunConfig
+from raceme.core.errors import UserError
+from raceme.core.registry import DRIFTS
+from raceme.datasets.drift import Evolution, Schedule, parse_schedule, schedule_of
+from raceme.datasets.partition import rotated
 
 # In-order needs data with a time, tests/datasets/test_recordings.py, and scenario-stream a
 # partition without groups, tests/datasets/test_scenario_stream.py.

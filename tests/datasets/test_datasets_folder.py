@@ -8,12 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from raceme import datasets, models
-from raceme.config import RunConfig
-from raceme.config.errors import UserError
-from raceme.datasets import DataShape
-from raceme.datasets.suited import suited
-from raceme.datasets.usps import read_idx
+from raceme import datasets
+from raceme.core.config import RunConfig
+from raceme.core.errors import UserError
+from raceme.core.registry import DATASETS
+from raceme.datasets.images import read_idx
+from raceme.datasets.source import DataShape, suited
+from raceme.training import models
 
 REAL = Path(os.environ.get("RACEME_TEST_DATA", "../shared/data"))
 
@@ -56,7 +57,7 @@ def test_the_old_name_and_the_old_folder_are_taken_still(tmp_path: Path) -> None
     write(tmp_path / "har", "1")
     config = RunConfig(dataset="har", data_root=str(tmp_path))
     assert len(datasets.all_clients(config)) == 1
-    assert "har" not in list(datasets.DATASETS)
+    assert "har" not in list(DATASETS)
 
 
 def test_what_is_held_out_is_tested_with_and_nothing_else(tmp_path: Path) -> None:
@@ -225,7 +226,8 @@ def test_text_becomes_the_next_character_from_those_before(tmp_path: Path) -> No
 def test_a_gru_learns_which_character_comes_next(tmp_path: Path) -> None:
     import torch
 
-    from raceme.training import Network, Samples, TrainingSettings, evaluate, train
+    from raceme.training.local import TrainingSettings, evaluate, train
+    from raceme.training.network import Network, Samples
 
     write_text(tmp_path, {"A": "abcd" * 300})
     config = text_config(tmp_path, **{"text-length": 8, "text-step": 1})

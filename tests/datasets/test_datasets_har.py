@@ -7,10 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from raceme import datasets, models
-from raceme.config import RunConfig
-from raceme.config.errors import UserError
-from raceme.datasets.har import standardised
+from raceme import datasets
+from raceme.core.config import RunConfig
+from raceme.core.errors import UserError
+from raceme.datasets.sensors import standardised_windows
+from raceme.training import models
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +54,7 @@ def test_standardised_by_hand() -> None:
     # One window of two readings: the first axis holds 1 and 3, mean 2 and deviation 1.
     window = np.zeros((1, 18), np.float32)
     window[0, [0, 9]] = 1.0, 3.0
-    scaled = standardised(window)
+    scaled = standardised_windows(window)
     assert scaled[0, [0, 9]].tolist() == [-1.0, 1.0]
     assert not scaled[0, 1:9].any()
 

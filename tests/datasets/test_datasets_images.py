@@ -13,13 +13,14 @@ import pytest
 from PIL import Image
 from scipy.ndimage import rotate
 
-from raceme import datasets, models
-from raceme.config import RunConfig
-from raceme.config.errors import UserError
-from raceme.config.registry import PARTITIONERS
-from raceme.datasets.cache import cache_folder, cached
-from raceme.datasets.skew import rotated
-from raceme.datasets.torchvision_guard import import_datasets
+from raceme import datasets
+from raceme.core.config import RunConfig
+from raceme.core.errors import UserError
+from raceme.core.registry import PARTITIONERS
+from raceme.datasets.cache import cache_folder, cached, import_datasets
+from raceme.datasets.partition import rotated
+from raceme.datasets.source import DataShape
+from raceme.training import models
 
 
 @pytest.fixture(autouse=True)
@@ -248,7 +249,7 @@ def test_femnist_with_some_characters_only(tmp_path: Path) -> None:
     write_leaf(tmp_path / "all_data/a.json", {"f0": [1] * 9 + [36], "f1": [45, 36, 40, 61]})
     keys = {"dataset": "femnist", "data-root": str(tmp_path), "characters": "a-j"}
     config = RunConfig.from_mapping(keys)
-    assert datasets.data_shape(config) == datasets.DataShape((1, 28, 28), 10)
+    assert datasets.data_shape(config) == DataShape((1, 28, 28), 10)
     # f0 has a single sample of them.
     config = datasets.with_clients(config)
     assert config.clients == 1
@@ -321,7 +322,7 @@ def test_noise_grows_from_group_to_group() -> None:
 
 def test_rotation_needs_images() -> None:
     config = RunConfig(dataset="imu", partition="rotation-groups")
-    from raceme.datasets.skew import skew
+    from raceme.datasets.partition import skew
 
     with pytest.raises(UserError, match="turns images, and imu has inputs of shape"):
         skew(np.zeros((2, 5), np.float32), config, 1, 0, "train")

@@ -5,9 +5,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from raceme import datasets, experiment
-from raceme.config import RunConfig
-from raceme.config.errors import UserError
+from raceme import datasets
+from raceme.core.config import RunConfig
+from raceme.core.errors import UserError
+from raceme.datasets.source import DataShape
+from raceme.runs import experiment
 
 
 def config(**keys: object) -> RunConfig:
@@ -87,7 +89,7 @@ def test_a_folder_with_a_file_for_each_cluster(tmp_path: Path) -> None:
 def test_a_server_without_data_learns_from_them_what_a_model_must_fit(tmp_path: Path) -> None:
     write(tmp_path / "a.npz", classes=7)
     run = RunConfig(dataset="npz", proxy=str(tmp_path))
-    assert datasets.data_shape(run) == datasets.DataShape((1, 8, 8), 7)
+    assert datasets.data_shape(run) == DataShape((1, 8, 8), 7)
     resolved = experiment.resolve(run)
     assert resolved.model == "cnn"
     assert len(datasets.proxy_sets(resolved).proxies) == 1

@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from raceme import datasets
-from raceme.config import RunConfig
-from raceme.config.errors import UserError
-from raceme.datasets import archive
-from raceme.datasets.archive import read_arrays
-from raceme.datasets.image_folder import images, read_tree
+from raceme.core.config import RunConfig
+from raceme.core.errors import UserError
+from raceme.datasets import cache as archive
+from raceme.datasets.cache import read_arrays
+from raceme.datasets.images import images, read_tree
 
 X = np.random.default_rng(0).random((8, 64)).astype(np.float32)
 Y = np.arange(8) % 4
@@ -110,7 +110,7 @@ def test_an_array_larger_than_the_memory_is_not_unpacked(
     path = tmp_path / "a.npz"
     np.savez_compressed(path, x=np.zeros((64, 1 << 16), np.float32))
     assert path.stat().st_size < 1 << 17
-    monkeypatch.setattr("raceme.config.room.free_bytes", lambda: 20 << 20)
+    monkeypatch.setattr("raceme.core.files.free_bytes", lambda: 20 << 20)
     with pytest.raises(UserError, match=r"x in .*a\.npz would take 32 MiB of memory, and 20 MiB"):
         read_arrays(path)
     monkeypatch.undo()

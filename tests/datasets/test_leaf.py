@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from raceme import datasets
-from raceme.config import RunConfig
-from raceme.config.errors import UserError
+from raceme.core.config import RunConfig
+from raceme.core.errors import UserError
+from raceme.datasets.source import DataShape
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +40,7 @@ def test_vectors_by_user_as_in_leafs_synthetic_data(tmp_path: Path) -> None:
     write(tmp_path / "data/test/a.json", {"u0": ([[9.0, 5.0]], [2.0]), "u1": ([[3.0, 5.0]], [1.0])})
     config = datasets.with_defaults(config_of(tmp_path))
     assert (config.clients, config.model) == (2, "mlp")
-    assert datasets.data_shape(config) == datasets.DataShape((2,), 4)
+    assert datasets.data_shape(config) == DataShape((2,), 4)
     # The user with most samples is first. Of 1, 2 and 6 the mean is 3, the variance 14 / 3.
     data = datasets.client_data(config, 0)
     assert (data.y_train.tolist(), data.y_test.tolist()) == ([1, 3], [1])
@@ -56,7 +57,7 @@ def test_text_by_role_as_in_leafs_shakespeare(tmp_path: Path) -> None:
     config = datasets.with_defaults(config_of(tmp_path))
     # X has one sample only.
     assert (config.clients, config.model) == (1, "gru")
-    assert datasets.data_shape(config) == datasets.DataShape((4,), 4, tokens=4)
+    assert datasets.data_shape(config) == DataShape((4,), 4, tokens=4)
     data = datasets.client_data(config, 0)
     found = {tuple(x): int(y) for x, y in zip(data.x_train, data.y_train, strict=True)}
     found |= {tuple(x): int(y) for x, y in zip(data.x_test, data.y_test, strict=True)}

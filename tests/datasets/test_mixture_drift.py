@@ -9,8 +9,8 @@ import pytest
 from drifting import all_at, config_of, same
 
 from raceme import datasets
-from raceme.config import RunConfig
-from raceme.datasets.skew import rotated
+from raceme.core.config import RunConfig
+from raceme.datasets.partition import rotated
 
 
 def test_a_mixture_has_its_main_group_and_the_others_share_what_is_left() -> None:

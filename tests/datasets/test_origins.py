@@ -11,10 +11,9 @@ from PIL import Image
 from scipy.io import savemat
 
 from raceme import datasets
-from raceme.config import RunConfig
-from raceme.config.errors import UserError
-from raceme.datasets.mnist import FILES
-from raceme.datasets.origins import _shaped
+from raceme.core.config import RunConfig
+from raceme.core.errors import UserError
+from raceme.datasets.images import MNIST_FILES, _shaped
 
 REAL = Path(os.environ.get("RACEME_TEST_DATA", "../shared/data"))
 
@@ -27,7 +26,7 @@ def config_of(root: Path, clients: int = 4, **keys: object) -> RunConfig:
 def write_idx(folder: Path, side: int, level: int, sizes: tuple[int, int]) -> None:
     """Write digits whose pixels all have one level of grey."""
     folder.mkdir(parents=True)
-    for (images, labels), size in zip((FILES[:2], FILES[2:]), sizes, strict=True):
+    for (images, labels), size in zip((MNIST_FILES[:2], MNIST_FILES[2:]), sizes, strict=True):
         x = np.full((size, side, side), level, np.uint8)
         y = (np.arange(size) % 10).astype(np.uint8)
         for name, values in ((images, x), (labels, y)):

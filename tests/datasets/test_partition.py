@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raceme.config import RunConfig
-from raceme.config.errors import UserError
-from raceme.datasets import PARTITIONERS
+from raceme.core.config import RunConfig
+from raceme.core.errors import UserError
+from raceme.core.registry import PARTITIONERS
 from raceme.datasets.partition import (
     MIN_SAMPLES,
     Partition,

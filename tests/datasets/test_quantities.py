@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from raceme import datasets, experiment
-from raceme.config import RunConfig
-from raceme.config.errors import UserError
-from raceme.datasets import DataShape
-from raceme.datasets.source import Target
+from raceme import datasets
+from raceme.core.config import RunConfig
+from raceme.core.errors import UserError
+from raceme.datasets.source import DataShape, Target
+from raceme.runs import experiment
 
 CELSIUS = {"unit": "°C", "y_mean": 20.0, "y_std": 10.0}
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from raceme import datasets
-from raceme.config import RunConfig
-from raceme.config.errors import UserError
+from raceme.core.config import RunConfig
+from raceme.core.errors import UserError
 
 REAL = Path(os.environ.get("RACEME_TEST_DATA", "../shared/data"))
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from raceme import datasets
-from raceme.config import RunConfig
-from raceme.config.errors import UserError
-from raceme.datasets.scenario import Scenario, ScenarioOptions, noisy
+from raceme.core.config import RunConfig
+from raceme.core.errors import UserError
+from raceme.datasets.partition import Scenario, ScenarioOptions, noisy
 from raceme.datasets.source import Dataset, Target
 
 

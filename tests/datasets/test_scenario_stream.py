@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from raceme import datasets
-from raceme.config import RunConfig
-from raceme.config.errors import UserError
+from raceme.core.config import RunConfig
+from raceme.core.errors import UserError
 from raceme.datasets.drift import schedule_of
-from raceme.datasets.scenario import Scenario, ScenarioOptions
+from raceme.datasets.partition import Scenario, ScenarioOptions
 
 SCENARIOS = ["s1", "s2", "a1", "a2"]
 

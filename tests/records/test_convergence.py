@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from raceme.records.convergence import convergence_index, unrest
+from raceme.records.summary import convergence_index, unrest
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from raceme.config import RunConfig
-from raceme.experiment import simulate
-from raceme.protocol.events import ClusterChange, ClustersChanged, Evaluated, UpdateApplied
+from raceme.core.config import RunConfig
+from raceme.core.events import ClusterChange, ClustersChanged, Evaluated, UpdateApplied
+from raceme.records.record import FILE, TraceFile, line_of
 from raceme.records.store import read_events
-from raceme.records.trace import FILE, TraceFile, line_of
+from raceme.runs.experiment import simulate
 
 UPDATE = UpdateApplied(7, 9.0, "pi-3", 2, 5, 3, 0.125, 4.0, math.nan, 1000, 500)
 

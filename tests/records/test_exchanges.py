@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from raceme.config.errors import UserError
-from raceme.protocol.exchange import Exchange, Switched
+from raceme.core.errors import UserError
+from raceme.core.timeline import Exchange, Switched
 from raceme.records.exchanges import (
     CLIENTS,
     MESSAGES,

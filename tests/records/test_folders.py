@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from raceme.checkpoints import only_writer
-from raceme.config import RunConfig
-from raceme.config.errors import UserError
-from raceme.deployment.testbed import prepare
-from raceme.experiment import simulate
+from raceme.core.config import RunConfig
+from raceme.core.errors import UserError
+from raceme.fleet.testbed import prepare
 from raceme.records.folder import begin, foreign, new_folder
+from raceme.runs.checkpoints import only_writer
+from raceme.runs.experiment import simulate
 
 KEYS = {"clients": 3, "groups": "0.5,0.5", "workers": "0", "max-updates": 3}
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,11 +15,10 @@ from pathlib import Path
 import pytest
 from processes import wait_until
 
-from raceme.config.errors import UserError
-from raceme.protocol.events import ClientJoined, Event, UpdateApplied
-from raceme.records import following
-from raceme.records.following import StoreFollower
-from raceme.records.store import FILE_NAME, RunStore, read_events
+from raceme.core.errors import UserError
+from raceme.core.events import ClientJoined, Event, UpdateApplied
+from raceme.records import store as following
+from raceme.records.store import FILE_NAME, RunStore, StoreFollower, read_events
 
 
 def update(seq: int) -> UpdateApplied:

@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from raceme.checkpoints import CheckpointFolder
 from raceme.cli import app
-from raceme.config import RunConfig
-from raceme.config.errors import UserError
-from raceme.experiment import Outcome, simulate
-from raceme.protocol.events import Event, UpdateApplied
+from raceme.core.config import RunConfig
+from raceme.core.errors import UserError
+from raceme.core.events import Event, UpdateApplied
 from raceme.records.folder import log_file, saved_in
 from raceme.records.store import read_events
 from raceme.reporting.artefacts import missing_line, write_all
+from raceme.runs.checkpoints import CheckpointFolder
+from raceme.runs.experiment import Outcome, simulate
 
 KEYS = {"clients": 3, "groups": "0.5,0.5", "workers": "0", "eval-every": 6, "max-updates": 30}
 
@@ -79,7 +79,7 @@ def test_a_checkpoint_that_cannot_be_written_does_not_end_a_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     logging.getLogger("raceme").propagate = True
-    monkeypatch.setattr("raceme.checkpoints.folder.CHECKPOINTS", "/proc/nowhere")
+    monkeypatch.setattr("raceme.runs.checkpoints.CHECKPOINTS", "/proc/nowhere")
     outcome = run(tmp_path / "out", checkpoint_every=4)
     assert outcome.summary["updates"] == 30
     assert list(outcome.unwritten) == ["checkpoint"]
@@ -101,7 +101,7 @@ def test_plots_that_cannot_be_written_are_named_and_the_command_fails(
     assert not [name for name in saved_in(tmp_path / "out") if "partial" in name]
 
     failed = Outcome(tmp_path / "out", outcome.summary, True, False, missing)
-    monkeypatch.setattr("raceme.experiment.simulate", lambda *_, **__: failed)
+    monkeypatch.setattr("raceme.runs.experiment.simulate", lambda *_, **__: failed)
     assert CliRunner().invoke(app, ["run"]).exit_code == 1
 
 

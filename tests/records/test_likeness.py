@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raceme.records.likeness import DIMENSIONS, aligned, flattened, positions, positions_of_rows
+from raceme.records.positions import DIMENSIONS, aligned, flattened, positions, positions_of_rows
 
 
 def test_two_groups_lie_apart_and_their_members_together() -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from raceme.config.errors import UserError
-from raceme.protocol.events import (
+from raceme.core.errors import UserError
+from raceme.core.events import (
     ClientJoined,
     ClientLeft,
     ClusterChange,
@@ -21,8 +21,7 @@ from raceme.protocol.events import (
     UpdateApplied,
 )
 from raceme.records.record import read_run
-from raceme.records.store import FILE_NAME, RunStore, read_events
-from raceme.records.store_tables import FORMAT
+from raceme.records.store import FILE_NAME, FORMAT, RunStore, read_events
 
 _SCHEMA = """
 CREATE TABLE client_events (

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raceme.config.errors import UserError
-from raceme.protocol.events import (
+from raceme.core.errors import UserError
+from raceme.core.events import (
     AnswerTaken,
     ClaimRefused,
     ClientIdled,
@@ -29,15 +29,16 @@ from raceme.protocol.events import (
     Ending,
     Evaluated,
     Event,
+    Measure,
     RunEnded,
     SupportChanged,
     TaskScore,
     TasksTested,
     UpdateApplied,
+    UpdateJudged,
     UpdateRejected,
+    Verdict,
 )
-from raceme.protocol.measure import Measure
-from raceme.protocol.verdicts import UpdateJudged, Verdict
 from raceme.records.store import FILE_NAME, RunStore, read_events
 
 UPDATE = UpdateApplied(

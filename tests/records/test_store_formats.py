@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 from test_store import ONE_OF_EACH, write
 
-from raceme.config.errors import UserError
-from raceme.protocol.events import (
+from raceme.core.errors import UserError
+from raceme.core.events import (
+    ACCURACY,
     AnswerTaken,
     ClaimRefused,
     ClientIdled,
@@ -24,12 +25,10 @@ from raceme.protocol.events import (
     SupportChanged,
     TasksTested,
     UpdateApplied,
+    UpdateJudged,
 )
-from raceme.protocol.measure import ACCURACY
-from raceme.protocol.verdicts import UpdateJudged
-from raceme.records.method_tables import TABLES as METHOD_TABLES
-from raceme.records.store import RunStore, read_events
-from raceme.records.store_tables import FORMAT
+from raceme.records.store import _METHOD_TABLES as METHOD_TABLES
+from raceme.records.store import FORMAT, RunStore, read_events
 
 
 def test_a_store_of_a_later_format_is_refused(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import raceme
-from raceme.protocol.events import (
+from raceme.core.events import (
     ClientIdled,
     ClientJoined,
     ClientLeft,
@@ -26,13 +26,8 @@ from raceme.protocol.events import (
     UpdateApplied,
     UpdateRejected,
 )
-from raceme.records.summary import (
-    RunSummary,
-    purity,
-    summarise,
-    time_to_target,
-    write_summary,
-)
+from raceme.core.membership import purity
+from raceme.records.summary import RunSummary, summarise, time_to_target, write_summary
 
 KEYS = {
     *("strategy", "dataset", "seed", "clients", "updates", "virtual_time", "wall_time"),

@@ -8,10 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raceme.protocol.events import TaskScore, TasksTested
-from raceme.protocol.measure import ACCURACY, Measure
-from raceme.records.summary import summarise
-from raceme.records.tasks import TaskAccuracies
+from raceme.core.events import ACCURACY, Measure, TaskScore, TasksTested
+from raceme.records.summary import TaskAccuracies, summarise
 from raceme.reporting.console import summary_rows
 
 Scores = dict[int, float]

@@ -8,14 +8,14 @@ from pathlib import Path
 from fleets import MODEL, grid_of, pulled_app
 from runs import devices, of, run
 
-from raceme.config import RunConfig
-from raceme.experiment import simulate
-from raceme.protocol.events import AnswerTaken, Event, UpdateApplied
+from raceme.core.config import RunConfig
+from raceme.core.events import AnswerTaken, Event, UpdateApplied
+from raceme.core.requests import Work
 from raceme.records.record import read_run
 from raceme.records.summary import summarise
 from raceme.reporting.console import summary_rows
 from raceme.reporting.run_page import run_page
-from raceme.server.work import Work
+from raceme.runs.experiment import simulate
 from raceme.strategies import FedAsync, Standalone
 
 UPDATE = UpdateApplied(1, 1.0, "a", 0, 0, 0, 0.5, 0.0, 1.0, 100, 90)

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from raceme.protocol.events import (
+from raceme.core.events import (
     ClientJoined,
     ClientLeft,
     ClusterChange,
@@ -17,8 +17,7 @@ from raceme.protocol.events import (
     UpdateApplied,
 )
 from raceme.records.record import RunRecord
-from raceme.records.summary import summarise
-from raceme.records.uploads import Uploads, divergence, matching
+from raceme.records.summary import Uploads, divergence, matching, summarise
 
 
 def joined(*clients: str) -> list[Event]:

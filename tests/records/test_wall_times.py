@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from raceme.protocol.events import Evaluated
-from raceme.records.wall_times import FILE_NAME, WallTimes, read_wall_times
+from raceme.core.events import Evaluated
+from raceme.records.record import FILE_NAME, WallTimes, read_wall_times
 
 
 def test_each_evaluation_is_a_line_and_a_resumed_run_goes_on(tmp_path: Path) -> None:

@@ -9,14 +9,14 @@ import torch
 
 import raceme
 from raceme import datasets
-from raceme.config import RunConfig
-from raceme.config.errors import UserError
-from raceme.experiment import resolve, simulate
+from raceme.core.config import RunConfig
+from raceme.core.errors import UserError
 from raceme.notebook import OpenRun
 from raceme.records.folder import model_file
+from raceme.runs.experiment import resolve, simulate
 from raceme.training.clients import network_of
 from raceme.training.local import evaluate
-from raceme.training.samples import Samples
+from raceme.training.network import Samples
 
 KEYS: dict[str, object] = {"clients": 6, "max-updates": 48, "eval-every": 12, "workers": "0"}
 

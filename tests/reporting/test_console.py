@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from raceme.protocol.events import (
+from raceme.core.events import (
     ClientJoined,
     ClusterChange,
     ClustersChanged,
@@ -24,10 +24,10 @@ from raceme.protocol.events import (
     UpdateApplied,
     UpdateRejected,
 )
+from raceme.core.membership import change_line
 from raceme.records.summary import summarise
 from raceme.reporting.console import (
     RunProgress,
-    change_line,
     data_line,
     print_summary,
     shown_seconds,

@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from raceme.protocol.events import ClientIdled, RunEnded
+from raceme.core.events import ClientIdled, RunEnded
 from raceme.records.record import RunRecord
 from raceme.records.store import RunStore
 from raceme.reporting.artefacts import write_all
-from raceme.reporting.idle_plot import idle_figure, longer_than
+from raceme.reporting.plots import idle_figure, longer_than
 
 
 def waited(*shares: float) -> RunRecord:

@@ -15,7 +15,7 @@ from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from PIL import Image
 
-from raceme.protocol.events import (
+from raceme.core.events import (
     ClusterChange,
     ClustersChanged,
     DataChanged,
@@ -27,8 +27,14 @@ from raceme.protocol.events import (
 from raceme.records.record import RunRecord
 from raceme.records.store import RunStore
 from raceme.reporting.clusters_plot import clusters_figure
-from raceme.reporting.fleet_plots import devices_figure, similarity_figure
-from raceme.reporting.plots import accuracy_figure, client_band, compare_curves, comparison_figure
+from raceme.reporting.plots import (
+    accuracy_figure,
+    client_band,
+    compare_curves,
+    comparison_figure,
+    devices_figure,
+    similarity_figure,
+)
 from raceme.reporting.style import cluster_colour, save_figure, time_unit
 
 

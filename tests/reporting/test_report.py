@@ -19,11 +19,11 @@ import pytest
 from typer.testing import CliRunner
 
 from raceme.cli import app
-from raceme.commands.report import plan
-from raceme.config import RunConfig
-from raceme.config.errors import UserError
-from raceme.experiment import simulate
-from raceme.records.similarity import MOST_CLIENTS, Similarity, read_similarity
+from raceme.cli.report import plan
+from raceme.core.config import RunConfig
+from raceme.core.errors import UserError
+from raceme.records.positions import MOST_CLIENTS, Similarity, read_similarity
+from raceme.runs.experiment import simulate
 
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""

@@ -10,9 +10,9 @@ from matplotlib.colors import to_hex
 from matplotlib.patches import Circle, FancyArrowPatch, Wedge
 from runs import ONES, devices, of, run
 
-from raceme.clustering.model import Model
-from raceme.config import RunConfig, write_toml
-from raceme.protocol.events import (
+from raceme.core.clusters import Model
+from raceme.core.config import RunConfig, write_toml
+from raceme.core.events import (
     ClientJoined,
     ClusterChange,
     ClustersChanged,
@@ -21,15 +21,15 @@ from raceme.protocol.events import (
     RunEnded,
     SupportChanged,
 )
+from raceme.core.interface import Applied
+from raceme.core.requests import Update
 from raceme.records.record import RunRecord
 from raceme.records.store import RunStore, read_events
 from raceme.records.summary import summarise
 from raceme.reporting.artefacts import write_all
+from raceme.reporting.plots import counts_over_time, support_figure
 from raceme.reporting.run_page import run_page
 from raceme.reporting.style import cluster_colour
-from raceme.reporting.support_plot import counts_over_time, support_figure
-from raceme.server.interface import Applied
-from raceme.server.replies import Update
 from raceme.strategies import FedAsync
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from raceme.protocol.events import (
+from raceme.core.events import (
     ClientJoined,
     ClusterChange,
     ClustersChanged,
@@ -13,13 +13,14 @@ from raceme.protocol.events import (
     UpdateApplied,
 )
 from raceme.records.record import RunRecord
-from raceme.reporting.drift_tables import drifts_table, steps_table
-from raceme.reporting.fleet_tables import (
+from raceme.reporting.run_page import (
     changes_table,
     clients_table,
     costs_table,
+    drifts_table,
     membership,
     moves_table,
+    steps_table,
 )
 
 

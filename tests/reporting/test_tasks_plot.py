@@ -9,10 +9,23 @@ import numpy as np
 import pytest
 from matplotlib.patches import Rectangle
 
-from raceme import models
-from raceme.config import RunConfig
-from raceme.config.errors import UserError
-from raceme.experiment import (
+from raceme.core.config import RunConfig
+from raceme.core.errors import UserError
+from raceme.core.events import (
+    ClientJoined,
+    Evaluated,
+    Event,
+    Measure,
+    RunEnded,
+    TaskScore,
+    TasksTested,
+)
+from raceme.records.record import RunRecord, read_run
+from raceme.records.store import read_events
+from raceme.records.summary import TaskAccuracies, summarise
+from raceme.reporting.plots import means_over_time, tasks_figure
+from raceme.reporting.run_page import learnt_table, run_page, tasks_table
+from raceme.runs.experiment import (
     build_grid,
     build_strategy,
     plan,
@@ -20,22 +33,7 @@ from raceme.experiment import (
     simulate,
     training_settings,
 )
-from raceme.protocol.events import (
-    ClientJoined,
-    Evaluated,
-    Event,
-    RunEnded,
-    TaskScore,
-    TasksTested,
-)
-from raceme.protocol.measure import Measure
-from raceme.records.record import RunRecord, read_run
-from raceme.records.store import read_events
-from raceme.records.summary import summarise
-from raceme.records.tasks import TaskAccuracies
-from raceme.reporting.run_page import run_page
-from raceme.reporting.task_tables import learnt_table, tasks_table
-from raceme.reporting.tasks_plot import means_over_time, tasks_figure
+from raceme.training import models
 
 
 def reported(step: int, *values: float, clusters: int = 1, unit: str | None = None) -> TasksTested:

@@ -9,26 +9,25 @@ from pathlib import Path
 import pytest
 from matplotlib.axes import Axes
 
-from raceme.config import RunConfig, write_toml
-from raceme.protocol.events import (
+from raceme.core.config import RunConfig, write_toml
+from raceme.core.events import (
     ClientJoined,
     ClusterChange,
     ClustersChanged,
     ClustersScored,
     Evaluated,
     Event,
+    Measure,
     RunEnded,
     UpdateApplied,
 )
-from raceme.protocol.measure import Measure
 from raceme.records.record import RunRecord
 from raceme.records.store import RunStore
 from raceme.records.summary import summarise
 from raceme.reporting.artefacts import write_all
 from raceme.reporting.console import summary_rows
-from raceme.reporting.mixtures_plot import mixtures_figure
+from raceme.reporting.plots import mixtures_figure, uploads_figure
 from raceme.reporting.run_page import run_page
-from raceme.reporting.uploads_plot import uploads_figure
 
 
 def upload(seq: int, client: str, before: float, after: float | None) -> list[Event]:

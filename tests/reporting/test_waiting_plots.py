@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from raceme.records.exchanges import Fleet, Task
 from raceme.reporting.style import FAINT, REJECTED
-from raceme.reporting.waiting_plots import (
+from raceme.reporting.waiting import (
     AWAITED,
     EVALUATION,
     WORK,

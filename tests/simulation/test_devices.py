@@ -9,10 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from raceme.config.errors import UserError
+from raceme.core.errors import UserError
 from raceme.simulation import PROFILES, Device, fleet
-from raceme.simulation.device_model import DROPPED, TOO_SLOW, DeviceModel, Outcome, Workload
-from raceme.simulation.devices import summaries
+from raceme.simulation.devices import DROPPED, TOO_SLOW, DeviceModel, Outcome, Workload, summaries
 
 
 def profile(folder: Path, text: str) -> str:

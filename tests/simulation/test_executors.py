@@ -17,14 +17,17 @@ import torch
 from asking import ask, context_of, message_to
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
-from raceme import client_app, compat, experiment, models
-from raceme.config import RunConfig
-from raceme.config.errors import UserError
-from raceme.protocol import events
-from raceme.protocol.messages import from_array, to_array
+from raceme import client_app
+from raceme.core import events
+from raceme.core.config import RunConfig
+from raceme.core.errors import UserError
+from raceme.core.messages import from_array, to_array
+from raceme.flower.messages import CLIENT_APP_RAISED_EXCEPTION
+from raceme.runs import experiment
 from raceme.simulation import Executor, InProcess, Node, Pool, VirtualGrid, executor_for
 from raceme.simulation.devices import Device
 from raceme.simulation.vectorised import Vectorised
+from raceme.training import models
 
 APP = "raceme.client_app:app"
 
@@ -143,7 +146,7 @@ def test_arrays_larger_than_the_shared_memory_come_through_too(pool: Pool, size:
 
 def test_an_exception_in_a_worker_is_the_same_error_reply(pool: Pool) -> None:
     one, other = both(pool, 1, "query.fail")
-    assert other.error.code == one.error.code == compat.CLIENT_APP_RAISED_EXCEPTION
+    assert other.error.code == one.error.code == CLIENT_APP_RAISED_EXCEPTION
     assert other.error.reason == one.error.reason
     assert other.error.reason.startswith("ValueError: this client cannot\nTraceback")
 
@@ -253,7 +256,7 @@ def test_workers_end_with_the_process_that_started_them() -> None:
 def test_a_script_that_does_not_guard_its_run_can_have_workers(tmp_path: Path) -> None:
     script = tmp_path / "study.py"
     script.write_text(
-        "from raceme.config import RunConfig\nfrom raceme.experiment import simulate\n"
+        "from raceme.core.config import RunConfig\nfrom raceme.runs.experiment import simulate\n"
         f"out = {str(tmp_path / 'run')!r}\n"
         "config = RunConfig(clients=4, max_updates=4, workers='1', out=out)\n"
         "print('updates', simulate(config).summary['updates'])\n"

@@ -12,8 +12,8 @@ import pytest
 from asking import ask, context_of, message_to
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord
 
-from raceme.config.errors import UserError
-from raceme.protocol.messages import from_array, to_array
+from raceme.core.errors import UserError
+from raceme.core.messages import from_array, to_array
 from raceme.simulation import InProcess, executor_for
 
 pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="needs raceme[simulation]")
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="needs raceme[s
 @pytest.fixture(scope="module")
 def actors() -> Iterator[object]:
     """A Ray of one CPU of its own, with the small apps."""
-    from raceme.simulation.ray_executor import RayActors
+    from raceme.simulation.ray_cluster import RayActors
 
     with pytest.MonkeyPatch.context() as patch:
         # Not one that happens to run on this machine.

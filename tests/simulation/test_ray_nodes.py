@@ -16,11 +16,13 @@ import numpy as np
 import pytest
 from processes import as_in_a_terminal, free_port, wait_until
 
-from raceme import client_app, datasets, experiment, models
-from raceme.config import RunConfig
-from raceme.config.errors import UserError
-from raceme.protocol import events
+from raceme import client_app, datasets
+from raceme.core import events
+from raceme.core.config import RunConfig
+from raceme.core.errors import UserError
+from raceme.runs import experiment
 from raceme.simulation import Executor, InProcess, VirtualGrid, executor_for
+from raceme.training import models
 
 pytestmark = [
     pytest.mark.slow,

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from raceme.simulation.sample_store import SampleStore
-from raceme.training import Samples
+from raceme.simulation.vectorised import SampleStore
+from raceme.training.network import Samples
 
 
 def samples(count: int, value: float) -> Samples:

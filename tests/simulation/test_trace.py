@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from raceme.config import RunConfig
-from raceme.config.errors import UserError
-from raceme.experiment import simulate
-from raceme.protocol import events
+from raceme.core import events
+from raceme.core.config import RunConfig
+from raceme.core.errors import UserError
 from raceme.records.record import RunRecord, read_run
 from raceme.records.store import RunStore, read_events
-from raceme.simulation.trace import Leg, TracedDevice, traced_fleet
+from raceme.runs.experiment import simulate
+from raceme.simulation.devices import Leg, TracedDevice, traced_fleet
 
 CHURN = """
 [device]

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from raceme.config.errors import UserError
-from raceme.simulation.uplink import Uplink, path_loss
+from raceme.core.errors import UserError
+from raceme.simulation.devices import Uplink, path_loss
 
 
 def link(**values: float) -> Uplink:

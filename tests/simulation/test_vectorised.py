@@ -10,11 +10,13 @@ import torch
 from asking import ask, message_to
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 
-from raceme import client_app, experiment, models
-from raceme.config import RunConfig
-from raceme.protocol.messages import from_array, to_array
+from raceme import client_app
+from raceme.core.config import RunConfig
+from raceme.core.messages import from_array, to_array
+from raceme.runs import experiment
 from raceme.simulation import Executor, InProcess
 from raceme.simulation.vectorised import Vectorised
+from raceme.training import models
 
 
 def training_messages(

@@ -9,8 +9,12 @@ from flwr.clientapp import ClientApp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raceme import compat
-from raceme.protocol.timeline import Resumable, Timeline, timeline_of
+from raceme.core.timeline import Resumable, Timeline, timeline_of
+from raceme.flower.messages import (
+    CLIENT_APP_RAISED_EXCEPTION,
+    NODE_UNAVAILABLE,
+    REPLY_MESSAGE_UNAVAILABLE,
+)
 from raceme.simulation import Device, Node, VirtualGrid
 
 HUNDRED_BYTES = ArrayRecord({"w": Array("uint8", (99,), "raw", bytes(99))})
@@ -253,7 +257,7 @@ def test_a_lost_task_is_answered_by_an_error_when_its_time_to_live_ends(
     (reply,) = grid.send_and_receive([train(1, ttl=20.0)])
     assert grid.now() == 20.0
     assert reply.has_error()
-    assert reply.error.code == compat.REPLY_MESSAGE_UNAVAILABLE
+    assert reply.error.code == REPLY_MESSAGE_UNAVAILABLE
     assert reason in reply.error.reason
     assert reply.metadata.src_node_id == 1
 
@@ -279,7 +283,7 @@ def test_a_device_that_goes_offline_twice_loses_its_task_once() -> None:
 def test_a_message_to_nobody_is_refused_at_once() -> None:
     grid = grid_of(Device())
     (reply,) = grid.send_and_receive([train(99)])
-    assert reply.error.code == compat.NODE_UNAVAILABLE
+    assert reply.error.code == NODE_UNAVAILABLE
     assert grid.now() == 0.0
 
 
@@ -307,7 +311,7 @@ def test_an_exception_in_the_client_app_is_an_error_reply_in_its_time() -> None:
     grid = grid_of(Device(seconds_per_round=3.0), app=app)
     (reply,) = grid.send_and_receive([train(1)])
     assert grid.now() == 3.0
-    assert reply.error.code == compat.CLIENT_APP_RAISED_EXCEPTION
+    assert reply.error.code == CLIENT_APP_RAISED_EXCEPTION
     assert reply.error.reason.splitlines()[0] == "RuntimeError: no such file: x.npz"
 
 
@@ -320,7 +324,7 @@ def test_an_answer_that_is_no_reply_is_an_error_reply(kind: str) -> None:
         return None if kind == "nothing" else Message(RecordDict(), 5, "train")
 
     (reply,) = grid_of(Device(), app=app).send_and_receive([train(1)])
-    assert reply.error.code == compat.CLIENT_APP_RAISED_EXCEPTION
+    assert reply.error.code == CLIENT_APP_RAISED_EXCEPTION
 
 
 def test_what_one_client_writes_into_its_message_does_not_reach_the_others() -> None:

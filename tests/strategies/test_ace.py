@@ -16,9 +16,9 @@ from clustered import (
 )
 from runs import of
 
-from raceme.protocol import events
-from raceme.protocol.messages import ModelSpec
-from raceme.server.fleet import Client
+from raceme.core import events
+from raceme.core.clients import Client
+from raceme.core.messages import ModelSpec
 from raceme.strategies import ACE, ACED, ACEDParameters, ACEParameters
 
 

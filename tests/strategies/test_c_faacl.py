@@ -10,12 +10,12 @@ import pytest
 from clustered import check_it_can_be_restored, homes
 from supported import SPREAD, SupportBench
 
-from raceme.config import RunConfig
-from raceme.config.errors import UserError
-from raceme.experiment import simulate
-from raceme.protocol.messages import LEND, MATCH
+from raceme.core.config import RunConfig
+from raceme.core.errors import UserError
+from raceme.core.messages import LEND, MATCH
+from raceme.runs.experiment import simulate
 from raceme.strategies import CFAACL, CFAACLParameters
-from raceme.strategies.concept_search import matches
+from raceme.strategies.faacl.continual import matches
 
 HOME, NEAR, FAR = 1.0, 1.25, 9.0
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from clustered import check_it_can_be_restored, step, update, with_clients
 
-from raceme.protocol.messages import ModelSpec
-from raceme.server.fleet import Client
+from raceme.core.clients import Client
+from raceme.core.messages import ModelSpec
 from raceme.strategies import CA2FL, CA2FLParameters
 
 

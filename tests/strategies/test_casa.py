@@ -8,11 +8,10 @@ import pytest
 from clustered import at_version, found, homes, placed, run_on
 from fleets import MODEL, grid_of, pulled_app
 
-from raceme.protocol import events
-from raceme.protocol.events import ClusterChange
-from raceme.server.fleet import Client
-from raceme.server.replies import Update
-from raceme.server.work import Task
+from raceme.core import events
+from raceme.core.clients import Client
+from raceme.core.events import ClusterChange
+from raceme.core.requests import Task, Update
 from raceme.simulation import Device
 from raceme.strategies import CASA, CASAParameters, Plan
 

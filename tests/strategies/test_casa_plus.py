@@ -12,16 +12,15 @@ from clustered import (
 )
 from fleets import MODEL, grid_of, pulled_app
 
-from raceme.clustering.model import Model
-from raceme.protocol import events
-from raceme.protocol.events import ClusterChange
-from raceme.protocol.messages import ModelSpec
-from raceme.server.fleet import Client
-from raceme.server.replies import Update
-from raceme.server.work import Task, Work
+from raceme.core import events
+from raceme.core.clients import Client
+from raceme.core.clusters import Model
+from raceme.core.events import ClusterChange
+from raceme.core.messages import ModelSpec
+from raceme.core.requests import Task, Update, Work
 from raceme.simulation import Device
 from raceme.strategies import CASA, CASAC, CASAD, CASAPlus, CASAPlusParameters
-from raceme.strategies.casa_plus import magnitude_mask, sparsity
+from raceme.strategies.casa.strategy import magnitude_mask, sparsity
 
 ONES = np.ones(8, np.float32)
 

@@ -9,19 +9,18 @@ from clustered import plain
 from fleets import MODEL, grid_of, pulled_app
 from runs import of
 
-from raceme.clustering.model import NonFiniteModelError
-from raceme.config import RunConfig
-from raceme.config.errors import UserError
-from raceme.experiment import simulate
-from raceme.protocol import events
-from raceme.protocol.messages import Vector
+from raceme.core import events
+from raceme.core.clients import Client
+from raceme.core.clusters import NonFiniteModelError
+from raceme.core.config import RunConfig
+from raceme.core.errors import UserError
+from raceme.core.messages import Vector
+from raceme.core.requests import InvalidReplyError, Task, Update
 from raceme.records.store import read_events
-from raceme.server.fleet import Client
-from raceme.server.replies import InvalidReplyError, Update
-from raceme.server.work import Task
+from raceme.runs.experiment import simulate
 from raceme.simulation import Device
 from raceme.strategies import CDFL, CDFLParameters, FedSoftAsync, Plan
-from raceme.strategies.fedsoft_async import stated_shares
+from raceme.strategies.cdfl.fedsoft import stated_shares
 
 
 class Centres:

@@ -16,17 +16,12 @@ from clustered import (
 )
 from fleets import MODEL
 
-from raceme.clustering.bipartition import (
-    Norms,
-    linkage,
-    norms_of,
-    should_bipartition,
-)
-from raceme.clustering.mixing import cosines
-from raceme.protocol import events
-from raceme.protocol.events import ClusterChange
-from raceme.server.fleet import Client
+from raceme.core import events
+from raceme.core.clients import Client
+from raceme.core.clusters import cosines
+from raceme.core.events import ClusterChange
 from raceme.strategies import CFL, CFLAsync, CFLAsyncParameters, CFLParameters, FedAvg
+from raceme.strategies.shared import Norms, linkage, norms_of, should_bipartition
 
 
 def test_norms_by_hand() -> None:

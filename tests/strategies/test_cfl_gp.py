@@ -6,18 +6,11 @@ import numpy as np
 import pytest
 from clustered import check_it_can_be_restored, found, homes, run_on, three_groups, with_clients
 
-from raceme.config.errors import UserError
-from raceme.protocol.statistics import GRADIENT
-from raceme.server.replies import Answer, InvalidReplyError
-from raceme.server.work import Task
+from raceme.core.errors import UserError
+from raceme.core.messages import GRADIENT
+from raceme.core.requests import Answer, InvalidReplyError, Task
 from raceme.strategies import CFLGP, CFLGPParameters
-from raceme.strategies.cfl_gp import (
-    found_groups,
-    grouped,
-    main_points,
-    profile_rows,
-    running_share,
-)
+from raceme.strategies.cfl_gp import found_groups, grouped, main_points, profile_rows, running_share
 
 
 def answer(made: CFLGP, client: str, *gradient: float, model: int = 0, version: int = 0) -> Answer:

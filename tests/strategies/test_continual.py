@@ -11,15 +11,14 @@ import pytest
 from clustered import update, with_clients
 from flwr.app import ConfigRecord
 
-from raceme.config import RunConfig
-from raceme.datasets.drift.schedule import Schedule
-from raceme.experiment import build_grid, resolve, training_settings
-from raceme.models import initial_arrays
-from raceme.protocol import events
-from raceme.protocol.messages import from_array
-from raceme.server.fleet import Client
-from raceme.server.replies import Update
-from raceme.server.state import from_tree, to_tree
+from raceme.core import events
+from raceme.core.clients import Client
+from raceme.core.config import RunConfig
+from raceme.core.messages import from_array
+from raceme.core.requests import Update
+from raceme.core.scheduling import from_tree, to_tree
+from raceme.datasets.drift import Schedule
+from raceme.runs.experiment import build_grid, resolve, training_settings
 from raceme.strategies import (
     APD,
     EWC,
@@ -32,7 +31,8 @@ from raceme.strategies import (
     StableSGD,
     StableSGDParameters,
 )
-from raceme.strategies.fedweit import Adaptive, FedWeITState, adaptive_of
+from raceme.strategies.continual import Adaptive, FedWeITState, adaptive_of
+from raceme.training.models import initial_arrays
 
 
 def at_tasks(strategy: Any, trained: dict[str, int], **now: int) -> Any:

@@ -21,12 +21,12 @@ from clustered import (
     with_clients,
 )
 
-from raceme.config.errors import UserError
-from raceme.protocol import events
-from raceme.protocol.events import ClusterChange, Ending
-from raceme.protocol.messages import ModelSpec
-from raceme.server.fleet import Client
-from raceme.server.plan import Plan
+from raceme.core import events
+from raceme.core.clients import Client
+from raceme.core.errors import UserError
+from raceme.core.events import ClusterChange, Ending
+from raceme.core.messages import ModelSpec
+from raceme.core.progress import Plan
 from raceme.strategies import (
     CSAFL,
     CSAFLParameters,

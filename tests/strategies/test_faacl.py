@@ -10,13 +10,13 @@ import pytest
 from clustered import check_it_can_be_restored, found, homes, run_on, three_groups
 from supported import SAMPLES, SupportBench
 
-from raceme.config import RunConfig
-from raceme.config.errors import UserError
-from raceme.experiment import simulate
-from raceme.protocol.events import SupportChanged
-from raceme.protocol.messages import LOSSES
-from raceme.server.fleet import Client
-from raceme.server.replies import InvalidReplyError
+from raceme.core.clients import Client
+from raceme.core.config import RunConfig
+from raceme.core.errors import UserError
+from raceme.core.events import SupportChanged
+from raceme.core.messages import LOSSES
+from raceme.core.requests import InvalidReplyError
+from raceme.runs.experiment import simulate
 from raceme.strategies import FAACL, FAACLParameters
 
 INIT = {"c0": 1.0, "c1": 2.0, "c2": 9.0}
@@ -42,7 +42,7 @@ def test_every_client_becomes_a_cluster_with_the_model_that_it_has_trained() -> 
 
 
 def _moment(made: SupportBench) -> Any:
-    from raceme.server.dispatch import Moment
+    from raceme.core.scheduling import Moment
 
     return Moment(0.0, made.method.progress.fleet, made.idle, made.method.rng)
 

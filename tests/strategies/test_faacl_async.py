@@ -10,11 +10,10 @@ import pytest
 from clustered import check_it_can_be_restored, found, homes, run_on, three_groups
 from supported import SPREAD, SupportBench
 
-from raceme.config import RunConfig
-from raceme.experiment import simulate
-from raceme.protocol.messages import LOSSES
-from raceme.server.replies import InvalidReplyError, Update
-from raceme.server.work import Task
+from raceme.core.config import RunConfig
+from raceme.core.messages import LOSSES
+from raceme.core.requests import InvalidReplyError, Task, Update
+from raceme.runs.experiment import simulate
 from raceme.strategies import FAACLAsync, FAACLAsyncParameters
 
 
@@ -103,7 +102,7 @@ def test_support_from_one_side_lets_clients_train_another_model() -> None:
 
 
 def _task(made: SupportBench, client: str, cluster: int) -> Task:
-    from raceme.server.work import Work
+    from raceme.core.requests import Work
 
     return made.dispatch(Work(client, models=(cluster,)))
 

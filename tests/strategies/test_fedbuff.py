@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from clustered import step, update
 
-from raceme.protocol.messages import ModelSpec
-from raceme.server.fleet import Client
+from raceme.core.clients import Client
+from raceme.core.messages import ModelSpec
 from raceme.strategies import FedBuff, FedBuffParameters
 
 

@@ -3,9 +3,9 @@
 import pytest
 from clustered import at_version, check_it_can_be_restored, round_of, update, with_clients
 
-from raceme.config.errors import UserError
-from raceme.protocol.messages import BATCH_SIZE, LOCAL_EPOCHS, LOCAL_STEPS, TASK_SHARE
-from raceme.server.fleet import Client
+from raceme.core.clients import Client
+from raceme.core.errors import UserError
+from raceme.core.messages import BATCH_SIZE, LOCAL_EPOCHS, LOCAL_STEPS, TASK_SHARE
 from raceme.strategies import FedCompass, FedCompassParameters
 
 

@@ -9,16 +9,13 @@ import numpy as np
 import pytest
 from clustered import check_it_can_be_restored, homes, with_clients
 
-from raceme.clustering.concepts import Concepts
-from raceme.config import RunConfig
+from raceme.core.clients import Client, Idle
+from raceme.core.config import RunConfig
+from raceme.core.messages import ACCURACIES, LOSSES, SCORES
+from raceme.core.requests import Answer, InvalidReplyError, Task, Update
+from raceme.core.scheduling import Moment
 from raceme.datasets import true_groups
-from raceme.experiment import simulate
-from raceme.protocol.messages import ACCURACIES, LOSSES, SCORES
-from raceme.server.dispatch import Moment
-from raceme.server.fleet import Client
-from raceme.server.idle import Idle
-from raceme.server.replies import Answer, InvalidReplyError, Update
-from raceme.server.work import Task
+from raceme.runs.experiment import simulate
 from raceme.strategies import (
     FedDrift,
     FedDriftEager,
@@ -26,6 +23,7 @@ from raceme.strategies import (
     FedDriftParameters,
     Method,
 )
+from raceme.strategies.feddrift import Concepts
 
 Losses = dict[str, dict[int, float]]
 

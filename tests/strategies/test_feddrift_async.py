@@ -10,11 +10,10 @@ import pytest
 from clustered import check_it_can_be_restored, homes
 from test_feddrift import DIGITS, Bench
 
-from raceme.config import RunConfig
-from raceme.experiment import simulate
-from raceme.protocol.messages import SCORES
-from raceme.server.replies import Update
-from raceme.server.work import Task
+from raceme.core.config import RunConfig
+from raceme.core.messages import SCORES
+from raceme.core.requests import Task, Update
+from raceme.runs.experiment import simulate
 from raceme.strategies import FedDriftAsync, FedDriftAsyncParameters
 
 

@@ -7,15 +7,13 @@ import pytest
 from clustered import check_it_can_be_restored, homes, run_on, three_groups, with_clients
 from runs import of
 
-from raceme.protocol import events
-from raceme.protocol.messages import TRAIN_WEIGHTED
-from raceme.protocol.statistics import LABEL_MASSES, LABEL_TABLE, MIXING, WEIGHTED_BY
-from raceme.server.fleet import Client
-from raceme.server.replies import Answer, InvalidReplyError, Update
-from raceme.server.work import Task
+from raceme.core import events
+from raceme.core.clients import Client
+from raceme.core.messages import LABEL_MASSES, LABEL_TABLE, MIXING, TRAIN_WEIGHTED, WEIGHTED_BY
+from raceme.core.requests import Answer, InvalidReplyError, Task, Update
 from raceme.strategies import FedRC, FedRCParameters
 from raceme.strategies.fedrc import label_table, mixing_of
-from raceme.training.responsibilities import responsibilities
+from raceme.training.statistics import responsibilities
 
 
 def made_of(clients: int, k: int = 2) -> FedRC:

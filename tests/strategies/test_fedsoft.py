@@ -5,15 +5,14 @@ import pytest
 from clustered import with_clients
 from flwr.app import Context, RecordDict
 
-from raceme import models
 from raceme.client_app import app
-from raceme.compat import array_record, identify_process
-from raceme.config import RunConfig
-from raceme.protocol.messages import ModelSpec, to_array
-from raceme.server.replies import Answer, InvalidReplyError, Update
-from raceme.server.work import Task
+from raceme.core.config import RunConfig
+from raceme.core.messages import ModelSpec, to_array
+from raceme.core.requests import Answer, InvalidReplyError, Task, Update
+from raceme.flower.messages import array_record, identify_process
 from raceme.strategies import FedSoft, FedSoftParameters
-from raceme.strategies.fedsoft import importance_of
+from raceme.strategies.cdfl.fedsoft import importance_of
+from raceme.training import models
 
 
 def losses(*rows: list[float]) -> np.ndarray:
@@ -38,7 +37,7 @@ def soft(clients: int = 3, **options: object) -> FedSoft:
 
 
 def _client(name: str, examples: int):  # type: ignore[no-untyped-def]
-    from raceme.server.fleet import Client
+    from raceme.core.clients import Client
 
     return Client(name, examples)
 

@@ -14,8 +14,8 @@ from clustered import (
     with_clients,
 )
 
-from raceme.protocol.events import ClusterChange
-from raceme.server.fleet import Client
+from raceme.core.clients import Client
+from raceme.core.events import ClusterChange
 from raceme.strategies import FeSEM, FeSEMParameters
 from raceme.strategies.fesem import nearest_centre
 

@@ -16,14 +16,13 @@ from clustered import (
     with_clients,
 )
 
-from raceme.clustering.model import Model
-from raceme.config.errors import UserError
-from raceme.protocol import events
-from raceme.protocol.events import ClusterChange
-from raceme.protocol.messages import LABEL_COUNTS
-from raceme.server.fleet import Client
-from raceme.server.replies import Answer, InvalidReplyError
-from raceme.server.work import Task
+from raceme.core import events
+from raceme.core.clients import Client
+from raceme.core.clusters import Model
+from raceme.core.errors import UserError
+from raceme.core.events import ClusterChange
+from raceme.core.messages import LABEL_COUNTS
+from raceme.core.requests import Answer, InvalidReplyError, Task
 from raceme.strategies import FedGroup, FedGroupParameters, FlexCFL, FlexCFLParameters
 from raceme.strategies.flexcfl import mix_groups
 

@@ -15,12 +15,11 @@ from clustered import (
     with_clients,
 )
 
-from raceme.config.errors import UserError
-from raceme.protocol import events
-from raceme.protocol.messages import LABEL_COUNTS
-from raceme.server.fleet import Client
-from raceme.server.replies import Answer
-from raceme.server.work import Task
+from raceme.core import events
+from raceme.core.clients import Client
+from raceme.core.errors import UserError
+from raceme.core.messages import LABEL_COUNTS
+from raceme.core.requests import Answer, Task
 from raceme.strategies import FlexCFLAsync, FlexCFLAsyncParameters
 
 

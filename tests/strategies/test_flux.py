@@ -6,11 +6,9 @@ import numpy as np
 import pytest
 from clustered import check_it_can_be_restored, found, homes, run_on, three_groups, with_clients
 
-from raceme.protocol.messages import ACCURACIES, SCORES
-from raceme.protocol.statistics import DESCRIPTORS, LATENT_MOST
-from raceme.server.fleet import Client
-from raceme.server.replies import Answer, InvalidReplyError
-from raceme.server.work import Task
+from raceme.core.clients import Client
+from raceme.core.messages import ACCURACIES, DESCRIPTORS, LATENT_MOST, SCORES
+from raceme.core.requests import Answer, InvalidReplyError, Task
 from raceme.strategies import FLUX, FLUXParameters
 from raceme.strategies.flux import density_groups, elbow, gains_little, scaled
 

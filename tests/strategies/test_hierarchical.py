@@ -10,7 +10,7 @@ import numpy as np
 from clustered import check_it_can_be_restored, found, run_on, three_groups
 from hierarchical import PARENT, Hierarchy, HierarchyParameters
 
-from raceme.protocol import events
+from raceme.core import events
 
 SOURCE = Path(hierarchical.__file__).read_text(encoding="utf-8")
 

@@ -15,12 +15,11 @@ from clustered import (
     with_clients,
 )
 
-from raceme.clustering.similarity import MeanSimilarity
-from raceme.protocol import events
-from raceme.protocol.events import ClusterChange
-from raceme.server.fleet import Client
+from raceme.core import events
+from raceme.core.clients import Client
+from raceme.core.events import ClusterChange
 from raceme.strategies import ICFL, ICFLAsync, ICFLAsyncParameters, ICFLParameters
-from raceme.strategies.icfl import alpha_star
+from raceme.strategies.icfl import MeanSimilarity, alpha_star
 
 
 def test_alpha_star_by_hand() -> None:

@@ -16,19 +16,18 @@ from clustered import (
 from fleets import MODEL, Change, grid_of, pulled_app
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 
-from raceme import models
 from raceme.client_app import app
-from raceme.clustering.model import Model
-from raceme.compat import identify_process
-from raceme.config import RunConfig
-from raceme.protocol import events
-from raceme.protocol.events import ClusterChange
-from raceme.protocol.messages import ModelSpec
-from raceme.server.replies import Update
-from raceme.server.work import Task
+from raceme.core import events
+from raceme.core.clusters import Model
+from raceme.core.config import RunConfig
+from raceme.core.events import ClusterChange
+from raceme.core.messages import ModelSpec
+from raceme.core.requests import Task, Update
+from raceme.flower.messages import identify_process
 from raceme.simulation import Device
 from raceme.strategies import IFCA, IFCAAsync, IFCAAsyncParameters, IFCAParameters
 from raceme.strategies.ifca import redrawn
+from raceme.training import models
 
 DIGITS = RunConfig(clients=20, partition="iid", model="mclr")
 STARTS = models.initial_arrays(DIGITS)

@@ -11,10 +11,9 @@ from fleets import MODEL, grid_of, pulled_app
 from probing import EAST, probe, two_groups
 from sklearn.metrics import adjusted_rand_score
 
-from raceme.protocol.messages import ModelSpec
-from raceme.server.fleet import Client
-from raceme.server.replies import Update
-from raceme.server.work import Task
+from raceme.core.clients import Client
+from raceme.core.messages import ModelSpec
+from raceme.core.requests import Task, Update
 from raceme.simulation import Device
 from raceme.strategies import CASA, CASAParameters, FedAsync, Method, Panicle, Plan
 

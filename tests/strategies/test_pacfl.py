@@ -6,14 +6,12 @@ import numpy as np
 import pytest
 from clustered import check_it_can_be_restored, found, homes, run_on, three_groups, with_clients
 
-from raceme.clustering.clusters import Clusters
-from raceme.clustering.model import Model
-from raceme.clustering.regroup import kept_homes, regroup
-from raceme.protocol.statistics import PRINCIPAL_DIRECTIONS
-from raceme.server.replies import Answer, InvalidReplyError
-from raceme.server.work import Task
+from raceme.core.clusters import Clusters, Model
+from raceme.core.messages import PRINCIPAL_DIRECTIONS
+from raceme.core.requests import Answer, InvalidReplyError, Task
 from raceme.strategies import PACFL, PACFLParameters
 from raceme.strategies.pacfl import agglomerated, least_angle
+from raceme.strategies.shared import kept_homes, regroup
 
 
 def column(degrees: float) -> np.ndarray:
@@ -75,7 +73,7 @@ def test_clients_are_clustered_and_a_newcomer_joins_the_nearest() -> None:
 
 
 def _client(name: str) -> Any:
-    from raceme.server.fleet import Client
+    from raceme.core.clients import Client
 
     return Client(name, num_examples=10)
 

@@ -23,10 +23,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from probing import EAST, NORTH, WEST, fleet, partition_of, probe, probed, two_groups
 
-from raceme.protocol import events
-from raceme.protocol.events import ClusterChange
-from raceme.protocol.messages import ModelSpec
-from raceme.server.fleet import Client
+from raceme.core import events
+from raceme.core.clients import Client
+from raceme.core.events import ClusterChange
+from raceme.core.messages import ModelSpec
 from raceme.simulation import Device
 from raceme.strategies import Panicle, PanicleParameters
 

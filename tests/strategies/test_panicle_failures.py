@@ -5,24 +5,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from clustered import (
-    CENTRES,
-    GROUPS,
-    found,
-    homes,
-    last_accuracy,
-    run_on,
-    step,
-)
+from clustered import CENTRES, GROUPS, found, homes, last_accuracy, run_on, step
 from fleets import grid_of, pulled_app, write
 from flwr.app import Message
 from probing import EAST, NORTH, WEST, fleet, partition_of, probe, two_groups
 
-from raceme.config import RunConfig
-from raceme.experiment import simulate
-from raceme.protocol import events
-from raceme.server.fleet import Client
-from raceme.server.work import Task
+from raceme.core import events
+from raceme.core.clients import Client
+from raceme.core.config import RunConfig
+from raceme.core.requests import Task
+from raceme.runs.experiment import simulate
 from raceme.simulation import Device
 from raceme.strategies import Panicle
 

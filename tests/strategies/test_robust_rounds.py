@@ -7,8 +7,8 @@ import pytest
 from fleets import MODEL, grid_of, pulled_app
 from runs import devices, of
 
-from raceme.config.errors import UserError
-from raceme.protocol import events
+from raceme.core import events
+from raceme.core.errors import UserError
 from raceme.strategies import (
     FedAvg,
     FedMedian,

@@ -11,9 +11,9 @@ from clustered import CENTRES, GROUPS, centre_losses, found, last_accuracy, plac
 from fleets import MODEL, grid_of, pulled_app
 from soft_clusters import SoftClusters
 
-from raceme.clustering.clusters import blended
-from raceme.protocol import events
-from raceme.protocol.events import ClusterChange
+from raceme.core import events
+from raceme.core.clusters import blended
+from raceme.core.events import ClusterChange
 from raceme.simulation import Device, VirtualGrid
 from raceme.strategies import Method, Plan
 

@@ -17,13 +17,17 @@ from nodes import (
     write_device,
 )
 
-from raceme import datasets, models
+from raceme import datasets
 from raceme.client_app import KINDS, app
-from raceme.compat import identify_process
-from raceme.config import RunConfig
-from raceme.config.errors import UserError
-from raceme.protocol.messages import ModelSpec, from_array, to_array
-from raceme.training import Network, Samples, evaluate
+from raceme.core.config import RunConfig
+from raceme.core.errors import UserError
+from raceme.core.messages import ModelSpec, from_array, to_array
+from raceme.core.registry import DATASETS
+from raceme.datasets.source import DataShape
+from raceme.flower.messages import identify_process
+from raceme.training import models
+from raceme.training.local import evaluate
+from raceme.training.network import Network, Samples
 
 
 @pytest.fixture(autouse=True)
@@ -79,7 +83,7 @@ def test_hyper_parameters_come_from_the_message_then_the_run_then_the_dataset() 
         return float(np.linalg.norm(vector(train(settings, **keys)) - start()))
 
     default = moved()
-    assert default == moved({"lr": datasets.DATASETS["digits"].default_lr})
+    assert default == moved({"lr": DATASETS["digits"].default_lr})
     assert moved(lr=0.001) == moved({"lr": 0.001}) < 0.1 * default
     assert moved({"lr": 0.001}, lr=5.0) == moved({"lr": 0.001})
     assert moved({"local-epochs": 3}) == moved(local_epochs=3) > default
@@ -309,7 +313,7 @@ def test_a_device_with_its_own_file_needs_only_a_name(tmp_path: Path) -> None:
     metrics, told = query(own)
     assert told["client-id"] == "kitchen"
     assert (metrics["num-examples"], metrics["num-test-examples"]) == (12, 4)
-    initial = models.initial_arrays(config, datasets.DataShape((4,), 3))
+    initial = models.initial_arrays(config, DataShape((4,), 3))
     reply = app(message("train", {"task": 1}, initial), own)
     assert ModelSpec.of(reply.content.array_records["arrays"]) == ModelSpec.of(initial)
 
@@ -320,7 +324,7 @@ def test_a_model_for_more_classes_than_the_devices_own_is_an_error_that_shows_bo
     write_device(tmp_path / "own.npz", classes=2)
     config = RunConfig(dataset="npz", model="mclr")
     config = config.with_values(data_file=str(tmp_path / "own.npz"))
-    initial = models.initial_arrays(config, datasets.DataShape((4,), 3))
+    initial = models.initial_arrays(config, DataShape((4,), 3))
     with pytest.raises(ValueError, match=r"shape \(3, 4\); .* has shape \(2, 4\)"):
         app(message("train", {"task": 1}, initial), node_context({"device-id": "a"}, config))
 

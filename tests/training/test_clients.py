@@ -12,18 +12,13 @@ from pathlib import Path
 
 import pytest
 from flwr.app import ConfigRecord, Message, RecordDict
-from nodes import (
-    CONFIG,
-    context,
-    node_context,
-    write_device,
-)
+from nodes import CONFIG, context, node_context, write_device
 
 from raceme.client_app import forget, work_of
-from raceme.compat import identify_process
-from raceme.config import RunConfig
-from raceme.training import Samples
+from raceme.core.config import RunConfig
+from raceme.flower.messages import identify_process
 from raceme.training.clients import Client, ClientCache
+from raceme.training.network import Samples
 
 
 @pytest.fixture(autouse=True)

@@ -10,13 +10,14 @@ import torch
 from asking import ask, message_to
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 
-from raceme import client_app, models
-from raceme.config import RunConfig
-from raceme.experiment import resolve, simulate
-from raceme.protocol.messages import from_array
+from raceme import client_app
+from raceme.core.config import RunConfig
+from raceme.core.messages import from_array
 from raceme.records.record import read_run
+from raceme.runs.experiment import resolve, simulate
 from raceme.simulation import Executor, InProcess
 from raceme.simulation.vectorised import Vectorised
+from raceme.training import models
 
 KEYS = {"model": "cnn3x3", "clients": 6, "partition": "iid", "lr": 0.05}
 

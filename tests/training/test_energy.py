@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from nodes import context, message
 
 from raceme import client_app
-from raceme.compat import identify_process
-from raceme.protocol.cost import MOST_JOULES, MOST_SECONDS, Cost, cost_of
-from raceme.protocol.stated import StatementError
-from raceme.training.energy import Ina3221, Rapl, measured, meter_of
+from raceme.core.messages import MOST_JOULES, MOST_SECONDS, Cost, StatementError, cost_of
+from raceme.flower.messages import identify_process
+from raceme.training.machine import Ina3221, Rapl, measured, meter_of
 
 
 def zone(system: Path, name: str, called: str, micro: int, largest: int = 10**9) -> Path:

@@ -7,20 +7,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
-from nodes import (
-    CONFIG,
-    message,
-    node_context,
-    several,
-)
+from nodes import CONFIG, message, node_context, several
 
-from raceme import models
 from raceme.client_app import app
-from raceme.compat import identify_process, set_message_id
-from raceme.config import RunConfig
-from raceme.config.errors import UserError
-from raceme.protocol.messages import from_array, to_array
+from raceme.core.config import RunConfig
+from raceme.core.errors import UserError
+from raceme.core.messages import from_array, to_array
+from raceme.flower.messages import identify_process, set_message_id
 from raceme.simulation import InProcess, Pool
+from raceme.training import models
 
 
 @pytest.fixture(autouse=True)

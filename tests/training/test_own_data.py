@@ -8,9 +8,10 @@ import torch
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from torch import nn
 
-from raceme.client_app import AddedKinds, OwnData
-from raceme.compat import identify_process
-from raceme.config.errors import UserError
+from raceme.client_app import AddedKinds
+from raceme.core.errors import UserError
+from raceme.flower.messages import identify_process
+from raceme.training.clients import OwnData
 
 X, Y = np.zeros((4, 3)), np.array([0, 1, 2, 1])
 

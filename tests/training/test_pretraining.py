@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from raceme.config import RunConfig
-from raceme.config.errors import UserError
-from raceme.experiment import resolve, simulate
+from raceme.core.config import RunConfig
+from raceme.core.errors import UserError
+from raceme.runs.experiment import resolve, simulate
 
 
 @pytest.mark.parametrize(

@@ -11,16 +11,17 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp.mod import fixedclipping_mod
 from flwr.serverapp.strategy import DifferentialPrivacyClientSideFixedClipping, FedAvg
 
-from raceme import compat
 from raceme.client_app import client_app
-from raceme.config import RunConfig
-from raceme.experiment import resolve, training_settings
-from raceme.models import initial_arrays
-from raceme.protocol import events
+from raceme.core import events
+from raceme.core.config import RunConfig
+from raceme.core.scheduling import RoundsParameters
+from raceme.flower.messages import identify_process
+from raceme.runs.experiment import resolve, training_settings
 from raceme.simulation import Device, Node, VirtualGrid
 from raceme.simulation.vectorised import Vectorised
 from raceme.strategies import CASA, Plan
-from raceme.strategies.flower_rounds import FlowerRounds, RoundsParameters
+from raceme.strategies.fedavg import FlowerRounds
+from raceme.training.models import initial_arrays
 from raceme.training.privacy import LocalPrivacy
 
 CONFIG = resolve(RunConfig.from_mapping({"clients": 4, "model": "mclr", "workers": "0"}))
@@ -33,7 +34,7 @@ def context(**node: Any) -> Context:
 
 
 def asked(kind: str = "train", message_type: str = "train", **settings: Any) -> Message:
-    compat.identify_process()
+    identify_process()
     arrays = initial_arrays(CONFIG)
     config = ConfigRecord({**training_settings(CONFIG), "kind": kind, "task": 1, **settings})
     content = RecordDict({"arrays": arrays, "config": config})

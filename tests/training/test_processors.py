@@ -13,15 +13,16 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from nodes import context
 from other_memory import PLACE, gpu
 
-from raceme import models
 from raceme.client_app import app, forget
-from raceme.compat import identify_process
-from raceme.config import RunConfig
-from raceme.config.errors import UserError
-from raceme.protocol.messages import ModelSpec, to_array
-from raceme.training import clients, hardware, processors
+from raceme.core.config import RunConfig
+from raceme.core.errors import UserError
+from raceme.core.messages import ModelSpec, to_array
+from raceme.flower.messages import identify_process
+from raceme.training import clients, models
+from raceme.training import machine as hardware
+from raceme.training import machine as processors
+from raceme.training.machine import Way, accelerators, fastest, thread_counts, ways_of
 from raceme.training.network import Network
-from raceme.training.processors import Way, accelerators, fastest, thread_counts, ways_of
 
 TASKS = RunConfig(clients=16, partition="iid", drift="tasks", model="mlp", batch_size=40)
 IMAGES = RunConfig(clients=16, partition="iid", model="cnn3x3", batch_size=40)

@@ -13,26 +13,26 @@ import torch
 from asking import message_to
 from flwr.app import ConfigRecord, Context, RecordDict
 
-from raceme import client_app, datasets, experiment, models
-from raceme.comparison.results import Comparison, Result, Run, best_of
-from raceme.comparison.suites import Method, Score, Suite
-from raceme.comparison.table import main_table, to_csv, to_json
-from raceme.config import RunConfig
-from raceme.config.errors import UserError
+from raceme import client_app, datasets
+from raceme.core.config import RunConfig
+from raceme.core.errors import UserError
+from raceme.core.events import ACCURACY, Evaluated, Measure
+from raceme.core.messages import StatementError
+from raceme.core.progress import ClientScore, Plan, Sweep, score_from
 from raceme.datasets.source import DataShape, Target
-from raceme.protocol.events import Evaluated
-from raceme.protocol.measure import ACCURACY, Measure
-from raceme.protocol.stated import StatementError
-from raceme.records.convergence import convergence_index, unrest
+from raceme.experiments.results import Comparison, Result, Run, best_of
+from raceme.experiments.suites import Method, Score, Suite
+from raceme.experiments.tables import main_table, to_csv, to_json
 from raceme.records.record import read_run
-from raceme.records.summary import summarise
+from raceme.records.summary import convergence_index, summarise, unrest
 from raceme.reporting.console import summary_rows
 from raceme.reporting.run_page import run_page
-from raceme.server.evaluation import ClientScore, Sweep, score_from
-from raceme.server.plan import Plan
+from raceme.runs import experiment
 from raceme.simulation import InProcess
 from raceme.simulation.vectorised import Vectorised
-from raceme.training import Network, Objective, Regression, Samples, evaluate, objective_of
+from raceme.training import models
+from raceme.training.local import evaluate
+from raceme.training.network import Network, Objective, Regression, Samples, objective_of
 
 UNIT = "µg/m³"
 MEANS = (79.8, 104.6, 15.8, 50.6, 1230.8, 57.4, 13.5, 1010.7, 2.5, 0.06, 1.7)

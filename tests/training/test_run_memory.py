@@ -3,9 +3,9 @@
 import gc
 from pathlib import Path
 
-from raceme import experiment
-from raceme.config import RunConfig
-from raceme.training import Samples
+from raceme.core.config import RunConfig
+from raceme.runs import experiment
+from raceme.training.network import Samples
 
 
 def config_of(seed: int, out: str = "") -> RunConfig:

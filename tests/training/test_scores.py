@@ -9,10 +9,10 @@ from nodes import INITIAL, Settings, context, message, several
 
 from raceme import datasets
 from raceme.client_app import app
-from raceme.compat import identify_process
-from raceme.config import RunConfig
-from raceme.training import Samples, TrainingSettings
-from raceme.training.local import epoch_sizes, epochs
+from raceme.core.config import RunConfig
+from raceme.flower.messages import identify_process
+from raceme.training.local import TrainingSettings, epoch_sizes, epochs
+from raceme.training.network import Samples
 
 CONFIG = RunConfig(clients=8, partition="label-groups", drift="mixture")
 NODE = context(2, CONFIG)

@@ -8,13 +8,12 @@ import torch
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from torch import nn
 
-from raceme import models
 from raceme.client_app import app
-from raceme.compat import array_record, identify_process
-from raceme.config import RunConfig
-from raceme.protocol.messages import ModelSpec, to_array
-from raceme.training.network import Network
-from raceme.training.samples import Samples
+from raceme.core.config import RunConfig
+from raceme.core.messages import ModelSpec, to_array
+from raceme.flower.messages import array_record, identify_process
+from raceme.training import models
+from raceme.training.network import Network, Samples
 from raceme.training.statistics import latent_features, main_directions, moments, projected
 
 CONFIG = RunConfig(clients=20, partition="iid", model="mclr", lr=0.05)

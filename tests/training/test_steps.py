@@ -9,11 +9,12 @@ from nodes import CONFIG, INITIAL, SPEC, context, several
 
 from raceme import datasets
 from raceme.client_app import app
-from raceme.compat import identify_process
-from raceme.config import RunConfig
-from raceme.protocol.messages import from_array
-from raceme.training import Samples, evaluate
+from raceme.core.config import RunConfig
+from raceme.core.messages import from_array
+from raceme.flower.messages import identify_process
 from raceme.training.clients import joined, load
+from raceme.training.local import evaluate
+from raceme.training.network import Samples
 
 DRIFTING = CONFIG.with_values(drift="label-shift")
 NODE = (("partition-id", 3), ("num-partitions", 20))

@@ -7,11 +7,11 @@ import pytest
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from nodes import context
 
-from raceme import models
 from raceme.client_app import app
-from raceme.compat import identify_process
-from raceme.config import RunConfig
-from raceme.protocol.messages import InvalidModelError, ModelSpec, from_array, to_array
+from raceme.core.config import RunConfig
+from raceme.core.messages import InvalidModelError, ModelSpec, from_array, to_array
+from raceme.flower.messages import identify_process
+from raceme.training import models
 
 TASKS = RunConfig(clients=4, partition="iid", drift="tasks", model="mlp")
 START = models.initial_arrays(TASKS)

@@ -9,11 +9,12 @@ import pytest
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from nodes import CONFIG, SPEC, context, node_context, several, write_device
 
-from raceme import datasets, models
+from raceme import datasets
 from raceme.client_app import app, forget
-from raceme.compat import identify_process
-from raceme.config import RunConfig
-from raceme.protocol.messages import from_array
+from raceme.core.config import RunConfig
+from raceme.core.messages import from_array
+from raceme.flower.messages import identify_process
+from raceme.training import models
 from raceme.training.clients import load
 
 DRIFTING = CONFIG.with_values(drift="tasks")

@@ -6,19 +6,19 @@ import torch
 from flwr.app import ArrayRecord
 from torch import nn
 
-from raceme import models
-from raceme.protocol.messages import InvalidModelError, ModelSpec, from_array, to_array
-from raceme.training import (
-    Network,
-    Samples,
+from raceme.core.messages import InvalidModelError, ModelSpec, from_array, to_array
+from raceme.training import models
+from raceme.training.local import (
     TrainingSettings,
     epochs,
     evaluate,
     losses,
+    optimiser_of,
+    sgd,
+    step,
     train,
 )
-from raceme.training.local import step
-from raceme.training.optimisers import optimiser_of, sgd
+from raceme.training.network import Network, Samples
 
 
 def rng(seed: int = 0) -> np.random.Generator:

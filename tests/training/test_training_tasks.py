@@ -9,15 +9,14 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from nodes import context
 from torch import nn
 
-from raceme import models
 from raceme.client_app import app, work_of
-from raceme.compat import identify_process
-from raceme.config import RunConfig
-from raceme.protocol.messages import ModelSpec, from_array, to_array
-from raceme.training import Network, Samples, TrainingSettings, train
+from raceme.core.config import RunConfig
+from raceme.core.messages import ModelSpec, from_array, to_array
+from raceme.flower.messages import identify_process
+from raceme.training import models
 from raceme.training.continual import fisher_information
-from raceme.training.dropout import dropout, hidden_linear_layers
-from raceme.training.terms import terms_of
+from raceme.training.local import TrainingSettings, dropout, hidden_linear_layers, terms_of, train
+from raceme.training.network import Network, Samples
 
 TASKS = RunConfig(clients=4, partition="iid", drift="tasks", model="mlp")
 START = models.initial_arrays(TASKS)

@@ -1,0 +1,171 @@
+"""Counts that say how large the package is and how its parts depend on each other.
+
+``python benchmarks/structure.py`` prints them; `tests/test_layout.py` holds the limits.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import tokenize
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parent.parent / "raceme"
+
+FLOORS: tuple[frozenset[str], ...] = tuple(
+    frozenset(floor)
+    for floor in (
+        {"__main__"},
+        {"cli"},
+        {"notebook"},
+        {"experiments", "fleet", "server_app"},
+        {"runs"},
+        {"simulation"},
+        {"strategies", "client_app", "reporting"},
+        {"training", "records"},
+        {"datasets"},
+        {"core"},
+        {"flower"},
+    )
+)
+"""The rooms from the top floor down. A room imports from lower floors only."""
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Lines of code: neither blank nor comment nor docstring.
+
+    Attributes
+    ----------
+    code : int
+        All of them.
+    imports : int
+        Those that belong to import statements.
+    """
+
+    code: int
+    imports: int
+
+
+def modules(package: Path = PACKAGE) -> dict[str, Path]:
+    """Return the modules of the package: dotted name to file."""
+    found = {}
+    for path in sorted(package.rglob("*.py")):
+        parts = path.relative_to(package.parent).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def count_lines(source: str) -> Lines:
+    """Count the lines of code of one module."""
+    tree = ast.parse(source)
+    outside: set[int] = set()
+    imports: set[int] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            first = node.body[0] if node.body else None
+            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
+                outside.update(_span(first))
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            imports.update(_span(node))
+    ignored = {
+        tokenize.COMMENT,
+        tokenize.NL,
+        tokenize.NEWLINE,
+        tokenize.INDENT,
+        tokenize.DEDENT,
+        tokenize.ENDMARKER,
+    }
+    code: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in ignored:
+            code.update(range(token.start[0], token.end[0] + 1))
+    code -= outside
+    return Lines(len(code), len(code & imports))
+
+
+def _span(node: ast.stmt) -> range:
+    return range(node.lineno, (node.end_lineno or node.lineno) + 1)
+
+
+def imports_of(path: Path, known: Mapping[str, Path]) -> Iterator[tuple[str, bool]]:
+    """Yield the modules that a file imports, and whether it does so only inside a function."""
+
+    def walk(node: ast.AST, inside: bool) -> Iterator[tuple[str, bool]]:
+        for child in ast.iter_child_nodes(node):
+            within = inside or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
+            if isinstance(child, ast.Import):
+                yield from ((alias.name, within) for alias in child.names)
+            elif isinstance(child, ast.ImportFrom) and child.module:
+                inner = {f"{child.module}.{alias.name}" for alias in child.names}
+                yield from ((name, within) for name in (inner & known.keys()) or {child.module})
+            yield from walk(child, within)
+
+    yield from walk(ast.parse(path.read_text(encoding="utf-8")), False)
+
+
+def room_of(module: str) -> str:
+    """Return the room of a module; empty for `raceme` itself."""
+    return module.split(".")[1] if "." in module else ""
+
+
+def upward_imports(known: Mapping[str, Path]) -> list[str]:
+    """Return the imports that do not go to a lower floor."""
+    floor = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+    found = set()
+    for own, path in known.items():
+        for imported, _ in imports_of(path, known):
+            one, other = room_of(own), room_of(imported)
+            ours = imported.split(".")[0] == "raceme"
+            if ours and one and other and one != other and floor[other] <= floor[one]:
+                found.add(f"{own} -> {imported}")
+    return sorted(found)
+
+
+def circles(known: Mapping[str, Path]) -> list[str]:
+    """Return the circles of imports between modules, imports inside functions left out."""
+    graph: dict[str, set[str]] = defaultdict(set)
+    for own, path in known.items():
+        for imported, inside in imports_of(path, known):
+            # A package's face gathers its modules, which may import each other.
+            if imported in known and not inside and not own.startswith(f"{imported}."):
+                graph[own].add(imported)
+    done: set[str] = set()
+    found: list[str] = []
+
+    def visit(module: str, way: tuple[str, ...]) -> None:
+        if module in way:
+            found.append(" -> ".join((*way[way.index(module) :], module)))
+        elif module not in done:
+            for imported in sorted(graph[module] - {module}):
+                visit(imported, (*way, module))
+            done.add(module)
+
+    for module in known:
+        visit(module, ())
+    return found
+
+
+def main() -> None:
+    """Print the counts."""
+    known = modules()
+    lines = {name: count_lines(path.read_text(encoding="utf-8")) for name, path in known.items()}
+    code = sum(found.code for found in lines.values())
+    imports = sum(found.imports for found in lines.values())
+    print(f"modules                {len(known):6,}")
+    print(f"lines of code          {code:6,}")
+    print(f"of them imports        {imports:6,} ({imports / code:.1%})")
+    print(f"circles                {len(circles(known)):6,}")
+    print(f"imports upward         {len(upward_imports(known)):6,}")
+    rooms: dict[str, int] = defaultdict(int)
+    for name, found in lines.items():
+        rooms[room_of(name) or "raceme"] += found.code
+    for room, count in sorted(rooms.items(), key=lambda pair: -pair[1]):
+        print(f"  {room:<20} {count:6,}")
+
+
+if __name__ == "__main__":
+    main()

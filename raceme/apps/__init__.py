@@ -1,1 +1,0 @@
-"""Anybody's Flower apps on virtual time."""

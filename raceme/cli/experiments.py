@@ -1,0 +1,310 @@
+"""What `raceme compare` and `raceme reproduce` share: running suites and printing their tables."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from raceme.cli.report import ADDRESS, Address, Watch, watched
+from raceme.core.errors import UserError, unknown_name
+from raceme.core.options import Value
+from raceme.experiments.suites import Suite
+
+if TYPE_CHECKING:
+    from raceme.experiments.compare import RunAll
+    from raceme.experiments.results import Comparison
+    from raceme.reporting.console import PlainTable
+
+SHARED = (
+    *("data-root", "download", "clients", "devices"),
+    *("max-updates", "max-rounds", "max-time", "eval-every"),
+)
+"""Keys of a run that the help of both commands shows."""
+
+Out = Annotated[
+    Path | None,
+    typer.Option(
+        "--out", help="folder for the results; the same folder again continues from there"
+    ),
+]
+Seeds = Annotated[str | None, typer.Option("--seeds", help="seeds, e.g. 0,1,2", show_default=False)]
+Only = Annotated[
+    str,
+    typer.Option("--only", help="parts of a suite, e.g. digits-4,digits-6", show_default=False),
+]
+Processes = Annotated[
+    int, typer.Option("--processes", help="runs at a time (0: one per core)", min=0)
+]
+
+
+def run_suites(
+    planned: Sequence[tuple[Suite, Path]],
+    processes: int,
+    overview: Callable[[Mapping[str, Comparison]], PlainTable] | None = None,
+    workers: Value = "",
+    out: Path | None = None,
+) -> None:
+    """Run suites one after another, after all of them were checked, and print their tables.
+
+    Parameters
+    ----------
+    planned : Sequence[tuple[Suite, Path]]
+        Each with the folder of its results.
+    processes : int
+        Runs at a time; 0: one per core.
+    overview : Callable, optional
+        Makes a last table of all of them, by the names of their folders.
+    workers : Value
+        The key of this name: a Ray cluster's CPUs do the runs, one each; anything else is for runs
+        alone.
+    out : Path, optional
+        With which option ``--out`` the same command goes on; None: as it was typed.
+    """
+    from raceme.core.signals import interrupted_by_signals
+    from raceme.experiments.compare import compare as run_suite
+    from raceme.experiments.compare import prepare
+    from raceme.experiments.tables import main_table, sweep_table
+    from raceme.reporting.artefacts import missing_line
+
+    logging.getLogger("flwr").setLevel(logging.ERROR)
+    console = Console(highlight=False)
+    prepared = [prepare(suite, out) for suite, out in planned]
+    failed = False
+    done: dict[str, Comparison] = {}
+    for plan in prepared:
+        suite = plan.suite
+        if suite.scale != 1.0:
+            console.print(f"{suite.title}: SHORTENED, --scale {suite.scale:g}", markup=False)
+        try:
+            with interrupted_by_signals(), _runner(workers) as (run_all, most):
+                comparison = run_suite(plan, processes or most, console, run_all)
+        except KeyboardInterrupt:
+            how = "" if out is None else f" with --out {out}"
+            console.print(
+                f"\nInterrupted. Finished runs are kept; to continue, the same command{how}",
+                markup=False,
+                soft_wrap=True,
+            )
+            raise typer.Exit(130) from None
+        for text in (main_table(comparison), sweep_table(comparison)):
+            if text is not None:
+                console.print()
+                console.print(text.rich())
+                for line in text.lines:
+                    console.print(line, markup=False, soft_wrap=True)
+        console.print(f"\nTables, plots and runs: {plan.out}", markup=False, soft_wrap=True)
+        if comparison.unwritten:
+            said = missing_line(plan.out, comparison.unwritten)
+            print(f"raceme: {said}", file=sys.stderr)
+        done[plan.out.name] = comparison
+        failed |= bool(comparison.unwritten)
+        failed |= any(result.errors for result in comparison.results)
+    if overview is not None:
+        text = overview(done)
+        console.print()
+        # Cut to the width of a narrow terminal it would have no names of cases.
+        console.print(text.rich(), width=max(console.width, 100), crop=False)
+        path = prepared[0].out.parent / "regret.md"
+        path.write_text(text.markdown(), encoding="utf-8")
+        console.print(f"\nThe same as a file: {path}", markup=False, soft_wrap=True)
+    if failed:
+        raise typer.Exit(1)
+
+
+@contextmanager
+def _runner(workers: Value) -> Iterator[tuple[RunAll, int]]:
+    """Offer what does runs, and how many at a time it can do."""
+    from raceme.experiments.jobs import cores, run_jobs
+    from raceme.simulation import is_ray
+
+    if not is_ray(str(workers)):
+        yield run_jobs, cores()
+        return
+    from raceme.experiments.jobs import RayRuns
+
+    cluster = RayRuns(str(workers))
+    try:
+        yield cluster.run, cluster.cpus
+    finally:
+        cluster.close()
+
+
+def parts(name: str, variants: Mapping[str, str], only: str) -> dict[str, str]:
+    """Return the parts of a suite that a person names, with commas; all of them for none.
+
+    Raises
+    ------
+    UserError
+        There is no such part.
+    """
+    if not only:
+        return dict(variants)
+    named = [part.strip() for part in only.split(",")]
+    for part in named:
+        if part not in variants:
+            raise unknown_name(f"part of {name}", part, variants)
+    return {part: variants[part] for part in named}
+
+
+def with_seeds(suite: Suite, text: str | None) -> Suite:
+    """Return a suite with other seeds, as a person writes them: ``"0,1,2"``.
+
+    Raises
+    ------
+    UserError
+        They are not numbers with commas.
+    """
+    if text is None:
+        return suite
+    try:
+        seeds = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise UserError(f"--seeds takes numbers with commas, e.g. 0,1,2; got '{text}'.") from None
+    return replace(suite, seeds=seeds)
+
+
+# -----------------------------------------------------------------------------
+# `raceme compare`: several methods on the same clients, devices and seeds.
+# -----------------------------------------------------------------------------
+
+
+SHOWN = ("dataset", "model", "partition", "target-accuracy", "workers", *SHARED)
+"""Keys of a run that the help shows."""
+
+
+def compare(
+    keys: Mapping[str, Value],
+    methods: Annotated[
+        list[str] | None, typer.Argument(help="strategies, or methods of the suite")
+    ] = None,
+    every: Annotated[bool, typer.Option("--all", help="all strategies")] = False,
+    suite: Annotated[
+        Path | None,
+        typer.Option(
+            "--suite",
+            help="TOML file, or one that comes along: panicle, poisoning",
+            show_default=False,
+        ),
+    ] = None,
+    only: Only = "",
+    seeds: Seeds = None,
+    out: Out = None,
+    processes: Processes = 0,
+    watch: Watch = False,
+    watch_address: Address = ADDRESS,
+) -> None:
+    """Run several methods on the same clients, devices and seeds, and compare them.
+
+    The target accuracy is recorded and does not end a run. Runs that are finished in --out are
+    kept.
+    """
+    from raceme.experiments.results import regret_table
+    from raceme.experiments.suites import load_suite, of_names, variants
+
+    if suite is not None and every:
+        raise UserError("Give --suite or --all, not both.")
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    if suite is not None and (cases := variants(suite)):
+        folder = out or Path("runs") / f"{stamp}-compare-{suite.name.removesuffix('.toml')}"
+        planned = []
+        for name, case in parts(str(suite), cases, only).items():
+            loaded = load_suite(case)
+            loaded = (loaded.only(methods) if methods else loaded).with_settings(keys)
+            planned.append((with_seeds(loaded, seeds), folder / name))
+        with watched(watch, folder, watch_address, comparison=True):
+            run_suites(planned, processes, regret_table, keys.get("workers", ""), folder)
+        return
+    if only:
+        raise UserError(
+            "--only chooses parts of a suite with variants: give --suite panicle, or a file."
+        )
+    if suite is not None:
+        chosen = load_suite(suite)
+        chosen = (chosen.only(methods) if methods else chosen).with_settings(keys)
+    else:
+        chosen = of_names(_all_strategies() if every else methods or [], keys)
+    chosen = with_seeds(chosen, seeds)
+    folder = out or Path("runs") / f"{stamp}-compare-{chosen.dataset}"
+    with watched(watch, folder, watch_address, comparison=True):
+        run_suites([(chosen, folder)], processes, workers=keys.get("workers", ""), out=folder)
+
+
+def _all_strategies() -> list[str]:
+    from raceme.core.registry import STRATEGIES
+
+    return list(STRATEGIES)
+
+
+# -----------------------------------------------------------------------------
+# `raceme reproduce`: a paper's experiment, with the published numbers beside ours.
+# -----------------------------------------------------------------------------
+
+
+def reproduce(
+    keys: Mapping[str, Value],
+    name: Annotated[str, typer.Argument(help="e.g. casa-table1; without: show all")] = "",
+    dataset: Annotated[
+        str | None,
+        typer.Option("--dataset", help="e.g. mnist or cifar10", show_default=False),
+    ] = None,
+    only: Only = "",
+    methods: Annotated[
+        str, typer.Option("--methods", help="only these, e.g. casa,fedavg", show_default=False)
+    ] = "",
+    scale: Annotated[float, typer.Option("--scale", help="shorten the suite to this part")] = 1.0,
+    seeds: Seeds = None,
+    out: Out = None,
+    processes: Processes = 0,
+) -> None:
+    """Run a paper's experiment, and show the published numbers beside ours."""
+    from raceme.experiments.suites import all_shipped, load_suite
+
+    if not name:
+        for shown, variants in all_shipped().items():
+            print(f"{shown}: {', '.join(variants)}")
+        return
+    planned = []
+    chosen = _variants(name, dataset, only)
+    for variant in chosen:
+        suite = load_suite(variant)
+        if methods:
+            suite = suite.only([label.strip() for label in methods.split(",")])
+        suite = with_seeds(suite.with_settings(keys), seeds).scaled(scale)
+        folder = variant if scale == 1.0 else f"{variant}-scale-{scale:g}"
+        if out is not None:
+            folder_path = out / variant if len(chosen) > 1 else out
+        else:
+            folder_path = Path("runs") / folder
+        planned.append((suite, folder_path))
+    run_suites(planned, processes, workers=keys.get("workers", ""), out=out)
+
+
+def _variants(name: str, dataset: str | None, only: str) -> list[str]:
+    """Return the suites of a reproduction: the parts that are named, or all of one dataset."""
+    from raceme.core.errors import unknown_name
+    from raceme.experiments.suites import load_suite, shipped
+
+    variants = parts(name, shipped(name), only)
+    datasets = {part: load_suite(found).dataset for part, found in variants.items()}
+    if dataset is not None:
+        if dataset in variants:
+            return [variants[dataset]]
+        found = [variants[part] for part, used in datasets.items() if used == dataset]
+        if not found:
+            raise unknown_name(f"dataset of {name}", dataset, {*variants, *datasets.values()})
+        return found
+    if len(set(datasets.values())) > 1 and not only:
+        raise UserError(
+            f"{name} has several datasets: choose one with --dataset, or parts with --only "
+            f"({', '.join(variants)})."
+        )
+    return list(variants.values())

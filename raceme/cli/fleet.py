@@ -1,0 +1,397 @@
+"""`raceme device`: this machine trains and answers for a SuperLink."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from raceme.cli.report import ADDRESS, Address, Watch, watched
+from raceme.core.errors import UserError
+from raceme.core.messages import PlainFormatter
+from raceme.core.options import Value
+
+if TYPE_CHECKING:
+    from raceme.flower.fleet_client import Endpoint
+
+_LEVELS = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ERROR: 3}
+
+
+def device(
+    superlink: Annotated[
+        str, typer.Option("--superlink", metavar="HOST:PORT", help="Fleet API of the SuperLink")
+    ],
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="plain text instead of TLS; for a test only")
+    ] = False,
+    root_certificates: Annotated[
+        Path | None,
+        typer.Option(
+            "--root-certificates", help="PEM of the authority that signed the SuperLink's"
+        ),
+    ] = None,
+    key: Annotated[
+        Path | None, typer.Option("--key", help="private key of this device, from `raceme certs`")
+    ] = None,
+    allow_open_key: Annotated[
+        bool, typer.Option("--allow-open-key", help="take a key that other users can read, too")
+    ] = False,
+    node_config: Annotated[
+        str, typer.Option("--node-config", help="what the ClientApp is told: \"key=1 key='text'\"")
+    ] = "",
+    device_id: Annotated[
+        str | None,
+        typer.Option(
+            "--device-id",
+            help="stable name of this device [default: the host's name, or client-<partition-id>]",
+            show_default=False,
+        ),
+    ] = None,
+    trusted_app: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--trusted-app",
+            metavar="PUBLISHER/NAME",
+            help="run this app only; may be repeated",
+            show_default=False,
+        ),
+    ] = None,
+    trusted_model: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--trusted-model",
+            metavar="MODULE:FUNCTION",
+            help="let a run's key model import this; may be repeated",
+            show_default=False,
+        ),
+    ] = None,
+    threads: Annotated[
+        str,
+        typer.Option(
+            "--threads", metavar="N", help="threads of the CPU to train on [auto: the fastest]"
+        ),
+    ] = "auto",
+    accelerator: Annotated[
+        str,
+        typer.Option(
+            "--accelerator",
+            metavar="NAME",
+            help="where to train: cpu, cuda, mps [auto: the fastest]",
+        ),
+    ] = "auto",
+    memory_limit: Annotated[
+        int | None, typer.Option("--memory-limit", metavar="MIB", help="MiB of data at most", min=1)
+    ] = None,
+    grace: Annotated[
+        float,
+        typer.Option(
+            "--grace", metavar="SECONDS", help="how long a task may go on after SIGTERM", min=0
+        ),
+    ] = 5.0,
+    when: Annotated[
+        str,
+        typer.Option(
+            "--when",
+            metavar="WISH",
+            help="when to train, of a method that leaves it to devices: at-once, interval=60s, "
+            "poisson=60s, or drift=10%: when the loss has risen so much",
+        ),
+    ] = "at-once",
+    look: Annotated[
+        str,
+        typer.Option("--look", metavar="TIME", help="time between two looks at the loss (drift)"),
+    ] = "10s",
+    health_file: Annotated[
+        Path | None,
+        typer.Option("--health-file", help="file to touch while the SuperLink answers"),
+    ] = None,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="log tracebacks of the ClientApp too")
+    ] = False,
+) -> None:
+    """Be a device: train and answer for a SuperLink until stopped."""
+    if insecure and (key or root_certificates):
+        raise UserError(
+            "--insecure sends everything in plain text: leave it out to use --key or "
+            "--root-certificates."
+        )
+    _log_to_stderr(logging.DEBUG if verbose else logging.INFO)
+
+    from raceme.fleet.certificates import read_device_key
+    from raceme.fleet.device import DeviceOptions, run_device
+    from raceme.fleet.tasks import Trust, parse_when
+    from raceme.flower.fleet_client import Endpoint
+
+    run_device(
+        DeviceOptions(
+            endpoint=_endpoint(Endpoint, superlink, insecure, root_certificates),
+            keys=None if key is None else read_device_key(key, allow_open_key),
+            node_config=_node_config(
+                node_config, device_id, {"threads": threads, "accelerator": accelerator}
+            ),
+            trust=Trust(tuple(trusted_app or ()), tuple(trusted_model or ())),
+            memory_limit=memory_limit,
+            grace=grace,
+            health_file=health_file,
+            when=parse_when(when, look),
+        )
+    )
+
+
+def _endpoint(
+    kind: type[Endpoint], address: str, insecure: bool, root_certificates: Path | None
+) -> Endpoint:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise UserError(
+            f"'{address}' is not an address: expected HOST:PORT, for example "
+            "--superlink server.example.org:9092"
+        )
+    from raceme.fleet.connection import read_authority
+
+    authority = None if root_certificates is None else read_authority(root_certificates)
+    return kind(address, insecure, authority)
+
+
+def _node_config(
+    text: str, device_id: str | None, processors: Mapping[str, str]
+) -> Mapping[str, Value]:
+    """Return the node config with the device's id in it, and on what it trains."""
+    from raceme.flower.fleet_client import parse_node_config
+
+    try:
+        config = parse_node_config(text)
+    except Exception:
+        config = {}
+    if text.strip() and not config:
+        raise UserError(
+            f"The node config cannot be read: {text!r}. Expected key=value pairs with quoted text, "
+            "for example --node-config \"partition-id=0 data-file='/data/device.npz'\"."
+        )
+    if device_id is not None:
+        config["device-id"] = device_id
+    elif "device-id" not in config and "partition-id" not in config:
+        config["device-id"] = platform.node()
+    return {**processors, **config}
+
+
+class _Formatter(PlainFormatter):
+    """One line per message; journald gets its level instead of the time, which it knows."""
+
+    def __init__(self, journal: bool) -> None:
+        super().__init__("%(message)s" if journal else "%(asctime)s %(levelname)s %(message)s")
+        self._journal = journal
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        return f"<{_LEVELS.get(record.levelno, 5)}>{text}" if self._journal else text
+
+
+def _log_to_stderr(level: int) -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Formatter(journal="JOURNAL_STREAM" in os.environ))
+    logger = logging.getLogger("raceme")
+    logger.handlers = [handler]
+    logger.setLevel(level)
+    logger.propagate = False
+    logging.getLogger("flwr").setLevel(logging.ERROR)
+
+
+# -----------------------------------------------------------------------------
+# `raceme serve`: this host holds the run, and devices connect to it.
+# -----------------------------------------------------------------------------
+
+
+SERVE_SHOWN = ("strategy", "dataset", "model", "max-updates", "seed", "out")
+"""Keys of a run that the help of `raceme serve` shows."""
+
+
+def serve(
+    keys: Mapping[str, Value],
+    address: Annotated[
+        str, typer.Option("--address", metavar="HOST:PORT", help="where devices connect")
+    ] = "0.0.0.0:9092",
+    certificates: Annotated[
+        Path | None,
+        typer.Option(
+            "--certificates",
+            metavar="FOLDER",
+            help="made by `raceme certs`: TLS, and only the devices whose keys are there; plain "
+            "text without",
+            show_default=False,
+        ),
+    ] = None,
+    any_device: Annotated[
+        bool, typer.Option("--any-device", help="with --certificates: let every device in")
+    ] = False,
+    clients_min: Annotated[
+        int,
+        typer.Option(
+            "--clients-min", metavar="INTEGER", help="devices to wait for at the start", min=1
+        ),
+    ] = 1,
+    reconnect: Annotated[
+        float,
+        typer.Option(
+            "--reconnect",
+            metavar="SECONDS",
+            help="after a restart: how long devices that were online may take to come back",
+            min=0.0,
+        ),
+    ] = 90.0,
+    metrics: Annotated[
+        str,
+        typer.Option(
+            "--metrics",
+            metavar="HOST:PORT",
+            help="/metrics and /healthz, or 'off' [default: loopback, the port after --address's]",
+            show_default=False,
+        ),
+    ] = "",
+    watch: Watch = False,
+    watch_address: Address = ADDRESS,
+) -> None:
+    """Be the server: hold a run, and let devices (raceme device) train for it.
+
+    The same command with the same --out resumes a run that was stopped or has crashed.
+    """
+    _check_address("--address", address, "0.0.0.0:9092")
+    if metrics not in ("", "off"):
+        _check_address("--metrics", metrics, "127.0.0.1:9093")
+    if any_device and certificates is None:
+        raise UserError("Without --certificates every device is let in: leave out --any-device.")
+
+    # What matters of gRPC's own lines about a port that is taken is said in ours.
+    if os.environ.get("GRPC_VERBOSITY", "error") == "error":
+        os.environ["GRPC_VERBOSITY"] = "none"
+    from raceme.cli.run import end_with
+    from raceme.core.signals import StopRequest
+    from raceme.fleet.serve import ServeOptions, is_complete, prepare, with_device_keys
+    from raceme.fleet.serve import serve as run
+    from raceme.reporting.console import RunProgress
+
+    folder = None if certificates is None else certificates.expanduser()
+    settings = prepare(keys if any_device else with_device_keys(keys, folder))
+    if is_complete(settings):
+        print(f"The run in {settings.out} is complete: a higher --max-updates goes on with it.")
+        return
+    options = ServeOptions(address, folder, any_device, clients_min, metrics, reconnect)
+    with watched(watch, Path(settings.out), watch_address):
+        with (
+            StopRequest() as stop,
+            RunProgress(max_updates=settings.planned_updates, each_update=True) as progress,
+        ):
+            # Only now: on a terminal, lines go above the bar.
+            _log_to_standard_output()
+            outcome = run(settings, options, progress.observe, stop=stop)
+        end_with(outcome)
+
+
+def _check_address(option: str, address: str, example: str) -> None:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise UserError(
+            f"'{address}' is not an address: expected HOST:PORT, for example {option} {example}"
+        )
+
+
+def _log_to_standard_output() -> None:
+    from raceme.core.messages import PlainFormatter
+
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(PlainFormatter("%(levelname)s: %(message)s"))
+    logger = logging.getLogger("raceme")
+    logger.handlers = [handler]
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    # Flower writes a line for every call; what goes wrong for devices, they say themselves.
+    logging.getLogger("flwr").setLevel(logging.CRITICAL)
+
+
+# -----------------------------------------------------------------------------
+# `raceme up`: a run on real processes on this machine.
+# -----------------------------------------------------------------------------
+
+
+UP_SHOWN = ("strategy", "dataset", "max-updates", "seed", "resume", "out")
+"""Keys of a run that the help of `raceme up` shows."""
+
+
+def up(
+    keys: Mapping[str, Value],
+    clients: Annotated[
+        int, typer.Option("--clients", metavar="INTEGER", help="devices to start", min=1)
+    ] = 4,
+    shape: Annotated[
+        str | None,
+        typer.Option(
+            "--shape",
+            metavar="PROFILE",
+            help="give each device the CPU share and bandwidth of a device profile; needs root",
+            show_default=False,
+        ),
+    ] = None,
+    delay: Annotated[
+        float,
+        typer.Option("--delay", metavar="MILLISECONDS", help="with --shape: per direction", min=0),
+    ] = 0.0,
+    loss: Annotated[
+        float,
+        typer.Option("--loss", metavar="PERCENT", help="with --shape: packets lost", min=0, max=99),
+    ] = 0.0,
+) -> None:
+    """Try a run on this machine: a server, devices with their own data, one log.
+
+    Ctrl-C stops everything.
+    """
+    from raceme.core.signals import interrupted_by_signals
+    from raceme.fleet.testbed import FOLDER, prepare, run_testbed, shapes_from
+
+    settings = prepare({**keys, "clients": clients})
+    if shape is None and (delay or loss):
+        raise UserError("--delay and --loss belong to --shape PROFILE, e.g. --shape uniform.")
+    shapes = None if shape is None else shapes_from(settings, shape, delay, loss)
+    width = len(f"device {clients - 1}")
+
+    def show(name: str, line: str) -> None:
+        print(f"{name:{max(width, 9)}} | {line}", flush=True)
+
+    # However it is told to stop, it takes its processes and namespaces down.
+    with interrupted_by_signals():
+        out = run_testbed(settings, show, shapes)
+    print(f"Results, plots and models: {out} (logs of all programs: {out / FOLDER})")
+
+
+# -----------------------------------------------------------------------------
+# `raceme certs`: certificates and keys of a fleet.
+# -----------------------------------------------------------------------------
+
+
+def certs(
+    out: Annotated[Path, typer.Option("--out", help="folder to write to; made if need be")],
+    host: Annotated[
+        list[str],
+        typer.Option("--host", help="name or address of the server; may be repeated"),
+    ],
+    device: Annotated[
+        list[str] | None,
+        typer.Option("--device", help="id of a device; may be repeated", show_default=False),
+    ] = None,
+    days: Annotated[
+        int, typer.Option("--days", metavar="DAYS", help="validity of the certificates", min=1)
+    ] = 825,
+) -> None:
+    """Make a certificate authority, the server's certificate, and a key pair per device.
+
+    Run again with more --device to add devices: what exists is kept.
+    """
+    from raceme.fleet.certificates import make_certificates
+
+    for path in make_certificates(out, host, device or [], days):
+        print(path)

@@ -1,0 +1,304 @@
+"""`raceme report`: pages of results."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Annotated
+from urllib.parse import quote
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from raceme.core.config import all_keys
+from raceme.core.errors import UserError
+from raceme.core.options import Key, Value
+
+_Maker = Callable[[Path, str], str]
+
+
+def report(
+    folders: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN…", help="folders of runs, comparisons or simulations"),
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            help="file for the page, if there is one folder [default: report.html in the folder]",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Make a page of a run, a comparison or a simulated app: one HTML file, nothing else."""
+    if output is not None and len(folders) > 1:
+        raise UserError(f"--output names one file, and there are {len(folders)} folders.")
+    planned = plan(folders, output)
+    failed = False
+    for folder, target, make in planned:
+        try:
+            _write(folder, target, make)
+        except UserError as error:
+            failed = True
+            print(f"raceme: {error}", file=sys.stderr)
+        else:
+            print(target)
+    if failed:
+        raise typer.Exit(2)
+
+
+def plan(folders: Sequence[Path], output: Path | None) -> list[tuple[Path, Path, _Maker]]:
+    """Return for each folder the file of its page, and what makes it.
+
+    Raises
+    ------
+    UserError
+        A folder has no results, or its page would replace something else. Nothing is written yet.
+    """
+    from raceme.reporting.page import FILE_NAME, check_writable
+
+    planned = []
+    for folder in folders:
+        make = _maker(folder)
+        target = output or folder / FILE_NAME
+        check_writable(target)
+        planned.append((folder, target, make))
+    return planned
+
+
+def _maker(folder: Path) -> _Maker:
+    """Return what makes the page of a folder."""
+    if not folder.is_dir():
+        what = "is no folder" if folder.exists() else "does not exist"
+        raise UserError(f"{folder} {what}; expected the folder of a run or of a comparison.")
+    if (folder / "compare.json").is_file():
+        from raceme.experiments.page import comparison_page
+
+        return comparison_page
+    if (folder / "messages.csv").is_file():
+        from raceme.reporting.waiting import simulation_page
+
+        return simulation_page
+    if any((folder / name).is_file() for name in ("run.sqlite", "summary.json")):
+        from raceme.reporting.run_page import run_page
+
+        return run_page
+    inside = sorted(
+        path.parent.name
+        for name in ("compare.json", "run.sqlite")
+        for path in folder.glob(f"*/{name}")
+    )
+    hint = f" There are some inside: {', '.join(inside[:5])}." if inside else ""
+    raise UserError(
+        f"{folder} has no results: expected what `raceme run` (run.sqlite), "
+        f"`raceme compare` (compare.json) or `raceme simulate` (messages.csv) leaves.{hint}"
+    )
+
+
+def _write(folder: Path, target: Path, make: _Maker) -> None:
+    from raceme.reporting.page import write_page
+
+    write_page(target, make(folder, _link(folder, target)))
+
+
+def _link(folder: Path, target: Path) -> str:
+    """Return what stands before a file of the folder in a link from the page."""
+    way = os.path.relpath(folder.resolve(), target.parent.resolve())
+    return "" if way == "." else quote(Path(way).as_posix()) + "/"
+
+
+# -----------------------------------------------------------------------------
+# `raceme watch`: a run in the browser, while it goes on or when it is over.
+# -----------------------------------------------------------------------------
+
+
+_HOST, _PORT = "127.0.0.1", 8321
+_INTERRUPTED = 130
+
+Watch = Annotated[bool, typer.Option("--watch", help="show it in the browser as it goes on")]
+Address = Annotated[
+    str,
+    typer.Option(
+        "--watch-address", metavar="HOST:PORT", help="where the page of --watch is; port 0: any"
+    ),
+]
+ADDRESS = f"{_HOST}:{_PORT}"
+
+
+def watch(
+    folder: Annotated[
+        Path, typer.Argument(metavar="RUN_DIR", help="folder of a run or of a comparison")
+    ],
+    host: Annotated[
+        str,
+        typer.Option(
+            "--host",
+            help="address to listen at; any but this machine's own needs a token, which is printed",
+        ),
+    ] = _HOST,
+    port: Annotated[
+        int, typer.Option("--port", metavar="INTEGER", help="0: any", min=0, max=65535)
+    ] = _PORT,
+) -> None:
+    """Show a run or a comparison in the browser: as it goes on, or replayed. Ctrl-C ends it."""
+    from raceme.reporting.dashboard.server import address_of, bind, is_loopback, new_token, serve
+    from raceme.reporting.dashboard.source import Watched, check_watchable, is_comparison
+
+    check_watchable(folder)
+    token = "" if is_loopback(host) else new_token()
+    with bind(host, port) as listening:
+        print(f"{folder}: {address_of(listening, token)}  (Ctrl-C ends it)", flush=True)
+        with suppress(KeyboardInterrupt):
+            serve(listening, Watched(folder, is_comparison(folder)), token, _never)
+
+
+async def _never() -> None:
+    await asyncio.Event().wait()
+
+
+@contextmanager
+def watched(shown: bool, folder: Path, address: str, *, comparison: bool = False) -> Iterator[None]:
+    """Show what is being written to a folder meanwhile, if it is to be shown.
+
+    On a terminal the page stays when that is over, until Ctrl-C; in a script it ends with it. What
+    cannot begin, or was interrupted, leaves no page.
+
+    Raises
+    ------
+    UserError
+        The address is none, or taken.
+    """
+    if not shown:
+        yield
+        return
+    from raceme.reporting.dashboard.server import watching
+
+    host, port = _parted(address)
+    with watching(folder, host, port, comparison=comparison) as beside:
+        print(f"Watch it at {beside.address}", flush=True)
+        ended: typer.Exit | None = None
+        try:
+            yield
+        except typer.Exit as exit_:
+            if exit_.exit_code == _INTERRUPTED:
+                raise
+            ended = exit_
+        if _is_terminal():
+            print(f"The page stays at {beside.address} until Ctrl-C.", flush=True)
+            with suppress(KeyboardInterrupt):
+                beside.wait()
+        if ended is not None:
+            raise ended
+
+
+def _is_terminal() -> bool:
+    return sys.stdin.isatty() and sys.stdout.isatty()
+
+
+def _parted(address: str) -> tuple[str, int]:
+    host, colon, port = address.rpartition(":")
+    if not colon or not host or not port.isdecimal() or int(port) > 65535:
+        raise UserError(
+            f"'{address}' is not an address: expected HOST:PORT, e.g. --watch-address {ADDRESS}"
+        )
+    return host.strip("[]"), int(port)
+
+
+# -----------------------------------------------------------------------------
+# `raceme list`: what there is to choose from.
+# -----------------------------------------------------------------------------
+
+
+def list_names(
+    part: Annotated[
+        str,
+        typer.Argument(
+            metavar="[PART]", help="a list, e.g. datasets; or names and keys with this in them"
+        ),
+    ] = "",
+    keys: Annotated[bool, typer.Option("--keys", help="also list every key of a run")] = False,
+) -> None:
+    """Show the strategies, datasets, partitions, drifts, models and device profiles."""
+    from raceme.core.registry import DATASETS, DRIFTS, MODELS, PARTITIONERS, STRATEGIES
+    from raceme.simulation import devices
+
+    sections = {
+        ("strategies", "strategy"): STRATEGIES.summaries(),
+        ("datasets", "dataset"): DATASETS.summaries(),
+        ("partitions", "partition"): PARTITIONERS.summaries(),
+        ("drifts", "drift"): DRIFTS.summaries(),
+        ("models", "model"): MODELS.summaries(),
+        ("device profiles", "devices"): devices.summaries(),
+    }
+    console = Console()
+    # A list is also asked for by the key that takes one of its names.
+    found = {
+        title: {
+            name: text
+            for name, text in sorted(entries.items())
+            if part in name or part in (title, key)
+        }
+        for (title, key), entries in sections.items()
+    }
+    found_keys = {name: key for name, key in all_keys().items() if part in name}
+    width = max((len(name) for entries in found.values() for name in entries), default=0)
+    for title, entries in found.items():
+        if entries:
+            console.print(_table(title, entries, width))
+    if keys and found_keys:
+        console.print(_keys_table(found_keys))
+    elif not width:
+        count = len(found_keys)
+        keys_that = f"{count} keys that have it" if count > 1 else "a key that has it"
+        hint = f" `raceme list {part} --keys` lists {keys_that}." if count else ""
+        raise UserError(f"Nothing that there is to choose from has '{part}' in its name.{hint}")
+
+
+def _table(title: str, entries: dict[str, str], width: int) -> Table:
+    table = _empty_table(title)
+    table.add_column(no_wrap=True, min_width=width, style="cyan")
+    table.add_column()
+    for name, summary in entries.items():
+        table.add_row(name, escape(summary))
+    return table
+
+
+def _keys_table(keys: Mapping[str, Key]) -> Table:
+    """Return keys with what they mean, who reads them, their type, unit and default.
+
+    Two columns, as more of them would be too narrow to read on a terminal of 80.
+    """
+    table = _empty_table("keys")
+    table.add_column(no_wrap=True, style="cyan")
+    table.add_column()
+    for name, key in keys.items():
+        # That a key with a strategy's name in front is the strategy's goes without saying.
+        readers = [] if "." in name else [", ".join(names) for names in key.readers.values()]
+        meaning = f"{'; '.join(readers)}: {key.help}" if readers else key.help
+        default = "empty" if key.default == "" else _plain(key.default)
+        value = " ".join(filter(None, (key.type, key.unit))) + f", default {default}"
+        table.add_row(name, Text.assemble(meaning, "\n", (value, "dim")))
+    return table
+
+
+def _plain(value: Value) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _empty_table(title: str) -> Table:
+    return Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=None,
+        padding=(0, 2),
+        show_header=False,
+    )

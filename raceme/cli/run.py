@@ -1,0 +1,235 @@
+"""`raceme run`: a method on virtual time."""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from raceme.cli.report import ADDRESS, Address, Watch, watched
+from raceme.core.config import RunConfig, parse_assignment
+from raceme.core.errors import UserError
+from raceme.core.options import Value
+from raceme.reporting.artefacts import missing_line
+from raceme.reporting.console import print_summary
+from raceme.runs.experiment import Outcome
+
+
+def run(keys: Mapping[str, Value], watch: Watch = False, watch_address: Address = ADDRESS) -> None:
+    """Run a method on virtual time, and leave a table, plots and all numbers.
+
+    Keys come from --config, then the options, then --set; the later one wins. With --resume they
+    are those of the earlier run.
+    """
+    from raceme.core.signals import StopRequest
+
+    pass  # import of this module itself
+    from raceme.records.folder import new_folder
+    from raceme.reporting.console import RunProgress
+    from raceme.runs.experiment import resolve, simulate
+
+    settings = resolve(RunConfig.from_mapping(keys))
+
+    _quiet_flower()
+    if watch and not (settings.out or settings.resume):
+        # Whoever watches has to know where it will be.
+        settings = settings.with_values(out=str(new_folder(settings)))
+    with watched(watch, Path(settings.resume or settings.out), watch_address):
+        with StopRequest() as stop, RunProgress(max_updates=settings.planned_updates) as progress:
+            outcome = simulate(settings, progress.observe, stop=stop)
+        end_with(outcome)
+
+
+def _quiet_flower() -> None:
+    """Keep Flower's and Raceme's log lines off the progress display; a run logs to a file."""
+    logging.getLogger("flwr").setLevel(logging.ERROR)
+    logging.getLogger("raceme").propagate = False
+    logging.getLogger("raceme").addHandler(logging.NullHandler())
+    # What becomes of checkpoints, defaults that did not fit, and machines that were lost are the
+    # person's business: rare.
+    for name in ("raceme.checkpoints", "raceme.defaults", "raceme.workers"):
+        logger = logging.getLogger(name)
+        logger.setLevel(logging.INFO)
+        logger.handlers = [logging.StreamHandler(sys.stderr)]
+
+
+# -----------------------------------------------------------------------------
+# How a command ends that has held a run.
+# -----------------------------------------------------------------------------
+
+
+def end_with(outcome: Outcome) -> None:
+    """Print what a run has come to.
+
+    Raises
+    ------
+    typer.Exit
+        It is not all that it should be: 130 if it was interrupted, else 1.
+    """
+    print_summary(outcome.summary, outcome.out)
+    if outcome.unwritten:
+        print(f"raceme: {missing_line(outcome.out, outcome.unwritten)}", file=sys.stderr)
+        raise typer.Exit(1)
+    if outcome.interrupted:
+        raise typer.Exit(130)
+    if not outcome.complete:
+        raise typer.Exit(1)
+
+
+# -----------------------------------------------------------------------------
+# `raceme simulate`: anybody's Flower app on virtual time.
+# -----------------------------------------------------------------------------
+
+
+def simulate(
+    folder: Annotated[Path, typer.Argument(metavar="APP_DIR", help="folder of a Flower app")],
+    clients: Annotated[
+        int, typer.Option("--clients", metavar="INTEGER", help="simulated SuperNodes", min=1)
+    ] = 10,
+    devices: Annotated[
+        str,
+        typer.Option(
+            "--devices",
+            metavar="PROFILE",
+            help="device profile, TOML file with one, or trace:FOLDER of a run; see `raceme list`",
+        ),
+    ] = "slow30x5",
+    run_config: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--run-config",
+            metavar="'KEY=VALUE …'",
+            help="changes the app's run config, as in `flwr run`: pairs, or a TOML file",
+            show_default=False,
+        ),
+    ] = None,
+    strategy: Annotated[
+        str | None,
+        typer.Option(
+            "--strategy",
+            metavar="NAME",
+            help="method of Raceme's in the place of the app's strategy; see `raceme list`",
+            show_default=False,
+        ),
+    ] = None,
+    assignments: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="with --strategy: a key of it, as casa.gamma=0.2",
+            show_default=False,
+        ),
+    ] = None,
+    workers: Annotated[
+        str,
+        typer.Option(
+            "--workers",
+            metavar="INTEGER",
+            help="processes that do the clients' work; 0: none but this one, auto: one per core; "
+            "or a Ray cluster: ray, ray://HEAD:PORT",
+        ),
+    ] = "auto",
+    seed: Annotated[
+        int,
+        typer.Option(
+            "--seed",
+            metavar="INTEGER",
+            help="decides devices, losses, and what an app draws that does not seed itself",
+            min=0,
+        ),
+    ] = 0,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", metavar="FOLDER", help="folder for results", show_default="runs/<date>-<app>"
+        ),
+    ] = None,
+    examples: Annotated[
+        int | None,
+        typer.Option(
+            "--examples",
+            metavar="INTEGER",
+            help="training examples of each client, for device profiles with times per sample",
+            show_default="what replies state as num-examples",
+            min=1,
+        ),
+    ] = None,
+    evaluation_share: Annotated[
+        float | None,
+        typer.Option(
+            "--evaluation-share",
+            metavar="SHARE",
+            help="let evaluations take time: this share of a training task's, and their transfers",
+            show_default="they take none",
+            min=0,
+        ),
+    ] = None,
+    max_time: Annotated[
+        float | None,
+        typer.Option(
+            "--max-time",
+            metavar="SECONDS",
+            help="end at this virtual time",
+            show_default="no limit",
+            min=0,
+        ),
+    ] = None,
+    max_wall_time: Annotated[
+        float | None,
+        typer.Option(
+            "--max-wall-time",
+            metavar="SECONDS",
+            help="end after so long on this machine",
+            show_default="no limit",
+            min=0,
+        ),
+    ] = None,
+) -> None:
+    """Run any Flower app on virtual time: how long it takes on a fleet, and who waits for whom.
+
+    ServerApp and ClientApp are used as they are, whatever the strategy.
+    """
+    from raceme.reporting.waiting import print_simulation
+    from raceme.simulation.apps import AppEnding, Settings, write_results
+    from raceme.simulation.apps import simulate as run
+
+    for name, seconds in (("--max-time", max_time), ("--max-wall-time", max_wall_time)):
+        if seconds is not None and not 0 < seconds < math.inf:
+            raise UserError(f"{name} must be a number above 0, got {seconds:g}.")
+    settings = Settings(
+        folder=folder,
+        clients=clients,
+        devices=devices,
+        run_config=tuple(run_config or ()),
+        strategy=strategy,
+        parameters=dict(parse_assignment(text) for text in assignments or ()),
+        workers=workers,
+        seed=seed,
+        out=out,
+        max_time=math.inf if max_time is None else max_time,
+        max_wall_time=math.inf if max_wall_time is None else max_wall_time,
+        examples=examples,
+        evaluation_share=evaluation_share,
+    )
+    simulated = run(settings)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    summary, unwritten = write_results(simulated)
+    print_simulation(summary, simulated.out)
+    if unwritten:
+        print(f"raceme: {', '.join(unwritten)} could not be written.", file=sys.stderr)
+    if simulated.ending is AppEnding.INTERRUPTED:
+        raise typer.Exit(130)
+    if simulated.ending is not AppEnding.RETURNED:
+        print(f"raceme: {simulated.reason}.", file=sys.stderr)
+        raise typer.Exit(1)
+    if summary["trains_in_vain"]:
+        first = summary["first_failure"]
+        print(f"raceme: all training failed. The first failure: {first}", file=sys.stderr)
+        raise typer.Exit(1)

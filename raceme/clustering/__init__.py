@@ -1,1 +1,0 @@
-"""What methods share: clusters and their models, similarity, decay, buffers, ways to divide."""

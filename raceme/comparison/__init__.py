@@ -1,1 +1,0 @@
-"""Several methods on the same clients, devices, seeds and clock: suites, runs, tables, plots."""

@@ -1,0 +1,1 @@
+"""The loop, the strategy's interface, scheduling, clients, clusters, evaluation, options."""

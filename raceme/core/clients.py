@@ -1,0 +1,618 @@
+"""Who the clients are: greeted once, known by the id that they state, wherever they run."""
+
+from __future__ import annotations
+
+import logging
+import math
+from bisect import bisect_left, insort
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    PublicFormat,
+    load_pem_public_key,
+    load_ssh_public_key,
+)
+from flwr.app import Message
+
+from raceme.core.errors import UserError
+from raceme.core.events import ClaimRefused
+from raceme.core.messages import (
+    CLIENT_ID,
+    CONFIG,
+    GROUP,
+    NUM_EXAMPLES,
+    count_of,
+    error_line,
+    name_of,
+)
+from raceme.flower.messages import CLIENT_APP_RAISED_EXCEPTION, INVALID_APP, LOAD_APP_EXCEPTION
+
+# -----------------------------------------------------------------------------
+# Who a client may say that it is: on trust, or as its key says.
+# -----------------------------------------------------------------------------
+
+
+log = logging.getLogger("raceme")
+
+_EXPECTED = (
+    "expected lines such as 'ecdsa-sha2-nistp384 AAAA… kitchen', a public key and the id of its "
+    "device, as `raceme certs` writes them"
+)
+_Stamp = tuple[int, int, int]
+
+
+class ForeignIdError(Exception):
+    """A node states an id that is not that of its key; the message says whose it is.
+
+    Attributes
+    ----------
+    client_id : str
+        What it states.
+    """
+
+    def __init__(self, client_id: str, reason: str) -> None:
+        super().__init__(reason)
+        self.client_id = client_id
+
+    def report(self, time: float, node_id: int) -> ClaimRefused:
+        """Return what is reported of it, and say it."""
+        log.warning("A client is refused: %s", self)
+        return ClaimRefused(time, node_id, self.client_id, str(self))
+
+
+class Identities(Protocol):
+    """Says whether a node is who it says."""
+
+    def check(self, node_id: int, client_id: str) -> None:
+        """Compare what a node states with what is known of it.
+
+        Parameters
+        ----------
+        node_id : int
+            The node, of those that are online.
+        client_id : str
+            Who it says it is.
+
+        Raises
+        ------
+        ForeignIdError
+            It is not.
+        """
+        ...
+
+    def renewed(self) -> bool:
+        """Return whether nodes that were refused are to be asked again."""
+        ...
+
+
+class OnTrust:
+    """Believes everybody: for a simulation, and for devices that nobody has registered."""
+
+    def check(self, node_id: int, client_id: str) -> None:
+        """Believe it."""
+
+    def renewed(self) -> bool:
+        """Return False: nobody is refused."""
+        return False
+
+
+class NodeInfo(Protocol):
+    """What Flower's grids say about a node, as far as it is needed here."""
+
+    node_id: int
+    public_key: bytes
+
+
+class Nodes(Protocol):
+    """A grid that knows its nodes' keys."""
+
+    def get_nodes(self) -> Iterable[NodeInfo]:
+        """Return the nodes that are online."""
+        ...
+
+
+class BoundToKeys:
+    """Lets each key stand for one id, by a file.
+
+    Flower's SuperLink hands a node its messages, and takes its replies, only by calls that are
+    signed with the private key of the node, whether keys must be registered or not; it tells a
+    server app the public one. Nothing that a device says decides which key it has, and there is
+    nothing that could be sent again.
+
+    A file that changes is read again when the next look at the fleet comes.
+
+    Parameters
+    ----------
+    path : Path
+        The file: see :func:`read_device_keys`.
+    nodes : Nodes
+        The grid.
+
+    Raises
+    ------
+    UserError
+        The file cannot be read, or holds something else.
+    """
+
+    def __init__(self, path: Path, nodes: Nodes) -> None:
+        self._path, self._nodes = path, nodes
+        self._stamp = _stamp_of(path)
+        self._ids = read_device_keys(path)
+        self._keys: dict[int, bytes | None] = {}
+        self._missed = False
+
+    def check(self, node_id: int, client_id: str) -> None:
+        """Compare the id with that of the node's key.
+
+        A node whose app states no id is taken in by its number, if its key is in the file.
+        """
+        if node_id not in self._keys:
+            # The key of a node never changes.
+            self._keys = {node.node_id: _key_of(node) for node in self._nodes.get_nodes()}
+        if node_id not in self._keys:
+            # Its key is not known only because it went offline: it may be back by the next look.
+            self._missed = True
+            raise ForeignIdError(client_id, f"node {node_id} was gone before its key was known")
+        key = self._keys[node_id]
+        holder = None if key is None else self._ids.get(key)
+        if holder is None:
+            raise ForeignIdError(
+                client_id,
+                f"node {node_id} says it is '{client_id}', but its key is none of those in "
+                f"{self._path.name}",
+            )
+        if client_id not in (holder, f"node-{node_id}"):
+            raise ForeignIdError(
+                client_id,
+                f"node {node_id} says it is '{client_id}', but its key is that of '{holder}'",
+            )
+
+    def renewed(self) -> bool:
+        """Read the file again if it has changed; return whether it has, or a node was missed."""
+        missed, self._missed = self._missed, False
+        stamp = _stamp_of(self._path)
+        if stamp is None or stamp == self._stamp:
+            return missed
+        self._stamp = stamp
+        try:
+            self._ids = read_device_keys(self._path)
+        except UserError as error:
+            # It may be that it is just being written.
+            log.warning("%s The keys known so far count.", error)
+            return missed
+        return True
+
+
+def read_device_keys(path: Path) -> dict[bytes, str]:
+    """Read which key belongs to which device.
+
+    Parameters
+    ----------
+    path : Path
+        A line for each key as in OpenSSH's public keys: its type, the key, the device's id. One
+        device may have several. Empty lines, and those that begin with ``#``, say nothing.
+
+    Returns
+    -------
+    dict[bytes, str]
+        Key, in DER format, to id.
+
+    Raises
+    ------
+    UserError
+        It cannot be read, a line is something else, a key is there for two ids, or there is none.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is no text"
+        raise UserError(f"device-keys: {path} cannot be read: {reason}.") from None
+    ids: dict[bytes, str] = {}
+    for number, line in enumerate(lines, 1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        kind, encoded, name = (*line.split(maxsplit=2), "", "")[:3]
+        key = _public_key(f"{kind} {encoded}".encode())
+        if key is None or not name.strip().isprintable() or not name.strip():
+            raise UserError(f"device-keys: line {number} of {path} is none: {_EXPECTED}.")
+        if ids.setdefault(key, name.strip()) != name.strip():
+            raise UserError(
+                f"device-keys: line {number} of {path} gives the key of '{ids[key]}' to "
+                f"'{name.strip()}' too: each device needs one of its own."
+            )
+    if not ids:
+        raise UserError(f"device-keys: there is no key in {path}: {_EXPECTED}.")
+    return ids
+
+
+def _public_key(text: bytes) -> bytes | None:
+    """Return an elliptic-curve key, given as OpenSSH writes it, in DER format."""
+    try:
+        key = load_ssh_public_key(text)
+    except (ValueError, UnsupportedAlgorithm):
+        return None
+    return _der(key) if isinstance(key, ec.EllipticCurvePublicKey) else None
+
+
+def _key_of(node: NodeInfo) -> bytes | None:
+    """Return a node's key in DER format; None if it has none, as in a simulation."""
+    try:
+        key = load_pem_public_key(node.public_key)
+    except (ValueError, UnsupportedAlgorithm):
+        return None
+    return _der(key) if isinstance(key, ec.EllipticCurvePublicKey) else None
+
+
+def _der(key: ec.EllipticCurvePublicKey) -> bytes:
+    return key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+
+
+def _stamp_of(path: Path) -> _Stamp | None:
+    """Return what tells one state of a file from another; None if it is not there just now."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+# -----------------------------------------------------------------------------
+# How many examples a client is believed to have: what it says, within proportion.
+# -----------------------------------------------------------------------------
+
+
+MOST_EXAMPLES = 2**53
+"""Nobody has more: whole numbers from here on are not exact as float numbers."""
+_TIMES_MEDIAN = 10.0
+_STRETCH = 5.0
+"""Honest sizes may be so many times as far above the median as the quartiles are away from it, on a
+logarithmic scale. With the factor of ten, of log-normal sizes whose logarithms have a standard
+deviation of 2, as skewed as any that are published, one in 200,000 is beyond."""
+
+
+def largest_believed(ordered: Sequence[int]) -> int:
+    """Return the largest number of examples that counts.
+
+    Ten times the median, and more where sizes are spread: the median is multiplied by the larger
+    one of median / lower quartile and upper quartile / median, to the power of 5, as well. Who
+    claims too much moves none of the three by much, as long as those who do are few.
+
+    Parameters
+    ----------
+    ordered : Sequence[int]
+        What the clients state, in ascending order; one at least.
+    """
+    count = len(ordered)
+    # The upper quartile is rounded down: of a few clients it must not be the largest.
+    places = count // 4, count // 2, 3 * (count - 1) // 4
+    lower, median, upper = (max(1, ordered[place]) for place in places)
+    spread = max(median / lower, upper / median)
+    return int(min(MOST_EXAMPLES, _TIMES_MEDIAN * median * min(spread, 1e6) ** _STRETCH))
+
+
+# -----------------------------------------------------------------------------
+# Who the clients are: greeted once, known by the id that they state, wherever they run.
+# -----------------------------------------------------------------------------
+
+
+_NO_QUERY = "No query function registered"
+"""What Flower's ClientApp says when it has no handler for queries."""
+_FINAL = frozenset({CLIENT_APP_RAISED_EXCEPTION, INVALID_APP, LOAD_APP_EXCEPTION})
+"""Errors that a second greeting would meet again."""
+
+
+@dataclass
+class Client:
+    """A client as the server knows it.
+
+    Attributes
+    ----------
+    client_id : str
+        The stable id that it states, which survives a restart of its device.
+    num_examples : int
+        Training examples, n_i.
+    group : int or None
+        True group of its data where known; for reports only, no strategy looks at it.
+    node_id : int or None
+        Flower's id of the node where it is now; None while it is offline.
+    failures : int
+        Replies in a row that were unusable.
+    ready_at : float
+        Not given work before this time.
+    """
+
+    client_id: str
+    num_examples: int
+    group: int | None = None
+    node_id: int | None = None
+    failures: int = 0
+    ready_at: float = 0.0
+
+
+@dataclass
+class Fleet:
+    """The clients that have been greeted, and the nodes that have not answered yet.
+
+    Attributes
+    ----------
+    clients : dict[str, Client]
+        Every client ever greeted, in order of greeting.
+    by_node : dict[int, str]
+        Client on each node that is online.
+    greeted : dict[int, str]
+        Nodes with an open greeting, to the id of the message.
+    refused : dict[int, str]
+        Nodes that state the id of a client that is online elsewhere.
+    sizes : dict[str, int]
+        Training examples that each client has stated last: in its greeting or with an update.
+    """
+
+    clients: dict[str, Client] = field(default_factory=dict)
+    by_node: dict[int, str] = field(default_factory=dict)
+    greeted: dict[int, str] = field(default_factory=dict)
+    refused: dict[int, str] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        # Derived from the sizes, and told only once: no state.
+        self._ordered = sorted(self.sizes.values())
+        self._capped: set[str] = set()
+        self._greetings = {message_id: node for node, message_id in self.greeted.items()}
+
+    def greet(self, node_id: int, message_id: str) -> None:
+        """Note that a node was greeted."""
+        self.greeted[node_id] = message_id
+        self._greetings[message_id] = node_id
+
+    def greeted_by(self, message_id: str) -> int | None:
+        """Return the node whose greeting is open under this id, if there is one."""
+        return self._greetings.get(message_id)
+
+    def open_greetings(self) -> Collection[str]:
+        """Return the ids of the greetings without an answer."""
+        return self._greetings.keys()
+
+    def heard(self, client: str, examples: int) -> None:
+        """Note how many examples a client says it has."""
+        before = self.sizes.get(client)
+        if before == examples:
+            return
+        if before is not None:
+            del self._ordered[bisect_left(self._ordered, before)]
+        self.sizes[client] = examples
+        insort(self._ordered, examples)
+
+    def counted(self, client: str, stated: int | None = None) -> int:
+        """Return how many examples of a client count where clients are weighed by them.
+
+        Parameters
+        ----------
+        client : str
+            Who.
+        stated : int, optional
+            What it states; by default what it stated in its greeting.
+
+        Returns
+        -------
+        int
+            The same, or :func:`raceme.core.clients.largest_believed` if that is less.
+        """
+        stated = self.clients[client].num_examples if stated is None else stated
+        limit = self.most_counted()
+        if stated > limit and client not in self._capped:
+            self._capped.add(client)
+            log.warning(
+                "%s states %d examples, far more than the others: it counts like one with %d",
+                client,
+                stated,
+                limit,
+            )
+        return min(stated, limit)
+
+    def most_counted(self) -> int:
+        """Return the number of examples beyond which no client counts more."""
+        return largest_believed(self._ordered) if self._ordered else MOST_EXAMPLES
+
+    def disconnect(self) -> list[str]:
+        """Forget all nodes; return the clients that were online."""
+        left = list(self.by_node.values())
+        for client in left:
+            self.clients[client].node_id = None
+        self.by_node, self.greeted, self.refused = {}, {}, {}
+        self._greetings = {}
+        return left
+
+    def changes(
+        self, online: Iterable[int], ask_again: bool = False
+    ) -> tuple[list[int], list[str]]:
+        """Compare with the nodes that are online now.
+
+        Parameters
+        ----------
+        online : Iterable[int]
+            Node ids.
+        ask_again : bool
+            Greet nodes too that were refused.
+
+        Returns
+        -------
+        tuple[list[int], list[str]]
+            Nodes to greet, and clients that have left, which are marked so.
+        """
+        present = set(online)
+        left = [client for node, client in self.by_node.items() if node not in present]
+        for client in left:
+            node = self.clients[client].node_id
+            self.clients[client].node_id = None
+            if node is not None:
+                del self.by_node[node]
+        gone = [node for node in self.greeted if node not in present]
+        for node in gone:
+            self._close_greeting(node)
+        freed = set(left)
+        # A refused node is asked again once the client that it claims to be has left.
+        self.refused = {
+            node: client
+            for node, client in self.refused.items()
+            if node in present and client not in freed and not ask_again
+        }
+        known = self.by_node.keys() | self.greeted.keys() | self.refused.keys()
+        return [node for node in online if node not in known], left
+
+    def introduce(
+        self, node_id: int, reply: Message, identities: Identities | None = None
+    ) -> tuple[Client, bool] | str:
+        """Register the client that answered a greeting.
+
+        Returns
+        -------
+        tuple[Client, bool] or str
+            The client and whether it was known before; or why it is refused.
+
+        Raises
+        ------
+        ForeignIdError
+            It is not who it says.
+        """
+        self._close_greeting(node_id)
+        stated: Mapping[str, object] = {}
+        measured: Mapping[str, object] = {}
+        if not reply.has_error():
+            stated = reply.content.config_records.get(CONFIG, {})
+            measured = next(iter(reply.content.metric_records.values()), {})
+        elif _NO_QUERY not in (reply.error.reason or ""):
+            if reply.error.code in _FINAL:
+                self.refused[node_id] = ""
+            return f"node {node_id} did not answer its greeting: {error_line(reply)}"
+        # Any Flower ClientApp can take part: one that answers no queries is its node, and how many
+        # examples it has comes with its first update. Until then it stands for no size of a client.
+        client_id = name_of(stated.get(CLIENT_ID, f"node-{node_id}"))
+        if client_id is None:
+            self.refused[node_id] = ""
+            return f"node {node_id} states an id that is not 1 to 128 printable characters"
+        if identities is not None:
+            try:
+                identities.check(node_id, client_id)
+            except ForeignIdError:
+                # It does not wait for the client that it claims to be.
+                self.refused[node_id] = ""
+                raise
+        examples = count_of(measured.get(NUM_EXAMPLES, 1))
+        if not examples:
+            self.refused[node_id] = client_id
+            return f"'{client_id}' has no examples to train on"
+        group = measured.get(GROUP, -1)
+        client = self.clients.get(client_id)
+        if client is not None and client.node_id is not None:
+            self.refused[node_id] = client_id
+            return f"'{client_id}' is already online as node {client.node_id}"
+        returned = client is not None
+        if client is None:
+            client = Client(client_id, examples, count_of(group))
+            self.clients[client_id] = client
+        client.num_examples, client.node_id = examples, node_id
+        if NUM_EXAMPLES in measured:
+            self.heard(client_id, examples)
+        client.failures, client.ready_at = 0, 0.0
+        self.by_node[node_id] = client_id
+        return client, returned
+
+    def _close_greeting(self, node_id: int) -> None:
+        message_id = self.greeted.pop(node_id, None)
+        if message_id is not None:
+            del self._greetings[message_id]
+
+    def online(self) -> list[Client]:
+        """Return the clients that are online, in order of greeting."""
+        return [client for client in self.clients.values() if client.node_id is not None]
+
+
+# -----------------------------------------------------------------------------
+# Who may be given work now: clients that are online, have no task and need no rest.
+# -----------------------------------------------------------------------------
+
+
+_TRIES = 20
+"""Draws for each client that chance should need, before all are looked at instead."""
+
+
+class Idle:
+    """The clients that are online and without a task, in the order in which they got free.
+
+    Parameters
+    ----------
+    names : dict[str, bool]
+        Their ids, in that order; changed in place, so that it may be part of a state.
+    clients : Mapping[str, Client]
+        All clients, in order of greeting; each new one is added here before the next is greeted.
+    """
+
+    def __init__(self, names: dict[str, bool], clients: Mapping[str, Client]) -> None:
+        self._names, self._clients = names, clients
+        # Derived from all clients, whose order is part of the state: draws are the same after a
+        # resumption.
+        self._all = list(clients)
+        self._known = set(self._all)
+        self._resting = {name for name in names if clients[name].ready_at > 0}
+
+    def __contains__(self, client: str) -> bool:
+        return client in self._names
+
+    def add(self, client: str) -> None:
+        """Note that a client has nothing to do."""
+        self._names[client] = True
+        if client not in self._known:
+            self._known.add(client)
+            self._all.append(client)
+        if self._clients[client].ready_at > 0:
+            self._resting.add(client)
+
+    def remove(self, client: str) -> None:
+        """Forget a client that has work, or went offline."""
+        self._names.pop(client, None)
+        self._resting.discard(client)
+
+    def ready(self, now: float) -> list[Client]:
+        """Return those that need no rest."""
+        clients = (self._clients[name] for name in self._names)
+        return [client for client in clients if client.ready_at <= now]
+
+    def draw(self, now: float, most: int, rng: np.random.Generator) -> list[Client]:
+        """Return some of those that need no rest, drawn at random, each as likely as the others.
+
+        Few of many are found by drawing from all clients until one is idle, which takes no longer
+        the more there are.
+
+        Parameters
+        ----------
+        now : float
+            The time in seconds.
+        most : int
+            How many; if there are fewer, all of them.
+        rng : numpy.random.Generator
+            Draws.
+        """
+        count, idle = len(self._all), len(self._names)
+        drawn: dict[str, Client] = {}
+        if 2 * most < idle and count < idle * idle:
+            for _ in range(_TRIES * most * math.ceil(count / idle)):
+                name = self._all[rng.integers(count)]
+                if name in self._names and (client := self._clients[name]).ready_at <= now:
+                    drawn[name] = client
+                if len(drawn) == most:
+                    return list(drawn.values())
+        others = [client for client in self.ready(now) if client.client_id not in drawn]
+        order = rng.permutation(len(others))[: most - len(drawn)]
+        return [*drawn.values(), *(others[index] for index in order)]
+
+    def next_ready(self, now: float) -> float:
+        """Return when the next resting client may be given work; infinity if none rests."""
+        self._resting = {name for name in self._resting if self._clients[name].ready_at > now}
+        return min((self._clients[name].ready_at for name in self._resting), default=math.inf)

@@ -1,0 +1,581 @@
+"""A run's configuration: keys from the command line, TOML files and Flower's run config.
+
+:class:`RunConfig` declares the options that every run has; strategies, datasets and partitions
+declare their own as dataclasses, which :meth:`RunConfig.read` fills with the values of the run.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import Field, dataclass, field, fields, replace
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+import tomli_w
+
+from raceme.core.errors import UserError, unknown_name
+from raceme.core.files import ReadingError, parse_toml, read_text, whole_path
+from raceme.core.options import (
+    SECONDS,
+    Key,
+    Value,
+    check_range,
+    convert,
+    declared,
+    is_path,
+    key_of,
+    listed,
+    option,
+    shown_type,
+    written,
+)
+from raceme.core.registry import (
+    ATTACKS,
+    DATASETS,
+    DRIFTS,
+    PARTITIONERS,
+    PROTECTIONS,
+    STRATEGIES,
+    Registry,
+)
+
+# -----------------------------------------------------------------------------
+# Keys as a person writes them: TOML files, and ``key=value`` after ``--set``.
+# -----------------------------------------------------------------------------
+
+
+SET = "set"
+"""The key that stands for any others, as the option ``--set`` does."""
+
+
+def read_toml(path: Path, pipe: bool = False) -> dict[str, Value]:
+    """Read a configuration file into dotted keys.
+
+    Parameters
+    ----------
+    path : Path
+        The file.
+    pipe : bool
+        A pipe will do, too: ``--config <(command)``.
+
+    Raises
+    ------
+    UserError
+        The file is missing or is not TOML.
+    """
+    try:
+        text = read_text(path, pipe=pipe)
+    except ReadingError as error:
+        raise UserError(f"Cannot read the configuration file {path}: {error}.") from None
+    try:
+        tree = parse_toml(text)
+    except ReadingError as error:
+        raise UserError(f"{path} is not valid TOML: {error}.") from None
+    flat: dict[str, Value] = {}
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            flat.update({f"{name}.{inner}": given for inner, given in value.items()})
+        else:
+            flat[name] = value
+    return flat
+
+
+def write_toml(keys: Mapping[str, Value], path: Path) -> None:
+    """Write dotted keys so that :func:`read_toml` gives them again."""
+    tree: dict[str, Any] = {}
+    for name, value in keys.items():
+        if "." in name:
+            table, inner = name.split(".", 1)
+            tree.setdefault(table, {})[inner] = value
+        else:
+            tree[name] = value
+    path.write_text(tomli_w.dumps(tree), encoding="utf-8")
+
+
+def parse_assignment(text: str) -> tuple[str, Value]:
+    """Split ``key=value`` as typed after ``--set``; the value is TOML, or else plain text.
+
+    Raises
+    ------
+    UserError
+        There is no ``=``.
+    """
+    name, equals, raw = text.partition("=")
+    if not equals or not name.strip():
+        raise UserError(f"--set takes key=value, got '{text}'.")
+    try:
+        value = parse_toml(f"value = {raw.strip()}")["value"]
+    except ReadingError:
+        value = raw.strip()
+    return name.strip(), value
+
+
+def expanded(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Return keys with those that the key ``set`` holds as text in its place; they win.
+
+    Raises
+    ------
+    UserError
+        The text cannot be read.
+    """
+    given = dict(keys)
+    given.update(assignments(str(given.pop(SET, ""))))
+    return given
+
+
+def assignments(text: str) -> list[tuple[str, Value]]:
+    """Split the text of the key ``set``."""
+    try:
+        parts = shlex.split(text)
+    except ValueError as error:
+        raise UserError(f"{SET} takes 'key=value key=value', got '{text}': {error}.") from None
+    return [parse_assignment(part) for part in parts]
+
+
+# -----------------------------------------------------------------------------
+# A run's configuration: keys from the command line, TOML files and Flower's run config.
+# -----------------------------------------------------------------------------
+
+
+_MOMENTUM = 0.9
+_MAX_UPDATES = 500
+"""Client updates of a run for which neither max-updates nor max-rounds is given."""
+
+_Options = TypeVar("_Options")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything that decides the outcome of a run.
+
+    The attribute ``data_root`` is the key ``data-root`` wherever a person writes it. None stands
+    for ``"auto"``: the dataset's own default, filled in by :func:`raceme.runs.experiment.resolve`.
+    """
+
+    strategy: str = option("casa", "method; see `raceme list`", names=STRATEGIES)
+    dataset: str = option("digits", "dataset; see `raceme list`", names=DATASETS)
+    data_root: str = option("", "folder that holds the datasets' files", path=True)
+    download: bool = option(False, "fetch missing files into data-root")
+    model: str | None = option(None, "network, or module:function that builds one")
+    clients: int | None = option(
+        None, "number of clients (auto: fits the dataset)", low=1, high=10**6
+    )
+    partition: str = option(
+        "label-groups",
+        "how samples go to clients; see `raceme list`",
+        names=PARTITIONERS,
+        unless=("dataset", "has_clients"),
+    )
+    test_fraction: float = option(
+        0.2, "share of a client's samples kept for testing", above=0, below=1
+    )
+    validation_fraction: float = option(
+        0.0, "share of a client's training samples to test on instead (0: none)", low=0, below=1
+    )
+    validation_share: float | None = option(
+        None, "share of training samples to compare models on (auto: if needed)", low=0, below=1
+    )
+    drift: str = option("none", "how clients' data change; see `raceme list`", names=DRIFTS)
+    protection: str = option("none", "defence against poison; see `raceme list`", names=PROTECTIONS)
+    attack: str = option("none", "poison of simulated clients; see `raceme list`", names=ATTACKS)
+    proxy: str = option(
+        "",
+        "samples of each distribution that the server has and no client: how many, a share of the "
+        "test samples below 1, or a folder with an .npz file for each cluster (empty: none)",
+    )
+    pretrain: int = option(
+        0, "training samples of each distribution that its first model is trained on", low=0
+    )
+    pretrain_epochs: int = option(5, "passes over them", low=1)
+    lr: float | None = option(None, "learning rate of the local SGD", above=0)
+    batch_size: int = option(10, "mini-batch size of the local SGD", low=1)
+    local_epochs: int = option(1, "passes over the local data per update", low=1)
+    local_steps: int = option(0, "mini-batches per update (0: local-epochs counts)", low=0)
+    optimizer: str = option(
+        "sgd", "how clients descend: sgd, momentum or adam", among=("sgd", "momentum", "adam")
+    )
+    momentum: float = option(
+        _MOMENTUM, "optimizer momentum: share of the former step", low=0, below=1
+    )
+    weight_decay: float = option(0.0, "strength of the local L2 penalty on weights", low=0)
+    batch_norm: str = option(
+        "shared",
+        "batch normalisation: shared, or local: each client keeps its own (FedBN)",
+        among=("shared", "local"),
+    )
+    devices: str = option(
+        "slow30x5",
+        "device profile, TOML file with one, or trace:FOLDER of a run; see `raceme list`",
+    )
+    max_updates: int | None = option(
+        None,
+        f"stop after so many client updates (auto: {_MAX_UPDATES}, or no limit with max-rounds)",
+        low=1,
+    )
+    max_rounds: int = option(
+        0, "stop after so many rounds or windows of a round-based method (0: no limit)", low=0
+    )
+    max_time: float = option(0.0, "stop at this time (0: no limit)", unit=SECONDS, low=0)
+    target_accuracy: float | None = option(
+        None, "stop at this mean client accuracy, of a regression at this mean error", above=0
+    )
+    stop_at_target: bool | None = option(None, "stop at the target (auto: only if one is given)")
+    eval_every: int | None = option(
+        None, "updates between two evaluations (auto: as many as there are clients)", low=1
+    )
+    eval_rounds: int = option(
+        0, "rounds or windows between two, of a method that has them (0: eval-every)", low=0
+    )
+    eval_steps: bool = option(
+        False, "test also when all clients' data have moved on, before they are trained on"
+    )
+    eval_clients: int = option(
+        0, "clients that test at an evaluation, always the same ones (0: all)", low=0
+    )
+    eval_tasks: bool = option(
+        False, "test on the data of every step so far whenever a step is over, and at the end"
+    )
+    concurrency: int = option(0, "clients that train at a time (0: all that are online)", low=0)
+    task_timeout: float = option(
+        3600.0, "time after which an unanswered task is lost", unit=SECONDS, above=0
+    )
+    workers: str = option(
+        "auto", "worker processes (auto; 0: none), or ray, ray://HEAD:PORT; the outcome is the same"
+    )
+    device: str = option("cpu", "where clients train: cpu or cuda", among=("cpu", "cuda"))
+    vectorised: bool = option(False, "train all clients together, as on cuda, on the cpu too")
+    seed: int = option(0, "seed of everything random", low=0)
+    score_uploads: bool = option(
+        False, "clients test each upload, and the model that they got in return, on its own data"
+    )
+    checkpoint_every: int = option(0, "updates between two checkpoints (0: none by updates)", low=0)
+    checkpoint_seconds: float | None = option(
+        None,
+        "wall-clock time between two checkpoints (0: none by time; auto: 60 on real devices, "
+        "and in comparisons, 0 in a run on virtual time)",
+        unit=SECONDS,
+        low=0,
+    )
+    device_keys: str = option(
+        "", "file on the server with the devices' ids and keys (empty: ids on trust)", path=True
+    )
+    track: str = option("", "trackers to tell, with commas: tensorboard, mlflow, wandb")
+    trace: bool = option(False, "write a JSON line per event to trace.jsonl in the run's folder")
+    client_map: bool = option(
+        True, "at evaluations, note how alike clients' models are, for the map of `raceme watch`"
+    )
+    client_models: bool = option(
+        False, "leave a model for each client, too: the one that it uses at the end"
+    )
+    resume: str = option("", "folder of a run to resume, from its last checkpoint", path=True)
+    out: str = option(
+        "", "folder for the results (empty: runs/<time>-<strategy>-<dataset>)", path=True
+    )
+    options: Mapping[str, Value | None] = field(default_factory=dict, hash=False)
+    """Options of the chosen strategy, dataset and partition that are not their defaults, by key:
+    ``{"casa.gamma": 0.2, "groups": "0.5,0.5"}``. To be read by :meth:`read`."""
+
+    def __post_init__(self) -> None:
+        for name, item in general_keys().items():
+            check_range(name, getattr(self, item.name), item)
+        if self.momentum != _MOMENTUM and self.optimizer != "momentum":
+            raise UserError(f"momentum is read by optimizer=momentum, not by '{self.optimizer}'.")
+        if self.local_steps and self.local_epochs != 1:
+            raise UserError("local-steps and local-epochs exclude each other: give one of them.")
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, Any], lenient: bool = False) -> RunConfig:
+        """Build a configuration from dotted keys as a person writes them.
+
+        Parameters
+        ----------
+        mapping : Mapping[str, Value]
+            E.g. ``{"max-updates": 100, "casa.gamma": 0.2}``. Absent keys keep their defaults. The
+            key ``set`` holds further ones as text, ``"casa.gamma=0.2 seed=1"``, which win: Flower
+            takes only keys that ``pyproject.toml`` lists.
+        lenient : bool
+            Leave out the keys that this run does not read, and all of strategies: for a device,
+            whose server has checked them and which need not import what it does not use.
+
+        Raises
+        ------
+        UserError
+            A key that does not exist or that this run does not read, unless it has its default; a
+            value of the wrong type or out of its range.
+        """
+        given = expanded(mapping)
+        general = general_keys()
+        values = {
+            general[name].name: convert(name, value, general[name])
+            for name, value in given.items()
+            if name in general
+        }
+        others = {name: value for name, value in given.items() if name not in general}
+        return cls(**values)._with_options(others, lenient)
+
+    def to_mapping(self) -> dict[str, Value]:
+        """Return all keys that this run reads as dotted names, defaults included.
+
+        :meth:`from_mapping` of the result is this configuration again.
+
+        Raises
+        ------
+        UserError
+            There is no such strategy, dataset or partition.
+        """
+        flat = {
+            name: written(getattr(self, item.name))
+            for name, item in general_keys().items()
+            if not self._is_unread(item)
+        }
+        for options_type, prefix in self._read_types():
+            options = self.read(options_type, prefix)
+            for name, item in declared(options_type, prefix).items():
+                flat[name] = written(getattr(options, item.name))
+        return flat
+
+    def read(self, options_type: type[_Options], prefix: str = "") -> _Options:
+        """Return the options of one reader, with the values of this run.
+
+        Parameters
+        ----------
+        options_type : type
+            The frozen dataclass that the reader declares.
+        prefix : str
+            What stands in front of its keys: of a strategy its name and a dot.
+
+        Raises
+        ------
+        UserError
+            A value is out of its range.
+        """
+        kind: Any = options_type
+        options: _Options = _read(self, kind, prefix)
+        return options
+
+    def parameters(self) -> Any:
+        """Return the hyper-parameters of the chosen strategy: an instance of its dataclass."""
+        parameters_type = STRATEGIES.options_type(self.strategy)
+        assert parameters_type is not None, "every strategy declares its parameters"
+        return self.read(parameters_type, STRATEGIES.prefix(self.strategy))
+
+    @property
+    def num_clients(self) -> int:
+        """Number of clients of a configuration that has been filled in."""
+        assert self.clients is not None, "raceme.datasets.with_clients fills it in"
+        return self.clients
+
+    @property
+    def planned_updates(self) -> int:
+        """Client updates after which the run ends; with max-rounds about as many as these bring.
+
+        A method in rounds says in its parameters how many clients take part in one, by
+        ``participants(clients)``; without it all clients are counted, once each.
+        """
+        if self.max_updates is not None:
+            return self.max_updates
+        if not self.max_rounds:
+            return _MAX_UPDATES
+        participants = getattr(self.parameters(), "participants", int)
+        return self.max_rounds * int(participants(self.num_clients))
+
+    def with_values(self, **values: Any) -> RunConfig:
+        """Return a copy with other values, by attribute name.
+
+        Options that the copy's dataset or partition declares are given in the same way.
+        """
+        attributes = {item.name for item in fields(self)}
+        general = {name: value for name, value in values.items() if name in attributes}
+        others = {key_of(name): values[name] for name in values if name not in attributes}
+        return replace(self, **general)._with_options(others)
+
+    def narrowed(self, *attributes: str) -> RunConfig:
+        """Return the part of this configuration that some attributes decide; the rest is default.
+
+        Equal parts are the same key of a cache.
+
+        Parameters
+        ----------
+        *attributes : str
+            General ones. With ``"dataset"`` go the options of the dataset, with ``"partition"``
+            those of the partition.
+        """
+        return _narrowed(self, attributes)
+
+    def with_absolute_paths(self) -> RunConfig:
+        """Return a copy whose paths are absolute, so that it means the same in any folder."""
+        paths = [item.name for item in general_keys().values() if is_path(item)]
+        readable = self._readable(prefixed=False)
+        options = {
+            name: whole_path(value) if name in readable and is_path(readable[name]) else value
+            for name, value in self.options.items()
+        }
+        values: dict[str, Any] = {name: whole_path(getattr(self, name)) for name in paths}
+        return replace(self, options=options, **values)
+
+    def check_options(self) -> None:
+        """Find out whether somebody reads every option that is set.
+
+        Raises
+        ------
+        UserError
+            Nobody does.
+        """
+        for name, item in general_keys().items():
+            if getattr(self, item.name) != item.default and self._is_unread(item):
+                other, _ = item.metadata["unless"]
+                raise UserError(
+                    f"{name} is not read with {other} {getattr(self, other)}: leave it out."
+                )
+        for name, value in self.options.items():
+            if name not in self._readable("." in name):
+                self._refuse(name, value)
+
+    def _with_options(self, given: Mapping[str, Any], lenient: bool = False) -> RunConfig:
+        """Return a copy with the options of readers as a person gave them."""
+        if not given:
+            return self
+        options = dict(self.options)
+        readable = {
+            prefixed: self._readable(prefixed)
+            for prefixed in {"." in name for name in given}
+            if not (lenient and prefixed)
+        }
+        for name, value in given.items():
+            item = readable.get("." in name, {}).get(name)
+            if item is not None:
+                options[name] = convert(name, value, item)
+                # What is not said and what is said to be the default are the same run.
+                if options[name] == item.default:
+                    del options[name]
+            elif not lenient:
+                self._refuse(name, value)
+        return replace(self, options=options)
+
+    def _readers(self, attributes: tuple[str, ...] = ()) -> Iterator[tuple[Registry, str]]:
+        """Return who reads options in this run: the registry and the name."""
+        for item in general_keys().values():
+            registry, chosen = item.metadata["names"], getattr(self, item.name)
+            wanted = not attributes or item.name in attributes
+            if registry is not None and wanted and not self._is_unread(item):
+                yield registry, chosen
+
+    def _is_unread(self, item: Field[Any]) -> bool:
+        """Return whether another choice of this run makes a general option idle."""
+        if item.metadata["unless"] is None:
+            return False
+        other, attribute = item.metadata["unless"]
+        registry: Registry = RunConfig.__dataclass_fields__[other].metadata["names"]
+        return bool(getattr(registry[getattr(self, other)], attribute, False))
+
+    def _read_types(self) -> Iterator[tuple[type[Any], str]]:
+        for registry, chosen in self._readers():
+            options_type = registry.options_type(chosen)
+            if options_type is not None:
+                yield options_type, registry.prefix(chosen)
+
+    def _readable(self, prefixed: bool) -> dict[str, Field[Any]]:
+        """Return the options that are read in this run, by key: the strategy's or the others'."""
+        readable: dict[str, Field[Any]] = {}
+        for registry, chosen in self._readers():
+            if registry.prefixed == prefixed:
+                readable |= _declared_by(registry, chosen)
+        return readable
+
+    def _refuse(self, name: str, value: Any) -> None:
+        """Raise UserError for a key that this run does not read, unless it has its default."""
+        key, converted = check_key(name, value)
+        if written(converted) == key.default:
+            return
+        chosen = {registry.kind: of for registry, of in self._readers()}
+        having = [
+            f"{kind} {chosen[kind]}" if kind in chosen else f"no {kind} (dataset {self.dataset})"
+            for kind in key.readers
+        ]
+        readers = [f"{kind} {listed(names)}" for kind, names in key.readers.items()]
+        raise UserError(
+            f"{name} is read by {' and by '.join(readers)}; this run has {' and '.join(having)}."
+        )
+
+
+@cache
+def general_keys() -> dict[str, Field[Any]]:
+    """Return the options that every run has, by key."""
+    return {key_of(item.name): item for item in fields(RunConfig) if item.name != "options"}
+
+
+def all_keys() -> dict[str, Key]:
+    """Return every key: of all runs, and of every strategy, dataset and partition.
+
+    Raises
+    ------
+    TypeError
+        Two declare the same key in different ways: they have to share the declaration.
+    """
+    known = {name: _key(item) for name, item in general_keys().items()}
+    for general in general_keys().values():
+        registry = general.metadata["names"]
+        for of in registry if registry is not None else ():
+            for name, item in _declared_by(registry, of).items():
+                before = known.get(name)
+                if before is not None and not _same(before.item, item):
+                    raise TypeError(f"{registry.kind} {of} declares {name} unlike others.")
+                readers = {} if before is None else dict(before.readers)
+                readers[registry.kind] = (*readers.get(registry.kind, ()), of)
+                known[name] = _key(item, readers)
+    return known
+
+
+def check_key(name: str, value: Any) -> tuple[Key, Any]:
+    """Return what is known of a key, whoever reads it, and its value in the right type.
+
+    Raises
+    ------
+    UserError
+        There is no such key, or the value is of another type or out of the range.
+    """
+    known = all_keys()
+    if name not in known:
+        strategy = name.partition(".")[0]
+        own = [key for key in known if key.startswith(f"{strategy}.")]
+        raise unknown_name("key", name, own or known, "raceme list --keys")
+    return known[name], convert(name, value, known[name].item)
+
+
+def _declared_by(registry: Registry, name: str) -> dict[str, Field[Any]]:
+    """Return the options that a registered object reads, by key."""
+    options_type = registry.options_type(name)
+    return {} if options_type is None else declared(options_type, registry.prefix(name))
+
+
+# Every client of a fleet asks for the same part, and the same options.
+@lru_cache(maxsize=256)
+def _narrowed(config: RunConfig, attributes: tuple[str, ...]) -> RunConfig:
+    part = RunConfig(**{name: getattr(config, name) for name in attributes})
+    readers = part._readers(attributes)
+    names = {name for registry, chosen in readers for name in _declared_by(registry, chosen)}
+    return replace(part, options={k: v for k, v in config.options.items() if k in names})
+
+
+@lru_cache(maxsize=256)
+def _read(config: RunConfig, options_type: type[Any], prefix: str) -> Any:
+    values = {}
+    for name, item in declared(options_type, prefix).items():
+        if name in config.options:
+            values[item.name] = config.options[name]
+            check_range(name, values[item.name], item)
+    return options_type(**values)
+
+
+def _key(item: Field[Any], readers: Mapping[str, tuple[str, ...]] | None = None) -> Key:
+    about = item.metadata
+    unit = about.get("unit", "")
+    default: Any = item.default
+    return Key(written(default), about.get("help", ""), shown_type(item), unit, readers or {}, item)
+
+
+def _same(one: Field[Any], other: Field[Any]) -> bool:
+    """Return whether two readers of a key declare the same option."""
+    return (one.default, one.type, one.metadata) == (other.default, other.type, other.metadata)

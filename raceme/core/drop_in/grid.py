@@ -1,0 +1,1104 @@
+"""A grid between the loop and ClientApps that know nothing of Raceme.
+
+The loop speaks as it does with Raceme's own ClientApp; here its messages become those of Flower's
+own strategies, and replies under any names become what the loop reads.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from logging import getLogger
+from typing import Any
+
+import numpy as np
+from flwr.app import (
+    Array,
+    ArrayRecord,
+    ConfigRecord,
+    Message,
+    MessageType,
+    MetricRecord,
+    RecordDict,
+)
+from flwr.serverapp import Grid
+
+from raceme.core import messages as names
+from raceme.core.clients import Client
+from raceme.core.drop_in.arguments import FlowerArguments, MetricsFn
+from raceme.core.errors import UserError
+from raceme.core.events import ACCURACY, LOSS_MEASURE
+from raceme.core.interface import Questions
+from raceme.core.messages import CLIENT_ID, InvalidModelError, from_array, to_array
+from raceme.core.progress import Plan, Progress
+from raceme.core.requests import InvalidReplyError
+from raceme.core.scheduling import sample
+from raceme.core.timeline import Timeline
+from raceme.flower.grid import OwnGrid
+from raceme.flower.messages import Run, array, array_record, refused, set_message_id
+
+# -----------------------------------------------------------------------------
+# Models as a user's ClientApp has them, and as a method can compute with them.
+#
+# Most of a model are floating-point numbers that are averaged and compared. What is not, a mask
+# of
+# booleans or of infinities, a table of large whole numbers, stays as it is: it travels along,
+# unchanged, and no method sees it.
+# -----------------------------------------------------------------------------
+
+
+_BFLOAT16 = "bfloat16"
+_FLOATS = ("float", _BFLOAT16)
+_EXACT = 2**24
+"""Whole numbers up to here are exact as float32."""
+_MOST_NAMES = 3
+
+
+class Wire:
+    """Translates between the records of a user's app and those that methods work on.
+
+    Parameters
+    ----------
+    initial : ArrayRecord
+        The user's initial model.
+
+    Attributes
+    ----------
+    initial : ArrayRecord
+        The part of it that methods work on.
+    carried : dict[str, Array]
+        The other arrays.
+
+    Raises
+    ------
+    UserError
+        There is nothing in the model that could be trained.
+    """
+
+    def __init__(self, initial: ArrayRecord) -> None:
+        self._names = list(initial)
+        self.carried: dict[str, Array] = {}
+        self._bfloat16: set[str] = set()
+        for name, values in initial.items():
+            if values.dtype == _BFLOAT16:
+                self._bfloat16.add(name)
+            elif not _is_computed(name, values):
+                self.carried[name] = values
+        self._is_plain = not (self.carried or self._bfloat16)
+        self._last: tuple[ArrayRecord, ArrayRecord] | None = None
+        if not any(
+            values.dtype.startswith(_FLOATS) and name not in self.carried
+            for name, values in initial.items()
+        ):
+            raise UserError(
+                "initial_arrays holds no finite floating-point numbers, which updates of a model "
+                "are: give its arrays, e.g. ArrayRecord(model.state_dict()). Trees cannot be "
+                "averaged."
+            )
+        self.initial = self.received(initial)
+
+    def sent(self, model: ArrayRecord) -> ArrayRecord:
+        """Return a model as the user's app is to get it: all arrays, in the user's order."""
+        if self._is_plain:
+            return model
+        # One model goes to many clients in a row.
+        if self._last is None or self._last[0] is not model:
+            whole = {
+                name: self.carried[name] if name in self.carried else self._narrow(name, model)
+                for name in self._names
+            }
+            self._last = model, array_record(whole)
+        return self._last[1]
+
+    def _narrow(self, name: str, model: ArrayRecord) -> Array:
+        """Return an array of a model in the type that the user's has."""
+        if name not in self._bfloat16:
+            return model[name]
+        values = np.ascontiguousarray(from_array(model[name]), np.float32)
+        bits = values.view(np.uint32)
+        # To the nearest, of two as near ones to the even one.
+        half = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+        rounded = (bits + half) >> np.uint32(16)
+        made = to_array(rounded.astype(np.uint16).view("V2").reshape(values.shape))
+        return array(_BFLOAT16, made.shape, made.stype, made.data)
+
+    def received(self, model: ArrayRecord) -> ArrayRecord:
+        """Return the part of a user's model that methods work on.
+
+        Raises
+        ------
+        InvalidModelError
+            Its arrays have other names than those of the initial model.
+        """
+        if model.keys() != set(self._names):
+            raise InvalidModelError(self._difference(model))
+        if self._is_plain:
+            return model
+        return array_record(
+            {
+                name: _widened(values) if name in self._bfloat16 else values
+                for name, values in model.items()
+                if name not in self.carried
+            }
+        )
+
+    def _difference(self, model: ArrayRecord) -> str:
+        """Say how the names of a model's arrays differ from those of the initial one."""
+        missing = [name for name in self._names if name not in model]
+        strange = [name for name in model if name not in set(self._names)]
+        parts = []
+        if missing:
+            parts.append(f"without {_some(missing)}")
+        if strange:
+            parts.append(f"with {_some(strange)}, which the initial model does not have")
+        return f"it returns a model {' and '.join(parts)}"
+
+
+def _is_computed(name: str, values: Array) -> bool:
+    """Return whether an array takes part in what methods compute.
+
+    Raises
+    ------
+    UserError
+        It is not readable.
+    """
+    try:
+        numbers = from_array(values)
+    except InvalidModelError as error:
+        raise UserError(f"initial_arrays: '{name}' cannot be used: {error}.") from None
+    if numbers.dtype.kind == "f":
+        return bool(np.isfinite(numbers).all())
+    # A count, such as that of batch normalisation's batches.
+    return numbers.dtype.kind in "iu" and bool((np.abs(numbers.astype(np.float64)) < _EXACT).all())
+
+
+def _widened(values: Array) -> Array:
+    """Return an array of bfloat16 as float32."""
+    bits = from_array(values).view(np.uint16).astype(np.uint32) << np.uint32(16)
+    return to_array(bits.view(np.float32))
+
+
+def _some(names: list[str]) -> str:
+    """List the first names."""
+    shown = ", ".join(f"'{name}'" for name in names[:_MOST_NAMES])
+    more = len(names) - _MOST_NAMES
+    return f"{shown} and {more} more" if more > 0 else shown
+
+
+# -----------------------------------------------------------------------------
+# What users' ClientApps measure: under any names, with any weights.
+# -----------------------------------------------------------------------------
+
+
+Metrics = Mapping[str, object]
+
+_WORDS = re.compile(r"[^a-z0-9]+")
+_TESTED = ("eval", "evaluate", "evaluation", "test", "val", "valid", "validation")
+_SCALE = 1_000_000
+"""What a weight of 1 counts as, where weights are no numbers of examples."""
+
+
+def accuracy_name(metrics: Metrics) -> str | None:
+    """Return the name of the metric that is an accuracy; None if there is none.
+
+    One that is called so alone comes before one that says on what it was measured, and that
+    before any other that ends so; one of the training is none.
+    """
+    return _named(metrics, ("accuracy", "acc"))
+
+
+def loss_name(metrics: Metrics) -> str | None:
+    """Return the name of the metric that is a loss; None if there is none."""
+    return _named(metrics, ("loss",))
+
+
+def train_loss_name(metrics: Metrics) -> str | None:
+    """Return the name of the metric that is the loss of the training; None if there is none."""
+    for name in metrics:
+        if _words(name) in (["train", "loss"], ["training", "loss"]):
+            return name
+    return _named(metrics, ("loss",))
+
+
+def _named(metrics: Metrics, wanted: tuple[str, ...]) -> str | None:
+    """Return the number whose name ends with a word, the plainest name first."""
+    found: dict[int, str] = {}
+    for name, value in metrics.items():
+        words = _words(name)
+        if not isinstance(value, int | float) or words[-1] not in wanted:
+            continue
+        if any(word in ("train", "training") for word in words):
+            continue
+        rank = 0 if len(words) == 1 else 1 if words[-2] in _TESTED else 2
+        found.setdefault(rank, name)
+    return found[min(found)] if found else None
+
+
+def _words(name: str) -> list[str]:
+    """Return the words of a name: ``evalAcc``, ``eval_acc`` and ``eval-acc`` have the same."""
+    apart = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)
+    return [word for word in _WORDS.split(apart.lower()) if word] or [""]
+
+
+def examples_of(weight: float, are_examples: bool) -> int:
+    """Return the number of examples that a client counts as having.
+
+    Parameters
+    ----------
+    weight : float
+        What it states: finite, at least 0.
+    are_examples : bool
+        Whether the weights are numbers of examples. Others may be shares of 1: what counts is how
+        they compare.
+    """
+    scaled = weight if are_examples else weight * _SCALE
+    return max(1, round(scaled)) if weight > 0 else 0
+
+
+def mean_of_replies(contents: Sequence[RecordDict], weighted_by_key: str) -> MetricRecord:
+    """Return the mean of each metric that all replies have, by weight.
+
+    Where all weights are 0 all replies count alike. Lists are averaged number by number, if they
+    are of one length.
+
+    Parameters
+    ----------
+    contents : Sequence[RecordDict]
+        Replies, each with one MetricRecord.
+    weighted_by_key : str
+        The metric that is the weight, and no part of the result.
+    """
+    records = [next(iter(content.metric_records.values())) for content in contents]
+    weights = [weight_of(record, weighted_by_key) or 0.0 for record in records]
+    total = math.fsum(weights)
+    if not total:
+        weights, total = [1.0] * len(records), float(len(records))
+    means = MetricRecord()
+    for name, first in records[0].items() if records else ():
+        values = [record.get(name) for record in records]
+        if name == weighted_by_key:
+            continue
+        if isinstance(first, list):
+            if all(isinstance(value, list) and len(value) == len(first) for value in values):
+                columns = zip(*values, strict=True)
+                means[name] = [_mean(column, weights, total) for column in columns]
+        elif len(numbers := [v for v in values if isinstance(v, int | float)]) == len(values):
+            means[name] = _mean(numbers, weights, total)
+    return means
+
+
+def weight_of(metrics: Metrics, weighted_by_key: str) -> float | None:
+    """Return the weight that a client states; None if it is no number of at least 0."""
+    stated = metrics.get(weighted_by_key)
+    if not isinstance(stated, int | float):
+        return None
+    try:
+        weight = float(stated)
+    except OverflowError:
+        return None
+    return weight if math.isfinite(weight) and weight >= 0 else None
+
+
+def _mean(values: Sequence[float], weights: Sequence[float], total: float) -> float:
+    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / total
+
+
+def shown(metrics: Metrics) -> str:
+    """Return metrics for people: ``eval_loss 0.4123, eval_acc 0.8712``."""
+    return ", ".join(f"{name} {_number(value)}" for name, value in metrics.items())
+
+
+def _number(value: object) -> str:
+    if isinstance(value, list):
+        return "[" + ", ".join(_number(each) for each in value) + "]"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+# -----------------------------------------------------------------------------
+# What a user's ClientApp returns, as the loop reads it.
+# -----------------------------------------------------------------------------
+
+
+log = getLogger("flwr")
+
+
+def read_training(
+    content: RecordDict, arguments: FlowerArguments, wire: Wire, keeps_numbers: bool
+) -> RecordDict:
+    """Return a trained model with its number of examples, under the names that the loop knows.
+
+    Parameters
+    ----------
+    content : RecordDict
+        What the user's function has returned.
+    arguments : FlowerArguments
+        Say which metric is the weight.
+    wire : Wire
+        Translates the model.
+    keeps_numbers : bool
+        Whether a record of numbers beside the model is none of a model.
+
+    Raises
+    ------
+    InvalidReplyError
+        It is no single model with metrics and a weight above 0.
+    InvalidModelError
+        The model's arrays are not those that were sent.
+    """
+    models = {
+        name: record
+        for name, record in content.array_records.items()
+        if not (keeps_numbers and name == names.NUMBERS)
+    }
+    if len(models) != 1:
+        listed = f": {', '.join(sorted(models))}" if models else ""
+        raise InvalidReplyError(
+            f"it returns {len(models)} ArrayRecords{listed}; a model is exactly one, since updates "
+            "are averaged and compared as a whole"
+        )
+    metrics = _metrics_of(content)
+    weight = weight_of(metrics, arguments.weighted_by_key)
+    if weight is None:
+        stated = ", ".join(map(str, metrics)) or "none"
+        raise InvalidReplyError(
+            f"its MetricRecord has no number '{arguments.weighted_by_key}' (weighted_by_key); its "
+            f"metrics: {stated}"
+        )
+    examples = examples_of(weight, arguments.weighted_by_key == names.NUM_EXAMPLES)
+    if not examples:
+        raise InvalidReplyError(
+            f"its weight '{arguments.weighted_by_key}' is 0: it counts for nothing"
+        )
+    told = {name: value for name, value in metrics.items() if not isinstance(value, list)}
+    told[names.NUM_EXAMPLES] = examples
+    if names.TRAIN_LOSS not in told and (loss := train_loss_name(told)) is not None:
+        told[names.TRAIN_LOSS] = told[loss]
+    read = RecordDict(
+        {
+            names.ARRAYS: wire.received(next(iter(models.values()))),
+            names.METRICS: MetricRecord(dict(told)),
+        }
+    )
+    if keeps_numbers:
+        if names.NUMBERS in content.array_records:
+            read[names.NUMBERS] = content.array_records[names.NUMBERS]
+        if names.CONFIG in content.config_records:
+            read[names.CONFIG] = content.config_records[names.CONFIG]
+    return read
+
+
+def _metrics_of(content: RecordDict) -> MetricRecord:
+    """Return the only MetricRecord of a reply."""
+    count = len(content.metric_records)
+    if count != 1:
+        raise InvalidReplyError(f"it returns {count} MetricRecords, not 1")
+    return next(iter(content.metric_records.values()))
+
+
+class Scores:
+    """Finds the accuracy and the loss among what clients measure in tests.
+
+    Parameters
+    ----------
+    arguments : FlowerArguments
+        May name the accuracy.
+
+    Attributes
+    ----------
+    accuracy, loss : str or None
+        Names of the metrics; found in the first test.
+    """
+
+    def __init__(self, arguments: FlowerArguments) -> None:
+        self._named, self._weight = arguments.accuracy_key, arguments.weighted_by_key
+        self.accuracy: str | None = None
+        self.loss: str | None = None
+        self._is_known = False
+
+    def read(self, content: RecordDict) -> RecordDict:
+        """Return a test under the names that the loop knows.
+
+        Raises
+        ------
+        InvalidReplyError
+            It has no single MetricRecord.
+        """
+        metrics = _metrics_of(content)
+        if not self._is_known:
+            self._find(metrics)
+        told: dict[str, int | float] = {}
+        settings = dict(content.config_records.get(names.CONFIG, {}))
+        if names.UNIT in settings:
+            # A regression, in the words of Raceme's own ClientApp.
+            return content
+        accuracy, loss = self._number(metrics, self.accuracy), self._number(metrics, self.loss)
+        if accuracy is not None:
+            told[ACCURACY.name] = accuracy
+        elif self.accuracy is None and loss is not None:
+            settings[names.UNIT] = LOSS_MEASURE.name
+        if loss is not None:
+            told[names.LOSS] = loss
+        if (weight := weight_of(metrics, self._weight)) is not None:
+            told[names.NUM_EXAMPLES] = examples_of(weight, self._weight == names.NUM_EXAMPLES)
+        if (group := metrics.get(names.GROUP)) is not None and isinstance(group, int):
+            told[names.GROUP] = group
+        return RecordDict(
+            {names.METRICS: MetricRecord(dict(told)), names.CONFIG: ConfigRecord(settings)}
+        )
+
+    def _number(self, metrics: MetricRecord, name: str | None) -> float | None:
+        value = None if name is None else metrics.get(name)
+        return float(value) if isinstance(value, int | float) else None
+
+    def _find(self, metrics: MetricRecord) -> None:
+        """Choose what is the accuracy and what is the loss, and say it."""
+        self._is_known = True
+        self.loss = loss_name(metrics)
+        self.accuracy = accuracy_name(metrics)
+        if self._named:
+            if self._named not in metrics:
+                log.warning(
+                    "accuracy_key '%s' is not among the metrics of tests: %s",
+                    self._named,
+                    ", ".join(metrics),
+                )
+            else:
+                self.accuracy = self._named
+        if self.accuracy is not None:
+            log.info("\t├── accuracy is '%s', loss is %s", self.accuracy, _quoted(self.loss))
+        elif self.loss is not None:
+            log.info(
+                "\t├── no accuracy among %s: what is charted is the loss '%s' (accuracy_key= names "
+                "another metric)",
+                ", ".join(metrics),
+                self.loss,
+            )
+        else:
+            log.warning(
+                "neither an accuracy nor a loss among %s: name one with accuracy_key=",
+                ", ".join(metrics) or "no metrics",
+            )
+
+
+def _quoted(name: str | None) -> str:
+    return "not stated" if name is None else f"'{name}'"
+
+
+# -----------------------------------------------------------------------------
+# Who is who among clients that are not greeted: a node, until a reply states an id.
+# -----------------------------------------------------------------------------
+
+
+class Names:
+    """The names of clients: those that the loop uses, and those that they state themselves.
+
+    The loop knows a client by its node from the moment it is connected. A client that states an id
+    is reported by that; if the same id comes from another node later, the device has started anew,
+    and the client goes on there as the one that it was.
+
+    Attributes
+    ----------
+    stated : dict[str, str]
+        Name in the loop to the id that the client states.
+    mistaken : set[str]
+        Names of nodes that turned out to be other clients.
+    moved : set[int]
+        Nodes that have to be greeted again, under another name.
+    """
+
+    def __init__(self) -> None:
+        self._of_node: dict[int, str] = {}
+        self._by_id: dict[str, str] = {}
+        self.stated: dict[str, str] = {}
+        self.mistaken: set[str] = set()
+        self.moved: set[int] = set()
+
+    def of(self, node: int) -> str:
+        """Return the name of the client on a node."""
+        return self._of_node.setdefault(node, f"node-{node}")
+
+    def hear(self, node: int, content: RecordDict, online: Callable[[], Iterable[int]]) -> str:
+        """Take note of the id that a reply states, if it does.
+
+        Parameters
+        ----------
+        node : int
+            Where the reply comes from.
+        content : RecordDict
+            It.
+        online : Callable
+            Returns the nodes that are connected.
+
+        Returns
+        -------
+        str
+            Why the reply cannot be used: it comes from another client than was known; empty if it
+            can.
+        """
+        stated = _id_of(content)
+        if stated is None:
+            return ""
+        own = self.of(node)
+        known = self._by_id.setdefault(stated, own)
+        if known == own:
+            self.stated.setdefault(own, stated)
+            return ""
+        elsewhere = [n for n, name in self._of_node.items() if name == known and n != node]
+        if not set(elsewhere).isdisjoint(online()):
+            return f"it states the id '{stated}' of a client that is online elsewhere"
+        for other in elsewhere:
+            del self._of_node[other]
+        self._of_node[node] = known
+        self.mistaken.add(own)
+        self.moved.add(node)
+        return f"it is '{stated}', who is known: it goes on as that"
+
+    def shown(self, event: Any) -> Any:
+        """Return a report in which clients have the names that they state."""
+        return self.told(event) if self.stated else event
+
+    def told(self, value: Any) -> Any:
+        """Replace the loop's names in a report, or in a part of one."""
+        if isinstance(value, str):
+            return self.stated.get(value, value)
+        if isinstance(value, Mapping):
+            return {self.told(key): self.told(each) for key, each in value.items()}
+        if isinstance(value, tuple) and type(value) is tuple:
+            return tuple(map(self.told, value))
+        if is_dataclass(value) and not isinstance(value, type):
+            changed = {}
+            for item in fields(value):
+                before = getattr(value, item.name)
+                if isinstance(before, str | Mapping):
+                    changed[item.name] = self.told(before)
+            return replace(value, **changed)
+        return value
+
+
+def _id_of(content: RecordDict) -> str | None:
+    """Return the id that a reply states, if it is one."""
+    for record in content.config_records.values():
+        stated = record.get(CLIENT_ID)
+        if isinstance(stated, str) and stated.isprintable() and 1 <= len(stated) <= 128:
+            return stated
+    return None
+
+
+# -----------------------------------------------------------------------------
+# What to say where a ClientApp does not do what a method asks for.
+# -----------------------------------------------------------------------------
+
+
+NOT_REGISTERED = "function registered"
+"""What Flower's ClientApp says where the user has written no function for a type of message."""
+SNIPPET = """
+    from raceme.client_app import AddedKinds, OwnData
+
+    def load(context):
+        x_train, y_train, x_test, y_test = ...  # this client's samples, as arrays
+        return OwnData(Net(), x_train, y_train, x_test, y_test)
+
+    kinds = AddedKinds(load)
+    app = ClientApp(mods=[kinds])
+    app.query()(kinds.answer)
+"""
+"""What a user adds to a ClientApp."""
+
+
+def check_kinds(
+    grid: Grid, clock: Timeline, method: str, needs: Collection[str], patience: float
+) -> None:
+    """Ask one client who it is, as Raceme's ClientApp can say, before all others are asked.
+
+    Parameters
+    ----------
+    grid : Grid
+        Where the clients are; one at least is connected.
+    clock : Timeline
+        Its clock.
+    method : str
+        Name of the method.
+    needs : Collection[str]
+        Kinds of work that it asks for.
+    patience : float
+        Seconds for which the answer is waited for; without one the run begins all the same.
+
+    Raises
+    ------
+    UserError
+        The ClientApp has no function for queries, and so none for these kinds of work.
+    """
+    node = next(iter(grid.get_node_ids()))
+    greeting = Message(RecordDict(), node, MessageType.QUERY, ttl=patience)
+    asked, until = list(grid.push_messages([greeting])), clock.now() + patience
+    while clock.now() < until:
+        if replies := clock.wait(asked, until):
+            reply = replies[0]
+            if reply.has_error() and NOT_REGISTERED in (reply.error.reason or ""):
+                raise missing_kinds(method, needs)
+            return
+
+
+def missing_kinds(method: str, needs: Collection[str]) -> UserError:
+    """Return the error for a ClientApp that does not do the kinds of work that a method needs."""
+    listed = " and ".join(f"'{kind}'" for kind in sorted(needs))
+    kinds = "a kind" if len(needs) == 1 else "kinds"
+    return UserError(
+        f"{method} asks clients for more than to train and to test a model: {listed}. This "
+        f"ClientApp has no function for such {kinds} of work. Take a method that needs none, such "
+        "as CASA (docs/flower-users.md lists them), or add to the ClientApp:",
+        SNIPPET,
+    )
+
+
+# -----------------------------------------------------------------------------
+# Rounds as Flower's users count them, also for methods that work in none.
+# -----------------------------------------------------------------------------
+
+
+class Rounds:
+    """Counts the rounds of a run.
+
+    A method that works in rounds, or in windows, counts its own. Of another one a round is as many
+    updates as clients take part: those that train at a time.
+
+    Parameters
+    ----------
+    method : Questions
+        Whose rounds.
+    arguments : FlowerArguments
+        Say how many clients take part.
+    is_over : Callable
+        Called with the number of each round that is over.
+
+    Attributes
+    ----------
+    over : int
+        Rounds that are over.
+    """
+
+    def __init__(
+        self, method: Questions, arguments: FlowerArguments, is_over: Callable[[int], None]
+    ) -> None:
+        self._method, self._arguments, self._is_over = method, arguments, is_over
+        self._before = method.dispatch.rounds or 0
+        self._ended_at = method.progress.updates
+        self._end = 0
+        self.over = 0
+
+    @property
+    def are_of_method(self) -> bool:
+        """Whether the method works in rounds itself."""
+        return self._method.dispatch.rounds is not None
+
+    @property
+    def number(self) -> int:
+        """Number of the round that is under way, or else of the last one; 0 before any update."""
+        return self.over + (self._method.progress.updates > self._ended_at)
+
+    def look(self) -> None:
+        """Notice the rounds that are over by now."""
+        updates = self._method.progress.updates
+        own = self._method.dispatch.rounds
+        if own is not None:
+            while self.over < own - self._before:
+                self._count(updates)
+            return
+        if updates == self._ended_at:
+            # Who takes part in the first round is known when somebody has answered.
+            return
+        taking_part = max(1, self._arguments.trained(len(self._method.progress.fleet.by_node)))
+        self._end = self._end or self._ended_at + taking_part
+        while updates >= self._end:
+            self._count(self._end)
+            self._end += taking_part
+
+    def _count(self, updates: int) -> None:
+        self.over += 1
+        self._ended_at = updates
+        self._is_over(self.over)
+
+
+@dataclass(frozen=True, eq=False)
+class FlowerPlan(Plan):
+    """A plan by rounds: when to stop, when to test, and with whom.
+
+    Attributes
+    ----------
+    method : Questions
+        Whose.
+    arguments : FlowerArguments
+        Say how many clients train and test.
+    num_rounds : int
+        Stop after so many; 0: another limit ends the run.
+    rounds : Rounds
+        Counts them.
+    test_begins : Callable
+        Called with the number of the round whose models are tested now.
+    after_round : Callable
+        Called when a round may be over, and before the first one.
+    can_test : Callable
+        Whether clients are able to test models.
+    rng : numpy.random.Generator
+        Draws those who test.
+    tested : list[int]
+        Numbers of the rounds that were tested.
+    """
+
+    method: Questions = field(kw_only=True)
+    arguments: FlowerArguments = field(kw_only=True)
+    num_rounds: int = field(kw_only=True)
+    rounds: Rounds = field(kw_only=True)
+    test_begins: Callable[[int], None] = field(kw_only=True)
+    after_round: Callable[[], None] = field(kw_only=True)
+    can_test: Callable[[], bool] = field(kw_only=True)
+    rng: np.random.Generator = field(kw_only=True)
+    tested: list[int] = field(default_factory=list, kw_only=True)
+
+    def places(self, online: int) -> int | None:
+        """Return how many clients train at a time; None stands for all."""
+        taking_part = self.arguments.trained(online)
+        return None if self.rounds.are_of_method or taking_part >= online else taking_part
+
+    def limit(self, updates: int, num_updates: int, now: float, rounds: int | None = None) -> str:
+        """Return which limit is reached, in words; empty if none is."""
+        self.rounds.look()
+        self.after_round()
+        if 0 < self.num_rounds <= self.rounds.over:
+            one = self.num_rounds == 1
+            return "1 round is over" if one else f"{self.num_rounds} rounds are over"
+        return super().limit(updates, num_updates, now, rounds)
+
+    def is_tested(self, progress: Progress, rounds: int | None) -> bool:
+        """Return whether the next evaluation is due: after each round that changed a model."""
+        self.rounds.look()
+        last = self.tested[-1] if self.tested else 0
+        return progress.updates > progress.evaluated_at and self.rounds.over > last
+
+    def testers(self, online: Sequence[Client]) -> Sequence[Client]:
+        """Return who tests models now; as with Flower, nobody before the first round."""
+        number = self.rounds.over
+        if not number or number in self.tested:
+            # Before the first round, or what comes after the last whole one, at the end.
+            number = self.rounds.number
+        self.tested.append(number)
+        self.test_begins(number)
+        count = self.arguments.tested(len(online)) if number and self.can_test() else 0
+        return sample(online, count, self.rng) if count else []
+
+
+# -----------------------------------------------------------------------------
+# What clients have measured, round by round, as Flower's strategies tell it.
+# -----------------------------------------------------------------------------
+
+
+class Tally:
+    """Gathers the metrics of training and of tests, and aggregates them.
+
+    Parameters
+    ----------
+    arguments : FlowerArguments
+        Say how metrics are aggregated.
+
+    Attributes
+    ----------
+    round : int
+        Number of the round whose models are tested, or were last.
+    trained, tested : dict[int, MetricRecord]
+        Number of a round to what clients have measured in it, aggregated.
+    """
+
+    def __init__(self, arguments: FlowerArguments) -> None:
+        self._arguments = arguments
+        # Replies that are on their way through the loop, by client: it may refuse them.
+        self._returned: dict[str, list[RecordDict]] = {}
+        self._applied: list[RecordDict] = []
+        self._tests: list[RecordDict] = []
+        self.round = 0
+        self.trained: dict[int, MetricRecord] = {}
+        self.tested: dict[int, MetricRecord] = {}
+
+    def returned(self, client: str, content: RecordDict) -> None:
+        """Note a client's reply to training."""
+        kept = content
+        if self._arguments.train_metrics_aggr_fn is None:
+            # Without the model, which would be kept for a whole round.
+            kept = RecordDict(dict(content.metric_records))
+        self._returned.setdefault(client, []).append(kept)
+
+    def applied(self, client: str) -> None:
+        """Note that the first of a client's replies was made use of."""
+        if returned := self._returned.get(client):
+            self._applied.append(returned.pop(0))
+
+    def refused(self, client: str) -> None:
+        """Forget the last of a client's replies."""
+        if returned := self._returned.get(client):
+            returned.pop()
+
+    def close_round(self, number: int) -> MetricRecord | None:
+        """Aggregate what was measured in a round; None if nothing was."""
+        made = _aggregated(self._applied, self._arguments.train_metrics_aggr_fn, self._weight)
+        self._applied = []
+        if made is not None:
+            self.trained[number] = made
+        return made
+
+    def begin_test(self, number: int) -> None:
+        """Gather the tests of the models of a round from now on."""
+        self.close_test()
+        self.round = number
+
+    def answered(self, content: RecordDict) -> None:
+        """Note a client's test."""
+        self._tests.append(content)
+
+    def close_test(self) -> MetricRecord | None:
+        """Aggregate what was measured in the test under way; None if nothing was."""
+        made = _aggregated(self._tests, self._arguments.evaluate_metrics_aggr_fn, self._weight)
+        self._tests = []
+        if made is not None:
+            self.tested[self.round] = made
+        return made
+
+    @property
+    def _weight(self) -> str:
+        return self._arguments.weighted_by_key
+
+
+def _aggregated(
+    contents: Iterable[RecordDict], function: MetricsFn | None, weight: str
+) -> MetricRecord | None:
+    """Aggregate metrics with the user's function, or as their mean."""
+    replies = [content for content in contents if len(content.metric_records) == 1]
+    return (function or mean_of_replies)(replies, weight) if replies else None
+
+
+# -----------------------------------------------------------------------------
+# A grid between the loop and ClientApps that know nothing of Raceme.
+# -----------------------------------------------------------------------------
+
+
+class FlowerGrid(OwnGrid):
+    """Speaks Flower's own words with ClientApps, whatever grid they are on.
+
+    Parameters
+    ----------
+    grid : Grid
+        Where the clients are.
+    clock : Timeline
+        Its clock.
+    arguments : FlowerArguments
+        Names of records and of the weight.
+    wire : Wire
+        Translates models.
+    tally : Tally
+        Is told what clients measure.
+    rounds : Rounds
+        Know the number of the round that messages state.
+    heard : Callable
+        Is told a client's number of examples, with each reply.
+    greets : bool
+        Whether clients are asked who they are: their ClientApp does Raceme's kinds of work.
+    """
+
+    def __init__(
+        self,
+        grid: Grid,
+        clock: Timeline,
+        arguments: FlowerArguments,
+        wire: Wire,
+        tally: Tally,
+        rounds: Rounds,
+        *,
+        greets: bool,
+        heard: Callable[[str, int], None],
+    ) -> None:
+        self._grid, self._clock, self._arguments = grid, clock, arguments
+        self._wire, self._tally, self._rounds = wire, tally, rounds
+        self._greets, self._heard = greets, heard
+        self.names = Names()
+        self.scores = Scores(arguments)
+        self.tests = True
+        self._answers: dict[str, Message] = {}
+        self._sent_to: dict[str, str] = {}
+        self._count = 0
+
+    # A clock.
+
+    @property
+    def is_virtual(self) -> bool:
+        """Whether seconds are not those of the wall clock."""
+        return self._clock.is_virtual
+
+    @property
+    def free_evaluation(self) -> bool:
+        """Whether an evaluation costs no time."""
+        return self._clock.free_evaluation
+
+    @property
+    def keeps_messages(self) -> bool:
+        """False: a run of this kind is not brought back."""
+        return False
+
+    def now(self) -> float:
+        """Return the time in seconds."""
+        return self._clock.now()
+
+    def wait(self, message_ids: Collection[str], until: float | None = None) -> list[Message]:
+        """Wait for the next replies, those to greetings first."""
+        if known := [self._answers.pop(key) for key in message_ids if key in self._answers]:
+            return known
+        return self._received(self._clock.wait(message_ids, until))
+
+    def forget(self, message_ids: Iterable[str]) -> None:
+        """Give up on replies."""
+        given_up = list(message_ids)
+        for key in given_up:
+            self._sent_to.pop(key, None)
+        self._clock.forget(given_up)
+
+    # A grid.
+
+    def set_run(self, run: Run) -> None:
+        """Set the run that messages belong to."""
+        self._grid.set_run(run)
+
+    @property
+    def run(self) -> Any:
+        """The run that messages belong to."""
+        return self._grid.run
+
+    def get_node_ids(self) -> Iterable[int]:
+        """Return the nodes that are connected.
+
+        One that turned out to be another client is left out once, so that it is greeted anew.
+        """
+        online = list(self._grid.get_node_ids())
+        moved, self.names.moved = self.names.moved, set()
+        return [node for node in online if node not in moved]
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """Send messages as Flower's own strategies would; a greeting is answered here."""
+        pushed: list[str] = []
+        for message in messages:
+            if message.metadata.message_type == MessageType.QUERY and not message.content:
+                if not self._greets:
+                    pushed.append(self._introduced(message))
+                    continue
+                pushed.extend(self._grid.push_messages([message]))
+                continue
+            client = self.names.of(message.metadata.dst_node_id)
+            for key in self._grid.push_messages([self._translated(message)]):
+                self._sent_to[key] = client
+                pushed.append(key)
+        return pushed
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """Return the replies that are there."""
+        wanted = list(message_ids)
+        known = [self._answers.pop(key) for key in wanted if key in self._answers]
+        return known + self._received(self._grid.pull_messages(wanted))
+
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> Iterable[Message]:
+        """Send messages and wait for their replies."""
+        translated = [self._translated(message) for message in messages]
+        return self._received(self._grid.send_and_receive(translated, timeout=timeout))
+
+    # On the way out.
+
+    def _introduced(self, greeting: Message) -> str:
+        """Answer a greeting for a client that could not."""
+        self._count += 1
+        key = f"greeting-{self._count}"
+        set_message_id(greeting, key)
+        node = greeting.metadata.dst_node_id
+        told = RecordDict()
+        told[names.CONFIG] = ConfigRecord({names.CLIENT_ID: self.names.of(node)})
+        self._answers[key] = Message(told, reply_to=greeting)
+        return key
+
+    def _translated(self, message: Message) -> Message:
+        """Let a message say what those of Flower's own strategies say."""
+        content = RecordDict()
+        settings: dict[str, Any] = {}
+        for name, record in message.content.items():
+            if isinstance(record, ConfigRecord):
+                settings = dict(record)
+            elif name == names.ARRAYS and isinstance(record, ArrayRecord):
+                content[self._arguments.arrayrecord_key] = self._wire.sent(record)
+            elif self._greets:
+                content[name] = record
+        if not self._greets:
+            settings.pop(names.TASK, None)
+            settings.pop(names.VERSION, None)
+        settings.setdefault(names.ROUND, self._rounds.over + 1)
+        content[self._arguments.configrecord_key] = ConfigRecord(settings)
+        message.content = content
+        return message
+
+    # On the way in.
+
+    def _received(self, replies: Iterable[Message]) -> list[Message]:
+        return [self._read(reply) for reply in replies]
+
+    def _read(self, reply: Message) -> Message:
+        """Let a reply say what the loop reads; one that is of no use becomes an error."""
+        metadata = reply.metadata
+        client = self._sent_to.pop(metadata.reply_to_message_id, None)
+        category = metadata.message_type.partition(".")[0]
+        if reply.has_error():
+            self._check_error(reply, category)
+            return reply
+        try:
+            if not self._greets:
+                self._check_identity(metadata.src_node_id, client, reply.content)
+            if category == MessageType.EVALUATE:
+                self._tally.answered(reply.content)
+                content = self.scores.read(reply.content)
+            elif category == MessageType.TRAIN and (self._greets is False or _is_model(reply)):
+                content = read_training(reply.content, self._arguments, self._wire, self._greets)
+                name = client or self.names.of(metadata.src_node_id)
+                self._tally.returned(name, reply.content)
+                if not self._greets:
+                    metrics = content.metric_records[names.METRICS]
+                    self._heard(name, int(metrics[names.NUM_EXAMPLES]))  # type: ignore[arg-type]
+            else:
+                return reply
+        except (InvalidReplyError, InvalidModelError) as error:
+            return refused(reply, str(error))
+        reply.content = content
+        return reply
+
+    def _check_identity(self, node: int, client: str | None, content: RecordDict) -> None:
+        """Raise InvalidReplyError if a reply comes from another client than it was asked of."""
+        if client is not None and client != self.names.of(node):
+            raise InvalidReplyError("it was asked of a node that turned out to be another client")
+        if reason := self.names.hear(node, content, self._grid.get_node_ids):
+            raise InvalidReplyError(reason)
+
+    def _check_error(self, reply: Message, category: str) -> None:
+        """Notice that the user's ClientApp has no function for a type of message.
+
+        Raises
+        ------
+        UserError
+            It has none for training.
+        """
+        if f"No {category} {NOT_REGISTERED}" not in (reply.error.reason or ""):
+            return
+        if category == MessageType.TRAIN:
+            raise UserError(
+                "The ClientApp cannot train: write a function and register it with @app.train()."
+            )
+        self.tests = False
+
+
+def _is_model(reply: Message) -> bool:
+    """Return whether a reply of an app that does Raceme's kinds of work brings a model."""
+    records = reply.content.array_records
+    return any(name != names.NUMBERS for name in records)

@@ -1,0 +1,651 @@
+"""What a run reports meanwhile: one small record per happening.
+
+A strategy calls its ``observe`` function with these; the run store, the progress line and tests
+are such functions. Times are seconds on the clock of the grid: virtual in the simulator, since
+the start of the run on Flower's grids.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+# -----------------------------------------------------------------------------
+# What evaluations tell of models: how often they are right, or by how much they are wrong.
+# -----------------------------------------------------------------------------
+
+
+WITHIN = 0.01
+"""How near the final value counts as converged: one point of accuracy, or 1 % of an error."""
+
+_LOSS = "loss"
+"""What stands in the place of a unit where the loss stands in for an accuracy."""
+
+
+@dataclass(frozen=True)
+class Measure:
+    """Accuracy, or where the task is a regression the mean absolute error (MAE).
+
+    In a user's own Flower app whose clients measure neither, it is their loss.
+
+    Everything that asks which of two evaluations is the better one, or whether a target is
+    reached, asks here: of accuracies the larger one is better, of errors the smaller one.
+
+    Attributes
+    ----------
+    unit : str or None
+        Unit of the error; None for an accuracy.
+    """
+
+    unit: str | None = None
+
+    @property
+    def is_error(self) -> bool:
+        """Whether smaller is better."""
+        return self.unit is not None
+
+    @property
+    def name(self) -> str:
+        """Its key in replies and summaries: ``"accuracy"``, ``"mae"`` or ``"loss"``."""
+        if self.is_loss:
+            return "loss"
+        return "mae" if self.is_error else "accuracy"
+
+    @property
+    def is_loss(self) -> bool:
+        """Whether clients measure neither, and their loss stands in."""
+        return self.unit == _LOSS
+
+    @property
+    def label(self) -> str:
+        """What it is called in tables and at axes, with its unit: ``"MAE (µg/m³)"``."""
+        if self.unit is None or self.is_loss:
+            return self.name
+        return f"MAE ({self.unit})" if self.unit else "MAE"
+
+    @property
+    def word(self) -> str:
+        """What it is called in a sentence and in the head of a narrow column."""
+        return "MAE" if self.is_error and not self.is_loss else self.name
+
+    @property
+    def title(self) -> str:
+        """What it is called at the beginning of a title."""
+        return "Mean absolute error" if self.word == "MAE" else self.word.capitalize()
+
+    @classmethod
+    def of(cls, summary: Mapping[str, Any]) -> Measure:
+        """Return the measure of a ``summary.json``; those of earlier versions have accuracies."""
+        if summary.get("measure", "accuracy") == "accuracy":
+            return cls()
+        if summary["measure"] == "loss":
+            return LOSS_MEASURE
+        return cls(str(summary.get("unit") or ""))
+
+    def shown(self, value: float | None) -> str:
+        """Return a value for people, an error with its unit."""
+        if value is None:
+            return "-"
+        if self.is_error and not self.is_loss:
+            return f"{value:.2f} {self.unit}".rstrip()
+        return f"{value:.3f}"
+
+    def goal(self, target: float) -> str:
+        """Return a target for people: ``"95.0%"`` or ``"20 µg/m³"``."""
+        if self.is_loss:
+            return f"{target:g}"
+        return f"{target:g} {self.unit}".rstrip() if self.is_error else f"{target:.1%}"
+
+    def bound(self, target: float) -> str:
+        """Return a target for people in the form of the values beside it: ``"0.95"``."""
+        return self.goal(target) if self.is_error else f"{target:g}"
+
+    def reaches(self, value: float, target: float) -> bool:
+        """Return whether a value is as good as a target; NaN never is."""
+        return value <= target if self.is_error else value >= target
+
+    def better(self, value: float, other: float) -> float:
+        """Return the better one of two values."""
+        return min(value, other) if self.is_error else max(value, other)
+
+    def shortfall(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return how far each of a sequence of values is behind the best one so far."""
+        if self.is_error:
+            return values - np.minimum.accumulate(values)
+        return np.maximum.accumulate(values) - values
+
+    def tolerance(self, final: float) -> float:
+        """Return how far from its final value a curve counts as converged."""
+        return WITHIN * abs(final) if self.is_error else WITHIN
+
+
+ACCURACY = Measure()
+"""Of a classification."""
+LOSS_MEASURE = Measure(_LOSS)
+"""Of clients that measure nothing else."""
+
+
+# -----------------------------------------------------------------------------
+# What a run's protection does with updates, and how it is reported.
+# -----------------------------------------------------------------------------
+
+
+class Verdict(StrEnum):
+    """What a run's protection does with an update."""
+
+    ACCEPTED = "accepted"
+    """It goes to the method as it came; this is not reported."""
+    SCALED = "scaled"
+    """It goes to the method shorter than it came."""
+    REFUSED = "refused"
+    """The method does not see it."""
+    EXCLUDED = "excluded"
+    """Nor will it see later ones of this client, which agree with nobody's."""
+    READMITTED = "readmitted"
+    """The client's updates agree with others' now: this one goes to the method again."""
+
+    @property
+    def keeps_out(self) -> bool:
+        """Whether the method does not see the update."""
+        return self in (Verdict.REFUSED, Verdict.EXCLUDED)
+
+
+@dataclass(frozen=True)
+class UpdateJudged:
+    """A run's protection did something to a valid update, or to its client.
+
+    What is refused is reported as `UpdateRejected` beside, what is not as `UpdateApplied`.
+
+    Attributes
+    ----------
+    verdict : Verdict
+        What; never `ACCEPTED`.
+    measured, bound : float
+        What was measured of it, and the bound for that: lengths of updates, or how far the client's
+        updates agree with others', from −2 to 2.
+    reason : str
+        Why, in words without numbers: the same for all that are judged alike.
+    cluster : int or None
+        The main cluster of the client; None if it has none yet.
+    """
+
+    time: float
+    client: str
+    verdict: Verdict
+    measured: float
+    bound: float
+    reason: str
+    cluster: int | None = None
+
+
+# -----------------------------------------------------------------------------
+# What a run reports meanwhile: one small record per happening.
+# -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ClientJoined:
+    """A client was greeted for the first time, or came back.
+
+    Attributes
+    ----------
+    client : str
+        The stable id that the client states.
+    node_id : int
+        Flower's id of the node where it runs now.
+    num_examples : int
+        Its number of training examples.
+    group : int or None
+        The true group of its data where that is known, for reporting purity only.
+    returned : bool
+        True if it was known before.
+    """
+
+    time: float
+    client: str
+    node_id: int
+    num_examples: int
+    group: int | None
+    returned: bool = False
+
+
+@dataclass(frozen=True)
+class ClientLeft:
+    """A client is no longer online."""
+
+    time: float
+    client: str
+
+
+@dataclass(frozen=True)
+class ClaimRefused:
+    """A node said that it is a client whose key it does not have; it takes no part.
+
+    Attributes
+    ----------
+    node_id : int
+        Flower's id of the node.
+    client : str
+        Who it says it is. That client itself, online or not, is none the wiser.
+    reason : str
+        Whose key it has, in words.
+    """
+
+    time: float
+    node_id: int
+    client: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class UpdateApplied:
+    """A client's update was accepted.
+
+    Attributes
+    ----------
+    seq : int
+        Number of this update, from 1.
+    cluster : int
+        The cluster whose model it went into.
+    base_version : int
+        Version of the model that the client started from.
+    staleness : int
+        Aggregations into that model since, τ.
+    weight : float
+        Share of the update in the new model, α.
+    dispatched_at : float
+        When the client was given the work.
+    train_loss : float
+        Mean loss of the local training.
+    started_at, finished_at : float or None
+        When the client began its work and when it was done with it, by the clock of its own
+        machine; on real devices only.
+    step : int
+        Step of the client's data that it trained on; 0 for data that never change.
+    accuracy_before : float or None
+        Of a run with ``score-uploads``: the accuracy of the uploaded model on the test data of this
+        step.
+    accuracy_after : float or None
+        Of a run with ``score-uploads``: the accuracy of the model that the client had received, on
+        the test data of its update before this one: what it got for that.
+    passes : int or None
+        Of a run with ``score-uploads``: passes of single samples through the network that the
+        client's work took, forward counted as 1 and backward as 2.
+    mixture : tuple[float, ...]
+        Share of each distribution in the client's samples of this step, where they are a mixture.
+    phase : str
+        What the method did meanwhile, for the account of bytes; by default the kind of work.
+    cpu_seconds, joules : float or None
+        What the work cost the client, as it states it: seconds of computing of all its threads, and
+        the energy that its board took meanwhile, where that can tell; on real devices only.
+    """
+
+    seq: int
+    time: float
+    client: str
+    cluster: int
+    base_version: int
+    staleness: int
+    weight: float
+    dispatched_at: float
+    train_loss: float
+    bytes_down: int
+    bytes_up: int
+    started_at: float | None = None
+    finished_at: float | None = None
+    step: int = 0
+    accuracy_before: float | None = None
+    accuracy_after: float | None = None
+    passes: int | None = None
+    mixture: tuple[float, ...] = ()
+    phase: str = "train"
+    cpu_seconds: float | None = None
+    joules: float | None = None
+
+
+@dataclass(frozen=True)
+class AnswerTaken:
+    """A client's answer to work that was not training was taken.
+
+    Attributes
+    ----------
+    kind : str
+        The kind of work.
+    phase : str
+        What the method did meanwhile, for the account of bytes; by default the kind of work.
+    bytes_down, bytes_up : int
+        Size of the arrays that were sent, and of those that came back; 0 where no models travel.
+    """
+
+    time: float
+    client: str
+    kind: str
+    phase: str
+    bytes_down: int
+    bytes_up: int
+
+
+@dataclass(frozen=True)
+class UpdateRejected:
+    """A reply was not used: an error, a lost task, or content that is not a valid update."""
+
+    time: float
+    client: str
+    reason: str
+    dispatched_at: float
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """The models of one moment were tested by the clients that were online then.
+
+    Each client tests the model that serves it, on its own test data.
+
+    Attributes
+    ----------
+    time, updates : float, int
+        The moment of the models: when it was, and the updates applied by then. On real devices
+        the clients' answers come later.
+    accuracy, loss : float
+        Unweighted means over the clients that answered. Where the task is a regression,
+        `accuracy` here and below is the mean absolute error: `measure` says which.
+    clusters : int
+        Number of cluster models at that moment.
+    per_client : Mapping[str, tuple[int, float, float]]
+        Client id to (cluster, accuracy, loss), for the clients that answered; the cluster is the
+        one with the largest weight.
+    asked : int
+        Clients that were online at that moment.
+    steps : Mapping[str, int]
+        Client id to the step of the data that it was tested on, for the clients that answered;
+        those at step 0 are left out.
+    weighted_accuracy : float
+        Mean over the clients that answered, weighted by their numbers of test examples; NaN where
+        one of them does not state its number.
+    groups : Mapping[str, int]
+        Client id to the true group of the data that it was tested on, where data change and it is
+        known.
+    measure : Measure
+        What `accuracy` is, and which of two values is the better one.
+    """
+
+    time: float
+    updates: int
+    accuracy: float
+    loss: float
+    clusters: int
+    per_client: Mapping[str, tuple[int, float, float]] = field(default_factory=dict)
+    asked: int = 0
+    steps: Mapping[str, int] = field(default_factory=dict)
+    weighted_accuracy: float = math.nan
+    groups: Mapping[str, int] = field(default_factory=dict)
+    measure: Measure = ACCURACY
+
+    @property
+    def answered(self) -> int:
+        """Number of clients that answered."""
+        return len(self.per_client)
+
+    @property
+    def counts(self) -> bool:
+        """Whether enough of the clients answered for a target to count: nine tenths."""
+        return 10 * self.answered >= 9 * self.asked
+
+
+class TaskScore(NamedTuple):
+    """A client's test of the model that serves it on the data of a step.
+
+    Attributes
+    ----------
+    cluster : int
+        The cluster of the model, of several that with the largest weight.
+    accuracy : float
+        Its accuracy there, or mean absolute error.
+    untrained : float or None
+        That of the model before any training, where it was tested too.
+    """
+
+    cluster: int
+    accuracy: float
+    untrained: float | None = None
+
+
+@dataclass(frozen=True)
+class TasksTested:
+    """A step of some clients' data is over, and they tested their models on all steps so far.
+
+    Reported by runs with ``eval-tasks``, also at the end of the run. Nobody has trained on the next
+    step yet: what is tested there is how far models are right without (forward transfer).
+
+    Attributes
+    ----------
+    time, updates : float, int
+        The moment of the models: when it was, and the updates applied by then.
+    step : int
+        The step that is over: the last one that models were trained on.
+    clusters : int
+        Number of cluster models at that moment.
+    per_client : Mapping[str, Mapping[int, TaskScore]]
+        Client id to step to what it measured there, for those who answered. Steps whose data a
+        client does not have any more are missing.
+    asked : int
+        Clients that were online.
+    measure : Measure
+        What the accuracies are.
+    """
+
+    time: float
+    updates: int
+    step: int
+    clusters: int
+    per_client: Mapping[str, Mapping[int, TaskScore]]
+    asked: int
+    measure: Measure = ACCURACY
+
+
+@dataclass(frozen=True)
+class ClustersScored:
+    """The clusters' models were tested by the server, each on a test set of its own.
+
+    Reported beside an evaluation where the server has such sets, one for each distribution:
+    cluster k is then of distribution k.
+
+    Attributes
+    ----------
+    time, updates : float, int
+        The moment of the models.
+    accuracies : Mapping[int, float]
+        Cluster to its model's accuracy; not empty.
+    """
+
+    time: float
+    updates: int
+    accuracies: Mapping[int, float]
+
+    @property
+    def mean(self) -> float:
+        """Unweighted mean over the clusters."""
+        return math.fsum(self.accuracies.values()) / len(self.accuracies)
+
+
+class ClusterChange(StrEnum):
+    """The verbs by which clients and clusters change; see `ClustersChanged`."""
+
+    ASSIGN = "assign"
+    """A client that had no cluster was given one, or several with weights."""
+    MOVE = "move"
+    """A client went to another cluster, or its weights changed."""
+    SPLIT = "split"
+    """A cluster was replaced by several."""
+    MERGE = "merge"
+    """Several clusters were replaced by one."""
+    FOUND = "found"
+    """A new cluster was founded beside the others."""
+    RETIRE = "retire"
+    """A cluster without members was given up."""
+
+
+@dataclass(frozen=True)
+class ClustersChanged:
+    """Who belongs where has changed: the one report of all of `Clusters`' verbs.
+
+    Attributes
+    ----------
+    change : ClusterChange
+        The verb.
+    memberships : Mapping[str, Mapping[int, float]]
+        The clients whose clusters changed, to the weight of each of their clusters from now on
+        (positive, sum 1). Clients that are not named stay where they were.
+    gone : tuple[int, ...]
+        Clusters that do not exist any more: the parent of a split, the sources of a merge.
+    made : tuple[int, ...]
+        Clusters that are new: the children of a split, the target of a merge. Ids are never used
+        twice.
+    score, threshold : float
+        What was measured, and the bound that it passed; NaN where the method measures nothing.
+        CASA: the eigengap to the power γ, and α_c. CFL: the largest norm of a client's update, and
+        ε2. ICFL: 1 − the smallest pairwise similarity, and 1 − α*(t).
+    """
+
+    time: float
+    updates: int
+    change: ClusterChange
+    memberships: Mapping[str, Mapping[int, float]]
+    gone: tuple[int, ...] = ()
+    made: tuple[int, ...] = ()
+    score: float = math.nan
+    threshold: float = math.nan
+
+
+@dataclass(frozen=True)
+class DataChanged:
+    """Clients' data moved on to another step: drift, or the next task.
+
+    Attributes
+    ----------
+    client : str or None
+        Whose data; None stands for all clients at once.
+    step : int
+        The step from now on.
+    """
+
+    time: float
+    updates: int
+    client: str | None
+    step: int
+
+
+@dataclass(frozen=True)
+class ClientIdled:
+    """A window of time is over, in which a client had to wait for others.
+
+    Reported by methods in windows, for every client that took part; one that never waited has 0
+    seconds.
+
+    Attributes
+    ----------
+    window : int
+        Number of the window, from 1.
+    seconds : float
+        How long the client waited in it for others, in all.
+    budget : float
+        Length of the window in seconds.
+    """
+
+    time: float
+    client: str
+    window: int
+    seconds: float
+    budget: float
+
+    @property
+    def share(self) -> float:
+        """Share of the window that was spent waiting."""
+        return self.seconds / self.budget
+
+
+@dataclass(frozen=True)
+class SupportChanged:
+    """Which clusters' members train the models of which others has changed.
+
+    Reported by methods in which support is one-sided, such as FAACL.
+
+    Attributes
+    ----------
+    supporters : Mapping[int, tuple[int, ...]]
+        Each cluster that has supporters from now on, to them, ascending.
+    """
+
+    time: float
+    updates: int
+    supporters: Mapping[int, tuple[int, ...]]
+
+
+class Ending(StrEnum):
+    """Why a run ended."""
+
+    LIMIT = "limit"
+    """The planned number of updates, or the time limit."""
+    TARGET = "target"
+    """The target accuracy."""
+    AT_REST = "at-rest"
+    """Nothing could ever have changed any more."""
+    INTERRUPTED = "interrupted"
+    """The user, or a signal."""
+    NO_CLIENTS = "no-clients"
+    """All clients are gone."""
+    USELESS_REPLIES = "useless-replies"
+    """Too many replies in a row were unusable."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the run did what it was to do."""
+        return self in (Ending.LIMIT, Ending.TARGET, Ending.AT_REST)
+
+
+@dataclass(frozen=True)
+class RunEnded:
+    """The run is over.
+
+    Attributes
+    ----------
+    reason : str
+        One line for the person: which limit was reached, or what ended it early.
+    ending : Ending
+        The kind of end.
+    """
+
+    time: float
+    updates: int
+    reason: str
+    ending: Ending = Ending.LIMIT
+
+
+Event = (
+    ClientJoined
+    | ClientLeft
+    | ClaimRefused
+    | UpdateApplied
+    | AnswerTaken
+    | UpdateRejected
+    | UpdateJudged
+    | Evaluated
+    | TasksTested
+    | ClustersScored
+    | ClustersChanged
+    | DataChanged
+    | ClientIdled
+    | SupportChanged
+    | RunEnded
+)
+Observer = Callable[[Event], None]
+
+
+def ignore(event: Event) -> None:
+    """Observe nothing."""

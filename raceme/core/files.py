@@ -1,0 +1,258 @@
+"""Files that somebody else may have made: read with a bound, and parsed without surprises.
+
+What is no regular file would be waited for, or read, for ever; what is nested without end, or holds
+a number of a million digits, ends a parser in other ways than by its own error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import stat
+import tomllib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from raceme.core.errors import UserError
+
+_MOST_BYTES = 64 << 20
+_DEEPEST = 64
+"""Tables in tables, and lists in lists: no file of ours has more than a handful."""
+_LONGEST_NAME, _LONGEST_PATH = 255, 4095
+"""Bytes of a file's name and of a path, on Linux and macOS."""
+
+
+class ReadingError(Exception):
+    """A file or a text is not what it should be; the message is the end of a sentence."""
+
+
+def read_text(path: Path, most: int = _MOST_BYTES, pipe: bool = False) -> str:
+    """Read a text file.
+
+    Parameters
+    ----------
+    path : Path
+        The file.
+    most : int
+        Its largest size in bytes.
+    pipe : bool
+        A pipe will do, too, as a shell makes of ``<(command)``.
+
+    Raises
+    ------
+    ReadingError
+        It cannot be read, is no regular file, is too large, or is not in UTF-8.
+    """
+    try:
+        check_regular(path, pipe)
+        with path.open("rb") as file:
+            content = file.read(most + 1)
+    except OSError as error:
+        raise ReadingError(error.strerror or str(error)) from None
+    except ValueError as error:
+        raise ReadingError(str(error)) from None
+    if len(content) > most:
+        raise ReadingError(f"it is larger than {most >> 20} MiB")
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ReadingError(f"it is no text in UTF-8 ({error.reason} at {error.start})") from None
+
+
+def check_regular(path: Path, pipe: bool = False) -> None:
+    """Raise ReadingError if a path leads to a device or a pipe; OSError if it leads nowhere."""
+    mode = os.stat(path).st_mode
+    if stat.S_ISDIR(mode):
+        raise ReadingError("it is a folder")
+    if not stat.S_ISREG(mode) and not (pipe and stat.S_ISFIFO(mode)):
+        raise ReadingError("it is no regular file")
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """Parse TOML.
+
+    Raises
+    ------
+    ReadingError
+        It is none, or is nested too deeply.
+    """
+    tree: dict[str, Any] = _parsed(tomllib.loads, text)
+    return tree
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Parse JSON.
+
+    Raises
+    ------
+    ReadingError
+        It is none, or is nested too deeply.
+    """
+    return _parsed(json.loads, text)
+
+
+def _parsed(parse: Callable[[Any], Any], text: str | bytes) -> Any:
+    try:
+        tree = parse(text)
+    except RecursionError:
+        raise ReadingError("it is nested too deeply") from None
+    # Not only of the format's own kind: a whole number may have too many digits.
+    except ValueError as error:
+        raise ReadingError(_short(error)) from None
+    _check_depth(tree)
+    return tree
+
+
+def absolute(path: str | Path) -> Path:
+    """Return a path from the root, with what ``~`` stands for.
+
+    Raises
+    ------
+    UserError
+        It is longer than any path can be, or holds what no path can.
+    """
+    text = str(path)
+    try:
+        whole = Path(path).expanduser()
+        parts = [os.fsencode(part) for part in whole.parts]
+        if sum(map(len, parts)) + len(parts) > _LONGEST_PATH or "\0" in text:
+            raise ValueError
+        if any(len(part) > _LONGEST_NAME for part in parts):
+            raise ValueError
+        return whole.resolve()
+    except (OSError, ValueError, RuntimeError):
+        shown = text if len(text) <= 60 else f"{text[:60]}…"
+        raise UserError(
+            f"{shown!r} is not a possible path: a name in it has at most {_LONGEST_NAME} bytes, "
+            f"all of it {_LONGEST_PATH}."
+        ) from None
+
+
+def whole_path(text: object) -> str:
+    """Return a path from the root as text; of no text none.
+
+    Raises
+    ------
+    UserError
+        It is no possible path.
+    """
+    return str(absolute(str(text))) if text else ""
+
+
+def _check_depth(tree: Any) -> None:
+    """Raise ReadingError if a tree is none that others may walk through by recursion."""
+    level = [tree]
+    for _ in range(_DEEPEST):
+        inner = [list(node.values()) if isinstance(node, dict) else node for node in level]
+        level = [leaf for node in inner if isinstance(node, list) for leaf in node]
+        if not level:
+            return
+    raise ReadingError("it is nested too deeply")
+
+
+def _short(error: ValueError) -> str:
+    text = " ".join(str(error).split())
+    return text if len(text) <= 200 else f"{text[:200]}…"
+
+
+# -----------------------------------------------------------------------------
+# Atomic file writes.
+# -----------------------------------------------------------------------------
+
+
+@contextmanager
+def atomic_write(path: Path) -> Iterator[Path]:
+    """Give a temporary file beside `path`, which takes its name when the block ends well.
+
+    After an error or an interruption the temporary file is removed, and what was at `path`
+    before is still there.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.partial")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+# -----------------------------------------------------------------------------
+# Memory: whether there is enough of it, found out before it is taken.
+# -----------------------------------------------------------------------------
+
+
+_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def check_room(wanted: int, what: str) -> None:
+    """Find out whether something fits into the memory that is free.
+
+    Parameters
+    ----------
+    wanted : int
+        How many bytes it takes.
+    what : str
+        What takes them, as the beginning of a sentence.
+
+    Raises
+    ------
+    UserError
+        It does not.
+    """
+    free = free_bytes()
+    if wanted > free:
+        raise UserError(f"{what} would take {shown(wanted)} of memory, and {shown(free)} are free.")
+
+
+def free_bytes() -> int:
+    """Return how much memory this process may still take, as far as the system tells."""
+    sizes = [*_of_machine(), *_of_limits()]
+    return min(sizes, default=1 << 62)
+
+
+def shown(size: int) -> str:
+    """Return a number of bytes as a person reads it."""
+    value = float(min(size, 10**30))
+    for unit in _UNITS[:-1]:
+        if value < 1024:
+            return f"{value:.3g} {unit}"
+        value /= 1024
+    return f"{value:.3g} {_UNITS[-1]}"
+
+
+def _of_machine() -> list[int]:
+    """Return what the machine, and the container that this may be in, have left."""
+    sizes = []
+    try:
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                sizes.append(int(line.split()[1]) << 10)
+    except (OSError, ValueError, IndexError):
+        # Of macOS, all that there is: better than no bound.
+        sizes.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
+        used = Path("/sys/fs/cgroup/memory.current").read_text(encoding="ascii")
+        if limit != "max":
+            sizes.append(max(0, int(limit) - int(used)))
+    except (OSError, ValueError):
+        pass
+    return sizes
+
+
+def _of_limits() -> list[int]:
+    """Return what limits of this process (`ulimit`, `--memory-limit`) leave."""
+    try:
+        pages = Path("/proc/self/statm").read_text(encoding="ascii").split()
+    except OSError:
+        return []
+    size = os.sysconf("SC_PAGE_SIZE")
+    sizes = []
+    for kind, used in ((resource.RLIMIT_AS, pages[0]), (resource.RLIMIT_DATA, pages[5])):
+        limit = resource.getrlimit(kind)[0]
+        if limit != resource.RLIM_INFINITY:
+            sizes.append(max(0, limit - int(used) * size))
+    return sizes

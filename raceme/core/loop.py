@@ -1,0 +1,831 @@
+"""The loop: everything that is not the algorithm, for every method alike.
+
+It greets clients, gives them work, checks replies, counts updates, notices who comes and goes,
+gives up what is lost, evaluates on schedule and stops. It holds a method and asks it: who works
+now, and what becomes of what came back.
+"""
+
+from __future__ import annotations
+
+import math
+import time as clock
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from logging import INFO, getLogger
+from typing import Any
+
+import numpy as np
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
+from flwr.serverapp import Grid
+
+from raceme.core import events
+from raceme.core import messages as names
+from raceme.core.clients import Client, Fleet, ForeignIdError, Identities, Idle, OnTrust
+from raceme.core.clusters import NonFiniteModelError
+from raceme.core.evaluation import EvaluateFn, Evaluator, Packer, Report, Together
+from raceme.core.events import (
+    AnswerTaken,
+    ClientJoined,
+    Ending,
+    UpdateApplied,
+    UpdateJudged,
+    UpdateRejected,
+    Verdict,
+)
+from raceme.core.interface import Applied, Questions, StopCheck
+from raceme.core.messages import (
+    ACCURACY_AFTER,
+    ACCURACY_BEFORE,
+    FINISHED_AT,
+    SAMPLE_PASSES,
+    STARTED_AT,
+    count_of,
+)
+from raceme.core.progress import Plan, Steps
+from raceme.core.requests import Answer, InvalidReplyError, Task, Update, Work, read_reply
+from raceme.core.scheduling import Dispatch, Moment
+from raceme.core.timeline import Foreseeing, push, timeline_of
+
+# -----------------------------------------------------------------------------
+# Work on its way out: the message that gives a client its work, and the task that is kept.
+# -----------------------------------------------------------------------------
+
+
+_MESSAGE_TYPES = {
+    names.EVALUATE: MessageType.EVALUATE,
+    names.LABEL_COUNTS: MessageType.QUERY,
+}
+"""Flower's type of the messages of a kind of work; all others take a device's time: training."""
+
+
+class Outgoing:
+    """Makes messages of work.
+
+    Parameters
+    ----------
+    method : Questions
+        Whose work it is.
+    packer : Packer
+        Makes records of models.
+    steps : Steps
+        Knows at which step clients' data are.
+    train_config : ConfigRecord
+        The run's settings for local training.
+    ttl : float
+        Time to live of the messages, in seconds.
+    """
+
+    def __init__(
+        self,
+        method: Questions,
+        packer: Packer,
+        steps: Steps,
+        train_config: ConfigRecord,
+        ttl: float,
+    ) -> None:
+        self._method, self._packer, self._steps = method, packer, steps
+        self._train_config, self._ttl = train_config, ttl
+
+    def message(self, work: Work, now: float) -> tuple[Message, Task]:
+        """Make the message of some work, with what its reply has to echo, and number the task.
+
+        Raises
+        ------
+        ValueError
+            The client is away: a mistake of the method's.
+        """
+        method, progress = self._method, self._method.progress
+        client = progress.fleet.clients[work.client]
+        if client.node_id is None:
+            raise ValueError(f"{type(method).__name__} has work for '{work.client}', who is away")
+        records, size, versions = self._models(work)
+        main = method.clusters.main(work.client)
+        cluster = next(iter(versions)) if len(versions) == 1 else main
+        step = self._steps.of(work.client)
+        size += sum(record.count_bytes() for record in work.arrays.values())
+        task = Task(
+            number=progress.tasks,
+            client=work.client,
+            cluster=cluster,
+            version=method.models[cluster].version,
+            updates=progress.updates,
+            sent_at=now,
+            bytes_down=0 if work.is_held else size,
+            candidates=versions,
+            kind=work.kind,
+            step=step or 0,
+            phase=work.phase or work.kind,
+        )
+        progress.tasks += 1
+        policy = method.dispatch.settings(work)
+        settings: dict[str, Any] = {**self._train_config, **policy, **work.settings}
+        if names.ROUND not in settings:
+            settings |= {names.TASK: task.number, names.VERSION: task.version}
+        if work.kind != names.TRAIN:
+            settings[names.KIND] = work.kind
+        if step is not None:
+            settings[names.STEP] = step
+        former = progress.trained_steps.get(work.client) if method.exchanges else None
+        if settings.get(names.SCORED) and former is not None:
+            settings[names.FORMER_STEP] = former
+        content = RecordDict({**records, **work.arrays, names.CONFIG: ConfigRecord(settings)})
+        kind = _MESSAGE_TYPES.get(work.kind, MessageType.TRAIN)
+        return Message(content, client.node_id, kind, ttl=self._ttl), task
+
+    def _models(self, work: Work) -> tuple[dict[str, ArrayRecord], int, dict[int, int]]:
+        """Return the models that travel, their size, and the versions of named ones by cluster."""
+        models = self._method.models
+        if work.models is None:
+            weights = self._method.placement(work.client)
+            record, size = self._packer.serve(models, weights)
+            return {names.ARRAYS: record}, size, {}
+        versions = {cluster: models[cluster].version for cluster in work.models}
+        records, size = self._packer.pack_some(models, work.models, work.kind != names.TRAIN)
+        return records, size, versions
+
+
+# -----------------------------------------------------------------------------
+# What the loop reports of clients, updates and answers, and what a run leaves.
+# -----------------------------------------------------------------------------
+
+
+log = getLogger("raceme")
+
+
+def joined(time: float, client: Client, returned: bool) -> ClientJoined:
+    """Report a client that answered its greeting."""
+    assert client.node_id is not None, "a client that answered is online"
+    return ClientJoined(
+        time, client.client_id, client.node_id, client.num_examples, client.group, returned
+    )
+
+
+def applied_update(
+    time: float,
+    seq: int,
+    update: Update,
+    applied: Applied,
+    exchanges: bool,
+    highest_score: float,
+) -> UpdateApplied:
+    """Report what became of a valid update.
+
+    Parameters
+    ----------
+    time : float
+        When it arrived.
+    seq : int
+        Its number.
+    update : Update
+        It.
+    applied : Applied
+        What the method did with it.
+    exchanges : bool
+        Whether models really travel; without it there is no traffic to report.
+    highest_score : float
+        Up to which a score that the client states can be meant.
+    """
+    task = update.task
+    before, after = (
+        score if 0 <= score <= highest_score and math.isfinite(score) else None
+        for score in (update.metrics.get(n, math.nan) for n in (ACCURACY_BEFORE, ACCURACY_AFTER))
+    )
+    return UpdateApplied(
+        seq=seq,
+        time=time,
+        client=task.client,
+        cluster=applied.cluster,
+        base_version=task.version,
+        staleness=applied.staleness,
+        weight=applied.weight,
+        dispatched_at=task.sent_at,
+        train_loss=update.train_loss,
+        bytes_down=task.bytes_down if exchanges else 0,
+        bytes_up=update.bytes_up if exchanges else 0,
+        started_at=_run_time(update.metrics.get(STARTED_AT, math.nan), time),
+        finished_at=_run_time(update.metrics.get(FINISHED_AT, math.nan), time),
+        step=task.step,
+        accuracy_before=before,
+        accuracy_after=after,
+        passes=count_of(update.metrics.get(SAMPLE_PASSES)),
+        mixture=update.mixture,
+        phase=task.phase or task.kind,
+        cpu_seconds=update.cost.cpu_seconds,
+        joules=update.cost.joules,
+    )
+
+
+def answer_taken(time: float, answer: Answer, exchanges: bool) -> AnswerTaken:
+    """Report a valid answer to work that was not training.
+
+    Parameters
+    ----------
+    time : float
+        When it arrived.
+    answer : Answer
+        It.
+    exchanges : bool
+        Whether models really travel; without it there is no traffic to report.
+    """
+    task = answer.task
+    return AnswerTaken(
+        time=time,
+        client=task.client,
+        kind=task.kind,
+        phase=task.phase or task.kind,
+        bytes_down=task.bytes_down if exchanges else 0,
+        bytes_up=answer.bytes_up if exchanges else 0,
+    )
+
+
+def fill_result(method: Questions, packer: Packer) -> None:
+    """Put models and placements into the result of a run."""
+    result = method.result
+    result.clusters = {
+        cluster: packer.pack(cluster, model)[0] for cluster, model in method.served.items()
+    }
+    if result.clusters:
+        result.arrays = result.clusters[method.clusters.largest()]
+    result.client_clusters = {
+        client: dict(method.placement(client)) for client in method.progress.fleet.clients
+    }
+
+
+def unasked(time: float, reply: Message, by_node: Mapping[int, str]) -> UpdateRejected:
+    """Report a reply that nobody waits for, and say it: it changes nothing.
+
+    Parameters
+    ----------
+    time : float
+        When it arrived.
+    reply : Message
+        It: repeated, sent without being asked for, or come after its task was given up.
+    by_node : Mapping[int, str]
+        Client on each node that is known.
+    """
+    node = reply.metadata.src_node_id
+    client = by_node.get(node, f"node {node}")
+    reason = "nobody waits for it: it was not asked for, is a repetition, or came too late"
+    log.warning("A reply of %s is ignored: %s", client, reason)
+    return UpdateRejected(time, client, reason, time)
+
+
+def _run_time(stated: float, now: float) -> float | None:
+    """Return what a client states on its machine's clock as a time of the run, if it does."""
+    return now - (clock.time() - stated) if math.isfinite(stated) else None
+
+
+# -----------------------------------------------------------------------------
+# Whether a run on virtual time has come to rest: nothing is left that could change anything.
+# -----------------------------------------------------------------------------
+
+
+AT_REST = "at rest: nobody's loss rises, and no data will change"
+
+
+def is_at_rest(grid: Grid, fleet: Fleet, dispatch: Dispatch, steps: Steps) -> bool:
+    """Return whether no client will ever train again.
+
+    Each is at rest as its data are now, no time is ahead at which data move on, and nobody will
+    come who has never been there. Only a grid that foresees who comes can tell: real devices may
+    come, and have new data, at any time.
+
+    Parameters
+    ----------
+    grid : Grid
+        Any Flower grid.
+    fleet : Fleet
+        The clients.
+    dispatch : Dispatch
+        Who works when.
+    steps : Steps
+        At which step clients' data are, and when time moves them on.
+    """
+    # Asked after every update: most policies say no of the first client.
+    if not all(dispatch.at_rest(client, steps.now_of(client)) for client in fleet.by_node.values()):
+        return False
+    if not fleet.by_node or not isinstance(grid, Foreseeing) or steps.next_time() < math.inf:
+        return False
+    # Some may be there that have not been greeted, or have not answered yet.
+    if not fleet.by_node.keys() | fleet.refused.keys() >= set(grid.get_node_ids()):
+        return False
+    ahead = grid.arrivals_ahead()
+    # Who will be back may be any of those that are away.
+    away = [name for name, client in fleet.clients.items() if ahead and client.node_id is None]
+    return all(ahead.values()) and all(
+        dispatch.at_rest(client, steps.now_of(client)) for client in away
+    )
+
+
+# -----------------------------------------------------------------------------
+# Where a run's protection meets its method: updates are judged before the method sees them.
+# -----------------------------------------------------------------------------
+
+
+def judged(method: Questions, update: Update, now: float) -> Update:
+    """Return a valid update as the method is to see it; report what was done to it, if anything.
+
+    A client that is excluded counts as gone for the method, so that nobody waits for it to be
+    compared with others; it keeps its cluster, and is tested there as ever.
+
+    Raises
+    ------
+    InvalidReplyError
+        The method is not to see it.
+    """
+    guard = method.protection
+    if not guard.is_on:
+        return update
+    client = update.task.client
+    base = method.base_of(update)
+    delta = np.asarray(update.vector - base)
+    start = float(np.linalg.norm(method.spec.compared(base)))
+
+    def home(name: str) -> int | None:
+        return method.clusters.main(name) if method.clusters.is_placed(name) else None
+
+    awaited = len(method.progress.fleet.by_node) if method.one_model else 0
+    ruling = guard.judge(client, method.spec.compared(delta), start, home, awaited)
+    if ruling.verdict is Verdict.ACCEPTED:
+        return update
+    method.report(
+        UpdateJudged(
+            now, client, ruling.verdict, ruling.measured, ruling.bound, ruling.reason, home(client)
+        )
+    )
+    if client in guard.state.excluded:
+        method.remove_client(client)
+    if ruling.verdict.keeps_out:
+        raise InvalidReplyError(ruling.reason)
+    if ruling.verdict is Verdict.READMITTED:
+        method.add_client(method.progress.fleet.clients[client])
+    if ruling.scale == 1.0:
+        return update
+    vector = np.asarray(base + np.float32(ruling.scale) * delta, np.float32)
+    method.spec.copy_counters(update.vector, vector)
+    return replace(update, vector=vector)
+
+
+# -----------------------------------------------------------------------------
+# The loop: everything that is not the algorithm, for every method alike.
+# -----------------------------------------------------------------------------
+
+
+_FLEET_CHECK_SECONDS = 5.0
+"""How often the list of online nodes is looked at while replies keep coming."""
+_GREETING_SECONDS = 60.0
+"""How long a node that has come is expected to introduce itself any moment."""
+_REST_SECONDS = (0.0, 1.0, 3.0, 7.0, 15.0, 31.0, 60.0)
+"""Pause of a client before it is given work again, after 1, 2, … unusable replies in a row."""
+
+
+class Loop:
+    """Runs a method on a grid.
+
+    Parameters
+    ----------
+    method : Questions
+        What is asked.
+    grid : Grid
+        Any Flower grid.
+    plan : Plan
+        Limits, evaluation schedule, concurrency, drift.
+    observe : Observer
+        Called with everything that happens.
+    stop_check : StopCheck
+        Called between two steps; says whether to stop.
+    timeout : float
+        Seconds after which an unanswered task is lost.
+    train_config, evaluate_config : ConfigRecord
+        Sent along with messages.
+    evaluate_fn : Callable, optional
+        Evaluates models on the server.
+    time_before : float
+        Time at which an earlier run of the same method ended.
+    identities : Identities, optional
+        Says whether clients are who they say; by default they are believed.
+    """
+
+    def __init__(
+        self,
+        method: Questions,
+        grid: Grid,
+        plan: Plan,
+        observe: events.Observer,
+        stop_check: StopCheck,
+        *,
+        timeout: float,
+        train_config: ConfigRecord,
+        evaluate_config: ConfigRecord,
+        evaluate_fn: EvaluateFn | None,
+        time_before: float = 0.0,
+        identities: Identities | None = None,
+    ) -> None:
+        self._method, self._grid = method, grid
+        self._plan, self._identities = plan, identities or OnTrust()
+        self._tell, self._stop_check, self._ttl = observe, stop_check, timeout
+        self._clock = timeline_of(grid, time_before)
+        self._progress = method.progress
+        self._fleet = method.progress.fleet
+        self._idle = Idle(self._progress.idle, self._fleet.clients)
+        self._packer = Packer(method.spec)
+        self._steps = Steps(
+            *(plan.drift, self._progress, self.now, lambda: method.dispatch.rounds, self._observe),
+            tests_tasks=plan.eval_tasks,
+        )
+        self._outgoing = Outgoing(method, self._packer, self._steps, train_config, timeout)
+        self._evaluator = Evaluator(
+            *(method, grid, self._clock, self._packer, self._steps),
+            *(evaluate_config, evaluate_fn, timeout, plan.testers),
+        )
+        self._held: list[events.Event] | None = None
+        self._num_updates = 0
+        self._ending: tuple[Ending, str] | None = None
+
+    @property
+    def keeps_messages(self) -> bool:
+        """Whether the grid was brought back to an earlier state, with its open messages."""
+        return self._clock.keeps_messages
+
+    def now(self) -> float:
+        """Return the time on the grid's clock in seconds."""
+        return self._clock.now()
+
+    def run(self, num_updates: int, nothing_missed: bool) -> None:
+        """Run until a limit is reached, nobody is left, or the user interrupts.
+
+        Parameters
+        ----------
+        num_updates : int
+            Updates to apply; 0: no limit.
+        nothing_missed : bool
+            The grid was brought back together with the method: what was open then still is.
+        """
+        self._num_updates = num_updates
+        self._method.clusters.report_to(self._clusters_changed)
+        self._method.report = self._observe
+        self._method.step_of = self._steps.of
+        ended_at = None
+        try:
+            if not nothing_missed:
+                self._disconnect()
+                self._progress.checked_at = self._progress.somebody_at = self.now()
+                self._look_at_fleet()
+            ended_at = self._run()
+        except KeyboardInterrupt:
+            self._ending = Ending.INTERRUPTED, "interrupted by the user"
+        assert self._ending is not None, "the loop ends for a reason"
+        ending, reason = self._ending
+        updates = self._progress.updates
+        log.log(INFO, "The run ended after %d updates: %s", updates, reason)
+        ended_at = self.now() if ended_at is None else ended_at
+        self._observe(events.RunEnded(ended_at, updates, reason, ending))
+        fill_result(self._method, self._packer)
+
+    def _run(self) -> float:
+        """Give work, wait, act on replies, until something ends it; return when that was."""
+        progress, clock = self._progress, self._clock
+        while True:
+            if self._is_over():
+                break
+            if reason := self._stop_check():
+                self._ending = Ending.INTERRUPTED, reason
+                break
+            if self._wake() and self._is_over():
+                break
+            self._hand_out()
+            replies = clock.wait(self._awaited(), self._next_moment())
+            for reply in replies:
+                # Several may have come at once; a limit holds and evaluations are due all the same.
+                self._take_in(reply)
+                if self._is_over():
+                    break
+            if self._fleet.by_node:
+                progress.somebody_at = clock.now()
+            if not replies or clock.now() >= progress.checked_at + _FLEET_CHECK_SECONDS:
+                self._look_at_fleet()
+                progress.checked_at = clock.now()
+                alone_since = progress.somebody_at
+                is_alone = not self._fleet.by_node and clock.now() >= alone_since + self._ttl
+                if is_alone and self._ending is None:
+                    self._ending = Ending.NO_CLIENTS, "all clients are gone"
+                    return alone_since
+        ended_at = clock.now()
+        if self._fleet.by_node and not self._stopped():
+            for report in self._evaluator.finish(progress.evaluated_at != progress.updates):
+                self._evaluated(report)
+        return ended_at if clock.is_virtual else clock.now()
+
+    def _stopped(self) -> bool:
+        """Return whether someone wants the run to end now, on a clock that cannot be held."""
+        interrupted = self._ending is not None and self._ending[0] is Ending.INTERRUPTED
+        return interrupted and not self._clock.free_evaluation
+
+    # When something is due.
+
+    def _is_over(self) -> bool:
+        """Evaluate if that is due; return whether a limit is reached, and note which."""
+        progress = self._progress
+        for due in (self._evaluator.close_if_over(), self._evaluator.look_at_tasks()):
+            for report in due:
+                self._evaluated(report)
+        if self._evaluation_is_due():
+            self._steps.look_before_test()
+            if (evaluated := self._evaluator.begin()) is not None:
+                self._evaluated(evaluated)
+        if self._ending is None:
+            # A limit that is reached at the same moment would hide why nothing was learnt.
+            rounds = self._method.dispatch.rounds
+            if hopeless := self._method.dispatch.hopeless() or progress.uselessness():
+                self._ending = Ending.USELESS_REPLIES, hopeless
+            elif limit := self._plan.limit(progress.updates, self._num_updates, self.now(), rounds):
+                self._ending = Ending.LIMIT, limit
+            elif is_at_rest(self._grid, self._fleet, self._method.dispatch, self._steps):
+                self._ending = Ending.AT_REST, AT_REST
+        return self._ending is not None
+
+    def _evaluation_is_due(self) -> bool:
+        progress = self._progress
+        if progress.sweep is not None:
+            return False
+        if progress.evaluated_at < 0:
+            # The first one waits for the first greetings, to include everybody.
+            return bool(self._fleet.by_node) and not self._greeting_is_open()
+        due = self._plan.is_tested(progress, self._method.dispatch.rounds)
+        return due or self._steps.is_untested(self._plan.eval_steps)
+
+    def _evaluated(self, report: Report) -> None:
+        """Report tests, and end the run if they are an evaluation that reaches the target."""
+        self._observe(report)
+        if isinstance(report, events.TasksTested):
+            return
+        if self._ending is None and self._plan.is_reached(report):
+            wanted = f"{report.measure.word} of {self._plan.target_accuracy:g}"
+            self._ending = Ending.TARGET, f"the target {wanted} was reached"
+
+    def _greeting_is_open(self) -> bool:
+        """Return whether a node that has come may introduce itself any moment."""
+        recent = self.now() < self._progress.greeted_at + _GREETING_SECONDS
+        return recent and bool(self._fleet.greeted)
+
+    def _next_moment(self) -> float:
+        """Return until when to wait for replies at most."""
+        now, progress = self.now(), self._progress
+        moments = [
+            progress.checked_at + _FLEET_CHECK_SECONDS,
+            self._plan.deadline,
+            self._idle.next_ready(now),
+            self._steps.next_time(),
+        ]
+        # What is due and could not be done, because its client is busy, waits for a reply.
+        wakes = (self._method.dispatch.wake_at(), self._method.wake_at())
+        return min([*moments, *(time for time in wakes if time > now)])
+
+    def _wake(self) -> bool:
+        """Let the policy and the method do what is due by now; return whether anything was."""
+        now, dispatch, woken = self.now(), self._method.dispatch, False
+        if dispatch.wake_at() <= now:
+            late, released = dispatch.wake(now)
+            self._apply(released)
+            self._give_up(late)
+            woken = True
+        if self._method.wake_at() <= now:
+            self._method.on_wake()
+            woken = True
+        return woken
+
+    def _give_up(self, numbers: Collection[int]) -> None:
+        """Wait no more for the replies to some tasks."""
+        open_tasks = self._progress.in_flight.items()
+        late = [message_id for message_id, task in open_tasks if task.number in numbers]
+        self._clock.forget(late)
+        for message_id in late:
+            task, dispatch = self._progress.in_flight.pop(message_id), self._method.dispatch
+            self._refuse(task, dispatch.given_up_because, rests=dispatch.rests_when_late)
+
+    def _awaited(self) -> Collection[str]:
+        """Return the ids of all messages without an answer."""
+        asked = self._fleet.open_greetings(), self._evaluator.open_ids()
+        return Together(self._progress.in_flight.keys(), *asked)
+
+    # The fleet.
+
+    def _disconnect(self) -> None:
+        """Forget nodes and open tasks: they belong to the grid of an earlier start."""
+        progress = self._progress
+        for task in progress.in_flight.values():
+            self._method.close_task(task)
+        progress.in_flight.clear()
+        progress.idle.clear()
+        self._evaluator.forget()
+        for client in self._fleet.disconnect():
+            self._apply(self._method.dispatch.left(client, self.now()))
+            self._method.remove_client(client)
+
+    def _look_at_fleet(self) -> None:
+        """Notice who came and who left; greet the new nodes."""
+        ask_again = self._identities.renewed()
+        arrived, left = self._fleet.changes(self._grid.get_node_ids(), ask_again)
+        for client in left:
+            self._idle.remove(client)
+            self._evaluator.drop(client)
+            self._method.remove_client(client)
+            self._observe(events.ClientLeft(self.now(), client))
+            self._apply(self._method.dispatch.left(client, self.now()))
+        for node in arrived:
+            greeting = Message(RecordDict(), node, MessageType.QUERY, ttl=self._ttl)
+            message_id = self._push(greeting)
+            if message_id:
+                self._fleet.greet(node, message_id)
+                self._progress.greeted_at = self.now()
+
+    def _introduce(self, node_id: int, reply: Message) -> None:
+        """Welcome the client that answered a greeting, and let it have work."""
+        now = self.now()
+        try:
+            introduced = self._fleet.introduce(node_id, reply, self._identities)
+        except ForeignIdError as error:
+            self._observe(error.report(now, node_id))
+            return
+        if isinstance(introduced, str):
+            log.warning("A client is refused: %s", introduced)
+            self._observe(events.UpdateRejected(now, f"node {node_id}", introduced, now))
+            return
+        client, returned = introduced
+        name = client.client_id
+        # Of one who has never been here nothing is open.
+        tasks = self._progress.in_flight.items() if returned else ()
+        lost = [message_id for message_id, task in tasks if task.client == name]
+        self._clock.forget(lost)
+        self._method.dispatch.joined(name)
+        for message_id in lost:
+            # It was away: what it was working on is lost, or comes too late to wait for.
+            task = self._progress.in_flight.pop(message_id)
+            self._refuse(task, "the client went offline with it")
+        client.failures, client.ready_at = 0, now
+        self._observe(joined(now, client, returned))
+        self._method.add_client(client)
+        self._idle.add(name)
+
+    # Handing work out.
+
+    def _hand_out(self) -> None:
+        """Ask for evaluations that are under way, then give the method's work."""
+        self._steps.look()
+        self._evaluator.ask(self._idle)
+        places = self._free_places()
+        if places is not None and places <= 0:
+            return
+        rng, greeting = self._method.rng, self._greeting_is_open()
+        moment = Moment(self.now(), self._fleet, self._idle, rng, greeting, places)
+        wanted = list(self._method.next_work(moment))
+        if places is not None and len(wanted) > places:
+            order = rng.permutation(len(wanted))[:places]
+            wanted = [wanted[index] for index in order]
+        for made, task in [self._outgoing.message(work, self.now()) for work in wanted]:
+            self._send(made, task)
+
+    def _free_places(self) -> int | None:
+        """Return how many more clients may be given work; None stands for all."""
+        places = self._plan.places(len(self._fleet.by_node))
+        if places is None:
+            return None
+        clients, open_tasks = self._fleet.clients, self._progress.in_flight.values()
+        if len(self._fleet.by_node) == len(clients):
+            return places - len(open_tasks)
+        # Who went offline with a task trains no more: it must not keep the others from working.
+        return places - sum(clients[task.client].node_id is not None for task in open_tasks)
+
+    def _send(self, message: Message, task: Task) -> None:
+        """Send work, and remember who has it."""
+        self._method.open_task(task)
+        self._method.dispatch.sent(task, self.now())
+        self._idle.remove(task.client)
+        message_id = self._push(message)
+        if message_id:
+            self._progress.in_flight[message_id] = task
+        else:
+            self._refuse(task, "the message could not be sent")
+
+    def _push(self, message: Message) -> str | None:
+        """Send one message; None if the grid would not take it."""
+        return push(self._grid, self._clock, message)
+
+    # Taking replies in.
+
+    def _take_in(self, reply: Message) -> None:
+        """Act on one reply: to a greeting, an evaluation, or work."""
+        message_id = reply.metadata.reply_to_message_id
+        if (node := self._fleet.greeted_by(message_id)) is not None:
+            self._introduce(node, reply)
+            return
+        if message_id in self._evaluator.open_ids():
+            for report in self._evaluator.take_in(message_id, reply, self._idle):
+                self._evaluated(report)
+            return
+        task = self._progress.in_flight.pop(message_id, None)
+        if task is None:
+            self._progress.rejected += 1
+            self._observe(unasked(self.now(), reply, self._fleet.by_node))
+            return
+        try:
+            update = read_reply(reply, task, self._method.spec, self.now())
+            if isinstance(update, Answer):
+                self._answered(update)
+            else:
+                self._accept(judged(self._method, update, self.now()))
+        except (InvalidReplyError, NonFiniteModelError) as error:
+            self._refuse(task, str(error))
+
+    def _accept(self, update: Update) -> None:
+        """Take a valid update, and act on those that the policy releases because of it."""
+        task, now = update.task, self.now()
+        self._fleet.heard(task.client, update.num_examples)
+        self._method.note_pull(update)
+        released = self._method.dispatch.accept(update, now)
+        self._progress.trained_steps[task.client] = task.step
+        self._progress.rejected_in_a_row = 0
+        self._fleet.clients[task.client].failures = 0
+        self._apply(released)
+        self._free(task.client)
+
+    def _answered(self, answer: Answer) -> None:
+        """Hand the method the answer to work that was not training."""
+        task = answer.task
+        self._progress.rejected_in_a_row = 0
+        self._fleet.clients[task.client].failures = 0
+        self._method.on_answer(answer)
+        self._observe(answer_taken(self.now(), answer, self._method.exchanges))
+        self._method.close_task(task)
+        self._apply(self._method.dispatch.lost(task, self.now()))
+        self._free(task.client)
+
+    def _apply(self, updates: Sequence[Update]) -> None:
+        """Let the method act on updates together, and report each of them.
+
+        What the method reports meanwhile comes after the updates that gave rise to it.
+        """
+        if not updates:
+            return
+        progress, counters = self._progress, self._method.spec.counters
+        updates = [self._weighed(update) for update in updates]
+        self._held = []
+        try:
+            applied = self._method.aggregate(updates)
+        except (InvalidReplyError, NonFiniteModelError) as error:
+            held, self._held = self._held, None
+            for update in updates:
+                self._refuse(update.task, str(error))
+        else:
+            held, self._held = self._held, None
+            for update, what in zip(updates, applied, strict=True):
+                client = update.task.client
+                progress.count_update(client)
+                if counters is not None and what.weight and what.cluster in self._method.models:
+                    self._method.models[what.cluster].copy_from(update.vector, counters)
+                told = update.arrived_at, progress.updates, update, what, self._method.exchanges
+                self._observe(applied_update(*told, self._plan.highest_score))
+                self._method.close_task(update.task)
+        self._packer.keep_only(self._method.models)
+        for event in held:
+            self._observe(event)
+
+    def _weighed(self, update: Update) -> Update:
+        """Let no client count as many more examples than the others have."""
+        counted = self._fleet.counted(update.task.client, update.num_examples)
+        return update if counted == update.num_examples else replace(update, num_examples=counted)
+
+    def _refuse(self, task: Task, reason: str, rests: bool = True) -> None:
+        """Count and report an unusable reply; its client rests longer each time in a row."""
+        self._method.close_task(task)
+        now, client, progress = self.now(), self._fleet.clients[task.client], self._progress
+        progress.rejected += 1
+        progress.rejected_in_a_row += 1
+        progress.last_refusal = f"{task.client}: {reason}"
+        log.warning("The %s of %s was rejected: %s", task.reply, task.client, reason)
+        self._observe(events.UpdateRejected(now, task.client, reason, task.sent_at))
+        if rests:
+            client.ready_at = now + _REST_SECONDS[min(client.failures, len(_REST_SECONDS) - 1)]
+            client.failures += 1
+        self._free(task.client)
+        self._apply(self._method.dispatch.lost(task, now))
+
+    def _free(self, client: str) -> None:
+        """Note that a client has nothing to do, if it is there."""
+        if self._fleet.clients[client].node_id is not None:
+            self._idle.add(client)
+
+    # Reports.
+
+    def _clusters_changed(self, change: events.ClustersChanged) -> None:
+        """Pass on a change of clusters with the moment of it."""
+        self._observe(replace(change, time=self.now()))
+
+    def _observe(self, event: events.Event) -> None:
+        """Report something, after the updates that are just being acted on, if there are any."""
+        if self._held is not None:
+            self._held.append(event)
+            return
+        if isinstance(event, events.ClustersChanged):
+            event = replace(event, updates=self._progress.updates)
+        self._tell(event)

@@ -1,0 +1,873 @@
+"""What travels in Flower messages, and how a model becomes a flat vector and back.
+
+Names of records and keys are those of Flower's own strategies (``arrays``, ``config``,
+``num-examples``), so that a Raceme strategy works with any Flower ClientApp that answers training
+with its arrays, and Raceme's ClientApp with Flower's strategies.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import math
+import reprlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property, lru_cache
+from itertools import islice
+from math import prod
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+from flwr.app import Array, ArrayRecord
+from numpy.typing import NDArray
+
+from raceme.core.errors import plain
+from raceme.flower.messages import array, array_record
+
+if TYPE_CHECKING:
+    from flwr.app import Message
+
+# -----------------------------------------------------------------------------
+# What a client says: typed, bounded and made printable here, before anything else sees it.
+#
+# A device may be anyone's. What it states goes into logs, terminals, the store and pages, which
+# it
+# must not steer (escape sequences, text that runs backwards, forged lines), fill (megabytes of
+# text)
+# or upset (numbers whose sums overflow). Everything that takes words or numbers out of a reply
+# does
+# it with the functions of this module; what a SuperLink tells a device goes through
+# :func:`printable`
+# too.
+# -----------------------------------------------------------------------------
+
+
+LONGEST_LINE = 300
+"""Letters of a line that is made of what somebody else says."""
+_LONGEST_QUOTE = 60
+"""Letters of one word of it."""
+_LONGEST_NAME = 128
+"""Letters of a name: of a client, of a metric."""
+_LONGEST_UNIT = 32
+_MOST_METRICS = 1000
+_MOST_ELEMENTS = 10_000_000
+"""Numbers of an array that the server keeps of each client: those of a sketch of its data."""
+LARGEST = float.fromhex("0x1.fffffep+127")
+"""Size of the largest number that a client may state: the largest float32. No measurement is
+larger, and sums, means and squares of very many such numbers stay finite in float64."""
+
+
+class StatementError(ValueError):
+    """A client states what cannot be; the message says what, in one short printable line.
+
+    Parameters
+    ----------
+    reason : str
+        What; it may hold words of the client's own.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(printable(reason))
+
+
+def printable(text: object, longest: int = LONGEST_LINE) -> str:
+    r"""Return what somebody else says as it may stand in a log or a terminal.
+
+    One short line: line breaks are blanks, and what no terminal should get (controls, changes of
+    the writing direction, halves of characters) is written as an escape, ``\x1b``.
+
+    Parameters
+    ----------
+    text : object
+        A text; of anything else its Python notation, of which only the beginning is looked at.
+    longest : int
+        Letters at most; what is left out is marked by ``…``.
+    """
+    whole = text if isinstance(text, str) else _notation(text)
+    # Escapes are longer than what they stand for: no more than this can be shown.
+    line = plain(whole[: longest + 1]).strip()
+    return line if len(line) <= longest else line[: longest - 1] + "…"
+
+
+def quoted(text: object) -> str:
+    """Return one word of what somebody else says, shortened; a text in quotation marks."""
+    word = printable(text, _LONGEST_QUOTE)
+    return f"'{word}'" if isinstance(text, str) else word
+
+
+def error_line(reply: Message) -> str:
+    """Return the first line of why a client could not do its work."""
+    lines = (reply.error.reason or "")[: 10 * LONGEST_LINE].strip().splitlines()
+    return (printable(lines[0]) if lines else "") or "no reason given"
+
+
+def name_of(stated: object) -> str | None:
+    """Return a name that a client states: 1 to 128 printable characters; None for all else."""
+    if not isinstance(stated, str | int):
+        return None
+    name = stated if isinstance(stated, str) else printable(stated, 2 * _LONGEST_NAME)
+    return name if name.isprintable() and 1 <= len(name) <= _LONGEST_NAME else None
+
+
+def unit_of(stated: object) -> str | None:
+    """Return the unit of an error that a client states; None if it states none.
+
+    Raises
+    ------
+    StatementError
+        It is no short printable text.
+    """
+    if stated is None:
+        return None
+    if not isinstance(stated, str) or len(stated) > _LONGEST_UNIT or not stated.isprintable():
+        raise StatementError(f"its unit is {quoted(stated)}")
+    return stated
+
+
+def metrics_of(record: Mapping[str, object]) -> dict[str, float]:
+    """Return the numbers that a client states, by name; lists are left out.
+
+    NaN and infinity are let through: a training that diverges has such losses.
+
+    Raises
+    ------
+    StatementError
+        They are too many or too large, or a name is no name.
+    """
+    if len(record) > _MOST_METRICS:
+        raise StatementError(f"it states {len(record)} metrics: {_MOST_METRICS} at most")
+    return {
+        _metric_name(name): number_of(name, value)
+        for name, value in record.items()
+        if not isinstance(value, list)
+    }
+
+
+def number_of(name: str, stated: object) -> float:
+    """Return a number that a client states under a name.
+
+    Raises
+    ------
+    StatementError
+        It is none, or finite and larger than `LARGEST`; or minus infinity, with which and its
+        opposite no sum could be taken.
+    """
+    if not isinstance(stated, int | float):
+        raise StatementError(f"a metric is no number: {quoted(name)}")
+    # Compared before it is converted: a whole number may be too large for a float.
+    if -LARGEST <= stated <= LARGEST or stated == math.inf:
+        return float(stated)
+    if isinstance(stated, float) and math.isnan(stated):
+        return stated
+    raise StatementError(f"a metric is too large: {quoted(name)}")
+
+
+def array_of(
+    numbers: Mapping[str, NDArray[Any]],
+    name: str,
+    shape: Sequence[int | None],
+    low: float = -LARGEST,
+    high: float = LARGEST,
+    most: int = _MOST_ELEMENTS,
+) -> NDArray[np.float64]:
+    """Return an array of numbers that a client states under a name.
+
+    Parameters
+    ----------
+    numbers : Mapping[str, NDArray]
+        What it states; finite.
+    name : str
+        Which of them.
+    shape : Sequence of int or None
+        What it must look like; None for any length from 1 on.
+    low, high : float
+        Bounds of the numbers.
+    most : int
+        Elements at most.
+
+    Raises
+    ------
+    StatementError
+        There is none of the name, it has another shape or type, or a number is out of its bounds.
+    """
+    values = numbers.get(name)
+    wanted = ", ".join("any" if size is None else str(size) for size in shape)
+    if values is None or values.dtype.kind not in "fiu":
+        raise StatementError(f"it must state '{name}', numbers of shape ({wanted})")
+    fits = len(values.shape) == len(shape) and all(
+        size >= 1 and wished in (None, size)
+        for size, wished in zip(values.shape, shape, strict=True)
+    )
+    if not fits or values.size > most:
+        raise StatementError(f"its '{name}' has shape {values.shape}, not ({wanted})")
+    if not low <= float(values.min()) <= float(values.max()) <= high:
+        raise StatementError(f"its '{name}' is not within {low:g} and {high:g}")
+    return np.asarray(values, np.float64)
+
+
+def _metric_name(name: str) -> str:
+    if not name.isprintable() or len(name) > _LONGEST_NAME:
+        raise StatementError(f"a metric is called {quoted(name)}")
+    return name
+
+
+def _notation(value: object) -> str:
+    try:
+        return _SHORT.repr(value)
+    # Whatever a value's own notation raises must not end a run.
+    except Exception:
+        return f"<{type(value).__name__}>"
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = LONGEST_LINE
+
+
+# -----------------------------------------------------------------------------
+# Log lines in which nobody else's words can do harm: one printable line for each message.
+# -----------------------------------------------------------------------------
+
+
+_LONGEST_MESSAGE = 2000
+"""Letters of a message at most; ours are shorter, and what they quote is short already."""
+
+_Error = tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
+
+
+class PlainFormatter(logging.Formatter):
+    """Formats as `logging.Formatter` does, after the message was made printable.
+
+    What a device, a SuperLink or an app says reaches a message in many ways, in the text of an
+    exception for example; whatever way that is, it steers no terminal and forges no line.
+    """
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
+        """Return the line of a record."""
+        record.message = printable(record.message, _LONGEST_MESSAGE)
+        return super().formatMessage(record)
+
+    def formatException(self, ei: _Error) -> str:  # noqa: N802
+        """Return a traceback, each line of it printable."""
+        lines = super().formatException(ei).split("\n")
+        # A line is indented, which says what belongs to what.
+        return "\n".join(
+            line[: len(line) - len(line.lstrip(" "))] + printable(line, _LONGEST_MESSAGE)
+            for line in lines
+        )
+
+
+# -----------------------------------------------------------------------------
+# What travels in Flower messages, and how a model becomes a flat vector and back.
+# -----------------------------------------------------------------------------
+
+
+Vector = NDArray[np.float32]
+"""A whole model, flat: shape (d,), float32."""
+
+Number = TypeVar("Number", bound=np.generic)
+
+ARRAYS = "arrays"
+CONFIG = "config"
+METRICS = "metrics"
+NUMBERS = "numbers"
+"""Record of what a client measured sample by sample or class by class: named arrays."""
+
+KIND = "kind"
+"""What a message asks of a client. Without it a message asks for what its Flower type says."""
+TRAIN = "train"
+TRAIN_BEST = "train-best"
+"""Of several models, train the one with the least loss on the training samples."""
+TRAIN_MIXED = "train-mixed"
+"""Train the mixture of several models that fits the training samples: the kind of work."""
+SHARES = "shares"
+"""How much each of several models counts in a mixture: the numbers that answer such work, and the
+record that says what the client has answered last. Float64, shape (models,), sum 1."""
+TRAIN_OWN = "train-own"
+"""Train the client's own model, that it keeps, with a pull towards the received one."""
+TRAIN_WEIGHTED = "train-weighted"
+"""Train with samples weighted by how much they are assigned to the received model (FedRC)."""
+TRAIN_ELASTIC = "train-elastic"
+"""Train, and stay where weights matter for former tasks (EWC): the kind of work."""
+TRAIN_DECOMPOSED = "train-decomposed"
+"""Train weights that are made of a shared part, the model, and of parts for each task (APD)."""
+TRAIN_BORROWING = "train-borrowing"
+"""The same, where parts of other clients' tasks are borrowed (FedWeIT)."""
+LOSSES = "losses"
+"""The loss of every sample under each of several models: the kind of work, and the numbers that
+answer it, float32, shape (models, samples)."""
+SCORES = "scores"
+"""Mean loss and accuracy of each of several models on the training samples of each of several
+steps: the kind of work, which is answered by two arrays of float32, shape (models, steps)."""
+ACCURACIES = "accuracies"
+"""The one of them beside ``losses``."""
+TEST_STEPS = "test-steps"
+"""Test models on the test samples of several steps: the kind of work, answered by `ACCURACIES`: one
+number for each test, float64, NaN for a step whose data the client does not have (any more)."""
+TESTED_STEPS = "tested-steps"
+"""The step of each test, and beside it:"""
+TESTED_MODELS = "tested-models"
+"""which of the received models it is of."""
+LABEL_COUNTS = "label-counts"
+"""Training samples per class: the kind of work, and the numbers, int64, shape (classes,)."""
+LEARN = "learn"
+"""Train, and remember a sample of the validation samples."""
+MATCH = "match"
+"""The loss of every sample under each of several models, on several sets of samples: the kind of
+work, answered by an array for each set, float32, shape (models, samples)."""
+LEND = "lend"
+"""Hand out remembered samples: the kind of work, answered by their inputs and labels."""
+REMEMBERED = "remembered"
+"""How many samples of a step a client remembers."""
+MEMORY_STEPS = "memory-steps"
+"""Steps of which a client is to use what it remembers: a list of numbers."""
+MEMORY = "memory"
+"""Remembered samples of a step, numbered by it."""
+BORROWED = "borrowed"
+"""Samples that another client has lent: records numbered from 0."""
+LOCAL = "local"
+"""Models that clients have trained themselves, beside those of clusters: numbered from 0."""
+INPUTS, LABELS = "x", "y"
+"""Arrays of a record of samples."""
+TRAINING = frozenset(
+    {
+        TRAIN,
+        TRAIN_BEST,
+        TRAIN_MIXED,
+        TRAIN_OWN,
+        TRAIN_WEIGHTED,
+        TRAIN_ELASTIC,
+        TRAIN_DECOMPOSED,
+        TRAIN_BORROWING,
+        LEARN,
+    }
+)
+"""Kinds of work whose reply is a trained model."""
+EVALUATE = "evaluate"
+DESCRIBE = "describe"
+"""Who the client is and what it has: what every client is asked first."""
+ON = "on"
+"""Samples that losses are asked for: ``"train"``, as if nothing is said, ``"test"`` or
+``"validation"``."""
+VALIDATION_SHARE = "validation-share"
+"""Share of its training samples that a client keeps to compare models on."""
+
+TASK = "task"
+"""Number of a piece of work, unique in a run; a reply states the one that it answers."""
+VERSION = "version"
+"""Version of the model that a message carries; a reply states the one it started from."""
+STEP = "step"
+"""Step of the data that change: the client works on its samples of this step, from 0."""
+STEPS = "steps"
+"""Steps whose training samples a client is to use together, instead of those of its step: a list of
+numbers, each once."""
+CLIENT_ID = "client-id"
+NUM_EXAMPLES = "num-examples"
+NUM_TEST_EXAMPLES = "num-test-examples"
+GROUP = "group"
+TRAIN_LOSS = "train-loss"
+UNIT = "unit"
+"""Unit of the mean absolute error that a client measured instead of an accuracy."""
+LOSS = "loss"
+SCORED = "scored"
+"""Asks a client to test what it uploads, and what it was sent in return for its last upload, and to
+state its sample passes."""
+FORMER_STEP = "former-step"
+"""Step of the data that the client's last upload was trained on; left out before there is one."""
+ACCURACY_BEFORE = "accuracy-before"
+"""Accuracy of an uploaded model on the test data of the step that it was trained on."""
+ACCURACY_AFTER = "accuracy-after"
+"""Accuracy of the received model on the test data of the former step: what the client got for its
+last upload."""
+SAMPLE_PASSES = "sample-passes"
+"""Passes of single samples through the network that an answer took: forward 1, backward 2."""
+MIXTURE = "mixture"
+"""Share of each distribution in a client's samples, where they are a mixture; for reports only."""
+LR = "lr"
+BATCH_SIZE = "batch-size"
+LOCAL_EPOCHS = "local-epochs"
+LOCAL_STEPS = "local-steps"
+"""Mini-batches to train for, instead of passes over the samples."""
+OPTIMIZER = "optimizer"
+MOMENTUM = "momentum"
+WEIGHT_DECAY = "weight-decay"
+PROXIMAL_MU = "proximal-mu"
+LR_SCALE = "lr-scale"
+"""Share of the learning rate that is left."""
+DROPOUT = "dropout"
+"""Share of the inputs of linear layers that a step leaves out."""
+ELASTIC_STRENGTH = "elastic-strength"
+ELASTIC_MEMORY = "elastic-memory"
+"""Share of former tasks' Fisher information that is left when the next one's is added."""
+COMPUTE_SCALE = "compute-scale"
+"""Share of a full local round's computation that a task asks for; only the simulator reads it."""
+TASK_SHARE = "task-share"
+"""Share of an ordinary task's mini-batches that a task has: the simulator charges so much of what a
+device needs for a task of any size, beside what it needs for each sample."""
+REPORT_TIMING = "report-timing"
+"""Asks a client to state when it began its work and when it was done; never on virtual time."""
+STARTED_AT = "started-at"
+FINISHED_AT = "finished-at"
+"""Seconds since 1970 on the clock of the client's machine."""
+INVITATION = "invitation"
+"""Says that a client may begin the work when it wishes; one without wishes begins at once."""
+ROUND = "server-round"
+"""Flower's own number of a round, in the messages of round-based strategies."""
+
+SPARSITY = "sparsity"
+"""Strength of the L1 norm of what is a task's own."""
+DRIFT_STRENGTH = "drift-strength"
+"""Strength with which former tasks' weights are held where they were when the task began."""
+DECOMPOSED = "decomposed"
+"""Says that a model to be tested is the shared part of decomposed weights, to which a client adds
+its own part for the task."""
+OTHERS = "others"
+"""Record with the task-adaptive weights of other clients, each as indices and values."""
+ADAPTIVE_INDICES = "adaptive-indices"
+ADAPTIVE_VALUES = "adaptive-values"
+"""Where a client's task-adaptive weights are not 0, int32, and what they are, float32: numbers that
+come back with the shared part. In the record of others' they have the number of each behind them.
+"""
+
+ANCHOR = "anchor"
+"""Record with the model towards which the proximal term pulls, if it is not the received one."""
+MASK = "mask"
+"""Record with one array of 0 and 1 for each of the model's: which weights a client trains."""
+FISHER = "fisher"
+"""Record of a client: how much each weight matters for its former tasks."""
+FORMER = "former"
+"""Record of a client: its weights at the end of its former task."""
+CHOSEN = "chosen"
+"""Which of several models a client has trained, counted from 0; a reply states it."""
+
+_STYPE = "numpy.ndarray"
+LARGEST_SQUARE = 1e30
+"""Squared length of a model from which on it is refused. No network that works comes near it, and
+below it sums, differences and distances over very many clients stay finite in float32."""
+
+
+def kept_for_validation(examples: int, share: float) -> int:
+    """Return how many of its samples a client keeps to compare models on: one at least."""
+    return min(max(1, round(share * examples)), examples - 1)
+
+
+def numbered(name: str, index: int) -> str:
+    """Name one of several records of a kind: ``memory-2``."""
+    return f"{name}-{index}"
+
+
+def candidate(index: int) -> str:
+    """Name the record of one of several models among which a client chooses: ``arrays-2``."""
+    return numbered(ARRAYS, index)
+
+
+_MOST = 2**53
+"""Whole numbers from here on are not exact as float numbers, and nobody's count."""
+
+
+def count_of(stated: object) -> int | None:
+    """Return the count, or the number of a group, that a client states; None for anything else."""
+    if isinstance(stated, int | float) and 0 <= stated < _MOST:
+        return int(stated)
+    return None
+
+
+class InvalidModelError(ValueError):
+    """An ArrayRecord does not hold a usable model; the message says why."""
+
+
+class Role(Enum):
+    """What one array of a model is.
+
+    TRAINABLE
+        Weights: mixed and compared.
+    STATISTICS
+        Running mean and variance of a normalisation layer: mixed like weights, never compared.
+    COUNTER
+        A number of batches or the like: copied from the latest update, never mixed.
+    """
+
+    TRAINABLE = "trainable"
+    STATISTICS = "statistics"
+    COUNTER = "counter"
+
+    @classmethod
+    def of(cls, name: str, dtype: str) -> Role:
+        """Tell an array's role from its name, as torch names it, and its type on the wire."""
+        last = name.rpartition(".")[2]
+        if last == "num_batches_tracked" or np.dtype(dtype).kind != "f":
+            return cls.COUNTER
+        return cls.STATISTICS if last in ("running_mean", "running_var") else cls.TRAINABLE
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Names, shapes and dtypes of a model's arrays, in the order of its flat vector.
+
+    Attributes
+    ----------
+    names : tuple[str, ...]
+        Keys in the ArrayRecord.
+    shapes : tuple[tuple[int, ...], ...]
+        Shape of each array.
+    dtypes : tuple[str, ...]
+        Data type of each array on the wire; the flat vector is always float32.
+    """
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+
+    @classmethod
+    def of(cls, record: ArrayRecord) -> ModelSpec:
+        """Read the specification off a record."""
+        arrays = list(record.values())
+        return cls(
+            names=tuple(record.keys()),
+            shapes=tuple(tuple(array.shape) for array in arrays),
+            dtypes=tuple(array.dtype for array in arrays),
+        )
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Number of elements of each array."""
+        return tuple(prod(shape) for shape in self.shapes)
+
+    @cached_property
+    def size(self) -> int:
+        """Number of parameters, d."""
+        return sum(self.sizes)
+
+    @cached_property
+    def num_bytes(self) -> int:
+        """Bytes of the arrays' data on the wire, headers not counted."""
+        return sum(n * np.dtype(t).itemsize for n, t in zip(self.sizes, self.dtypes, strict=True))
+
+    @cached_property
+    def roles(self) -> tuple[Role, ...]:
+        """Role of each array."""
+        return tuple(Role.of(*array) for array in zip(self.names, self.dtypes, strict=True))
+
+    @cached_property
+    def trainable(self) -> NDArray[np.bool_] | None:
+        """Which elements of the flat vector are weights, shape (d,); None if all are."""
+        mask = self._elements(Role.TRAINABLE)
+        return None if mask.all() else mask
+
+    @cached_property
+    def counters(self) -> NDArray[np.bool_] | None:
+        """Which elements of the flat vector only count, shape (d,); None if none does."""
+        mask = self._elements(Role.COUNTER)
+        return mask if mask.any() else None
+
+    def _elements(self, role: Role) -> NDArray[np.bool_]:
+        of_role = np.array([array is role for array in self.roles], np.bool_)
+        mask = np.repeat(of_role, np.array(self.sizes, np.intp))
+        # Properties of a specification are shared: nobody may change them.
+        mask.flags.writeable = False
+        return mask
+
+    def compared(self, vector: NDArray[Number]) -> NDArray[Number]:
+        """Return what of a model may be compared, decayed, sketched or bounded: its weights.
+
+        Running statistics and counters, whose size has nothing to do with the direction of
+        training, are left out.
+
+        Parameters
+        ----------
+        vector : NDArray
+            Shape (..., d).
+
+        Returns
+        -------
+        NDArray
+            Shape (..., weights): `vector` itself if all of it are weights, else a copy.
+        """
+        return vector if self.trainable is None else vector[..., self.trainable]
+
+    def copy_counters(self, source: Vector, target: Vector) -> None:
+        """Set the counters of one flat model to those of another, for after the two were mixed."""
+        if self.counters is not None:
+            target[self.counters] = source[self.counters]
+
+    def views(self, vector: NDArray[Number]) -> dict[str, NDArray[Number]]:
+        """Return the arrays as views into a flat vector, by name."""
+        views: dict[str, NDArray[Number]] = {}
+        start = 0
+        for name, shape, size in zip(self.names, self.shapes, self.sizes, strict=True):
+            views[name] = vector[start : start + size].reshape(shape)
+            start += size
+        return views
+
+    def pack(self, vector: Vector) -> ArrayRecord:
+        """Turn a flat vector into the ArrayRecord that it came from. Copies once."""
+        views = self.views(vector)
+        return array_record(
+            {
+                name: to_array(views[name].astype(dtype, copy=False))
+                for name, dtype in zip(self.names, self.dtypes, strict=True)
+            }
+        )
+
+    def pack_mask(self, mask: NDArray[np.bool_]) -> ArrayRecord:
+        """Turn a flat mask into the record that travels with a model: bytes of 0 and 1."""
+        views = self.views(mask)
+        return array_record({name: to_array(views[name].astype(np.uint8)) for name in self.names})
+
+    def unpack(self, record: ArrayRecord) -> Vector:
+        """Turn an ArrayRecord into a flat vector. Copies once.
+
+        Raises
+        ------
+        InvalidModelError
+            Arrays are missing, have other shapes or types, hold NaN or infinity, or numbers so
+            large that arithmetic with several models could overflow.
+        """
+        if len(record) != len(self.names) or any(name not in record for name in self.names):
+            found = ", ".join(map(quoted, islice(record, 5))) or "none"
+            raise InvalidModelError(
+                f"wrong arrays: expected {len(self.names)}, got {len(record)}: {found}"
+            )
+        vector = np.empty(self.size, np.float32)
+        for name, view in self.views(vector).items():
+            values = from_array(record[name])
+            if values.shape != view.shape:
+                raise InvalidModelError(
+                    f"wrong shape of '{name}': {values.shape}, not {view.shape}"
+                )
+            if values.dtype.kind not in "fiu":
+                raise InvalidModelError(f"wrong type of '{name}': {values.dtype}")
+            # A number too large for float32 becomes infinity, and is refused as such below.
+            with np.errstate(over="ignore", invalid="ignore"):
+                view[...] = values
+        # NaN and infinity survive in the squared norm: one pass, no temporary array.
+        with np.errstate(over="ignore", invalid="ignore"):
+            squared_norm = np.dot(vector, vector)
+        if not squared_norm <= LARGEST_SQUARE:
+            if not np.isfinite(vector).all():
+                raise InvalidModelError("not finite: the model holds NaN or infinity")
+            length = float(np.linalg.norm(vector.astype(np.float64)))
+            raise InvalidModelError(f"too large: the model's length is {length:.1e}")
+        return vector
+
+
+def to_array(values: NDArray[np.generic]) -> Array:
+    """Serialise an array as Flower does (the .npy format), copying its data once."""
+    if not values.flags.c_contiguous:
+        values = np.ascontiguousarray(values)
+    data = b"".join((_header(values.dtype.str, values.shape), values.data))
+    return array(_name(values.dtype), tuple(values.shape), _STYPE, data)
+
+
+def from_array(array: Array) -> NDArray[np.generic]:
+    """Read an array without copying its data; the result is read-only.
+
+    Raises
+    ------
+    InvalidModelError
+        The bytes are not a plain array in .npy format.
+    """
+    data = array.data
+    length = 10 + int.from_bytes(data[8:10], "little")
+    try:
+        shape, fortran, dtype = _parse_header(data[:length])
+        values = np.frombuffer(data, dtype, count=prod(shape), offset=length)
+        return values.reshape(shape, order="F" if fortran else "C")
+    # numpy reads the header as Python source: bytes made to do harm can raise almost anything.
+    except Exception as error:
+        raise InvalidModelError(f"unreadable array: {printable(error)}") from None
+
+
+@lru_cache(maxsize=64)
+def _name(dtype: np.dtype[np.generic]) -> str:
+    """Return the name of a type, ``"float32"``, which numpy puts together anew each time."""
+    return str(dtype)
+
+
+@lru_cache(maxsize=1024)
+def _header(dtype: str, shape: tuple[int, ...]) -> bytes:
+    """Return the .npy header of a C-ordered array."""
+    buffer = io.BytesIO()
+    description = {"descr": dtype, "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(buffer, description)
+    return buffer.getvalue()
+
+
+@lru_cache(maxsize=1024)
+def _parse_header(header: bytes) -> tuple[tuple[int, ...], bool, np.dtype[np.generic]]:
+    """Read shape, order and type from a .npy header of version 1.0, numpy's own choice."""
+    stream = io.BytesIO(header)
+    if np.lib.format.read_magic(stream) != (1, 0):
+        raise ValueError("not in .npy format 1.0")
+    shape, fortran, dtype = np.lib.format.read_array_header_1_0(stream)
+    if dtype.hasobject:
+        raise ValueError("objects are not accepted")
+    return shape, fortran, dtype
+
+
+# -----------------------------------------------------------------------------
+# How much of a client's work a message asks for.
+# -----------------------------------------------------------------------------
+
+
+def passes(settings: Mapping[str, object], examples: int) -> float:
+    """Return how often a training message lets a client go through its samples.
+
+    Parameters
+    ----------
+    settings : Mapping
+        The message's.
+    examples : int
+        Number of the client's training samples.
+    """
+    steps, epochs = settings.get(LOCAL_STEPS, 0), settings.get(LOCAL_EPOCHS, 1)
+    if isinstance(steps, int) and steps > 0:
+        return steps * _batch_size(settings, examples) / max(1, examples)
+    return float(epochs) if isinstance(epochs, int | float) else 1.0
+
+
+def mini_batches(settings: Mapping[str, object], examples: int) -> float:
+    """Return how many mini-batches the passes of :func:`passes` are, parts of one included."""
+    return passes(settings, examples) * examples / _batch_size(settings, examples)
+
+
+def _batch_size(settings: Mapping[str, object], examples: int) -> int:
+    """Return how many samples a mini-batch has: of fewer than it may hold, all that there are."""
+    size = settings.get(BATCH_SIZE, 1)
+    return min(size, max(1, examples)) if isinstance(size, int) else 1
+
+
+PASSES_OF_TRAINING = 3
+"""A step takes a sample forward, and backward at twice the cost: to inputs and to weights."""
+
+
+def forward_cost(settings: Mapping[str, object], examples: int, models: int = 1) -> float:
+    """Return what passing all samples forward once takes, as a `COMPUTE_SCALE`.
+
+    Parameters
+    ----------
+    settings : Mapping
+        Those of the run's training, of whose computation it is a share.
+    examples : int
+        Number of the client's training samples.
+    models : int
+        Models under which the samples are passed.
+    """
+    return models / (PASSES_OF_TRAINING * passes(settings, examples))
+
+
+def short_task(settings: Mapping[str, object], examples: int, steps: int) -> dict[str, int | float]:
+    """Return what the message of a task of so many mini-batches says beyond the run's settings.
+
+    Parameters
+    ----------
+    settings : Mapping
+        The run's settings of local training.
+    examples : int
+        Number of the client's training samples.
+    steps : int
+        Mini-batches, at least 1; they may be more than an ordinary task's.
+    """
+    share = passes({**settings, LOCAL_STEPS: steps}, examples) / passes(settings, examples)
+    return {LOCAL_STEPS: steps, TASK_SHARE: share}
+
+
+# -----------------------------------------------------------------------------
+# What some methods ask of clients' data beside models: names of these kinds of work.
+#
+# What each of them reveals is listed in ``docs/security.md``.
+# -----------------------------------------------------------------------------
+
+
+PRINCIPAL_DIRECTIONS = "principal-directions"
+"""The main directions of the raw samples of each class (PACFL): the kind of work, and the numbers,
+float32, shape (size of a sample, directions), columns of length 1."""
+PER_CLASS = "directions-per-class"
+"""How many of each class: a setting."""
+IN_ALL = "directions-in-all"
+"""How many together, of each class by its share: a setting; 0 for none of the kind."""
+
+LATENT_MOST = "latent-most"
+"""The largest latent feature of the training samples under the received model (FLUX): the kind of
+work, the metric that answers it, and a setting of the next kind."""
+DESCRIPTORS = "descriptors"
+"""Means and standard deviations of latent features, of all samples and of each class (FLUX): the
+kind of work, and the numbers, float32, shape (1 + classes, 2, dimensions)."""
+LATENT_DIMENSIONS = "latent-dimensions"
+LATENT_SEED = "latent-seed"
+ABSENT = -1.0
+"""What stands for the moments of a class of which a client has no sample."""
+
+GRADIENT = "gradient"
+"""The gradient of the mean loss of all training samples at the received model (CFL-GP): the kind of
+work, and the numbers, float32, shape (weights,), in the order of the model's arrays."""
+
+LABEL_MASSES = "label-masses"
+"""How much of its samples of each class a client assigns to each of several models (FedRC): the
+kind of work, and the numbers, float64, shape (models, classes)."""
+MIXING = "mixing"
+"""Record with ω of the client: share of each model in its samples. Float64, shape (models,)."""
+LABEL_TABLE = "label-table"
+"""Record with C: share of each class in what is assigned to a model. Shape (models, classes)."""
+WEIGHTED_BY = "weighted-by"
+"""By which of the models' shares samples are weighted in training: a setting, from 0."""
+
+
+# -----------------------------------------------------------------------------
+# What a piece of work cost a device: what it states with its answer, typed and bounded.
+# -----------------------------------------------------------------------------
+
+
+CPU_SECONDS = "cpu-seconds"
+"""Seconds that the device's processor computed for the work, those of all its threads together."""
+JOULES = "joules"
+"""Energy that the board took meanwhile, where it can tell: of all of it, not of the work alone."""
+
+MOST_SECONDS = 1e8
+"""Three years: longer than any work takes, on any number of cores."""
+MOST_JOULES = 1e11
+"""A kilowatt for three years."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a piece of work cost; None for what the device does not state.
+
+    Attributes
+    ----------
+    cpu_seconds : float or None
+        Seconds of computing, from 0 to `MOST_SECONDS`.
+    joules : float or None
+        Energy in J, from 0 to `MOST_JOULES`.
+    """
+
+    cpu_seconds: float | None = None
+    joules: float | None = None
+
+
+NOT_STATED = Cost()
+
+
+def cost_of(metrics: Mapping[str, object]) -> Cost:
+    """Return the cost that a device states among its measurements.
+
+    Raises
+    ------
+    StatementError
+        It is no number, NaN, below 0, or more than can be.
+    """
+    return Cost(
+        _bounded(metrics, CPU_SECONDS, MOST_SECONDS), _bounded(metrics, JOULES, MOST_JOULES)
+    )
+
+
+def _bounded(metrics: Mapping[str, object], name: str, most: float) -> float | None:
+    if name not in metrics:
+        return None
+    stated = number_of(name, metrics[name])
+    # NaN fails both comparisons.
+    if not 0 <= stated <= most:
+        raise StatementError(f"it states {stated:g} {name}: expected 0 to {most:g}")
+    return stated

@@ -1,0 +1,291 @@
+"""Typed options: a default, a meaning, a unit and a range, declared where they are read.
+
+Whoever needs options declares a frozen dataclass of them beside itself::
+
+    @dataclass(frozen=True)
+    class SyntheticOptions:
+        synthetic_alpha: float = option(1.0, "how far the clients' models differ", low=0)
+
+The field ``synthetic_alpha`` is the key ``synthetic-alpha`` wherever a person writes it: on the
+command line, in a TOML file, in Flower's run config. :mod:`raceme.core.config` reads the keys of a
+run into these dataclasses; nothing else lists them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import MISSING, Field, field, fields
+from typing import Any, NamedTuple, TypeVar
+
+from raceme.core.errors import UserError, unknown_name
+
+Value = str | int | float | bool
+"""What a key can hold, in TOML as in Flower's run config."""
+
+AUTO = "auto"
+"""How an option that is left to somebody else is written; in Python it is None."""
+
+SECONDS = "s"
+"""The unit of times."""
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+_LARGEST = 2**63 - 1
+"""Whole numbers in TOML, in SQLite and in Flower's messages have 64 bits and a sign."""
+_TYPES = {"bool": "true|false", "int": "INTEGER", "float": "NUMBER", "str": "TEXT"}
+_UNITS = {SECONDS: "SECONDS", "px": "PIXELS"}
+"""Units in words, as they stand in the help of a command."""
+
+
+class Key(NamedTuple):
+    """What is known of a key.
+
+    Attributes
+    ----------
+    default : Value
+        As a person writes it.
+    help : str
+        What it means.
+    type, unit : str
+        As shown to a person; the unit may be empty.
+    readers : Mapping[str, tuple[str, ...]]
+        The names of those who read it, by kind; empty for a key that every run has.
+    item : Field
+        The declaration.
+    """
+
+    default: Value
+    help: str
+    type: str
+    unit: str
+    readers: Mapping[str, tuple[str, ...]]
+    item: Field[Any]
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    unit: str = "",
+    low: float | None = None,
+    above: float | None = None,
+    high: float | None = None,
+    below: float | None = None,
+    among: tuple[str, ...] = (),
+    names: Mapping[str, Any] | None = None,
+    unless: tuple[str, str] | None = None,
+    path: bool = False,
+) -> Any:
+    """Declare an option: its default, its one-line meaning, its unit and its range.
+
+    Parameters
+    ----------
+    default : Any
+        The default; None stands for "auto".
+    help : str
+        What the option means, for ``raceme list --keys``, the command line and the report.
+    unit : str
+        What a number counts, where that is a unit of measurement: ``"s"``, ``"px"``.
+    low, above, high, below : float, optional
+        Smallest allowed value; largest value that is too small; largest allowed value; smallest
+        value that is too large.
+    among : tuple[str, ...]
+        The allowed values of a text.
+    names : Registry, optional
+        Of general options only: the value is a name in this table, and what has that name reads
+        options of its own.
+    unless : tuple[str, str], optional
+        Of general options only: another one that is a name, and an attribute of what has that
+        name: where it is true, this option is not read.
+    path : bool
+        The value is a path, which a run makes absolute.
+    """
+    rules = {"low": low, "above": above, "high": high, "below": below, "among": among}
+    about = {"help": help, "unit": unit, "names": names, "unless": unless, "path": path}
+    return field(default=default, metadata=rules | about)
+
+
+def reads(options_type: type[Any]) -> Callable[[_Function], _Function]:
+    """Say which options a function reads, as a class says by its attribute ``options_type``."""
+
+    def mark(function: _Function) -> _Function:
+        function.__dict__["options_type"] = options_type
+        return function
+
+    return mark
+
+
+def key_of(attribute: str) -> str:
+    """Return how a person writes the name of an option."""
+    return attribute.replace("_", "-")
+
+
+def declared(options_type: type[Any], prefix: str = "") -> dict[str, Field[Any]]:
+    """Return the options of a dataclass, by key.
+
+    Raises
+    ------
+    TypeError
+        An option has no default.
+    """
+    options = {prefix + key_of(item.name): item for item in fields(options_type)}
+    missing = [name for name, item in options.items() if item.default is MISSING]
+    if missing:
+        raise TypeError(f"{options_type.__name__} needs defaults for {missing}.")
+    return options
+
+
+def is_path(item: Field[Any]) -> bool:
+    """Return whether the value of an option is a path."""
+    return bool(item.metadata["path"])
+
+
+def written(value: Value | None) -> Value:
+    """Return the value of an option as a person writes it."""
+    return AUTO if value is None else value
+
+
+def convert(name: str, value: Any, item: Field[Any]) -> Any:
+    """Convert what a person wrote to the type of an option, and check its range.
+
+    Parameters
+    ----------
+    name : str
+        The key, for error messages.
+    value : Any
+        E.g. ``"12"``, ``12`` or ``"auto"``.
+    item : Field
+        The declaration of the option.
+
+    Raises
+    ------
+    UserError
+        The value is of another type or out of the range.
+    """
+    wanted, optional = _annotation(item)
+    if optional and value in (AUTO, None):
+        return None
+    converted = _converted(value, wanted)
+    if converted is None:
+        described = {"bool": "true or false", "int": "a whole number", "float": "a number"}
+        raise UserError(f"{name} must be {described.get(wanted, 'text')}, got {_shown(value)}.")
+    if isinstance(converted, str) and not _is_writable(converted):
+        raise UserError(f"{name} must be text that a file can hold, got {_shown(converted)}.")
+    check_range(name, converted, item)
+    return converted
+
+
+def check_range(name: str, value: Any, item: Field[Any]) -> None:
+    """Check that a value is in the range that its option declares.
+
+    Raises
+    ------
+    UserError
+        It is not.
+    """
+    rules = item.metadata
+    if rules.get("among") and value not in rules["among"]:
+        raise unknown_name(f"value of {name}", str(value), rules["among"])
+    if value is None or isinstance(value, bool | str):
+        return
+    if isinstance(value, int) and abs(value) > _LARGEST:
+        raise UserError(f"{name} must be a number of 64 bits, {_LARGEST} at most.")
+    low, above, high, below = (rules.get(rule) for rule in ("low", "above", "high", "below"))
+    if low is not None and value < low:
+        raise UserError(f"{name} must be at least {low:g}, got {value:g}.")
+    if above is not None and value <= above:
+        raise UserError(f"{name} must be greater than {above:g}, got {value:g}.")
+    if high is not None and value > high:
+        raise UserError(f"{name} must be at most {high:g}, got {value:g}.")
+    if below is not None and value >= below:
+        raise UserError(f"{name} must be below {below:g}, got {value:g}.")
+
+
+def shown_type(item: Field[Any], with_unit: bool = False) -> str:
+    """Return the type of an option in words: ``INTEGER|auto``, ``equal|power-law``, ``SECONDS``.
+
+    Parameters
+    ----------
+    item : Field
+        The declaration of the option.
+    with_unit : bool
+        Name the unit instead of the type, where there is one.
+    """
+    wanted, optional = _annotation(item)
+    shown = "|".join(item.metadata.get("among", ())) or _TYPES.get(wanted, "TEXT")
+    if item.metadata.get("names") is not None:
+        shown = "NAME"
+    if item.metadata.get("path"):
+        shown = "PATH"
+    unit = item.metadata.get("unit", "")
+    if with_unit and unit:
+        shown = _UNITS.get(unit, unit.upper())
+    return f"{shown}|{AUTO}" if optional else shown
+
+
+def _annotation(item: Field[Any]) -> tuple[str, bool]:
+    """Return the name of an option's type, and whether it may be left to somebody else."""
+    text = item.type if isinstance(item.type, str) else getattr(item.type, "__name__", "")
+    wanted, _, optional = (text or str(item.type)).partition(" | ")
+    return wanted, bool(optional)
+
+
+def _converted(value: Any, wanted: str) -> Value | None:
+    """Convert a value to a type by its name; None if it cannot be."""
+    if wanted == "bool":
+        if isinstance(value, str) and value.lower() in ("true", "false"):
+            return value.lower() == "true"
+        return value if isinstance(value, bool) else None
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        return None
+    if wanted == "str":
+        return str(value)
+    return _whole_number(value) if wanted == "int" else _number(value)
+
+
+def _number(value: str | float) -> float | None:
+    with suppress(ValueError, OverflowError):
+        number = float(value)
+        if math.isfinite(number):
+            return number
+    return None
+
+
+def _whole_number(value: str | float) -> int | None:
+    """Return a value as an exact whole number; None if it is not one."""
+    if isinstance(value, int):
+        return value
+    if isinstance(value, str):
+        # Not through float where it need not be: a large seed would lose digits.
+        with suppress(ValueError):
+            return int(value)
+        with suppress(ValueError):  # "1e3"
+            value = float(value)
+    return int(value) if isinstance(value, float) and value.is_integer() else None
+
+
+def _shown(value: Any) -> str:
+    """Return a value as an error shows it: not all of it if somebody made it long."""
+    try:
+        text = repr(value)
+    # A whole number of too many digits to be written.
+    except (ValueError, RecursionError):
+        return f"a {type(value).__name__}"
+    return text if len(text) <= 80 else f"{text[:80]}…"
+
+
+def _is_writable(text: str) -> bool:
+    """Return whether a text is in UTF-8, and none that a file's name cannot have."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return "\0" not in text
+
+
+def listed(names: tuple[str, ...]) -> str:
+    """Return names as a sentence lists them."""
+    *first, last = names
+    return f"{', '.join(first)} and {last}" if first else last

@@ -1,0 +1,785 @@
+"""Dispatch policies: who is given work, and when what came back is acted on.
+
+A method has one. With `EveryIdle` it acts on every update at once, with `InRounds` on those of a
+round together. Clients that decide themselves when they work are in
+:mod:`raceme.strategies.cdfl.scheduling`, time cut into windows in
+:mod:`raceme.strategies.csafl`. A policy knows clients and times, no models.
+"""
+
+from __future__ import annotations
+
+import math
+import types
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from statistics import median
+from typing import Any, ClassVar, Union, get_args, get_origin, get_type_hints
+
+import numpy as np
+
+from raceme.core.clients import Client, Fleet, Idle
+from raceme.core.messages import ROUND, TRAINING
+from raceme.core.options import Value, option
+from raceme.core.requests import InvalidReplyError, Task, Update, Work
+
+# -----------------------------------------------------------------------------
+# Questions to clients before a round: label counts, losses, whatever a method must know first.
+# -----------------------------------------------------------------------------
+
+
+@dataclass
+class Asking:
+    """Who is asked before a round, and has not answered yet.
+
+    Attributes
+    ----------
+    unasked : dict[str, bool]
+        Clients that are to be asked.
+    awaited : dict[str, int]
+        Clients that have been asked, to the number of the task.
+    before : int
+        Number of rounds that had begun when clients were asked last; −1 before the first time.
+    until : float
+        Until when answers are waited for, in seconds.
+    held_until : float
+        Until when clients that are busy are waited for before anybody is asked; 0: nobody is.
+    """
+
+    unasked: dict[str, bool] = field(default_factory=dict)
+    awaited: dict[str, int] = field(default_factory=dict)
+    before: int = -1
+    until: float = 0.0
+    held_until: float = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether anybody is waited for."""
+        return bool(self.unasked or self.awaited)
+
+    def is_due(self, rounds: int, every: int) -> bool:
+        """Return whether clients are to be asked: so many rounds since the last time."""
+        return self.before < 0 or rounds >= self.before + every
+
+    def holds(self, now: float, patience: float) -> bool:
+        """Return whether to wait for clients that are busy: so many seconds at the most."""
+        self.held_until = self.held_until or now + patience
+        return now < self.held_until
+
+    def begin(self, clients: Iterable[str], rounds: int, until: float) -> None:
+        """Wait for the answers of some clients, until some time."""
+        self.unasked, self.awaited = dict.fromkeys(clients, True), {}
+        self.before, self.until, self.held_until = rounds, until, 0.0
+
+    def sent(self, task: Task) -> None:
+        """Note that a client was asked."""
+        if task.kind not in TRAINING and self.unasked.pop(task.client, False):
+            self.awaited[task.client] = task.number
+
+    def close(self, task: Task) -> None:
+        """Wait no more for an answer: it has come, or never will."""
+        if self.awaited.get(task.client) == task.number:
+            del self.awaited[task.client]
+
+    def drop(self, client: str) -> None:
+        """Wait no more for a client: it is gone."""
+        self.unasked.pop(client, None)
+        self.awaited.pop(client, None)
+
+    def wake_at(self) -> float:
+        """Return until when answers are waited for; infinity if none are."""
+        if self.is_open:
+            return self.until
+        return self.held_until or math.inf
+
+    def give_up(self) -> None:
+        """Wait for nobody."""
+        self.unasked, self.awaited = {}, {}
+
+
+# -----------------------------------------------------------------------------
+# Who of the online clients takes part in a round.
+# -----------------------------------------------------------------------------
+
+
+RANDOM, IN_TURN = "random", "in-turn"
+
+
+def sample(online: Sequence[Client], count: int, rng: np.random.Generator) -> Sequence[Client]:
+    """Draw clients, at least one, in order of greeting."""
+    if count >= len(online):
+        return online
+    drawn = rng.permutation(len(online))[: max(1, count)]
+    return [online[index] for index in sorted(drawn)]
+
+
+def in_turn(
+    online: Sequence[Client], count: int, picked: dict[str, bool], rng: np.random.Generator
+) -> Sequence[Client]:
+    """Pick clients that have never been picked, in order of greeting; draw only what is missing.
+
+    What FlexCFL's published code does for all its methods. A newcomer is picked before any other
+    client is picked again, and a client that is offline when its turn comes, once it is back.
+
+    Parameters
+    ----------
+    online : Sequence[Client]
+        In order of greeting.
+    count : int
+        How many to pick; at least one is.
+    picked : dict[str, bool]
+        Clients that have been picked before; those picked now are added.
+    rng : numpy.random.Generator
+        Draws the others, once all who are online have had their turn.
+    """
+    first = [client for client in online if client.client_id not in picked][: max(1, count)]
+    names = {client.client_id for client in first}
+    others = [client for client in online if client.client_id not in names]
+    if not first or count > len(first):
+        names |= {client.client_id for client in sample(others, count - len(first), rng)}
+    picked.update(dict.fromkeys((client.client_id for client in first), True))
+    return [client for client in online if client.client_id in names]
+
+
+# -----------------------------------------------------------------------------
+# Strategy state to plain trees and back: derived from the dataclasses, not written twice.
+#
+# A tree consists of dicts with text keys, lists, numbers, text, booleans, None and numpy arrays.
+# -----------------------------------------------------------------------------
+
+
+def to_tree(value: Any) -> Any:
+    """Turn a dataclass, or anything made of dataclasses and containers, into a tree. Copies arrays.
+
+    Raises
+    ------
+    TypeError
+        For a kind of object that a tree cannot hold.
+    """
+    if is_dataclass(value) and not isinstance(value, type):
+        return {item.name: to_tree(getattr(value, item.name)) for item in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): to_tree(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_tree(inner) for inner in value]
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if isinstance(value, np.generic):
+        return value.item()
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise TypeError(f"cannot keep a {type(value).__name__} in a state")
+
+
+_TYPES: dict[Any, tuple[type, ...]] = {
+    bool: (bool,),
+    int: (int,),
+    float: (float, int),
+    str: (str,),
+    dict: (dict,),
+    MutableMapping: (dict,),
+    list: (list,),
+    tuple: (list,),
+    np.ndarray: (np.ndarray,),
+}
+"""What stands in a tree for a type."""
+
+
+def from_tree(kind: Any, tree: Any) -> Any:
+    """Build an object of type `kind` from the tree that :func:`to_tree` made of one.
+
+    Raises
+    ------
+    ValueError
+        The tree has other fields than the dataclass, or something in it is of another type.
+    """
+    wanted = _TYPES.get(get_origin(kind) or kind)
+    if wanted and type(tree) not in wanted:
+        raise ValueError(f"{str(tree)[:40]!r} is no {getattr(kind, '__name__', kind)}")
+    if is_dataclass(kind) and isinstance(kind, type):
+        if not isinstance(tree, dict):
+            raise ValueError(f"not a {kind.__name__}: {str(tree)[:40]!r}")
+        hints = get_type_hints(kind)
+        names = [item.name for item in fields(kind)]
+        if set(names) != set(tree):
+            raise ValueError(f"not a {kind.__name__}: fields {sorted(tree)}, not {sorted(names)}")
+        return kind(**{name: from_tree(hints[name], tree[name]) for name in names})
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        if tree is None:
+            return None
+        return from_tree(next(arg for arg in arguments if arg is not type(None)), tree)
+    if origin in (dict, MutableMapping):
+        return {arguments[0](key): from_tree(arguments[1], inner) for key, inner in tree.items()}
+    if origin is list:
+        return [from_tree(arguments[0], inner) for inner in tree]
+    if origin is tuple:
+        return tuple(from_tree(arguments[0], inner) for inner in tree)
+    if isinstance(tree, np.ndarray):
+        _check_dtype(tree, arguments)
+        return tree.copy()
+    return kind(tree) if kind in (int, float, str) else tree
+
+
+def _check_dtype(array: np.ndarray[Any, Any], arguments: tuple[Any, ...]) -> None:
+    """Raise ValueError if an array's numbers are not those of its annotation, NDArray[kind]."""
+    wanted = get_args(arguments[1])[0] if len(arguments) == 2 else None
+    if isinstance(wanted, type) and not issubclass(array.dtype.type, wanted):
+        raise ValueError(f"an array of {array.dtype} where {wanted.__name__} belongs")
+
+
+# -----------------------------------------------------------------------------
+# Dispatch policies: who is given work, and when what came back is acted on.
+# -----------------------------------------------------------------------------
+
+
+_PATIENCE = 2.0
+"""A client's task of a round is given up after so many times what the client was seen to need."""
+_STRANGER_PATIENCE = 20.0
+"""The same for a client that has not answered yet, in times of the slowest answer of anyone."""
+_ASKING_SECONDS = 60.0
+"""How long a round waits for answers: real devices may be slow to answer, or gone."""
+_MOST_DOUBLINGS = 3
+"""How often a client is given twice the time after it was given up."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What a policy is told when it chooses.
+
+    Attributes
+    ----------
+    now : float
+        The time in seconds.
+    fleet : Fleet
+        The clients.
+    idle : Idle
+        Those of them that have nothing to do.
+    rng : numpy.random.Generator
+        Draws whatever is left to chance.
+    greeting : bool
+        Whether nodes that have come may still introduce themselves any moment.
+    places : int or None
+        How many clients may be given work; None for any number. Of more that a policy chooses,
+        some are drawn.
+    """
+
+    now: float
+    fleet: Fleet
+    idle: Idle
+    rng: np.random.Generator
+    greeting: bool = False
+    places: int | None = None
+
+    def busy(self) -> list[str]:
+        """Return the clients that are online and have something to do: a test, say."""
+        online = (client.client_id for client in self.fleet.online())
+        return [client for client in online if client not in self.idle]
+
+
+@dataclass
+class NoState:
+    """Nothing to remember."""
+
+
+class Dispatch(ABC):
+    """Decides who works, and which updates are acted on together.
+
+    Attributes
+    ----------
+    state : dataclass
+        All that decides what follows; part of every checkpoint.
+    given_up_because : str
+        Why a task that `wake` gives up is of no use any more.
+    rests_when_late : bool
+        Whether a client whose task is given up rests before it is given work again.
+    """
+
+    state: object
+    given_up_because: ClassVar[str] = "it took too long: the others waited for it"
+    rests_when_late: ClassVar[bool] = True
+
+    @property
+    def rounds(self) -> int | None:
+        """Rounds or windows that are over; None for a policy that has none."""
+        return None
+
+    @abstractmethod
+    def choose(self, moment: Moment) -> Sequence[Client]:
+        """Return the idle clients that are given work now."""
+
+    def settings(self, work: Work) -> Mapping[str, Value]:
+        """Return what the message of some work says because of the policy."""
+        return {}
+
+    def sent(self, task: Task, now: float) -> None:  # noqa: B027
+        """Note that a client was sent its work."""
+
+    def accept(self, update: Update, now: float) -> Sequence[Update]:
+        """Take an update; return those that the method is to act on now, together.
+
+        Raises
+        ------
+        InvalidReplyError
+            It comes too late to be of any use.
+        """
+        return [update]
+
+    def lost(self, task: Task, now: float) -> Sequence[Update]:
+        """Note that work brought no update; return what is to be acted on because of it."""
+        return []
+
+    def left(self, client: str, now: float) -> Sequence[Update]:
+        """Note that a client went offline; return what is to be acted on because of it."""
+        return []
+
+    def joined(self, client: str) -> None:  # noqa: B027
+        """Note that a client is there, for the first time or again."""
+
+    def wake_at(self) -> float:
+        """Return when it wants to be woken; infinity for never."""
+        return math.inf
+
+    def wake(self, now: float) -> tuple[Collection[int], Sequence[Update]]:
+        """Return the numbers of tasks to be given up, and updates to be acted on."""
+        return (), ()
+
+    def invited(self, client: str) -> bool:
+        """Return whether a client that was given work may wait with it, and answer meanwhile."""
+        return False
+
+    def at_rest(self, client: str, step: int) -> bool:
+        """Return whether a client will never train again as long as its data stay at a step."""
+        return False
+
+    def hopeless(self) -> str:
+        """Return why going on can bring nothing; empty as long as it may."""
+        return ""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as a tree of plain values."""
+        tree: dict[str, Any] = to_tree(self.state)
+        return tree
+
+    def load_state_dict(self, tree: Mapping[str, Any]) -> None:
+        """Continue from what :meth:`state_dict` returned."""
+        self.state = from_tree(type(self.state), tree)
+
+
+class EveryIdle(Dispatch):
+    """Everybody works all the time, and every update is acted on at once: asynchrony."""
+
+    state: NoState
+
+    def __init__(self) -> None:
+        self.state = NoState()
+
+    def choose(self, moment: Moment) -> Sequence[Client]:
+        """Return all who are idle, or as many of them as there are places."""
+        if moment.places is None:
+            return moment.idle.ready(moment.now)
+        return moment.idle.draw(moment.now, moment.places, moment.rng)
+
+
+@dataclass(frozen=True)
+class RoundsParameters:
+    """What every round-based method can be told."""
+
+    in_rounds: ClassVar[bool] = True
+    """Such a method's updates come in whole rounds, of which a suite may plan another number."""
+
+    fraction: float = option(
+        1.0, "share of the online clients that train in a round", above=0, high=1
+    )
+
+    picking: str = option(
+        RANDOM,
+        "who takes part: random, or in-turn: every client once, in order of greeting, before any "
+        "is picked at random (FlexCFL's code)",
+        among=(RANDOM, IN_TURN),
+    )
+
+    def participants(self, clients: int) -> int:
+        """Return how many of so many clients take part in a round."""
+        return max(1, int(self.fraction * clients))
+
+
+@dataclass
+class RoundState:
+    """A round.
+
+    Attributes
+    ----------
+    number : int
+        Number of the round, from 1; 0 before the first.
+    running : bool
+        Whether it is under way.
+    unsent : dict[str, bool]
+        Participants that have not been sent their work yet, in order.
+    open : dict[str, int]
+        Participants that work, to the number of their task.
+    sent_at : dict[str, float]
+        When they were sent it.
+    away : dict[str, bool]
+        Participants that went offline; one that comes back in time takes part again.
+    updates : list[Update]
+        What has come back so far, in order of arrival.
+    longest : dict[str, float]
+        Longest time from sending work to its update, of each client, in seconds.
+    misses : dict[str, int]
+        Tasks that were given up since a client's last update; clients without any are left out.
+    sits_out : dict[str, int]
+        Number of the round from which on a client that was given up may take part again.
+    picked : dict[str, bool]
+        Clients that have taken part in any round; only where they are picked in turn.
+    asking : Asking
+        Whose answers are awaited before the next round.
+    """
+
+    number: int = 0
+    running: bool = False
+    unsent: dict[str, bool] = field(default_factory=dict)
+    open: dict[str, int] = field(default_factory=dict)
+    sent_at: dict[str, float] = field(default_factory=dict)
+    away: dict[str, bool] = field(default_factory=dict)
+    updates: list[Update] = field(default_factory=list)
+    longest: dict[str, float] = field(default_factory=dict)
+    misses: dict[str, int] = field(default_factory=dict)
+    sits_out: dict[str, int] = field(default_factory=dict)
+    picked: dict[str, bool] = field(default_factory=dict)
+    asking: Asking = field(default_factory=Asking)
+
+
+class InRounds(Dispatch):
+    """Some clients work, and when all are back their updates are acted on together.
+
+    A round waits for the slowest of its participants, but not for ever: work that takes twice as
+    long as its client ever needed is taken for lost (twenty times the slowest answer of anyone, for
+    a client that has never answered), as is that of a client that went offline. Without this rule
+    one lost message would cost a round the whole timeout of a task, which no deployment would wait
+    for (Bonawitz et al., MLSys 2019, section 2.2, closes rounds at a time limit too).
+
+    A client that was given up has twice the time at its next attempt, at most eight times, since
+    it may have become slower; after the m-th time in a row it sits out 2^(m−1) − 1 rounds, so that
+    one that is online but answers no more does not hold up every round. An update clears both.
+
+    Parameters
+    ----------
+    fraction : float
+        Share of the online clients that take part.
+    participants : Callable, optional
+        Chooses them, instead: from the online clients, with a generator.
+    prepares : Callable, optional
+        Tells updates that only prepare their client for what follows: they are acted on at once.
+    returns : Callable, optional
+        Whether a client that was prepared, given by its id, works once more in the same round.
+    picking : str
+        How :meth:`pick` picks: ``"random"`` or ``"in-turn"``.
+    again : Callable, optional
+        Whether a client that has answered, given by its id, has more to do in the same round.
+    """
+
+    state: RoundState
+    least: int = 1
+    """How many take part at least, as far as they are online."""
+
+    def __init__(
+        self,
+        fraction: float = 1.0,
+        participants: Callable[[Sequence[Client], np.random.Generator], Sequence[Client]]
+        | None = None,
+        prepares: Callable[[Update], bool] = lambda update: False,
+        returns: Callable[[str], bool] = lambda client: False,
+        picking: str = RANDOM,
+        again: Callable[[str], bool] = lambda client: False,
+    ) -> None:
+        self._fraction, self._picking = fraction, picking
+        self._participants = participants or self._share
+        self._prepares, self._returns, self._again = prepares, returns, again
+        self.state = RoundState()
+
+    @property
+    def rounds(self) -> int:
+        """Rounds that are over."""
+        return self.state.number - self.state.running
+
+    def _share(self, online: Sequence[Client], rng: np.random.Generator) -> Sequence[Client]:
+        return self.pick(online, int(self._fraction * len(online)), rng)
+
+    def pick(
+        self, online: Sequence[Client], count: int, rng: np.random.Generator
+    ) -> Sequence[Client]:
+        """Pick so many clients, at least one, at random or in turn; in order of greeting."""
+        count = max(count, self.least)
+        if self._picking == IN_TURN:
+            return in_turn(online, count, self.state.picked, rng)
+        return sample(online, count, rng)
+
+    def ask_first(
+        self,
+        moment: Moment,
+        wanted: Callable[[str], bool] = lambda client: True,
+        every: int = 1,
+        patience: float = _ASKING_SECONDS,
+    ) -> list[str] | None:
+        """Return whom a method is to ask now, before the next round; None if that may begin.
+
+        As long as somebody who is to be asked is being tested, nobody is asked yet.
+
+        Parameters
+        ----------
+        moment : Moment
+            What the loop tells.
+        wanted : Callable
+            Whether a client, given by its id, is to be asked; all idle ones by default.
+        every : int
+            Rounds from one time to the next; 0: again and again, as long as somebody is wanted.
+        patience : float
+            Seconds for which answers are waited for.
+        """
+        state = self.state
+        if state.running or moment.greeting:
+            return None
+        if not state.asking.is_open and state.asking.is_due(state.number, every):
+            if any(wanted(client) for client in moment.busy()) and state.asking.holds(
+                moment.now, patience
+            ):
+                return []
+            ready = [client.client_id for client in moment.idle.ready(moment.now)]
+            state.asking.begin(filter(wanted, ready), state.number, moment.now + patience)
+        if not state.asking.is_open:
+            return None
+        return [client for client in state.asking.unasked if client in moment.idle]
+
+    def choose(self, moment: Moment) -> Sequence[Client]:
+        """Begin a round if none is under way; return its participants that can be sent work."""
+        state = self.state
+        if not state.running:
+            self._begin(moment)
+        chosen = [
+            moment.fleet.clients[client]
+            for client in state.unsent
+            if client in moment.idle and moment.fleet.clients[client].ready_at <= moment.now
+        ]
+        return chosen
+
+    def _begin(self, moment: Moment) -> None:
+        """Choose participants among those online that need no rest."""
+        if moment.greeting:
+            return
+        state = self.state
+        online = [c for c in moment.fleet.online() if c.ready_at <= moment.now]
+        # If nobody else is there, nobody is held up.
+        online = [c for c in online if self._may_take_part(c)] or online
+        if not online:
+            return
+        state.number += 1
+        state.running = True
+        chosen = self._participants(online, moment.rng)
+        state.unsent = {client.client_id: True for client in chosen}
+
+    def settings(self, work: Work) -> Mapping[str, Value]:
+        """State the number of the round, as the messages of Flower's own strategies do.
+
+        They carry no number of a task, so that with one seed a client trains alike under all
+        round-based methods.
+        """
+        return {ROUND: self.state.number}
+
+    def _may_take_part(self, client: Client) -> bool:
+        """Return whether a client need not sit out the next round."""
+        return self.state.number + 1 >= self.state.sits_out.get(client.client_id, 0)
+
+    def sent(self, task: Task, now: float) -> None:
+        """Note who has which task; work for others than participants is not the round's."""
+        state = self.state
+        state.asking.sent(task)
+        if state.unsent.pop(task.client, None) is None:
+            return
+        state.away.pop(task.client, None)
+        state.open[task.client], state.sent_at[task.client] = task.number, now
+
+    def accept(self, update: Update, now: float) -> Sequence[Update]:
+        """Keep an update until the round is over; then return all of them."""
+        state, client = self.state, update.task.client
+        if state.open.get(client) != update.task.number:
+            raise InvalidReplyError("it came after its round was over")
+        del state.open[client]
+        state.away.pop(client, None)
+        took = now - state.sent_at.pop(client)
+        state.longest[client] = max(took, state.longest.get(client, 0.0))
+        state.misses.pop(client, None)
+        state.sits_out.pop(client, None)
+        if self._prepares(update):
+            if self._returns(client):
+                state.unsent[client] = True
+            return [update, *self._released()]
+        state.updates.append(update)
+        if self._again(client):
+            state.unsent[client] = True
+        return self._released()
+
+    def lost(self, task: Task, now: float) -> Sequence[Update]:
+        """Leave a client out of the round, or wait no more for its answer."""
+        state = self.state
+        state.asking.close(task)
+        if state.open.get(task.client) == task.number:
+            del state.open[task.client], state.sent_at[task.client]
+        return self._released()
+
+    def left(self, client: str, now: float) -> Sequence[Update]:
+        """Wait no more for a client; if it comes back while the round runs, it may take part."""
+        state = self.state
+        state.asking.drop(client)
+        if client in state.open or client in state.unsent:
+            state.away[client] = True
+            state.unsent.pop(client, None)
+        return self._released()
+
+    def joined(self, client: str) -> None:
+        """Let a participant that was away take part again."""
+        state = self.state
+        if state.running and state.away.pop(client, False):
+            state.open.pop(client, None)
+            state.sent_at.pop(client, None)
+            state.unsent[client] = True
+
+    def wake_at(self) -> float:
+        """Return until when answers are awaited, or when the last who works is taken for lost."""
+        if (due := self.state.asking.wake_at()) < math.inf:
+            return due
+        waited_for = [client for client in self.state.open if client not in self.state.away]
+        if not waited_for:
+            return math.inf
+        # Both once, and not once a client: a round of all clients asks this at every answer.
+        longest = self.state.longest.values()
+        middle = median(longest) if longest else math.inf
+        slowest = max(longest, default=math.inf)
+        return max(self._given_up_at(client, middle, slowest) for client in waited_for)
+
+    def wake(self, now: float) -> tuple[Collection[int], Sequence[Update]]:
+        """Begin without the answers, or give up the tasks, that were waited for long enough."""
+        state = self.state
+        if state.asking.is_open:
+            state.asking.give_up()
+            return (), ()
+        late = [client for client in state.open if client not in state.away]
+        for client in late:
+            misses = state.misses[client] = state.misses.get(client, 0) + 1
+            state.sits_out[client] = state.number + 2 ** min(misses - 1, 30)
+        return [state.open[client] for client in late], ()
+
+    def _given_up_at(self, client: str, middle: float, slowest: float) -> float:
+        """Return when a client's task is taken for lost, by the median and the longest answer."""
+        longest = self.state.longest
+        if client in longest:
+            patience = _PATIENCE * max(longest[client], middle)
+        else:
+            patience = _STRANGER_PATIENCE * slowest
+        doublings = min(self.state.misses.get(client, 0), _MOST_DOUBLINGS)
+        return self.state.sent_at[client] + math.ldexp(patience, doublings)
+
+    def _released(self) -> Sequence[Update]:
+        """Return the round's updates if it is over, and be ready for the next."""
+        state = self.state
+        if not state.running or state.unsent or any(c not in state.away for c in state.open):
+            return []
+        released = state.updates
+        state.running, state.updates = False, []
+        state.open, state.sent_at, state.away = {}, {}, {}
+        return released
+
+
+# -----------------------------------------------------------------------------
+# One policy after another: a round of pre-training, say, and then what the method is about.
+# -----------------------------------------------------------------------------
+
+
+class Then(Dispatch):
+    """A policy until something has happened, and another one from then on.
+
+    What is still open of the first when the second begins is for the second to take or to refuse.
+
+    Parameters
+    ----------
+    first, second : Dispatch
+        The policies.
+    is_over : Callable
+        Returns whether the first one's time is over; it follows from the method's state.
+    """
+
+    def __init__(self, first: Dispatch, second: Dispatch, is_over: Callable[[], bool]) -> None:
+        self.first, self.second, self._is_over = first, second, is_over
+
+    @property
+    def current(self) -> Dispatch:
+        """The policy whose time it is."""
+        return self.second if self._is_over() else self.first
+
+    @property
+    def rounds(self) -> int | None:
+        """Rounds or windows of the second policy that are over; None if it has none."""
+        return self.second.rounds
+
+    @property
+    def given_up_because(self) -> str:  # type: ignore[override]
+        """Why a task that `wake` gives up is of no use any more."""
+        return self.current.given_up_because
+
+    @property
+    def rests_when_late(self) -> bool:  # type: ignore[override]
+        """Whether a client whose task is given up rests before it is given work again."""
+        return self.current.rests_when_late
+
+    def choose(self, moment: Moment) -> Sequence[Client]:
+        """Return the idle clients that are given work now."""
+        return self.current.choose(moment)
+
+    def settings(self, work: Work) -> Mapping[str, Value]:
+        """Return what the message of some work says because of the policy."""
+        return self.current.settings(work)
+
+    def sent(self, task: Task, now: float) -> None:
+        """Note that a client was sent its work."""
+        self.current.sent(task, now)
+
+    def accept(self, update: Update, now: float) -> Sequence[Update]:
+        """Take an update; return those that the method is to act on now."""
+        return self.current.accept(update, now)
+
+    def lost(self, task: Task, now: float) -> Sequence[Update]:
+        """Note that work brought no update."""
+        return self.current.lost(task, now)
+
+    def left(self, client: str, now: float) -> Sequence[Update]:
+        """Note that a client went offline."""
+        return self.current.left(client, now)
+
+    def joined(self, client: str) -> None:
+        """Note that a client is there."""
+        self.current.joined(client)
+
+    def wake_at(self) -> float:
+        """Return when it wants to be woken."""
+        return self.current.wake_at()
+
+    def wake(self, now: float) -> tuple[Collection[int], Sequence[Update]]:
+        """Return the numbers of tasks to be given up, and updates to be acted on."""
+        return self.current.wake(now)
+
+    def invited(self, client: str) -> bool:
+        """Return whether a client that was given work may wait with it, and answer meanwhile."""
+        return self.current.invited(client)
+
+    def hopeless(self) -> str:
+        """Return why going on can bring nothing; empty as long as it may."""
+        return self.current.hopeless()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of both."""
+        return {"first": self.first.state_dict(), "second": self.second.state_dict()}
+
+    def load_state_dict(self, tree: Mapping[str, Any]) -> None:
+        """Continue from what :meth:`state_dict` returned."""
+        self.first.load_state_dict(tree["first"])
+        self.second.load_state_dict(tree["second"])

@@ -1,0 +1,1361 @@
+"""Data that change: generators by name, and when they move a client's data to the next step."""
+
+from __future__ import annotations
+
+import math
+import re
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, Generic, Literal, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raceme.core.config import RunConfig
+from raceme.core.errors import UserError
+from raceme.core.options import option
+from raceme.core.registry import DRIFTS
+from raceme.datasets.dealt import Dealt
+from raceme.datasets.partition import Inputs, Scenario, ScenarioOptions, largest_remainder, rotated
+from raceme.datasets.source import ClientData, Indices, Labels, generator
+
+# -----------------------------------------------------------------------------
+# When clients' data move on to their next step: the key ``drift-at``.
+# -----------------------------------------------------------------------------
+
+
+Unit = Literal["seconds", "updates", "uploads", "rounds"]
+
+_UNITS: dict[str, tuple[Unit, float]] = {
+    "s": ("seconds", 1.0),
+    "min": ("seconds", 60.0),
+    "h": ("seconds", 3600.0),
+    "update": ("updates", 1.0),
+    "updates": ("updates", 1.0),
+    "upload": ("uploads", 1.0),
+    "uploads": ("uploads", 1.0),
+    "round": ("rounds", 1.0),
+    "rounds": ("rounds", 1.0),
+}
+_MOMENT = re.compile(r"(?P<number>\d+(\.\d*)?|\.\d+)?\s*(?P<unit>[a-z]+)")
+_EXPECTED = (
+    "write moments, e.g. '60s', '120s, 240s', '500 updates' or '5 uploads', or a period, e.g. "
+    "'every 60s' or 'every round' (units: s, min, h, updates, uploads, rounds)"
+)
+_ROUNDING = 1e-9
+"""0.3 s are three periods of 0.1 s, although 0.3 / 0.1 is below 3 in floating point."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """When the step of clients' data moves.
+
+    Attributes
+    ----------
+    unit : str
+        What is counted: ``"seconds"`` of the run's clock, ``"updates"`` of the run, ``"uploads"``
+        of the client whose step is asked for, or ``"rounds"`` (or windows of time) that are over.
+    moments : tuple[float, ...]
+        Each of them moves the step by one; ascending.
+    every : float
+        Instead of moments, the period that moves the step; 0 for none.
+    """
+
+    unit: Unit
+    moments: tuple[float, ...] = ()
+    every: float = 0.0
+
+    def step(self, time: float, updates: int, uploads: int, rounds: int | None = None) -> int:
+        """Return the step of a client's data, from 0; it has moved *at* its moment.
+
+        Parameters
+        ----------
+        time : float
+            Seconds on the run's clock.
+        updates : int
+            Updates that the run has applied.
+        uploads : int
+            Those of them that came from the client.
+        rounds : int, optional
+            Rounds that are over; None for a method that has none.
+
+        Raises
+        ------
+        UserError
+            Rounds are to be counted, and there are none.
+        """
+        counts = {"seconds": time, "updates": updates, "uploads": uploads, "rounds": rounds}
+        now = counts[self.unit]
+        if now is None:
+            raise UserError(
+                "drift-at counts rounds, and the method works in none: count seconds, updates or "
+                "uploads, or take a method that works in rounds, such as fedavg."
+            )
+        if self.every:
+            return math.floor(now / self.every + _ROUNDING)
+        return bisect_right(self.moments, now)
+
+    def next_time(self, time: float) -> float:
+        """Return the first moment after `time` at which time moves the step, in seconds.
+
+        Infinity if there is none, or if it is not time that moves it.
+        """
+        if self.unit != "seconds":
+            return math.inf
+        if self.every:
+            return (math.floor(time / self.every + _ROUNDING) + 1) * self.every
+        later = bisect_right(self.moments, time)
+        return self.moments[later] if later < len(self.moments) else math.inf
+
+    @property
+    def per_client(self) -> bool:
+        """Whether each client has a step of its own: its own uploads are counted."""
+        return self.unit == "uploads"
+
+    @property
+    def in_rounds(self) -> bool:
+        """Whether it counts rounds: the next round meets the next data."""
+        return self.unit == "rounds"
+
+
+def parse_schedule(text: str) -> Schedule:
+    """Read the key ``drift-at``.
+
+    Parameters
+    ----------
+    text : str
+        Moments of one unit, separated by commas, or one period: ``"120s, 240s"``,
+        ``"500 updates"``, ``"every 3 uploads"``, ``"every round"``.
+
+    Raises
+    ------
+    UserError
+        It is neither.
+    """
+    plain = text.strip().lower()
+    period = plain.startswith("every ")
+    parts = [_moment(part, text, period) for part in plain.removeprefix("every ").split(",")]
+    units = {unit for unit, _ in parts}
+    amounts = tuple(amount for _, amount in parts)
+    if len(units) > 1:
+        raise UserError(
+            f"drift-at '{text}' mixes {' and '.join(sorted(units))}: count in one of them."
+        )
+    if period and len(parts) > 1:
+        raise UserError(f"drift-at '{text}' has more than one period: {_EXPECTED}.")
+    if any(later <= earlier for earlier, later in pairwise(amounts)):
+        raise UserError(f"drift-at '{text}' must name later and later moments.")
+    unit = parts[0][0]
+    return Schedule(unit, every=amounts[0]) if period else Schedule(unit, amounts)
+
+
+def _moment(part: str, text: str, period: bool) -> tuple[Unit, float]:
+    """Read a number with its unit; a period may leave out the number 1."""
+    match = _MOMENT.fullmatch(part.strip())
+    if match is None or match["unit"] not in _UNITS or (match["number"] is None and not period):
+        raise UserError(f"drift-at '{text}' cannot be read: {_EXPECTED}.")
+    unit, scale = _UNITS[match["unit"]]
+    amount = float(match["number"] or 1) * scale
+    if amount <= 0 or (unit != "seconds" and not amount.is_integer()):
+        kind = "a number above 0" if unit == "seconds" else "a whole number from 1"
+        raise UserError(f"drift-at '{text}': {part.strip()} must be {kind} of {unit}.")
+    return unit, amount
+
+
+# -----------------------------------------------------------------------------
+# What a drift generator is.
+# -----------------------------------------------------------------------------
+
+
+State = TypeVar("State")
+_KEPT = 4
+"""States kept by an :class:`Evolution`: tasks in flight are of few different steps."""
+
+
+@dataclass(frozen=True)
+class DriftOptions:
+    """What every drift reads."""
+
+    drift_at: str | None = option(
+        None, "when the data change: '60s, 120s', '500 updates', 'every round', …"
+    )
+    drift_seed: int | None = option(None, "seed of the drift (auto: that of the run)", low=0)
+
+
+class Drift:
+    """How clients' data change from step to step. A generator is a subclass.
+
+    What it gives is a pure function of the data as dealt out, its options, its seed, the client
+    and the step, so that any process on any machine makes the same.
+
+    Parameters
+    ----------
+    dealt : Dealt
+        All clients' data as they were dealt out.
+    options : Any
+        An instance of :attr:`options_type`.
+
+    Attributes
+    ----------
+    options_type : type or None
+        The frozen dataclass of the drift's own options.
+    needs_others : bool
+        Whether one client's data come to depend on those of others. A device that has only its
+        own data cannot take part then.
+    """
+
+    options_type: type[DriftOptions] | None = DriftOptions
+    needs_others = False
+
+    def __init__(self, dealt: Dealt, options: Any) -> None:
+        self.dealt = dealt
+        self.options = options
+
+    @staticmethod
+    def default_schedule(config: RunConfig) -> str:
+        """Return when the step moves if ``drift-at`` is left open; the clients are known."""
+        return f"{max(1, config.planned_updates // 2)} updates"
+
+    @staticmethod
+    def check_schedule(config: RunConfig, schedule: Schedule) -> None:
+        """Find out whether data can change at the moments that were asked for.
+
+        Raises
+        ------
+        UserError
+            They cannot.
+        """
+
+    def check(self) -> None:
+        """Find out whether the data can change so.
+
+        Raises
+        ------
+        UserError
+            They cannot; it says why and what to take instead.
+        """
+
+    def needs_labels(self) -> None:
+        """Raise UserError if the labels are quantities, for a drift that is of classes."""
+        if self.dealt.dataset.target is not None:
+            config = self.dealt.config
+            raise UserError(
+                f"drift {config.drift} is of classes, and the labels of {config.dataset} are "
+                "quantities: take swap-all, noise, incremental or in-order."
+            )
+
+    def data(self, client: int, step: int) -> ClientData:
+        """Return a client's data at a step."""
+        return self.dealt.data(client)
+
+    def fewest(self, client: int) -> int:
+        """Return the fewest training samples of a client at any step, for a check before a run.
+
+        By default those of the first: a drift whose steps differ in size knows better.
+        """
+        return len(self.data(client, 0).y_train)
+
+    def groups(self, step: int) -> tuple[int | None, ...]:
+        """Return the true group of every client at a step."""
+        return self.dealt.partition.groups
+
+    def rng(self, purpose: str, client: int = 0) -> np.random.Generator:
+        """Return the generator of random numbers for one purpose and client."""
+        own = self.options.drift_seed
+        seed = self.dealt.config.seed if own is None else own
+        return generator(seed, f"drift: {purpose}", client)
+
+
+class NoDrift(Drift):
+    """Data that stay as they are."""
+
+    options_type = None
+
+
+class Evolution(Generic[State]):
+    """States that follow from one another, of which few are kept.
+
+    Parameters
+    ----------
+    start : State
+        The state of step 0.
+    advance : Callable
+        Returns the state of a step, given the one before it and the step's number. It leaves the
+        one before as it was.
+    """
+
+    def __init__(self, start: State, advance: Callable[[State, int], State]) -> None:
+        self._start = start
+        self._advance = advance
+        self._kept: OrderedDict[int, State] = OrderedDict()
+
+    def at(self, step: int) -> State:
+        """Return the state of a step."""
+        earlier = max((kept for kept in self._kept if kept <= step), default=0)
+        state = self._kept[earlier] if earlier else self._start
+        for number in range(earlier + 1, step + 1):
+            state = self._advance(state, number)
+        self._kept[step] = state
+        self._kept.move_to_end(step)
+        while len(self._kept) > _KEPT:
+            self._kept.popitem(last=False)
+        return state
+
+
+# -----------------------------------------------------------------------------
+# Drifts that change what a client already has: its images, its labels, its noise, its amount.
+# -----------------------------------------------------------------------------
+
+
+_QUARTERS = 4
+"""Steps of a gradual drift in a run, if nothing else is asked for."""
+
+
+def gradually(config: RunConfig) -> str:
+    """Return the schedule of a drift that goes on all through a run."""
+    return f"every {max(1, config.planned_updates // _QUARTERS)} updates"
+
+
+@dataclass(frozen=True)
+class ShareOptions(DriftOptions):
+    """An option of every drift that may spare some clients."""
+
+    drift_share: float = option(1.0, "share of the clients that drift", above=0, high=1)
+
+
+class SomeClients(Drift):
+    """A drift of some clients, the same ones at every step."""
+
+    options_type = ShareOptions
+
+    def drifts(self, client: int) -> bool:
+        """Return whether a client is one of those that drift."""
+        count = max(1, round(self.options.drift_share * self.dealt.clients))
+        return client in self.rng("who").permutation(self.dealt.clients)[:count]
+
+    def data(self, client: int, step: int) -> ClientData:
+        """Return the data as dealt out, changed by so many steps."""
+        data = self.dealt.data(client)
+        return self.changed(data, client, step) if self._moved(client, step) else data
+
+    def changed(self, data: ClientData, client: int, step: int) -> ClientData:
+        """Return data changed by so many steps, at least one."""
+        raise TypeError(f"{type(self).__name__} does not define changed().")
+
+    def _moved(self, client: int, step: int) -> bool:
+        return step > 0 and self.drifts(client)
+
+
+@dataclass(frozen=True)
+class RotateOptions(ShareOptions):
+    """Options of rotate."""
+
+    rotate_degrees: float = option(30.0, "degrees that images turn per step")
+
+
+class Rotate(SomeClients):
+    """Images turn, anticlockwise, by rotate-degrees per step."""
+
+    options_type = RotateOptions
+
+    @staticmethod
+    def default_schedule(config: RunConfig) -> str:
+        """Return a quarter of the run for each step."""
+        return gradually(config)
+
+    def check(self) -> None:
+        """Raise UserError if there are no images."""
+        shape = self.dealt.dataset.shape.input_shape
+        if len(shape) != 3:
+            raise UserError(
+                f"drift rotate turns images, and {self.dealt.config.dataset} has inputs of shape "
+                f"{shape}: take noise or label-shift, or a dataset of images."
+            )
+
+    def changed(self, data: ClientData, client: int, step: int) -> ClientData:
+        """Return the images turned."""
+        degrees, blank = step * self.options.rotate_degrees % 360.0, self.dealt.dataset.blank
+        return replace(
+            data,
+            x_train=rotated(data.x_train, degrees, blank),
+            x_test=rotated(data.x_test, degrees, blank),
+        )
+
+
+@dataclass(frozen=True)
+class LabelShiftOptions(ShareOptions):
+    """Options of label-shift."""
+
+    label_shift: int = option(1, "s of y + s mod C, per step")
+
+
+class LabelShift(SomeClients):
+    """Labels become y + s mod C: the same inputs, another task."""
+
+    options_type = LabelShiftOptions
+
+    def check(self) -> None:
+        """Raise UserError if there are no classes, or the shift changes nothing."""
+        self.needs_labels()
+        classes = self.dealt.dataset.num_classes
+        if self.options.label_shift % classes == 0:
+            raise UserError(
+                f"label-shift {self.options.label_shift} leaves the labels of {classes} classes "
+                f"as they are: give another number."
+            )
+
+    def changed(self, data: ClientData, client: int, step: int) -> ClientData:
+        """Return other labels."""
+        shift, classes = step * self.options.label_shift, self.dealt.dataset.num_classes
+        return replace(
+            data,
+            y_train=(data.y_train + shift) % classes,
+            y_test=(data.y_test + shift) % classes,
+        )
+
+
+@dataclass(frozen=True)
+class NoiseOptions(ShareOptions):
+    """Options of noise."""
+
+    noise_growth: float = option(
+        0.5, "standard deviation that is added per step, of normalised inputs", above=0
+    )
+
+
+class Noise(SomeClients):
+    """Gaussian noise grows by noise-growth per step, as in a sensor that wears out."""
+
+    options_type = NoiseOptions
+
+    @staticmethod
+    def default_schedule(config: RunConfig) -> str:
+        """Return a quarter of the run for each step."""
+        return gradually(config)
+
+    def check(self) -> None:
+        """Raise UserError if the inputs are no quantities."""
+        if self.dealt.dataset.tokens:
+            raise UserError(
+                f"drift noise adds to quantities, and {self.dealt.config.dataset} has text: take "
+                f"swap-all or label-shift."
+            )
+
+    def changed(self, data: ClientData, client: int, step: int) -> ClientData:
+        """Return noisier inputs; a sample's noise is the same but for its size at every step."""
+        level = np.float32(step * self.options.noise_growth)
+        train, test = (
+            inputs
+            + level * self.rng(f"noise {part}", client).standard_normal(inputs.shape, np.float32)
+            for part, inputs in (("train", data.x_train), ("test", data.x_test))
+        )
+        return replace(data, x_train=train, x_test=test)
+
+
+@dataclass(frozen=True)
+class IncrementalOptions(DriftOptions):
+    """Options of incremental."""
+
+    incremental_start: float = option(
+        0.25,
+        "share of its training samples that a client begins with",
+        above=0,
+        high=1,
+    )
+    incremental_more: float = option(
+        0.25, "share of its training samples that each step adds", above=0, high=1
+    )
+    incremental_of: str = option(
+        "original",
+        "what the shares are of: original, all of a client's samples, or rest, what the step "
+        "before has left",
+        among=("original", "rest"),
+    )
+
+
+class Incremental(Drift):
+    """Training samples come bit by bit: 25 % at first, 25 % more with every step.
+
+    The shares are those of all that a client will have, as the text of Duan et al. 2022 says.
+    Their code takes each share of what the one before has left, so that a client's samples become
+    fewer: 25, 12.5, 9.4 and 9.4 % (``incremental-of=rest``). The test samples are all there from
+    the beginning, as their distribution does not change.
+    """
+
+    options_type = IncrementalOptions
+
+    @staticmethod
+    def default_schedule(config: RunConfig) -> str:
+        """Return a quarter of the run for each step."""
+        return gradually(config)
+
+    def data(self, client: int, step: int) -> ClientData:
+        """Return the part that is there by now; what was there stays."""
+        data = self.dealt.data(client)
+        share, count = self._share(step), len(data.y_train)
+        there = min(count, max(1, round(share * count)))
+        if there == count:
+            return data
+        own = np.sort(self.rng("release", client).permutation(count)[:there])
+        return replace(data, x_train=data.x_train[own], y_train=data.y_train[own])
+
+    def _share(self, step: int) -> float:
+        """Return the share of a client's samples that is there at a step."""
+        start: float = self.options.incremental_start
+        more: float = self.options.incremental_more
+        if self.options.incremental_of == "original":
+            return min(1.0, start + step * more)
+        # From the step on at which the share is 1, nothing changes any more.
+        last = min(step, math.ceil((1.0 - start) / more))
+        return math.prod(min(1.0, start + number * more) for number in range(last + 1))
+
+
+# -----------------------------------------------------------------------------
+# Clients that exchange data.
+#
+# "Swap all" and "swap part" of Duan et al., "Flexible Clustered Federated Learning for Client-
+# Level
+# Data Distribution Shift" (FlexCFL), TPDS 2022. At every step all clients are paired at random,
+# and
+# each pair exchanges with the same chance.
+# -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SwapOptions(DriftOptions):
+    """Options of the two exchanges."""
+
+    swap_chance: float = option(0.05, "chance that a pair of clients exchanges", above=0, high=1)
+
+
+class Swap(Drift):
+    """What both exchanges have in common: the pairs."""
+
+    options_type = SwapOptions
+    needs_others = True
+
+    @staticmethod
+    def default_schedule(config: RunConfig) -> str:
+        """Return one step for as many updates as there are clients, the size of a round."""
+        return f"every {config.num_clients} updates"
+
+    def check(self) -> None:
+        """Raise UserError if there are no two clients."""
+        if self.dealt.clients < 2:
+            raise UserError("Clients that exchange data are at least 2: take more clients.")
+
+    def pairs(self, clients: int, step: int) -> Indices:
+        """Return the pairs that exchange at a step, shape (pairs, 2)."""
+        rng = self.rng(f"pairs {step}")
+        pairs = rng.permutation(clients)[: clients // 2 * 2].reshape(-1, 2)
+        chosen: Indices = pairs[rng.random(len(pairs)) < self.options.swap_chance]
+        return chosen
+
+
+class SwapAll(Swap):
+    """Pairs of clients exchange all their data, training and test samples, and their group."""
+
+    def data(self, client: int, step: int) -> ClientData:
+        """Return what was dealt out to the client whose data it has now."""
+        return self.dealt.data(int(self._origins.at(step)[client]))
+
+    def groups(self, step: int) -> tuple[int | None, ...]:
+        """Return the groups, which move with the data."""
+        return tuple(self.dealt.group(origin) for origin in self._origins.at(step).tolist())
+
+    @cached_property
+    def _origins(self) -> Evolution[Indices]:
+        """Whose data each client has, shape (clients,)."""
+        return Evolution(np.arange(self.dealt.clients), self._exchanged)
+
+    def _exchanged(self, origins: Indices, step: int) -> Indices:
+        first, second = self.pairs(len(origins), step).T
+        after = origins.copy()
+        after[first], after[second] = origins[second], origins[first]
+        return after
+
+
+@dataclass(frozen=True, eq=False)
+class _Held:
+    """Who has whose samples of which label.
+
+    Attributes
+    ----------
+    holder : Indices
+        Shape (clients, labels): who has the samples of a label that were dealt out to a client.
+    train, test : Indices
+        Shape (clients, labels): how many training and test samples each client has now.
+    """
+
+    holder: Indices
+    train: Indices
+    test: Indices
+
+
+class SwapPart(Swap):
+    """Pairs exchange one label that only the one has for one label that only the other has."""
+
+    def check(self) -> None:
+        """Raise UserError if no two clients have labels of their own."""
+        super().check()
+        self.needs_labels()
+        has = self._held.at(0)
+        owned = {tuple(row) for row in ((has.train + has.test) > 0).tolist()}
+        if not any(
+            any(a and not b for a, b in zip(one, other, strict=True))
+            and any(b and not a for a, b in zip(one, other, strict=True))
+            for one in owned
+            for other in owned
+        ):
+            raise UserError(
+                "drift swap-part exchanges labels that only one of two clients has, and no two "
+                "clients have such: take partition classes or label-groups, or swap-all."
+            )
+
+    def data(self, client: int, step: int) -> ClientData:
+        """Return what the client kept, and what it got from each of the others."""
+        holder = self._held.at(step).holder
+        mine = holder == client
+        origins = np.flatnonzero(mine.any(axis=1))
+        if mine[client].all() and origins.tolist() == [client]:
+            return self.dealt.data(client)
+        parts = [_of_labels(self.dealt.data(origin), mine[origin]) for origin in origins.tolist()]
+        return ClientData(
+            np.concatenate([part.x_train for part in parts]),
+            np.concatenate([part.y_train for part in parts]),
+            np.concatenate([part.x_test for part in parts]),
+            np.concatenate([part.y_test for part in parts]),
+            self.dealt.group(client),
+        )
+
+    @cached_property
+    def _held(self) -> Evolution[_Held]:
+        return Evolution(_as_dealt(self.dealt), self._exchanged)
+
+    def _exchanged(self, held: _Held, step: int) -> _Held:
+        clients = len(held.train)
+        after = _Held(held.holder.copy(), held.train.copy(), held.test.copy())
+        for pair, (one, other) in enumerate(self.pairs(clients, step).tolist()):
+            labels = self._labels(after, one, other, self.rng(f"labels {step}", pair))
+            if labels is None:
+                continue
+            for label in labels:
+                column = after.holder[:, label]
+                had, got = column == one, column == other
+                column[had], column[got] = other, one
+                for counts in (after.train, after.test):
+                    counts[[one, other], label] = counts[[other, one], label]
+        return after
+
+    def _labels(
+        self, held: _Held, one: int, other: int, rng: np.random.Generator
+    ) -> tuple[int, int] | None:
+        """Draw the labels that a pair exchanges; None if it has none to exchange."""
+        has = (held.train[[one, other]] + held.test[[one, other]]) > 0
+        given, taken = np.flatnonzero(has[0] & ~has[1]), np.flatnonzero(has[1] & ~has[0])
+        if len(given) == 0 or len(taken) == 0:
+            return None
+        label, back = int(rng.choice(given)), int(rng.choice(taken))
+        for counts in (held.train, held.test):
+            moved = counts[one, label] - counts[other, back]
+            # A client without a sample to train with, or to test with, could not go on.
+            if counts[one].sum() - moved < 1 or counts[other].sum() + moved < 1:
+                return None
+        return label, back
+
+
+def _as_dealt(dealt: Dealt) -> _Held:
+    labels = dealt.dataset.num_classes
+    own = [(dealt.indices(client), dealt.group(client)) for client in range(dealt.clients)]
+    train, test = (
+        np.array(
+            [np.bincount(dealt.labels(pair[part], group), minlength=labels) for pair, group in own]
+        )
+        for part in (0, 1)
+    )
+    holder = np.repeat(np.arange(dealt.clients)[:, None], labels, axis=1)
+    return _Held(holder, train, test)
+
+
+def _of_labels(data: ClientData, wanted: NDArray[np.bool_]) -> ClientData:
+    """Return the samples of some labels; `wanted` says which, shape (labels,)."""
+    train, test = wanted[data.y_train], wanted[data.y_test]
+    return ClientData(
+        data.x_train[train], data.y_train[train], data.x_test[test], data.y_test[test], data.group
+    )
+
+
+# -----------------------------------------------------------------------------
+# Clients whose data are a mixture of distributions that changes over time.
+#
+# Li and Zhu, "Client-Driven Federated Learning" (CDFL). The distributions are the groups of the
+# partition: with rotation-groups, noise-groups and most scenarios all samples as each group sees
+# them, otherwise the samples of each group's clients.
+# -----------------------------------------------------------------------------
+
+
+_SHARES = (0.5, 2.0)
+"""Smallest and largest size of a draw, relative to the mean client, if no size is given."""
+_LEAST = 2
+
+
+@dataclass(frozen=True)
+class MixtureOptions(DriftOptions):
+    """Options of mixture; the shares and what is done with the rest are the paper's."""
+
+    mixture_main_low: float = option(
+        0.4, "smallest share of a client's main distribution", above=0, high=1
+    )
+    mixture_main_high: float = option(
+        0.9, "largest share of a client's main distribution", above=0, high=1
+    )
+    mixture_rest: str = option(
+        "even",
+        "how the others divide what is left, even or dirichlet",
+        among=("even", "dirichlet"),
+    )
+    mixture_main: str = option(
+        "kept",
+        "whether a client's main distribution is kept or redrawn",
+        among=("kept", "redrawn"),
+    )
+    mixture_size_low: int | None = option(
+        None, "fewest training samples of a draw (auto: half the mean client's)", low=2
+    )
+    mixture_size_high: int | None = option(
+        None, "most training samples of a draw (auto: twice the mean client's)", low=2
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _Pools:
+    """What is drawn from: samples by distribution, whose groups have these numbers, how many."""
+
+    groups: tuple[int, ...]
+    train: tuple[Indices, ...]
+    test: tuple[Indices, ...]
+    fewest: int
+    most: int
+
+
+class Mixture(Drift):
+    """Each client's mixture of the groups' distributions is drawn anew at every step."""
+
+    options_type = MixtureOptions
+    needs_others = True
+
+    @staticmethod
+    def default_schedule(config: RunConfig) -> str:
+        """Return a step after every upload of the client."""
+        return "every upload"
+
+    def check(self) -> None:
+        """Raise UserError if there are no groups, or the bounds cross."""
+        groups = set(self.dealt.partition.groups)
+        if None in groups or len(groups) < 2:
+            raise UserError(
+                "drift mixture mixes the distributions of groups, and these clients have "
+                f"{'no groups' if None in groups else 'only one'}: take partition "
+                "rotation-groups, noise-groups or label-groups, or data with groups."
+            )
+        low, high = self.options.mixture_main_low, self.options.mixture_main_high
+        if low > high:
+            raise UserError(f"mixture-main-low {low:g} is above mixture-main-high {high:g}.")
+        pools = self._pools
+        if pools.fewest > pools.most:
+            raise UserError(
+                f"mixture-size-low {pools.fewest} is above mixture-size-high {pools.most}."
+            )
+
+    def data(self, client: int, step: int) -> ClientData:
+        """Return a draw: as many test samples as training samples, from the same mixture.
+
+        No sample that any client trains with is ever a test sample. Those of one distribution
+        differ from one another while there are enough of them.
+        """
+        pools = self._pools
+        rng = self.rng(f"mixture {step}", client)
+        counts = self._counts(client, rng)
+
+        def drawn(part: str, sources: tuple[Indices, ...]) -> tuple[Inputs, Indices]:
+            x, y = [], []
+            for source, count, group in zip(sources, counts.tolist(), pools.groups, strict=True):
+                own = np.sort(rng.choice(source, count, replace=count > len(source)))
+                x.append(self.dealt.inputs(own, group, client, f"{part} {step} {group}"))
+                y.append(self.dealt.labels(own, group))
+            return np.concatenate(x), np.concatenate(y)
+
+        x_train, y_train = drawn("train", pools.train)
+        x_test, y_test = drawn("test", pools.test)
+        return ClientData(
+            x_train,
+            y_train,
+            x_test,
+            y_test,
+            group=pools.groups[int(np.argmax(counts))],
+            mixture=tuple((counts / counts.sum()).tolist()),
+        )
+
+    def groups(self, step: int) -> tuple[int | None, ...]:
+        """Return the group that has the largest share of each client's draw."""
+        return tuple(
+            self._pools.groups[
+                int(np.argmax(self._counts(client, self.rng(f"mixture {step}", client))))
+            ]
+            for client in range(self.dealt.clients)
+        )
+
+    def _counts(self, client: int, rng: np.random.Generator) -> Indices:
+        """Draw how many samples come from each distribution, shape (groups,)."""
+        pools, options = self._pools, self.options
+        groups = len(pools.train)
+        size = int(rng.integers(pools.fewest, pools.most, endpoint=True))
+        main_share = rng.uniform(options.mixture_main_low, options.mixture_main_high)
+        own = self.dealt.group(client)
+        assert own is not None, "check() has seen that there are groups"
+        kept = options.mixture_main == "kept"
+        main = pools.groups.index(own) if kept else int(rng.integers(groups))
+        others = np.full(groups - 1, 1.0 / (groups - 1))
+        if options.mixture_rest == "dirichlet":
+            others = rng.dirichlet(np.ones(groups - 1))
+        shares = np.insert((1.0 - main_share) * others, main, main_share)
+        return largest_remainder(size, shares)
+
+    @cached_property
+    def _pools(self) -> _Pools:
+        own = [self.dealt.indices(client) for client in range(self.dealt.clients)]
+        groups = np.array(self.dealt.partition.groups)
+        numbers = tuple(np.unique(groups).tolist())
+        mean = sum(len(train) for train, _ in own) / len(own)
+        low, high = self.options.mixture_size_low, self.options.mixture_size_high
+        train, test = (
+            tuple(
+                np.concatenate([own[i][part] for i in _members(groups, group, self.dealt.skewed)])
+                for group in numbers
+            )
+            for part in (0, 1)
+        )
+        return _Pools(
+            numbers,
+            train,
+            test,
+            fewest=max(_LEAST, round(_SHARES[0] * mean)) if low is None else low,
+            most=max(_LEAST, round(_SHARES[1] * mean)) if high is None else high,
+        )
+
+
+def _members(groups: NDArray[np.generic], group: int, everybody: bool) -> list[int]:
+    """Return the clients whose samples make up a distribution."""
+    return list(range(len(groups))) if everybody else np.flatnonzero(groups == group).tolist()
+
+
+# -----------------------------------------------------------------------------
+# Concepts that come to one client after another: the same inputs with some labels exchanged.
+#
+# After the label-swapping streams of Jothimurugesan et al., "Federated Learning under
+# Distributed
+# Concept Drift" (FedDrift), AISTATS 2023: a client's data of each step follow one concept, the
+# change
+# comes to clients at different steps, and with more than two concepts different new ones come at
+# the
+# same time. Which client changes when is drawn: our reading, as are the labels that are
+# exchanged.
+# -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ConceptsOptions(DriftOptions):
+    """Options of concepts."""
+
+    concepts: int = option(2, "number of concepts", low=2)
+    concept_steps: int = option(10, "steps over which the changes are spread", low=2)
+    concept_samples: str = option(
+        "new",
+        "training samples of a step: new, each step a part of the client's, or the same at every "
+        "step",
+        among=("new", "same"),
+    )
+
+
+class Concepts(Drift):
+    """Clients go from concept to concept, at steps of their own; a concept exchanges two labels.
+
+    Concept 0 has the labels as they are; concept k exchanges labels 2k − 1 and 2k. All clients
+    begin with concept 0 and meet every other once: client i first 1 + i mod (K − 1), then the
+    following ones in turn. The K − 1 steps at which it changes are drawn, without repetition, from
+    1 to ``concept-steps`` − 1.
+    """
+
+    options_type = ConceptsOptions
+
+    @staticmethod
+    def default_schedule(config: RunConfig) -> str:
+        """Return a tenth of the run for each step."""
+        return f"every {max(1, config.planned_updates // 10)} updates"
+
+    def check(self) -> None:
+        """Raise UserError if there are too few labels, steps or samples."""
+        count, steps = self.options.concepts, self.options.concept_steps
+        classes = self.dealt.dataset.num_classes
+        if 2 * count - 1 > classes:
+            raise UserError(
+                f"{count} concepts exchange the labels 1 to {2 * count - 2}, and there are labels "
+                f"0 to {classes - 1}: take fewer concepts."
+            )
+        if count > steps:
+            raise UserError(
+                f"A client meets {count} concepts at {count} different steps, and concept-steps is "
+                f"{steps}: take fewer concepts or more concept-steps."
+            )
+        if self.options.concept_samples == "new":
+            fewest, client = min((len(self.dealt.indices(c)[0]), c) for c in self.dealt.present)
+            if fewest < steps:
+                raise UserError(
+                    f"Client {client} has {fewest} training samples, too few for a new one at each "
+                    f"of {steps} steps: take concept-samples same, fewer clients or concept-steps."
+                )
+
+    def data(self, client: int, step: int) -> ClientData:
+        """Return the samples of a step with the labels of its concept."""
+        data = self.dealt.data(client)
+        if self.options.concept_samples == "new":
+            steps = self.options.concept_steps
+            order = self.rng("samples of steps", client).permutation(len(data.y_train))
+            own = np.sort(np.array_split(order, steps)[step % steps])
+            data = replace(data, x_train=data.x_train[own], y_train=data.y_train[own])
+        concept = self.concept(client, step)
+        return replace(
+            data,
+            y_train=exchanged(data.y_train, concept),
+            y_test=exchanged(data.y_test, concept),
+            group=concept,
+        )
+
+    def groups(self, step: int) -> tuple[int | None, ...]:
+        """Return the concept of every client."""
+        return tuple(self.concept(client, step) for client in range(self.dealt.clients))
+
+    def concept(self, client: int, step: int) -> int:
+        """Return the concept of a client's data at a step, from 0."""
+        others = self.options.concepts - 1
+        rng = self.rng("steps of change", client)
+        moments = rng.choice(np.arange(1, self.options.concept_steps), others, replace=False)
+        changes = int(np.sum(moments <= step))
+        return 1 + (client + changes - 1) % others if changes else 0
+
+
+def exchanged(y: NDArray[np.int64], concept: int) -> NDArray[np.int64]:
+    """Return labels with 2k − 1 and 2k exchanged, for concept k; as they are for concept 0."""
+    if concept == 0:
+        return y
+    one, other = 2 * concept - 1, 2 * concept
+    return np.where(y == one, other, np.where(y == other, one, y))
+
+
+# -----------------------------------------------------------------------------
+# Data that come in the order of their time, for datasets that were recorded over a long time.
+# -----------------------------------------------------------------------------
+
+
+_STEPS = 8
+"""Steps of a run, if nothing else is asked for; what is loaded is not known where it is decided."""
+_SAMPLES = 2
+"""A period needs a sample to train with and one to test with."""
+
+
+@dataclass(frozen=True)
+class InOrderOptions(DriftOptions):
+    """Options of in-order."""
+
+    in_order_lag: int = option(
+        0, "periods that the last clients are behind the first (staggered drift)", low=0
+    )
+
+
+class InOrder(Drift):
+    """Every client meets its samples period by period, in the order in which they were recorded.
+
+    At each step it has those of one period, for training and for testing; after the last period
+    it stays there. With a lag the clients are divided, in order of their numbers, into parts of
+    which each is one period behind the one before: several periods are met at a time, and the
+    period is a client's true group.
+    """
+
+    options_type = InOrderOptions
+
+    @staticmethod
+    def default_schedule(config: RunConfig) -> str:
+        """Return an eighth of the run for each step."""
+        return f"every {max(1, config.planned_updates // _STEPS)} updates"
+
+    def check(self) -> None:
+        """Raise UserError if the samples have no order, or a client has none of a period."""
+        if self.dealt.dataset.periods is None:
+            raise UserError(
+                f"drift in-order follows the time at which samples were recorded, and "
+                f"{self.dealt.config.dataset} does not tell it: take gas-drift or beijing-air."
+            )
+        lag, last = self.options.in_order_lag, self._last
+        if lag > last:
+            raise UserError(
+                f"in-order-lag {lag} is more than the data have: they have {last + 1} periods."
+            )
+        for client in self.dealt.present:
+            counts = self._counts(client)
+            if counts.min() < _SAMPLES:
+                raise UserError(
+                    f"drift in-order needs {_SAMPLES} samples of every period at every client, and "
+                    f"client {client} has {counts.min()} of period {int(counts.argmin())}, from 0: "
+                    "take fewer clients."
+                )
+
+    def data(self, client: int, step: int) -> ClientData:
+        """Return the client's samples of the period that it has reached."""
+        period = self.period(client, step)
+        data = self.dealt.data_where(client, self._periods == period)
+        return replace(data, group=period) if self.options.in_order_lag else data
+
+    def groups(self, step: int) -> tuple[int | None, ...]:
+        """Return the periods that clients have reached, if these may differ."""
+        if not self.options.in_order_lag:
+            return self.dealt.partition.groups
+        return tuple(self.period(client, step) for client in range(self.dealt.clients))
+
+    def period(self, client: int, step: int) -> int:
+        """Return which period a client has reached at a step."""
+        behind = client * (self.options.in_order_lag + 1) // self.dealt.clients
+        return int(np.clip(step - behind, 0, self._last))
+
+    def _counts(self, client: int) -> Indices:
+        """Return how many samples a client has of each period, shape (periods,)."""
+        own = np.concatenate(self.dealt.indices(client))
+        return np.bincount(self._periods[own], minlength=self._last + 1)
+
+    @property
+    def _periods(self) -> Indices:
+        periods = self.dealt.dataset.periods
+        assert periods is not None, "check() has seen that there are periods"
+        return periods
+
+    @cached_property
+    def _last(self) -> int:
+        return int(self._periods.max())
+
+
+# -----------------------------------------------------------------------------
+# Sequences of tasks, for continual learning: at every step a client meets other labels.
+# -----------------------------------------------------------------------------
+
+
+_MOST = 5
+"""Tasks of a sequence, if no number is given and the clients have labels enough."""
+_FEWEST = 2
+"""A task needs a sample to train with and one to test with."""
+
+
+@dataclass(frozen=True)
+class TasksOptions(DriftOptions):
+    """Options of tasks."""
+
+    tasks_count: int | None = option(
+        None, "length of the sequence (auto: 5, or as many as every client's labels)", low=2
+    )
+    tasks_order: str = option(
+        "own",
+        "whether every client has its own order of tasks or all the same",
+        among=("own", "same"),
+    )
+
+
+class Tasks(Drift):
+    """A sequence of tasks per client: its labels are split into tasks, each step is the next one.
+
+    One random order of all labels decides, for all clients alike, which of a client's labels go
+    into a task together; so clients with the same labels have the same tasks. After the last task
+    the first comes again.
+    """
+
+    options_type = TasksOptions
+
+    @staticmethod
+    def default_schedule(config: RunConfig) -> str:
+        """Return the same number of updates for each task; for each of five, if none is given."""
+        count = config.read(TasksOptions).tasks_count or _MOST
+        return f"every {max(1, config.planned_updates // count)} updates"
+
+    def check(self) -> None:
+        """Raise UserError if there are no classes, or a client has not enough of them."""
+        self.needs_labels()
+        wanted, (fewest, client) = self._number, self._fewest_labels
+        if fewest < wanted:
+            raise UserError(
+                f"drift tasks needs {wanted} labels of at least {_SAMPLES} samples at every "
+                f"client, a label for each task, and client {client} has {fewest}: take "
+                "partition iid or dirichlet, or fewer tasks-count."
+            )
+
+    def data(self, client: int, step: int) -> ClientData:
+        """Return the client's samples of the labels of its task."""
+        count = self._number
+        position = step % count
+        if self.options.tasks_order == "own":
+            position = int(self.rng("order of tasks", client).permutation(count)[position])
+        tasks = np.array_split(self._labels(client), count)
+        return self.dealt.data_where(client, np.isin(self.dealt.dataset.y, tasks[position]))
+
+    def fewest(self, client: int) -> int:
+        """Return the fewest training samples of a client at any step."""
+        return min(len(self.data(client, step).y_train) for step in range(self._number))
+
+    def _labels(self, client: int) -> Indices:
+        """Return the labels of which a client has samples enough, in the order common to all."""
+        own = np.concatenate(self.dealt.indices(client))
+        counts = np.bincount(self.dealt.dataset.y[own], minlength=self.dealt.dataset.num_classes)
+        order = self.rng("order of labels").permutation(self.dealt.dataset.num_classes)
+        enough: Indices = order[counts[order] >= _SAMPLES]
+        return enough
+
+    @cached_property
+    def _number(self) -> int:
+        """The number of tasks, the same for every client."""
+        if self.options.tasks_count is not None:
+            return int(self.options.tasks_count)
+        fewest, _ = self._fewest_labels
+        return max(_FEWEST, min(_MOST, fewest))
+
+    @cached_property
+    def _fewest_labels(self) -> tuple[int, int]:
+        """The fewest labels that a client has, and the client."""
+        return min((len(self._labels(client)), client) for client in self.dealt.present)
+
+
+# -----------------------------------------------------------------------------
+# Continual streams of two concepts: at every step of its data a client meets one of them again.
+#
+# C-FAACL's experiments (Zhang, Waterloo 2024): ten time steps, each with new data, of the two
+# groups'
+# data in one of the scenarios S1, S2, A1 and A2. In the sequential setting all clients have the
+# same
+# concept at a step; in the multi-task setting each has one of the two. The order is not told:
+# here
+# it is drawn, so that both occur.
+# -----------------------------------------------------------------------------
+
+
+_CONCEPTS = 2
+_TRAINING = 2
+"""Fewest training samples of a step: one may be kept to compare models on."""
+
+
+@dataclass(frozen=True)
+class StreamOptions(ScenarioOptions, DriftOptions):
+    """Options of scenario-stream."""
+
+    stream_steps: int = option(10, "steps of new data", low=2)
+    stream_mode: str = option(
+        "sequential",
+        "who has which concept: sequential, all clients the same at a step, or multi-task, each "
+        "one of its own",
+        among=("sequential", "multi-task"),
+    )
+
+
+class ScenarioStream(Drift):
+    """Each step brings new samples of one of a scenario's two concepts (C-FAACL).
+
+    A client's samples, for training and for testing, are divided evenly over the steps; where a
+    concept has classes of its own (S1), those of its classes over the steps that have the concept.
+    No sample is met twice, and all are met but where a concept has little data (A2). After the last
+    step the stream begins again, with the same samples.
+    """
+
+    options_type = StreamOptions
+
+    @staticmethod
+    def default_schedule(config: RunConfig) -> str:
+        """Return an equal part of the run for each step; of its rounds, if these limit it."""
+        steps = config.read(StreamOptions).stream_steps
+        in_rounds = config.max_rounds and config.max_updates is None
+        total = config.max_rounds if in_rounds else config.planned_updates
+        unit = "rounds" if in_rounds else "updates"
+        if total < steps:
+            return f"every {unit[:-1]}"
+        return ", ".join(f"{total * step // steps} {unit}" for step in range(1, steps))
+
+    @staticmethod
+    def check_schedule(config: RunConfig, schedule: Schedule) -> None:
+        """Raise UserError if the run is known to end before the stream's last step."""
+        steps = config.read(StreamOptions).stream_steps
+        ends = {
+            "seconds": config.max_time,
+            "rounds": config.max_rounds,
+            "updates": 0 if config.max_rounds else config.planned_updates,
+        }
+        end = ends.get(schedule.unit, 0)
+        if not end:
+            return
+        # What counts at its end is over then; of time, the last moment is not reached.
+        last = end - (1 if schedule.unit != "seconds" else 1e-6)
+        count = int(last)
+        met = 1 + schedule.step(last, count, count, count)
+        if met < steps:
+            raise UserError(
+                f"The stream has {steps} steps, and drift-at lets this run of {end:g} "
+                f"{schedule.unit} meet {met} of them: take fewer stream-steps, a longer run or "
+                "another drift-at."
+            )
+
+    def check(self) -> None:
+        """Raise UserError if there are not two concepts, or too few samples for the steps."""
+        self.needs_labels()
+        config, dataset = self.dealt.config, self.dealt.dataset
+        if self._scenario.groups < _CONCEPTS:
+            raise UserError("scenario s0 has one concept only: take s1, s2, a1 or a2.")
+        if dataset.users is None and self.dealt.partition.groups[0] is not None:
+            raise UserError(
+                f"drift scenario-stream makes the two concepts itself, and partition "
+                f"{config.partition} makes groups: take partition iid or dirichlet."
+            )
+        self._scenario.check(dataset, config.dataset)
+        for client in self.dealt.present:
+            concepts = self._concepts(client)
+            for part, least, kind in ((0, _TRAINING, "training"), (1, 1, "test")):
+                own = self.dealt.indices(client)[part]
+                for concept, steps, samples in self._shares(own, concepts):
+                    if self._kept(len(samples) // len(steps), concept) < least:
+                        raise UserError(
+                            f"Client {client} has {len(samples)} {kind} samples for "
+                            f"{len(steps)} steps of {self._named(concept)}, too few for {least} at "
+                            "each: take fewer clients or stream-steps, or a larger "
+                            "scenario-little."
+                        )
+
+    def data(self, client: int, step: int) -> ClientData:
+        """Return the samples of a step, as its concept shows them."""
+        concepts = self._concepts(client)
+        position = step % len(concepts)
+        concept = int(concepts[position])
+        train, test = (
+            self._of_step(client, own, concepts, position, part)
+            for part, own in zip(("train", "test"), self.dealt.indices(client), strict=True)
+        )
+        return ClientData(
+            self._scenario.inputs(self.dealt.dataset, train, concept),
+            self._labels(train, concept),
+            self._scenario.inputs(self.dealt.dataset, test, concept),
+            self._labels(test, concept),
+            group=concept,
+        )
+
+    def fewest(self, client: int) -> int:
+        """Return the fewest training samples of a client at any step."""
+        own, _ = self.dealt.indices(client)
+        shares = self._shares(own, self._concepts(client))
+        return min(self._kept(len(part) // len(steps), concept) for concept, steps, part in shares)
+
+    def groups(self, step: int) -> tuple[int | None, ...]:
+        """Return the concept of every client."""
+        steps = self.options.stream_steps
+        return tuple(int(self._concepts(c)[step % steps]) for c in range(self.dealt.clients))
+
+    @cached_property
+    def _scenario(self) -> Scenario:
+        own = self.options.drift_seed
+        return Scenario(self.options, self.dealt.config.seed if own is None else own)
+
+    def _concepts(self, client: int) -> Indices:
+        """Draw the concept of each of a client's steps, shape (steps,); both occur."""
+        alike = self.options.stream_mode == "sequential"
+        rng = self.rng("concepts of steps", 0 if alike else 1 + client)
+        while True:
+            drawn: Indices = rng.integers(_CONCEPTS, size=self.options.stream_steps)
+            if len(np.unique(drawn)) == _CONCEPTS:
+                return drawn
+
+    def _shares(self, own: Indices, concepts: Indices) -> Iterator[tuple[int, Indices, Indices]]:
+        """Yield the concepts, and which steps divide which samples with each."""
+        dataset = self.dealt.dataset
+        for concept in range(_CONCEPTS):
+            if not self._scenario.divides_classes:
+                yield concept, np.arange(len(concepts)), own
+                continue
+            kinds = self._scenario.classes(np.arange(dataset.num_classes), concept)
+            steps = np.flatnonzero(concepts == concept)
+            yield concept, steps, own[np.isin(dataset.y[own], kinds)]
+
+    def _of_step(
+        self, client: int, own: Indices, concepts: Indices, position: int, part: str
+    ) -> Indices:
+        """Return which of a client's samples are those of a step, ascending."""
+        concept = int(concepts[position])
+        _, steps, samples = list(self._shares(own, concepts))[concept]
+        order = self.rng(f"samples of steps: {part}", client).permutation(samples)
+        share = np.array_split(order, len(steps))[int(np.searchsorted(steps, position))]
+        return np.sort(share[: self._kept(len(share), concept)])
+
+    def _kept(self, count: int, concept: int) -> int:
+        """Return how many of a step's samples there are, if its concept has little data."""
+        return round(count * self._scenario.size(concept))
+
+    def _labels(self, samples: Indices, concept: int) -> Labels:
+        dataset = self.dealt.dataset
+        return self._scenario.labels(dataset.y[samples], concept, dataset.num_classes)
+
+    def _named(self, concept: int) -> str:
+        return f"scenario {self.options.scenario}, concept {concept}"
+
+
+# -----------------------------------------------------------------------------
+# Data that change: generators by name, and when they move a client's data to the next step.
+# -----------------------------------------------------------------------------
+
+
+def drift_type(config: RunConfig) -> type[Drift]:
+    """Return the generator that a configuration names.
+
+    Raises
+    ------
+    UserError
+        There is no such drift.
+    """
+    chosen: type[Drift] = DRIFTS[config.drift]
+    return chosen
+
+
+def drift_of(config: RunConfig, dealt: Dealt) -> Drift:
+    """Return what changes the data of a run, with the options of the run.
+
+    Raises
+    ------
+    UserError
+        There is no such drift, or an option is out of its range.
+    """
+    chosen = drift_type(config)
+    declared = chosen.options_type
+    return chosen(dealt, None if declared is None else config.read(declared))
+
+
+def schedule_of(config: RunConfig) -> Schedule | None:
+    """Return when clients' data move to their next step; None if they never do.
+
+    Parameters
+    ----------
+    config : RunConfig
+        With the number of clients known; without ``drift-at`` the drift has its own schedule.
+
+    Raises
+    ------
+    UserError
+        There is no such drift, or ``drift-at`` cannot be read, or is none for it.
+    """
+    chosen = drift_type(config)
+    if chosen.options_type is None:
+        return None
+    at = config.read(chosen.options_type).drift_at
+    schedule = parse_schedule(chosen.default_schedule(config) if at is None else at)
+    chosen.check_schedule(config, schedule)
+    return schedule

@@ -1,0 +1,659 @@
+"""MNIST and its drop-in replacement Fashion-MNIST, from torchvision's raw idx files."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+from zlib import error as ZlibError  # noqa: N812
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, UnidentifiedImageError
+
+from raceme.core.config import RunConfig
+from raceme.core.errors import UserError
+from raceme.core.files import ReadingError, check_regular, check_room
+from raceme.core.options import option
+from raceme.datasets.cache import Arrays, cached, import_datasets
+from raceme.datasets.source import Dataset, DataShape, Indices, Source, generator
+
+MNIST_FILES = (
+    "train-images-idx3-ubyte",
+    "train-labels-idx1-ubyte",
+    "t10k-images-idx3-ubyte",
+    "t10k-labels-idx1-ubyte",
+)
+"""The idx files, uncompressed, in ``<data-root>/<folder>/raw``."""
+
+
+class Mnist(Source):
+    """MNIST: 70,000 handwritten digits of 28x28 pixels (files under data-root, or --download)."""
+
+    default_model = "cnn"
+    default_lr = 0.01
+    target_accuracy = 0.95
+    default_clients = 100
+
+    name = "mnist"
+    folder = "MNIST"
+    """Both torchvision's class and the folder that it reads."""
+    mean = 0.1307
+    std = 0.3081
+
+    def load(self, config: RunConfig) -> Dataset:
+        """Return train and test images pooled, shape (70000, 1, 28, 28)."""
+        self._check_files(config)
+        files = [Path(config.data_root) / self.folder / "raw" / name for name in MNIST_FILES]
+        if all(file.is_file() for file in files):
+            # torchvision takes seconds to import, in every process: what it reads is kept.
+            arrays = cached(self.name, files, (), lambda: self._read(config))
+        else:
+            arrays = self._read(config)
+        return Dataset(arrays["x"], arrays["y"], num_classes=10, mean=self.mean, std=self.std)
+
+    def _read(self, config: RunConfig) -> dict[str, NDArray[Any]]:
+        """Let torchvision read the files, and fetch them first if that is asked for."""
+        try:
+            torchvision_class = getattr(import_datasets(), self.folder)
+            parts = [
+                torchvision_class(config.data_root, train=train, download=config.download)
+                for train in (True, False)
+            ]
+        # torchvision asserts, indexes and reshapes its way through a damaged file.
+        except (OSError, RuntimeError, ValueError, AssertionError, LookupError) as error:
+            raise UserError(self._unusable(config, error)) from error
+        x = np.concatenate([part.data.numpy() for part in parts])[:, np.newaxis]
+        y = np.concatenate([part.targets.numpy() for part in parts]).astype(np.int64)
+        if x.shape[1:] != (1, 28, 28) or len(x) != len(y) or not np.all(y < 10):
+            raise UserError(self._unusable(config, f"{x.shape} images and {y.shape} labels"))
+        return {"x": x, "y": y}
+
+    def shape(self, config: RunConfig) -> DataShape:
+        """Return the shape without loading: a server has no need of the files."""
+        return DataShape((1, 28, 28), 10)
+
+    def _check_files(self, config: RunConfig) -> None:
+        """Raise UserError if files are missing and may not be fetched."""
+        if not config.data_root:
+            raise UserError(
+                f"{self.name} needs the folder that holds {self.folder}/raw/: pass it as "
+                f"--data-root DIR. {self._how_to_fetch('DIR')}"
+            )
+        raw = Path(config.data_root) / self.folder / "raw"
+        missing = [name for name in MNIST_FILES if not (raw / name).is_file()]
+        if missing and not config.download:
+            raise UserError(
+                f"{self.name} is not under {config.data_root}: {raw} must hold "
+                f"{', '.join(MNIST_FILES)} (missing: {', '.join(missing)}). "
+                f"{self._how_to_fetch(config.data_root)}"
+            )
+
+    def _unusable(self, config: RunConfig, reason: object) -> str:
+        raw = Path(config.data_root) / self.folder / "raw"
+        doing = "download or read" if config.download else "read"
+        what = " ".join(str(reason).split()) or type(reason).__name__
+        return (
+            f"Could not {doing} {self.name} in {raw}: {what}. Expected there: "
+            f"{', '.join(MNIST_FILES)}, uncompressed. {self._how_to_fetch(config.data_root)}"
+        )
+
+    def _how_to_fetch(self, data_root: str) -> str:
+        return f"To fetch: raceme run --dataset {self.name} --data-root {data_root} --download"
+
+
+class FashionMnist(Mnist):
+    """Fashion-MNIST: 70,000 images of clothing, 28x28 pixels (under data-root, or --download)."""
+
+    target_accuracy = 0.9
+
+    name = "fashion-mnist"
+    folder = "FashionMNIST"
+    mean = 0.2860
+    std = 0.3530
+
+
+# -----------------------------------------------------------------------------
+# USPS: handwritten digits of postal codes, in idx files.
+# -----------------------------------------------------------------------------
+
+
+_USPS_SIDE = 16
+_BYTES = 0x08
+"""The code of unsigned bytes in an idx file's head."""
+_USPS_FOLDERS = ("usps", "USPS", "USPS/raw", "")
+
+
+class Usps(Source):
+    """USPS: 9,298 handwritten digits of 16x16 pixels (idx files under data-root)."""
+
+    default_model = "cnn"
+    default_lr = 0.01
+    target_accuracy = 0.95
+
+    def load(self, config: RunConfig) -> Dataset:
+        """Return train and test images pooled, shape (9298, 1, 16, 16)."""
+        root = Path(config.data_root)
+        for inner in _USPS_FOLDERS:
+            files = [root / inner / name for name in MNIST_FILES]
+            if config.data_root and all(file.is_file() for file in files):
+                arrays = cached("usps", files, (1,), partial(_read_usps, files))
+                y = np.array(arrays["y"], np.int64)
+                return Dataset(arrays["x"], y, num_classes=10, mean=0.2573, std=0.3864)
+        raise UserError(
+            f"usps is not under '{config.data_root}': expected usps/ with "
+            f"{', '.join(MNIST_FILES)}, uncompressed: --data-root DIR."
+        )
+
+    def shape(self, config: RunConfig) -> DataShape:
+        """Return the shape without loading."""
+        return DataShape((1, _USPS_SIDE, _USPS_SIDE), 10)
+
+
+def _read_usps(files: list[Path]) -> Arrays:
+    train_x, train_y, test_x, test_y = (read_idx(file) for file in files)
+    x, y = np.concatenate([train_x, test_x]), np.concatenate([train_y, test_y])
+    if x.shape[1:] != (_USPS_SIDE, _USPS_SIDE) or y.shape != (len(x),) or y.max() >= 10:
+        raise UserError(
+            f"{files[0].parent} must hold images of {_USPS_SIDE}x{_USPS_SIDE} pixels and as many "
+            f"labels from 0 to 9; got {x.shape} and {y.shape}."
+        )
+    return {"x": x[:, np.newaxis], "y": y}
+
+
+def read_idx(path: Path) -> NDArray[np.uint8]:
+    """Read an idx file of bytes: two zeros, the type, the number of axes, their sizes, the data.
+
+    Raises
+    ------
+    UserError
+        It cannot be read, or is none.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"Cannot read {path}: {error.strerror}.") from None
+    if len(content) < 4 or content[:3] != bytes([0, 0, _BYTES]):
+        raise UserError(f"{path} is not an idx file of bytes.")
+    axes = content[3]
+    shape = tuple(np.frombuffer(content, ">u4", axes, 4).tolist())
+    data = np.frombuffer(content, np.uint8, -1, 4 + 4 * axes)
+    if data.size != np.prod(shape):
+        raise UserError(f"{path} is cut short: its head says {shape}, its data are {data.size}.")
+    return data.reshape(shape)
+
+
+# -----------------------------------------------------------------------------
+# EMNIST letters a to j, from the idx files of Cohen et al. 2017.
+# -----------------------------------------------------------------------------
+
+
+EMNIST_FILES = tuple(
+    f"emnist-letters-{part}-{kind}-ubyte"
+    for part in ("train", "test")
+    for kind in ("images-idx3", "labels-idx1")
+)
+_FOLDERS = ("EMNIST/raw", "emnist", "")
+_SIDE, _LETTERS = 28, 10
+
+
+class Emnist(Source):
+    """EMNIST: the handwritten letters a to j, 28x28 pixels (idx files under data-root)."""
+
+    default_model = "cnn"
+    default_lr = 0.01
+    target_accuracy = 0.95
+
+    def load(self, config: RunConfig) -> Dataset:
+        """Return train and test images of ten letters pooled, shape (N, 1, 28, 28)."""
+        root = Path(config.data_root)
+        for inner in _FOLDERS:
+            files = [root / inner / name for name in EMNIST_FILES]
+            if config.data_root and all(file.is_file() for file in files):
+                arrays = cached("emnist", files, (1,), partial(_read, files))
+                x, y = arrays["x"], np.array(arrays["y"], np.int64)
+                mean, std = float(x.mean()) / 255, float(x.std()) / 255
+                return Dataset(x, y, num_classes=_LETTERS, mean=mean, std=std)
+        raise UserError(
+            f"emnist is not under '{config.data_root}': expected EMNIST/raw/ with "
+            f"{', '.join(EMNIST_FILES)}, uncompressed: --data-root DIR."
+        )
+
+    def shape(self, config: RunConfig) -> DataShape:
+        """Return the shape without loading."""
+        return DataShape((1, _SIDE, _SIDE), _LETTERS)
+
+
+def _read(files: list[Path]) -> Arrays:
+    """Read the letters a to j, upright: the files have their images turned over."""
+    train_x, train_y, test_x, test_y = (read_idx(file) for file in files)
+    x, y = np.concatenate([train_x, test_x]), np.concatenate([train_y, test_y])
+    letters = 26
+    fits = x.shape[1:] == (_SIDE, _SIDE) and y.shape == (len(x),) and len(y) > 0
+    if not fits or not 1 <= y.min() <= y.max() <= letters:
+        raise UserError(
+            f"{files[0].parent} must hold images of {_SIDE}x{_SIDE} pixels and as many labels from "
+            f"1 to {letters}; got {x.shape} and {y.shape}."
+        )
+    wanted = y <= _LETTERS
+    upright = np.ascontiguousarray(x[wanted].transpose(0, 2, 1))
+    return {"x": upright[:, np.newaxis], "y": y[wanted] - 1}
+
+
+# -----------------------------------------------------------------------------
+# Any folder of images, one folder per class; decoded once, then read from the cache.
+# -----------------------------------------------------------------------------
+
+
+SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
+"""Files with other endings are left out."""
+
+_MOST_PIXELS = 1 << 26
+"""Of one image: 8,192 by 8,192. A file of some kB can say that it has billions."""
+_UNREADABLE = (
+    *(OSError, ReadingError, UnidentifiedImageError, Image.DecompressionBombError),
+    *(ValueError, SyntaxError, EOFError, LookupError, OverflowError, MemoryError),
+)
+"""What Pillow raises for what is damaged, and no image."""
+_PARTS = ("train", "test")
+_EXPECTED = (
+    "Expected: DIR/train/<class>/*.jpg and DIR/test/<class>/*.jpg, or DIR/<class>/*.jpg "
+    f"(endings {', '.join(SUFFIXES)}), with at least two classes"
+)
+
+
+@dataclass(frozen=True)
+class Tree:
+    """The images of a folder.
+
+    Attributes
+    ----------
+    files : tuple[Path, ...]
+        All images, by part, class and name.
+    labels : Indices
+        Class of each, shape (N,).
+    classes : tuple[str, ...]
+        Names of the classes, in alphabetical order.
+    """
+
+    files: tuple[Path, ...]
+    labels: Indices
+    classes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ImageFolderOptions:
+    """What is done with the images."""
+
+    image_size: int = option(0, "height and width (0: as they are)", unit="px", low=0, high=8192)
+
+
+class ImageFolder(Source):
+    """Images in folders named after their class, in data-root (train/ and test/, or one tree)."""
+
+    default_model = "cnn"
+    default_lr = 0.01
+    target_accuracy = 0.8
+    options_type = ImageFolderOptions
+
+    def load(self, config: RunConfig) -> Dataset:
+        """Return all images, of train/ and test/ together, shape (N, 3, height, width)."""
+        if not config.data_root:
+            raise UserError(
+                f"image-folder needs the folder with the images: --data-root DIR. {_EXPECTED}."
+            )
+        tree = read_tree(Path(config.data_root))
+        x = images(tree, config.read(ImageFolderOptions).image_size)
+        # Near the mean and deviation of photographs; one pair serves all channels.
+        return Dataset(x, tree.labels, num_classes=len(tree.classes), mean=0.5, std=0.25)
+
+
+def read_tree(root: Path) -> Tree:
+    """Find the images of a folder and their classes.
+
+    Raises
+    ------
+    UserError
+        There is no such folder, or it is not laid out as it should be.
+    """
+    parts = [root / part for part in _PARTS if (root / part).is_dir()]
+    found = [_by_class(part) for part in parts or [root]]
+    classes = sorted({name for part in found for name in part})
+    if len(classes) < 2:
+        raise UserError(f"There are no images by class in {root}. {_EXPECTED}.")
+    files = [(path, name) for part in found for name in sorted(part) for path in part[name]]
+    labels = np.array([classes.index(name) for _, name in files], np.int64)
+    return Tree(tuple(path for path, _ in files), labels, tuple(classes))
+
+
+def images(tree: Tree, size: int = 0) -> NDArray[np.uint8]:
+    """Return the images of a tree as RGB, shape (N, 3, height, width).
+
+    Parameters
+    ----------
+    tree : Tree
+        Which ones.
+    size : int
+        Height and width that they are brought to; 0 leaves them as they are.
+
+    Raises
+    ------
+    UserError
+        A file is not an image, or the images differ in size and `size` is 0.
+    """
+    arrays = cached("images", tree.files, (size,), lambda: {"x": _decoded(tree.files, size)})
+    return np.asarray(arrays["x"], np.uint8)
+
+
+def _by_class(folder: Path) -> Mapping[str, Sequence[Path]]:
+    """Return the images in each folder of a folder, sorted by name, if there are any."""
+    try:
+        inner = sorted(path for path in folder.iterdir() if path.is_dir())
+        listed = {
+            path.name: [
+                path / name for name in sorted(os.listdir(path)) if name.lower().endswith(SUFFIXES)
+            ]
+            for path in inner
+        }
+    except OSError as error:
+        raise UserError(f"Cannot read {folder}: {error.strerror}. {_EXPECTED}.") from None
+    return {name: files for name, files in listed.items() if files}
+
+
+def _decoded(files: Sequence[Path], size: int) -> NDArray[np.uint8]:
+    first = _decode(files[0], size)
+    check_room(2 * len(files) * first.size, f"All {len(files)} images, each like {files[0]},")
+    pixels = np.empty((len(files), 3, *first.shape[:2]), np.uint8)
+    for index, file in enumerate(files):
+        image = _decode(file, size)
+        if image.shape != first.shape:
+            raise UserError(
+                f"{file} has {image.shape[1]}x{image.shape[0]} pixels, {files[0]} has "
+                f"{first.shape[1]}x{first.shape[0]}: set image-size, e.g. --set image-size=32."
+            )
+        pixels[index] = np.moveaxis(image, -1, 0)
+    return pixels
+
+
+def _decode(file: Path, size: int) -> NDArray[np.uint8]:
+    """Return one image, shape (height, width, 3)."""
+    try:
+        check_regular(file)
+        with warnings.catch_warnings():
+            # The bound is ours: nothing is decoded before the size is known.
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            with Image.open(file) as image:
+                if image.width * image.height > _MOST_PIXELS:
+                    raise ReadingError(
+                        f"it has {image.width}x{image.height} pixels, more than {_MOST_PIXELS:,}"
+                    )
+                colours = image.convert("RGB")
+        if size and colours.size != (size, size):
+            colours = colours.resize((size, size), Image.Resampling.BILINEAR)
+        return np.asarray(colours, np.uint8)
+    except _UNREADABLE as error:
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        raise UserError(f"Cannot read the image {file}: {reason}.") from None
+
+
+# -----------------------------------------------------------------------------
+# CIFAR-10, from torchvision's files or as a folder of images.
+# -----------------------------------------------------------------------------
+
+
+BATCHES = "cifar-10-batches-py"
+"""The folder of torchvision's files under data-root."""
+IMAGES = "CIFAR10-images"
+"""The folder of images under data-root: train/<class>/*.jpg and test/<class>/*.jpg."""
+
+_SHAPE = DataShape((3, 32, 32), 10)
+_MEAN = 0.4734
+_STD = 0.2516
+
+
+class Cifar10(Source):
+    """CIFAR-10: 60,000 photographs of 32x32 pixels (files under data-root, or --download)."""
+
+    default_model = "cnn"
+    default_lr = 0.01
+    target_accuracy = 0.8
+    default_clients = 100
+
+    def load(self, config: RunConfig) -> Dataset:
+        """Return train and test images pooled, shape (60000, 3, 32, 32).
+
+        Mean and deviation are those of all three channels together.
+        """
+        if not config.data_root:
+            raise UserError(
+                f"cifar10 needs the folder that holds {BATCHES}/ or {IMAGES}/: pass it as "
+                f"--data-root DIR. {_how_to_fetch('DIR')}"
+            )
+        root = Path(config.data_root)
+        if (root / BATCHES).is_dir() or not (root / IMAGES).is_dir():
+            return self._from_torchvision(config)
+        tree = read_tree(root / IMAGES)
+        x = images(tree)
+        if x.shape[1:] != _SHAPE.input_shape or len(tree.classes) != _SHAPE.num_classes:
+            raise UserError(
+                f"{root / IMAGES} must hold images of 32x32 pixels in 10 classes, got "
+                f"{x.shape[3]}x{x.shape[2]} in {len(tree.classes)}; other images: image-folder."
+            )
+        return Dataset(x, tree.labels, num_classes=10, mean=_MEAN, std=_STD)
+
+    def shape(self, config: RunConfig) -> DataShape:
+        """Return the shape without loading."""
+        return _SHAPE
+
+    def _from_torchvision(self, config: RunConfig) -> Dataset:
+        folder = Path(config.data_root) / BATCHES
+        if not folder.is_dir() and not config.download:
+            raise UserError(
+                f"cifar10 is not under {config.data_root}: expected {BATCHES}/ (torchvision's "
+                f"files) or {IMAGES}/{{train,test}}/<class>/*.jpg. "
+                f"{_how_to_fetch(config.data_root)}"
+            )
+        try:
+            torchvision_class = import_datasets().CIFAR10
+            parts = [
+                torchvision_class(config.data_root, train=train, download=config.download)
+                for train in (True, False)
+            ]
+        # torchvision compares checksums before it unpickles; it raises many things on its way.
+        except (OSError, RuntimeError, ValueError, LookupError) as error:
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise UserError(
+                f"Could not read cifar10 in {folder}: {reason.rstrip('.')}. "
+                f"{_how_to_fetch(config.data_root)}"
+            ) from error
+        x = np.concatenate([np.moveaxis(part.data, -1, 1) for part in parts])
+        y = np.concatenate([np.asarray(part.targets, np.int64) for part in parts])
+        return Dataset(np.ascontiguousarray(x), y, num_classes=10, mean=_MEAN, std=_STD)
+
+
+def _how_to_fetch(data_root: str) -> str:
+    return f"To fetch: raceme run --dataset cifar10 --data-root {data_root} --download"
+
+
+# -----------------------------------------------------------------------------
+# Digits of different origin: the same ten classes, as several sets of images show them.
+#
+# Li and Zhu, "Client-Driven Federated Learning" (CDFL), mix the digits of MNIST and USPS, of
+# SVHN's
+# house numbers, and of CCPD's number plates.
+# -----------------------------------------------------------------------------
+
+
+_GREY, _COLOUR = (1, 28, 28), (3, 32, 32)
+"""Shapes of the images: MNIST's, and where an origin has colours the paper's."""
+_SVHN = ("train_32x32.mat", "test_32x32.mat")
+_SVHN_FOLDERS = ("SVHN", "svhn", "")
+_CCPD_FOLDERS = ("CCPD", "ccpd", "ccpd_digits")
+_CLASSES = 10
+_UNREADABLE_SET = (OSError, ValueError, TypeError, LookupError, NotImplementedError, ZlibError)
+"""What scipy raises for a file that is damaged, or none of Matlab's, or of a later version."""
+
+_Images = NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class OriginOptions:
+    """Which sets of digits there are."""
+
+    origins: str = option(
+        "mnist,usps",
+        "sets of digits, each a group: mnist, usps, svhn, ccpd; joined by + they are one group",
+    )
+
+
+class DigitsByOrigin(Source):
+    """Digits of MNIST and USPS, or SVHN and CCPD too: a group for each origin (under data-root)."""
+
+    default_model = "cnn"
+    default_lr = 0.01
+    target_accuracy = 0.95
+    default_clients = 40
+    has_clients = True
+    options_type = OriginOptions
+
+    def load(self, config: RunConfig) -> Dataset:
+        """Return the digits of all origins in one shape; each group has as many clients.
+
+        A client has a random part of its group's samples; the origins that make up a group are
+        in it by their sizes.
+        """
+        groups = _groups(config)
+        if config.num_clients < len(groups):
+            raise UserError(
+                f"digits-by-origin has {len(groups)} groups, of which each is at least one client: "
+                f"take at least {len(groups)} clients, got {config.num_clients}."
+            )
+        shape = self.shape(config).input_shape
+        parts = [_READERS[name](config) for names in groups for name in names]
+        x = np.concatenate([_shaped(own, shape) for own, _ in parts])
+        y = np.concatenate([labels for _, labels in parts])
+        sizes = iter([len(labels) for _, labels in parts])
+        counts = [sum(next(sizes) for _ in names) for names in groups]
+        rng, start = generator(config.seed, "digits-by-origin"), 0
+        users: list[Indices] = []
+        true: list[int] = []
+        sharers = np.array_split(np.arange(config.num_clients), len(groups))
+        for group, (count, clients) in enumerate(zip(counts, sharers, strict=True)):
+            own = start + rng.permutation(count)
+            start += count
+            if count < 2 * len(clients):
+                raise UserError(
+                    f"origin {'+'.join(groups[group])} has {count} digits, too few for "
+                    f"{len(clients)} clients: take fewer."
+                )
+            users.extend(np.sort(part) for part in np.array_split(own, len(clients)))
+            true.extend([group] * len(clients))
+        mean, std = (Mnist.mean, Mnist.std) if shape == _GREY else (0.5, 0.25)
+        return Dataset(x, y, _CLASSES, mean, std, users=tuple(users), groups=tuple(true))
+
+    def shape(self, config: RunConfig) -> DataShape:
+        """Return the shape without loading: MNIST's, unless an origin has colours."""
+        names = {name for group in _groups(config) for name in group}
+        return DataShape(_COLOUR if names & {"svhn", "ccpd"} else _GREY, _CLASSES)
+
+
+def _groups(config: RunConfig) -> list[list[str]]:
+    """Read the key ``origins``: groups separated by commas, what is in a group joined by +."""
+    text = config.read(OriginOptions).origins
+    groups = [[name.strip() for name in part.split("+")] for part in text.lower().split(",")]
+    names = [name for group in groups for name in group]
+    if len(names) != len(set(names)) or not set(names) <= set(_READERS):
+        raise UserError(
+            f"origins '{text}' must name each of {', '.join(_READERS)} at most once, e.g. "
+            "mnist,usps or mnist+usps,svhn."
+        )
+    return groups
+
+
+def _mnist(config: RunConfig) -> tuple[_Images, Indices]:
+    data = Mnist().load(config)
+    return np.asarray(data.x, np.uint8), data.y
+
+
+def _usps(config: RunConfig) -> tuple[_Images, Indices]:
+    data = Usps().load(config)
+    return np.asarray(data.x, np.uint8), data.y
+
+
+def _svhn(config: RunConfig) -> tuple[_Images, Indices]:
+    """Read SVHN's cropped digits, in torchvision's files."""
+    root = Path(config.data_root)
+    for inner in _SVHN_FOLDERS:
+        files = [root / inner / name for name in _SVHN]
+        if config.data_root and all(file.is_file() for file in files):
+            arrays = cached("svhn", files, (1,), partial(_read_svhn, files))
+            return np.asarray(arrays["x"]), np.array(arrays["y"], np.int64)
+    raise UserError(
+        f"svhn is not under '{config.data_root}': expected SVHN/ with {' and '.join(_SVHN)}, the "
+        "cropped digits: --data-root DIR."
+    )
+
+
+def _read_svhn(files: list[Path]) -> Arrays:
+    # Imported here because every process that trains would wait for it, and few need it.
+    from scipy.io import loadmat
+
+    xs, ys = [], []
+    for file in files:
+        try:
+            content = loadmat(file)
+            # (height, width, channels, samples); the digit 0 has the label 10.
+            x, y = np.moveaxis(content["X"], (3, 2), (0, 1)), content["y"].ravel() % _CLASSES
+        except _UNREADABLE_SET as error:
+            raise UserError(f"Cannot read {file} as SVHN's digits: {error}.") from None
+        if x.shape[1:] != _COLOUR or x.dtype != np.uint8 or len(x) != len(y):
+            raise UserError(
+                f"{file} must hold X of shape (32, 32, 3, n) in bytes and n labels y; got "
+                f"{content['X'].shape} and {len(y)}."
+            )
+        xs.append(x)
+        ys.append(y.astype(np.int64))
+    return {"x": np.concatenate(xs), "y": np.concatenate(ys)}
+
+
+def _ccpd(config: RunConfig) -> tuple[_Images, Indices]:
+    """Read digits cut from number plates: images in folders named 0 to 9."""
+    root = Path(config.data_root)
+    expected = (
+        f"expected {_CCPD_FOLDERS[0]}/ with images in folders named 0 to 9, or train/ and test/ "
+        "with such folders, cut from the plates: --data-root DIR"
+    )
+    for inner in _CCPD_FOLDERS:
+        if config.data_root and (root / inner).is_dir():
+            tree = read_tree(root / inner)
+            if not set(tree.classes) <= set(map(str, range(_CLASSES))):
+                named = ", ".join(tree.classes)
+                raise UserError(f"{root / inner} has folders {named}: {expected}.")
+            digits = np.array([int(name) for name in tree.classes])
+            return images(tree, _COLOUR[1]), digits[tree.labels]
+    raise UserError(f"ccpd is not under '{config.data_root}': {expected}.")
+
+
+_READERS: dict[str, Callable[[RunConfig], tuple[_Images, Indices]]] = {
+    "mnist": _mnist,
+    "usps": _usps,
+    "svhn": _svhn,
+    "ccpd": _ccpd,
+}
+
+
+def _shaped(x: _Images, shape: tuple[int, ...]) -> _Images:
+    """Bring images to a shape at least as large: bilinear, and grey in all channels."""
+    channels, side = shape[0], shape[1]
+    if x.shape[2] != side:
+        # Imported here because it takes seconds, and who reads from the cache does not need it.
+        import torch
+        from torch.nn.functional import interpolate
+
+        small = torch.from_numpy(np.asarray(x, np.float32))
+        x = interpolate(small, (side, side), mode="bilinear").round().to(torch.uint8).numpy()
+    return x if x.shape[1] == channels else np.repeat(x, channels, axis=1)

@@ -1,0 +1,709 @@
+"""Human activity from motion sensors, a client for each person.
+
+HARBox and IMU are the two datasets of Ouyang et al., "ClusterFL: a similarity-aware federated
+learning system for human activity recognition", 2021, in the folders in which they are published.
+UCI HAR is taken from .npz files, as any other is by ``npz-folder``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raceme.core.config import RunConfig
+from raceme.core.errors import UserError
+from raceme.core.options import option
+from raceme.datasets import npz
+from raceme.datasets.cache import Arrays, cached, read_arrays
+from raceme.datasets.npz import NpzFolder, standardised
+from raceme.datasets.source import Dataset, DataShape, Indices, Labels, Source, Target, generator
+
+HAR_WINDOW = 100
+"""Readings in a window of HARBox and IMU."""
+AXES = 9
+"""Three axes each of accelerometer, gyroscope and magnetometer."""
+
+_WHERE = "https://github.com/xmouyang/FL-Datasets-for-HAR"
+_Window = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Person:
+    """Where one person's windows lie.
+
+    Attributes
+    ----------
+    name : str
+        As in the names of the files.
+    files : Mapping[int, Path]
+        The file with the windows of each activity.
+    group : int or None
+        True group, where the dataset has groups.
+    """
+
+    name: str
+    files: Mapping[int, Path]
+    group: int | None = None
+
+
+class UciHar(NpzFolder):
+    """UCI HAR: 6 activities of 30 people with a phone at the waist (.npz files under data-root).
+
+    Anguita et al., "A Public Domain Dataset for Human Activity Recognition Using Smartphones",
+    ESANN 2013.
+    """
+
+    default_model = "cnn1d"
+    inner = ("uci_har_by_person", "uci-har")
+
+
+class HarBox(Source):
+    """HARBox: 5 activities of up to 120 people, from their own phones (files under data-root)."""
+
+    default_model = "mlp"
+    default_lr = 0.01
+    target_accuracy = 0.75
+    default_clients = 120
+    has_clients = True
+
+    activities = ("Call", "Hop", "typing", "Walk", "Wave")
+    folders = ("large_scale_HARBox", "HARBox", "harbox")
+
+    def load(self, config: RunConfig) -> Dataset:
+        """Return the windows of the first people, by number, shape (N, 900).
+
+        Our reading, as the papers say nothing of it: each axis of the sensors is brought to mean 0
+        and deviation 1 over all people, because their units differ by two orders of magnitude.
+        """
+        people = _first(self._people(_folder(config, "harbox", self.folders)), config, "harbox")
+        arrays = _cached("harbox", people, _harbox_windows)
+        return _dataset(standardised_windows(arrays["x"]), arrays, people, len(self.activities))
+
+    def shape(self, config: RunConfig) -> DataShape:
+        """Return the shape without loading."""
+        return DataShape((HAR_WINDOW * AXES,), len(self.activities))
+
+    def count_clients(self, config: RunConfig) -> int:
+        """Return the number of people with files; of all, where files are not needed."""
+        if not config.data_root:
+            return self.default_clients
+        return len(self._people(_folder(config, "harbox", self.folders)))
+
+    def _people(self, root: Path) -> list[Person]:
+        """Find ``<number>/<activity>_train.txt``."""
+        found = []
+        numbered = [path for path in root.iterdir() if path.name.isdigit() and path.is_dir()]
+        for folder in sorted(numbered, key=lambda path: int(path.name)):
+            paths = {i: folder / f"{name}_train.txt" for i, name in enumerate(self.activities)}
+            files = {i: path for i, path in paths.items() if path.is_file()}
+            if files:
+                found.append(Person(folder.name, files))
+        return found
+
+
+class Imu(Source):
+    """IMU: 3 activities of 7 people in 2 groups, from ClusterFL (files under data-root)."""
+
+    default_model = "mlp"
+    default_lr = 0.01
+    target_accuracy = 0.8
+    default_clients = 7
+    has_clients = True
+
+    activities = ("walk", "up", "down")
+    folders = ("imu_data_7", "IMU", "imu")
+
+    def load(self, config: RunConfig) -> Dataset:
+        """Return the windows, which are normalised as published, shape (N, 900).
+
+        People whose files begin with the same letters were recorded at one place: a true group.
+        """
+        people = _first(self._people(_folder(config, "imu", self.folders)), config, "imu")
+        arrays = _cached("imu", people, _imu_windows)
+        return _dataset(arrays["x"], arrays, people, len(self.activities))
+
+    def shape(self, config: RunConfig) -> DataShape:
+        """Return the shape without loading."""
+        return DataShape((HAR_WINDOW * AXES,), len(self.activities))
+
+    def count_clients(self, config: RunConfig) -> int:
+        """Return the number of people with files; of all, where files are not needed."""
+        if not config.data_root:
+            return self.default_clients
+        return len(self._people(_folder(config, "imu", self.folders)))
+
+    def _people(self, root: Path) -> list[Person]:
+        """Find ``<letters>_<number>_<activity>_nor.txt``."""
+        pattern = re.compile(rf"(([a-z]+)_?\d+)_({'|'.join(self.activities)})(_nor)?\.txt", re.I)
+        files: dict[str, dict[int, Path]] = {}
+        places: dict[str, str] = {}
+        for path in sorted(root.iterdir()):
+            match = pattern.fullmatch(path.name)
+            if match:
+                name, place, activity = match[1], match[2], match[3].lower()
+                files.setdefault(name, {})[self.activities.index(activity)] = path
+                places[name] = place
+        order = sorted(set(places.values()))
+        return [Person(name, files[name], order.index(places[name])) for name in sorted(files)]
+
+
+def standardised_windows(x: NDArray[Any]) -> _Window:
+    """Bring each axis of the sensors to mean 0 and deviation 1.
+
+    Parameters
+    ----------
+    x : NDArray
+        Windows, shape (N, readings x axes), the axes of a reading side by side.
+    """
+    readings = np.asarray(x, np.float32).reshape(len(x), -1, AXES)
+    mean = readings.mean(axis=(0, 1), dtype=np.float64)
+    deviation = readings.std(axis=(0, 1), dtype=np.float64)
+    # An axis that never moves is left at zero.
+    scaled = (readings - mean) / np.where(deviation > 0, deviation, 1.0)
+    standard: _Window = scaled.reshape(x.shape).astype(np.float32)
+    return standard
+
+
+def _folder(config: RunConfig, name: str, candidates: Sequence[str]) -> Path:
+    """Return the first folder of these under data-root, or data-root if it is one of them."""
+    if not config.data_root:
+        raise UserError(f"{name} needs the folder with its files: --data-root DIR (see {_WHERE}).")
+    root = Path(config.data_root)
+    found = [root / inner for inner in candidates if (root / inner).is_dir()]
+    if root.name in candidates and root.is_dir():
+        found.append(root)
+    if not found:
+        wanted = " or ".join(f"{inner}/" for inner in candidates)
+        raise UserError(f"{name} is not under {root}: expected {wanted} there, from {_WHERE}.")
+    return found[0]
+
+
+def _first(people: Sequence[Person], config: RunConfig, name: str) -> Sequence[Person]:
+    if len(people) < config.num_clients:
+        raise UserError(
+            f"Too many clients: {config.num_clients}, but {name} has only {len(people)} people "
+            f"with files under {config.data_root}. Take clients={max(1, len(people))}."
+        )
+    return people[: config.num_clients]
+
+
+def _cached(name: str, people: Sequence[Person], windows: Callable[[Path], _Window]) -> Arrays:
+    """Read the text files of all these people, which takes long, or find that in the cache."""
+
+    def read() -> Arrays:
+        x, y, person = [], [], []
+        for number, who in enumerate(people):
+            for label, path in who.files.items():
+                values = windows(path)
+                x.append(values)
+                y.append(np.full(len(values), label))
+                person.append(np.full(len(values), number))
+        return {
+            "x": np.concatenate(x),
+            "y": np.concatenate(y).astype(np.int64),
+            "person": np.concatenate(person).astype(np.int64),
+        }
+
+    return cached(name, [path for who in people for path in who.files.values()], (), read)
+
+
+def _dataset(
+    x: NDArray[Any], arrays: Arrays, people: Sequence[Person], num_classes: int
+) -> Dataset:
+    users = tuple(np.flatnonzero(arrays["person"] == number) for number in range(len(people)))
+    for who, own in zip(people, users, strict=True):
+        if len(own) < 2:
+            raise UserError(f"'{who.name}' has only {len(own)} windows: at least 2 are needed.")
+    return Dataset(
+        x=x,
+        y=np.array(arrays["y"], np.int64),
+        num_classes=num_classes,
+        users=users,
+        groups=tuple(who.group for who in people),
+    )
+
+
+def _harbox_windows(path: Path) -> _Window:
+    """Read lines of ten numbers, the first of them a time; 100 lines are a window."""
+    values = _numbers(path, None)
+    if values.shape[1] != AXES + 1 or len(values) % HAR_WINDOW:
+        raise UserError(
+            f"{path} must hold {AXES + 1} numbers per line and a multiple of {HAR_WINDOW} lines, "
+            f"got {values.shape[1]} and {len(values)}."
+        )
+    windows: _Window = values[:, 1:].reshape(-1, HAR_WINDOW * AXES).astype(np.float32)
+    return windows
+
+
+def _imu_windows(path: Path) -> _Window:
+    """Read numbers separated by commas; 900 of them are a window."""
+    values = _numbers(path, ",")
+    if values.size % (HAR_WINDOW * AXES):
+        raise UserError(
+            f"{path} must hold a multiple of {HAR_WINDOW * AXES} numbers: {values.size}."
+        )
+    return values.reshape(-1, HAR_WINDOW * AXES).astype(np.float32)
+
+
+def _numbers(path: Path, delimiter: str | None) -> NDArray[np.float64]:
+    try:
+        values = np.loadtxt(path, delimiter=delimiter, ndmin=2)
+    except (OSError, ValueError) as error:
+        raise UserError(f"Cannot read {path} as numbers: {error}.") from None
+    if values.size == 0 or not np.isfinite(values).all():
+        raise UserError(f"{path} is empty, or holds numbers that are not finite.")
+    return values
+
+
+# -----------------------------------------------------------------------------
+# Beijing Multi-Site Air Quality: the next hour's fine dust at twelve stations.
+# -----------------------------------------------------------------------------
+
+
+QUANTITIES = (
+    *("PM2.5", "PM10", "SO2", "NO2", "CO", "O3"),
+    *("TEMP", "PRES", "DEWP", "RAIN", "WSPM"),
+)
+"""Columns of `x`; the direction of the wind is an array of its own."""
+CHANNELS = len(QUANTITIES) + 2
+"""Inputs of each hour: the quantities, and the sine and cosine of the wind's direction."""
+
+# Means and deviations of all stations and years, so that a device needs no other's data.
+_MEAN = (79.79, 104.60, 15.83, 50.64, 1230.77, 57.37, 13.54, 1010.75, 2.491, 0.0645, 1.730)
+_STD = (80.82, 91.77, 21.65, 35.13, 1160.18, 56.66, 11.44, 10.47, 13.79, 0.821, 1.246)
+TARGET = Target("µg/m³", mean=_MEAN[0], std=_STD[0])
+
+_DIRECTIONS = 16
+_UNKNOWN = 255
+_CARRIED = 24
+"""Hours for which a last reading stands in for missing ones; from then on it is the mean."""
+_START = np.datetime64("2013-03-01T00", "h")
+_FOLDERS = ("beijing_air_by_station", "beijing-air", "")
+_EXPECTED = (
+    f"Expected: an .npz file for each station with x, numbers of shape (hours, {len(QUANTITIES)}), "
+    f"NaN where missing ({', '.join(QUANTITIES)}), and wind_dir, 0 to {_DIRECTIONS - 1} clockwise "
+    f"from north, {_UNKNOWN} where missing"
+)
+_MONTHS = {"month": 1, "season": 3, "year": 12}
+
+
+@dataclass(frozen=True)
+class AirOptions:
+    """Which hours are samples, and which of them go together in time."""
+
+    air_hours: int = option(24, "hours of readings that the next one is told from", low=16)
+    air_step: int = option(3, "hours from one sample to the next", low=1)
+    air_period: str = option(
+        "season",
+        "what the drift in-order goes through: month, season or year",
+        among=tuple(_MONTHS),
+    )
+
+
+class BeijingAir(Source):
+    """Fine dust (PM2.5) of the next hour at 12 stations, a regression (files under data-root).
+
+    Zhang et al., "Cautionary tales on air-quality improvement in Beijing", Proc. R. Soc. A 473,
+    2017.
+    """
+
+    default_model = "mclr"
+    default_lr = 0.01
+    target_accuracy = 12.0
+    default_clients = 12
+    has_clients = True
+    options_type = AirOptions
+
+    def load(self, config: RunConfig) -> Dataset:
+        """Return windows of (channels, hours), and the fine dust of the hour after each.
+
+        An input that is missing is the last reading before it, for at most a day, and then the
+        mean. A window whose next hour has no reading of fine dust is no sample. Of each period of
+        each station the last `test-fraction` is for testing, and no training sample reaches into
+        it.
+        """
+        options: AirOptions = config.read(AirOptions)
+        paths = _stations(config)
+        if len(paths) < config.num_clients:
+            raise UserError(
+                f"Too many clients: {config.num_clients}, but there are only {len(paths)} stations "
+                f"in {paths[0].parent}. Take fewer clients."
+            )
+        paths = paths[: config.num_clients]
+        arrays = cached("beijing-air", paths, (1,), partial(_read, paths))
+        hours, sizes = options.air_hours, arrays["sizes"].tolist()
+        # A view: no hour is stored more than once, however many windows it is in.
+        windows = np.lib.stride_tricks.sliding_window_view(arrays["x"], hours, axis=0)
+        # The window that ends before hour t is sample t - hours; the last has no hour after it.
+        y = np.array(arrays["y"][hours:], np.float32)
+        periods = np.concatenate([_periods(size, options.air_period) for size in sizes])[hours:]
+        users, test_users = [], []
+        for start, end in itertools.pairwise(np.cumsum([0, *sizes]).tolist()):
+            own = np.arange(start, end - hours, options.air_step)
+            own = own[np.isfinite(y[own])]
+            train, test = _divided(own, periods, config.test_fraction, hours)
+            if not len(train) or not len(test):
+                raise UserError(
+                    f"A station of {paths[0].parent} has too few hours with readings of fine dust "
+                    f"for windows of {hours} hours."
+                )
+            users.append(train)
+            test_users.append(test)
+        return Dataset(
+            windows[: len(y)],
+            y,
+            num_classes=0,
+            users=tuple(users),
+            test_users=tuple(test_users),
+            periods=periods,
+            target=TARGET,
+        )
+
+    def shape(self, config: RunConfig) -> DataShape:
+        """Return the shape without loading."""
+        hours = config.read(AirOptions).air_hours
+        return DataShape((CHANNELS, hours), num_classes=0, target=TARGET)
+
+    def count_clients(self, config: RunConfig) -> int:
+        """Return the number of stations with files; of all, where files are not needed."""
+        return len(_stations(config)) if config.data_root else self.default_clients
+
+
+def _stations(config: RunConfig) -> list[Path]:
+    """Return the files of the stations in the order of their names."""
+    found = npz.files_in(config.data_root, _FOLDERS)
+    if not found:
+        raise UserError(
+            f"beijing-air is not under '{config.data_root}': there are no files in {_FOLDERS[0]}/: "
+            f"--data-root DIR. {_EXPECTED}."
+        )
+    return found
+
+
+def _read(paths: Sequence[Path]) -> Arrays:
+    """Read the stations one after another: inputs (hours, channels), and the fine dust."""
+    return npz.stacked(map(_station, paths))
+
+
+def _station(path: Path) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    with npz.explained(path, _EXPECTED):
+        arrays = read_arrays(path, ("x", "wind_dir"))
+    x, wind = arrays.get("x"), arrays.get("wind_dir")
+    if x is None or wind is None or x.dtype.kind != "f" or x.ndim != 2:
+        raise UserError(f"{path} lacks x or wind_dir, or holds others. {_EXPECTED}.")
+    fits = x.shape[1] == len(QUANTITIES) and wind.shape == x.shape[:1]
+    if not fits or wind.dtype.kind not in "iu":
+        raise UserError(f"{path}: x is {x.shape} and wind_dir {wind.shape}. {_EXPECTED}.")
+    scaled = (x.astype(np.float64) - _MEAN) / _STD
+    return _filled(np.column_stack([scaled, _wind(wind)])), scaled[:, 0].astype(np.float32)
+
+
+def _wind(direction: NDArray[Any]) -> NDArray[np.float64]:
+    """Return sine and cosine of directions in sixteenths, NaN where unknown, shape (hours, 2)."""
+    angle = np.where(direction < _DIRECTIONS, direction * (2 * np.pi / _DIRECTIONS), np.nan)
+    return np.column_stack([np.sin(angle), np.cos(angle)])
+
+
+def _filled(series: NDArray[np.float64]) -> NDArray[np.float32]:
+    """Fill gaps with the last reading before them, for at most a day, and then with the mean, 0."""
+    rows = np.arange(len(series))[:, np.newaxis]
+    last = np.maximum.accumulate(np.where(np.isfinite(series), rows, -1), axis=0)
+    carried = np.take_along_axis(series, np.maximum(last, 0), axis=0)
+    known = (last >= 0) & (rows - last <= _CARRIED)
+    return np.where(known, carried, 0.0).astype(np.float32)
+
+
+def _periods(hours: int, period: str) -> Indices:
+    """Return the period of each hour from the first of March 2013 on, counted from 0.
+
+    Seasons are those of meteorology, which begin with a month: March to May is spring. Years
+    begin with March too.
+    """
+    months = (_START + np.arange(hours)).astype("datetime64[M]") - _START.astype("datetime64[M]")
+    numbers: Indices = months.astype(np.int64) // _MONTHS[period]
+    return numbers
+
+
+def _divided(own: Indices, periods: Labels, share: float, hours: int) -> tuple[Indices, Indices]:
+    """Divide a station's samples: of each period the last are for testing, between gaps.
+
+    A sample is of the hours of its window and of the hour after it: from its number to `hours`
+    later. No hour of a training sample is one of a test sample, before it or after it.
+    """
+    train, test = [], []
+    tested_until = -1
+    for period in np.unique(periods[own]):
+        samples = own[periods[own] == period]
+        count = int(np.clip(round(share * len(samples)), 1, max(1, len(samples) - 1)))
+        tested = samples[len(samples) - count :]
+        apart = (samples + hours < tested[0]) & (samples > tested_until)
+        test.append(tested)
+        train.append(samples[apart])
+        tested_until = int(tested[-1]) + hours
+    return np.concatenate(train), np.concatenate(test)
+
+
+# -----------------------------------------------------------------------------
+# HIT bearings: vibration of rolling bearings on two test rigs at three speeds.
+# -----------------------------------------------------------------------------
+
+
+BEARING_WINDOW = 2048
+"""Readings in a window, at 51.2 kHz."""
+FAULTS = 7
+
+_FOLDERS_BEARING = ("hit_bearing_by_machine", "hit-bearing", "")
+_NAME = re.compile(r"(?P<machine>.+)_(?P<speed>\d+)rpm")
+_EXPECTED_BEARING = (
+    f"Expected: <machine>_<speed>rpm.npz for each machine and speed, each with x, numbers of shape "
+    f"(windows, {BEARING_WINDOW}) in the order of time, and y, whole numbers from 0 to {FAULTS - 1}"
+)
+
+
+class HitBearing(Source):
+    """Bearing faults: 7 conditions by vibration, 2 machines at 3 speeds (files under data-root).
+
+    Harbin Institute of Technology, sensing and measurement laboratory.
+    """
+
+    default_model = "cnn1d"
+    default_lr = 0.05
+    target_accuracy = 0.9
+    default_clients = 24
+    has_clients = True
+
+    def load(self, config: RunConfig) -> Dataset:
+        """Return the windows; a client has a stretch of one machine's recordings at one speed.
+
+        The windows are taken as they are: each recording has mean 0 and deviation 1. Of each fault
+        of a client the last windows are for testing, since neighbours are alike.
+        """
+        files = _files(config)
+        if config.num_clients < len(files):
+            raise UserError(
+                f"hit-bearing has {len(files)} machines and speeds, of which each is at least one "
+                f"client: take at least {len(files)} clients, got {config.num_clients}."
+            )
+        paths = [path for path, _ in files]
+        arrays = cached("hit-bearing", paths, (1,), partial(_read_bearing, paths))
+        y = np.array(arrays["y"], np.int64)
+        machines = sorted({machine for _, machine in files})
+        sharers = np.array_split(np.arange(config.num_clients), len(files))
+        ends = np.cumsum(arrays["sizes"])
+        users: list[Indices] = []
+        test_users: list[Indices] = []
+        groups: list[int] = []
+        for (path, machine), clients, end, size in zip(
+            files, sharers, ends, arrays["sizes"], strict=True
+        ):
+            own = np.arange(end - size, end)
+            for part in range(len(clients)):
+                train, test = _stretch(own, y, part, len(clients), config.test_fraction)
+                if not len(train):
+                    raise UserError(
+                        f"{path} has too few windows for {len(clients)} clients: take fewer."
+                    )
+                users.append(train)
+                test_users.append(test)
+                groups.append(machines.index(machine))
+        return Dataset(
+            arrays["x"],
+            y,
+            num_classes=FAULTS,
+            users=tuple(users),
+            test_users=tuple(test_users),
+            groups=tuple(groups),
+        )
+
+    def shape(self, config: RunConfig) -> DataShape:
+        """Return the shape without loading."""
+        return DataShape((BEARING_WINDOW,), FAULTS)
+
+
+def _files(config: RunConfig) -> list[tuple[Path, str]]:
+    """Return the files, by machine and then by speed, and the machine of each."""
+    named = [
+        (match["machine"], int(match["speed"]), path)
+        for path in npz.files_in(config.data_root, _FOLDERS_BEARING, "*rpm.npz")
+        if (match := _NAME.fullmatch(path.stem))
+    ]
+    if not named:
+        raise UserError(
+            f"hit-bearing is not under '{config.data_root}': there is no "
+            f"{_FOLDERS_BEARING[0]}/ with such files: --data-root DIR. {_EXPECTED_BEARING}."
+        )
+    return [(path, machine) for machine, _, path in sorted(named)]
+
+
+def _read_bearing(paths: Sequence[Path]) -> Arrays:
+    """Read all files; windows are kept in half precision, as they are stored."""
+    parts = (npz.labelled(path, (BEARING_WINDOW,), FAULTS, _EXPECTED_BEARING) for path in paths)
+    return npz.stacked((x.astype(np.float16), y) for x, y in parts)
+
+
+def _stretch(
+    own: Indices, y: Indices, part: int, parts: int, share: float
+) -> tuple[Indices, Indices]:
+    """Return one part of a file, a stretch of each fault: what it begins and what it ends with."""
+    train, test = [], []
+    for fault in np.unique(y[own]):
+        stretch = np.array_split(own[y[own] == fault], parts)[part]
+        count = int(np.clip(round(share * len(stretch)), 1, max(1, len(stretch) - 1)))
+        train.append(stretch[: len(stretch) - count])
+        test.append(stretch[len(stretch) - count :])
+    return np.concatenate(train), np.concatenate(test)
+
+
+# -----------------------------------------------------------------------------
+# Gas Sensor Array Drift: six gases measured over three years, while the sensors grow old.
+# -----------------------------------------------------------------------------
+
+
+FEATURES = 128
+"""Eight features of each of sixteen sensors."""
+GASES = 6
+
+_FOLDERS_GAS = ("gas_drift_batches", "gas-drift", "")
+_EXPECTED_GAS = (
+    f"Expected: batch_01.npz, batch_02.npz, … in the order of time, each with x, numbers of shape "
+    f"(samples, {FEATURES}), and y, whole numbers from 0 to {GASES - 1}"
+)
+
+
+class GasDrift(Source):
+    """Gas sensors that drift: 6 gases in up to 10 batches over 36 months (files under data-root).
+
+    Vergara et al., "Chemical gas sensor drift compensation using classifier ensembles", Sensors and
+    Actuators B 166, 2012.
+    """
+
+    default_model = "mlp"
+    default_lr = 0.05
+    target_accuracy = 0.9
+    default_clients = 20
+    has_clients = True
+
+    def load(self, config: RunConfig) -> Dataset:
+        """Return all batches, of each of which every client has a share; shape (N, 128).
+
+        Each feature is brought to mean 0 and deviation 1 over the first batch: what comes later
+        cannot be known when a sensor is put into service, and its drift stays to be seen.
+        """
+        paths = _gas_files(config)
+        arrays = cached("gas-drift", paths, (2,), partial(_read_gas, paths))
+        x, sizes = arrays["x"], arrays["sizes"]
+        batch = np.repeat(np.arange(len(sizes)), sizes)
+        y = np.array(arrays["y"], np.int64)
+        first = x[batch == 0].astype(np.float64)
+        std = first.std(axis=0)
+        return Dataset(
+            x,
+            y,
+            num_classes=GASES,
+            mean=first.mean(axis=0).astype(np.float32),
+            std=np.where(std > 0, std, 1.0).astype(np.float32),
+            users=_dealt(y, batch, config),
+            periods=batch,
+        )
+
+    def shape(self, config: RunConfig) -> DataShape:
+        """Return the shape without loading."""
+        return DataShape((FEATURES,), GASES)
+
+
+def _gas_files(config: RunConfig) -> list[Path]:
+    """Return the batches in their order; which of them are there does not matter."""
+    found = npz.files_in(config.data_root, _FOLDERS_GAS, "batch_*.npz")
+    if not found:
+        raise UserError(
+            f"gas-drift is not under '{config.data_root}': there is no "
+            f"{_FOLDERS_GAS[0]}/batch_01.npz: --data-root DIR. {_EXPECTED_GAS}."
+        )
+    return found
+
+
+def _read_gas(paths: Sequence[Path]) -> Arrays:
+    parts = (npz.labelled(path, (FEATURES,), GASES, _EXPECTED_GAS) for path in paths)
+    return npz.stacked((x.astype(np.float32), y) for x, y in parts)
+
+
+def _dealt(y: Indices, batch: Indices, config: RunConfig) -> tuple[Indices, ...]:
+    """Deal out every batch alike: a client's shares of a batch and of its gases differ by one."""
+    rng = generator(config.seed, "gas-drift")
+    order = rng.permutation(len(y))
+    # Sorted by batch, then by gas, shuffled within both; dealt like cards.
+    order = order[np.lexsort((y[order], batch[order]))]
+    return tuple(
+        np.sort(order[client :: config.num_clients]) for client in range(config.num_clients)
+    )
+
+
+# -----------------------------------------------------------------------------
+# Free Spoken Digit Dataset: ten digits, spoken by a few people.
+# -----------------------------------------------------------------------------
+
+
+_WINDOW_AXES = 3
+
+
+class Fsdd(NpzFolder):
+    """Spoken digits (FSDD): log-mel spectra of a few speakers, each of several clients.
+
+    Jackson, "Free Spoken Digit Dataset", https://github.com/Jakobovski/free-spoken-digit-dataset.
+    """
+
+    default_model = "cnn"
+    default_lr = 0.05
+    target_accuracy = 0.9
+    default_clients = 24
+    inner = ("fsdd_by_speaker", "fsdd")
+
+    def load(self, config: RunConfig) -> Dataset:
+        """Return the recordings as images of one channel; the speaker is a client's true group.
+
+        The clients are divided evenly among the speakers, in order; those of a speaker have its
+        recordings in turn, so that each has as many of every digit.
+        """
+        whole = self._unscaled(config, None)
+        assert whole.users is not None
+        if whole.target or whole.x.ndim != _WINDOW_AXES or whole.test_users is not None:
+            raise UserError(
+                f"{config.data_root} holds no spectra of speakers: expected x of shape "
+                "(recordings, bands, times). Take dataset npz-folder for other data."
+            )
+        speakers = len(whole.users)
+        if config.num_clients < speakers:
+            raise UserError(
+                f"fsdd has {speakers} speakers, of whom each is at least one client: take at "
+                f"least {speakers} clients, got {config.num_clients}."
+            )
+        sharers = np.array_split(np.arange(config.num_clients), speakers)
+        parts = [
+            (own[number :: len(clients)], speaker)
+            for speaker, (own, clients) in enumerate(zip(whole.users, sharers, strict=True))
+            for number in range(len(clients))
+        ]
+        if min(len(own) for own, _ in parts) < 2:
+            raise UserError(
+                f"fsdd has too few recordings for {config.num_clients} clients: take fewer."
+            )
+        return standardised(
+            replace(
+                whole,
+                x=whole.x[:, np.newaxis],
+                users=tuple(own for own, _ in parts),
+                groups=tuple(speaker for _, speaker in parts),
+            )
+        )
+
+    def count_clients(self, config: RunConfig) -> int:
+        """Return the number of clients of a run that names none."""
+        return self.default_clients

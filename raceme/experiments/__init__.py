@@ -1,0 +1,1 @@
+"""Comparisons of methods: suites, runs, tables, figures."""

@@ -1,0 +1,250 @@
+"""The plots of a comparison."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from raceme.experiments.results import Comparison, Result
+from raceme.experiments.suites import Scored, Timing
+from raceme.records.record import RunRecord
+from raceme.reporting.style import (
+    FAINT,
+    INK,
+    MUTED,
+    new_figure,
+    say_empty,
+    series_colour,
+    series_line,
+    style,
+    time_unit,
+)
+
+_BAR = 0.62
+_ROW_HEIGHT = 0.27
+
+
+def times_figure(comparison: Comparison) -> Figure:
+    """Draw the mean time of each method as a bar, with a dot for each seed.
+
+    There is no mean, and no bar, where a seed missed the target.
+    """
+    values = {
+        result.label: [run.time for run in result.runs if run.time is not None]
+        for result in comparison.results
+    }
+    longest = max((time for times in values.values() for time in times), default=0.0)
+    seconds, unit = time_unit(longest)
+    scaled = {label: [time / seconds for time in times] for label, times in values.items()}
+    target = comparison.target
+    goal = "the target" if target is None else comparison.measure.goal(target)
+    if comparison.suite.timing is Timing.CONVERGENCE:
+        goal = "convergence"
+    instead = {result.label: _missed(result) for result in comparison.results}
+    axis = f"virtual time ({unit})"
+    return _bars(comparison.results, scaled, f"Virtual time to {goal}", axis, instead)
+
+
+def _missed(result: Result) -> str:
+    """Say how many runs missed the target, and how long they were."""
+    if not result.runs:
+        return "no runs"
+    lengths = [run.summary["virtual_time"] for run in result.runs if run.time is None]
+    if not lengths:
+        return ""
+    seconds, unit = time_unit(mean := float(np.mean(lengths)))
+    text = f"not within {float(f'{mean / seconds:.3g}'):,g} {unit}"
+    if len(lengths) == len(result.runs):
+        return text
+    return f"{text} with {len(lengths)} of {len(result.runs)} seeds"
+
+
+def purity_figure(comparison: Comparison) -> Figure:
+    """Draw the purity of each method's clusters at the end, with a dot for each seed."""
+    values = {
+        result.label: [
+            float(run.summary["purity"]) for run in result.runs if run.summary["purity"] is not None
+        ]
+        for result in comparison.results
+    }
+    return _bars(
+        comparison.results,
+        values,
+        "Purity of the clusters at the end",
+        "share of clients whose cluster's most common group is theirs",
+        {label: "" if own else "no groups known" for label, own in values.items()},
+        limit=1.0,
+    )
+
+
+def _bars(
+    results: Sequence[Result],
+    values: Mapping[str, Sequence[float]],
+    title: str,
+    axis: str,
+    instead: Mapping[str, str],
+    limit: float | None = None,
+) -> Figure:
+    """Draw a horizontal bar to the mean of each method's values, and the values as dots.
+
+    `instead` has what stands in place of a method's bar; where it is empty, the bar is drawn.
+    """
+    labels = [result.label for result in results]
+    with style():
+        figure = new_figure(7.2, 1.1 + _ROW_HEIGHT * len(labels))
+        axes = figure.add_subplot()
+        axes.set_title(title)
+        axes.set_xlabel(axis)
+        top = limit or 1.06 * max((v for group in values.values() for v in group), default=1.0)
+        axes.set_xlim(0.0, top)
+        axes.set_ylim(len(labels) - 0.5, -0.5)
+        axes.set_yticks(range(len(labels)), labels)
+        axes.tick_params(axis="y", length=0)
+        axes.grid(axis="x", color=FAINT)
+        for place, label in enumerate(labels):
+            own = values[label]
+            if instead[label]:
+                axes.text(
+                    *(0.005 * top, place, instead[label]),
+                    va="center",
+                    color=MUTED,
+                    fontsize=8,
+                    # The grid does not cross the words.
+                    bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.0},
+                )
+            else:
+                axes.barh(place, np.mean(own), height=_BAR, color=series_colour(place), alpha=0.85)
+            if len(own) > 1 or instead[label]:
+                axes.plot(own, [place] * len(own), "o", ms=3, color=INK, zorder=3, clip_on=False)
+        return figure
+
+
+# -----------------------------------------------------------------------------
+# Scores of uploads and clusters, and of estimated mixtures, of several methods over a run.
+# -----------------------------------------------------------------------------
+
+
+_NAMES = {
+    Scored.BEFORE: "uploaded",
+    Scored.AFTER: "got in return",
+    Scored.CLUSTER: "clusters' models",
+}
+
+Curve = list[tuple[int, float]]
+"""Updates applied, and a number."""
+
+
+def score_plots(
+    records: Mapping[str, RunRecord], measures: Sequence[Scored], mixtures: bool
+) -> dict[str, Callable[[], Figure]]:
+    """Return what draws the plots of a comparison's scores, by the name of the plot.
+
+    Parameters
+    ----------
+    records : Mapping[str, RunRecord]
+        Label to a run of each method.
+    measures : Sequence[Scored]
+        What is scored.
+    mixtures : bool
+        Whether estimated mixtures are compared with the true ones.
+    """
+    plots: dict[str, Callable[[], Figure]] = {}
+    if records and measures:
+        plots["scores"] = lambda: scores_figure(records, measures)
+    if records and mixtures:
+        plots["mixtures"] = lambda: divergences_figure(records)
+    return plots
+
+
+def scores_figure(records: Mapping[str, RunRecord], measures: Sequence[Scored]) -> Figure:
+    """Draw each score of several runs, side by side on one axis of accuracy.
+
+    Those of uploads are means over the clients by session, a stretch in which every client has
+    uploaded at least once; those of clusters are by evaluation.
+    """
+    with style():
+        figure = new_figure(7.2, 3.4)
+        panels = np.atleast_1d(figure.subplots(1, len(measures), sharey=True))
+        for axes, measure in zip(panels, measures, strict=True):
+            curves = {label: score_curve(record, measure) for label, record in records.items()}
+            # No title: of those an axes has one height for all.
+            axes.text(0.5, 1.02, _NAMES[measure], transform=axes.transAxes, ha="center")
+            _draw(axes, curves)
+        panels[0].set_title("Uploads, what clients get in return, and clusters", pad=24)
+        panels[0].set_ylabel("accuracy")
+        _legend(figure, panels, records)
+        return figure
+
+
+def divergences_figure(records: Mapping[str, RunRecord]) -> Figure:
+    """Draw how far estimated mixtures are from the true ones, by session, of several runs."""
+    with style():
+        figure = new_figure(7.2, 3.2)
+        axes = figure.add_subplot()
+        axes.set_title("Estimated mixtures against the true ones")
+        axes.set_ylabel("KL(true ‖ estimated)")
+        _draw(axes, {label: divergence_curve(record) for label, record in records.items()})
+        axes.set_ylim(bottom=0)
+        _legend(figure, [axes], records)
+        return figure
+
+
+def score_curve(record: RunRecord, measure: Scored) -> Curve:
+    """Return a score over a run."""
+    if measure is Scored.CLUSTER:
+        return [(event.updates, event.mean) for event in record.cluster_scores]
+    uploads = record.uploads
+    found = zip(uploads.session_ends, uploads.by_session(str(measure)), strict=True)
+    return [(end, mean) for end, mean in found if mean is not None]
+
+
+def divergence_curve(record: RunRecord) -> Curve:
+    """Return the mean divergence of the uploads of each session."""
+    by_session: dict[int, list[float]] = defaultdict(list)
+    for row, value in record.uploads.divergences():
+        by_session[row.session].append(value)
+    ends = record.uploads.session_ends
+    return [
+        (end, float(np.mean(by_session[number])))
+        for number, end in enumerate(ends, start=1)
+        if number in by_session
+    ]
+
+
+def _draw(axes: Axes, curves: Mapping[str, Curve]) -> None:
+    axes.set_xlabel("updates")
+    axes.grid(axis="y")
+    for index, (label, curve) in enumerate(curves.items()):
+        if curve:
+            axes.plot(
+                *zip(*curve, strict=True),
+                color=series_colour(index),
+                ls=series_line(index),
+                marker="o",
+                ms=3,
+                label=label,
+            )
+    if any(curves.values()):
+        axes.set_xlim(left=0)
+    else:
+        axes.set_xticks([])
+        say_empty(axes, "nothing known")
+
+
+def _legend(
+    figure: Figure, panels: Sequence[Axes] | np.ndarray, records: Mapping[str, RunRecord]
+) -> None:
+    """Name each run once, in the runs' order."""
+    named: dict[str, Artist] = {}
+    for axes in panels:
+        handles, labels = axes.get_legend_handles_labels()
+        named |= dict(zip(labels, handles, strict=True))
+    shown = [label for label in records if label in named]
+    if shown:
+        handles = [named[label] for label in shown]
+        figure.legend(handles, shown, loc="outside lower center", ncols=min(len(shown), 5))

@@ -1,0 +1,699 @@
+"""The runs of a comparison on disk: which are finished, which are to be done, are they possible.
+
+A finished run has its ``summary.json``, which is written when all else of it is known; nothing but
+a person removes one.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import multiprocessing
+import os
+import shutil
+import signal
+import tarfile
+import tempfile
+import time
+import traceback
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib import import_module
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from raceme.core.config import RunConfig, read_toml
+from raceme.core.errors import UserError
+from raceme.core.events import Ending, Evaluated, Event, UpdateApplied
+from raceme.core.files import ReadingError, parse_json, read_text
+from raceme.core.options import Value
+from raceme.core.signals import StopRequest
+from raceme.experiments.suites import Method, Suite, slug
+from raceme.records.folder import CONFIG, ERROR, foreign, make_folder
+from raceme.runs.checkpoints import CHECKPOINTS, can_resume, only_writer
+from raceme.simulation.ray_cluster import Cluster, first_line
+
+SUMMARY = "summary.json"
+
+_CONDITIONS = (
+    *("checkpoint-every", "checkpoint-seconds", "workers", "track", "trace", "client-map"),
+    *("client-models", "data-file", "data-root", "download"),
+)
+"""Keys that may differ between a finished run and the wanted one: they change no numbers.
+
+Where data lie is not what they are: results can move to a machine that has them elsewhere.
+"""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One method with one seed.
+
+    Attributes
+    ----------
+    method : Method
+        A method without a sweep.
+    seed : int
+        The seed.
+    config : RunConfig
+        Resolved, with the folder that it is to be written to.
+    trial : bool
+        It is there to find the best point of a sweep: shorter than the other runs, and tested on
+        held-out training samples.
+    """
+
+    method: Method
+    seed: int
+    config: RunConfig = field(compare=False)
+    trial: bool = False
+
+    @property
+    def name(self) -> str:
+        """What the run is called in messages."""
+        return f"{self.method.label}, {self.folder.name.replace('-', ' ')}"
+
+    @cached_property
+    def folder(self) -> Path:
+        """Where its artefacts are."""
+        return Path(self.config.out)
+
+    @property
+    def can_resume(self) -> bool:
+        """True if a killed run left a checkpoint in the folder to resume from."""
+        return can_resume(self.folder, self.config)
+
+    def summary(self) -> dict[str, Any] | None:
+        """Return the content of its summary; None if it is not finished.
+
+        A run that was interrupted, or whose clients are all gone, is not: its numbers are those of
+        fewer updates than the others have.
+        """
+        try:
+            content = parse_json(read_text(self.folder / SUMMARY))
+        except ReadingError:
+            return None
+        return content if isinstance(content, dict) and self._is_complete(content) else None
+
+    def _is_complete(self, summary: dict[str, Any]) -> bool:
+        if "ending" in summary:
+            return summary["ending"] in {ending.value for ending in Ending if ending.is_complete}
+        # The summaries of earlier versions tell only in words how a run ended.
+        updates, time = summary.get("updates", 0), summary.get("virtual_time", 0.0)
+        return bool(updates >= self.config.planned_updates or 0 < self.config.max_time <= time)
+
+
+def make_jobs(
+    suite: Suite, methods: Sequence[Method], seeds: Sequence[int], out: Path, trial: bool = False
+) -> list[Job]:
+    """Return the runs of some methods with some seeds, all methods of a seed together.
+
+    Parameters
+    ----------
+    suite : Suite
+        Has the settings and the length of the runs.
+    methods, seeds : Sequence
+        What to run.
+    out : Path
+        The comparison's folder; a run's is ``<method>/seed-<seed>`` below it, or
+        ``<method>/validation-<seed>``.
+    trial : bool
+        They try points of sweeps.
+
+    Raises
+    ------
+    UserError
+        A key or a value that does not exist.
+    """
+    from raceme.runs.experiment import resolve
+
+    jobs = []
+    for seed in seeds:
+        for method in methods:
+            config = resolve(suite.config(method, seed, trial))
+            folder = out / slug(method.label) / f"{'validation' if trial else 'seed'}-{seed}"
+            jobs.append(Job(method, seed, config.with_values(out=str(folder)), trial))
+    return jobs
+
+
+def check(jobs: Iterable[Job]) -> None:
+    """Find out, before anything starts, whether all runs are possible.
+
+    Raises
+    ------
+    UserError
+        One is not: its data, its model, its devices or its hyper-parameters.
+    """
+    from raceme.runs.experiment import build_strategy, check_parts
+
+    dealt: set[tuple[int, str]] = set()
+    for job in jobs:
+        config = job.config
+        try:
+            build_strategy(config)
+            # All that a run is made of, but for its strategy.
+            keys = config.with_values(max_updates=1, max_rounds=0, out="").to_mapping().items()
+            shared = str([item for item in keys if item[0] != "strategy" and "." not in item[0]])
+            if (job.seed, shared) not in dealt:
+                dealt.add((job.seed, shared))
+                check_parts(config)
+        except UserError as error:
+            raise UserError(f"{job.method.label} cannot run: {error}") from None
+
+
+def survey(jobs: Iterable[Job]) -> tuple[list[Job], list[Job]]:
+    """Find out which runs are finished, and of which there are half-written results.
+
+    Raises
+    ------
+    UserError
+        A folder holds a finished run of another configuration, or something that is no run.
+    """
+    finished, half = [], []
+    for job in jobs:
+        if job.summary() is not None:
+            _check_same(job)
+            finished.append(job)
+        elif job.folder.exists():
+            _check_is_run(job)
+            half.append(job)
+    return finished, half
+
+
+def _check_same(job: Job) -> None:
+    """Raise UserError if the finished run in a job's folder is not the one that is wanted."""
+    wanted = job.config.with_values(out="").to_mapping()
+    try:
+        found = RunConfig.from_mapping(read_toml(job.folder / CONFIG)).to_mapping()
+    except UserError as error:
+        raise UserError(f"{job.folder} holds a finished run that cannot be read: {error}") from None
+    names = [*wanted, *(name for name in found if name not in wanted)]
+    for name in names:
+        if found.get(name) != wanted.get(name) and name not in _CONDITIONS:
+            raise UserError(
+                f"{job.folder} holds a finished run with {name} = {found.get(name)!r}, wanted is "
+                f"{wanted.get(name)!r}: choose another folder with --out."
+            )
+
+
+def _check_is_run(job: Job) -> None:
+    """Raise UserError if a folder that is in the way is not what a killed run left."""
+    known = ("run.sqlite", CONFIG, SUMMARY, "run.log", ERROR)
+    inside = list(job.folder.iterdir()) if job.folder.is_dir() else [job.folder]
+    if inside and not any((job.folder / name).exists() for name in known):
+        raise UserError(f"{job.folder} is in the way and is no run: choose another --out.")
+
+
+# -----------------------------------------------------------------------------
+# The folder of a comparison: only what is its own is written over, and one process works in it.
+# -----------------------------------------------------------------------------
+
+
+RESULTS = "compare.json"
+"""The first of its tables to be written: where it is, the folder is a comparison's."""
+_RUNS = ("seed-", "validation-")
+"""Beginnings of the names of runs' folders."""
+_ORPHAN_SECONDS = 30.0
+"""A run whose comparison was killed notices it, writes a checkpoint and ends within so long."""
+
+
+def check_own(out: Path, methods: set[str]) -> None:
+    """Find out whether a folder is new, or one of a comparison.
+
+    Parameters
+    ----------
+    out : Path
+        The folder.
+    methods : set[str]
+        Names in it that stand for methods; what is in these is looked at with the runs.
+
+    Raises
+    ------
+    UserError
+        There is something in it that no comparison has written.
+    """
+    try:
+        entries = sorted(out.iterdir()) if out.exists() else []
+    except OSError as error:
+        raise UserError(f"{out} cannot be used: {error.strerror}; give another --out.") from None
+    if any(entry.name == RESULTS for entry in entries):
+        return
+    strange = [e.name for e in entries if e.name not in methods and not _is_ours(e)]
+    if strange:
+        raise UserError(
+            f"{out} holds {strange[0]}, which is of no comparison: choose a new folder with --out."
+        )
+
+
+@contextmanager
+def only_comparison(out: Path) -> Iterator[None]:
+    """Make the folder if need be, and keep other comparisons out of it meanwhile.
+
+    Raises
+    ------
+    UserError
+        Another one is at work there, or the folder cannot be made.
+    """
+    make_folder(out)
+    with only_writer(out):
+        yield
+
+
+def remove_run(folder: Path) -> None:
+    """Remove what a killed run has left, once nobody writes to it any more.
+
+    Raises
+    ------
+    UserError
+        Something in it is of no run, somebody goes on writing to it, or it cannot be removed.
+    """
+    with only_writer(folder, _ORPHAN_SECONDS):
+        try:
+            strange = folder.name if folder.is_symlink() else foreign(folder)
+            if strange:
+                raise UserError(
+                    f"{folder} is in the way and is not removed, for {strange} in it is of no run: "
+                    "move that away, or choose another folder with --out."
+                )
+            shutil.rmtree(folder)
+        except OSError as error:
+            raise UserError(f"{folder} cannot be removed: {error.strerror}.") from None
+
+
+def wait_for_end(folder: Path) -> None:
+    """Wait until nobody writes to the folder of a run.
+
+    Raises
+    ------
+    UserError
+        Somebody goes on.
+    """
+    with only_writer(folder, _ORPHAN_SECONDS):
+        pass
+
+
+def _is_ours(entry: Path) -> bool:
+    """Return whether a file or folder can be of a comparison that was never finished."""
+    if not entry.is_dir():
+        return entry.name.startswith(".") and entry.name.endswith(".partial")
+    return all(run.name.startswith(_RUNS) and run.is_dir() for run in entry.iterdir())
+
+
+# -----------------------------------------------------------------------------
+# A process that does runs of a comparison, one after another, until it is told to stop.
+# -----------------------------------------------------------------------------
+
+
+_REPORT_SECONDS = 0.2
+_CHECKPOINT_SECONDS = 60.0
+"""From one checkpoint of a run to the next, if nothing else is asked for."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is."""
+
+    updates: int
+    time: float
+    score: str
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A run has ended.
+
+    Attributes
+    ----------
+    error : str or None
+        Why it failed, in one line; None if it did not.
+    """
+
+    error: str | None
+
+
+def serve(connection: Connection[Any, Any]) -> None:
+    """Run each configuration that comes, and send :class:`Progress` and then :class:`Finished`.
+
+    If its folder exists, a run of it is half-done there and is resumed. SIGTERM ends the run with a
+    checkpoint, and so does the end of the process that listens.
+    """
+    # These reach all processes of a terminal; the comparison ends its own.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    # Flower sets its logger up when it is imported, so that comes first.
+    import_module("flwr.serverapp")
+    logging.getLogger("flwr").setLevel(logging.ERROR)
+    logging.getLogger("raceme").propagate = False
+    try:
+        while True:
+            connection.send(run_one(connection.recv(), connection.send))
+    # The second SIGTERM interrupts.
+    except (EOFError, OSError, KeyboardInterrupt):
+        return
+
+
+def run_one(keys: Mapping[str, Value], tell: Callable[[Progress], None]) -> Finished:
+    """Run a configuration; if its folder exists, a run of it is half-done there and is resumed.
+
+    Parameters
+    ----------
+    keys : Mapping[str, Value]
+        The configuration.
+    tell : Callable
+        Is told how far the run is. OSError from it ends the run, with a checkpoint.
+    """
+    from raceme.reporting.artefacts import missing_line
+    from raceme.runs.experiment import simulate
+
+    config = RunConfig.from_mapping(keys)
+    folder = Path(config.out)
+    # Unless somebody wants checkpoints, they are for the case that this process is killed.
+    passing = not config.checkpoint_every and config.checkpoint_seconds is None
+    if passing:
+        config = config.with_values(checkpoint_seconds=_CHECKPOINT_SECONDS)
+    if folder.exists():
+        config = config.with_values(resume=config.out)
+        (folder / ERROR).unlink(missing_ok=True)
+    last = time.monotonic()
+    score = alone = ""
+
+    def observe(event: Event) -> None:
+        nonlocal last, score, alone
+        if isinstance(event, Evaluated):
+            score = f"{event.measure.word} {event.measure.shown(event.accuracy)}"
+        elif isinstance(event, UpdateApplied) and time.monotonic() - last > _REPORT_SECONDS:
+            last = time.monotonic()
+            try:
+                tell(Progress(event.seq, event.time, score))
+            except OSError:
+                alone = "its comparison has ended"
+
+    try:
+        with StopRequest(signal.SIGTERM) as told:
+            outcome = simulate(config, observe, stop=lambda: told() or alone)
+    except UserError as error:
+        # It says all. Nothing is written: it may be that the folder is another process's.
+        return Finished(" ".join(str(error).split()))
+    except Exception as error:
+        # The run may have failed because nothing can be written there.
+        with suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / ERROR).write_text(traceback.format_exc(), encoding="utf-8")
+        reason = " ".join(str(error).split()) or "no reason given"
+        return Finished(f"{type(error).__name__}: {reason}")
+    if outcome.unwritten:
+        # Not finished, then: the next time it goes on from its last checkpoint.
+        (folder / SUMMARY).unlink(missing_ok=True)
+        return Finished(missing_line(outcome.out, outcome.unwritten))
+    if not outcome.complete:
+        return Finished(f"it ended early: {outcome.summary['reason']}")
+    if passing:
+        shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
+    return Finished(None)
+
+
+# -----------------------------------------------------------------------------
+# Runs side by side, one process each, as many as there are cores.
+#
+# A process that fails, or dies, loses its own run and no other.
+# -----------------------------------------------------------------------------
+
+
+Report = Callable[[Job, Progress | Finished | None], None]
+"""Is told that a job started (None), how far it is, and how it ended."""
+
+
+@dataclass
+class _Worker:
+    process: Any
+    connection: Connection[Any, Any]
+    job: Job
+
+
+def run_jobs(jobs: Sequence[Job], processes: int, report: Report) -> dict[Job, str]:
+    """Run jobs side by side.
+
+    Parameters
+    ----------
+    jobs : Sequence[Job]
+        They are started in this order.
+    processes : int
+        How many run at a time.
+    report : Report
+        Is told what happens, in this process.
+
+    Returns
+    -------
+    dict[Job, str]
+        Why they failed, for those that did.
+    """
+    waiting, failed = deque(jobs), {}
+    workers: list[_Worker] = []
+    try:
+        while waiting or workers:
+            while waiting and len(workers) < processes:
+                job = waiting.popleft()
+                workers.append(_start(job))
+                report(job, None)
+            for worker in _ready(workers):
+                message = _receive(worker)
+                report(worker.job, message)
+                if isinstance(message, Progress):
+                    continue
+                if message.error is not None:
+                    failed[worker.job] = message.error
+                if waiting and worker.process.is_alive():
+                    # A process that continues keeps what it has imported and loaded.
+                    worker.job = waiting.popleft()
+                    report(worker.job, None)
+                    # If it has just died, the next receive says so.
+                    with suppress(OSError):
+                        worker.connection.send(worker.job.config.to_mapping())
+                else:
+                    _stop(worker)
+                    workers.remove(worker)
+    finally:
+        for worker in workers:
+            worker.process.terminate()
+        for worker in workers:
+            _stop(worker)
+    return failed
+
+
+def cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _start(job: Job) -> _Worker:
+    # Not forked: torch's threads do not survive that.
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=serve, args=(there,), daemon=True)
+    process.start()
+    there.close()
+    here.send(job.config.to_mapping())
+    return _Worker(process, here, job)
+
+
+def _ready(workers: Sequence[_Worker]) -> list[_Worker]:
+    ready = wait([worker.connection for worker in workers])
+    return [worker for worker in workers if worker.connection in ready]
+
+
+def _receive(worker: _Worker) -> Progress | Finished:
+    try:
+        message: Progress | Finished = worker.connection.recv()
+    except (EOFError, OSError):
+        worker.process.join()
+        code = worker.process.exitcode
+        return Finished(f"its process ended with code {code}; out of memory is a usual reason")
+    return message
+
+
+def _stop(worker: _Worker) -> None:
+    worker.connection.close()
+    worker.process.join()
+
+
+# -----------------------------------------------------------------------------
+# Runs side by side on a Ray cluster, one per CPU, whose results come back into their folders.
+# -----------------------------------------------------------------------------
+
+
+log = logging.getLogger("raceme.workers")
+
+_LOOK_SECONDS = 0.5
+_MOST_LOSSES = 3
+"""Nodes or processes that may be lost with the same run."""
+_END_SECONDS = 30.0
+"""Time for runs that are told to end to send their checkpoints."""
+
+
+class _Result(NamedTuple):
+    """What a run has come to, the node that did it, and its packed folder."""
+
+    finished: Finished
+    node_id: str
+    files: bytes
+
+
+class _Board:
+    """An actor on which runs say how far they are, and are told whether to end."""
+
+    def __init__(self) -> None:
+        self._news: dict[int, Progress] = {}
+        self._ending = False
+
+    def take(self, number: int, progress: Progress) -> bool:
+        """Note how far a run is; return whether it is to end."""
+        self._news[number] = progress
+        return self._ending
+
+    def news(self) -> dict[int, Progress]:
+        """Return what was noted since this was asked last."""
+        news, self._news = self._news, {}
+        return news
+
+    def end(self) -> None:
+        """Let all runs end."""
+        self._ending = True
+
+
+class RayRuns:
+    """A Ray cluster that does the runs of comparisons.
+
+    Each run is one task, on one CPU, in a folder of its node, which is sent back when it ends. A
+    run that is lost with its node is done again from what there is of it here.
+
+    Parameters
+    ----------
+    workers : str
+        Which cluster; see :class:`~raceme.simulation.ray_cluster.Cluster`.
+
+    Raises
+    ------
+    UserError
+        There is no such cluster, or its nodes do not fit.
+    """
+
+    def __init__(self, workers: str) -> None:
+        self._cluster = Cluster(workers, cores())
+        self.cpus = self._cluster.cpus
+
+    def run(self, jobs: Sequence[Job], processes: int, report: Report) -> dict[Job, str]:
+        """Run jobs side by side; see :func:`~raceme.experiments.jobs.run_jobs`."""
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        # Where this process is: if that node is lost, so is the comparison.
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        board = ray.remote(num_cpus=0, scheduling_strategy=here)(_Board).remote()
+        task = ray.remote(num_cpus=1, max_retries=0)(_run_there)
+        waiting, failed = deque(enumerate(jobs)), {}
+        under_way: dict[Any, tuple[int, Job]] = {}
+        losses: Counter[Job] = Counter()
+        try:
+            while waiting or under_way:
+                while waiting and len(under_way) < processes:
+                    number, job = waiting.popleft()
+                    if not losses[job]:
+                        report(job, None)
+                    keys, files = job.config.to_mapping(), _packed(job.folder)
+                    under_way[task.remote(keys, files, board, number)] = number, job
+                done, _ = ray.wait(list(under_way), timeout=_LOOK_SECONDS)
+                for number, progress in ray.get(board.news.remote()).items():
+                    if any(number == known for known, _ in under_way.values()):
+                        report(jobs[number], progress)
+                for reference in done:
+                    number, job = under_way.pop(reference)
+                    try:
+                        finished = self._kept(job, ray.get(reference))
+                    except ray.exceptions.RayError as error:
+                        losses[job] += 1
+                        how = first_line(error)
+                        if losses[job] < _MOST_LOSSES:
+                            log.warning("%s was lost and is done again: %s.", job.name, how)
+                            waiting.append((number, job))
+                            continue
+                        finished = Finished(f"it was lost {_MOST_LOSSES} times: {how}")
+                    report(job, finished)
+                    if finished.error is not None:
+                        failed[job] = finished.error
+        finally:
+            if under_way:
+                self._end(board, under_way)
+            ray.kill(board)
+        return failed
+
+    def close(self) -> None:
+        """Leave the cluster."""
+        self._cluster.close()
+
+    def _kept(self, job: Job, result: _Result) -> Finished:
+        """Put the folder of a run where it belongs, and say how the run ended."""
+        error = result.finished.error
+        if result.files:
+            _replace(job.folder, result.files)
+        return Finished(error and f"on node {self._cluster.name(result.node_id)}: {error}")
+
+    def _end(self, board: Any, under_way: Mapping[Any, tuple[int, Job]]) -> None:
+        """Let runs end before they are done, and keep their checkpoints."""
+        import ray
+
+        board.end.remote()
+        ended, left = ray.wait(list(under_way), num_returns=len(under_way), timeout=_END_SECONDS)
+        for reference in ended:
+            try:
+                self._kept(under_way[reference][1], ray.get(reference))
+            except ray.exceptions.RayError:
+                continue
+        for reference in left:
+            ray.cancel(reference, force=True)
+
+
+def _run_there(keys: Mapping[str, Value], files: bytes, board: Any, number: int) -> _Result:
+    """Do a run on the node that this is called on."""
+    import ray
+
+    logging.getLogger("flwr").setLevel(logging.ERROR)
+    logging.getLogger("raceme").propagate = False
+
+    def tell(progress: Progress) -> None:
+        if ray.get(board.take.remote(number, progress)):
+            raise OSError("the comparison ends")
+
+    with tempfile.TemporaryDirectory(prefix="raceme-") as place:
+        folder = Path(place) / "run"
+        if files:
+            _unpack(files, folder)
+        finished = run_one({**keys, "out": str(folder)}, tell)
+        return _Result(finished, ray.get_runtime_context().get_node_id(), _packed(folder))
+
+
+def _packed(folder: Path) -> bytes:
+    """Return a folder as bytes; none if it does not exist."""
+    if not folder.exists():
+        return b""
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w") as archive:
+        archive.add(folder, arcname=".")
+    return file.getvalue()
+
+
+def _replace(folder: Path, files: bytes) -> None:
+    """Put a packed folder in the place of what is there."""
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    _unpack(files, partial)
+    if folder.exists():
+        shutil.rmtree(folder)
+    partial.rename(folder)
+
+
+def _unpack(files: bytes, folder: Path) -> None:
+    with tarfile.open(fileobj=io.BytesIO(files)) as archive:
+        archive.extractall(folder, filter="data")

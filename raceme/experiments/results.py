@@ -1,0 +1,579 @@
+"""The numbers of a comparison: over seeds, against the best, and beside the published ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy.stats import kendalltau
+
+from raceme.core.errors import UserError
+from raceme.core.events import ACCURACY, Measure
+from raceme.core.files import ReadingError, parse_json, read_text
+from raceme.experiments.jobs import Job
+from raceme.experiments.suites import NEVER, Method, Published, Score, Scored, Suite, Timing
+from raceme.records.record import RunRecord, read_run
+from raceme.reporting.console import PlainTable
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A number over the seeds.
+
+    Attributes
+    ----------
+    mean, std : float or None
+        Of the runs that have it: None if none has; the sample's deviation, 0 for a single run.
+    count : int
+        Runs that have it.
+    of : int
+        Runs that are finished.
+    """
+
+    mean: float | None
+    std: float | None
+    count: int
+    of: int
+
+    @classmethod
+    def over(cls, values: Sequence[float | None]) -> Spread:
+        """Summarise the values of the runs, None where a run has none."""
+        present = [value for value in values if value is not None]
+        if not present:
+            return cls(None, None, 0, len(values))
+        deviation = float(np.std(present, ddof=1)) if len(present) > 1 else 0.0
+        return cls(float(np.mean(present)), deviation, len(present), len(values))
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run.
+
+    Attributes
+    ----------
+    seed : int
+        Its seed.
+    folder : str
+        Its folder below the comparison's.
+    summary : Mapping[str, Any]
+        The content of its ``summary.json``.
+    timing : Timing
+        Which of its times is compared.
+    score : Score
+        Which of its accuracies is compared.
+    """
+
+    seed: int
+    folder: str
+    summary: Mapping[str, Any]
+    timing: Timing = Timing.TARGET
+    score: Score = Score.FINAL
+
+    @property
+    def accuracy(self) -> float | None:
+        """The accuracy that is compared, or of a regression the error; None if it has none."""
+        found = self.summary.get(self.score.key(self.measure))
+        if found is None and self.score is Score.HONEST:
+            # Of a run without attackers all clients are honest.
+            found = self.summary.get(Score.FINAL.key(self.measure))
+        return None if found is None else float(found)
+
+    @property
+    def measure(self) -> Measure:
+        """What it is, and which of two is the better one."""
+        return Measure.of(self.summary)
+
+    @property
+    def time(self) -> float | None:
+        """Virtual time to the target, or to convergence; None if it was not reached."""
+        key = f"time_to_{self.timing}"
+        if self.score is Score.HONEST:
+            # Of a run without attackers all clients are honest.
+            key = f"honest_{key}" if f"honest_{key}" in self.summary else key
+        reached = self.summary.get(key)
+        return None if reached is None else float(reached["virtual_time"])
+
+
+@dataclass(frozen=True)
+class Result:
+    """A method's runs.
+
+    Attributes
+    ----------
+    method : Method
+        With the hyper-parameters that were run; of a swept method, those chosen.
+    label : str
+        The method's label in the suite.
+    runs : tuple[Run, ...]
+        The finished ones, by seed.
+    errors : Mapping[int, str]
+        Why the others failed, by seed.
+    """
+
+    method: Method
+    label: str
+    runs: tuple[Run, ...]
+    errors: Mapping[int, str] = field(default_factory=dict)
+
+    @property
+    def accuracy(self) -> Spread:
+        """The accuracy of the runs that is compared: by default the clients' mean at the end."""
+        return Spread.over([run.accuracy for run in self.runs])
+
+    @property
+    def published(self) -> Published | None:
+        """The paper's row of the point that was run; None where it has none."""
+        return self.method.row
+
+    @property
+    def unrest(self) -> Spread:
+        """How far the accuracy was below its best so far, on the mean over a run."""
+        return Spread.over([run.summary.get("unrest") for run in self.runs])
+
+    @property
+    def forgetting(self) -> Spread:
+        """How much of former tasks was forgotten at the end of the runs."""
+        return Spread.over([run.summary.get("forgetting") for run in self.runs])
+
+    @property
+    def traffic(self) -> Spread:
+        """Bytes that the clients sent and were sent, evaluations left out."""
+        return Spread.over([_traffic(run) for run in self.runs])
+
+    def score(self, scored: Scored) -> Spread:
+        """Return one of the further scores of the runs."""
+        return Spread.over([run.summary.get(scored.key) for run in self.runs])
+
+    @property
+    def mixture_divergence(self) -> Spread:
+        """How far estimated mixtures are from the true ones, late in the runs."""
+        return Spread.over([run.summary.get("mixture_divergence") for run in self.runs])
+
+    def per_update(self, key: str) -> Spread:
+        """Return a total of the runs for each update, e.g. of ``"bytes_down"``."""
+        return Spread.over([_per_update(run, key) for run in self.runs])
+
+    @property
+    def time(self) -> Spread:
+        """Virtual time to what is timed, of the runs that reached it."""
+        return Spread.over([run.time for run in self.runs])
+
+    @property
+    def time_above(self) -> float | None:
+        """What the mean time is above if a run missed what is timed, else None.
+
+        A run that missed it counts with its virtual length.
+        """
+        if self.time.count == self.time.of:
+            return None
+        times = [run.summary["virtual_time"] if run.time is None else run.time for run in self.runs]
+        return float(np.mean(times))
+
+    @property
+    def purity(self) -> Spread:
+        """Purity of the clusters at the end."""
+        return Spread.over([run.summary["purity"] for run in self.runs])
+
+    @property
+    def clusters(self) -> Spread:
+        """Number of clusters at the end."""
+        return Spread.over([run.summary.get("clusters") for run in self.runs])
+
+    @property
+    def rank_time(self) -> float | None:
+        """Mean time; infinite if a seed missed what is timed, None if there are no runs."""
+        if not self.runs:
+            return None
+        spread = self.time
+        return spread.mean if spread.count == spread.of else math.inf
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The outcome of a suite.
+
+    Attributes
+    ----------
+    suite : Suite
+        What was run.
+    results : tuple[Result, ...]
+        One for each method, in the suite's order.
+    sweeps : Mapping[str, tuple[Result, ...]]
+        What was tried of each swept method, on the first seed.
+    unwritten : Mapping[str, str]
+        Tables and plots that could not be written, and why.
+    """
+
+    suite: Suite
+    results: tuple[Result, ...]
+    sweeps: Mapping[str, tuple[Result, ...]] = field(default_factory=dict)
+    unwritten: Mapping[str, str] = field(default_factory=dict, compare=False)
+
+    @property
+    def target(self) -> float | None:
+        """The target accuracy of the runs."""
+        targets = [run.summary.get("target") for result in self.results for run in result.runs]
+        return targets[0] if targets else None
+
+    @property
+    def measure(self) -> Measure:
+        """What was measured of the models: of a regression the mean absolute error."""
+        runs = [run for result in self.results for run in result.runs]
+        return runs[0].measure if runs else ACCURACY
+
+    def ratio(self, result: Result) -> float | None:
+        """Return how many times longer than the best a method takes; None if it never arrives."""
+        best = min((_finite(other.rank_time) for other in self.results), default=math.inf)
+        return _quotient(result.rank_time, best)
+
+    def speed_up(self, result: Result) -> float | None:
+        """Return how many times sooner than this method the reference arrives."""
+        reference = self._reference()
+        return None if reference is None else _quotient(result.rank_time, reference.rank_time)
+
+    def speed_up_above(self, result: Result) -> float | None:
+        """Return what :meth:`speed_up` is above if a run of the method missed the target."""
+        reference = self._reference()
+        return None if reference is None else _quotient(result.time_above, reference.rank_time)
+
+    def published_speed_up(self, result: Result) -> float | None:
+        """Return the same of the published times."""
+        reference = self._reference()
+        if reference is None:
+            return None
+        return _quotient(_published(result, "time"), _published(reference, "time"))
+
+    def relative_traffic(self, result: Result) -> float | None:
+        """Return a method's mean traffic as a multiple of the reference's."""
+        reference = self._reference()
+        return None if reference is None else _quotient(result.traffic.mean, reference.traffic.mean)
+
+    def relative(self, result: Result, key: str) -> float | None:
+        """Return a method's mean total for each update as a multiple of the reference's."""
+        reference = self._reference()
+        if reference is None:
+            return None
+        return _quotient(result.per_update(key).mean, reference.per_update(key).mean)
+
+    def tau(self, quantity: str) -> float | None:
+        """Return Kendall's τ between our order of the methods and the published one.
+
+        Parameters
+        ----------
+        quantity : str
+            ``"accuracy"``, ``"time"`` or one of :class:`Scored`. Times that are never reached tie
+            behind all others.
+
+        Returns
+        -------
+        float or None
+            τ-b; None for fewer than two methods with both numbers, or if all are tied.
+        """
+        pairs = [
+            (_published(result, quantity), _measured(result, quantity)) for result in self.results
+        ]
+        known = [
+            (theirs, ours) for theirs, ours in pairs if theirs is not None and ours is not None
+        ]
+        if len(known) < 2:
+            return None
+        theirs, ours = (np.minimum(values, 1e300) for values in zip(*known, strict=True))
+        if len(set(theirs)) < 2 or len(set(ours)) < 2:
+            return None
+        return float(kendalltau(theirs, ours).statistic)
+
+    @property
+    def has_published(self) -> bool:
+        """Whether there is anything to be compared with."""
+        return any(result.published is not None for result in self.results)
+
+    @property
+    def ranked(self) -> tuple[str, ...]:
+        """The quantities in which the methods' published order is compared with ours."""
+        if self.suite.scores:
+            return tuple(map(str, self.suite.scores))
+        return ("accuracy", "time") if self.has_published_times else ("accuracy",)
+
+    @property
+    def has_published_times(self) -> bool:
+        """Whether the paper tells times, and not only accuracies."""
+        return any(_published(result, "time") is not None for result in self.results)
+
+    def _reference(self) -> Result | None:
+        return next((r for r in self.results if r.label == self.suite.reference), None)
+
+
+def gather(
+    method: Method,
+    label: str,
+    jobs: Sequence[Job],
+    errors: Mapping[Job, str],
+    timing: Timing = Timing.TARGET,
+    score: Score = Score.FINAL,
+) -> Result:
+    """Read what those of the runs that are a method's have left.
+
+    Parameters
+    ----------
+    method : Method
+        The method, or the point of its sweep.
+    label : str
+        Its label in the suite.
+    jobs : Sequence[Job]
+        Runs, of other methods too.
+    errors : Mapping[Job, str]
+        Why runs failed.
+    timing : Timing
+        Which of their times is compared.
+    score : Score
+        Which of their accuracies is compared.
+    """
+    runs, failed = [], {}
+    for job in jobs:
+        if job.method != method:
+            continue
+        summary = job.summary()
+        if summary is None:
+            failed[job.seed] = errors.get(job, "not run")
+        else:
+            folder = "/".join(job.folder.parts[-2:])
+            runs.append(Run(job.seed, folder, summary, timing, score))
+    return Result(method, label, tuple(runs), failed)
+
+
+def best_of(tried: Sequence[Result]) -> Result:
+    """Return the most accurate point of a sweep; of equal ones the first."""
+    return max(tried, key=quality)
+
+
+def quality(result: Result) -> float:
+    """Return by how much a method is good: its accuracy, or its error with the other sign."""
+    mean = result.accuracy.mean
+    if mean is None:
+        return -math.inf
+    return -mean if result.runs[0].measure.is_error else mean
+
+
+def _traffic(run: Run) -> float | None:
+    sent = [run.summary.get(name) for name in ("bytes_up", "bytes_down")]
+    known = [float(number) for number in sent if number is not None]
+    return sum(known) if len(known) == len(sent) else None
+
+
+def _per_update(run: Run, key: str) -> float | None:
+    total, updates = run.summary.get(key), run.summary["updates"]
+    return total / updates if total is not None and updates else None
+
+
+def _published(result: Result, quantity: str) -> float | None:
+    return None if result.published is None else getattr(result.published, quantity)
+
+
+def _measured(result: Result, quantity: str) -> float | None:
+    if quantity in tuple(Scored):
+        return result.score(Scored(quantity)).mean
+    return result.accuracy.mean if quantity == "accuracy" else result.rank_time
+
+
+def _finite(value: float | None) -> float:
+    return math.inf if value is None else value
+
+
+def _quotient(value: float | None, base: float | None) -> float | None:
+    if value is None or base is None or not base or math.isinf(value) or math.isinf(base):
+        return None
+    return value / base
+
+
+# -----------------------------------------------------------------------------
+# A comparison as its ``compare.json`` has it.
+# -----------------------------------------------------------------------------
+
+
+FILE_NAME = "compare.json"
+
+
+def read_comparison(folder: Path) -> Comparison:
+    """Read what `raceme compare` left in a folder.
+
+    The suite has what its tables show; how long its runs were to be is not in it.
+
+    Raises
+    ------
+    UserError
+        The file is missing or damaged.
+    """
+    path = folder / FILE_NAME
+    try:
+        tree = parse_json(read_text(path))
+        timing = Timing(tree.get("timing", Timing.TARGET))
+        score = Score(tree.get("score", Score.FINAL))
+        results = tuple(_result(entry, timing, score) for entry in tree["methods"])
+        suite = Suite(
+            title=str(tree["title"]),
+            methods=tuple(
+                Method(result.label, result.method.strategy, published=result.method.published)
+                for result in results
+            ),
+            settings=dict(tree["settings"]),
+            seeds=tuple(int(seed) for seed in tree["seeds"]),
+            sweep_scale=float(tree.get("sweep-scale", 1.0)),
+            validation_fraction=tree.get("validation-fraction"),
+            timing=timing,
+            score=score,
+            shows_unrest=bool(tree.get("shows-unrest", False)),
+            shows_forgetting=bool(tree.get("shows-forgetting", False)),
+            shows_clusters=bool(tree.get("shows-clusters", False)),
+            shows_traffic=bool(tree.get("shows-traffic", False)),
+            scores=tuple(Scored(name) for name in tree.get("scores", [])),
+            shows_mixtures=bool(tree.get("shows-mixtures", False)),
+            shows_work=bool(tree.get("shows-work", False)),
+            reference=tree["reference"],
+            notes=tuple(str(note) for note in tree.get("notes", [])),
+            scale=float(tree["scale"]),
+        )
+        sweeps = {
+            str(label): tuple(_result(entry, timing, score) for entry in entries)
+            for label, entries in tree.get("sweeps", {}).items()
+        }
+    except ReadingError as error:
+        raise UserError(f"Cannot read {path}: {error}.") from None
+    except (OverflowError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise UserError(
+            f"{path} is not what `raceme compare` writes: {type(error).__name__} {error}."
+        ) from None
+    return Comparison(suite, results, sweeps)
+
+
+def read_first_runs(folder: Path, comparison: Comparison) -> tuple[dict[str, RunRecord], list[str]]:
+    """Read each method's run with its first seed: one line each is as much as a plot can show.
+
+    Returns
+    -------
+    tuple[dict[str, RunRecord], list[str]]
+        The runs by their methods' labels, and the labels of those whose events cannot be read.
+    """
+    records, missing = {}, []
+    for result in comparison.results:
+        if not result.runs:
+            continue
+        try:
+            records[result.label] = read_run(folder / result.runs[0].folder)
+        except UserError:
+            missing.append(result.label)
+    return records, missing
+
+
+def _result(entry: Mapping[str, Any], timing: Timing, score: Score) -> Result:
+    method = Method(
+        label=str(entry.get("variant", entry["label"])),
+        strategy=str(entry["strategy"]),
+        options=dict(entry["options"]),
+        published=_published_of(entry["published"]),
+    )
+    runs = []
+    for summary in entry["runs"]:
+        # Numbers that tables calculate with.
+        measure = Measure.of(summary)
+        names = [measure.name, "purity", "updates", "virtual_time", score.key(measure)]
+        if score is Score.HONEST and names[-1] not in summary:
+            # A run without attackers.
+            names.pop()
+        for name in names:
+            if not isinstance(summary[name], int | float | None):
+                raise ValueError(f"{name} is {summary[name]!r}")
+        runs.append(Run(int(summary["seed"]), str(summary["folder"]), summary, timing, score))
+    errors = {int(seed): str(error) for seed, error in entry["errors"].items()}
+    return Result(method, str(entry["label"]), tuple(runs), errors)
+
+
+def _published_of(entry: Mapping[str, Any] | None) -> tuple[Published, ...]:
+    if entry is None:
+        return ()
+    time = entry["time"]
+    time = math.inf if time == NEVER else time
+    numbers: dict[str, Any] = {
+        name: entry.get(name) for name in ("traffic", "clusters", *map(str, Scored))
+    }
+    remark = str(entry.get("remark") or "")
+    return (Published(entry["accuracy"], time, remark=remark, **numbers),)
+
+
+# -----------------------------------------------------------------------------
+# Regret: how far each method is from the best one of each case, over several cases.
+# -----------------------------------------------------------------------------
+
+
+_NONE = "-"
+
+
+def regrets(comparisons: Mapping[str, Comparison]) -> dict[str, dict[str, float]]:
+    """Return by method and case how many points it is below the case's best method.
+
+    Parameters
+    ----------
+    comparisons : Mapping[str, Comparison]
+        Of the same methods, by case. What has no accuracy, or an error instead, is left out.
+    """
+    found: dict[str, dict[str, float]] = {}
+    for case, comparison in comparisons.items():
+        if comparison.measure.is_error:
+            continue
+        means = {result.label: result.accuracy.mean for result in comparison.results}
+        known = {label: mean for label, mean in means.items() if mean is not None}
+        for label, mean in known.items():
+            found.setdefault(label, {})[case] = 100.0 * (max(known.values()) - mean)
+    return found
+
+
+def slowness(comparisons: Mapping[str, Comparison]) -> dict[str, dict[str, float]]:
+    """Return by method and case its time to the target over that of the case's fastest method.
+
+    A method that does not reach the target in every run, where another does, takes infinitely long.
+    """
+    found: dict[str, dict[str, float]] = {}
+    for case, comparison in comparisons.items():
+        times = {}
+        for result in comparison.results:
+            time = result.time
+            is_whole = time.mean is not None and time.count == time.of
+            times[result.label] = time.mean if is_whole and time.mean else np.inf
+        if np.isfinite(fastest := min(times.values(), default=np.inf)):
+            for label, own in times.items():
+                found.setdefault(label, {})[case] = own / fastest
+    return found
+
+
+def regret_table(comparisons: Mapping[str, Comparison]) -> PlainTable:
+    """Return the regret on every case of every method, the worst of each in bold."""
+    points, ratios = regrets(comparisons), slowness(comparisons)
+    labels = sorted(points, key=lambda label: float(np.mean(list(points[label].values()))))
+    worst = {label: max(points[label].values()) for label in labels}
+    rows = [
+        (case, *(_cell(points[label].get(case), worst[label]) for label in labels))
+        for case in comparisons
+        if any(case in own for own in points.values())
+    ]
+    means = (f"{np.mean(list(points[label].values())):.2f}" for label in labels)
+    fastest = ([ratio <= 1.0 for ratio in ratios.get(label, {}).values()] for label in labels)
+    rows += [
+        ("mean", *means),
+        ("worst", *(f"{worst[label]:.2f}" for label in labels)),
+        ("fastest", *(f"{np.mean(fast):.0%}" if fast else _NONE for fast in fastest)),
+    ]
+    return PlainTable(
+        "Regret: points below the best method of each case",
+        ("case", *labels),
+        tuple(rows),
+        ("fastest: share of the cases in which no method reaches the target sooner.",),
+    )
+
+
+def _cell(value: float | None, worst: float) -> str:
+    if value is None:
+        return _NONE
+    return f"**{value:.2f}**" if value == worst else f"{value:.2f}"

@@ -1,0 +1,876 @@
+"""What a comparison runs: methods, seeds, and the settings that all of them share; suite files.
+
+A suite is a TOML file, or made from names that a person typed. Every method gets the same settings
+and the same seeds, from which partition, devices and initial model follow; a method adds only
+hyper-parameters of its own strategy.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from enum import StrEnum
+from functools import cached_property
+from itertools import product
+from pathlib import Path
+from typing import Any, TypeVar
+
+from raceme.core.config import RunConfig, check_key
+from raceme.core.errors import UserError, unknown_name
+from raceme.core.events import Measure
+from raceme.core.files import ReadingError, parse_toml, read_text
+from raceme.core.options import Value, written
+from raceme.core.registry import STRATEGIES
+
+NEVER = "/"
+"""How a suite writes that a method did not reach the target."""
+
+VALIDATION = 0.2
+"""Share of the training samples that the trials of a sweep are tested on, unless a suite says."""
+
+_OWN_KEYS = {
+    "strategy": "name strategies under [methods]",
+    "seed": "give seeds = [0, 1, 2]",
+    "out": "give --out",
+    "max-rounds": "a suite has rounds beside them, for the methods that work in rounds",
+    "validation-fraction": "a suite has it beside them, for the trials of its sweeps",
+}
+
+
+_SCORE_KEYS = {
+    "final": "{}",
+    "best-weighted": "best_weighted_{}",
+    "step-starts": "{}_at_step_starts",
+    "step-ends": "{}_at_step_ends",
+    "current": "current_{}",
+    "honest": "honest_{}",
+}
+
+
+class Timing(StrEnum):
+    """Which time of a run is compared."""
+
+    TARGET = "target"
+    """The first evaluation at or above the target accuracy."""
+    CONVERGENCE = "convergence"
+    """When the accuracy last comes within a point of its final value."""
+
+
+class Score(StrEnum):
+    """Which accuracy of a run is compared."""
+
+    FINAL = "final"
+    """The mean over the clients at the end."""
+    BEST_WEIGHTED = "best-weighted"
+    """The best evaluation of the run, clients weighted by their numbers of test examples."""
+    STEP_STARTS = "step-starts"
+    """Where data change, the mean over the steps of the first evaluation on the data of each."""
+    STEP_ENDS = "step-ends"
+    """The same of the last evaluation."""
+    CURRENT = "current"
+    """Of tests on all tasks the mean over the tasks right after each was trained on."""
+    HONEST = "honest"
+    """The mean at the end over the clients that do not attack."""
+
+    def key(self, measure: Measure) -> str:
+        """Return the key of a summary that has it."""
+        return _SCORE_KEYS[self.value].format(measure.name)
+
+
+class Scored(StrEnum):
+    """What else is scored of a run than the clients' tests of the models that serve them."""
+
+    BEFORE = "before"
+    """What clients upload, on the data that it was trained on."""
+    AFTER = "after"
+    """What clients get in return, on the same data."""
+    CLUSTER = "cluster"
+    """The clusters' models, on the server's test set of each distribution."""
+
+    @property
+    def key(self) -> str:
+        """The key of a summary that has it."""
+        return "cluster_accuracy" if self is Scored.CLUSTER else f"accuracy_{self}"
+
+
+@dataclass(frozen=True)
+class Published:
+    """What a paper reports of a method: one row of its table.
+
+    Attributes
+    ----------
+    accuracy : float or None
+        In percent; None where it is not reported.
+    time : float or None
+        In the paper's own unit; infinite for never.
+    options : Mapping[str, Value]
+        The hyper-parameters that tell this row from the method's others, e.g. IFCA's ``k``. Empty:
+        the only row, which stands beside whatever is run of the method.
+    traffic : float or None
+        Bytes that were sent, as a multiple of those of the suite's reference.
+    before, after, cluster : float or None
+        In percent: see :class:`Scored`.
+    clusters : float or None
+        Number of clusters at the end.
+    remark : str
+        What a reader has to know of these numbers, if anything: that they cannot be right, or are
+        of other data. They are marked in tables, and it stands below.
+    """
+
+    accuracy: float | None = None
+    time: float | None = None
+    options: Mapping[str, Value] = field(default_factory=dict, hash=False)
+    traffic: float | None = None
+    before: float | None = None
+    after: float | None = None
+    cluster: float | None = None
+    clusters: float | None = None
+    remark: str = ""
+
+    def is_of(self, options: Mapping[str, Value]) -> bool:
+        """Return whether a run with these hyper-parameters is to be compared with this row."""
+        return all(options.get(name) == value for name, value in self.options.items())
+
+
+@dataclass(frozen=True)
+class Method:
+    """A strategy in a comparison.
+
+    Attributes
+    ----------
+    label : str
+        Its name in tables and plots.
+    strategy : str
+        Its registered name.
+    options : Mapping[str, Value]
+        Hyper-parameters that differ from the suite's settings, by name.
+    sweep : tuple[Mapping[str, Value], ...]
+        Points, each with further hyper-parameters: every one is tried on the first seed, and the
+        most accurate one is run on all seeds. A single point needs no trial.
+    published : tuple[Published, ...]
+        What the paper reports, a row for each point that it has.
+    settings : Mapping[str, Value]
+        Further keys of ``raceme run`` that only its runs have, e.g. an attack.
+    """
+
+    label: str
+    strategy: str
+    options: Mapping[str, Value] = field(default_factory=dict, hash=False)
+    sweep: tuple[Mapping[str, Value], ...] = field(default=(), hash=False)
+    published: tuple[Published, ...] = ()
+    settings: Mapping[str, Value] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        points = [{**self.options, **point} for point in self.sweep or ({},)]
+        for row in self.published:
+            # A run is never shown beside the numbers of another point, nor beside two.
+            if not any(row.is_of(point) for point in points):
+                raise UserError(
+                    f"Numbers of {self.label} are published for {described(row.options)}, which is "
+                    "not run: add it to the sweep."
+                )
+        for point in points:
+            if sum(row.is_of(point) for row in self.published) > 1:
+                raise UserError(
+                    f"{self.label} has two published rows for {described(point) or 'all points'}."
+                )
+
+    def variants(self) -> tuple[Method, ...]:
+        """Return one method for each point of the sweep; without a sweep the method itself."""
+        if not self.sweep:
+            return (self,)
+        return tuple(self._at(point) for point in self.sweep)
+
+    def _at(self, point: Mapping[str, Value]) -> Method:
+        options = {**self.options, **point}
+        rows = tuple(row for row in self.published if row.is_of(options))
+        label = f"{self.label} {described(point)}"
+        return replace(self, label=label, options=options, sweep=(), published=rows)
+
+    @property
+    def is_swept(self) -> bool:
+        """Whether there is anything to choose: more than one point."""
+        return len(self.sweep) > 1
+
+    @property
+    def row(self) -> Published | None:
+        """The published row to compare it with; None where the paper has none, and of sweeps."""
+        return None if self.is_swept or not self.published else self.published[0]
+
+    @cached_property
+    def asynchronous(self) -> bool:
+        """Whether it acts on every update at once, not on rounds of them."""
+        return not getattr(STRATEGIES[self.strategy].parameters_type, "in_rounds", False)
+
+    @cached_property
+    def has_rounds(self) -> bool:
+        """Whether it works in rounds or windows that can be counted."""
+        return STRATEGIES[self.strategy]().dispatch.rounds is not None
+
+
+@dataclass(frozen=True)
+class Suite:
+    """A comparison.
+
+    Attributes
+    ----------
+    title : str
+        What it is about.
+    methods : tuple[Method, ...]
+        In the order of the tables.
+    settings : Mapping[str, Value]
+        Keys of ``raceme run`` that all methods share, hyper-parameters by strategy among them.
+    seeds : tuple[int, ...]
+        Every method runs once with each.
+    async_updates, sync_updates : int or None
+        Client updates of an asynchronous and of a round-based method; None: ``max-updates``.
+    rounds : int or None
+        Rounds or windows of the methods that have them, whatever number of updates these bring;
+        the other methods have their updates.
+    sweep_scale : float
+        By how much the runs are shortened that try the points of a sweep.
+    validation_fraction : float or None
+        Share of each client's training samples on which these runs are tested, so that no point is
+        chosen on the test samples that are reported. None: it is not known, in results of earlier
+        versions, whose points were chosen on test samples.
+    timing : Timing
+        Which time of the runs is compared.
+    score : Score
+        Which accuracy of the runs is shown, ranked, and compared with the published one.
+    shows_unrest : bool
+        Whether the table tells how far the accuracy falls back on its way.
+    shows_forgetting : bool
+        Whether the table tells how much of former tasks was forgotten.
+    shows_traffic : bool
+        Whether the table tells the bytes up and down, as multiples of the reference's.
+    scores : tuple[Scored, ...]
+        What the table has a column of, with the published number beside it, in place of the one
+        accuracy and the times.
+    shows_clusters : bool
+        Whether the table tells the number of clusters at the end.
+    shows_mixtures : bool
+        Whether the table tells how far estimated mixtures are from the true ones.
+    shows_work : bool
+        Whether the table tells bytes down and client work for each update, as multiples of the
+        reference's.
+    reference : str or None
+        Label of the method whose speed-up over the others is shown.
+    notes : tuple[str, ...]
+        What a reader has to know of the published numbers.
+    scale : float
+        By how much the suite was shortened.
+    """
+
+    title: str
+    methods: tuple[Method, ...]
+    settings: Mapping[str, Value] = field(default_factory=dict)
+    seeds: tuple[int, ...] = (0,)
+    async_updates: int | None = None
+    sync_updates: int | None = None
+    rounds: int | None = None
+    sweep_scale: float = 1.0
+    validation_fraction: float | None = VALIDATION
+    timing: Timing = Timing.TARGET
+    score: Score = Score.FINAL
+    shows_unrest: bool = False
+    shows_forgetting: bool = False
+    shows_traffic: bool = False
+    shows_clusters: bool = False
+    scores: tuple[Scored, ...] = ()
+    shows_mixtures: bool = False
+    shows_work: bool = False
+    reference: str | None = None
+    notes: tuple[str, ...] = ()
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.methods:
+            raise UserError("There is nothing to compare: name methods, or give --all.")
+        if not self.seeds or len(set(self.seeds)) < len(self.seeds) or min(self.seeds) < 0:
+            raise UserError(f"seeds must be different numbers from 0, got {list(self.seeds)}.")
+        if not 0 < self.sweep_scale <= 1:
+            raise UserError(f"sweep-scale must be above 0 and at most 1, got {self.sweep_scale:g}.")
+        share = self.validation_fraction
+        if share is not None and not 0 < share < 1:
+            raise UserError(f"validation-fraction must be above 0 and below 1, got {share:g}.")
+        if self.rounds is not None and self.sync_updates is not None:
+            raise UserError("rounds and sync-updates exclude each other: give one of them.")
+        labels = [method.label for method in self.methods]
+        every = [variant.label for method in self.methods for variant in method.variants()]
+        for names in (labels, [slug(label) for label in every]):
+            double = {name for name in names if names.count(name) > 1}
+            if double:
+                raise UserError(f"'{min(double)}' is in the comparison more than once.")
+        if self.reference is not None and self.reference not in labels:
+            raise unknown_name("reference", self.reference, labels)
+        if self.shows_traffic and self.reference is None:
+            raise UserError("shows-traffic compares bytes with those of a reference: name one.")
+        if self.shows_work and self.reference is None:
+            raise UserError("shows-work compares methods with a reference: name one.")
+        if len(set(self.scores)) < len(self.scores):
+            raise UserError(f"scores must be different ones, got {list(map(str, self.scores))}.")
+
+    def config(self, method: Method, seed: int, trial: bool = False) -> RunConfig:
+        """Return the configuration of one run.
+
+        The target is recorded and does not end the run; the run trains in its own process, as
+        there are as many runs at a time as there are cores. A trial is shorter, and tested on
+        held-out training samples.
+
+        Raises
+        ------
+        UserError
+            An unknown key, or a value out of its range.
+        """
+        keys = {**self._settings_for(method), **method.settings}
+        for name, hint in _OWN_KEYS.items():
+            if name in keys:
+                raise UserError(f"The key '{name}' does not belong in settings: {hint}.")
+        if keys.get("stop-at-target", "auto") not in ("auto", "false", False):
+            raise UserError("In a comparison the target is recorded: leave stop-at-target out.")
+        keys |= {f"{method.strategy}.{name}": value for name, value in method.options.items()}
+        updates = self.async_updates if method.asynchronous else self.sync_updates
+        if self.rounds is not None and method.has_rounds:
+            keys |= {"max-rounds": self.rounds, "max-updates": "auto"}
+        elif updates is not None:
+            keys["max-updates"] = updates
+        keys |= {"strategy": method.strategy, "seed": seed, "stop-at-target": False}
+        if "workers" in _config_keys():
+            keys["workers"] = 0
+        if self.shows_work or {Scored.BEFORE, Scored.AFTER} & set(self.scores):
+            keys.setdefault("score-uploads", True)
+        if self.score is Score.CURRENT or (self.shows_forgetting and not trial):
+            keys.setdefault("eval-tasks", True)
+        if trial and self.validation_fraction is not None:
+            keys["validation-fraction"] = self.validation_fraction
+        scale = self.scale * (self.sweep_scale if trial else 1.0)
+        return _shortened(RunConfig.from_mapping(keys), scale)
+
+    def _settings_for(self, method: Method) -> dict[str, Value]:
+        """Return the settings without the hyper-parameters of other methods, after a check."""
+        own: dict[str, Value] = {}
+        for name, value in self.settings.items():
+            strategy, dot, _ = name.partition(".")
+            if dot and strategy != method.strategy:
+                check_key(name, value)
+            else:
+                own[name] = value
+        return own
+
+    def scaled(self, scale: float) -> Suite:
+        """Return the suite with its updates and times shortened in proportion.
+
+        Raises
+        ------
+        UserError
+            The scale is not above 0 and at most 1.
+        """
+        if not 0 < scale <= 1:
+            raise UserError(f"--scale must be above 0 and at most 1, got {scale:g}.")
+        return replace(self, scale=self.scale * scale)
+
+    def with_settings(self, settings: Mapping[str, Value]) -> Suite:
+        """Return the suite with some settings replaced.
+
+        ``max-updates`` is then for all methods, ``max-rounds`` for all that have rounds.
+
+        Raises
+        ------
+        UserError
+            A hyper-parameter of a strategy that is not compared.
+        """
+        compared = {method.strategy for method in self.methods}
+        for name, value in settings.items():
+            strategy, dot, _ = name.partition(".")
+            if not dot or strategy in compared:
+                continue
+            key, converted = check_key(name, value)
+            if written(converted) != key.default:
+                raise UserError(
+                    f"{name} is read by strategy {strategy}; this comparison has "
+                    f"{', '.join(sorted(compared))}."
+                )
+        shared = {name: value for name, value in settings.items() if name != "max-rounds"}
+        suite = replace(self, settings={**self.settings, **shared})
+        if "max-updates" in settings:
+            suite = replace(suite, async_updates=None, sync_updates=None, rounds=None)
+        if "max-rounds" in settings:
+            suite = suite._with_rounds(settings["max-rounds"])
+        return suite
+
+    def _with_rounds(self, value: Value) -> Suite:
+        """Return the suite with so many rounds for the methods that have rounds."""
+        rounds = check_key("max-rounds", value)[1]
+        if not rounds:
+            return replace(self, rounds=None)
+        if not any(method.has_rounds for method in self.methods):
+            raise UserError(
+                "max-rounds counts rounds or windows, and no method of this comparison works in "
+                "them: give max-updates or max-time."
+            )
+        return replace(self, rounds=rounds, sync_updates=None)
+
+    def only(self, labels: Sequence[str]) -> Suite:
+        """Return the suite with some of its methods.
+
+        Raises
+        ------
+        UserError
+            The suite has no such method.
+        """
+        known = {method.label: method for method in self.methods}
+        for label in labels:
+            if label not in known:
+                raise unknown_name("method", label, known)
+        reference = self.reference if self.reference in labels else None
+        return replace(
+            self,
+            methods=tuple(known[label] for label in labels),
+            reference=reference,
+            shows_traffic=self.shows_traffic and reference is not None,
+            shows_work=self.shows_work and reference is not None,
+        )
+
+    @property
+    def dataset(self) -> str:
+        """Name of the dataset."""
+        return str(self.settings.get("dataset", RunConfig.dataset))
+
+
+def of_names(strategies: Sequence[str], settings: Mapping[str, Value] | None = None) -> Suite:
+    """Make a suite of strategies with their default hyper-parameters.
+
+    Raises
+    ------
+    UserError
+        There is no such strategy.
+    """
+    for name in strategies:
+        if name not in STRATEGIES:
+            raise unknown_name("strategy", name, STRATEGIES)
+    suite = Suite("Comparison", tuple(Method(name, name) for name in strategies))
+    suite = suite.with_settings(settings or {})
+    return replace(suite, title=f"Comparison on {suite.dataset}")
+
+
+def grid(values: Mapping[str, Sequence[Value]]) -> tuple[Mapping[str, Value], ...]:
+    """Return every combination of some hyper-parameters' values as points of a sweep."""
+    return tuple(dict(zip(values, point, strict=True)) for point in product(*values.values()))
+
+
+def described(options: Mapping[str, Value]) -> str:
+    """Return hyper-parameters as a person reads them."""
+    return ", ".join(f"{name}={value}" for name, value in options.items())
+
+
+def slug(label: str) -> str:
+    """Return a label as the name of a folder."""
+    return re.sub(r"[^a-z0-9.+=_-]+", "-", label.lower()).strip("-.") or "method"
+
+
+def _config_keys() -> set[str]:
+    return {item.name.replace("_", "-") for item in fields(RunConfig)}
+
+
+def _shortened(config: RunConfig, scale: float) -> RunConfig:
+    if scale == 1.0:
+        return config
+    # At least one round of every client, or there would be nothing to evaluate.
+    from raceme.runs.experiment import resolve
+
+    resolved = resolve(config)
+    updates = resolved.max_updates
+    if updates is not None:
+        updates = max(min(resolved.num_clients, updates), round(updates * scale))
+    rounds = resolved.max_rounds
+    return config.with_values(
+        max_updates=updates,
+        max_rounds=max(1, round(rounds * scale)) if rounds else 0,
+        max_time=config.max_time * scale,
+    )
+
+
+# Suites as TOML files
+
+SHIPPED = Path(__file__).parent / "suites"
+"""The folder of the suites that come with the package."""
+
+_SUITE_KEYS = (
+    "title",
+    "extends",
+    "seeds",
+    "async-updates",
+    "sync-updates",
+    "rounds",
+    "sweep-scale",
+    "validation-fraction",
+    "timing",
+    "score",
+    "shows-unrest",
+    "shows-forgetting",
+    "shows-traffic",
+    "shows-clusters",
+    "scores",
+    "shows-mixtures",
+    "shows-work",
+    "reference",
+    "notes",
+    "settings",
+    "methods",
+)
+_MATRIX_KEYS = ("axes", "variants", "published", "unpublished")
+_PUBLISHED_KEYS = ("numbers", "columns", "rows", "remark")
+_UNREPORTED = "-"
+_METHOD_KEYS = ("strategy", "options", "sweep", "published", "settings")
+_NUMBERS = ("accuracy", "time", "traffic", "clusters", *Scored)
+_REMARK = "remark"
+
+_Choice = TypeVar("_Choice", bound=StrEnum)
+
+
+def load_suite(name: Path | str) -> Suite:
+    """Read a suite: a TOML file, one that comes with the package, or a variant of either.
+
+    Parameters
+    ----------
+    name : Path or str
+        A file, the name of a suite of the package, or one of these with a variant behind a dot:
+        ``"casa-table1.mnist"``.
+
+    Raises
+    ------
+    UserError
+        The file is missing or is not TOML, or has a key that does not exist; or it has several
+        variants and none is named, or its published tables lack a row or a column.
+    """
+    path, variant = _located(str(name), Path())
+    tree = _tree(path, variant, ())
+    if "variants" in tree:
+        listed = ", ".join(tree["variants"])
+        raise UserError(f"The suite {name} has variants: name one of them, as {name}.x ({listed}).")
+    methods = _table(path, "methods", tree.get("methods", {}))
+    return Suite(
+        title=str(tree.get("title", path.stem)),
+        methods=tuple(_method(path, label, entry) for label, entry in methods.items()),
+        settings=_settings(path, tree.get("settings", {})),
+        seeds=_seeds(path, tree.get("seeds", [0])),
+        async_updates=_count(path, "async-updates", tree.get("async-updates")),
+        sync_updates=_count(path, "sync-updates", tree.get("sync-updates")),
+        rounds=_count(path, "rounds", tree.get("rounds")),
+        sweep_scale=_share(path, "sweep-scale", tree.get("sweep-scale", 1.0)),
+        validation_fraction=_share(
+            path, "validation-fraction", tree.get("validation-fraction", VALIDATION)
+        ),
+        timing=_choice(path, "timing", Timing, tree.get("timing", Timing.TARGET)),
+        score=_choice(path, "score", Score, tree.get("score", Score.FINAL)),
+        shows_unrest=_flag(path, "shows-unrest", tree.get("shows-unrest", False)),
+        shows_forgetting=_flag(path, "shows-forgetting", tree.get("shows-forgetting", False)),
+        shows_traffic=_flag(path, "shows-traffic", tree.get("shows-traffic", False)),
+        shows_clusters=_flag(path, "shows-clusters", tree.get("shows-clusters", False)),
+        scores=_scores(path, tree.get("scores", [])),
+        shows_mixtures=_flag(path, "shows-mixtures", tree.get("shows-mixtures", False)),
+        shows_work=_flag(path, "shows-work", tree.get("shows-work", False)),
+        reference=tree.get("reference"),
+        notes=tuple(str(note) for note in tree.get("notes", [])),
+    )
+
+
+def variants(name: Path | str) -> dict[str, str]:
+    """Return what :func:`load_suite` takes for each variant of a suite; a plain suite has none."""
+    path, variant = _located(str(name), Path())
+    found = {} if variant else _tree(path, "", ()).get("variants", {})
+    return {variant: f"{name}.{variant}" for variant in sorted(found)}
+
+
+def all_shipped() -> dict[str, dict[str, str]]:
+    """Return the reproductions that come with the package: their variants, by name."""
+    found = {path.stem: variants(path.stem) for path in sorted(SHIPPED.glob("*.toml"))}
+    # A file without variants is one that others extend, or a suite of its own.
+    return {name: cells for name, cells in found.items() if cells}
+
+
+def shipped(name: str) -> dict[str, str]:
+    """Return the variants of a reproduction.
+
+    Raises
+    ------
+    UserError
+        There is no such reproduction.
+    """
+    found = all_shipped()
+    if name not in found:
+        raise unknown_name("reproduction", name, found)
+    return found[name]
+
+
+def _located(name: str, folder: Path) -> tuple[Path, str]:
+    """Return the file that a name stands for, and the variant behind it."""
+    whole, dot, variant = name.rpartition(".")
+    for path, part in ((folder / name, ""), (SHIPPED / f"{name}.toml", "")):
+        if path.exists() and not path.is_dir():
+            return path, part
+    for path in (folder / whole, folder / f"{whole}.toml", SHIPPED / f"{whole}.toml"):
+        if dot and whole and path.is_file():
+            return path, variant
+    return folder / name, ""
+
+
+def _tree(path: Path, variant: str, seen: tuple[tuple[Path, str], ...]) -> dict[str, Any]:
+    """Read a file and what it extends, or one of its variants."""
+    if (path, variant) in seen:
+        raise UserError(f"The suite {path} extends itself.")
+    seen = (*seen, (path, variant))
+    try:
+        text = read_text(path, pipe=True)
+    except ReadingError as error:
+        raise UserError(f"Cannot read the suite {path}: {error}.") from None
+    try:
+        tree = parse_toml(text)
+    except ReadingError as error:
+        raise UserError(f"The suite {path} is not valid TOML: {error}.") from None
+    _check_keys(path, "", tree, (*_SUITE_KEYS, *_MATRIX_KEYS))
+    tree = _extended(path, tree, seen)
+    if "variants" in tree:
+        return _variant(path, tree, variant, seen) if variant else tree
+    if variant:
+        raise unknown_name(f"variant of the suite {path}", variant, ())
+    if "published" in tree:
+        raise UserError(f"The suite {path} has a published table and no variants: its columns.")
+    return tree
+
+
+def _extended(
+    path: Path, tree: dict[str, Any], seen: tuple[tuple[Path, str], ...]
+) -> dict[str, Any]:
+    """Merge a table with what it extends: its own keys win, tables are merged."""
+    if "extends" not in tree:
+        return tree
+    base, variant = _located(str(tree["extends"]), path.parent)
+    own = {name: value for name, value in tree.items() if name != "extends"}
+    return _merged(_tree(base, variant, seen), own)
+
+
+def _variant(
+    path: Path, tree: Mapping[str, Any], variant: str, seen: tuple[tuple[Path, str], ...]
+) -> dict[str, Any]:
+    """Return one variant of a matrix as a plain suite.
+
+    The suite's own keys come first, then those of its values on the axes, in the axes' order, then
+    its own. Titles are joined; an axis' notes stand where the suite's name it, or at the end.
+    """
+    cells = _table(path, "variants", tree["variants"])
+    axes = _table(path, "axes", tree.get("axes", {}))
+    if variant not in cells:
+        raise unknown_name(f"variant of the suite {path}", variant, cells)
+    own = dict(_table(path, f"variants.{variant}", cells[variant]))
+    suite = {name: value for name, value in tree.items() if name not in _MATRIX_KEYS}
+    titles, notes = [suite.get("title", "")], _texts(path, "notes", suite.get("notes", []))
+    for axis, values in axes.items():
+        _table(path, f"axes.{axis}", values)
+        value = own.pop(axis, None)
+        if value is not None and (not isinstance(value, str) or value not in values):
+            raise unknown_name(f"{axis} of {variant} in the suite {path}", str(value), values)
+        part = {} if value is None else _table(path, f"axes.{axis}.{value}", values[value])
+        _check_keys(path, f"axes.{axis}.{value}", part, _SUITE_KEYS)
+        suite = _merged(suite, part)
+        titles.append(part.get("title", ""))
+        mark, said = f"{{{axis}}}", _texts(path, "notes", part.get("notes", []))
+        at = notes.index(mark) if mark in notes else len(notes)
+        notes[at : at + 1] = said
+    _check_keys(path, f"variants.{variant}", own, (*_SUITE_KEYS, *axes))
+    titles.append(own.get("title", ""))
+    suite = _merged(suite, {"methods": _published_in(path, tree, suite, variant)})
+    suite = _merged(suite | ({"notes": notes} if notes else {}), own)
+    if any(titles):
+        suite["title"] = ", ".join(filter(None, titles))
+    return _extended(path, suite, seen)
+
+
+def _published_in(
+    path: Path, tree: Mapping[str, Any], suite: Mapping[str, Any], variant: str
+) -> dict[str, Any]:
+    """Return what the published tables have of each method in the column of a variant."""
+    tables, cells = tree.get("published", []), tree["variants"]
+    methods = _table(path, "methods", suite.get("methods", {}))
+    if not isinstance(tables, list):
+        raise UserError(f"published in the suite {path} must be a list of tables: [[published]].")
+    found: dict[str, Any] = {}
+    covered = set(_texts(path, "unpublished", tree.get("unpublished", [])))
+    for name in covered - set(cells):
+        raise unknown_name(f"unpublished variant of the suite {path}", name, cells)
+    for table in tables:
+        _check_keys(path, "published", _table(path, "published", table), _PUBLISHED_KEYS)
+        columns = _texts(path, "columns", table.get("columns", []))
+        rows = _table(path, "published.rows", table.get("rows", {}))
+        for name in _texts(path, "numbers", table.get("numbers", [])):
+            if name not in _NUMBERS:
+                raise unknown_name(f"published number of the suite {path}", name, _NUMBERS)
+        covered |= set(columns)
+        for label, row in rows.items():
+            if not isinstance(row, list) or len(row) != len(columns):
+                raise UserError(f"The row {label} in {path} needs a cell for each of {columns}.")
+        for name in columns:
+            if name not in cells:
+                raise unknown_name(f"published column of the suite {path}", name, cells)
+        if variant not in columns:
+            continue
+        for label in (*rows, *methods):
+            where = f"row '{label}', column '{variant}' of the published table in {path}"
+            if label not in methods:
+                raise unknown_name(f"method: {where}", label, methods)
+            if label not in rows:
+                raise UserError(f"There is no {where}.")
+            cell = _cell(where, table, rows[label][columns.index(variant)])
+            if cell:
+                found[label] = {"published": cell}
+    if tables and variant not in covered:
+        raise UserError(
+            f"There is no column '{variant}' of the published tables in {path}: add one, or name "
+            "it in unpublished."
+        )
+    return found
+
+
+def _texts(path: Path, where: str, value: Any) -> list[str]:
+    if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
+        raise UserError(f"{where} in the suite {path} must be a list of texts, got {value!r}.")
+    return list(value)
+
+
+def _cell(where: str, table: Mapping[str, Any], cell: Any) -> Any:
+    """Return a cell as a method's own published numbers; nothing where the paper has none."""
+    if isinstance(cell, list) and cell and all(isinstance(row, dict) for row in cell):
+        return cell
+    if not isinstance(cell, dict):
+        numbers = cell if isinstance(cell, list) else [cell]
+        names = table.get("numbers", [])
+        if len(numbers) != len(names):
+            raise UserError(f"The {where} must be the numbers {names}, got {cell!r}.")
+        pairs = zip(names, numbers, strict=True)
+        cell = {name: number for name, number in pairs if number != _UNREPORTED}
+    return {_REMARK: table[_REMARK], **cell} if cell and _REMARK in table else cell
+
+
+def _merged(base: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for name, value in other.items():
+        inner = merged.get(name)
+        both = isinstance(inner, dict) and isinstance(value, dict)
+        merged[name] = _merged(inner, value) if both and inner is not None else value
+    return merged
+
+
+def _table(path: Path, name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise UserError(f"{name} in the suite {path} must be a table, got {value!r}.")
+    return value
+
+
+def _settings(path: Path, table: Any) -> dict[str, Value]:
+    """Flatten the settings: a table holds the hyper-parameters of a strategy."""
+    flat: dict[str, Value] = {}
+    for name, value in _table(path, "settings", table).items():
+        inner = {f"{name}.{key}": v for key, v in value.items()} if isinstance(value, dict) else {}
+        flat |= inner or {name: value}
+    return flat
+
+
+def _method(path: Path, label: str, table: Any) -> Method:
+    where = f"methods.{label}"
+    entry = _table(path, where, table)
+    _check_keys(path, where, entry, _METHOD_KEYS)
+    strategy = str(entry.get("strategy", label))
+    if strategy not in STRATEGIES:
+        raise unknown_name("strategy", strategy, STRATEGIES)
+    return Method(
+        label=label,
+        strategy=strategy,
+        options=_table(path, f"{where}.options", entry.get("options", {})),
+        sweep=_sweep(path, f"{where}.sweep", entry.get("sweep", {})),
+        published=_published(path, f"{where}.published", entry.get("published", [])),
+        settings=_settings(path, entry.get("settings", {})),
+    )
+
+
+def _sweep(path: Path, where: str, value: Any) -> tuple[Mapping[str, Value], ...]:
+    """Return the points of a sweep: those listed, or all combinations of a table's values."""
+    if isinstance(value, list):
+        points = tuple(_table(path, where, point) for point in value)
+        if any(set(point) != set(points[0]) for point in points):
+            raise UserError(f"The points of {where} in {path} must have the same keys.")
+        return points
+    table = _table(path, where, value)
+    for name, values in table.items():
+        if not isinstance(values, list) or not values:
+            raise UserError(f"{where}.{name} in {path} must list values, got {values!r}.")
+    return grid(table) if table else ()
+
+
+def _published(path: Path, where: str, value: Any) -> tuple[Published, ...]:
+    """Read the one row of a method, or a list of them with what tells one from another."""
+    tables = value if isinstance(value, list) else [value]
+    return tuple(_row(path, where, _table(path, where, table)) for table in tables)
+
+
+def _row(path: Path, where: str, table: Mapping[str, Any]) -> Published:
+    numbers: dict[str, float] = {}
+    for name in map(str, _NUMBERS):
+        value = table.get(name)
+        if name == "time" and value == NEVER:
+            numbers[name] = math.inf
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            numbers[name] = float(value)
+        elif value is not None:
+            raise UserError(f"{where}.{name} in {path} must be a number, got {value!r}.")
+    remark = table.get(_REMARK, "")
+    if not isinstance(remark, str):
+        raise UserError(f"{where}.{_REMARK} in {path} must be text, got {remark!r}.")
+    options = {name: v for name, v in table.items() if name not in (*_NUMBERS, _REMARK)}
+    return Published(**numbers, options=options, remark=remark)
+
+
+def _check_keys(path: Path, where: str, entry: Mapping[str, Any], valid: Sequence[str]) -> None:
+    for name in entry:
+        if name not in valid:
+            kind = f"key of {where} in the suite {path}" if where else f"key of the suite {path}"
+            raise unknown_name(kind, name, valid)
+
+
+def _seeds(path: Path, value: Any) -> tuple[int, ...]:
+    whole = isinstance(value, list) and all(type(seed) is int for seed in value)
+    if not whole:
+        raise UserError(f"seeds in the suite {path} must be whole numbers, got {value!r}.")
+    return tuple(value)
+
+
+def _count(path: Path, name: str, value: Any) -> int | None:
+    if value is not None and (type(value) is not int or value < 1):
+        raise UserError(f"{name} in the suite {path} must be a whole number from 1: {value!r}.")
+    return value
+
+
+def _share(path: Path, name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise UserError(f"{name} in the suite {path} must be a number, got {value!r}.")
+    return float(value)
+
+
+def _scores(path: Path, value: Any) -> tuple[Scored, ...]:
+    if not isinstance(value, list):
+        raise UserError(f"scores in the suite {path} must be a list, got {value!r}.")
+    return tuple(_choice(path, "scores", Scored, entry) for entry in value)
+
+
+def _flag(path: Path, name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise UserError(f"{name} in the suite {path} must be true or false, got {value!r}.")
+    return value
+
+
+def _choice(path: Path, name: str, kind: type[_Choice], value: Any) -> _Choice:
+    try:
+        return kind(value)
+    except ValueError:
+        raise unknown_name(f"{name} of the suite {path}", str(value), list(kind)) from None

@@ -1,0 +1,1 @@
+"""Real devices and servers: serve, device, certificates, and a testbed."""

@@ -1,0 +1,363 @@
+"""Certificates and keys: an authority, the server's certificate, a key pair per device.
+
+The server proves who it is with a certificate (TLS); a device signs its calls with its own key,
+whose public half the server has (a stock SuperLink: by `flwr supernode register`).
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    PublicFormat,
+    load_pem_private_key,
+    load_ssh_private_key,
+)
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from raceme.core.errors import UserError
+
+DEVICE_KEYS = "device-keys"
+"""The file with the ids and the public keys of all devices."""
+_AUTHORITY_DAYS = 3650
+_LOCAL = ("localhost", "127.0.0.1")
+"""Names under which a SuperLink's own processes, and `flwr` on the same host, reach it."""
+_DEVICE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_LABEL = r"(?!-)[A-Za-z0-9_-]{1,63}(?<!-)"
+_HOST_NAME = re.compile(rf"(\*\.{_LABEL}\.)?({_LABEL}\.)*(?!\d+$){_LABEL}")
+"""Names of hosts, as DNS and Docker give them, or all those of a domain; no numbers with dots."""
+_LONGEST_NAME = 253
+_LARGEST_KEY = 65536
+
+
+def make_certificates(
+    folder: Path, hosts: Sequence[str], devices: Sequence[str], days: int = 825
+) -> list[Path]:
+    """Write what is missing of the authority, the server's certificate and the devices' keys.
+
+    ``ca.crt`` goes to every device, ``ca.key`` nowhere; ``server.crt`` and ``server.key`` to the
+    server; ``devices/ID`` to one device, ``devices/ID.pub`` is registered with the SuperLink. Every
+    device has a line in ``device-keys``, by which a run binds its id to its key.
+
+    Parameters
+    ----------
+    folder : Path
+        Where to; made if need be.
+    hosts : Sequence[str]
+        Names and addresses under which devices reach the server.
+    devices : Sequence[str]
+        Ids of devices.
+    days : int
+        Validity of the server's certificate.
+
+    Returns
+    -------
+    list[Path]
+        The files written.
+
+    Raises
+    ------
+    UserError
+        Something would be overwritten, or a name cannot be used.
+    """
+    _check_names(hosts, devices)
+    if not 1 <= days <= _AUTHORITY_DAYS:
+        raise UserError(f"--days must be 1 to {_AUTHORITY_DAYS}, as the authority is, got {days}.")
+    server, authority = folder / "server.crt", folder / "ca.crt"
+    keys = [folder / "devices" / device for device in devices]
+    existing = [path for path in keys if path.exists() or _public(path).exists()]
+    if server.exists() and not devices:
+        existing.append(server)
+    if existing:
+        raise UserError(
+            f"'{existing[0]}' exists already and is not overwritten: name other devices, or "
+            "another folder with --out."
+        )
+    # Where the authority is, new devices are added to what is there.
+    if server.exists() and authority.exists():
+        _check_hosts(server, hosts)
+        written = []
+    else:
+        written = _make_server(folder, hosts, days)
+    for path in keys:
+        written += _make_device(path)
+    if keys:
+        written.append(_list_keys(folder / DEVICE_KEYS, keys))
+    return written
+
+
+def read_device_key(
+    path: Path, allow_open: bool = False
+) -> tuple[ec.EllipticCurvePrivateKey, ec.EllipticCurvePublicKey]:
+    """Read a device's private key.
+
+    Parameters
+    ----------
+    path : Path
+        The file.
+    allow_open : bool
+        Take it although other users can read it.
+
+    Raises
+    ------
+    UserError
+        It cannot be read, or by too many; or it is not an elliptic-curve key in OpenSSH format.
+    """
+    data, is_open = _read_private(path.expanduser())
+    try:
+        key = load_ssh_private_key(data, password=None)
+    except (ValueError, TypeError, UnsupportedAlgorithm):
+        key = None
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise UserError(
+            f"'{path}' is not a device's private key: expected an elliptic-curve key in OpenSSH "
+            "format, as `raceme certs` and `ssh-keygen -t ecdsa -b 384` make it."
+        )
+    if is_open and not allow_open:
+        raise UserError(
+            f"The key '{path}' can be read by other users, who can pass for this device with it: "
+            f"chmod 600 '{path}' (--allow-open-key takes it as it is)."
+        )
+    return key, key.public_key()
+
+
+def _read_private(path: Path) -> tuple[bytes, bool]:
+    """Return what a file with a private key holds, and whether others than its owner can read it.
+
+    Group members may, if the file is another user's, such as root's: he has chosen the group.
+    """
+    try:
+        with path.open("rb") as file:
+            found, data = os.fstat(file.fileno()), file.read(_LARGEST_KEY)
+    except OSError as error:
+        raise UserError(f"The key '{path}' cannot be read: {error.strerror}.") from None
+    if os.name != "posix":
+        # The mode says nothing of who can read a file.
+        return data, False
+    mine = found.st_uid == os.geteuid()
+    return data, bool(found.st_mode & (0o077 if mine else 0o007))
+
+
+def _check_names(hosts: Sequence[str], devices: Sequence[str]) -> None:
+    if not hosts:
+        raise UserError("Say under which name devices reach the server: --host NAME_OR_ADDRESS.")
+    for host in hosts:
+        _subject_name(host)
+    for device in devices:
+        if not _DEVICE_ID.fullmatch(device):
+            raise UserError(
+                f"{device!r} cannot be a device id here: use letters, digits, '.', '_' and '-'."
+            )
+    if len(set(devices)) != len(devices):
+        raise UserError("A device is named twice: each needs an id of its own.")
+
+
+def _check_hosts(certificate: Path, hosts: Sequence[str]) -> None:
+    """Refuse hosts that an existing server certificate does not cover."""
+    try:
+        loaded = x509.load_pem_x509_certificate(certificate.read_bytes())
+        names = loaded.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except (OSError, ValueError, x509.ExtensionNotFound):
+        raise UserError(
+            f"'{certificate}' is not a certificate of a server: remove server.crt and server.key "
+            "to have new ones made."
+        ) from None
+    missing = [host for host in hosts if _subject_name(host) not in names]
+    if missing:
+        raise UserError(
+            f"'{certificate}' exists already and does not cover '{missing[0]}': remove server.crt "
+            "and server.key to have new ones made, or leave that host out."
+        )
+
+
+def _make_server(folder: Path, hosts: Sequence[str], days: int) -> list[Path]:
+    """Write the server's key and certificate, and the authority's if there is none."""
+    written = []
+    authority_key_path, authority_path = folder / "ca.key", folder / "ca.crt"
+    if authority_path.exists() or authority_key_path.exists():
+        authority_key, authority = _read_authority(authority_key_path, authority_path)
+    else:
+        authority_key = ec.generate_private_key(ec.SECP384R1())
+        authority = _authority_certificate(authority_key)
+        written += [
+            _write_private(authority_key_path, _private_pem(authority_key)),
+            _write_public(authority_path, authority.public_bytes(Encoding.PEM)),
+        ]
+    key = ec.generate_private_key(ec.SECP384R1())
+    certificate = _server_certificate(key, hosts, days, authority, authority_key)
+    return [
+        *written,
+        _write_private(folder / "server.key", _private_pem(key)),
+        _write_public(folder / "server.crt", certificate.public_bytes(Encoding.PEM)),
+    ]
+
+
+def _read_authority(
+    key_path: Path, certificate_path: Path
+) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
+    try:
+        key = load_pem_private_key(key_path.read_bytes(), password=None)
+        certificate = x509.load_pem_x509_certificate(certificate_path.read_bytes())
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(
+            f"The authority in '{key_path.parent}' cannot be read ({error}): restore ca.key and "
+            "ca.crt, or make new ones in another folder."
+        ) from None
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise UserError(f"'{key_path}' is not an elliptic-curve key.")
+    return key, certificate
+
+
+def _make_device(path: Path) -> list[Path]:
+    """Write a device's key pair in the form that Flower's SuperNodes take."""
+    key = ec.generate_private_key(ec.SECP384R1())
+    private = key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
+    public = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
+    return [
+        _write_private(path, private),
+        _write_public(_public(path), public + b" " + path.name.encode() + b"\n"),
+    ]
+
+
+def _list_keys(path: Path, added: Sequence[Path]) -> Path:
+    """Add devices to the list of ids and keys; all that there are, if there is none."""
+    former = path.is_file()
+    keys = [_public(key) for key in added] if former else sorted(added[0].parent.glob("*.pub"))
+    lines = b"".join(key.read_bytes().rstrip(b"\n") + b"\n" for key in keys)
+    if not former:
+        return _write_public(path, lines)
+    try:
+        # An editor may have left the last line without an end.
+        ended = path.read_bytes().endswith(b"\n") or not path.stat().st_size
+        with path.open("ab") as file:
+            file.write(lines if ended else b"\n" + lines)
+    except OSError as error:
+        raise UserError(f"'{path}' cannot be written: {error.strerror}.") from None
+    return path
+
+
+def _public(path: Path) -> Path:
+    return path.with_name(path.name + ".pub")
+
+
+def _authority_certificate(key: ec.EllipticCurvePrivateKey) -> x509.Certificate:
+    name = _name("Raceme certificate authority")
+    usage = _key_usage(signs_certificates=True)
+    return (
+        _builder(name, name, key.public_key(), _AUTHORITY_DAYS)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(usage, critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .sign(key, hashes.SHA384())
+    )
+
+
+def _server_certificate(
+    key: ec.EllipticCurvePrivateKey,
+    hosts: Sequence[str],
+    days: int,
+    authority: x509.Certificate,
+    authority_key: ec.EllipticCurvePrivateKey,
+) -> x509.Certificate:
+    every = dict.fromkeys((*hosts, *_LOCAL))
+    names = x509.SubjectAlternativeName([_subject_name(host) for host in every])
+    issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key())
+    return (
+        _builder(_name(hosts[0][:64]), authority.subject, key.public_key(), days)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(_key_usage(signs_certificates=False), critical=True)
+        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+        .add_extension(names, critical=False)
+        .add_extension(issuer, critical=False)
+        .sign(authority_key, hashes.SHA384())
+    )
+
+
+def _builder(
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, days: int
+) -> x509.CertificateBuilder:
+    now = datetime.now(UTC)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key)
+        .serial_number(x509.random_serial_number())
+        # Devices whose clocks are a little behind must not reject it.
+        .not_valid_before(now - timedelta(days=1))
+        .not_valid_after(now + timedelta(days=days))
+    )
+
+
+def _key_usage(*, signs_certificates: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not signs_certificates,
+        key_cert_sign=signs_certificates,
+        crl_sign=signs_certificates,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _name(common_name: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
+
+
+def _subject_name(host: str) -> x509.GeneralName:
+    """Return a host's name or address as a certificate states it."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        address = None
+    if address is not None and "%" not in host:
+        if not address.is_unspecified:
+            return x509.IPAddress(address)
+    elif _HOST_NAME.fullmatch(host) and len(host) <= _LONGEST_NAME:
+        return x509.DNSName(host)
+    # What is no name may hold anything: it is shown as Python writes it.
+    raise UserError(
+        f"--host {host!r} is neither a host name nor an address under which devices could reach "
+        "the server: give one without a port, for example server.example.org or 192.0.2.7."
+    )
+
+
+def _private_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+
+
+def _write_private(path: Path, data: bytes) -> Path:
+    return _write_new(path, data, 0o600)
+
+
+def _write_public(path: Path, data: bytes) -> Path:
+    return _write_new(path, data, 0o644)
+
+
+def _write_new(path: Path, data: bytes, mode: int) -> Path:
+    """Write a file that does not exist yet; nobody else can read a private one at any time."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+    except FileExistsError:
+        raise UserError(f"'{path}' exists already and is not overwritten.") from None
+    except OSError as error:
+        raise UserError(f"'{path}' cannot be written: {error.strerror}.") from None
+    return path

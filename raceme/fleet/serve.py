@@ -1,0 +1,376 @@
+"""`raceme serve`: one process that devices connect to and that holds the strategy."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import shutil
+import sqlite3
+import tempfile
+import time
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+
+import tomli_w
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    PublicFormat,
+    load_pem_private_key,
+    load_ssh_public_key,
+)
+
+import raceme
+from raceme.core.config import RunConfig, read_toml
+from raceme.core.errors import UserError
+from raceme.core.events import Observer, RunEnded
+from raceme.core.interface import StopCheck, never_stop
+from raceme.core.options import Value
+from raceme.fleet.certificates import DEVICE_KEYS
+from raceme.fleet.metrics import Health, Metrics, StatusPort
+from raceme.fleet.served_grid import ServedGrid
+from raceme.flower.app import App, build_bundle
+from raceme.flower.fleet_server import Certificates, FleetApi, PortInUseError
+from raceme.flower.link_state import RECONNECT_SECONDS, LinkState
+from raceme.records.store import read_events
+from raceme.runs import experiment
+from raceme.runs.checkpoints import CHECKPOINTS
+from raceme.runs.experiment import Outcome
+
+# -----------------------------------------------------------------------------
+# What `raceme serve` takes from the folder that `raceme certs` has made, checked before use.
+# -----------------------------------------------------------------------------
+
+
+log = logging.getLogger("raceme.serve")
+
+
+def read_certificates(folder: Path) -> Certificates:
+    """Read ``ca.crt``, ``server.crt`` and ``server.key``.
+
+    Raises
+    ------
+    UserError
+        One is missing, unreadable or out of date, or they do not belong together.
+    """
+    authority, certificate, key = (
+        _read(folder / name) for name in ("ca.crt", "server.crt", "server.key")
+    )
+    try:
+        issuer = x509.load_pem_x509_certificate(authority)
+        own = x509.load_pem_x509_certificate(certificate)
+        private = load_pem_private_key(key, password=None)
+    except (ValueError, TypeError) as error:
+        raise UserError(f"The certificates in {folder} cannot be read: {error}.") from None
+    again = "remove server.crt and server.key there and run `raceme certs` again."
+    if _plain(private.public_key()) != _plain(own.public_key()):
+        raise UserError(f"server.key in {folder} is not the key of server.crt: {again}")
+    try:
+        own.verify_directly_issued_by(issuer)
+    except (ValueError, TypeError, InvalidSignature):
+        raise UserError(
+            f"server.crt in {folder} does not come from the authority in ca.crt: {again}"
+        ) from None
+    until = own.not_valid_after_utc
+    if until <= datetime.now(UTC):
+        raise UserError(f"server.crt in {folder} was valid until {until:%Y-%m-%d}: {again}")
+    return Certificates(authority, certificate, key)
+
+
+def registered_keys(folder: Path) -> Collection[bytes]:
+    """Return the public keys of the devices, ``devices/*.pub``, in PEM; leave out unreadable ones.
+
+    Parameters
+    ----------
+    folder : Path
+        The folder of `raceme certs`.
+    """
+    keys = set()
+    for path in sorted((folder / "devices").glob("*.pub")):
+        try:
+            key = load_ssh_public_key(path.read_bytes())
+        except (OSError, ValueError, TypeError) as error:
+            log.warning("The key %s cannot be read and is left out: %s", path, error)
+            continue
+        if isinstance(key, ec.EllipticCurvePublicKey):
+            keys.add(_plain(key))
+        else:
+            log.warning("The key %s is not an elliptic-curve key and is left out", path)
+    return keys
+
+
+def _plain(key: object) -> bytes:
+    return bytes(
+        key.public_bytes(  # type: ignore[attr-defined]
+            Encoding.PEM, PublicFormat.SubjectPublicKeyInfo
+        )
+    )
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be read: {error.strerror}. `raceme certs --out {path.parent} "
+            "--host NAME` makes certificates."
+        ) from None
+
+
+# -----------------------------------------------------------------------------
+# Raceme itself as a Flower app with a configuration of its own.
+# -----------------------------------------------------------------------------
+
+
+_NAME = "raceme/raceme"
+
+
+def app_of(config: RunConfig) -> App:
+    """Return this package as the app bundle that the devices of a run fetch."""
+    # The folder is the server's own affair, and the same run must have the same bundle again.
+    keys = config.with_values(out="", resume="").to_mapping()
+    with tempfile.TemporaryDirectory(prefix="raceme-serve-") as folder:
+        bundle = build_bundle(_write_app(Path(folder) / "raceme", keys))
+    return App(_NAME, raceme.__version__, bundle)
+
+
+def _write_app(folder: Path, keys: Mapping[str, Value]) -> Path:
+    """Write the package, with a configuration, as a Flower app in a folder."""
+    source = Path(raceme.__file__).parent
+    shutil.copytree(source, folder / "raceme", ignore=shutil.ignore_patterns("__pycache__"))
+    tree: dict[str, object] = {}
+    for name, value in keys.items():
+        table, _, option = name.rpartition(".")
+        inner = tree.setdefault(table, {}) if table else tree
+        assert isinstance(inner, dict), "tables hold hyper-parameters only"
+        inner[option] = value
+    project = {
+        "project": {
+            "name": "raceme",
+            "version": raceme.__version__,
+            "description": "Asynchronous, clustered federated learning on Flower",
+            "license": "Apache-2.0",
+            "dependencies": [],
+        },
+        "tool": {
+            "flwr": {
+                "app": {
+                    "publisher": "raceme",
+                    "components": {
+                        "serverapp": "raceme.server_app:app",
+                        "clientapp": "raceme.client_app:app",
+                    },
+                    "config": tree,
+                }
+            }
+        },
+    }
+    (folder / "pyproject.toml").write_text(tomli_w.dumps(project), encoding="utf-8")
+    return folder
+
+
+# -----------------------------------------------------------------------------
+# `raceme serve`: one process that devices connect to and that holds the strategy.
+# -----------------------------------------------------------------------------
+
+
+_ANSWER_SECONDS = 2.0
+_TURN_SECONDS = 300.0
+"""A server that has not answered a call, or a method not looked for replies, for so long fails."""
+_UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES}
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """What a server is told beside the keys of its run.
+
+    Attributes
+    ----------
+    address : str
+        ``HOST:PORT`` at which devices reach it.
+    certificates : Path or None
+        Folder of `raceme certs`, for TLS and the devices' keys; plain text without.
+    any_device : bool
+        Let devices in whose keys are not registered there.
+    clients_min : int
+        Devices that have to be online before the run begins.
+    metrics : str
+        ``HOST:PORT`` for `/metrics` and `/healthz`; "off" for none; if nothing is said, the port
+        after that of `address`, on loopback, if that is free.
+    reconnect : float
+        Seconds that devices which were online when the server ended may take to come back.
+    """
+
+    address: str = "0.0.0.0:9092"
+    certificates: Path | None = None
+    any_device: bool = False
+    clients_min: int = 1
+    metrics: str = ""
+    reconnect: float = RECONNECT_SECONDS
+
+
+def prepare(keys: Mapping[str, Value]) -> RunConfig:
+    """Check the configuration of a run, and resume what is in its folder.
+
+    Raises
+    ------
+    UserError
+        It cannot work.
+    """
+    config = experiment.resolve(RunConfig.from_mapping(keys))
+    experiment.build_strategy(config)
+    folder = config.resume or config.out
+    if not folder:
+        raise UserError(
+            "Say where results and checkpoints go, e.g. --out runs/lab: with the same folder, the "
+            "same command resumes."
+        )
+    out = str(Path(folder).expanduser().resolve())
+    is_there = (Path(out) / "run.sqlite").is_file()
+    return config.with_values(out=out, resume=out if is_there or config.resume else "")
+
+
+def with_device_keys(keys: Mapping[str, Value], certificates: Path | None) -> Mapping[str, Value]:
+    """Bind ids to keys by the list that `raceme certs` has left, unless another one is named."""
+    known = None if certificates is None else certificates / DEVICE_KEYS
+    if known is None or not known.is_file() or keys.get(DEVICE_KEYS):
+        return keys
+    return {**keys, DEVICE_KEYS: str(known)}
+
+
+def is_complete(config: RunConfig) -> bool:
+    """Return whether the run in the folder has come to its end, with the same limits.
+
+    A service that is started again at every boot must not work on a run that is over.
+    """
+    out = Path(config.out)
+    if not config.resume or not (out / "summary.json").is_file():
+        return False
+    endings = [event for event in read_events(out) if isinstance(event, RunEnded)]
+    if not endings or not endings[-1].ending.is_complete:
+        return False
+    asked = config.with_values(out="", resume="").to_mapping()
+    return read_toml(out / "config.toml") == asked
+
+
+def serve(
+    config: RunConfig, options: ServeOptions, *observers: Observer, stop: StopCheck = never_stop
+) -> Outcome:
+    """Serve a run to devices until it ends.
+
+    Parameters
+    ----------
+    config : RunConfig
+        What :func:`prepare` has returned.
+    options : ServeOptions
+        Where and to whom.
+    observers : Observer
+        Called with everything that happens.
+    stop : Callable
+        Returns why the run is to end; nothing if it is not.
+
+    Raises
+    ------
+    UserError
+        Something does not fit together, is taken by another process, or cannot be written.
+    """
+    certificates, registered = _credentials(options)
+    state = LinkState(app_of(config))
+    state.reconnect = options.reconnect
+    api = FleetApi(state, options.address, certificates, registered)
+    strategy = experiment.build_strategy(config)
+    metrics = Metrics(state, lambda: strategy.progress.fleet.by_node, lambda: len(strategy.models))
+    api.on_call = metrics.hear
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(api)
+            grid = ServedGrid(
+                state,
+                Path(config.out) / CHECKPOINTS,
+                partial(_listen, api, options),
+                clients_min=options.clients_min,
+                stopping=stop,
+            )
+            stack.callback(grid.close)
+            port = _status_port(options, metrics.page, partial(_health, api, grid, state))
+            if port is not None:
+                stack.enter_context(port)
+            told = (*observers, metrics.observe)
+            return experiment.conduct(config, strategy, grid, *told, stop=stop)
+    except PortInUseError:
+        raise UserError(
+            f"{options.address} cannot be listened at: another process has the port, or the "
+            "address is not this host's. Stop that process, or choose another with --address."
+        ) from None
+    except (OSError, sqlite3.OperationalError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        if isinstance(error, OSError) and error.errno not in _UNWRITABLE:
+            raise
+        raise UserError(
+            f"Cannot go on writing to {config.out}: {reason}. When that is mended, the same "
+            "command resumes from the last checkpoint."
+        ) from error
+
+
+def _status_port(
+    options: ServeOptions, page: Callable[[], bytes], health: Health
+) -> StatusPort | None:
+    """Return the second port, if there is to be one."""
+    if options.metrics == "off":
+        return None
+    _, _, port = options.address.rpartition(":")
+    try:
+        made = StatusPort(options.metrics or f"127.0.0.1:{int(port) + 1}", page, health)
+    except (UserError, OverflowError) as error:
+        if options.metrics:
+            raise
+        # Somebody who has not asked for it can do without.
+        log.warning("No figures for a monitor: %s", error)
+        return None
+    log.info("Figures for a monitor: http://%s/metrics", made.address)
+    return made
+
+
+def _health(api: FleetApi, grid: ServedGrid, state: LinkState) -> tuple[bool, Mapping[str, object]]:
+    """Return whether devices are answered and the method is at work."""
+    answers = api.answers(_ANSWER_SECONDS)
+    silence = time.monotonic() - grid.looked_at
+    said = {
+        "devices_are_answered": answers,
+        "seconds_since_the_method_looked": round(silence, 1),
+        "devices_online": len(state.online()),
+    }
+    return answers and silence < _TURN_SECONDS, said
+
+
+def _listen(api: FleetApi, options: ServeOptions) -> None:
+    api.start()
+    secure = "TLS" if options.certificates is not None else "plain text, for a test only"
+    log.info("Listening at %s (%s)", options.address, secure)
+    if options.clients_min > 1:
+        log.info("The run begins when %d devices are online", options.clients_min)
+
+
+def _credentials(
+    options: ServeOptions,
+) -> tuple[Certificates | None, Callable[[], Collection[bytes]] | None]:
+    """Return certificates, and what lists the registered keys, if devices need one."""
+    folder = options.certificates
+    if folder is None:
+        return None, None
+    certificates = read_certificates(folder)
+    if options.any_device:
+        return certificates, None
+    if not registered_keys(folder):
+        raise UserError(
+            f"No device is registered: {folder / 'devices'} holds no keys (*.pub). Make some with "
+            f"`raceme certs --out {folder} --host NAME --device ID`, or let every device in with "
+            "--any-device."
+        )
+    return certificates, partial(registered_keys, folder)

@@ -1,0 +1,334 @@
+"""Flower's Grid for a strategy in the same process as the link state that its clients talk to."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import struct
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from flwr.app import Message
+from flwr.supercore.run import Run
+
+from raceme.flower.grid import OwnGrid
+from raceme.flower.link_state import LinkState
+from raceme.flower.messages import join, split
+
+# -----------------------------------------------------------------------------
+# Replies since the last checkpoint, on disk before their devices are told that they arrived.
+#
+# A reply is an entry of a few byte strings. An entry that was not written wholly, because the
+# power
+# failed, and whatever comes after it, is not there.
+# -----------------------------------------------------------------------------
+
+
+log = logging.getLogger("raceme.serve")
+
+_LENGTH = struct.Struct(">Q")
+_DIGEST_BYTES = 32
+
+
+class Journal:
+    """One file for each checkpoint, numbered like them from the first on.
+
+    Parameters
+    ----------
+    folder : Path
+        Where the files are; made when the first is.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._file: BinaryIO | None = None
+        self._failed = False
+
+    def begin(self) -> int:
+        """Begin a new file; return its number."""
+        number = max(self._numbers(), default=0) + 1
+        self.close()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        # What devices have learned is as private as the models in the checkpoints beside it.
+        descriptor = os.open(self._path(number), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        self._file = os.fdopen(descriptor, "wb")
+        return number
+
+    def drop(self, before: int) -> None:
+        """Remove the files before a number: there is no checkpoint left that they belong to."""
+        for number in self._numbers():
+            if number < before:
+                self._path(number).unlink(missing_ok=True)
+
+    def append(self, parts: Callable[[], Sequence[bytes]]) -> None:
+        """Write an entry. If that fails, its reply would not survive a crash, but is used."""
+        if self._file is None:
+            return
+        try:
+            self._file.write(_encoded(parts()))
+            self._file.flush()
+        except OSError as error:
+            if not self._failed:
+                log.warning("Replies cannot be kept for a restart: %s", error.strerror)
+            self._failed = True
+        else:
+            self._failed = False
+
+    def read(self, first: int) -> Iterator[list[bytes]]:
+        """Return the entries of a file and of those after it, in order."""
+        for number in self._numbers():
+            if number >= first:
+                with self._path(number).open("rb") as file:
+                    yield from _entries(file)
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _numbers(self) -> list[int]:
+        stems = [path.stem.removeprefix("replies-") for path in self._folder.glob("replies-*.bin")]
+        return sorted(int(stem) for stem in stems if stem.isdecimal())
+
+    def _path(self, number: int) -> Path:
+        return self._folder / f"replies-{number:08d}.bin"
+
+
+def _encoded(parts: Sequence[bytes]) -> bytes:
+    body = join(parts)
+    return _LENGTH.pack(len(body)) + body + hashlib.sha256(body).digest()
+
+
+def _entries(file: BinaryIO) -> Iterator[list[bytes]]:
+    while len(head := file.read(_LENGTH.size)) == _LENGTH.size:
+        (length,) = _LENGTH.unpack(head)
+        body = file.read(length)
+        if file.read(_DIGEST_BYTES) != hashlib.sha256(body).digest():
+            return
+        yield split(body)
+
+
+# -----------------------------------------------------------------------------
+# Flower's Grid for a strategy in the same process as the link state that its clients talk to.
+# -----------------------------------------------------------------------------
+
+
+_SLICE_SECONDS = 0.25
+"""A signal is noticed so soon while nothing comes."""
+_FLEET_SECONDS = 0.2
+"""From one look at the fleet to the next, however many nodes come and go."""
+_MOST = 8
+"""Replies that are handed out together. Work is given once all of them have been acted on: were it
+all that are there, a reply that just came too late for them would wait for two hundred others."""
+_KIND = "served"
+
+
+class ServedGrid(OwnGrid):
+    """Messages go to the link state and come from it; a reply wakes whoever waits for it.
+
+    It keeps the wall clock, which stands until there are enough clients. Saved in a checkpoint and
+    brought back, it still has all messages that were open then.
+
+    Parameters
+    ----------
+    state : LinkState
+        What the Fleet API answers from.
+    journal : Path
+        Folder for the replies that have come since the last checkpoint.
+    listen : Callable
+        Begins to answer calls; called when everything is ready for them.
+    clients_min : int
+        Nodes that have to be there before there are any.
+    stopping : Callable
+        Returns something that is true once the run is to end.
+    clock : Callable
+        Replaceable for tests.
+    """
+
+    is_virtual = False
+    free_evaluation = False
+    keeps_messages = False
+    looked_at = 0.0
+    """When the strategy has last looked for replies, on the monotonic clock."""
+
+    def __init__(
+        self,
+        state: LinkState,
+        journal: Path,
+        listen: Callable[[], None],
+        *,
+        clients_min: int = 1,
+        stopping: Callable[[], object] = lambda: False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._state, self._listen, self._stopping = state, listen, stopping
+        self._journal = Journal(journal)
+        self._clients_min, self._clock = clients_min, clock
+        self._listens = self._is_open = False
+        self._start = 0.0
+        self._news = threading.Condition()
+        self._has_news = False
+        self._nodes: list[int] = []
+        self._online: list[int] = []
+        self._seen_at = float("-inf")
+        # Messages that the last checkpoint knows: only their replies are worth keeping.
+        self._saved: frozenset[str] = frozenset()
+        self._files: list[int] = []
+        state.on_news = self._tell
+        state.on_reply = self._keep
+
+    # A clock and the wait for replies.
+
+    def now(self) -> float:
+        """Return the seconds since there were enough clients, those of earlier processes too."""
+        return self._clock() - self._start if self._is_open else self._start
+
+    def wait(self, message_ids: Collection[str], until: float | None = None) -> list[Message]:
+        """Wait until replies have come, the fleet has changed, or the deadline has passed.
+
+        Of many replies the first that have come are returned, and the others at the next call.
+        """
+        if not self._listens:
+            self._listens = True
+            self._listen()
+        wanted = frozenset(message_ids)
+        while True:
+            self.looked_at = self._clock()
+            with self._news:
+                self._has_news = False
+            replies = self._state.take(wanted, _MOST)
+            if replies or self._has_fleet_changed() or self._stopping():
+                return replies
+            left = _SLICE_SECONDS
+            if until is not None and self._is_open:
+                left = min(left, until - self.now())
+                if left <= 0:
+                    return []
+            with self._news:
+                if not self._has_news:
+                    self._news.wait(left)
+
+    def forget(self, message_ids: Iterable[str]) -> None:
+        """Drop messages: those that were not fetched are not handed out any more."""
+        self._state.forget(message_ids)
+
+    def _has_fleet_changed(self) -> bool:
+        """Return whether nodes have come or gone since they were last asked for."""
+        if not self._look():
+            return False
+        if not self._is_open and len(self._online) >= self._clients_min:
+            self._open()
+        return self._is_open and self._online != self._nodes
+
+    def _look(self) -> bool:
+        """Look who is online, unless that was done just now; return whether it was done."""
+        now = self._clock()
+        if now < self._seen_at + _FLEET_SECONDS:
+            return False
+        # Of thousands of nodes it takes longer than an update does.
+        self._seen_at, self._online = now, self._state.online()
+        return True
+
+    def _open(self) -> None:
+        self._start = self._clock() - self._start
+        self._is_open = True
+
+    def _tell(self) -> None:
+        """Wake whoever waits: something has come, or somebody."""
+        with self._news:
+            self._has_news = True
+            self._news.notify_all()
+
+    def _keep(self, message_id: str, parcel: Callable[[], list[bytes]]) -> None:
+        """Put a reply on disk if a restart from the last checkpoint would ask for it."""
+        if message_id in self._saved:
+            self._journal.append(parcel)
+
+    # Flower's interface.
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """Send messages; the ids of those that could not be sent are left out."""
+        sent = [self._state.push(message) for message in messages]
+        return [message_id for message_id in sent if message_id is not None]
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """Return the replies that are there."""
+        return self._state.take(frozenset(message_ids))
+
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> Iterable[Message]:
+        """Send messages and wait until all are answered, or for `timeout` seconds."""
+        still_open = set(self.push_messages(messages))
+        deadline = None if timeout is None else self.now() + timeout
+        replies: list[Message] = []
+        while still_open and not self._stopping():
+            replies += self.wait(still_open, deadline)
+            still_open -= {reply.metadata.reply_to_message_id for reply in replies}
+            if deadline is not None and self.now() >= deadline:
+                break
+        return replies
+
+    def get_node_ids(self) -> Iterable[int]:
+        """Return the nodes that are online, as soon as there are enough of them."""
+        self._look()
+        self._nodes = self._online if self._is_open else []
+        return list(self._nodes)
+
+    def get_nodes(self) -> Iterable[Any]:
+        """Return what is known of the nodes that are online, with their public keys."""
+        return self._state.get_node_info(node_ids=self._state.online())
+
+    def set_run(self, run: Run) -> None:
+        """Do nothing: the link state has one run."""
+
+    @property
+    def run(self) -> Run:
+        """The run that messages belong to."""
+        return self._state.get_run_info(run_ids=[self._state.run_id])[0]
+
+    # Checkpoints.
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nodes, open messages and replies that nobody has taken, and the time."""
+        with self._state.lock:
+            # Whole replies are in the state from here on, later ones in the new file. Two
+            # checkpoints are kept, and the one before this is still the only good one.
+            number = self._journal.begin()
+            self._files = [*self._files[-1:], number]
+            self._journal.drop(self._files[0])
+            tree = self._state.state_dict()
+            self._saved = frozenset(self._state.message_ins_store)
+        return {
+            "kind": _KIND,
+            "time": self.now(),
+            "open": self._is_open,
+            "journal": number,
+            "state": tree,
+        }
+
+    def load_state_dict(self, tree: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned, and the replies that came after it."""
+        if tree.get("kind") != _KIND:
+            raise ValueError("it is of a run on virtual time: `raceme run --resume` resumes it")
+        self._state.load_state_dict(tree["state"])
+        for parcel in self._journal.read(tree["journal"]):
+            self._state.receive(parcel)
+        self._start = float(tree["time"])
+        if tree["open"]:
+            self._open()
+        self._nodes = self._online = self._state.online()
+        self._saved = frozenset(self._state.message_ins_store)
+        # What comes now belongs to the same checkpoint, until there is another.
+        self._journal.begin()
+        self._files = [tree["journal"]]
+        self.keeps_messages = True
+
+    def close(self) -> None:
+        """Let go of the files."""
+        self._journal.close()

@@ -1,0 +1,853 @@
+"""One message at a time: the ClientApp is called, or an error reply says why not."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import random
+import re
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from pathlib import Path
+from types import FrameType
+
+from flwr.app import ConfigRecord, Context, Error, Message, MessageType, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.supercore.run import Run
+
+from raceme import __version__
+from raceme.core.config import RunConfig, expanded
+from raceme.core.errors import UserError
+from raceme.core.messages import CONFIG, INVITATION, KIND, LOSSES, NUMBERS, ON, TASK, from_array
+from raceme.core.options import Value
+from raceme.datasets.npz import Stamp, stamp_of
+from raceme.fleet.connection import Link, RejoinError
+from raceme.flower import fleet_client as fleet
+from raceme.flower.app import load_client_app
+from raceme.flower.messages import (
+    CLIENT_APP_RAISED_EXCEPTION,
+    INVALID_APP,
+    LOAD_APP_EXCEPTION,
+    MESSAGE_UNAVAILABLE,
+    NODE_UNAVAILABLE,
+    identify_process,
+)
+
+# -----------------------------------------------------------------------------
+# What the owner of a device lets a server have it do: which apps, which models, which data.
+# -----------------------------------------------------------------------------
+
+
+OWN_APP = "raceme/raceme"
+MODEL_GROUP = "raceme.models"
+"""Entry points of installed packages in this group name functions that build models."""
+
+_MODEL = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+_LONGEST = 100
+_OWNERS = ("data-root", "data-file", "download")
+"""Keys that say what is read of a device's files, and whether more are fetched."""
+
+
+class UntrustedError(Exception):
+    """A run wants of a device what its owner has not allowed; the message says what that is."""
+
+
+@dataclass(frozen=True)
+class Trust:
+    """What a device may do.
+
+    Without trusted apps it runs any that a server hands out: code that may do whatever the device's
+    user may. With them nothing but their code runs; and as Raceme's own app imports the model that
+    a run names, and reads the files that it names, these are the owner's to allow too.
+
+    Attributes
+    ----------
+    apps : tuple[str, ...]
+        The apps that may run, as publisher/name; empty allows everything.
+    models : tuple[str, ...]
+        Models beside Raceme's own, as ``module:function``.
+
+    Raises
+    ------
+    UserError
+        One of them is none, or there are models and no apps.
+    """
+
+    apps: tuple[str, ...] = ()
+    models: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in self.apps:
+            if name.count("/") != 1:
+                raise UserError(
+                    f"'{name}' is not an app: expected PUBLISHER/NAME, for example "
+                    f"--trusted-app {OWN_APP}"
+                )
+        for model in self.models:
+            if not _MODEL.fullmatch(model):
+                raise UserError(
+                    f"'{model}' is not a model of your own: expected MODULE:FUNCTION, for example "
+                    "--trusted-model my_models:build. Raceme's own need no trust."
+                )
+        if self.models and not self.apps:
+            raise UserError(
+                "--trusted-model allows nothing without --trusted-app: any app runs then, with "
+                f"whatever it brings. Give --trusted-app {OWN_APP} too."
+            )
+
+    def check_app(self, name: str) -> None:
+        """Refuse an app that may not run.
+
+        Raises
+        ------
+        UntrustedError
+            It may not.
+        """
+        if self.apps and name not in self.apps:
+            raise UntrustedError(f"the app {name} is not trusted on this device")
+
+    def check_run(self, run: Mapping[str, Value], node: Mapping[str, Value]) -> None:
+        """Refuse a run of Raceme's own app that would import or read what its owner never named.
+
+        Parameters
+        ----------
+        run : Mapping
+            The run's configuration.
+        node : Mapping
+            The device's own, which its owner has given it.
+
+        Raises
+        ------
+        UntrustedError
+            It would.
+        UserError
+            The configuration cannot be read.
+        """
+        if not self.apps:
+            return
+        keys = expanded(run)
+        model = RunConfig.from_mapping(keys, lenient=True).model or ""
+        if ":" in model and model not in self.models and model not in _installed():
+            raise UntrustedError(
+                f"the model {_shown(model)} is not trusted on this device: its owner allows one "
+                "with --trusted-model MODULE:FUNCTION"
+            )
+        for key in _OWNERS:
+            if keys.get(key) not in (None, "", False, "false") and key not in node:
+                raise UntrustedError(
+                    f"{key} is for the owner of this device to say, in its --node-config: this "
+                    f"run says {_shown(keys[key])}"
+                )
+
+
+def _shown(value: object) -> str:
+    """Return what a server wrote as it may stand in a log."""
+    return repr(value)[:_LONGEST]
+
+
+def _installed() -> set[str]:
+    """Return the models that installed packages declare."""
+    return {entry.value for entry in entry_points(group=MODEL_GROUP)}
+
+
+# -----------------------------------------------------------------------------
+# The ClientApps that a device runs: which may, whether they are genuine, loaded once.
+# -----------------------------------------------------------------------------
+
+
+class RefusedAppError(Exception):
+    """An app is not run on this device.
+
+    Attributes
+    ----------
+    code : int
+        Flower's code for the error reply.
+    """
+
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(reason)
+        self.code = code
+
+
+@dataclass(frozen=True)
+class LoadedRun:
+    """A run's ClientApp, and the configuration that it is called with.
+
+    Attributes
+    ----------
+    series_id : int
+        Runs of one series share a client's state.
+    """
+
+    app: ClientApp
+    config: dict[str, Value]
+    series_id: int
+
+
+class Apps:
+    """Loads the ClientApp of a run from the app bundle that the SuperLink hands out.
+
+    Raceme's own app is never taken from a bundle: the installed one runs, if it is of the same
+    version. Other apps are unpacked into a folder of this process, from the very bytes whose hash
+    was checked, and one at a time is kept.
+
+    Parameters
+    ----------
+    trust : Trust, optional
+        Which apps, and what of them, the device's owner allows; by default everything.
+    node : Mapping, optional
+        What the owner tells the apps.
+    """
+
+    def __init__(self, trust: Trust | None = None, node: Mapping[str, Value] | None = None) -> None:
+        self._trust, self._node = trust or Trust(), dict(node or {})
+        self._runs: dict[int, LoadedRun] = {}
+        self._foreign: tuple[str, ClientApp] | None = None
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def of_run(
+        self, run_id: int, describe: Callable[[int], Run], fetch: Callable[[Run], bytes]
+    ) -> LoadedRun:
+        """Return the ClientApp and the configuration of a run.
+
+        Parameters
+        ----------
+        run_id : int
+            The run.
+        describe : Callable
+            Returns what the SuperLink says about a run.
+        fetch : Callable
+            Returns the bytes of a run's app bundle.
+
+        Raises
+        ------
+        RefusedAppError
+            The app is not what the run announced, is not trusted, or cannot be loaded.
+        """
+        if run_id not in self._runs:
+            run = describe(run_id)
+            bundle = fetch(run)
+            name, version, reference = _checked(bundle, run)
+            config = self._checked_config(name, bundle, run)
+            app = self._load(name, version, reference, bundle, run.fab_hash)
+            if len(self._runs) >= 8:
+                del self._runs[next(iter(self._runs))]
+            self._runs[run_id] = LoadedRun(app, config, run.series_id)
+        return self._runs[run_id]
+
+    def _checked_config(self, name: str, bundle: bytes, run: Run) -> dict[str, Value]:
+        """Return the configuration of a run that the device's owner allows."""
+        try:
+            self._trust.check_app(name)
+            config = fleet.run_config(bundle, run)
+            if name == OWN_APP:
+                self._trust.check_run(config, self._node)
+        except UntrustedError as error:
+            raise RefusedAppError(INVALID_APP, str(error)) from None
+        # A server may write anything into it.
+        except Exception as error:
+            reason = f"the run's configuration cannot be read: {type(error).__name__}: {error}"
+            raise RefusedAppError(INVALID_APP, reason) from error
+        return config
+
+    def close(self) -> None:
+        """Remove what was unpacked."""
+        self._forget_foreign()
+
+    def _load(
+        self, name: str, version: str, reference: str, bundle: bytes, digest: str
+    ) -> ClientApp:
+        if name == OWN_APP:
+            return _own_app(version)
+        if self._foreign is None or self._foreign[0] != digest:
+            self._forget_foreign()
+            self._foreign = (digest, self._load_foreign(reference, bundle))
+        return self._foreign[1]
+
+    def _load_foreign(self, reference: str, bundle: bytes) -> ClientApp:
+        self._folder = tempfile.TemporaryDirectory(prefix="raceme-app-")
+        try:
+            folder = fleet.install_app(bundle, Path(self._folder.name))
+            app = load_client_app(reference, folder)
+        # An app may raise anything while it is imported, SystemExit included.
+        except (Exception, SystemExit) as error:
+            reason = f"the app cannot be loaded: {type(error).__name__}: {error}"
+            raise RefusedAppError(LOAD_APP_EXCEPTION, reason) from error
+        module = sys.modules[reference.partition(":")[0]]
+        if not str(module.__file__).startswith(str(folder)):
+            raise RefusedAppError(
+                LOAD_APP_EXCEPTION,
+                f"the app's module '{module.__name__}' has the name of one that is installed here",
+            )
+        return app
+
+    def _forget_foreign(self) -> None:
+        """Drop the foreign app, its runs and its modules: the next may use the same names."""
+        if self._folder is None:
+            return
+        root = str(Path(self._folder.name).absolute())
+        for name, module in list(sys.modules.items()):
+            if str(getattr(module, "__file__", None) or "").startswith(root):
+                del sys.modules[name]
+        sys.path[:] = [entry for entry in sys.path if not entry.startswith(root)]
+        if self._foreign is not None:
+            app = self._foreign[1]
+            self._runs = {key: run for key, run in self._runs.items() if run.app is not app}
+        self._foreign = None
+        self._folder.cleanup()
+        self._folder = None
+
+
+def _checked(bundle: bytes, run: Run) -> tuple[str, str, str]:
+    """Return name, version and ClientApp of a bundle, if it is the one that the run announced."""
+    if hashlib.sha256(bundle).hexdigest() != run.fab_hash:
+        raise RefusedAppError(INVALID_APP, "the app's hash is not the one that its run announced")
+    try:
+        name, version, reference = fleet.app_metadata(bundle)
+    except Exception as error:
+        raise RefusedAppError(INVALID_APP, f"the app bundle cannot be read: {error}") from error
+    if (name, version) != (run.fab_id, run.fab_version):
+        raise RefusedAppError(
+            INVALID_APP,
+            f"the app is {name} {version}, but its run announced {run.fab_id} {run.fab_version}",
+        )
+    return name, version, reference
+
+
+def _own_app(version: str) -> ClientApp:
+    if version != __version__:
+        raise RefusedAppError(
+            LOAD_APP_EXCEPTION,
+            f"the run is of raceme {version}, this device has {__version__}: install the same",
+        )
+    from raceme.client_app import app, forget
+
+    # One run at a time: another one comes with other settings, and its data are loaded anew.
+    forget()
+    return app
+
+
+# -----------------------------------------------------------------------------
+# Invitations to train, which a device holds until it wishes to: by the clock, or by its loss.
+#
+# A server that lets devices decide sends training with the setting ``invitation``. The model
+# that
+# comes with it is the one that the device holds from then on.
+# -----------------------------------------------------------------------------
+
+
+log = logging.getLogger("raceme.device")
+
+AT_ONCE, INTERVAL, POISSON, DRIFT = "at-once", "interval", "poisson", "drift"
+
+_SECONDS = {"": 1.0, "s": 1.0, "min": 60.0, "h": 3600.0}
+_RISE = 0.1
+_MOST_FAILURES = 5
+"""After so many looks that failed in a row a device trains."""
+_EXPECTED = "at-once, interval=60s, poisson=60s, drift or drift=10%"
+
+
+@dataclass(frozen=True)
+class When:
+    """When a device accepts an invitation.
+
+    Attributes
+    ----------
+    mode : str
+        ``"at-once"``, ``"interval"``, ``"poisson"`` or ``"drift"``.
+    seconds : float
+        From one time to the next, for ``"interval"``; mean wait, for ``"poisson"``; from one look
+        at the loss to the next, for ``"drift"``.
+    rise : float
+        How much of itself the loss must have risen by, for ``"drift"``.
+    """
+
+    mode: str = AT_ONCE
+    seconds: float = 0.0
+    rise: float = _RISE
+
+
+def parse_when(text: str, look: str = "10s") -> When:
+    """Read when a device accepts an invitation.
+
+    Parameters
+    ----------
+    text : str
+        ``at-once``, ``interval=60s``, ``poisson=5min``, ``drift`` or ``drift=10%``.
+    look : str
+        Time from one look at the loss to the next, for ``drift``.
+
+    Raises
+    ------
+    UserError
+        It is none of them.
+    """
+    mode, given, value = text.strip().partition("=")
+    if mode in (INTERVAL, POISSON) and given:
+        return When(mode, _seconds(value, f"--when {mode}"))
+    if mode == DRIFT:
+        return When(mode, _seconds(look, "--look"), _share(value) if given else _RISE)
+    if mode == AT_ONCE and not given:
+        return When()
+    raise UserError(f"--when '{text}' cannot be read: expected {_EXPECTED}.")
+
+
+def _seconds(text: str, name: str) -> float:
+    found = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*(s|min|h|)", text.strip())
+    seconds = float(found[1]) * _SECONDS[found[2]] if found else 0.0
+    if not (seconds > 0 and math.isfinite(seconds)):
+        raise UserError(f"{name} must be a time above 0 such as 30s, 5min or 2h, got '{text}'.")
+    return seconds
+
+
+def _share(text: str) -> float:
+    found = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*%", text.strip())
+    if not found:
+        raise UserError(f"--when drift must be a share such as 10%, got '{text}'.")
+    return float(found[1]) / 100
+
+
+@dataclass
+class Held:
+    """An invitation that waits.
+
+    Attributes
+    ----------
+    message : Message
+        All of it.
+    expires_at : float
+        When the server gives it up, on the device's clock.
+    due_at : float
+        When the device acts on it.
+    looks : bool
+        Whether it looks at its loss then, instead of training.
+    known : float or None
+        Lowest loss of the model that came with it; None before the first look.
+    failures : int
+        Looks in a row at which the loss could not be measured.
+    """
+
+    message: Message
+    expires_at: float
+    due_at: float
+    looks: bool = False
+    known: float | None = None
+    failures: int = 0
+
+    @property
+    def run_id(self) -> int:
+        """The run that it is of."""
+        return self.message.metadata.run_id
+
+
+class Invitations:
+    """The invitations that a device holds, at most one of each run.
+
+    Parameters
+    ----------
+    when : When
+        When it accepts one.
+    clock : Callable
+        Returns seconds that only grow.
+    rng : random.Random, optional
+        Draws waits, and where in its interval a device begins, so that not all speak at once.
+    """
+
+    def __init__(
+        self,
+        when: When,
+        clock: Callable[[], float] = time.monotonic,
+        rng: random.Random | None = None,
+    ) -> None:
+        self._when, self._clock = when, clock
+        self._rng = rng or random.Random()
+        self._held: dict[int, Held] = {}
+        self._trained: dict[int, tuple[Stamp | None, float]] = {}
+        self._first = clock() + self._rng.uniform(0, when.seconds)
+
+    def take(self, message: Message) -> bool:
+        """Hold a message, if it is an invitation and the device does not accept all at once."""
+        record = message.content.get(CONFIG)
+        settings = record if isinstance(record, ConfigRecord) else ConfigRecord()
+        if self._when.mode == AT_ONCE or settings.get(INVITATION) is not True:
+            return False
+        now, metadata = self._clock(), message.metadata
+        # A clock that is wrong must not cost an invitation: the SuperLink hands out none that is
+        # over.
+        age = time.time() - metadata.created_at
+        lasts = metadata.ttl - (age if 0 <= age < metadata.ttl else 0.0)
+        former = self._held.get(metadata.run_id)
+        held = Held(message, now + lasts, now)
+        if self._when.mode == DRIFT:
+            held.looks = metadata.run_id in self._trained
+        elif former is not None:
+            held.due_at = former.due_at
+        else:
+            held.due_at = self._next_time(now)
+        self._held[metadata.run_id] = held
+        return True
+
+    def _next_time(self, now: float) -> float:
+        """Return when an invitation is accepted that has just come."""
+        seconds = self._when.seconds
+        if self._when.mode == POISSON:
+            return now + self._rng.expovariate(1 / seconds)
+        return self._first + max(0, math.ceil((now - self._first) / seconds)) * seconds
+
+    def next_in(self) -> float:
+        """Return the seconds until the next one is due; infinity without any."""
+        due = min((held.due_at for held in self._held.values()), default=math.inf)
+        return max(0.0, due - self._clock())
+
+    def due(self) -> Held | None:
+        """Return an invitation that is due; drop those that are over."""
+        now = self._clock()
+        for held in [held for held in self._held.values() if held.expires_at <= now]:
+            log.info("run %d: the invitation is over and dropped", held.run_id)
+            del self._held[held.run_id]
+        return next((held for held in self._held.values() if held.due_at <= now), None)
+
+    def looked(self, held: Held, loss: float, stamp: Stamp | None) -> None:
+        """Decide by the loss of the held model whether to train, or when to look again.
+
+        Parameters
+        ----------
+        held : Held
+            The invitation with the model.
+        loss : float
+            Mean loss on the device's present data; NaN if it could not be measured now, infinity if
+            it never can be.
+        stamp : Stamp or None
+            State of the device's own data file.
+        """
+        now = self._clock()
+        if math.isnan(loss):
+            # It may be that a file is just being replaced. If not, the server learns of it by what
+            # becomes of the training.
+            held.failures += 1
+            held.looks = held.failures < _MOST_FAILURES
+            held.due_at = now + self._when.seconds
+            return
+        held.failures = 0
+        if held.known is None:
+            # Data that were replaced since the training are compared with what was known then.
+            trained_on, trained = self._trained[held.run_id]
+            moved = stamp != trained_on and math.isfinite(trained)
+            held.known = trained if moved else loss
+        rises = math.isinf(loss) or loss > (1 + self._when.rise) * held.known
+        if math.isinf(loss):
+            log.warning("run %d: the ClientApp states no loss: training at once", held.run_id)
+        elif rises:
+            log.info("run %d: the loss rose from %.4g to %.4g", held.run_id, held.known, loss)
+        else:
+            log.debug("run %d: the loss is %.4g, was %.4g", held.run_id, loss, held.known)
+        # A slow rise adds up: it is compared with the lowest loss, not with the last one.
+        held.known = min(held.known, loss)
+        held.looks, held.due_at = not rises, now if rises else now + self._when.seconds
+
+    def accept(self, held: Held) -> None:
+        """Hold an invitation no longer: it is trained now."""
+        self._held.pop(held.run_id, None)
+
+    def trained(self, run_id: int, loss: float, stamp: Stamp | None) -> None:
+        """Note that the device has trained for a run.
+
+        Parameters
+        ----------
+        run_id : int
+            The run.
+        loss : float
+            What it states as its loss; NaN if nothing.
+        stamp : Stamp or None
+            State of its own data file when it began.
+        """
+        self._trained[run_id] = stamp, loss
+
+    def failed(self, run_id: int) -> None:
+        """Note that nothing came of the wish to train: the next invitation is accepted at once."""
+        self._trained.pop(run_id, None)
+
+    def drop(self) -> list[Message]:
+        """Hold nothing any more; return what was held."""
+        messages = [held.message for held in self._held.values()]
+        self._held.clear()
+        return messages
+
+
+# -----------------------------------------------------------------------------
+# One message at a time: the ClientApp is called, or an error reply says why not.
+# -----------------------------------------------------------------------------
+
+
+_SHUTTING_DOWN = "the device is shutting down"
+
+
+class InterruptedTaskError(BaseException):
+    """Ends a task in the middle; no ClientApp should catch it."""
+
+
+class Interrupter:
+    """Ends the task in work a while after the device was told to stop.
+
+    Parameters
+    ----------
+    grace : float
+        Seconds that a task has left to finish.
+    """
+
+    def __init__(self, grace: float) -> None:
+        self._grace = grace
+        self._working = False
+        self._stopping = False
+
+    def stop(self) -> None:
+        """Give the task in work its last seconds; the second time, end it now."""
+        if self._working and self._stopping:
+            raise InterruptedTaskError
+        self._stopping = True
+        if self._working:
+            signal.setitimer(signal.ITIMER_REAL, max(self._grace, 1e-3))
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Mark the time during which a task can be ended."""
+        previous = signal.signal(signal.SIGALRM, self._on_alarm)
+        self._working = True
+        try:
+            if self._stopping:
+                raise InterruptedTaskError
+            yield
+        finally:
+            self._working = False
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, previous)
+
+    def _on_alarm(self, _signal: int, _frame: FrameType | None) -> None:
+        if self._working:
+            raise InterruptedTaskError
+
+
+class Tasks:
+    """Answers messages with the ClientApps of their runs.
+
+    Parameters
+    ----------
+    apps : Apps
+        Loads them.
+    node_config : Mapping
+        What the device says about itself.
+    interrupter : Interrupter
+        May end a task.
+    invitations : Invitations, optional
+        Holds those that the device does not accept at once; by default it accepts all.
+
+    Attributes
+    ----------
+    answered_at : float
+        When the last reply was sent, on the monotonic clock.
+    """
+
+    def __init__(
+        self,
+        apps: Apps,
+        node_config: Mapping[str, Value],
+        interrupter: Interrupter,
+        invitations: Invitations | None = None,
+    ) -> None:
+        self._apps = apps
+        self._node_config = dict(node_config)
+        self._interrupter = interrupter
+        self.invitations = invitations or Invitations(When())
+        self.answered_at = float("-inf")
+        self._states: dict[int, RecordDict] = {}
+        self._folders: dict[int, str] = {}
+        self._count = 0
+
+    def answer(self, link: Link, head: Message, fetch: Callable[[], Message]) -> None:
+        """Fetch a message; hold it, or compute the reply and send it. Log one line about it.
+
+        Parameters
+        ----------
+        link : Link
+            Where it came from.
+        head : Message
+            The message without its content.
+        fetch : Callable
+            Returns the whole message.
+        """
+        started = time.monotonic()
+        self._identify(link, head.metadata.run_id)
+        try:
+            message = fetch()
+        except fleet.ObjectPullError as error:
+            self._send(link, head, _error(head, MESSAGE_UNAVAILABLE, str(error)), started)
+            return
+        if self.invitations.take(message):
+            log.info("run %d: %s: invited", message.metadata.run_id, _label(message))
+            return
+        self._work(link, message, started)
+
+    def follow_wish(self, link: Link) -> bool:
+        """Do what the device wishes by now: look at its loss, or accept an invitation.
+
+        Returns
+        -------
+        bool
+            Whether there was anything to do.
+        """
+        held = self.invitations.due()
+        if held is None:
+            return False
+        self._identify(link, held.run_id)
+        stamp = stamp_of(self._node_config)
+        if held.looks:
+            self.invitations.looked(held, self._look(link, held.message), stamp)
+            return True
+        self.invitations.accept(held)
+        reply = self._work(link, held.message, time.monotonic())
+        if reply.has_error():
+            self.invitations.failed(held.run_id)
+        else:
+            self.invitations.trained(held.run_id, _stated_loss(reply), stamp)
+        return True
+
+    def return_invitations(self, link: Link) -> None:
+        """Say of what is still held that nothing will come of it."""
+        for message in self.invitations.drop():
+            self._identify(link, message.metadata.run_id)
+            reply = _error(message, NODE_UNAVAILABLE, _SHUTTING_DOWN)
+            self._send(link, message, reply, time.monotonic())
+
+    def _identify(self, link: Link, run_id: int) -> None:
+        """Say on whose behalf messages are made from now on."""
+        self._count += 1
+        identify_process(run_id, link.node_id, self._count)
+
+    def _work(self, link: Link, message: Message, started: float) -> Message:
+        """Compute the reply to a message and send it; return it."""
+        try:
+            with self._interrupter.working():
+                reply = self._call(link, message)
+        except InterruptedTaskError:
+            reply = _error(message, NODE_UNAVAILABLE, _SHUTTING_DOWN)
+        except RefusedAppError as error:
+            reply = _error(message, error.code, str(error))
+        self._send(link, message, reply, started)
+        return reply
+
+    def _send(self, link: Link, message: Message, reply: Message, started: float) -> None:
+        """Send a reply, and log one line about it."""
+        computed = time.monotonic()
+        run_id, label = message.metadata.run_id, _label(message)
+        try:
+            link.send(reply, computed - started)
+        except fleet.ObjectPushError as error:
+            log.warning("run %d: %s: the reply could not be delivered: %s", run_id, label, error)
+            # Whoever waits for it learns that it will not come only when this node has left.
+            raise RejoinError("a reply could not be delivered") from None
+        self.answered_at = time.monotonic()
+        if reply.has_error():
+            log.error("run %d: %s: answered with an error: %s", run_id, label, reply.error.reason)
+        else:
+            seconds = computed - started
+            sent = self.answered_at - computed
+            log.info("run %d: %s: done in %.2f s, sent in %.2f s", run_id, label, seconds, sent)
+
+    def _look(self, link: Link, message: Message) -> float:
+        """Return the loss of the model of a message on the device's present training samples.
+
+        Raceme's ClientApp measures it there; another one by its own evaluation.
+
+        Returns
+        -------
+        float
+            NaN if it could not be measured; infinity if the ClientApp states none.
+        """
+        records = dict(message.content.items())
+        settings = records.get(CONFIG)
+        stated = dict(settings) if isinstance(settings, ConfigRecord) else {}
+        records[CONFIG] = ConfigRecord({**stated, KIND: LOSSES, ON: "train"})
+        look = Message(RecordDict(records), link.node_id, MessageType.EVALUATE)
+        try:
+            with self._interrupter.working():
+                reply = self._call(link, look, keeps_state=False)
+        except (InterruptedTaskError, RefusedAppError):
+            return math.nan
+        if reply.has_error():
+            log.warning("the loss could not be measured: %s", reply.error.reason)
+            return math.nan
+        numbers = reply.content.array_records.get(NUMBERS)
+        if numbers is None or LOSSES not in numbers:
+            loss = _stated_loss(reply)
+            return math.inf if math.isnan(loss) else loss
+        # Of several models it would train the best.
+        return float(from_array(numbers[LOSSES]).mean(axis=1).min())
+
+    def _call(self, link: Link, message: Message, keeps_state: bool = True) -> Message:
+        loaded = self._apps.of_run(message.metadata.run_id, link.run, link.bundle)
+        series = loaded.series_id
+        state = self._state_of(loaded)
+        context = Context(
+            run_id=message.metadata.run_id,
+            node_id=link.node_id,
+            node_config=dict(self._node_config),
+            state=state if keeps_state else RecordDict(dict(state)),
+            run_config=dict(loaded.config),
+            series_id=series,
+        )
+        try:
+            reply = loaded.app(message, context)
+        except (Exception, SystemExit) as error:
+            log.debug("The ClientApp raised an exception", exc_info=error)
+            # Worded as Flower's own runtime does.
+            reason = f"{type(error)}:<'{error}'>"
+            return _error(message, CLIENT_APP_RAISED_EXCEPTION, reason)
+        if keeps_state:
+            self._states[series] = context.state
+        return reply
+
+    def _state_of(self, loaded: LoadedRun) -> RecordDict:
+        """Return what this client keeps for a run; one that resumes takes up what was kept before.
+
+        To Flower a run that resumes another is a new one. Its key ``resume`` names the folder of
+        the one before, whose key ``out`` named it too, unless that was left to chance.
+        """
+        series, config = loaded.series_id, loaded.config
+        if series not in self._states:
+            resumed = str(config.get("resume", ""))
+            former = [s for s, folder in self._folders.items() if folder in (resumed, "")]
+            taken_up = self._states[former[-1]] if resumed and former else {}
+            self._states[series] = RecordDict(dict(taken_up))
+            self._folders[series] = resumed or str(config.get("out", ""))
+        return self._states[series]
+
+
+def _error(message: Message, code: int, reason: str) -> Message:
+    return Message(Error(code, reason), reply_to=message)
+
+
+def _label(message: Message) -> str:
+    """Return what a message is called in the log: its type, and the number of a Raceme task."""
+    label = message.metadata.message_type
+    record = message.content.get(CONFIG) if message.has_content() else None
+    number = record.get(TASK) if isinstance(record, ConfigRecord) else None
+    return f"{label} task {number}" if isinstance(number, int) else label
+
+
+def _stated_loss(reply: Message) -> float:
+    """Return the first metric that is called a loss; NaN if there is none."""
+    records = reply.content.metric_records.values() if reply.has_content() else ()
+    losses = (
+        float(value)
+        for record in records
+        for name, value in record.items()
+        if "loss" in name and isinstance(value, int | float)
+    )
+    return next(losses, math.nan)

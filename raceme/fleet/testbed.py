@@ -1,0 +1,604 @@
+"""`raceme up`: a server and devices on one machine, for trying things out.
+
+Everything is real but for the distances: `raceme serve`, and `raceme device` processes with their
+own data. Nothing outlives it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import raceme
+from raceme.core.config import RunConfig, write_toml
+from raceme.core.errors import UserError
+from raceme.core.files import absolute
+from raceme.core.options import Value
+from raceme.records.folder import check_new
+from raceme.reporting.artefacts import missing_line
+from raceme.simulation.devices import Device
+
+# -----------------------------------------------------------------------------
+# The logs of `raceme up`: every line in files, and on the terminal those that a person reads.
+# -----------------------------------------------------------------------------
+
+
+FOLDER = "logs"
+_STAMPED = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ ([A-Z]+) (.*)")
+_ROUTINE = re.compile(r"run \d+: \S.*: done in [\d.]+ s, sent in [\d.]+ s$")
+
+
+class Logs:
+    """Files in a run's folder, one per process, with all that it has printed.
+
+    Lines are kept until the folder is the run's: whoever begins a run wants an empty one. A disk
+    without room for them ends no run.
+
+    Parameters
+    ----------
+    out : Path
+        The run's folder.
+    """
+
+    def __init__(self, out: Path) -> None:
+        self.folder = out / FOLDER
+        self._store = out / "run.sqlite"
+        self._waiting: list[tuple[str, str]] = []
+        self._lock = threading.Lock()
+
+    def write(self, name: str, line: str) -> None:
+        """Append a line to the log of a process."""
+        with self._lock:
+            self._waiting.append((name, line))
+            if self._store.exists():
+                with suppress(OSError):
+                    self._write()
+
+    def _write(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        self.folder.mkdir(exist_ok=True)
+        for name, line in waiting:
+            path = self.folder / f"{name.replace(' ', '-')}.log"
+            with path.open("a", encoding="utf-8") as file:
+                file.write(f"{line}\n")
+
+
+def readable(line: str) -> str | None:
+    """Return what of a line is for a person at a terminal; None for the routine of a device.
+
+    Every task that a device has done is told by the server, too, as an update or an evaluation.
+    """
+    stamped = _STAMPED.fullmatch(line)
+    if stamped is None:
+        return line
+    level, text = stamped.groups()
+    if level != "INFO":
+        return f"{level}: {text}"
+    return None if _ROUTINE.match(text) else text
+
+
+# -----------------------------------------------------------------------------
+# Slow devices and bad networks on one machine: a network namespace and a CPU share per device.
+#
+# A device's namespace is joined to the host by a pair of virtual interfaces, whose two ends are
+# slowed down by the kernel's netem, one for each direction. Its CPU share is kept by stopping
+# its
+# process for a part of every tenth of a second. Needs root and iproute2; what was set up is
+# taken
+# down again at the end.
+# -----------------------------------------------------------------------------
+
+
+_PERIOD_SECONDS = 0.1
+_MOST_DEVICES = 250
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What one device has of the machine.
+
+    Attributes
+    ----------
+    down, up : float
+        Bytes per second to it and from it; 0 for no limit.
+    delay : float
+        Milliseconds that every packet takes longer, in each direction.
+    loss : float
+        Percentage of packets that are lost, in each direction.
+    cpu : float
+        Share of one core, at most 1.
+    """
+
+    down: float = 0.0
+    up: float = 0.0
+    delay: float = 0.0
+    loss: float = 0.0
+    cpu: float = 1.0
+
+
+def shapes_of(devices: Sequence[Device], delay: float, loss: float) -> list[Shape]:
+    """Turn simulated devices into shapes: the fastest has a whole core, the others their share."""
+    seconds = [device.mean_duration(1, 1, bytes_down=0, bytes_up=0) for device in devices]
+    fastest = min((value for value in seconds if value > 0), default=1.0)
+    return [
+        Shape(
+            down=device.bandwidth_down,
+            up=device.bandwidth_up,
+            delay=delay,
+            loss=loss,
+            cpu=min(1.0, fastest / value) if value else 1.0,
+        )
+        for device, value in zip(devices, seconds, strict=True)
+    ]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a shaped device runs.
+
+    Attributes
+    ----------
+    namespace : str
+        Name of its network namespace.
+    host : str
+        Address at which it reaches the host.
+    """
+
+    namespace: str
+    host: str
+
+    def command(self, command: Sequence[str]) -> list[str]:
+        """Return a command as it is run there."""
+        return ["ip", "netns", "exec", self.namespace, *command]
+
+
+@contextmanager
+def places(shapes: Sequence[Shape]) -> Iterator[list[Place]]:
+    """Set up a network namespace for each shape, and take it down at the end.
+
+    Raises
+    ------
+    UserError
+        Not root, no iproute2, or a kernel that cannot do it.
+    """
+    check(len(shapes))
+    with ExitStack() as stack:
+        yield [_place(index, shape, stack) for index, shape in enumerate(shapes)]
+
+
+def check(devices: int) -> None:
+    """Raise UserError if this machine or this user cannot shape devices."""
+    if os.geteuid() != 0:
+        raise UserError(
+            "--shape makes network namespaces, for which it must run as root: use sudo, or leave "
+            "out --shape."
+        )
+    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if missing:
+        raise UserError(
+            f"--shape needs the program '{missing[0]}': install iproute2 (apt-get install "
+            "iproute2), or leave out --shape."
+        )
+    if devices > _MOST_DEVICES:
+        raise UserError(f"--shape takes {_MOST_DEVICES} devices at most, got {devices}.")
+
+
+def _place(index: int, shape: Shape, stack: ExitStack) -> Place:
+    # Interface names have 15 characters at most.
+    name, outside, inside = (f"rc{os.getpid()}{kind}{index}" for kind in "nho")
+    host, guest = f"10.213.{index}.1", f"10.213.{index}.2"
+    _run("ip", "netns", "add", name)
+    # Its end of the pair goes with the namespace, and the other end with that one.
+    stack.callback(_quietly, "ip", "netns", "delete", name)
+    _run("ip", "link", "add", outside, "type", "veth", "peer", "name", inside)
+    stack.callback(_quietly, "ip", "link", "delete", outside)
+    _run("ip", "link", "set", inside, "netns", name)
+    _run("ip", "address", "add", f"{host}/30", "dev", outside)
+    _run("ip", "link", "set", outside, "up")
+    within = ("ip", "netns", "exec", name)
+    _run(*within, "ip", "address", "add", f"{guest}/30", "dev", inside)
+    _run(*within, "ip", "link", "set", inside, "up")
+    _run(*within, "ip", "link", "set", "lo", "up")
+    for prefix, interface, rate in (((), outside, shape.down), (within, inside, shape.up)):
+        terms = netem(shape, rate)
+        if terms:
+            _run(*prefix, "tc", "qdisc", "add", "dev", interface, "root", "netem", *terms)
+    return Place(name, host)
+
+
+def netem(shape: Shape, rate: float) -> list[str]:
+    """Return what netem is told for one direction; nothing if it has nothing to do."""
+    terms = []
+    if shape.delay:
+        terms += ["delay", f"{shape.delay:g}ms"]
+    if shape.loss:
+        terms += ["loss", f"{shape.loss:g}%"]
+    if rate:
+        terms += ["rate", f"{round(8 * rate)}bit"]
+    return terms
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        reason = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
+        hint = " (a kernel without netem: modprobe sch_netem)" if "netem" in command else ""
+        raise UserError(f"--shape: '{' '.join(command)}' failed: {reason}{hint}")
+
+
+def _quietly(*command: str) -> None:
+    subprocess.run(command, capture_output=True, check=False)
+
+
+class CpuShare:
+    """Lets a process run for a share of the time, from its start until closed.
+
+    Parameters
+    ----------
+    process_id : int
+        The process.
+    share : float
+        From above 0 to 1; 1 leaves it alone.
+    """
+
+    def __init__(self, process_id: int, share: float) -> None:
+        self._process_id = process_id
+        self._share = share
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._alternate, daemon=True)
+
+    def start(self) -> None:
+        """Slow the process down from now on."""
+        if self._share < 1:
+            self._thread.start()
+
+    def close(self) -> None:
+        """Let the process run freely again."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _alternate(self) -> None:
+        # Once the process has ended there is nothing more to do.
+        with suppress(ProcessLookupError):
+            try:
+                while not self._stop.wait(_PERIOD_SECONDS * self._share):
+                    os.kill(self._process_id, signal.SIGSTOP)
+                    self._stop.wait(_PERIOD_SECONDS * (1 - self._share))
+                    os.kill(self._process_id, signal.SIGCONT)
+            finally:
+                os.kill(self._process_id, signal.SIGCONT)
+
+
+# -----------------------------------------------------------------------------
+# `raceme up`: a server and devices on one machine, for trying things out.
+# -----------------------------------------------------------------------------
+
+
+_SERVER = "serve"
+_RACEME = (sys.executable, "-c", "from raceme.cli import main; main()")
+_START_SECONDS = 120.0
+_GRACE_SECONDS = 15.0
+_HURRY_SECONDS = 0.3
+_GREETED = "query: done"
+"""What a device says when it has answered a greeting."""
+_ENDED = "The run ended after "
+"""What a server says when it needs its devices no more."""
+_LEFT = ("run.sqlite", "clusters", "accuracy.png", "clusters.png", "devices.png", "similarity.png")
+"""What every run leaves beside its summary."""
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+
+Show = Callable[[str, str], None]
+"""Is given the lines that a person reads, with the name of the process that wrote each."""
+
+
+@dataclass
+class _Process:
+    """A process of the testbed, in a session of its own."""
+
+    name: str
+    handle: subprocess.Popen[str]
+    reader: threading.Thread
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the process and to what it has started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.handle.pid, number)
+
+    def end(self) -> None:
+        """Stop the process and everything that it started."""
+        # Flower's programs start others in sessions of their own.
+        children = descendants(self.handle.pid)
+        if self.handle.poll() is None:
+            self.handle.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                self.handle.wait(_GRACE_SECONDS)
+        self.signal(signal.SIGKILL)
+        for child in children:
+            _send(child, signal.SIGKILL)
+        self.handle.wait()
+        self.reader.join(1.0)
+
+
+@dataclass
+class Testbed:
+    """Processes on this machine that stop together.
+
+    Attributes
+    ----------
+    home : Path
+        A temporary folder: Flower's home, and the configuration of the run.
+    show : Show
+        Is given every line that a process prints.
+    """
+
+    home: Path
+    show: Show
+    stack: ExitStack = field(default_factory=ExitStack)
+    _processes: dict[str, _Process] = field(default_factory=dict)
+
+    def start(self, name: str, command: Sequence[str]) -> int:
+        """Start a process and return its id; what it prints goes to the common log."""
+        handle = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            cwd=self.home,
+            env=_environment(self.home),
+            start_new_session=True,
+        )
+        reader = threading.Thread(target=self._read, args=(name, handle), daemon=True)
+        process = self._processes[name] = _Process(name, handle, reader)
+        self.stack.callback(process.end)
+        reader.start()
+        return handle.pid
+
+    def wait_for_port(self, port: int, name: str) -> None:
+        """Wait until a process listens."""
+        deadline = time.monotonic() + _START_SECONDS
+        while time.monotonic() < deadline and self._processes[name].handle.poll() is None:
+            with socket.socket() as probe:
+                probe.settimeout(1.0)
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    return
+            time.sleep(0.05)
+        raise UserError(f"The {name} did not start; what it printed is above.")
+
+    def wait_for_run(self) -> None:
+        """Wait for the end of the run.
+
+        Raises
+        ------
+        UserError
+            Something has ended without which there will be none.
+        """
+        waited = self._processes[_SERVER]
+        while waited.handle.poll() is None:
+            for other in self._processes.values():
+                if other is not waited and other.handle.poll() is not None:
+                    raise UserError(
+                        f"{other.name} ended with exit code {other.handle.returncode}; what it "
+                        "printed is above."
+                    )
+            time.sleep(0.1)
+        waited.reader.join(1.0)
+        if waited.handle.returncode < 0:
+            number = -waited.handle.returncode
+            raise UserError(
+                f"The server ended in the middle of the run, by signal {number}. If there is a "
+                "checkpoint, --resume resumes from it."
+            )
+
+    def interrupt_run(self) -> None:
+        """Let the server write a checkpoint and end, and wait for that a while."""
+        server = self._processes[_SERVER].handle
+        if server.poll() is None:
+            server.terminate()
+        with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
+            server.wait(_GRACE_SECONDS)
+
+    def stop_devices(self) -> None:
+        """Tell all devices to stop, twice: then they do not wait for anything."""
+        devices = [p for name, p in self._processes.items() if name.startswith("device")]
+        for process in [*devices, None, *devices]:
+            if process is None:
+                time.sleep(_HURRY_SECONDS)
+            elif process.handle.poll() is None:
+                process.handle.terminate()
+
+    def _read(self, name: str, handle: subprocess.Popen[str]) -> None:
+        assert handle.stdout, "it was started with a pipe"
+        with closing(handle.stdout) as lines:
+            for line in lines:
+                text = _COLOUR.sub("", line.rstrip())
+                if text:
+                    self.show(name, text)
+
+
+def prepare(keys: Mapping[str, Value]) -> RunConfig:
+    """Check the configuration of a run, and choose the folder for its results.
+
+    Raises
+    ------
+    UserError
+        It cannot work; said here, not in the log of a device.
+    """
+    from raceme import datasets
+    from raceme.runs import experiment
+
+    config = experiment.resolve(RunConfig.from_mapping(keys))
+    if config.device_keys:
+        raise UserError("The devices of `raceme up` make keys of their own: leave device-keys out.")
+    datasets.all_clients(config)
+    experiment.build_strategy(config)
+    if config.resume:
+        return config.with_values(out=config.resume)
+    if config.out:
+        out = absolute(config.out)
+        check_new(out)
+        return config.with_values(out=str(out))
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    return config.with_values(
+        out=str(Path("runs").resolve() / f"{stamp}-up-{config.strategy}-{config.dataset}")
+    )
+
+
+def shapes_from(config: RunConfig, profile: str, delay: float, loss: float) -> list[Shape]:
+    """Return what each device has of the machine, by the name of a device profile.
+
+    Raises
+    ------
+    UserError
+        There is no such profile, or this machine or user cannot shape devices.
+    """
+    from raceme.simulation.devices import fleet
+
+    check(config.num_clients)
+    return shapes_of(fleet(profile, config.num_clients, config.seed), delay, loss)
+
+
+def run_testbed(config: RunConfig, show: Show, shapes: Sequence[Shape] | None = None) -> Path:
+    """Run a configuration on processes of this machine, one device per client.
+
+    Parameters
+    ----------
+    config : RunConfig
+        What to run; `out` is where the results go.
+    show : Show
+        Is given the lines that a person reads; all of them are in ``logs`` in the folder.
+    shapes : Sequence[Shape], optional
+        What each device has of the machine; they share it evenly if not given.
+
+    Returns
+    -------
+    Path
+        The folder with the results.
+
+    Raises
+    ------
+    UserError
+        Something does not start, or ends before the run does.
+    """
+    out = Path(config.out).expanduser().resolve()
+    with ExitStack() as stack:
+        home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="raceme-up-")))
+        rooms: list[Place | None] = [None] * config.num_clients
+        if shapes is not None:
+            rooms = list(stack.enter_context(places(shapes)))
+        waiting: dict[str, CpuShare] = {}
+        logs, is_over = Logs(out), threading.Event()
+
+        def watch(name: str, line: str) -> None:
+            logs.write(name, line)
+            text = readable(line)
+            # That the server is gone when the run has ended is no news.
+            if text is not None and (name == _SERVER or not is_over.is_set()):
+                show(name, text)
+            if name == _SERVER and _ENDED in line:
+                is_over.set()
+            # A profile says how long tasks take. Programs and data have been loaded by the time
+            # that a device has answered its greeting.
+            if name in waiting and _GREETED in line:
+                waiting.pop(name).start()
+
+        bed = Testbed(home, watch)
+        stack.enter_context(bed.stack)
+        keys = home / "run.toml"
+        write_toml(config.with_values(out=str(out)).to_mapping(), keys)
+        port, address = _free_port(), "127.0.0.1" if shapes is None else "0.0.0.0"
+        bed.start(
+            _SERVER,
+            [
+                *(*_RACEME, "serve", "--config", str(keys)),
+                *("--address", f"{address}:{port}", "--metrics", "off"),
+                # Its devices end with it: whoever resumes starts others.
+                *("--reconnect", "0"),
+                # Which device is ready first is chance.
+                *("--clients-min", str(config.num_clients)),
+            ],
+        )
+        bed.wait_for_port(port, _SERVER)
+        for index, room in enumerate(rooms):
+            command = _device(index, config.num_clients, room.host if room else address, port)
+            process_id = bed.start(f"device {index}", room.command(command) if room else command)
+            if shapes is not None:
+                share = waiting[f"device {index}"] = CpuShare(process_id, shapes[index].cpu)
+                stack.callback(share.close)
+        try:
+            bed.wait_for_run()
+        except KeyboardInterrupt:
+            show("up", "stopping: results and a checkpoint are written")
+            bed.interrupt_run()
+        finally:
+            bed.stop_devices()
+    if not (out / "summary.json").is_file():
+        raise UserError(
+            f"The run ended without results in {out}; what it printed is above. "
+            "If there is a checkpoint, --resume resumes from it."
+        )
+    missing = [name for name in _LEFT if not (out / name).exists()]
+    if missing:
+        raise UserError(missing_line(out, dict.fromkeys(missing, "run.log there says why")))
+    return out
+
+
+def _device(index: int, clients: int, host: str, port: int) -> list[str]:
+    return [
+        *(*_RACEME, "device", "--insecure"),
+        *("--superlink", f"{host}:{port}"),
+        *("--node-config", f"partition-id={index} num-partitions={clients}"),
+    ]
+
+
+def _environment(home: Path) -> dict[str, str]:
+    package_root = str(Path(raceme.__file__).parent.parent)
+    paths = [package_root, os.environ.get("PYTHONPATH", "")]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+        "PYTHONUNBUFFERED": "1",
+        "FLWR_HOME": str(home / "flwr"),
+        "FLWR_TELEMETRY_ENABLED": "0",
+        "FLWR_DISABLE_UPDATE_CHECK": "1",
+        "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def descendants(process_id: int) -> list[int]:
+    """Return all processes that a process has started, and those that they have; on Linux only."""
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError, IndexError, ValueError):
+            fields = entry.read_text().rpartition(")")[2].split()
+            parents[int(entry.parent.name)] = int(fields[1])
+    family = [process_id]
+    for parent in family:
+        family.extend(child for child, of in parents.items() if of == parent)
+    return family[1:]
+
+
+def _send(process_id: int, number: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(process_id, number)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,1 @@
+"""Everything private of Flower that Raceme uses: the bridge to Flower's versions."""

@@ -1,0 +1,148 @@
+"""What it takes to run somebody's Flower app: its configuration, its two parts, its pauses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import flwr.serverapp
+from flwr.app import Context, RecordDict
+from flwr.cli.build import build_fab_from_disk
+from flwr.clientapp import ClientApp
+from flwr.clientapp.client_app import LoadClientAppError
+from flwr.common.config import flatten_dict, get_project_config, parse_config_args
+from flwr.common.constant import HEARTBEAT_DEFAULT_INTERVAL, HEARTBEAT_PATIENCE
+from flwr.serverapp import ServerApp
+from flwr.serverapp.server_app import LoadServerAppError
+from flwr.serverapp.strategy import strategy_utils
+from flwr.supercore.object_ref import load_app
+
+from raceme.flower.messages import SERVER_NODE_ID
+
+# -----------------------------------------------------------------------------
+# Importing somebody's ClientApp.
+# -----------------------------------------------------------------------------
+
+
+def load_client_app(reference: str, folder: Path) -> ClientApp:
+    """Import a ClientApp from a folder, which is put on the module search path."""
+    app = load_app(reference, LoadClientAppError, folder)
+    if not isinstance(app, ClientApp):
+        raise LoadClientAppError(f"'{reference}' is not a ClientApp")
+    return app
+
+
+# -----------------------------------------------------------------------------
+# Flower App Bundles, made as `flwr run` makes them.
+# -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class App:
+    """The app bundle of the run, which devices fetch.
+
+    Attributes
+    ----------
+    name, version : str
+        Publisher/name, and version.
+    bundle : bytes
+        The bundle.
+    """
+
+    name: str
+    version: str
+    bundle: bytes
+
+
+def build_bundle(folder: Path) -> bytes:
+    """Return the app in a folder as a bundle; the same files make the same bytes."""
+    return bytes(build_fab_from_disk(folder))
+
+
+# -----------------------------------------------------------------------------
+# What it takes to run somebody's Flower app: its configuration, its two parts, its pauses.
+# -----------------------------------------------------------------------------
+
+
+Value = str | int | float | bool
+
+LoadAppError = (LoadServerAppError, LoadClientAppError)
+"""Raised where a reference leads to no app."""
+
+MISSED_AFTER = float(HEARTBEAT_DEFAULT_INTERVAL * HEARTBEAT_PATIENCE)
+"""Seconds after which a SuperLink answers for a node that sends no heartbeats any more."""
+
+STRATEGIES_FOLDER = Path(flwr.serverapp.__file__).parent
+"""Where Flower's own strategies are."""
+
+
+def project_config(folder: Path) -> dict[str, Any]:
+    """Read and check an app's ``pyproject.toml``.
+
+    Raises
+    ------
+    FileNotFoundError
+        There is none.
+    ValueError
+        It is not that of a Flower app, or not TOML.
+    """
+    return get_project_config(folder)
+
+
+def default_config(project: Mapping[str, Any]) -> dict[str, Value]:
+    """Return the run config of an app, with dotted keys, as it is without overrides."""
+    return dict(flatten_dict(project["tool"]["flwr"]["app"].get("config", {})))
+
+
+def parse_overrides(texts: list[str]) -> dict[str, Value]:
+    """Read what is typed after ``--run-config`` as ``flwr run`` does.
+
+    Raises
+    ------
+    ValueError
+        It cannot be read.
+    """
+    try:
+        return dict(parse_config_args(texts))
+    except click.ClickException as error:
+        raise ValueError(error.message) from None
+
+
+def load_server_app(reference: str, folder: Path) -> ServerApp:
+    """Import a ServerApp from a folder, which is put on the module search path."""
+    app = load_app(reference, LoadServerAppError, folder)
+    if not isinstance(app, ServerApp):
+        raise LoadServerAppError(f"'{reference}' is not a ServerApp")
+    return app
+
+
+def takes_a_grid(app: ServerApp) -> bool:
+    """Return whether a ServerApp has a main function; older ones have a `server_fn` instead."""
+    return app.__dict__["_main"] is not None
+
+
+def server_context(run_id: int, run_config: Mapping[str, Value]) -> Context:
+    """Return the context of a ServerApp."""
+    return Context(
+        run_id=run_id,
+        node_id=SERVER_NODE_ID,
+        node_config={},
+        state=RecordDict(),
+        run_config=dict(run_config),
+    )
+
+
+@contextmanager
+def strategies_pause(pause: Callable[[float], None]) -> Iterator[None]:
+    """Let Flower's strategies pause in another way while they wait for nodes to connect."""
+    names = strategy_utils.__dict__
+    before = names["sleep"]
+    names["sleep"] = pause
+    try:
+        yield
+    finally:
+        names["sleep"] = before

@@ -1,0 +1,264 @@
+"""What every grid of ours has alike."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from flwr.app import Error, Message, Metadata, RecordDict
+from flwr.app.message import make_message
+from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode
+from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, ObjectTree, PullObjectRequest
+from flwr.proto.runtime_pb2 import PullAppMessagesRequest
+from flwr.serverapp import Grid
+from flwr.supercore.constant import SYSTEM_MESSAGE_TYPE
+from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
+from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
+from flwr.supercore.run import Run
+from flwr.superlink.grid.http_grid import HttpGrid
+
+
+class OwnGrid(Grid):
+    """A grid that is not one of Flower's."""
+
+    def create_message(
+        self,
+        content: RecordDict,
+        message_type: str,
+        dst_node_id: int,
+        group_id: str,
+        ttl: float | None = None,
+    ) -> Message:
+        """Create a message; ``Message(...)`` does the same."""
+        return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
+
+
+# -----------------------------------------------------------------------------
+# The ServerApp's side of Flower's message exchange.
+# -----------------------------------------------------------------------------
+
+
+_UPLOAD_SECONDS = 60.0
+"""Longest wait for the next part of a reply that was announced."""
+_AT_ONCE = 8
+"""Parts that are fetched at the same time."""
+
+
+@dataclass
+class _Upload:
+    """A reply that was announced, and as much of it as has arrived.
+
+    Attributes
+    ----------
+    message_id, reply_to : str
+        Its own id, and that of the message that it answers.
+    sender : int
+        The node that sends it; the SuperLink has checked that.
+    missing : deque[str]
+        Ids of the parts that have not arrived yet, in the order in which they are looked for.
+    contents : dict[str, bytes]
+        The others.
+    progressed_at : float
+        When the last of them arrived, or when it was announced.
+    """
+
+    message_id: str
+    reply_to: str
+    sender: int
+    missing: deque[str]
+    progressed_at: float
+    contents: dict[str, bytes] = field(default_factory=dict)
+
+
+class PromptGrid(OwnGrid):
+    """Flower's grid, on which no reply waits for the rest of another.
+
+    A reply is announced before its arrays have arrived. Flower's grid, which finds them missing,
+    waits for them, and all other replies with it: for three minutes if the sender has died. Here a
+    reply that is not complete is set aside, and looked at again whenever replies are asked for.
+
+    What a device has sent is not trusted either: a reply that cannot be read, or that says that it
+    comes from another node or answers another message than was announced, is an error reply.
+
+    Parameters
+    ----------
+    grid : HttpGrid
+        Flower's.
+    clock : Callable
+        Replaceable for tests.
+    """
+
+    def __init__(self, grid: HttpGrid, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._grid, self._clock = grid, clock
+        self._uploads: dict[str, _Upload] = {}
+        self._pool = ThreadPoolExecutor(_AT_ONCE)
+
+    def set_run(self, run: Run) -> None:
+        """Set the run."""
+        self._grid.set_run(run)
+
+    @property
+    def run(self) -> Run:
+        """Run information."""
+        return self._grid.run
+
+    def get_node_ids(self) -> Iterable[int]:
+        """Return the nodes that are online."""
+        return self._grid.get_node_ids()
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """Send messages, and return their ids."""
+        return self._grid.push_messages(messages)
+
+    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+        """Return the replies to some messages that are complete, without waiting for others."""
+        wanted = set(message_ids)
+        # What was announced once the SuperLink does not know any more.
+        self._take_announced(sorted(wanted - self._uploads.keys()))
+        return list(self._complete(wanted))
+
+    def forget(self, message_ids: Iterable[str]) -> None:
+        """Give up on the rest of replies to some messages."""
+        for message_id in message_ids:
+            self._uploads.pop(message_id, None)
+
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> list[Message]:
+        """Send messages and wait for their replies."""
+        until = None if timeout is None else self._clock() + timeout
+        open_ids, replies = set(self.push_messages(messages)), list[Message]()
+        while open_ids and (until is None or self._clock() < until):
+            found = self.pull_messages(open_ids)
+            replies.extend(found)
+            open_ids -= {reply.metadata.reply_to_message_id for reply in found}
+            if open_ids and not found:
+                time.sleep(0.2)
+        return replies
+
+    def _take_announced(self, message_ids: list[str]) -> None:
+        """Ask which replies were announced."""
+        if not message_ids:
+            return
+        request = PullAppMessagesRequest(message_ids=message_ids)
+        answer = self._grid._runtime_client.PullMessages(request)
+        now = self._clock()
+        for head, tree in zip(answer.messages_list, answer.message_object_trees, strict=True):
+            stated = head.metadata
+            parts = deque(dict.fromkeys(_parts(tree)))
+            upload = _Upload(
+                stated.message_id, stated.reply_to_message_id, stated.src_node_id, parts, now
+            )
+            self._uploads[upload.reply_to] = upload
+
+    def _complete(self, wanted: set[str]) -> Iterator[Message]:
+        """Yield those of the wanted replies that are complete, or will never be."""
+        for upload in [upload for key, upload in self._uploads.items() if key in wanted]:
+            reason = self._fetch(upload)
+            if upload.missing and not reason:
+                continue
+            del self._uploads[upload.reply_to]
+            if not reason:
+                request = ConfirmMessageReceivedRequest(
+                    node=self._grid.node, run_id=self._run_id, message_object_id=upload.message_id
+                )
+                self._grid._runtime_client.ConfirmMessageReceived(request)
+            yield _unavailable(upload, self._run_id, reason) if reason else self._read(upload)
+
+    def _fetch(self, upload: _Upload) -> str:
+        """Fetch what has arrived of a reply; return why the rest of it never will, or nothing."""
+        while upload.missing:
+            batch = [upload.missing.popleft() for _ in range(min(_AT_ONCE, len(upload.missing)))]
+            found = list(self._pool.map(self._part, batch))
+            for part, content in zip(batch, found, strict=True):
+                if content is None:
+                    # Looked at again after all others.
+                    upload.missing.append(part)
+                elif content:
+                    upload.contents[part] = content
+                    upload.progressed_at = self._clock()
+                else:
+                    return "The rest of the reply is lost: the SuperLink has it no more"
+            if all(content is None for content in found):
+                break
+        if upload.missing and self._clock() >= upload.progressed_at + _UPLOAD_SECONDS:
+            return f"The rest of the reply has not come for {_UPLOAD_SECONDS:g} s"
+        return ""
+
+    def _part(self, part: str) -> bytes | None:
+        """Return a part of a reply: None if it has not arrived yet, nothing if it never will."""
+        request = PullObjectRequest(node=self._grid.node, run_id=self._run_id, object_id=part)
+        answer = self._grid._runtime_client.PullObject(request)
+        if not answer.object_found:
+            return b""
+        return bytes(answer.object_content) if answer.object_available else None
+
+    def _read(self, upload: _Upload) -> Message:
+        """Return a reply whose parts have all arrived."""
+        try:
+            message = inflate_object_from_contents(upload.message_id, upload.contents)
+            if not isinstance(message, Message):
+                raise TypeError(f"it is a {type(message).__name__}")
+            stated = message.metadata
+        # A device may send anything in place of a part: what that raises is not known beforehand.
+        except Exception as error:
+            reason = f"The reply cannot be read: {type(error).__name__}: {error}"
+            return _unavailable(upload, self._run_id, reason)
+        if (stated.src_node_id, stated.reply_to_message_id) != (upload.sender, upload.reply_to):
+            reason = "The reply says that it is another one than was announced"
+            return _unavailable(upload, self._run_id, reason)
+        stated.__dict__["_message_id"] = upload.message_id
+        return message
+
+    @property
+    def _run_id(self) -> int:
+        return self._grid.run.run_id
+
+
+def prompt(grid: Grid) -> Grid:
+    """Return a grid on which no reply waits for the rest of another one: itself, if it is such."""
+    return PromptGrid(grid) if isinstance(grid, HttpGrid) else grid
+
+
+def _parts(tree: ObjectTree) -> Iterator[str]:
+    return (part.object_id for part in iterate_object_tree(tree))
+
+
+def _unavailable(upload: _Upload, run_id: int, reason: str) -> Message:
+    """Return the error reply that stands for a reply that nobody will ever see."""
+    metadata = Metadata(
+        run_id=run_id,
+        message_id="",
+        src_node_id=upload.sender,
+        dst_node_id=SUPERLINK_NODE_ID,
+        reply_to_message_id=upload.reply_to,
+        group_id="",
+        created_at=time.time(),
+        ttl=0,
+        message_type=SYSTEM_MESSAGE_TYPE,
+    )
+    return make_message(metadata=metadata, error=Error(ErrorCode.MESSAGE_UNAVAILABLE, reason))
+
+
+def has_devices(grid: Grid) -> bool:
+    """Return whether a grid's nodes are processes that connect to a SuperLink."""
+    return isinstance(grid, HttpGrid | PromptGrid)
+
+
+def told_parent(arguments: Sequence[str] | None = None) -> int | None:
+    """Return the process that Flower's own one for server apps is told to look at; None elsewhere.
+
+    Parameters
+    ----------
+    arguments : Sequence[str], optional
+        A command line; that of this process if not given.
+    """
+    words = list(sys.argv if arguments is None else arguments)
+    if "--parent-pid" not in words[:-1] or "serverapp" not in words[0]:
+        return None
+    return int(words[words.index("--parent-pid") + 1])

@@ -1,0 +1,261 @@
+"""What the simulator needs of Flower to do a SuperLink's and a SuperNode's part for a message."""
+
+from __future__ import annotations
+
+import json
+import struct
+import time
+from collections.abc import Mapping, Sequence
+from copy import copy
+from functools import lru_cache
+from typing import Any
+
+from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
+from flwr.app.message import make_message
+from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode
+from flwr.common.serde import message_from_proto, message_to_proto
+from flwr.proto.message_pb2 import Message as ProtoMessage
+from flwr.supercore.run import Run as Run
+from flwr.supercore.task_identity import TaskIdentity
+
+SERVER_NODE_ID = SUPERLINK_NODE_ID
+CLIENT_APP_RAISED_EXCEPTION = ErrorCode.CLIENT_APP_RAISED_EXCEPTION
+INVALID_APP = ErrorCode.INVALID_FAB
+LOAD_APP_EXCEPTION = ErrorCode.LOAD_CLIENT_APP_EXCEPTION
+MESSAGE_UNAVAILABLE = ErrorCode.MESSAGE_UNAVAILABLE
+NODE_UNAVAILABLE = ErrorCode.NODE_UNAVAILABLE
+REPLY_MESSAGE_UNAVAILABLE = ErrorCode.REPLY_MESSAGE_UNAVAILABLE
+
+
+def identify_process(run_id: int = 1, node_id: int = SERVER_NODE_ID, task_id: int = 1) -> None:
+    """Say on whose behalf this process creates messages.
+
+    Flower reads run, sender and task of a new message from a process-wide place that its own
+    runtime fills in; without it ``Message(...)`` raises.
+    """
+    TaskIdentity.run_id = run_id
+    TaskIdentity.node_id = node_id
+    TaskIdentity.task_id = task_id
+
+
+def set_message_id(message: Message, message_id: str) -> None:
+    """Give a message the id under which it is pulled; Flower's SuperLink does this."""
+    message.metadata.__dict__["_message_id"] = message_id
+
+
+def start_now(message: Message) -> None:
+    """Let a message's time to live begin now, on the wall clock.
+
+    A reply's time to live is what is left of the message's. In the simulator a message waits for
+    its turn to be computed, which must not use it up.
+    """
+    message.metadata.created_at = time.time()
+
+
+def error_reply(message: Message, code: int, reason: str) -> Message:
+    """Answer a message with Flower's error reply."""
+    start_now(message)
+    return Message(Error(code, reason), reply_to=message)
+
+
+def refused(reply: Message, reason: str) -> Message:
+    """Return a reply as an error, as if its client had said that it could not do its work."""
+    error = Error(ErrorCode.UNKNOWN, reason)
+    refusal: Message = Message(error=error, metadata=reply.metadata)  # type: ignore[call-overload]
+    return refusal
+
+
+def empty_run(run_id: int = 1) -> Run:
+    """Return the run information of a simulation."""
+    return Run.create_empty(run_id)
+
+
+# -----------------------------------------------------------------------------
+# Records made without Flower's checks of what goes into them.
+#
+# Flower checks every name and every value that is put into a record, which for the arrays of one
+# small model takes longer than copying their data. What Raceme puts in are names and arrays out
+# of
+# other records or of its own making, so there is nothing to find.
+# -----------------------------------------------------------------------------
+
+
+def array(dtype: str, shape: tuple[int, ...], stype: str, data: bytes) -> Array:
+    """Return ``Array(dtype, shape, stype, data)``."""
+    made = Array.__new__(Array)
+    made.__dict__.update(dtype=dtype, shape=shape, stype=stype, data=data)
+    return made
+
+
+def array_record(arrays: Mapping[str, Array]) -> ArrayRecord:
+    """Put arrays into a record as they are; ``ArrayRecord(arrays)`` builds each of them anew."""
+    record = ArrayRecord()
+    record.__dict__["_data"].update(arrays)
+    return record
+
+
+# -----------------------------------------------------------------------------
+# A message as one byte string, and each model in it as one array.
+#
+# Flower sends a message as a tree of some twenty objects, each array of a model and each record
+# one
+# of its own, named by its hash. Where both ends are Raceme's, a message travels in Flower's own
+# serialised form instead, and the arrays of a record as one array whose data are theirs, end to
+# end.
+# Both ends' apps see the same named arrays, bit for bit.
+# -----------------------------------------------------------------------------
+
+
+JOINED = "raceme.joined"
+"""Type of an array that stands for all of its record; its ``dtype`` says for which."""
+
+_Place = tuple[str, str, tuple[int, ...], str, int]
+"""Name, dtype, shape, type and number of bytes of one of several arrays."""
+
+
+def encode(message: Message) -> bytes:
+    """Return a message with its content as one byte string."""
+    return bytes(message_to_proto(joined(message)).SerializeToString())
+
+
+def decode(data: bytes) -> Message:
+    """Return the message that :func:`encode` was given.
+
+    Raises
+    ------
+    Exception
+        Of whatever type Flower and protobuf choose, if it is something else.
+    """
+    return parted(message_from_proto(ProtoMessage.FromString(data)))
+
+
+def joined(message: Message) -> Message:
+    """Return a message in which each record of several arrays has one array."""
+    if not message.has_content():
+        return message
+    content = RecordDict()
+    for name, record in message.content.items():
+        if isinstance(record, ArrayRecord) and len(record) > 1:
+            content[name] = _one(record)
+        else:
+            content[name] = record
+    return make_message(metadata=message.metadata, content=content)
+
+
+def parted(message: Message) -> Message:
+    """Return a message in which each record has its own arrays again.
+
+    Raises
+    ------
+    ValueError
+        An array does not say what it is made of.
+    """
+    if not message.has_content():
+        return message
+    content = message.content
+    for name, record in content.array_records.items():
+        one = next(iter(record.values()), None)
+        if one is not None and one.stype == JOINED:
+            content[name] = _several(one)
+    return message
+
+
+def copied(message: Message) -> Message:
+    """Return a message that does not change when its sender changes the records of the first."""
+    content = RecordDict()
+    for name, record in message.content.items():
+        if isinstance(record, ArrayRecord):
+            content[name] = array_record(record)
+        else:
+            content[name] = _like(record)
+    # Flower's code notes in the metadata of the first what became of it.
+    return make_message(metadata=copy(message.metadata), content=content)
+
+
+def size_of(message: Message) -> int:
+    """Return the bytes of all arrays of a message."""
+    if not message.has_content():
+        return 0
+    return sum(record.count_bytes() for record in message.content.array_records.values())
+
+
+def _like(record: ConfigRecord | MetricRecord) -> ConfigRecord | MetricRecord:
+    made = type(record)()
+    # What is in there has been checked when it was put there.
+    made.__dict__["_data"].update(
+        {key: list(value) if isinstance(value, list) else value for key, value in record.items()}
+    )
+    return made
+
+
+def _one(record: ArrayRecord) -> ArrayRecord:
+    places = tuple((n, a.dtype, tuple(a.shape), a.stype, len(a.data)) for n, a in record.items())
+    data = b"".join([one.data for one in record.values()])
+    return array_record({"": array(_written(places), (), JOINED, data)})
+
+
+def _several(one: Array) -> ArrayRecord:
+    places = _read(one.dtype)
+    if sum(place[-1] for place in places) != len(one.data):
+        raise ValueError("its arrays have another length")
+    arrays, start = {}, 0
+    for name, dtype, shape, stype, length in places:
+        arrays[name] = array(dtype, shape, stype, one.data[start : start + length])
+        start += length
+    return array_record(arrays)
+
+
+@lru_cache(maxsize=64)
+def _written(places: tuple[_Place, ...]) -> str:
+    return json.dumps(places, separators=(",", ":"))
+
+
+@lru_cache(maxsize=64)
+def _read(text: str) -> tuple[_Place, ...]:
+    return tuple(_place(*fields) for fields in json.loads(text))
+
+
+def _place(name: Any, dtype: Any, shape: Any, stype: Any, length: Any) -> _Place:
+    sizes = [length, *shape]
+    if not all(isinstance(text, str) for text in (name, dtype, stype)):
+        raise ValueError("names and types of arrays are texts")
+    if not all(type(size) is int and size >= 0 for size in sizes):
+        raise ValueError("lengths of arrays are numbers")
+    return name, dtype, tuple(shape), stype, length
+
+
+# -----------------------------------------------------------------------------
+# Several byte strings as one.
+# -----------------------------------------------------------------------------
+
+
+_COUNT, _LENGTH = struct.Struct(">I"), struct.Struct(">Q")
+
+
+def join(parts: Sequence[bytes]) -> bytes:
+    """Put byte strings into one."""
+    lengths = [_LENGTH.pack(len(part)) for part in parts]
+    return b"".join([_COUNT.pack(len(parts)), *lengths, *parts])
+
+
+def split(data: bytes) -> list[bytes]:
+    """Return the byte strings that :func:`join` has put into one.
+
+    Raises
+    ------
+    ValueError
+        It is something else.
+    """
+    if len(data) < _COUNT.size:
+        raise ValueError("too short")
+    (count,) = _COUNT.unpack_from(data)
+    start = _COUNT.size + count * _LENGTH.size
+    if len(data) < start:
+        raise ValueError("too short")
+    parts = []
+    for (length,) in _LENGTH.iter_unpack(data[_COUNT.size : start]):
+        parts.append(data[start : start + length])
+        start += length
+    if start != len(data):
+        raise ValueError(f"{len(data)} bytes instead of {start}")
+    return parts

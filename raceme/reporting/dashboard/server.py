@@ -1,0 +1,564 @@
+"""The dashboard as a process: at an address, until it is told to end."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import ipaddress
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from http.cookies import CookieError, SimpleCookie
+from pathlib import Path
+from typing import Any, Protocol
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.datastructures import URL, Headers, MutableHeaders, QueryParams
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, RedirectResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from raceme.core.errors import UserError
+from raceme.reporting.dashboard.page import ASSETS, live_page, read_asset
+from raceme.reporting.dashboard.source import Watched
+
+# -----------------------------------------------------------------------------
+# Who may look: browsers on this machine, or with the token, and no page of another site.
+# -----------------------------------------------------------------------------
+
+
+COOKIE = "raceme-token"
+_HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "img-src 'self' data:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+    "cross-origin-opener-policy": "same-origin",
+    "cache-control": "no-store",
+}
+
+
+def new_token() -> str:
+    """Return a token that nobody guesses."""
+    return secrets.token_urlsafe(24)
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine reaches an address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+class Guard:
+    """Refuses requests that are not the person's own, and tells browsers to be strict.
+
+    A page of another site can have its name point to this machine (DNS rebinding): the browser then
+    takes the answer for that site's. The name stands in the Host header, and is none of ours.
+
+    Parameters
+    ----------
+    app : ASGIApp
+        What answers.
+    host : str
+        The address that is listened at.
+    token : str
+        What a browser has to know; empty if it need not know anything.
+    """
+
+    def __init__(self, app: ASGIApp, host: str, token: str) -> None:
+        self._app, self._host, self._token = app, host, token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_strict(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(_HEADERS)
+            await send(message)
+
+        await self._answer(Headers(scope=scope), scope)(scope, receive, send_strict)
+
+    def _answer(self, headers: Headers, scope: Scope) -> ASGIApp:
+        if not self._is_ours(headers.get("host", "")):
+            return PlainTextResponse("This address is not the dashboard's.\n", 400)
+        if not self._token:
+            return self._app
+        given = QueryParams(scope["query_string"]).get("token", "")
+        if self._is_token(given):
+            # The token leaves the address bar, and with it the history.
+            answer = RedirectResponse(URL(scope=scope).remove_query_params("token").path or "/")
+            answer.set_cookie(COOKIE, self._token, httponly=True, samesite="strict")
+            return answer
+        if self._is_token(_cookie(headers.get("cookie", ""))):
+            return self._app
+        return PlainTextResponse(
+            "This page needs its token: open the address with ?token=… that was printed when it "
+            "was started.\n",
+            403,
+        )
+
+    def _is_token(self, given: str) -> bool:
+        return secrets.compare_digest(given.encode(), self._token.encode())
+
+    def _is_ours(self, header: str) -> bool:
+        """Return whether a Host header names this machine."""
+        name = _without_port(header).lower()
+        if name in ("localhost", self._host.lower(), socket.gethostname().lower()):
+            return True
+        try:
+            address = ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        # A number cannot be made to point elsewhere.
+        return address.is_loopback or not is_loopback(self._host)
+
+
+def _cookie(header: str) -> str:
+    try:
+        found = SimpleCookie(header).get(COOKIE)
+    except CookieError:
+        return ""
+    return "" if found is None else found.value
+
+
+def _without_port(header: str) -> str:
+    if header.startswith("["):
+        return header[1:].partition("]")[0]
+    return header.partition(":")[0]
+
+
+# -----------------------------------------------------------------------------
+# The dashboard's server: one page, its files, and the run as server-sent events.
+# -----------------------------------------------------------------------------
+
+
+_POLL_SECONDS = 0.25
+_BREATH_SECONDS = 15.0
+"""A stream without news sends a comment so often, or proxies and laptops think it dead."""
+_RETRY_MILLISECONDS = 1000
+
+
+class Source(Protocol):
+    """Something that grows, as pieces of JSON; see `RunSource`."""
+
+    pieces: list[str]
+    generation: int
+    trouble: str
+
+    def poll(self) -> bool:
+        """Read what has come; return whether there is more already."""
+        ...
+
+
+class Feed:
+    """Reads a source while somebody looks, and lets all of them know.
+
+    Parameters
+    ----------
+    source : Source
+        What is read, in a thread: reading waits for the disk.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self._viewers = 0
+        self._reader: asyncio.Task[None] | None = None
+        self._reading = asyncio.Lock()
+        self._news = asyncio.Event()
+
+    @contextmanager
+    def viewer(self) -> Iterator[None]:
+        """Have the source read meanwhile."""
+        self._viewers += 1
+        if self._reader is None or self._reader.done():
+            self._reader = asyncio.create_task(self._read())
+        try:
+            yield
+        finally:
+            self._viewers -= 1
+
+    async def news(self) -> None:
+        """Wait until the source has been read once more."""
+        await self._news.wait()
+
+    async def read(self) -> bool:
+        """Read the source once, and wake whoever waits; return whether there is more already."""
+        async with self._reading:
+            more = await asyncio.to_thread(self.source.poll)
+        self._news.set()
+        self._news = asyncio.Event()
+        return more
+
+    async def _read(self) -> None:
+        while self._viewers:
+            more = await self.read()
+            await asyncio.sleep(0 if more else _POLL_SECONDS)
+
+
+class Dashboard:
+    """The application.
+
+    Parameters
+    ----------
+    sources : Callable
+        Takes the name of a run in a comparison, empty for the folder itself, and returns its
+        source; None if there is no such run.
+    host, token : str
+        Who may look; see :class:`raceme.reporting.dashboard.server.Guard`.
+    """
+
+    def __init__(self, sources: Callable[[str], Source | None], host: str, token: str) -> None:
+        self._sources = sources
+        self._feeds: dict[str, Feed] = {}
+        self._closing = False
+        self.app = Starlette(
+            routes=[
+                Route("/", self._page),
+                Route("/events", self._events),
+                Route("/assets/{name:path}", self._asset),
+            ],
+            middleware=[Middleware(Guard, host=host, token=token)],
+        )
+
+    async def close(self) -> None:
+        """Tell all browsers what is left to tell, and that it was the last."""
+        for feed in self._feeds.values():
+            while await feed.read():
+                pass
+        self._closing = True
+        for feed in self._feeds.values():
+            await feed.read()
+
+    async def _page(self, request: Request) -> Response:
+        return Response(live_page(), media_type="text/html")
+
+    async def _asset(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if name not in ASSETS:
+            return PlainTextResponse("There is no such file.\n", 404)
+        return Response(read_asset(name), media_type=ASSETS[name])
+
+    async def _events(self, request: Request) -> Response:
+        name = request.query_params.get("run", "")
+        feed = self._feed(name)
+        if feed is None:
+            return PlainTextResponse("There is no such run.\n", 404)
+        generation, sent = _seen(request.headers.get("last-event-id", ""))
+        return StreamingResponse(
+            self._stream(feed, generation, sent), media_type="text/event-stream"
+        )
+
+    def _feed(self, name: str) -> Feed | None:
+        if name not in self._feeds:
+            source = self._sources(name)
+            if source is None:
+                return None
+            self._feeds[name] = Feed(source)
+        return self._feeds[name]
+
+    async def _stream(self, feed: Feed, generation: int, sent: int) -> AsyncIterator[str]:
+        """Yield a source's pieces from one on, and go on as they come.
+
+        A browser that does not read makes this wait, and nobody else.
+        """
+        source, trouble, silent = feed.source, "", 0.0
+        yield f"retry: {_RETRY_MILLISECONDS}\n\n"
+        with feed.viewer():
+            while True:
+                closing = self._closing
+                if generation != source.generation:
+                    generation, sent = source.generation, 0
+                    yield _event("restart", "{}", generation, sent)
+                while sent < len(source.pieces) and generation == source.generation:
+                    sent += 1
+                    silent = 0.0
+                    yield _event("piece", source.pieces[sent - 1], generation, sent)
+                if source.trouble != trouble:
+                    trouble = source.trouble
+                    yield _event("trouble", json.dumps({"text": trouble}), generation, sent)
+                if closing:
+                    break
+                try:
+                    await asyncio.wait_for(feed.news(), _BREATH_SECONDS)
+                    silent += _POLL_SECONDS
+                except TimeoutError:
+                    silent = _BREATH_SECONDS
+                if silent >= _BREATH_SECONDS:
+                    silent = 0.0
+                    yield ": \n\n"
+            yield _event("closed", "{}", generation, sent)
+
+
+def _seen(text: str) -> tuple[int, int]:
+    """Return the generation and the number of pieces that a browser has seen."""
+    generation, _, sent = text.partition("-")
+    if generation.isdecimal() and sent.isdecimal():
+        return int(generation), int(sent)
+    return 0, 0
+
+
+def _event(name: str, data: str, generation: int, sent: int) -> str:
+    return f"event: {name}\nid: {generation}-{sent}\ndata: {data}\n\n"
+
+
+# -----------------------------------------------------------------------------
+# The dashboard as a process: at an address, until it is told to end.
+# -----------------------------------------------------------------------------
+
+
+_GRACE_SECONDS = 2
+"""So long browsers have to take the last of a run."""
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Return a socket that listens, so that whoever opens the page at once is not refused.
+
+    Parameters
+    ----------
+    host : str
+        Name or address; only this machine reaches 127.0.0.1.
+    port : int
+        0 for any that is free.
+
+    Raises
+    ------
+    UserError
+        The port is taken, or the address is none of this machine's.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, _, _, address = found[0]
+        listening = socket.socket(family, kind)
+        try:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind(address)
+            listening.listen(64)
+        except BaseException:
+            listening.close()
+            raise
+    except socket.gaierror:
+        raise UserError(f"'{host}' is no address of this machine.") from None
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise UserError(
+                f"Port {port} is in use: choose another one, or 0 for any that is free."
+            ) from None
+        raise UserError(f"Cannot listen at {host}, port {port}: {error.strerror}.") from None
+    return listening
+
+
+def address_of(listening: socket.socket, token: str) -> str:
+    """Return the address of the page, for a person to open."""
+    host, port = listening.getsockname()[:2]
+    if host in ("0.0.0.0", "::"):
+        host = socket.gethostname()
+    shown = f"[{host}]" if ":" in host else host
+    return f"http://{shown}:{port}/" + (f"?token={token}" if token else "")
+
+
+def serve(
+    listening: socket.socket,
+    watched: Watched,
+    token: str,
+    until: Callable[[], Coroutine[Any, Any, None]],
+) -> None:
+    """Serve the page.
+
+    Parameters
+    ----------
+    listening : socket
+        What :func:`bind` returned.
+    watched : Watched
+        What is shown.
+    token : str
+        What a browser has to know; empty for nothing.
+    until : Callable
+        Returns when it is to end.
+    """
+    asyncio.run(_serve(listening, watched, token, until))
+
+
+async def _serve(
+    listening: socket.socket,
+    watched: Watched,
+    token: str,
+    until: Callable[[], Coroutine[Any, Any, None]],
+) -> None:
+    dashboard = Dashboard(watched.source, listening.getsockname()[0], token)
+    config = uvicorn.Config(
+        dashboard.app,
+        log_level="critical",
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=_GRACE_SECONDS,
+        lifespan="off",
+        ws="none",
+    )
+    server = _Server(config)
+    serving = asyncio.create_task(server.serve([listening]))
+    ending = asyncio.create_task(until())
+    try:
+        await asyncio.wait({serving, ending}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        ending.cancel()
+        await dashboard.close()
+        server.should_exit = True
+        await serving
+
+
+class _Server(uvicorn.Server):
+    """A server that leaves signals to whoever started it."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Capture none."""
+        yield
+
+
+# -----------------------------------------------------------------------------
+# The dashboard of a run that has just been started: a process beside it, which ends with it.
+#
+# Neither a browser nor what it asks for can hold up the run so: it writes its store as always,
+# and
+# does not know whether anybody reads.
+# -----------------------------------------------------------------------------
+
+
+_NICE = 10
+"""What the run computes comes first."""
+_END_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Beside:
+    """A dashboard that runs beside.
+
+    Attributes
+    ----------
+    address : str
+        Of the page.
+    process : Popen
+        What serves it.
+    """
+
+    address: str
+    process: subprocess.Popen[bytes]
+
+    def wait(self) -> None:
+        """Wait until it ends, which it does not do by itself: Ctrl-C ends the waiting."""
+        self.process.wait()
+
+
+@contextmanager
+def watching(folder: Path, host: str, port: int, *, comparison: bool = False) -> Iterator[Beside]:
+    """Show what is being written to a folder, meanwhile.
+
+    Parameters
+    ----------
+    folder : Path
+        Where a run or a comparison will be; it need not exist yet.
+    host, port : str, int
+        Where the page is; see :func:`raceme.reporting.dashboard.server.bind`.
+    comparison : bool
+        Which of the two it is.
+
+    Raises
+    ------
+    UserError
+        The port is taken, or the address is none of this machine's.
+    """
+    token = "" if is_loopback(host) else new_token()
+    with bind(host, port) as listening:
+        address = address_of(listening, token)
+        process = _start(listening, folder, token, comparison)
+    try:
+        yield Beside(address, process)
+    finally:
+        _end(process)
+
+
+def _start(
+    listening: socket.socket, folder: Path, token: str, comparison: bool
+) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "raceme.reporting.dashboard.server"],
+        stdin=subprocess.PIPE,
+        pass_fds=[listening.fileno()],
+    )
+    told = {
+        "socket": listening.fileno(),
+        "folder": str(folder.absolute()),
+        # Not among the arguments, which every user of the machine sees.
+        "token": token,
+        "comparison": comparison,
+    }
+    assert process.stdin is not None
+    process.stdin.write(json.dumps(told).encode() + b"\n")
+    process.stdin.flush()
+    return process
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Let it tell the last of the run, and end."""
+    assert process.stdin is not None
+    with suppress(OSError):
+        process.stdin.close()
+    try:
+        process.wait(_END_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def main() -> None:
+    """Serve what the first line of standard input says, until there is no more of it."""
+    # Ctrl-C reaches all processes of a terminal; the run ends this one when it has ended.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    with suppress(OSError):
+        os.nice(_NICE)
+    told = json.loads(_first_line())
+    listening = socket.socket(fileno=told["socket"])
+    watched = Watched(Path(told["folder"]), told["comparison"])
+    with listening:
+        serve(listening, watched, told["token"], _until_the_end)
+
+
+def _first_line() -> bytes:
+    """Read byte by byte: what follows is waited for by another."""
+    line = b""
+    while not line.endswith(b"\n"):
+        byte = os.read(0, 1)
+        if not byte:
+            raise SystemExit
+        line += byte
+    return line
+
+
+async def _until_the_end() -> None:
+    """Wait until whoever started this closes the pipe, or is gone."""
+    reader = asyncio.StreamReader()
+    protocol = asyncio.StreamReaderProtocol(reader)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, sys.stdin)
+    await reader.read()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,688 @@
+"""Where a page's data come from: the folder of a run, read as it fills."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import secrets
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from raceme.core.config import read_toml
+from raceme.core.errors import UserError
+from raceme.core.events import (
+    ClaimRefused,
+    ClientIdled,
+    ClientJoined,
+    ClientLeft,
+    ClustersChanged,
+    DataChanged,
+    Evaluated,
+    Event,
+    Measure,
+    RunEnded,
+    UpdateApplied,
+    UpdateJudged,
+    UpdateRejected,
+)
+from raceme.core.files import ReadingError, parse_json, read_text
+from raceme.core.membership import Membership
+from raceme.records.folder import ERROR
+from raceme.records.positions import (
+    SCALE,
+    PositionsReader,
+    Snapshot,
+    flattened,
+    positions,
+    read_similarity,
+    steps_of,
+)
+from raceme.records.positions import SIMILARITY_FILE as SIMILARITY
+from raceme.records.record import FILE_NAME as WALL_TIMES
+from raceme.records.record import read_wall_times
+from raceme.records.store import FILE_NAME, StoreFollower
+from raceme.records.summary import RunSummary
+
+# -----------------------------------------------------------------------------
+# Events as columns of JSON: what the page is told, and of which it builds any moment of a run.
+#
+# A column holds one value of each of many rows, so that no name is repeated. Clients, reasons
+# and
+# kinds are numbers into lists that are told once. Times are seconds on the run's own clock.
+# -----------------------------------------------------------------------------
+
+
+Table = dict[str, list[Any]]
+"""Column name to values, all of one length."""
+
+WORST = 10
+"""The worst tenth of the clients."""
+
+
+class Columns:
+    """Gathers the events of a run as columns, an observer of it.
+
+    Parameters
+    ----------
+    most_scores : int
+        Clients' own accuracies that are told at most, about; see
+        :class:`raceme.reporting.dashboard.source.RunSource`.
+    """
+
+    def __init__(self, most_scores: int) -> None:
+        self._most_scores = most_scores
+        self._told_scores = 0
+        self._evaluations = 0
+        self._clients: dict[str, int] = {}
+        self._reasons: dict[str, int] = {}
+        self._summary = RunSummary()
+        # A second one, for the summary's does not tell who moved.
+        self._membership = Membership()
+        self._tables: defaultdict[str, Table] = defaultdict(lambda: defaultdict(list))
+        self._ending: dict[str, Any] | None = None
+        self._numbers: tuple[int, float | None] | None = None
+        self._on_devices, self._said_devices = False, False
+
+    def observe(self, event: Event) -> None:
+        """Take note of an event."""
+        self._summary.observe(event)
+        if isinstance(event, UpdateApplied):
+            self._add_update(event)
+        elif isinstance(event, UpdateRejected):
+            self._add(
+                "rejections",
+                time=_seconds(event.time),
+                sent=_seconds(event.dispatched_at),
+                client=self._number(event.client),
+                reason=self._reason(event.reason),
+            )
+        elif isinstance(event, UpdateJudged):
+            self._add(
+                "verdicts",
+                time=_seconds(event.time),
+                client=self._number(event.client),
+                verdict=event.verdict.value,
+                cluster=event.cluster,
+                measured=_short(event.measured),
+                bound=_short(event.bound),
+                reason=self._reason(event.reason),
+            )
+        elif isinstance(event, ClaimRefused):
+            self._add(
+                "claims",
+                time=_seconds(event.time),
+                client=self._number(event.client),
+                reason=self._reason(event.reason),
+            )
+        elif isinstance(event, Evaluated):
+            self._add_evaluation(event)
+        elif isinstance(event, ClustersChanged):
+            self._add_change(event)
+        elif isinstance(event, ClientJoined):
+            self._add_client(event)
+        elif isinstance(event, ClientLeft):
+            number = self._number(event.client)
+            self._add("presence", time=_seconds(event.time), client=number, online=0)
+        elif isinstance(event, DataChanged):
+            client = -1 if event.client is None else self._number(event.client)
+            self._add(
+                "drifts",
+                time=_seconds(event.time),
+                updates=int(event.updates),
+                client=client,
+                step=int(event.step),
+            )
+        elif isinstance(event, ClientIdled):
+            self._add(
+                "idle",
+                time=_seconds(event.time),
+                client=self._number(event.client),
+                seconds=_short(event.seconds),
+                budget=_short(event.budget),
+            )
+        elif isinstance(event, RunEnded):
+            self._ending = {
+                "time": _seconds(event.time),
+                "updates": int(event.updates),
+                "reason": event.reason,
+                "ending": event.ending.value,
+            }
+        self._look_at_numbers(event)
+
+    @property
+    def measure(self) -> Measure:
+        """What the accuracies are."""
+        return self._summary.measure
+
+    @property
+    def now(self) -> float:
+        """Time of the latest event in seconds."""
+        return _seconds(self._summary.time)
+
+    def take(self) -> dict[str, Any]:
+        """Return what has come since the last time, ready for JSON; nothing if nothing has."""
+        found: dict[str, Any] = {name: dict(table) for name, table in self._tables.items()}
+        self._tables.clear()
+        if self._ending is not None:
+            found["ended"], self._ending = self._ending, None
+        if found:
+            found["now"] = self.now
+        if self._on_devices and not self._said_devices:
+            # Only real machines tell when by their own clocks.
+            self._said_devices = True
+            found["clock"] = "time"
+        if "evaluations" in found:
+            measure = self.measure
+            found["measure"] = {
+                "label": measure.label,
+                "title": measure.title,
+                "isError": measure.is_error,
+            }
+        return found
+
+    def _add(self, table: str, **values: Any) -> None:
+        columns = self._tables[table]
+        for name, value in values.items():
+            columns[name].append(value)
+
+    def _number(self, client: str) -> int:
+        """Return the number of a client, which is told with its name if it is new."""
+        if client not in self._clients:
+            self._clients[client] = len(self._clients)
+            self._add("clients", name=client)
+        return self._clients[client]
+
+    def _reason(self, reason: str) -> int:
+        if reason not in self._reasons:
+            self._reasons[reason] = len(self._reasons)
+            self._add("reasons", text=reason)
+        return self._reasons[reason]
+
+    def _add_client(self, event: ClientJoined) -> None:
+        number, time = self._number(event.client), _seconds(event.time)
+        group = None if event.group is None else int(event.group)
+        self._add("presence", time=time, client=number, online=1)
+        self._add("greetings", time=time, client=number, examples=event.num_examples, group=group)
+
+    def _add_update(self, event: UpdateApplied) -> None:
+        self._on_devices = self._on_devices or event.started_at is not None
+        self._add(
+            "updates",
+            time=_seconds(event.time),
+            sent=_seconds(event.dispatched_at),
+            client=self._number(event.client),
+            cluster=int(event.cluster),
+            staleness=int(event.staleness),
+            weight=_short(event.weight),
+            loss=_short(event.train_loss),
+        )
+
+    def _add_evaluation(self, event: Evaluated) -> None:
+        scores = event.per_client
+        clusters: defaultdict[int, list[float]] = defaultdict(list)
+        for cluster, accuracy, _ in scores.values():
+            clusters[int(cluster)].append(float(accuracy))
+        means = sorted((k, len(found), _short(_mean(found))) for k, found in clusters.items())
+        known = [float(accuracy) for _, accuracy, _ in scores.values()]
+        self._add(
+            "evaluations",
+            time=_seconds(event.time),
+            updates=int(event.updates),
+            accuracy=_number(event.accuracy),
+            best=_number(self._summary.best_accuracy),
+            loss=_short(event.loss),
+            worst=_short(worst_share(known, event.measure)),
+            answered=event.answered,
+            asked=int(event.asked),
+            clusters=means,
+            scores=self._scores({name: score[1] for name, score in scores.items()}),
+        )
+        for client, group in event.groups.items():
+            if group != self._membership.groups.get(client):
+                number = self._number(client)
+                self._add("groups", time=_seconds(event.time), client=number, group=int(group))
+        self._membership.observe(event)
+
+    def _scores(self, accuracies: Mapping[str, float]) -> str | None:
+        """Return the clients' accuracies as 32-bit floats in base64, in the order of numbers."""
+        self._evaluations += 1
+        stride = 1 + self._told_scores // max(1, self._most_scores)
+        if not accuracies or (self._evaluations - 1) % stride:
+            return None
+        numbers = [self._number(client) for client in accuracies]
+        column = np.full(len(self._clients), np.nan, "<f4")
+        column[numbers] = list(accuracies.values())
+        self._told_scores += len(column)
+        return base64.b64encode(column.tobytes()).decode()
+
+    def _add_change(self, event: ClustersChanged) -> None:
+        placements = self._membership.observe(event)
+        time = _seconds(event.time)
+        self._add(
+            "changes",
+            time=time,
+            updates=int(event.updates),
+            kind=event.change.value,
+            gone=list(map(int, event.gone)),
+            made=list(map(int, event.made)),
+            moved=len(placements),
+            score=_short(event.score),
+            threshold=_short(event.threshold),
+        )
+        for placed in placements:
+            weights = dict(placed.weights)
+            self._add(
+                "placements",
+                time=time,
+                client=self._number(placed.client),
+                cluster=-1 if placed.home is None else int(placed.home),
+                weights={str(k): _short(w) for k, w in weights.items()}
+                if len(weights) > 1
+                else None,
+            )
+
+    def _look_at_numbers(self, event: Event) -> None:
+        """Tell the number of clusters and their purity when they are others."""
+        if not isinstance(event, ClustersChanged | ClientJoined | Evaluated):
+            return
+        numbers = self._summary.clusters, self._summary.purity()
+        if numbers != self._numbers:
+            self._numbers = numbers
+            self._add(
+                "numbers",
+                time=_seconds(event.time),
+                clusters=numbers[0],
+                purity=_number(numbers[1]),
+            )
+
+
+def worst_share(accuracies: Iterable[float], measure: Measure, share: int = WORST) -> float:
+    """Return the mean accuracy of the worst tenth of the clients, of one at least.
+
+    Parameters
+    ----------
+    accuracies : Iterable[float]
+        One per client, or errors; those that are NaN are left out.
+    measure : Measure
+        Which are the worst.
+    share : int
+        One in so many.
+
+    Returns
+    -------
+    float
+        NaN if there are none.
+    """
+    known = sorted(value for value in accuracies if not math.isnan(value))
+    if measure.is_error:
+        known.reverse()
+    return _mean(known[: math.ceil(len(known) / share)])
+
+
+def _mean(values: list[float]) -> float:
+    return math.fsum(values) / len(values) if values else math.nan
+
+
+def _seconds(time: float) -> float:
+    """Return a time to the microsecond."""
+    return round(float(time), 6)
+
+
+def _number(value: float | None) -> float | None:
+    """Return a number with all its digits; None, as JSON wants it, if it is not finite."""
+    return float(value) if value is not None and math.isfinite(value) else None
+
+
+def _short(value: float | None) -> float | None:
+    """Return a number with six digits, enough for a plot."""
+    return float(f"{value:.6g}") if value is not None and math.isfinite(value) else None
+
+
+# -----------------------------------------------------------------------------
+# Where a page's data come from: the folder of a run, read as it fills.
+# -----------------------------------------------------------------------------
+
+
+CONFIG, SUMMARY = "config.toml", "summary.json"
+
+
+class RunSource:
+    """The folder of a run as pieces of JSON, each of which adds to those before.
+
+    Parameters
+    ----------
+    folder : Path
+        What `raceme run` writes; it may not have begun.
+    most_scores : int
+        Clients' own accuracies that are told at most, about: 8 MB of numbers by default. Of more,
+        every second evaluation tells them, then every third, and so on.
+    most_positions : int
+        Positions on the map that are told at most, about, in the same way.
+
+    Attributes
+    ----------
+    pieces : list[str]
+        All of them so far.
+    generation : int
+        Another one whenever the pieces are others: the run has begun anew, or the dashboard has.
+    trouble : str
+        Why the folder cannot be read now; empty if it can.
+    """
+
+    def __init__(
+        self, folder: Path, most_scores: int = 2_000_000, most_positions: int = 1_000_000
+    ) -> None:
+        self.folder = folder
+        self.pieces: list[str] = []
+        self.generation = new_generation()
+        self.trouble = ""
+        self._follower = StoreFollower(folder)
+        self._most_scores, self._most_positions = most_scores, most_positions
+        self._begin()
+
+    def _begin(self) -> None:
+        """Forget all that was read."""
+        self._columns = Columns(self._most_scores)
+        self._stamps: dict[str, tuple[int, int]] = {}
+        self._walls = 0
+        self._positions = PositionsReader(self.folder)
+        self._placed: dict[str, int] = {}
+        self._flat: dict[str, Sequence[float]] = {}
+        self._snapshots, self._told_positions = 0, 0
+
+    def poll(self) -> bool:
+        """Read what has come; return whether there is more already.
+
+        A folder that cannot be read is said in `trouble` and tried again the next time.
+        """
+        try:
+            self._tell_files()
+            reading = self._follower.read()
+        except UserError as error:
+            self.trouble = str(error)
+            return False
+        self.trouble = ""
+        if reading.restarted:
+            self.generation, self.pieces = new_generation(), []
+            self._begin()
+            self._tell_files()
+        for event in reading.events:
+            self._columns.observe(event)
+        self._tell(self._columns.take())
+        return reading.more
+
+    def read_all(self) -> None:
+        """Read until there is no more.
+
+        Raises
+        ------
+        UserError
+            The folder cannot be read.
+        """
+        while self.poll():
+            pass
+        if self.trouble:
+            raise UserError(self.trouble)
+
+    def _tell(self, piece: Mapping[str, Any]) -> None:
+        if piece:
+            self.pieces.append(as_json(piece))
+
+    def _tell_files(self) -> None:
+        """Tell what stands beside the store, whenever it is new."""
+        if self._is_new(CONFIG):
+            config = read_toml(self.folder / CONFIG)
+            names = ("strategy", "dataset", "seed", "max-updates", "max-time", "target-accuracy")
+            told = {name: config.get(name) for name in names}
+            self._tell({"run": {"name": self.folder.name, **told}})
+        if self._is_new(SUMMARY):
+            try:
+                self._tell({"summary": parse_json(read_text(self.folder / SUMMARY))})
+            except ReadingError as error:
+                raise UserError(f"{self.folder / SUMMARY} is damaged: {error}.") from None
+        for snapshot in self._positions.read():
+            self._snapshots += 1
+            stride = 1 + self._told_positions // self._most_positions
+            if (self._snapshots - 1) % stride == 0:
+                self._tell_snapshot(snapshot, lasting=False)
+        if self._is_new(SIMILARITY) and not self._snapshots:
+            self._tell_similarity()
+        if self._is_new(WALL_TIMES):
+            rows = read_wall_times(self.folder)[self._walls :]
+            if rows:
+                self._walls += len(rows)
+                times, walls = (list(column) for column in zip(*rows, strict=True))
+                self._tell({"walls": {"time": times, "wall": walls}})
+
+    def _tell_similarity(self) -> None:
+        """Tell where clients lie by what the method found of their similarity in the end."""
+        found = read_similarity(self.folder)
+        if found is not None and len(found.clients):
+            points = steps_of(positions(found.matrix))
+            self._tell_snapshot(Snapshot(self._columns.now, found.clients, points), lasting=True)
+
+    def _tell_snapshot(self, snapshot: Snapshot, *, lasting: bool) -> None:
+        """Tell where clients lie from a time on, or at all times."""
+        new = [client for client in snapshot.clients if client not in self._placed]
+        self._placed |= {name: len(self._placed) + index for index, name in enumerate(new)}
+        self._told_positions += len(snapshot.clients)
+        flat = flattened(snapshot.points / SCALE, snapshot.clients, self._flat)
+        self._flat.update(zip(snapshot.clients, flat.tolist(), strict=True))
+        frame = {
+            "time": snapshot.time,
+            "lasting": lasting,
+            "new": new,
+            "clients": [self._placed[client] for client in snapshot.clients],
+            "points": base64.b64encode(steps_of(flat).tobytes()).decode(),
+        }
+        self._tell({"frame": frame})
+
+    def _is_new(self, name: str) -> bool:
+        try:
+            status = (self.folder / name).stat()
+        except OSError:
+            return False
+        stamp = status.st_mtime_ns, status.st_size
+        if self._stamps.get(name) == stamp:
+            return False
+        self._stamps[name] = stamp
+        return True
+
+
+def as_json(piece: Mapping[str, Any]) -> str:
+    """Return a piece as compact JSON on one line."""
+    return json.dumps(piece, separators=(",", ":"), allow_nan=False)
+
+
+def new_generation() -> int:
+    """Return a number that is no other's: a browser that comes back may have seen other pieces."""
+    return secrets.randbits(48)
+
+
+# -----------------------------------------------------------------------------
+# What a folder is that somebody wants to watch: a run, a comparison, or to become one.
+# -----------------------------------------------------------------------------
+
+
+_COMPARISON = "compare.json"
+_RUNS = ("*/seed-*", "*/*/seed-*")
+"""Where the runs of a comparison are; those of a suite of several cases are a folder deeper."""
+
+
+def check_watchable(folder: Path) -> None:
+    """Find out whether there is a run or a comparison in a folder.
+
+    Raises
+    ------
+    UserError
+        There is none.
+    """
+    if not folder.is_dir():
+        what = "is no folder" if folder.exists() else "does not exist"
+        raise UserError(f"{folder} {what}; expected the folder of a run or of a comparison.")
+    if not (folder / FILE_NAME).exists() and not is_comparison(folder):
+        raise UserError(
+            f"{folder} holds no run: expected the run.sqlite of `raceme run`, or the runs of "
+            "`raceme compare`."
+        )
+
+
+def is_comparison(folder: Path) -> bool:
+    """Return whether a folder has the runs of a comparison, or of several."""
+    begun = (f"{runs}/{FILE_NAME}" for runs in _RUNS)
+    patterns = (_COMPARISON, f"*/{_COMPARISON}", *begun)
+    return any(path.is_file() for pattern in patterns for path in folder.glob(pattern))
+
+
+class Watched:
+    """A folder, and the sources of what is in it.
+
+    Parameters
+    ----------
+    folder : Path
+        Of a run or of a comparison.
+    comparison : bool
+        Which of the two; it may be empty as yet.
+    """
+
+    def __init__(self, folder: Path, comparison: bool) -> None:
+        self._folder = folder
+        self._top = ComparisonSource(folder) if comparison else RunSource(folder)
+
+    def source(self, name: str) -> ComparisonSource | RunSource | None:
+        """Return what tells of a run of a comparison, by its name there; of all for no name."""
+        if not name:
+            return self._top
+        # Only what was found in the folder has a name: no way leads out of it.
+        if isinstance(self._top, ComparisonSource) and name in self._top.found():
+            return RunSource(self._folder / name)
+        return None
+
+
+class ComparisonSource:
+    """The folder of a comparison as pieces of JSON: the curves and the state of all its runs.
+
+    See :class:`raceme.reporting.dashboard.source.RunSource` for the attributes.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.generation = new_generation()
+        self.trouble = ""
+        title = {"title": folder.name, "name": folder.name}
+        self.pieces = [as_json({"run": title, "comparison": {}})]
+        self._runs: dict[str, _Curve] = {}
+
+    def found(self) -> dict[str, Path]:
+        """Return the folders of runs that there are now, by name."""
+        return {
+            path.relative_to(self.folder).as_posix(): path
+            for path in sorted(path for runs in _RUNS for path in self.folder.glob(runs))
+            if path.is_dir() and not path.is_symlink()
+        }
+
+    def poll(self) -> bool:
+        """Read what has come to all runs; return whether there is more already."""
+        more, troubles, told = False, [], {}
+        for name, path in self.found().items():
+            if name not in self._runs:
+                self._runs[name] = _Curve(path, case=name.rpartition("/")[0].rpartition("/")[0])
+            run = self._runs[name]
+            try:
+                more |= run.poll()
+            except UserError as error:
+                troubles.append(str(error))
+            news = run.take()
+            if news:
+                told[name] = news
+        self.trouble = troubles[0] if troubles else ""
+        if told:
+            self.pieces.append(as_json({"comparison": told}))
+        return more
+
+
+class _Curve:
+    """What a comparison shows of one of its runs."""
+
+    def __init__(self, folder: Path, case: str) -> None:
+        self._folder, self._case = folder, case
+        self._follower = StoreFollower(folder)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._summary = RunSummary()
+        self._points: dict[str, list[Any]] = {}
+        self._last: dict[str, Any] = {}
+        self._anew = True
+
+    def poll(self) -> bool:
+        """Read what has come; return whether there is more already."""
+        reading = self._follower.read()
+        if reading.restarted:
+            self._begin()
+        for event in reading.events:
+            # Who waits for whom and who uploaded what is for the run's own page.
+            if isinstance(event, UpdateApplied | Evaluated | ClustersChanged | RunEnded):
+                self._summary.observe(event)
+            if isinstance(event, Evaluated):
+                scores = [accuracy for _, accuracy, _ in event.per_client.values()]
+                worst = worst_share(scores, event.measure)
+                for name, value in (
+                    ("time", event.time),
+                    ("updates", event.updates),
+                    ("accuracy", event.accuracy),
+                    ("worst", worst),
+                ):
+                    self._points.setdefault(name, []).append(value if value == value else None)
+        return reading.more
+
+    def take(self) -> Mapping[str, Any]:
+        """Return what is new, ready for JSON; nothing if nothing is."""
+        state = self._state()
+        told = {name: value for name, value in state.items() if self._last.get(name) != value}
+        self._last = state
+        if self._points:
+            told["points"], self._points = self._points, {}
+        if told and self._anew:
+            self._anew, told["anew"] = False, True
+        return told
+
+    def _state(self) -> dict[str, Any]:
+        method, seed = self._folder.parent.name, self._folder.name.removeprefix("seed-")
+        summary = self._summary
+        best = summary.best_accuracy
+        return {
+            "case": self._case,
+            "method": method,
+            "label": f"{method}, seed {seed}",
+            "first": self._is_first(),
+            "planned": self._planned(),
+            "state": self._word(),
+            "updates": summary.updates,
+            "clusters": summary.clusters,
+            "best": best if best is not None and best == best else None,
+        }
+
+    def _is_first(self) -> bool:
+        seeds = sorted(self._folder.parent.glob("seed-*"), key=lambda path: (len(path.name), path))
+        return bool(seeds) and seeds[0] == self._folder
+
+    def _planned(self) -> Any:
+        if self._last.get("planned"):
+            return self._last["planned"]
+        try:
+            return read_toml(self._folder / CONFIG).get("max-updates")
+        except UserError:
+            return None
+
+    def _word(self) -> str:
+        if (self._folder / ERROR).is_file():
+            return "failed"
+        if (self._folder / SUMMARY).is_file():
+            return "finished"
+        return "ended" if self._summary.ending is not None else "running"

@@ -1,0 +1,397 @@
+"""The page of a simulated app: who worked when, who waited, and for whom."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.collections import PolyCollection
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.ticker import PercentFormatter
+from rich.console import Console
+
+from raceme.core.errors import UserError
+from raceme.records.exchanges import (
+    CLIENTS,
+    MESSAGES,
+    SUMMARY,
+    ClientAccount,
+    Fleet,
+    Task,
+    read_fleet,
+)
+from raceme.reporting.console import print_results, shown_bytes, shown_path
+from raceme.reporting.page import PageTable, Tile, number, plot, render
+from raceme.reporting.style import (
+    CLOCK,
+    FAINT,
+    INK,
+    MUTED,
+    REJECTED,
+    new_figure,
+    say_empty,
+    series_colour,
+    style,
+    time_axis,
+    time_unit,
+)
+
+# -----------------------------------------------------------------------------
+# What a person sees at the end of a simulation of an app.
+# -----------------------------------------------------------------------------
+
+
+_SHOWN = 3
+"""So many of those that others waited for are named."""
+
+
+def print_simulation(summary: Mapping[str, Any], out: Path, console: Console | None = None) -> None:
+    """Print what a simulation has shown, and where its results are."""
+    console = console or Console(highlight=False)
+    settings = summary["settings"]
+    title = f"{summary['app']} on {summary['clients']:,} devices ({settings['devices']})"
+    if summary["strategy"]:
+        title += f", {summary['strategy']} in the place of its strategy"
+    where = f"Messages, plots and numbers: {shown_path(out)}"
+    print_results(title, simulation_rows(summary), where, console)
+
+
+def simulation_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the numbers of a simulation as names and values."""
+    kinds = ", ".join(f"{count:,} {kind}" for kind, count in summary["messages_by_kind"].items())
+    rows = [
+        ("virtual time", _time(summary)),
+        ("if nobody waited", f"{duration(summary['without_waiting'])} for the same work"),
+        ("devices", _shares(summary)),
+        *_waited_for(summary),
+        ("messages", f"{summary['messages']:,}{f' ({kinds})' if kinds else ''}"),
+        *_failure_lines(summary),
+        (
+            "traffic",
+            f"{shown_bytes(summary['bytes_down'])} down, {shown_bytes(summary['bytes_up'])} up",
+        ),
+        ("wall time", f"{summary['wall_time']:.1f} s"),
+    ]
+    return rows
+
+
+def duration(seconds: float) -> str:
+    """Return a length of time as a person says it, with the seconds."""
+    plain = f"{seconds:,.1f} s"
+    for length, unit in ((86400, "days"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * length:
+            return f"{plain} ({seconds / length:.1f} {unit})"
+    return plain
+
+
+def _time(summary: Mapping[str, Any]) -> str:
+    end = "" if summary["ending"] == "returned" else f", then {summary['ending']}"
+    return f"{duration(summary['virtual_time'])}{end}"
+
+
+def _shares(summary: Mapping[str, Any]) -> str:
+    """Say how devices spent their time."""
+    if summary["busy_share"] is None:
+        return "no time has passed"
+    shares = {"at work": "busy_share", "waiting": "idle_share", "offline": "offline_share"}
+    return ", ".join(f"{_percent(summary[key])} {name}" for name, key in shares.items())
+
+
+def _percent(share: float) -> str:
+    return f"{share:.0%}" if share >= 0.01 or not share else "<1%"
+
+
+def _waited_for(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Say for whom the others waited longest."""
+    most = list(summary["most_waited_for"].items())[:_SHOWN]
+    if not most:
+        return []
+    named = ", ".join(f"{client} {seconds:,.1f} s" for client, seconds in most)
+    return [("waited for", f"{named} (summed over the others)")]
+
+
+def _failure_lines(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    if not summary["failures"]:
+        return []
+    return [("failed", f"{summary['failures']:,}; the first: {summary['first_failure']}")]
+
+
+# -----------------------------------------------------------------------------
+# Who of a simulated fleet worked when, who waited, and for whom.
+# -----------------------------------------------------------------------------
+
+
+WORK, AWAITED, EVALUATION = series_colour(4), series_colour(5), series_colour(2)
+_MOST_BARS = 3000
+"""A timeline with more bars than this shows only its first part: bars are to be told apart."""
+_MOST_ROWS = 120
+"""At most so many devices are shown, spread from the fastest to the slowest."""
+_NARROW = 0.005
+"""Bars of this share of the width are narrow."""
+_NAMED_ROWS = 40
+"""So many rows have room for names."""
+
+_Bars = list[tuple[str, float, float]]
+
+
+def timeline_figure(fleet: Fleet, *, clock: str = CLOCK) -> Figure:
+    """Draw who worked when, and whom the others waited for: a row per device, a bar per task."""
+    order = shown(fleet)
+    rows = {client: row for row, client in enumerate(order)}
+    with style():
+        figure = new_figure(7.2, _height(len(rows)))
+        axes = figure.add_subplot()
+        tasks = [task for task in fleet.tasks if task.takes_time and task.begun < fleet.end]
+        end = _window(fleet, tasks)
+        seconds = time_axis(axes, 0.0, end, clock)
+        length = f"{float(f'{end / seconds:.3g}'):,g} {time_unit(end)[1]}"
+        part = "" if end >= fleet.end else f" (the first {length})"
+        axes.set_title(f"Devices at work, and whom the others waited for{part}")
+        _rows_axis(axes, order, len(fleet.clients))
+        if not tasks:
+            say_empty(axes, "no message took any time")
+            return figure
+        late = {
+            (client, float(moment))
+            for moment, clients in zip(fleet.moments(), fleet.awaited(), strict=True)
+            for client in clients
+        }
+        kinds: dict[str, _Bars] = {"work": [], "evaluation": [], "awaited": [], "lost": []}
+        for task in tasks:
+            bar = (task.client, task.begun, min(task.ended, fleet.end))
+            kinds[_kind(task, late)].append(bar)
+        # Lines between bars would leave nothing of narrow ones.
+        lengths = [task.ended - task.begun for task in tasks]
+        edge = "white" if float(np.median(lengths)) > _NARROW * end else "face"
+        idle = [(client, *span) for client, spans in fleet.idle().items() for span in spans]
+        _draw(axes, rows, idle, end, seconds, FAINT)
+        _draw(axes, rows, kinds["work"], end, seconds, WORK, edge)
+        _draw(axes, rows, kinds["evaluation"], end, seconds, EVALUATION, edge)
+        _draw(axes, rows, kinds["awaited"], end, seconds, AWAITED, edge)
+        _draw(axes, rows, kinds["lost"], end, seconds, REJECTED, edge)
+        legend = [
+            Patch(color=WORK, label="at work") if kinds["work"] else None,
+            Patch(color=AWAITED, label="at work, others wait for it") if kinds["awaited"] else None,
+            Patch(color=EVALUATION, label="evaluates") if kinds["evaluation"] else None,
+            Patch(color=FAINT, label="waits"),
+            Patch(color=REJECTED, label="in vain") if kinds["lost"] else None,
+            Patch(facecolor="none", edgecolor=MUTED, label="offline") if fleet.offline else None,
+        ]
+        handles = [patch for patch in legend if patch is not None]
+        figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 4))
+        return figure
+
+
+def waiting_figure(fleet: Fleet, accounts: Sequence[ClientAccount]) -> Figure:
+    """Draw how devices spent their time, and how long the others waited for each of them."""
+    order = shown(fleet)
+    own = {account.client: account for account in accounts}
+    with style():
+        figure = new_figure(7.2, _height(len(order)))
+        left, right = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
+        left.set_title("Where the time went")
+        _rows_axis(left, order, len(fleet.clients))
+        if not order or not fleet.end:
+            say_empty(left, "no time has passed")
+            return figure
+        places = np.arange(len(order))
+        start = np.zeros(len(order))
+        for name, colour, label in (("busy", WORK, "at work"), ("idle", FAINT, "waits")):
+            shares = np.array([getattr(own[client], name) for client in order]) / fleet.end
+            left.barh(places, shares, 0.85, start, color=colour, label=label)
+            start += shares
+        left.set_xlim(0.0, 1.0)
+        left.xaxis.set_major_formatter(PercentFormatter(1.0))
+        left.set_xlabel("share of the time")
+        held_up = np.array([own[client].held_up for client in order])
+        seconds, unit = time_unit(float(held_up.max(initial=0.0)))
+        right.barh(places, held_up / seconds, 0.85, color=AWAITED)
+        right.set_title("Others waited for it")
+        right.set_xlabel(f"{unit}, summed over the others")
+        right.set_xlim(left=0.0)
+        right.grid(axis="x")
+        right.tick_params(axis="y", length=0)
+        if not held_up.any():
+            right.set_xlim(0.0, 1.0)
+            say_empty(right, "nobody waited for anybody")
+        handles, _ = left.get_legend_handles_labels()
+        if fleet.offline:
+            # What is left of the time.
+            handles.append(Patch(facecolor="none", edgecolor=MUTED, label="offline"))
+        figure.legend(handles=handles, loc="outside lower center", ncols=3)
+        return figure
+
+
+def shown(fleet: Fleet) -> list[str]:
+    """Return the devices that plots show, from the fastest to the slowest."""
+    busy = fleet.busy()
+    typical = {
+        client: float(np.median([stop - start for start, stop in spans])) if spans else math.inf
+        for client, spans in busy.items()
+    }
+    order = sorted(typical, key=lambda client: typical[client])
+    if len(order) > _MOST_ROWS:
+        picked = np.linspace(0, len(order) - 1, _MOST_ROWS).round().astype(int)
+        order = [order[index] for index in picked]
+    return order
+
+
+def _window(fleet: Fleet, tasks: Sequence[Task]) -> float:
+    """Return until when bars are drawn."""
+    gone = (start for spans in fleet.offline.values() for start, _ in spans)
+    starts = sorted((*(task.begun for task in tasks), *gone))
+    return fleet.end if len(starts) <= _MOST_BARS else starts[_MOST_BARS]
+
+
+def _kind(task: Task, late: set[tuple[str, float]]) -> str:
+    """Return how the bar of a task is drawn."""
+    if task.failure is not None:
+        return "lost"
+    if (task.client, task.answered) in late:
+        return "awaited"
+    return "evaluation" if task.kind.startswith("evaluate") else "work"
+
+
+def _height(rows: int) -> float:
+    """Return the height of a figure with so many rows, in inches."""
+    return min(6.5, max(2.6, 1.6 + 0.14 * rows))
+
+
+def _rows_axis(axes: Axes, order: Sequence[str], clients: int) -> None:
+    """Make a row for each device, the fastest on top."""
+    axes.set_ylim(len(order) - 0.4, -0.6)
+    axes.grid(False)
+    axes.tick_params(axis="y", length=0)
+    if len(order) <= _NAMED_ROWS:
+        axes.set_yticks(range(len(order)), order)
+        if len(order) > _NAMED_ROWS // 2:
+            axes.tick_params(axis="y", labelsize=6.5)
+        axes.set_ylabel("devices, the fastest on top", color=INK)
+        return
+    axes.set_yticks([0, len(order) - 1], ["fastest", "slowest"])
+    of = "" if len(order) == clients else f"{len(order)} of "
+    axes.set_ylabel(f"{of}{clients:,} devices")
+
+
+def _draw(
+    axes: Axes,
+    rows: dict[str, int],
+    bars: Sequence[tuple[str, float, float]],
+    end: float,
+    seconds: float,
+    face: str,
+    edge: str = "none",
+) -> None:
+    """Draw spans of time as boxes, all at once."""
+    corners = []
+    for client, start, stop in bars:
+        if client in rows and start < end:
+            left, right, row = start / seconds, min(stop, end) / seconds, rows[client]
+            corners.append(
+                [(left, row - 0.42), (right, row - 0.42), (right, row + 0.42), (left, row + 0.42)]
+            )
+    axes.add_collection(PolyCollection(corners, facecolors=face, edgecolors=edge, linewidths=0.3))
+
+
+# -----------------------------------------------------------------------------
+# The page of a simulated app: who worked when, who waited, and for whom.
+# -----------------------------------------------------------------------------
+
+
+_MOST_REASONS = 20
+_SECONDS = ("at work, s", "waits, s", "offline, s", "waited for, s")
+_HEADS = ("client", "tasks", *_SECONDS, "failed", "down", "up")
+
+
+def simulation_page(folder: Path, links: str) -> str:
+    """Return the page of a simulated app.
+
+    Parameters
+    ----------
+    folder : Path
+        What `raceme simulate` left.
+    links : str
+        What stands before the name of a file in a link to it.
+
+    Raises
+    ------
+    UserError
+        The simulation has not ended, or its folder is damaged.
+    """
+    if not (folder / SUMMARY).is_file():
+        raise UserError(f"{folder} has no {SUMMARY}: the simulation is not over, or was killed.")
+    fleet = read_fleet(folder)
+    summary = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
+    accounts = fleet.accounts()
+    try:
+        return render(
+            "simulation.html",
+            title=f"{summary['app']} on {summary['clients']:,} devices",
+            summary=summary,
+            tiles=_tiles(summary),
+            results=PageTable("Result", (), tuple(simulation_rows(summary)), (0, 1), "pairs"),
+            timeline=plot(timeline_figure(fleet), "timeline"),
+            waiting=plot(waiting_figure(fleet, accounts), "waiting"),
+            clients=PageTable(
+                "Clients",
+                _HEADS,
+                tuple(
+                    (
+                        *(account.client, number(account.tasks), number(account.busy, 1)),
+                        *(number(account.idle, 1), number(account.offline, 1)),
+                        *(number(account.held_up, 1), number(account.failures)),
+                        *(shown_bytes(account.bytes_down), shown_bytes(account.bytes_up)),
+                    )
+                    for account in accounts
+                ),
+            ),
+            failures=_failures(fleet),
+            settings=_settings(summary),
+            command=summary["command"],
+            links=links,
+            files=[name for name in (SUMMARY, CLIENTS, MESSAGES) if (folder / name).exists()],
+        )
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise UserError(
+            f"{folder / SUMMARY} is not what `raceme simulate` writes: "
+            f"{type(error).__name__} {error}."
+        ) from None
+
+
+def _tiles(summary: Mapping[str, Any]) -> list[Tile]:
+    share = summary["idle_share"]
+    return [
+        Tile("virtual time", duration(summary["virtual_time"]), "until the ServerApp returned"),
+        Tile("if nobody waited", duration(summary["without_waiting"]), "for the same work"),
+        Tile("waiting", "–" if share is None else f"{share:.0%}", "of the devices' time"),
+        Tile(
+            "traffic",
+            shown_bytes(summary["bytes_down"] + summary["bytes_up"]),
+            f"in {summary['messages']:,} messages",
+        ),
+    ]
+
+
+def _failures(fleet: Fleet) -> PageTable | None:
+    """Return why replies were unusable, and how often."""
+    reasons = Counter(task.failure for task in fleet.tasks if task.failure is not None)
+    if not reasons:
+        return None
+    rows = tuple((f"{count:,}", reason) for reason, count in reasons.most_common(_MOST_REASONS))
+    return PageTable("Failures", ("messages", "why"), rows, words=(1,))
+
+
+def _settings(summary: Mapping[str, Any]) -> PageTable:
+    """Return the settings, with the app's run config and the strategy's parameters."""
+    settings = dict(summary["settings"])
+    further = {**settings.pop("run_config"), **settings.pop("parameters")}
+    rows = {**settings, "strategy": summary["strategy"] or "the app's own", **further}
+    shown = tuple((name, "–" if value is None else str(value)) for name, value in rows.items())
+    return PageTable("Settings", (), shown, words=(0, 1), kind="pairs")

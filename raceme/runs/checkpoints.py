@@ -1,0 +1,712 @@
+"""When checkpoints of a run are written, what is in them, and how a run is resumed from one."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ParamSpec, Protocol, TypeVar
+
+import numpy as np
+from flwr.serverapp import Grid
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+import raceme
+from raceme.core.config import RunConfig
+from raceme.core.errors import UserError
+from raceme.core.files import ReadingError, atomic_write, check_regular, check_room, parse_json
+from raceme.core.options import Value
+from raceme.core.timeline import Resumable
+from raceme.records.store import FILE_NAME, RunStore
+
+# -----------------------------------------------------------------------------
+# Trees of plain values and arrays in one safetensors file, written atomically.
+#
+# A tree consists of dicts with text keys, lists, numbers, text, bytes, booleans, None and numpy
+# arrays. Arrays and bytes are tensors of the file, everything else is JSON in one more tensor.
+# Nothing is ever unpickled: a file made to do harm can at most be refused.
+# -----------------------------------------------------------------------------
+
+
+FORMAT = "raceme-checkpoint-1"
+
+_TREE = "tree"
+"""Name of the tensor with the JSON; arrays are named by their number."""
+_HASH = "sha256"
+_MARK = "$"
+"""Begins the keys that stand for something; one that a person chose is written with another."""
+_ARRAY, _BYTES = "$array", "$bytes"
+
+_UNREADABLE = (OSError, ReadingError, SafetensorError, ValueError, TypeError, KeyError)
+
+_Array = NDArray[np.generic]
+
+
+class DamagedError(Exception):
+    """A file does not hold what was written to it; the message says how that shows."""
+
+
+def write_tree(path: Path, tree: Any, note: Mapping[str, str]) -> None:
+    """Write a tree durably: after this it survives a loss of power; before, nothing is there.
+
+    What occurs in the tree several times, as the same object, is written once.
+
+    Parameters
+    ----------
+    path : Path
+        The file; its folder is made if need be.
+    tree : Any
+        What to write.
+    note : Mapping[str, str]
+        Kept beside the tree, in the header of the file.
+
+    Raises
+    ------
+    TypeError
+        The tree holds something else.
+    """
+    packer = _Packer()
+    text = json.dumps(packer.pack(tree)).encode("ascii")
+    tensors = {_TREE: np.frombuffer(text, np.uint8), **packer.tensors}
+    metadata = {**note, "format": FORMAT}
+    metadata[_HASH] = _digest(metadata, tensors)
+    with atomic_write(path) as file:
+        save_file(tensors, file, metadata=metadata)
+        _flush(file)
+    _flush(path.parent)
+
+
+def read_tree(path: Path) -> tuple[Any, dict[str, str]]:
+    """Read what :func:`write_tree` wrote: the tree and the note.
+
+    Raises
+    ------
+    DamagedError
+        The file is not as it was written, or was written by something else.
+    """
+    try:
+        check_regular(path)
+        check_room(path.stat().st_size, f"The checkpoint {path}")
+        # It has found that the sizes which the header states are those of the file.
+        with safe_open(path, framework="numpy") as file:
+            metadata = dict(file.metadata() or {})
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except _UNREADABLE as error:
+        raise DamagedError(" ".join(str(error).split()) or type(error).__name__) from None
+    if metadata.get("format") != FORMAT:
+        raise DamagedError(f"its format is {metadata.get('format')!r}, not {FORMAT!r}")
+    if metadata.pop(_HASH, None) != _digest(metadata, tensors):
+        raise DamagedError("its content is not what was written")
+    del metadata["format"]
+    try:
+        return _unpack(parse_json(tensors[_TREE].tobytes()), tensors, {}), metadata
+    # The hash keeps accidents away; who means harm can make one.
+    except (ReadingError, LookupError, TypeError, AttributeError) as error:
+        raise DamagedError(f"its tree cannot be read: {error}") from None
+
+
+class _Packer:
+    """Takes arrays and bytes out of a tree.
+
+    Attributes
+    ----------
+    tensors : dict[str, ndarray]
+        The arrays by their number.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, _Array] = {}
+        self._numbers: dict[object, int] = {}
+
+    def pack(self, value: Any) -> Any:
+        """Return a tree that JSON can hold."""
+        if isinstance(value, dict):
+            return {_escaped(key): self.pack(inner) for key, inner in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.pack(inner) for inner in value]
+        if isinstance(value, np.ndarray):
+            return {_ARRAY: self._number(_identity(value), value)}
+        if isinstance(value, bytes):
+            return {_BYTES: self._number(id(value), np.frombuffer(value, np.uint8))}
+        if value is None or type(value) in (bool, int, float, str):
+            return value
+        raise TypeError(f"cannot keep a {type(value).__name__} in a checkpoint")
+
+    def _number(self, identity: object, array: _Array) -> int:
+        if identity not in self._numbers:
+            self._numbers[identity] = len(self.tensors)
+            # `ascontiguousarray` makes one dimension of none.
+            plain = np.ascontiguousarray(array).reshape(array.shape)
+            self.tensors[str(len(self.tensors))] = plain
+        return self._numbers[identity]
+
+
+def _identity(array: _Array) -> object:
+    """Return what two arrays have in common that show the same memory in the same way."""
+    address = array.__array_interface__["data"][0]
+    return address, array.shape, array.strides, array.dtype.str
+
+
+def _escaped(key: object) -> str:
+    if not isinstance(key, str):
+        raise TypeError(f"cannot keep a dict with the key {key!r} in a checkpoint")
+    return _MARK + key if key.startswith(_MARK) else key
+
+
+def _unpack(value: Any, tensors: Mapping[str, _Array], known: dict[int, bytes]) -> Any:
+    """Put arrays and bytes back; the same bytes become the same object again."""
+    if isinstance(value, list):
+        return [_unpack(inner, tensors, known) for inner in value]
+    if not isinstance(value, dict):
+        return value
+    if _ARRAY in value:
+        return tensors[str(value[_ARRAY])]
+    if _BYTES in value:
+        number = value[_BYTES]
+        if number not in known:
+            known[number] = tensors[str(number)].tobytes()
+        return known[number]
+    return {key.removeprefix(_MARK): _unpack(inner, tensors, known) for key, inner in value.items()}
+
+
+def _digest(metadata: Mapping[str, str], tensors: Mapping[str, _Array]) -> str:
+    digest = hashlib.sha256()
+    for part in _parts(metadata, tensors):
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def _parts(metadata: Mapping[str, str], tensors: Mapping[str, _Array]) -> Iterator[Any]:
+    yield json.dumps(dict(metadata), sort_keys=True).encode("ascii")
+    for name in sorted(tensors):
+        array = tensors[name]
+        yield json.dumps([name, array.dtype.str, list(array.shape)]).encode("ascii")
+        yield np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+
+
+def _flush(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+# -----------------------------------------------------------------------------
+# A run's checkpoints: numbered files, of which the latest two are kept.
+# -----------------------------------------------------------------------------
+
+
+log = logging.getLogger("raceme.checkpoints")
+
+CHECKPOINTS = "checkpoint"
+"""Name of the folder in that of the run."""
+_KEPT = 2
+_SUFFIX = ".safetensors"
+
+Check = Callable[[Any, Mapping[str, str]], str]
+"""Returns why a checkpoint cannot be used here; nothing if it can."""
+
+
+class CheckpointFolder:
+    """The checkpoints of one run.
+
+    Parameters
+    ----------
+    run : Path
+        The run's folder; the checkpoints lie in ``checkpoint`` in it.
+    """
+
+    def __init__(self, run: Path) -> None:
+        self.path = run / CHECKPOINTS
+        self._good: list[int] = []
+
+    def save(self, tree: Any, note: Mapping[str, str]) -> Path:
+        """Write the next checkpoint, and drop those before the last two."""
+        number = max(self._numbers(), default=0) + 1
+        path = self._file(number)
+        write_tree(path, tree, note)
+        self._good = [*self._good, number][-_KEPT:]
+        for old in self._numbers():
+            if old not in self._good:
+                # What somebody else has put there may be no file; it is in nobody's way.
+                with suppress(OSError):
+                    self._file(old).unlink(missing_ok=True)
+        return path
+
+    def load(self, check: Check) -> tuple[Any, Path]:
+        """Read the newest checkpoint that can be used; say so if it is not the newest.
+
+        Parameters
+        ----------
+        check : Check
+            Refuses checkpoints of something else.
+
+        Raises
+        ------
+        UserError
+            None can be used.
+        """
+        refused: list[str] = []
+        for number in reversed(self._numbers()):
+            path = self._file(number)
+            try:
+                tree, note = read_tree(path)
+                reason = check(tree, note)
+            except (DamagedError, UserError) as error:
+                reason = f"it is damaged ({error})"
+            if not reason:
+                if refused:
+                    log.warning("%s The one before it is used: %s.", " ".join(refused), path.name)
+                self._good = [number]
+                return tree, path
+            refused.append(f"The checkpoint {path} cannot be used: {reason}.")
+        if refused:
+            raise UserError(f"{' '.join(refused)} There is no other to resume from.")
+        raise UserError(
+            f"There is no checkpoint in {self.path}: resume from the folder of a run that was "
+            "started with checkpoint-every or checkpoint-seconds, or start anew."
+        )
+
+    def _numbers(self) -> list[int]:
+        """Return the numbers of the checkpoints that are there, in order."""
+        stems = [path.stem for path in self.path.glob(f"*{_SUFFIX}")]
+        return sorted(int(stem) for stem in stems if stem.isdecimal())
+
+    def _file(self, number: int) -> Path:
+        return self.path / f"{number:08d}{_SUFFIX}"
+
+
+# -----------------------------------------------------------------------------
+# One process at a time writes to the folder of a run.
+# -----------------------------------------------------------------------------
+
+
+_PAUSE_SECONDS = 0.2
+
+
+@contextmanager
+def only_writer(run: Path, patience: float = 0.0) -> Iterator[None]:
+    """Keep all others from writing to the folder of a run; a process that dies lets go of it.
+
+    Two that resume from one checkpoint would each write its own updates.
+
+    Parameters
+    ----------
+    run : Path
+        The folder.
+    patience : float
+        Seconds to wait for another that is still at it.
+
+    Raises
+    ------
+    UserError
+        The other one has not ended by then.
+    """
+    handle = os.open(run, os.O_RDONLY)
+    try:
+        _lock(handle, run, patience)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _lock(handle: int, run: Path, patience: float) -> None:
+    deadline = time.monotonic() + patience
+    said = False
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                raise UserError(
+                    f"Another process is still writing to {run}: wait for its end or stop it, "
+                    "then try again."
+                ) from None
+        except OSError as error:
+            # Some network file systems have no locks; a run without one is better than none.
+            log.warning("%s cannot be kept from other processes: %s", run, error.strerror)
+            return
+        if not said:
+            said = True
+            log.info("Waiting up to %.0f s for the process that still writes to %s", patience, run)
+        time.sleep(_PAUSE_SECONDS)
+
+
+# -----------------------------------------------------------------------------
+# When checkpoints of a run are written, what is in them, and how a run is resumed from one.
+# -----------------------------------------------------------------------------
+
+
+STATE = 6
+"""The format of what a checkpoint holds. It is raised by whoever changes what the state of a
+strategy, a policy or the grid consists of, or means: a run then does not go on from an earlier one.
+Versions with the same number read each other's checkpoints."""
+
+_PARTS: Mapping[str, tuple[type, ...]] = {
+    "config": (dict,),
+    "strategy": (dict,),
+    "grid": (dict, type(None)),
+    "events": (int,),
+    "wall-time": (int, float),
+}
+_FREE = frozenset(
+    {
+        "checkpoint-every",
+        "checkpoint-seconds",
+        "client-map",
+        "client-models",
+        "data-file",
+        "data-root",
+        "device",
+        "device-keys",
+        "download",
+        "max-rounds",
+        "max-time",
+        "trace",
+        "track",
+        "max-updates",
+        "out",
+        "resume",
+        "stop-at-target",
+        "target-accuracy",
+        "vectorised",
+        "workers",
+    }
+)
+"""Keys that may differ when a run is resumed: they do not change what was learned so far."""
+
+_Given = ParamSpec("_Given")
+_Result = TypeVar("_Result")
+
+
+class Stateful(Protocol):
+    """A strategy, as far as checkpoints are concerned."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as a tree."""
+        ...
+
+    def load_state_dict(self, tree: Mapping[str, Any]) -> None:
+        """Continue from a state."""
+        ...
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """When a checkpoint is due. The first one, of the beginning, always is.
+
+    Attributes
+    ----------
+    every : int
+        Updates from one to the next; 0 stands for never.
+    seconds : float
+        Seconds on the wall clock from one to the next; 0 stands for never.
+    """
+
+    every: int = 0
+    seconds: float = 0.0
+
+    @property
+    def is_off(self) -> bool:
+        """True if there is to be none."""
+        return not self.every and not self.seconds
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What a resumed run has to know beside its strategy's and its grid's state.
+
+    Attributes
+    ----------
+    events : int
+        Events that were in the run store.
+    wall_time : float
+        Seconds that the run had taken.
+    path : Path
+        The checkpoint.
+    """
+
+    events: int
+    wall_time: float
+    path: Path
+
+
+class Keeper:
+    """Writes checkpoints when they are due. It is asked between two steps of the strategy.
+
+    Parameters
+    ----------
+    folder : CheckpointFolder
+        Where to.
+    schedule : Schedule
+        When.
+    config : RunConfig
+        The resolved configuration, which a resumed run must share.
+    strategy : Stateful
+        The strategy.
+    grid : Grid
+        Saved with its clock and open messages, if it is a
+        :class:`~raceme.core.timeline.Resumable`.
+    store : RunStore
+        The run store; everything observed so far is written to it first.
+    updates : Callable
+        Returns the number of updates applied.
+    wall_time : Callable
+        Returns the seconds that the run has taken.
+    stop : Callable
+        Returns why the run is to end now; nothing if it is not.
+    resumed : bool
+        The run has just been resumed from a checkpoint.
+
+    Attributes
+    ----------
+    failure : str
+        Why the last checkpoint that was due could not be written; empty if it was.
+    """
+
+    def __init__(
+        self,
+        folder: CheckpointFolder,
+        schedule: Schedule,
+        config: RunConfig,
+        strategy: Stateful,
+        grid: Grid,
+        store: RunStore,
+        *,
+        updates: Callable[[], int],
+        wall_time: Callable[[], float],
+        stop: Callable[[], str],
+        resumed: bool,
+    ) -> None:
+        self._folder, self._schedule = folder, schedule
+        self._config, self._strategy, self._grid, self._store = config, strategy, grid, store
+        self._updates, self._wall_time, self._stop = updates, wall_time, stop
+        self._saved_updates = updates() if resumed else -1
+        self._saved_at = wall_time()
+        self.failure = ""
+
+    def stop_check(self) -> str:
+        """Write a checkpoint if one is due; return why the run is to end, if it is.
+
+        A checkpoint that cannot be written does not end a run; events that cannot do, for nobody
+        could tell afterwards what the run did.
+        """
+        reason = self._stop()
+        if reason or self._is_due():
+            path = self._saved()
+            if reason and path is not None:
+                log.info("The run can be resumed from %s", path)
+        return reason or self._unrecorded()
+
+    def _unrecorded(self) -> str:
+        failure = self._store.failure
+        return f"{FILE_NAME} cannot be written any more: {failure}" if failure else ""
+
+    def _is_due(self) -> bool:
+        every, seconds = self._schedule.every, self._schedule.seconds
+        if self._saved_updates < 0:
+            return not self._schedule.is_off
+        if every and self._updates() >= self._saved_updates + every:
+            return True
+        return bool(seconds) and self._wall_time() >= self._saved_at + seconds
+
+    def _saved(self) -> Path | None:
+        """Write a checkpoint; None if that is not possible, and the ones before it are kept."""
+        try:
+            path = self._save()
+        except UserError as error:
+            self.failure = str(error)
+            return None
+        except (OSError, SafetensorError) as error:
+            self.failure = " ".join(str(error).split())
+            log.warning("A checkpoint could not be written: %s", self.failure)
+            # The next one is tried when it is due.
+            self._saved_updates, self._saved_at = self._updates(), self._wall_time()
+            return None
+        self.failure = ""
+        return path
+
+    def _save(self) -> Path:
+        events = self._store.commit()
+        tree = {
+            "config": identity(self._config),
+            "strategy": self._strategy.state_dict(),
+            "grid": self._grid.state_dict() if isinstance(self._grid, Resumable) else None,
+            "events": events,
+            "wall-time": self._wall_time(),
+        }
+        note = {
+            "raceme": raceme.__version__,
+            "state": str(STATE),
+            "strategy": self._config.strategy,
+            "config": _hash(identity(self._config)),
+            "updates": str(self._updates()),
+        }
+        path = self._folder.save(tree, note)
+        self._saved_updates, self._saved_at = self._updates(), self._wall_time()
+        log.debug("checkpoint %s after %d updates", path.name, self._saved_updates)
+        return path
+
+
+def restore(
+    folder: CheckpointFolder, config: RunConfig, strategy: Stateful, grid: Grid
+) -> Restored:
+    """Bring a strategy, and a grid that can, back to where the last usable checkpoint was taken.
+
+    Parameters
+    ----------
+    folder : CheckpointFolder
+        Where the checkpoints are.
+    config : RunConfig
+        The resolved configuration.
+    strategy : Stateful
+        New, of the same method.
+    grid : Grid
+        New, of the same fleet.
+
+    Raises
+    ------
+    UserError
+        No checkpoint can be used.
+    """
+    resumable = grid if isinstance(grid, Resumable) else None
+
+    def check(tree: Any, note: Mapping[str, str]) -> str:
+        reason = _unfit(tree, note, config)
+        if not reason and (tree["grid"] is None) != (resumable is None):
+            reason = (
+                "it is of a run on real time: resume it with `flwr run`"
+                if tree["grid"] is None
+                else "it is of a run of `raceme run` or `raceme serve`: resume it with that"
+            )
+        if reason:
+            return reason
+        try:
+            strategy.load_state_dict(tree["strategy"])
+        # A state that somebody has made up raises whatever comes first.
+        except Exception as error:
+            return f"its state does not fit this version of Raceme ({_described(error)})"
+        writer = note.get("raceme")
+        if writer != raceme.__version__:
+            log.info("The checkpoint is of Raceme %s, this is %s", writer, raceme.__version__)
+        return ""
+
+    tree, path = folder.load(check)
+    if resumable is not None:
+        try:
+            resumable.load_state_dict(tree["grid"])
+        except Exception as error:
+            raise UserError(
+                f"The checkpoint {path} cannot be used: the state of its grid does not fit this "
+                f"version of Raceme ({_described(error)})."
+            ) from None
+    log.info("Resuming from %s", path)
+    return Restored(int(tree["events"]), float(tree["wall-time"]), path)
+
+
+def resumed(start: Callable[_Given, _Result], path: Path) -> Callable[_Given, _Result]:
+    """Return a strategy's start that says of what it was resumed, should it fail.
+
+    A checkpoint that somebody has made up may fit as far as can be told, and fail later on.
+
+    Parameters
+    ----------
+    start : Callable
+        Starts the strategy. What it raises is logged, and becomes a UserError.
+    path : Path
+        The checkpoint.
+    """
+
+    def go_on(*given: _Given.args, **named: _Given.kwargs) -> _Result:
+        try:
+            return start(*given, **named)
+        except UserError:
+            raise
+        except Exception as error:
+            log.exception("The run failed after it was resumed from %s", path)
+            raise UserError(
+                f"The run cannot go on from {path}: {_described(error)}; run.log has the details."
+            ) from None
+
+    return go_on
+
+
+def can_resume(run: Path, config: RunConfig) -> bool:
+    """Return whether a run's folder holds a checkpoint of this configuration that can be read here.
+
+    Parameters
+    ----------
+    run : Path
+        The folder of a run on virtual time.
+    config : RunConfig
+        The resolved configuration that the run is to be of.
+    """
+
+    def check(tree: Any, note: Mapping[str, str]) -> str:
+        return _unfit(tree, note, config)
+
+    if not (run / FILE_NAME).is_file():
+        return False
+    try:
+        CheckpointFolder(run).load(check)
+    except UserError:
+        return False
+    return True
+
+
+def identity(config: RunConfig) -> dict[str, Value]:
+    """Return the keys that a run and its continuation must share."""
+    return {key: value for key, value in config.to_mapping().items() if key not in _FREE}
+
+
+def _unfit(tree: Any, note: Mapping[str, str], config: RunConfig) -> str:
+    """Say why a checkpoint is none of this run, or none that can be read; nothing if it is."""
+    stated = note.get("state")
+    if stated != str(STATE):
+        return (
+            f"its state has {f'format {stated}' if stated else 'no format'} and is of Raceme "
+            f"{note.get('raceme')}; Raceme {raceme.__version__} reads format {STATE}: resume it "
+            "with the version that wrote it"
+        )
+    if not isinstance(tree, dict) or tree.keys() != _PARTS.keys():
+        return "it is damaged (its parts are not those of a checkpoint)"
+    for name, kinds in _PARTS.items():
+        value = tree[name]
+        numeric = isinstance(value, int | float)
+        if type(value) not in kinds or (numeric and not 0 <= value < 2**63):
+            return f"it is damaged ({name} is {str(value)[:40]})"
+    return _other_config(tree["config"], identity(config))
+
+
+def _described(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}"[:200] if text else type(error).__name__
+
+
+def _other_config(there: Mapping[str, Value], here: Mapping[str, Value]) -> str:
+    """Say how two configurations differ; nothing if they do not."""
+    differences = [
+        f"{key[:80]} is {repr(there.get(key))[:200]} there and {here.get(key)!r} here"
+        for key in sorted(there.keys() | here.keys(), key=lambda key: ("." in key, key))
+        if there.get(key) != here.get(key)
+    ]
+    if not differences:
+        return ""
+    more = f", and {len(differences) - 3} more" if len(differences) > 3 else ""
+    return f"it is of another run: {'; '.join(differences[:3])}{more}"
+
+
+def _hash(config: Mapping[str, Value]) -> str:
+    return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:16]

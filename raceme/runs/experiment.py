@@ -1,0 +1,498 @@
+"""From a configuration to a finished run: the parts are built, checked and put together here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flwr.app import ArrayRecord, ConfigRecord
+from flwr.serverapp import Grid
+from threadpoolctl import threadpool_limits
+
+from raceme import datasets
+from raceme.core import messages as names
+from raceme.core.clients import BoundToKeys, Identities
+from raceme.core.config import RunConfig
+from raceme.core.errors import UserError
+from raceme.core.events import Ending, Event, Observer
+from raceme.core.files import whole_path
+from raceme.core.interface import StopCheck, never_stop
+from raceme.core.messages import ModelSpec, Vector, kept_for_validation
+from raceme.core.progress import Plan
+from raceme.core.protection import protection_of
+from raceme.core.registry import STRATEGIES
+from raceme.core.strategy import DEFAULT_VALIDATION_SHARE, Method
+from raceme.core.timeline import Timeline, timeline_of
+from raceme.datasets.dealt import with_whole_path
+from raceme.datasets.drift import schedule_of
+from raceme.records.folder import (
+    begin,
+    forget_end,
+    given_up_if_it_fails,
+    log_file,
+    new_folder,
+    resumed_folder,
+)
+from raceme.records.record import WallTimes
+from raceme.records.store import ProtectionSummary, RunStore, read_events
+from raceme.records.summary import RunSummary
+from raceme.reporting.artefacts import write_all
+from raceme.runs import trackers as tracking
+from raceme.runs.checkpoints import (
+    CheckpointFolder,
+    Keeper,
+    Schedule,
+    only_writer,
+    restore,
+    resumed,
+)
+from raceme.runs.observers import Beside, ClientMap, models_in_use, scores_beside
+from raceme.simulation import executor_for, prepare, training_seconds
+from raceme.simulation.attacks import NONE, attackers_of
+from raceme.simulation.devices import PREFIX, fleet, traced_fleet
+from raceme.simulation.pool import load
+from raceme.simulation.virtual_grid import VirtualGrid, communication_of, nodes_of
+from raceme.training import models
+from raceme.training.server import ModelProbe, probe_of, starts_of
+
+_CLIENT_APP = "raceme.client_app:app"
+_ATTACKED_APP = "raceme.simulation.attacks:app"
+_CHECKPOINT_SECONDS = 60.0
+"""From one checkpoint to the next on real devices, if nothing else is asked for."""
+_WRITER_SECONDS = 30.0
+"""A server app whose SuperLink died has left its folder to the next by then."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run leaves.
+
+    Attributes
+    ----------
+    out : Path
+        The folder with the artefacts.
+    summary : dict[str, Any]
+        The content of its ``summary.json``.
+    complete : bool
+        False if the run ended for another reason than its limits.
+    interrupted : bool
+        True if the user ended it.
+    unwritten : dict[str, str]
+        Names of artefacts that could not be written or are not whole, and why.
+    """
+
+    out: Path
+    summary: dict[str, Any]
+    complete: bool
+    interrupted: bool
+    unwritten: dict[str, str]
+
+
+def resolve(config: RunConfig) -> RunConfig:
+    """Fill in what the configuration leaves to the dataset, and make paths absolute.
+
+    Raises
+    ------
+    UserError
+        The dataset does not exist, or nobody reads an option that is set.
+    """
+    config.check_options()
+    tracking.chosen(config.track)
+    config = config.with_absolute_paths().with_values(proxy=with_whole_path(config.proxy))
+    config = datasets.with_fitting_groups(config)
+    config = datasets.with_defaults(config)
+    target, stop = config.target_accuracy, config.stop_at_target
+    if target is not None and target > 1 and datasets.data_shape(config).target is None:
+        raise UserError(f"target-accuracy must be at most 1, got {target:g}.")
+    unlimited = config.max_rounds and config.max_updates is None
+    return config.with_values(
+        max_updates=None if unlimited else config.planned_updates,
+        target_accuracy=datasets.default_target(config) if target is None else target,
+        stop_at_target=target is not None if stop is None else stop,
+        eval_every=config.num_clients if config.eval_every is None else config.eval_every,
+        devices=_resolved_devices(config.devices),
+    )
+
+
+def build_strategy(config: RunConfig) -> Method:
+    """Make the strategy that a configuration names.
+
+    Raises
+    ------
+    UserError
+        There is no such strategy, or it works in no rounds that could be counted.
+    """
+    method = STRATEGIES[config.strategy]
+    strategy: Method = method(config.parameters(), seed=config.seed)
+    strategy.protection = protection_of(config)
+    drift = schedule_of(config)
+    if drift is not None and drift.in_rounds and strategy.dispatch.rounds is None:
+        raise UserError(
+            f"drift-at counts rounds, and {config.strategy} works in none: count seconds, updates "
+            "or uploads."
+        )
+    if config.eval_tasks and drift is None:
+        raise UserError("eval-tasks tests on the steps of data that change: choose a drift, too.")
+    if strategy.needs_classes and datasets.data_shape(config).target is not None:
+        raise UserError(
+            f"The labels of {config.dataset} are quantities, and {config.strategy} has clients "
+            f"{strategy.needs_classes}."
+        )
+    if strategy.validates and config.validation_share == 0:
+        raise UserError(
+            f"{config.strategy} has clients compare models on samples of their own: "
+            "validation-share must be above 0."
+        )
+    if config.max_rounds and strategy.dispatch.rounds is None:
+        raise UserError(
+            f"max-rounds counts rounds or windows, and {config.strategy} works in neither: "
+            "give max-updates or max-time."
+        )
+    return strategy
+
+
+def check_parts(config: RunConfig) -> None:
+    """Find out whether a run's data, devices and model are possible, before any work starts.
+
+    Parameters
+    ----------
+    config : RunConfig
+        A resolved configuration.
+
+    Raises
+    ------
+    UserError
+        They are not.
+    """
+    fleet(config.devices, config.num_clients, config.seed)
+    datasets.true_groups(config)
+    # A client with a single training sample has none to hold out.
+    first = 0 if config.validation_fraction else config.num_clients - 1
+    for client in range(first, config.num_clients):
+        datasets.client_data(config, client)
+    models.initial_arrays(config)
+
+
+def build_grid(config: RunConfig, strategy: Method | None = None) -> VirtualGrid:
+    """Make the simulated fleet of a configuration: one node per client, with its device.
+
+    Raises
+    ------
+    UserError
+        Unknown profile, unusable trace, missing data, an impossible partition; too few samples for
+        the strategy, if one is given.
+    """
+    # Worker processes start while this one reads the data.
+    prepare(config.workers)
+    target = _CLIENT_APP if config.attack == NONE else _ATTACKED_APP
+    if target is _ATTACKED_APP and (config.vectorised or config.device != "cpu"):
+        raise UserError(
+            f"attack={config.attack} is simulated one client at a time: leave vectorised and "
+            "device out."
+        )
+    examples = [
+        len(datasets.client_data(config, client).y_train) for client in range(config.num_clients)
+    ]
+    if strategy is not None and strategy.validates:
+        share = config.validation_share
+        share = DEFAULT_VALIDATION_SHARE if share is None else share
+        fewest = min(datasets.fewest_training(config, k) for k in range(config.num_clients))
+        strategy.check_validation(kept_for_validation(fewest, share))
+    nodes = nodes_of(config.devices, examples, config.seed)
+    executor = executor_for(
+        target,
+        config.workers,
+        config.device,
+        config.vectorised,
+        seconds=lambda: training_seconds(config, examples),
+        config=config,
+    )
+    return VirtualGrid(
+        load(target), nodes, config.to_mapping(), seed=config.seed, executor=executor
+    )
+
+
+def _attackers(config: RunConfig) -> list[str]:
+    """Return the names of the clients that attack."""
+    names: list[str] = []
+    if config.devices.startswith(PREFIX):
+        _, names = traced_fleet(config.devices.removeprefix(PREFIX), config.num_clients)
+    return [names[number] if names else f"client-{number}" for number in attackers_of(config)]
+
+
+def simulate(config: RunConfig, *observers: Observer, stop: StopCheck = never_stop) -> Outcome:
+    """Run a configuration on virtual time.
+
+    Parameters
+    ----------
+    config : RunConfig
+        What to run; resolved here.
+    observers : Observer
+        Called with everything that happens, e.g. a progress line.
+    stop : Callable
+        Asked between two steps: returns why the run is to end, or nothing.
+
+    Raises
+    ------
+    UserError
+        Anything that cannot work is said before any work starts.
+    """
+    config = resolve(config)
+    if config.device_keys:
+        raise UserError("device-keys are real devices', and all here are simulated: leave it out.")
+    strategy = build_strategy(config)
+    strategy.check(config.num_clients)
+    grid = build_grid(config, strategy)
+    from raceme.client_app import forget
+
+    try:
+        return conduct(config, strategy, grid, *observers, stop=stop)
+    finally:
+        grid.close()
+        # The clients' samples, a copy of the whole dataset as floats, are this run's only.
+        forget()
+
+
+def conduct(
+    config: RunConfig,
+    strategy: Method,
+    grid: Grid,
+    *observers: Observer,
+    stop: StopCheck = never_stop,
+) -> Outcome:
+    """Run a strategy on any grid, and leave the artefacts, however the run ends.
+
+    With the key ``resume`` it resumes an earlier run, in its folder, from its last checkpoint.
+
+    Parameters
+    ----------
+    config : RunConfig
+        A resolved configuration.
+    strategy : Method
+        The method.
+    grid : Grid
+        A virtual grid, or one of Flower's.
+    observers : Observer
+        Called with everything that happens.
+    stop : Callable
+        Asked between two steps: returns why the run is to end, or nothing. A checkpoint is
+        written then.
+
+    Raises
+    ------
+    UserError
+        The model does not exist or does not fit the data; the folder cannot be used; there is no
+        checkpoint to resume from.
+    """
+    if config.attack != NONE and not timeline_of(grid).is_virtual:
+        raise UserError("attack is for simulated clients: leave it out on real devices.")
+    initial = models.initial_arrays(config)
+    probe = probe_of(config, initial)
+    strategy.check_server(0 if probe is None else probe.sets, bool(config.pretrain))
+    identities = BoundToKeys(Path(config.device_keys), grid) if config.device_keys else None
+    out = resumed_folder(config) if config.resume else new_folder(config)
+    # A grid that keeps a clock of its own is not Flower's: its process is the only one of the run.
+    with (
+        only_writer(out, 0.0 if isinstance(grid, Timeline) else _WRITER_SECONDS),
+        Beside(config, out, communication_of(grid)) as beside,
+    ):
+        if not config.resume:
+            begin(out, config)
+        return _conduct_in(
+            out, initial, probe, config, strategy, grid, observers, stop, identities, beside
+        )
+
+
+def _conduct_in(
+    out: Path,
+    initial: ArrayRecord,
+    probe: ModelProbe | None,
+    config: RunConfig,
+    strategy: Method,
+    grid: Grid,
+    observers: Sequence[Observer],
+    stop: StopCheck,
+    identities: Identities | None,
+    beside: Beside,
+) -> Outcome:
+    """Run a strategy in its folder."""
+    virtual = timeline_of(grid).is_virtual
+    starts: Sequence[Vector] = ()
+    checkpoints, restored = CheckpointFolder(out), None
+    if config.resume:
+        with log_file(out / "run.log"):
+            restored = restore(checkpoints, config, strategy, grid)
+    started = time.perf_counter() - (restored.wall_time if restored else 0.0)
+
+    def wall_time() -> float:
+        return time.perf_counter() - started
+
+    summary, protection = RunSummary(), ProtectionSummary(_attackers(config))
+    spec = ModelSpec.of(initial)
+    # The server's matrices are small: threads of the linear algebra library would only compete
+    # with the clients' training for the cores.
+    if restored:
+        store = RunStore(out, after=restored.events)
+    else:
+        with given_up_if_it_fails(out):
+            with threadpool_limits(1):
+                starts = starts_of(config, initial)
+            store = RunStore(out)
+    with (
+        store,
+        log_file(out / "run.log"),
+        threadpool_limits(1),
+    ):
+        if restored:
+            forget_end(config, out)
+            beside.begin(restored.events, strategy.progress.updates)
+            for event in read_events(out):
+                summary.observe(event)
+                protection.observe(event)
+                beside.recall(event)
+        else:
+            beside.begin()
+        after = summary.time if restored else None
+        if virtual:
+            # On real devices the run's own time is that of the wall.
+            observers = (*observers, WallTimes(out, wall_time, after).observe)
+        own = (store.observe, summary.observe, protection.observe, beside.observe)
+        if config.client_map:
+            observers = (*observers, ClientMap(strategy, spec, out, after).observe)
+        listening = (*own, *observers)
+
+        def observe(event: Event) -> None:
+            for told in (event, *scores_beside(event, strategy, probe)):
+                for observer in listening:
+                    observer(told)
+
+        keeper = Keeper(
+            checkpoints,
+            schedule(config, virtual),
+            config,
+            strategy,
+            grid,
+            store,
+            updates=lambda: strategy.progress.updates,
+            wall_time=wall_time,
+            stop=stop,
+            resumed=restored is not None,
+        )
+        start = strategy.run if restored is None else resumed(strategy.run, restored.path)
+        start(
+            grid,
+            initial,
+            max_updates=config.max_updates or 0,
+            timeout=config.task_timeout,
+            train_config=training_settings(config, report_timing=not virtual),
+            plan=plan(config),
+            observe=observe,
+            stop_check=keeper.stop_check,
+            probe=probe,
+            starts=starts,
+            identities=identities,
+        )
+    result = summary.result(
+        strategy=config.strategy,
+        dataset=config.dataset,
+        model=config.model,
+        seed=config.seed,
+        wall_time=wall_time(),
+        target=config.target_accuracy,
+    )
+    result |= protection.result(config.target_accuracy)
+    used = models_in_use(strategy) if config.client_models else ()
+    clients = ((client, spec.views(vector)) for client, vector in used)
+    with log_file(out / "run.log"):
+        unwritten = write_all(
+            out,
+            summary=result,
+            models={k: spec.views(model.vector) for k, model in strategy.served.items()},
+            clients=clients,
+            similarity=strategy.similarity(),
+            target=config.target_accuracy,
+            clock="virtual time" if virtual else "time",
+        )
+        beside.end(result)
+    unwritten |= beside.failures
+    for name, failure in (("run.sqlite", store.failure), ("checkpoint", keeper.failure)):
+        if failure:
+            unwritten[name] = failure
+    ending = summary.ending
+    return Outcome(
+        out=out,
+        summary=result,
+        complete=ending is not None and ending.is_complete,
+        interrupted=ending is Ending.INTERRUPTED,
+        unwritten=unwritten,
+    )
+
+
+def plan(config: RunConfig) -> Plan:
+    """Return the limits and the schedule of a configuration."""
+    return Plan(
+        max_time=config.max_time or None,
+        target_accuracy=config.target_accuracy,
+        stop_at_target=bool(config.stop_at_target),
+        eval_every=config.eval_every or config.num_clients,
+        eval_rounds=config.eval_rounds,
+        eval_steps=config.eval_steps,
+        eval_tasks=config.eval_tasks,
+        eval_clients=config.eval_clients,
+        concurrency=config.concurrency,
+        drift=schedule_of(config),
+        max_rounds=config.max_rounds or None,
+        highest_score=1.0 if datasets.data_shape(config).target is None else float("inf"),
+        planned_updates=config.planned_updates,
+    )
+
+
+def schedule(config: RunConfig, virtual: bool) -> Schedule:
+    """Return when checkpoints are due: by default only on real devices, by time."""
+    seconds = config.checkpoint_seconds
+    if seconds is None:
+        seconds = 0.0 if virtual else _CHECKPOINT_SECONDS
+    return Schedule(config.checkpoint_every, seconds)
+
+
+def training_settings(config: RunConfig, report_timing: bool = False) -> ConfigRecord:
+    """Return what every training message tells a client.
+
+    Parameters
+    ----------
+    config : RunConfig
+        A resolved configuration.
+    report_timing : bool
+        Ask for times of the machine's clock, which differ from run to run.
+    """
+    assert config.lr is not None, "resolve() sets the learning rate"
+    settings: dict[str, Any] = {
+        names.LR: config.lr,
+        names.BATCH_SIZE: config.batch_size,
+        names.LOCAL_EPOCHS: config.local_epochs,
+    }
+    if config.local_steps:
+        settings[names.LOCAL_STEPS] = config.local_steps
+    if config.optimizer != "sgd":
+        settings[names.OPTIMIZER] = config.optimizer
+    if config.optimizer == "momentum":
+        settings[names.MOMENTUM] = config.momentum
+    if config.weight_decay:
+        settings[names.WEIGHT_DECAY] = config.weight_decay
+    if config.score_uploads:
+        settings[names.SCORED] = True
+    if config.validation_share is not None:
+        settings[names.VALIDATION_SHARE] = config.validation_share
+    if report_timing:
+        settings[names.REPORT_TIMING] = True
+    return ConfigRecord(settings)
+
+
+def _resolved_devices(devices: str) -> str:
+    """Make the path in a choice of devices absolute, if there is one."""
+    if devices.startswith(PREFIX):
+        return PREFIX + whole_path(devices.removeprefix(PREFIX))
+    return whole_path(devices) if devices.endswith(".toml") else devices

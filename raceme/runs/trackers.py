@@ -1,0 +1,475 @@
+"""Experiment trackers that people use, as observers of a run: ``track=tensorboard,mlflow``.
+
+A tracker is told the run's parameters, what each evaluation found, what became of the clusters,
+and at the end the summary and the files. It never decides whether a run goes on: one that fails is
+left behind, with a line in the log, and named at the end.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib
+import logging
+import math
+import os
+import tempfile
+import time as clock
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+import numpy as np
+
+from raceme.core.config import RunConfig
+from raceme.core.errors import UserError, unknown_name
+from raceme.core.events import ClustersChanged, Evaluated, Event, UpdateApplied, UpdateRejected
+from raceme.core.membership import change_line, is_news
+from raceme.core.options import Value
+
+# -----------------------------------------------------------------------------
+# What trackers are told at an evaluation: one number for each name.
+# -----------------------------------------------------------------------------
+
+
+_MOST_CLUSTERS = 50
+"""A curve for each cluster is of use for as many as can be told apart."""
+
+
+class Measurements:
+    """Gathers from the events of a run what is told of it at each evaluation."""
+
+    def __init__(self) -> None:
+        self._staleness: list[int] = []
+        self._losses: list[float] = []
+        self._rejected = self._bytes_up = self._bytes_down = 0
+
+    def observe(self, event: Event) -> None:
+        """Take note of an event."""
+        if isinstance(event, UpdateApplied):
+            self._staleness.append(event.staleness)
+            self._losses.append(event.train_loss)
+            self._bytes_up += event.bytes_up
+            self._bytes_down += event.bytes_down
+        elif isinstance(event, UpdateRejected):
+            self._rejected += 1
+
+    def of(self, event: Evaluated) -> dict[str, float]:
+        """Return what is known at an evaluation; means of updates are over those since the last.
+
+        Parameters
+        ----------
+        event : Evaluated
+            The evaluation.
+
+        Returns
+        -------
+        dict[str, float]
+            Finite numbers by name: the accuracy or the error, its mean over each cluster's clients
+            and over the worst tenth of all clients, the loss, and accounts of the updates. Bytes
+            and rejections are counted from the start of the run.
+        """
+        name = event.measure.name
+        found = {
+            name: event.accuracy,
+            f"weighted_{name}": event.weighted_accuracy,
+            "loss": event.loss,
+            "clusters": float(event.clusters),
+            "clients_answered": float(event.answered),
+            "rejected_updates": float(self._rejected),
+            "bytes_up": float(self._bytes_up),
+            "bytes_down": float(self._bytes_down),
+            "virtual_time": event.time,
+        }
+        if event.per_client:
+            scores = np.sort([accuracy for _, accuracy, _ in event.per_client.values()])
+            tenth = max(1, len(scores) // 10)
+            worst = scores[-tenth:] if event.measure.is_error else scores[:tenth]
+            found[f"worst_tenth_{name}"] = float(np.mean(worst))
+        if self._staleness:
+            found["staleness"] = float(np.mean(self._staleness))
+            found["train_loss"] = float(np.mean(self._losses))
+            self._staleness, self._losses = [], []
+        clusters = defaultdict[int, list[float]](list)
+        for cluster, accuracy, _ in event.per_client.values():
+            clusters[cluster].append(accuracy)
+        if 1 < len(clusters) <= _MOST_CLUSTERS:
+            for cluster, values in sorted(clusters.items()):
+                found[f"cluster_{cluster}_{name}"] = float(np.mean(values))
+        return {key: value for key, value in found.items() if math.isfinite(value)}
+
+
+def final(summary: object) -> dict[str, float]:
+    """Return the finite numbers of a run's summary by name; of nested ones those in the first."""
+    if not isinstance(summary, dict):
+        return {}
+    return {
+        name: float(value)
+        for name, value in summary.items()
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    }
+
+
+# -----------------------------------------------------------------------------
+# TensorBoard: scalars, texts and plots in the run's folder; ``tensorboard --logdir OUT``.
+# -----------------------------------------------------------------------------
+
+
+FOLDER = "tensorboard"
+
+
+class TensorBoard:
+    """A run in TensorBoard; the step of each curve is the number of updates."""
+
+    def __init__(
+        self, out: Path, name: str, parameters: Mapping[str, Value], resumed: int | None
+    ) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        # After a resumption the steps that come again replace those of the lost process.
+        purge = None if resumed is None else resumed + 1
+        self._writer = SummaryWriter(str(out / FOLDER), purge_step=purge)
+        self._parameters = parameters
+        if resumed is None:
+            lines = "\n".join(f"    {key} = {value!r}" for key, value in parameters.items())
+            self._writer.add_text("parameters", f"{name}\n\n{lines}", 0)
+
+    def log(self, measured: Mapping[str, float], updates: int, time: float) -> None:
+        """Take what was measured."""
+        for name, value in measured.items():
+            self._writer.add_scalar(_grouped(name), value, updates)
+
+    def note(self, text: str, updates: int) -> None:
+        """Take a line of text."""
+        self._writer.add_text("clusters", text, updates)
+
+    def end(self, summary: Mapping[str, Any], files: list[Path]) -> None:
+        """Take the final numbers beside the parameters, and the plots as pictures."""
+        from PIL import Image
+
+        updates = int(summary["updates"])
+        for path in files:
+            if path.suffix == ".png":
+                with Image.open(path) as image:
+                    pixels = np.asarray(image.convert("RGB"))
+                self._writer.add_image(path.stem, pixels, updates, dataformats="HWC")
+        numbers = {f"final/{name}": value for name, value in final(summary).items()}
+        self._writer.add_hparams(dict(self._parameters), numbers, run_name="parameters")
+
+    def close(self, failed: bool) -> None:
+        """Write what is left."""
+        self._writer.close()
+
+
+def _grouped(name: str) -> str:
+    """Return the name with its section: one for the clusters' curves, one for accounts."""
+    if name.startswith("cluster_"):
+        return f"clusters/{name}"
+    kept = ("accuracy", "error", "loss")
+    return f"result/{name}" if name.endswith(kept) else f"run/{name}"
+
+
+# -----------------------------------------------------------------------------
+# MLflow: a run of the experiment ``raceme``, where ``MLFLOW_TRACKING_URI`` says.
+# -----------------------------------------------------------------------------
+
+
+MLFLOW_RUN_FILE = "mlflow-run.txt"
+"""In the run's folder: which run of MLflow it is, for the time after a resumption."""
+
+_EXPERIMENT = "raceme"
+_LONGEST = 6000
+"""MLflow refuses longer values of parameters."""
+_AT_ONCE = 100
+"""Parameters that MLflow takes in one call."""
+
+
+class Mlflow:
+    """A run in MLflow; the step of each metric is the number of updates."""
+
+    def __init__(
+        self, out: Path, name: str, parameters: Mapping[str, Value], resumed: int | None
+    ) -> None:
+        # Trackers are extras: each is imported by the one who asks for it.
+        from mlflow import MlflowClient
+        from mlflow.entities import Param, RunStatus
+
+        kept = out / MLFLOW_RUN_FILE
+        self._notes: list[str] = []
+        with _alone():
+            self._client = MlflowClient()
+            if resumed is not None and kept.is_file():
+                self._run = kept.read_text(encoding="utf-8").strip()
+                self._client.update_run(self._run, status=RunStatus.to_string(RunStatus.RUNNING))
+                return
+            number = _experiment(self._client)
+        tags = {"raceme.folder": str(out)}
+        self._run = self._client.create_run(number, run_name=name, tags=tags).info.run_id
+        kept.write_text(f"{self._run}\n", encoding="utf-8")
+        listed = [Param(key, str(value)[:_LONGEST]) for key, value in parameters.items()]
+        for start in range(0, len(listed), _AT_ONCE):
+            self._client.log_batch(self._run, params=listed[start : start + _AT_ONCE])
+
+    def log(self, measured: Mapping[str, float], updates: int, time: float) -> None:
+        """Take what was measured."""
+        from mlflow.entities import Metric
+
+        now = int(clock.time() * 1000)
+        metrics = [Metric(name, value, now, updates) for name, value in measured.items()]
+        self._client.log_batch(self._run, metrics=metrics)
+
+    def note(self, text: str, updates: int) -> None:
+        """Take a line of text; they are one file at the end."""
+        self._notes.append(text)
+
+    def end(self, summary: Mapping[str, Any], files: list[Path]) -> None:
+        """Take the final numbers and the files."""
+        numbers = {f"final_{name}": value for name, value in final(summary).items()}
+        self.log(numbers, int(summary["updates"]), float(summary["virtual_time"]))
+        if self._notes:
+            self._client.log_text(self._run, "\n".join(self._notes) + "\n", "clusters.txt")
+        for path in files:
+            folder = "clusters" if path.parent.name == "clusters" else None
+            self._client.log_artifact(self._run, str(path), folder)
+
+    def close(self, failed: bool) -> None:
+        """Say how the run has ended."""
+        from mlflow.entities import RunStatus
+
+        status = RunStatus.FAILED if failed else RunStatus.FINISHED
+        self._client.set_terminated(self._run, RunStatus.to_string(status))
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Keep the user's other processes on this machine out.
+
+    MLflow makes the tables of a new database when it is first asked for something, and two that do
+    so at once fail: a comparison starts several runs.
+    """
+    path = Path(tempfile.gettempdir()) / f"raceme-mlflow-{os.getuid()}.lock"
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _experiment(client: Any) -> str:
+    """Return the number of the experiment, which is made if there is none."""
+    name = os.environ.get("MLFLOW_EXPERIMENT_NAME", _EXPERIMENT)
+    found = client.get_experiment_by_name(name)
+    number: str = client.create_experiment(name) if found is None else found.experiment_id
+    return number
+
+
+# -----------------------------------------------------------------------------
+# Weights & Biases: on disk, unless ``WANDB_MODE`` says otherwise; ``wandb sync`` uploads it.
+# -----------------------------------------------------------------------------
+
+
+WANDB_RUN_FILE = "wandb-run.txt"
+"""In the run's folder: which run of Weights & Biases it is, for the time after a resumption."""
+
+
+class Wandb:
+    """A run in Weights & Biases; the step of each chart is the number of updates."""
+
+    def __init__(
+        self, out: Path, name: str, parameters: Mapping[str, Value], resumed: int | None
+    ) -> None:
+        import wandb
+
+        kept = out / WANDB_RUN_FILE
+        known = kept.read_text(encoding="utf-8").strip() if kept.is_file() else None
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "raceme"),
+            # Nothing leaves the machine unless its owner has said so.
+            mode=os.environ.get("WANDB_MODE", "offline"),  # type: ignore[arg-type]
+            dir=str(out),
+            name=name,
+            id=known if resumed is not None else None,
+            resume="allow",
+            config=dict(parameters),
+            settings=wandb.Settings(silent=True, console="off", disable_git=True),
+            reinit="create_new",
+        )
+        kept.write_text(f"{self._run.id}\n", encoding="utf-8")
+        self._notes: list[str] = []
+
+    def log(self, measured: Mapping[str, float], updates: int, time: float) -> None:
+        """Take what was measured."""
+        self._run.log(dict(measured), step=updates)
+
+    def note(self, text: str, updates: int) -> None:
+        """Take a line of text; they are one table at the end."""
+        self._notes.append(text)
+
+    def end(self, summary: Mapping[str, Any], files: list[Path]) -> None:
+        """Take the final numbers, the plots and the files."""
+        import wandb
+
+        # accuracy.png must not take the place of the accuracy.
+        plots = {
+            f"plots/{path.stem}": wandb.Image(str(path)) for path in files if path.suffix == ".png"
+        }
+        table = wandb.Table(columns=["change"], data=[[note] for note in self._notes])
+        self._run.log({**plots, "changes": table}, step=int(summary["updates"]))
+        self._run.summary.update({f"final_{k}": value for k, value in final(summary).items()})
+        artefact = wandb.Artifact(f"run-{self._run.id}", type="run")
+        for path in files:
+            below = "clusters/" if path.parent.name == "clusters" else ""
+            artefact.add_file(str(path), below + path.name)
+        self._run.log_artifact(artefact)
+
+    def close(self, failed: bool) -> None:
+        """Say how the run has ended, and write what is left."""
+        self._run.finish(exit_code=int(failed))
+
+
+# -----------------------------------------------------------------------------
+# Experiment trackers that people use, as observers of a run: ``track=tensorboard,mlflow``.
+# -----------------------------------------------------------------------------
+
+
+log = logging.getLogger("raceme")
+
+TRACKERS = {
+    "tensorboard": "torch.utils.tensorboard",
+    "mlflow": "mlflow",
+    "wandb": "wandb",
+}
+"""Name of each tracker, as in the key ``track`` and the extra of the same name, to its module."""
+
+_KINDS: Mapping[str, type[TensorBoard] | type[Mlflow] | type[Wandb]] = {
+    "tensorboard": TensorBoard,
+    "mlflow": Mlflow,
+    "wandb": Wandb,
+}
+
+
+class Tracker(Protocol):
+    """One tracker of one run."""
+
+    def log(self, measured: Mapping[str, float], updates: int, time: float) -> None:
+        """Take what was measured after so many updates, at a time of the run in seconds."""
+
+    def note(self, text: str, updates: int) -> None:
+        """Take a line on what became of the clusters."""
+
+    def end(self, summary: Mapping[str, Any], files: list[Path]) -> None:
+        """Take the summary and the files of a run that has ended."""
+
+    def close(self, failed: bool) -> None:
+        """Let go of the tracker; `failed` if the run has ended by an error."""
+
+
+def chosen(track: str) -> list[str]:
+    """Return the trackers that the key ``track`` names.
+
+    Raises
+    ------
+    UserError
+        There is no such tracker, or it is not installed.
+    """
+    names = [name.strip() for name in track.split(",") if name.strip()]
+    for name in names:
+        if name not in TRACKERS:
+            raise unknown_name("tracker", name, TRACKERS)
+        try:
+            importlib.import_module(TRACKERS[name])
+        except ImportError as error:
+            raise UserError(
+                f"track={name} needs a package that is not here ({error}): "
+                f"pip install 'raceme[{name}]'"
+            ) from None
+    return list(dict.fromkeys(names))
+
+
+def run_name(out: Path) -> str:
+    """Return what a run is called: its folder; in a comparison the method's and the seed's."""
+    return "/".join(out.parts[-2:]) if out.name.startswith("seed-") else out.name
+
+
+class Tracking:
+    """The trackers of a run: an observer of it, and a context manager around it.
+
+    Parameters
+    ----------
+    config : RunConfig
+        A resolved configuration.
+    out : Path
+        The run's folder.
+    resumed : int or None
+        Updates that a resumed run goes on from; None for a new run.
+    """
+
+    def __init__(self, config: RunConfig, out: Path, resumed: int | None) -> None:
+        self.failures: dict[str, str] = {}
+        self._trackers: dict[str, Tracker] = {}
+        self._measurements = Measurements()
+        self._ended = False
+        parameters = {name: value for name, value in config.to_mapping().items() if value != ""}
+        for name in chosen(config.track):
+            self._try(name, lambda name=name: self._open(name, out, parameters, resumed))  # type: ignore[misc]
+
+    def __enter__(self) -> Tracking:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._each(lambda tracker: tracker.close(failed=not self._ended))
+
+    def recall(self, event: Event) -> None:
+        """Take note of an event from before the run was resumed: trackers know it already."""
+        self._measurements.observe(event)
+
+    def observe(self, event: Event) -> None:
+        """Tell the trackers what is worth telling."""
+        if not self._trackers:
+            return
+        self._measurements.observe(event)
+        if isinstance(event, Evaluated):
+            measured = self._measurements.of(event)
+            self._each(lambda tracker: tracker.log(measured, event.updates, event.time))
+        elif isinstance(event, ClustersChanged) and is_news(event):
+            line = change_line(event)
+            self._each(lambda tracker: tracker.note(line, event.updates))
+
+    def end(self, summary: Mapping[str, Any], out: Path) -> None:
+        """Hand over what a run has left."""
+        files = [
+            path
+            for pattern in ("summary.json", "config.toml", "*.png", "clusters/*.safetensors")
+            for path in sorted(out.glob(pattern))
+        ]
+        self._each(lambda tracker: tracker.end(summary, files))
+        self._ended = True
+
+    def _open(
+        self, name: str, out: Path, parameters: Mapping[str, Value], resumed: int | None
+    ) -> None:
+        kind = _KINDS[name]
+        self._trackers[name] = kind(out, run_name(out), parameters, resumed)
+
+    def _each(self, tell: Callable[[Tracker], None]) -> None:
+        for name, tracker in list(self._trackers.items()):
+            self._try(name, lambda tracker=tracker: tell(tracker))  # type: ignore[misc]
+
+    def _try(self, name: str, act: Callable[[], None]) -> None:
+        """Do something with a tracker; leave it behind if it fails."""
+        try:
+            act()
+        # Another project's code, a disk or a network: what it raises is not known beforehand.
+        except Exception as error:
+            self._trackers.pop(name, None)
+            reason = " ".join(str(error).split()) or type(error).__name__
+            self.failures[f"track={name}"] = reason
+            log.warning("The tracker %s is left behind: %s", name, reason)

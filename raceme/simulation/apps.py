@@ -1,0 +1,1333 @@
+"""Any Flower app on virtual time: its parts are loaded, run, and what happened is written down."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+import re
+import shlex
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import wraps
+from logging import INFO, getLogger
+from pathlib import Path
+from types import FrameType
+from typing import Any, TypeVar
+
+from flwr.app import Context, Message, MessageType, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import ServerApp
+from flwr.serverapp.strategy import Strategy
+
+import raceme
+from raceme.core.config import RunConfig
+from raceme.core.errors import UserError, unknown_name
+from raceme.core.events import Observer, ignore
+from raceme.core.files import absolute
+from raceme.core.messages import CONFIG, KIND
+from raceme.core.registry import STRATEGIES
+from raceme.core.strategy import Method
+from raceme.core.timeline import ExchangeObserver
+from raceme.datasets.cache import without_operators
+from raceme.flower import app as compat
+from raceme.records.exchanges import (
+    CLIENTS,
+    MESSAGES,
+    SUMMARY,
+    ClientAccount,
+    ExchangeLog,
+    Fleet,
+    write_accounts,
+)
+from raceme.records.folder import check_new, made_anew, make_folder
+from raceme.records.record import read_run
+from raceme.records.store import FILE_NAME, RunStore
+from raceme.records.summary import write_summary
+from raceme.reporting.clusters_plot import clusters_figure
+from raceme.reporting.plots import accuracy_figure
+from raceme.reporting.style import save_figure
+from raceme.reporting.waiting import timeline_figure, waiting_figure
+from raceme.simulation import executor_for, prepare
+from raceme.simulation.devices import Cost, Workload, bytes_of, category, copy_of, training_cost
+from raceme.simulation.executor import Executor, Packed, own_randomness, pack, seed_process, unpack
+from raceme.simulation.virtual_grid import Node, VirtualGrid, nodes_of
+
+# -----------------------------------------------------------------------------
+# A Flower app in its folder: what its ``pyproject.toml`` says, and its two parts.
+# -----------------------------------------------------------------------------
+
+
+Value = str | int | float | bool
+App = TypeVar("App", ServerApp, ClientApp)
+
+_DISTRIBUTION = re.compile(r"[A-Za-z0-9._-]+")
+
+
+@dataclass(frozen=True)
+class FlowerApp:
+    """A Flower app that has been read, and not yet imported.
+
+    Attributes
+    ----------
+    folder : Path
+        Where its ``pyproject.toml`` is; absolute.
+    name : str
+        The project's name.
+    server, client : str
+        The ServerApp and the ClientApp, as ``module:attribute``.
+    run_config : Mapping[str, Value]
+        Flower's run config, with what overrides it.
+    dependencies : tuple[str, ...]
+        The distributions that it asks for, as its ``pyproject.toml`` states them.
+    """
+
+    folder: Path
+    name: str
+    server: str
+    client: str
+    run_config: Mapping[str, Value]
+    dependencies: tuple[str, ...] = ()
+
+    def load_server(self) -> ServerApp:
+        """Import the ServerApp.
+
+        Raises
+        ------
+        UserError
+            It cannot be imported, or needs Flower's older interface.
+        """
+        app = self._load(self.server, compat.load_server_app)
+        if not compat.takes_a_grid(app):
+            raise UserError(
+                f"The ServerApp of {self.folder} is made with server_fn, Flower's older interface, "
+                "which waits on the wall clock. Give it an @app.main() function that calls "
+                "strategy.start(grid, …); Flower's guide 'Upgrade to Message API' shows how."
+            )
+        return app
+
+    def load_client(self) -> ClientApp:
+        """Import the ClientApp.
+
+        Raises
+        ------
+        UserError
+            It cannot be imported.
+        """
+        return self._load(self.client, compat.load_client_app)
+
+    def _load(self, reference: str, load: Callable[[str, Path], App]) -> App:
+        try:
+            return without_operators(lambda: load(reference, self.folder))
+        except compat.LoadAppError as error:
+            reason = str(error).strip().splitlines()[0].rstrip(".")
+            raise UserError(f"{self.folder}/pyproject.toml: {reason}.") from None
+        except ModuleNotFoundError as error:
+            raise self.missing(error, reference) from None
+        except (Exception, SystemExit) as error:
+            reason = " ".join(str(error).split()) or "no reason given"
+            raise UserError(
+                f"The app in {self.folder} cannot be imported: {type(error).__name__}: {reason} "
+                f"({_place(error, self.folder)})."
+            ) from None
+
+    def missing(self, error: ModuleNotFoundError, reference: str = "") -> UserError:
+        """Say which module is missing, and what to type."""
+        module = error.name or str(error)
+        own = reference.partition(":")[0]
+        if own and (own == module or own.startswith(f"{module}.")):
+            return UserError(
+                f"{self.folder}/pyproject.toml names '{reference}', and there is no module "
+                f"'{module}' in {self.folder}."
+            )
+        wanted = self._distribution(module.partition(".")[0])
+        install = f"python3 -m pip install '{wanted}'" if wanted else self._install_all()
+        return UserError(
+            f"The app in {self.folder} needs the module '{module}', which is not installed: "
+            f"{install}"
+        )
+
+    def _distribution(self, module: str) -> str | None:
+        """Return the dependency that has a module's name, as the app states it."""
+        for dependency in self.dependencies:
+            name = _DISTRIBUTION.match(dependency)
+            if name and _plain(name.group()) in (_plain(module), f"scikit_{_plain(module)[2:]}"):
+                return dependency
+        return None
+
+    def _install_all(self) -> str:
+        return f"python3 -m pip install -e {self.folder} (all that its pyproject.toml asks for)"
+
+
+def read_app(folder: Path, overrides: Sequence[str] = ()) -> FlowerApp:
+    """Read the app in a folder.
+
+    Parameters
+    ----------
+    folder : Path
+        Where its ``pyproject.toml`` is.
+    overrides : Sequence[str]
+        What changes its run config, as ``flwr run`` takes it after ``--run-config``:
+        ``"key=1 other='text'"``, or a TOML file.
+
+    Raises
+    ------
+    UserError
+        There is no Flower app, or a key does not exist.
+    """
+    folder = folder.expanduser().resolve()
+    if not folder.is_dir():
+        what = "is no folder" if folder.exists() else "does not exist"
+        raise UserError(f"{folder} {what}; expected the folder of a Flower app.")
+    try:
+        project = compat.project_config(folder)
+        known = compat.default_config(project)
+    except FileNotFoundError:
+        raise UserError(
+            f"{folder} is no Flower app: it has no pyproject.toml. `flwr new` makes an app."
+        ) from None
+    except (ValueError, OSError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{folder} is no Flower app: {reason}") from None
+    components = project["tool"]["flwr"]["app"]["components"]
+    if not all(isinstance(components.get(name), str) for name in ("serverapp", "clientapp")):
+        raise UserError(
+            f"{folder}/pyproject.toml names no serverapp and clientapp in "
+            "[tool.flwr.app.components]; other apps have nothing to simulate."
+        )
+    return FlowerApp(
+        folder=folder,
+        name=str(project["project"]["name"]),
+        server=components["serverapp"],
+        client=components["clientapp"],
+        run_config={**known, **_overrides(overrides, known)},
+        dependencies=tuple(map(str, _dependencies(project))),
+    )
+
+
+def _dependencies(project: Mapping[str, Any]) -> list[Any]:
+    listed = project["project"].get("dependencies", [])
+    return listed if isinstance(listed, list) else []
+
+
+def _overrides(texts: Sequence[str], known: Mapping[str, Value]) -> dict[str, Value]:
+    """Read what is typed after ``--run-config``; keys must be the app's, as Flower has it."""
+    try:
+        given = compat.parse_overrides(list(texts))
+    except (ValueError, OSError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"--run-config cannot be read: {reason}") from None
+    if any(text.strip() for text in texts) and not given:
+        raise UserError(
+            f"--run-config takes 'key=value key=value', got '{' '.join(texts)}'; texts are quoted: "
+            "key='\"text\"'."
+        )
+    for name in given:
+        if name not in known:
+            raise unknown_name("key in --run-config", name, known)
+    return given
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[-_.]+", "_", name).lower()
+
+
+def _place(error: BaseException, folder: Path) -> str:
+    """Return where in an app an error came up: file and line."""
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}:{error.lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if frame.filename.startswith(str(folder))]
+    last = (own or frames)[-1]
+    return f"{last.filename}:{last.lineno}"
+
+
+# -----------------------------------------------------------------------------
+# One of Raceme's methods in the place of the strategy that a Flower app starts.
+# -----------------------------------------------------------------------------
+
+
+def build_method(name: str, parameters: Mapping[str, Value], seed: int) -> Method:
+    """Make a method by its name.
+
+    Parameters
+    ----------
+    name : str
+        As in ``raceme list``.
+    parameters : Mapping[str, Value]
+        Its hyper-parameters, as ``casa.gamma``.
+    seed : int
+        Decides whatever the method leaves to chance.
+
+    Raises
+    ------
+    UserError
+        There is no such method, or no such hyper-parameter.
+    """
+    prefix = STRATEGIES.prefix(name)
+    foreign = [key for key in parameters if not key.startswith(prefix)]
+    if foreign:
+        raise UserError(
+            f"--set {foreign[0]}: only keys of the strategy can be set here, as {prefix}KEY; the "
+            "app's own keys go into --run-config."
+        )
+    config = RunConfig.from_mapping({"strategy": name, "seed": seed, **parameters})
+    config.check_options()
+    method: Method = STRATEGIES[name](config.parameters(), seed=seed)
+    return method
+
+
+class Replacement:
+    """Starts a method where an app starts a strategy.
+
+    Parameters
+    ----------
+    name : str
+        The method's name.
+    make : Callable
+        Makes the method; asked once for each strategy that is started.
+    observe : Observer
+        Called with everything that happens to the first of them.
+
+    Attributes
+    ----------
+    methods : list[Method]
+        Those that were started.
+    """
+
+    def __init__(self, name: str, make: Callable[[], Method], observe: Observer) -> None:
+        self._name, self._make, self._observe = name, make, observe
+        self.methods: list[Method] = []
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Take the place of every strategy that is started meanwhile, the app's own too."""
+        starts = {kind: kind.__dict__["start"] for kind in _kinds(Strategy)}
+        try:
+            for kind, start in starts.items():
+                setattr(kind, "start", self._instead_of(start))  # noqa: B010
+            yield
+        finally:
+            for kind, start in starts.items():
+                setattr(kind, "start", start)  # noqa: B010
+
+    def _instead_of(self, start: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what is called in the place of a strategy's `start`."""
+
+        @wraps(start)
+        def instead(strategy: Strategy, *arguments: Any, **named: Any) -> Any:
+            if any(strategy is method for method in self.methods):
+                return start(strategy, *arguments, **named)
+            method = self._make()
+            self.methods.append(method)
+            getLogger("flwr").log(
+                INFO, "%s takes the place of %s.", self._name, type(strategy).__name__
+            )
+            # An app's own start may have names for Flower's arguments in another order, and more.
+            given = dict(inspect.signature(start).bind_partial(strategy, *arguments).arguments)
+            given = {**dict(list(given.items())[1:]), **named}
+            known = inspect.signature(method.start).parameters
+            passed = {name: value for name, value in given.items() if name in known}
+            observe = self._observe if len(self.methods) == 1 else ignore
+            return method.start(**{**passed, "observe": observe})
+
+        return instead
+
+
+def _kinds(kind: type[Any]) -> Iterator[type[Any]]:
+    """Yield a class and those that derive from it, where they have a `start` of their own."""
+    if "start" in kind.__dict__:
+        yield kind
+    for derived in kind.__subclasses__():
+        yield from _kinds(derived)
+
+
+# -----------------------------------------------------------------------------
+# The folder of a simulation.
+# -----------------------------------------------------------------------------
+
+
+def prepare_folder(out: Path | None, name: str) -> Path:
+    """Make the folder of a simulation.
+
+    Parameters
+    ----------
+    out : Path or None
+        Where; by default a new folder in ``runs``.
+    name : str
+        The app's.
+
+    Raises
+    ------
+    UserError
+        There is something in the folder already, or it cannot be made.
+    """
+    if out is None:
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        return made_anew(Path("runs").resolve() / f"{stamp}-{name}")
+    folder = absolute(out)
+    if (folder / MESSAGES).exists():
+        raise UserError(f"{folder} holds a run already; choose another folder with --out.")
+    check_new(folder)
+    make_folder(folder)
+    return folder
+
+
+# -----------------------------------------------------------------------------
+# How a simulation ends before the ServerApp does.
+# -----------------------------------------------------------------------------
+
+
+class Halted(BaseException):
+    """The ServerApp is ended: it would never return, or a limit is reached.
+
+    It is no `Exception`, so that an app that catches those is ended too.
+    """
+
+
+# -----------------------------------------------------------------------------
+# The grid as the ServerApp of any Flower app finds it: it may poll, pause and never return.
+# -----------------------------------------------------------------------------
+
+
+_MOST_ASKS, _MOST_ASKS_OF_CHANGING = 1_000, 100_000
+"""So often in a row a ServerApp may ask for what cannot come: of a fleet that stays as it is, and
+of one whose clients come and go."""
+_SAME_MOMENT = 100
+"""Who asks for the nodes more often than this without a pause wants time to pass."""
+
+
+class AppGrid(VirtualGrid):
+    """A virtual grid for ServerApps that were written for the wall clock.
+
+    `send_and_receive` moves the clock to the last reply. `pull_messages` returns what is there and
+    leaves the clock alone, so that an app that pauses between two looks sees what it would see on
+    real devices; asked again at the same moment, it moves the clock to the next reply, so that
+    an app that looks without a pause gets on. A client that goes offline is missed after a minute,
+    as by Flower's SuperLink.
+
+    Parameters
+    ----------
+    client_app, nodes, run_config, seed, executor, cost, observe
+        See :class:`~raceme.simulation.VirtualGrid`.
+    max_time : float
+        Virtual time in seconds at which the ServerApp is ended.
+    free_evaluation : bool
+        Whether evaluation costs no time.
+
+    Attributes
+    ----------
+    is_working : bool
+        Whether a call of this grid is under way: what happens in it is not the ServerApp's.
+    """
+
+    def __init__(
+        self,
+        client_app: ClientApp,
+        nodes: Sequence[Node],
+        run_config: Mapping[str, Value] | None = None,
+        seed: int = 0,
+        executor: Executor | None = None,
+        cost: Cost = training_cost,
+        observe: ExchangeObserver | None = None,
+        max_time: float = math.inf,
+        free_evaluation: bool = True,
+    ) -> None:
+        super().__init__(
+            *(client_app, nodes, run_config, seed, executor, cost, observe),
+            notice=compat.MISSED_AFTER,
+        )
+        self.free_evaluation = free_evaluation
+        self.max_time = max_time
+        self.thread = threading.get_ident()
+        self._depth = 0
+        # When replies were last asked for in vain; how often in a row, and the nodes likewise.
+        self._looked_at = -math.inf
+        self._vain, self._same_moment = 0, 0
+
+    @property
+    def is_working(self) -> bool:
+        """Whether a call of this grid is under way."""
+        return self._depth > 0
+
+    @property
+    def is_still(self) -> bool:
+        """Whether nothing will ever happen again unless messages are sent."""
+        return not self._queue
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """Send messages; each starts its way to its node at the present time."""
+        # The app makes them while they are gone through: that is not this grid's work.
+        messages = list(messages)
+        with self._work():
+            if messages:
+                self._get_on()
+            return super().push_messages(messages)
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """Return the replies that are there; asked twice at one moment, wait for the next ones."""
+        wanted = set(message_ids)
+        with self._work():
+            # What takes no time is there at once.
+            self.pass_time(0.0)
+            coming = any(self._is_coming(key) for key in wanted)
+            if coming and self._looked_at == self.now() and not self._ready(wanted):
+                self._move_to_reply(wanted)
+            replies = [self._arrived.pop(key)[1] for key in self._ready(wanted)]
+            if replies or coming:
+                self._get_on()
+            else:
+                self._ask_in_vain("for replies")
+            self._looked_at = self.now()
+            return replies
+
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> Iterable[Message]:
+        """Send messages and move the clock until all are answered, or by `timeout` seconds."""
+        messages = list(messages)
+        with self._work():
+            self._get_on()
+            left = self.max_time - self.now()
+            if min(left, math.inf if timeout is None else timeout) < left or left == math.inf:
+                return super().send_and_receive(messages, timeout=timeout)
+            replies = list(super().send_and_receive(messages, timeout=left))
+            if len(replies) < len(messages):
+                raise self._out_of_time()
+            return replies
+
+    def wait(self, message_ids: Collection[str], until: float | None = None) -> list[Message]:
+        """Move the clock to the next reply; see :class:`~raceme.simulation.VirtualGrid`."""
+        with self._work():
+            self._get_on()
+            if self.max_time == math.inf:
+                return super().wait(message_ids, until)
+            end = self.max_time if until is None else min(until, self.max_time)
+            replies = super().wait(message_ids, end)
+            if not replies and self.now() >= self.max_time:
+                raise self._out_of_time()
+            return replies
+
+    def get_node_ids(self) -> Iterable[int]:
+        """Return the ids of the nodes that are online now."""
+        with self._work():
+            if not self._pending:
+                self._ask_in_vain("which clients are online")
+                self._same_moment += 1
+                if self._same_moment > _SAME_MOMENT:
+                    super().wait(())
+            return super().get_node_ids()
+
+    def pause(self, seconds: float) -> None:
+        """Let the ServerApp pause: the clock moves on."""
+        with self._work():
+            self._same_moment = 0
+            # The limit, not what lies beyond it, is where the run ends.
+            self.pass_time(min(max(0.0, seconds), max(0.0, self.max_time - self.now())))
+            if self.now() >= self.max_time:
+                raise self._out_of_time()
+
+    def _get_on(self) -> None:
+        """Note that the ServerApp does something that may bring it on."""
+        self._looked_at = -math.inf
+        self._vain = self._same_moment = 0
+
+    @contextmanager
+    def _work(self) -> Iterator[None]:
+        """Do a call of the ServerApp's, which is over at the limit of time at the latest."""
+        if threading.get_ident() != self.thread:
+            raise UserError(
+                "The ServerApp uses its grid from several threads: on virtual time it can only "
+                "be used from the one that main(grid, context) is called in."
+            )
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+
+    def _out_of_time(self) -> Halted:
+        return Halted(
+            f"the ServerApp had not returned at {self.max_time:g} s of virtual time (--max-time)"
+        )
+
+    def _move_to_reply(self, wanted: set[str]) -> None:
+        """Move the clock to the next of some replies, and to all that come with it."""
+        found = self._advance(wanted, self.max_time, stop_on_switch=False)
+        if not found:
+            raise self._out_of_time()
+        for reply in found:
+            self._keep(reply.metadata.reply_to_message_id, reply)
+        self.pass_time(0.0)
+
+    def _ask_in_vain(self, what: str) -> None:
+        """Count how often in a row the ServerApp has asked for what cannot come.
+
+        Raises
+        ------
+        Halted
+            It has done so too often.
+        """
+        self._vain += 1
+        most = _MOST_ASKS if self.is_still else _MOST_ASKS_OF_CHANGING
+        if self._vain > most:
+            raise Halted(
+                f"the ServerApp would never return: it has asked {self._vain - 1:,} times in a row "
+                f"{what}, and no client has anything to do"
+            )
+
+
+# -----------------------------------------------------------------------------
+# The clock that a ServerApp reads: Python's own functions of time, on virtual time.
+#
+# While the ServerApp runs, `time.sleep` moves the virtual clock, and `time.time`,
+# `time.monotonic`
+# and `time.perf_counter` read it, for code of the app itself and of Flower's strategies. All
+# others
+# (a library that waits for a socket, a ClientApp that measures itself) have the machine's clock.
+# -----------------------------------------------------------------------------
+
+
+EPOCH = 1_767_225_600.0
+"""What `time.time()` says when the simulation begins: 2026-01-01, 00:00 UTC, in every run."""
+
+_NANOSECONDS = 1_000_000_000
+_CLOCKS = {
+    "time": EPOCH,
+    "monotonic": 0.0,
+    "perf_counter": 0.0,
+}
+"""Functions that tell the time, and what they say at the beginning."""
+
+
+class AppClock:
+    """Python's functions of time for one ServerApp.
+
+    Parameters
+    ----------
+    folders : Sequence[Path]
+        Where the app's own code is.
+
+    Attributes
+    ----------
+    grid : AppGrid or None
+        Keeps the virtual clock; until there is one, everybody has the machine's.
+    """
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        self.grid: AppGrid | None = None
+        self._folders = tuple(f"{folder}/" for folder in (*folders, compat.STRATEGIES_FOLDER))
+        self._is_running = False
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Put the functions in the place of Python's.
+
+        What imports them meanwhile by name keeps them; afterwards they do what Python's do.
+        """
+        before = {name: getattr(time, name) for name in ("sleep", *_time_functions())}
+        replaced: dict[str, Callable[..., Any]] = {"sleep": self._sleep(time.sleep)}
+        for name, start in _CLOCKS.items():
+            replaced[name] = self._clock(before[name], start, 1)
+            nanoseconds = f"{name}_ns"
+            replaced[nanoseconds] = self._clock(before[nanoseconds], start, _NANOSECONDS)
+        self._is_running = True
+        try:
+            with compat.strategies_pause(self._pause_for_nodes):
+                _put(replaced)
+                yield
+        finally:
+            self._is_running = False
+            _put(before)
+
+    def _clock(self, real: Callable[[], Any], start: float, factor: int) -> Callable[[], Any]:
+        """Make a function that tells the virtual time to the app, and the real one to others."""
+
+        def virtual() -> Any:
+            grid = self._asked_by_app()
+            if grid is None:
+                return real()
+            now = start + grid.now()
+            return now if factor == 1 else round(now * factor)
+
+        return virtual
+
+    def _sleep(self, real: Callable[[float], None]) -> Callable[[float], None]:
+        def sleep(seconds: float) -> None:
+            grid = self._asked_by_app()
+            if grid is None:
+                real(seconds)
+            elif seconds < 0:
+                raise ValueError("sleep length must be non-negative")
+            else:
+                grid.pause(seconds)
+
+        return sleep
+
+    def _asked_by_app(self) -> AppGrid | None:
+        """Return the grid if the ServerApp has called the function that calls this.
+
+        A ClientApp has the same folder, but is called by the grid.
+        """
+        grid = self.grid
+        if grid is None or grid.is_working or threading.get_ident() != grid.thread:
+            return None
+        if not self._is_running:
+            return None
+        return grid if sys._getframe(2).f_code.co_filename.startswith(self._folders) else None
+
+    def _pause_for_nodes(self, seconds: float) -> None:
+        """Pause while a strategy waits for nodes to connect.
+
+        Raises
+        ------
+        Halted
+            None ever will.
+        """
+        grid = self.grid
+        assert grid is not None, "a strategy has been given one"
+        if grid.is_still:
+            online = len(list(grid.get_node_ids()))
+            raise Halted(
+                "the ServerApp would never return: its strategy waits for more clients than the "
+                f"{online} that there are. Try more --clients, or a smaller min_available_nodes, "
+                "min_train_nodes or min_evaluate_nodes"
+            )
+        grid.pause(seconds)
+
+
+def _time_functions() -> list[str]:
+    return [name for clock in _CLOCKS for name in (clock, f"{clock}_ns")]
+
+
+def _put(functions: dict[str, Callable[..., Any]]) -> None:
+    """Set functions of Python's module."""
+    for name, function in functions.items():
+        setattr(time, name, function)
+
+
+# -----------------------------------------------------------------------------
+# What the messages of anybody's app cost devices, and where that has to be found out.
+# -----------------------------------------------------------------------------
+
+
+NUM_EXAMPLES = ("num-examples", "num_examples")
+"""What Flower's apps call the number of examples in the metrics of a reply."""
+LOCAL_EPOCHS = ("local-epochs", "local_epochs")
+"""What they call the number of passes over them in the run config or in a message's."""
+
+
+@dataclass
+class _Known:
+    """What a client's replies have told.
+
+    Attributes
+    ----------
+    examples : int or None
+        Its number of training examples; None if no reply states it.
+    bytes_up : dict[str, int]
+        Size of its last reply, by type of message.
+    """
+
+    examples: int | None = None
+    bytes_up: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Early:
+    """A reply that was made before it is due, on a copy of the client's state."""
+
+    before: Packed
+    reply: Message
+    state: RecordDict
+
+
+class Learned:
+    """An executor that learns from replies what work costs, and says so of messages.
+
+    A training message takes what the device's profile says, with the transfers of what is sent and
+    of a reply as large as the client's last one (of the first: as large as what was sent). Where
+    the time depends on the number of examples, that is what the client's last reply stated; its
+    first task is done at once, for what it tells, and answered when its time is over.
+
+    Parameters
+    ----------
+    executor : Executor
+        Does the work.
+    per_sample : dict[int, bool]
+        For each node, whether its device's time depends on the number of examples.
+    examples : int or None
+        That number, if it is not to be learned.
+    evaluation_share : float or None
+        What an evaluation computes, as a share of a training task; None if it takes no time at all.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        per_sample: dict[int, bool],
+        examples: int | None = None,
+        evaluation_share: float | None = None,
+    ) -> None:
+        self._executor = executor
+        self._per_sample = per_sample
+        self._examples = examples
+        self._evaluation_share = evaluation_share
+        self._known: dict[int, _Known] = {}
+        self._early: dict[str, _Early] = {}
+        self._open: dict[str, tuple[Message, Context, float]] = {}
+
+    def cost(self, message: Message, context: Context, examples: int) -> Workload | None:
+        """Return what a message costs the device of the client that it is sent to.
+
+        Raises
+        ------
+        UserError
+            That depends on the number of examples, and the client's reply does not state it.
+        """
+        kind = category(message)
+        share = {MessageType.TRAIN: 1.0, MessageType.EVALUATE: self._evaluation_share}.get(kind)
+        if share is None:
+            return None
+        node = message.metadata.dst_node_id
+        known = self._known.setdefault(node, _Known())
+        if self._per_sample[node] and self._examples is None and known.examples is None:
+            self._do_early(message, context)
+            if known.examples is None:
+                return self._without_examples(message)
+        count = self._examples if self._examples is not None else known.examples or 0
+        if KIND in message.content.config_records.get(CONFIG, ()):
+            # It is a method of Raceme's that asks, and says what that costs.
+            own = training_cost(message, context, count)
+            return None if own is None else own._replace(examples=count)
+        size = bytes_of(message.content)
+        return Workload(
+            epochs=_epochs(message, context),
+            bytes_down=size,
+            bytes_up=known.bytes_up.get(kind, size if kind == MessageType.TRAIN else 0),
+            scale=share,
+            examples=count,
+        )
+
+    def submit(self, message: Message, context: Context, due: float) -> None:
+        """Take on the work of a message, unless it is done already."""
+        message_id = message.metadata.message_id
+        self._open[message_id] = message, context, due
+        if message_id not in self._early:
+            self._executor.submit(message, context, due)
+
+    def result(self, message_id: str) -> Message:
+        """Return the reply, and learn from it."""
+        message, context, due = self._open.pop(message_id)
+        early = self._early.pop(message_id, None)
+        if early is None:
+            reply = self._executor.result(message_id)
+        elif early.before == pack(context.state):
+            context.state, reply = early.state, early.reply
+        else:
+            # Another message has changed the client's state meanwhile.
+            self._executor.submit(message, context, due)
+            reply = self._executor.result(message_id)
+        self._learn(message, reply)
+        return reply
+
+    def cancel(self, message_id: str) -> None:
+        """Drop a message, and what was made of it."""
+        self._open.pop(message_id, None)
+        if self._early.pop(message_id, None) is None:
+            self._executor.cancel(message_id)
+
+    def close(self) -> None:
+        """Release the executor."""
+        self._executor.close()
+
+    def _do_early(self, message: Message, context: Context) -> None:
+        """Do the work of a message before its time, on a copy of its client's state."""
+        before = pack(context.state)
+        copy = Context(
+            run_id=context.run_id,
+            node_id=context.node_id,
+            node_config=context.node_config,
+            state=unpack(before),
+            run_config=context.run_config,
+        )
+        message_id, content = message.metadata.message_id, copy_of(message.content)
+        self._executor.submit(message, copy, 0.0)
+        reply = self._executor.result(message_id)
+        # The client may have changed what it was sent, and may have to do it again.
+        message.content = content
+        self._early[message_id] = _Early(before, reply, copy.state)
+        self._learn(message, reply)
+
+    def _learn(self, message: Message, reply: Message) -> None:
+        """Note what a reply tells of its client."""
+        if reply.has_error():
+            return
+        known = self._known.setdefault(message.metadata.dst_node_id, _Known())
+        kind = category(message)
+        known.bytes_up[kind] = bytes_of(reply.content)
+        if kind == MessageType.TRAIN:
+            stated = _stated_examples(reply.content)
+            known.examples = known.examples if stated is None else stated
+
+    def _without_examples(self, message: Message) -> Workload | None:
+        """Return what a task costs that was to tell the number of examples, and has not."""
+        reply = self._early[message.metadata.message_id].reply
+        if reply.has_error():
+            # It takes no longer than its transfers and what is fixed.
+            return Workload(1.0, bytes_of(message.content), 0, 1.0, examples=0)
+        raise UserError(
+            "The device profile has times per sample, and the ClientApp's replies do not state "
+            f"'{NUM_EXAMPLES[0]}' in their metrics: say how many there are with --examples N."
+        )
+
+
+def _epochs(message: Message, context: Context) -> float:
+    """Return the passes over a client's samples that a task takes, where that can be known."""
+    settings: list[Mapping[str, object]] = [*message.content.config_records.values()]
+    for values in (*settings, context.run_config):
+        for name in LOCAL_EPOCHS:
+            value = values.get(name)
+            if isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
+                return float(value)
+    return 1.0
+
+
+def _stated_examples(content: RecordDict) -> int | None:
+    """Return the number of examples that a reply states."""
+    for record in content.metric_records.values():
+        for name in NUM_EXAMPLES:
+            value = record.get(name)
+            if isinstance(value, int | float) and value >= 0:
+                return int(value)
+    return None
+
+
+# -----------------------------------------------------------------------------
+# Any Flower app on virtual time: its parts are loaded, run, and what happened is written down.
+# -----------------------------------------------------------------------------
+
+
+_SERVER = 0
+"""Stands for the ServerApp where a seed is derived."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to simulate.
+
+    Attributes
+    ----------
+    folder : Path
+        The app's.
+    clients : int
+        Number of simulated SuperNodes.
+    devices : str
+        Device profile.
+    run_config : tuple[str, ...]
+        What changes the app's run config, as it was typed.
+    strategy : str or None
+        Method that takes the place of the app's strategy.
+    parameters : Mapping[str, Value]
+        Its hyper-parameters, as ``casa.gamma``.
+    workers : str or int
+        Number of worker processes; see :func:`~raceme.simulation.executor_for`.
+    seed : int
+        Decides devices, losses, and all that the app draws without a seed of its own.
+    out : Path or None
+        Folder for what the simulation leaves; by default a new one.
+    max_time : float
+        Virtual time in seconds at which the ServerApp is ended.
+    max_wall_time : float
+        The same by the machine's clock.
+    examples : int or None
+        Training examples of each client, for profiles with times per sample; None: from replies.
+    evaluation_share : float or None
+        What an evaluation computes, as a share of a training task; None: it takes no time.
+    """
+
+    folder: Path
+    clients: int = 10
+    devices: str = "slow30x5"
+    run_config: tuple[str, ...] = ()
+    strategy: str | None = None
+    parameters: Mapping[str, Value] = field(default_factory=dict)
+    workers: str | int = "auto"
+    seed: int = 0
+    out: Path | None = None
+    max_time: float = math.inf
+    max_wall_time: float = math.inf
+    examples: int | None = None
+    evaluation_share: float | None = None
+
+
+class AppEnding(StrEnum):
+    """How a simulated app ended."""
+
+    RETURNED = "returned"
+    """Its ServerApp returned."""
+    FAILED = "failed"
+    """Its ServerApp raised an exception."""
+    HALTED = "halted"
+    """It would never have returned, or a limit was reached."""
+    INTERRUPTED = "interrupted"
+    """The user ended it."""
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """What a simulation has shown.
+
+    Attributes
+    ----------
+    app : FlowerApp
+        The app.
+    settings : Settings
+        What was simulated.
+    out : Path
+        The folder with all that it left.
+    fleet : Fleet
+        Who did what when.
+    ending : AppEnding
+        How the ServerApp ended.
+    reason : str
+        Why it did not return; empty if it did.
+    wall_time : float
+        Seconds that the simulation took on this machine.
+    """
+
+    app: FlowerApp
+    settings: Settings
+    out: Path
+    fleet: Fleet
+    ending: AppEnding
+    reason: str
+    wall_time: float
+
+
+def simulate(settings: Settings) -> Simulated:
+    """Run a Flower app on virtual time.
+
+    Raises
+    ------
+    UserError
+        Anything that cannot work is said before the ServerApp is called, as far as it can be known.
+    """
+    app = read_app(settings.folder, settings.run_config)
+    _check(settings)
+    nodes = nodes_of(settings.devices, [settings.examples or 0] * settings.clients, settings.seed)
+    prepare(settings.workers)
+    started = time.perf_counter()
+    with ExitStack() as stack:
+        stack.enter_context(own_randomness([settings.seed, _SERVER]))
+        clock = AppClock([app.folder])
+        stack.enter_context(clock.running())
+        server_app = app.load_server()
+        client_app = app.load_client()
+        _one_thread()
+        executor = executor_for(app.client, settings.workers, seed=settings.seed)
+        learned = _learned(settings, nodes, executor)
+        stack.callback(learned.close)
+        out = prepare_folder(settings.out, app.name)
+        names = _names(nodes)
+        online = [node.node_id for node in nodes if node.device.starts_online()]
+        log = stack.enter_context(ExchangeLog(out / MESSAGES, names, online))
+        grid = clock.grid = AppGrid(
+            client_app,
+            nodes,
+            app.run_config,
+            settings.seed,
+            learned,
+            cost=learned.cost,
+            observe=log.observe,
+            max_time=settings.max_time,
+            free_evaluation=settings.evaluation_share is None,
+        )
+        replacement = None
+        if settings.strategy is not None:
+            store = stack.enter_context(_store(out))
+            replacement = _replacement(settings.strategy, settings, store.observe)
+            stack.enter_context(replacement.in_place())
+        # What importing drew is not part of what the ServerApp draws.
+        seed_process([settings.seed, _SERVER])
+        context = compat.server_context(grid.run.run_id, app.run_config)
+        with _wall_limit(settings.max_wall_time):
+            ending, reason = _call(app, lambda: server_app(grid, context))
+        if replacement is not None and ending is AppEnding.RETURNED and not replacement.methods:
+            raise UserError(
+                f"The ServerApp of {app.folder} starts no strategy of Flower's (Strategy.start): "
+                f"{settings.strategy} cannot take its place. Leave --strategy out."
+            )
+        for exchange in grid.unanswered():
+            log.observe(exchange)
+        fleet = log.fleet(min(grid.now(), settings.max_time))
+    return Simulated(
+        app, settings, out, fleet, ending, reason, wall_time=time.perf_counter() - started
+    )
+
+
+def _check(settings: Settings) -> None:
+    """Check what the command line cannot."""
+    if settings.strategy is not None:
+        build_method(settings.strategy, settings.parameters, settings.seed)
+    elif settings.parameters:
+        raise UserError("--set takes keys of a strategy: name one with --strategy.")
+
+
+def _learned(settings: Settings, nodes: list[Node], executor: Executor) -> Learned:
+    """Return the executor that knows what messages cost."""
+    per_sample = {
+        node.node_id: node.device.seconds_per_sample > 0 or node.device.exponential_rate > 0
+        for node in nodes
+    }
+    return Learned(executor, per_sample, settings.examples, settings.evaluation_share)
+
+
+def _names(nodes: list[Node]) -> dict[int, str]:
+    """Return what clients are called in results: what a trace calls them, or by their number."""
+    return {
+        node.node_id: str(node.config.get("device-id", f"client-{index}"))
+        for index, node in enumerate(nodes)
+    }
+
+
+@contextmanager
+def _store(out: Path) -> Iterator[RunStore]:
+    """Open the run store of a method; an error of the user's leaves none."""
+    try:
+        with RunStore(out) as store:
+            yield store
+    except UserError:
+        (out / FILE_NAME).unlink(missing_ok=True)
+        raise
+
+
+def _replacement(name: str, settings: Settings, observe: Observer) -> Replacement:
+    """Return what starts a method in the place of the app's strategy."""
+    return Replacement(
+        name, lambda: build_method(name, settings.parameters, settings.seed), observe
+    )
+
+
+def _call(app: FlowerApp, server_app: Any) -> tuple[AppEnding, str]:
+    """Call the ServerApp and say how it ended, and why if it did not return."""
+    try:
+        server_app()
+    except Halted as halted:
+        return AppEnding.HALTED, str(halted)
+    except KeyboardInterrupt:
+        return AppEnding.INTERRUPTED, "interrupted"
+    except UserError:
+        raise
+    except ModuleNotFoundError as error:
+        raise app.missing(error) from None
+    except SystemExit as end:
+        if end.code in (None, 0):
+            return AppEnding.RETURNED, ""
+        return AppEnding.FAILED, f"the ServerApp ended the process with {end.code!r}"
+    except Exception as error:
+        _show(error, app.folder)
+        summary = " ".join(str(error).split())
+        return AppEnding.FAILED, f"the ServerApp raised {type(error).__name__}: {summary}"
+    return AppEnding.RETURNED, ""
+
+
+def _show(error: Exception, folder: Path) -> None:
+    """Print where in the app an exception came up; what is above the app is no use to anybody."""
+    frames = error.__traceback__
+    own = frames
+    while own is not None and not own.tb_frame.f_code.co_filename.startswith(str(folder)):
+        own = own.tb_next
+    sys.stdout.flush()
+    traceback.print_exception(type(error), error, own or frames)
+
+
+def _one_thread() -> None:
+    """Let torch use one thread in this process too, as clients do in worker processes.
+
+    The numbers would otherwise depend on how many workers there are.
+    """
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
+
+
+@contextmanager
+def _wall_limit(seconds: float) -> Iterator[None]:
+    """Halt what happens meanwhile after some seconds of the machine's clock."""
+    if seconds == math.inf:
+        yield
+        return
+
+    def halt(number: int, frame: FrameType | None) -> None:
+        raise Halted(
+            f"the ServerApp had not returned after {seconds:g} s of this machine's time "
+            "(--max-wall-time)"
+        )
+
+    before = signal.signal(signal.SIGALRM, halt)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+
+
+# -----------------------------------------------------------------------------
+# What a simulation of an app leaves besides its messages: a summary, an account, plots.
+# -----------------------------------------------------------------------------
+
+
+log = logging.getLogger("raceme")
+
+
+def write_results(simulated: Simulated) -> tuple[dict[str, Any], list[str]]:
+    """Write a simulation's results into its folder.
+
+    Returns
+    -------
+    tuple[dict[str, Any], list[str]]
+        The content of ``summary.json``, and the names of what could not be written.
+    """
+    out, fleet = simulated.out, simulated.fleet
+    accounts = fleet.accounts()
+    summary = _summary(simulated, accounts)
+    failed = []
+    writers: dict[str, Callable[[], None]] = {
+        CLIENTS: lambda: write_accounts(out / CLIENTS, accounts),
+        SUMMARY: lambda: write_summary(out / SUMMARY, summary),
+        "timeline.png": lambda: save_figure(timeline_figure(fleet), out / "timeline.png"),
+        "waiting.png": lambda: save_figure(waiting_figure(fleet, accounts), out / "waiting.png"),
+    }
+    if simulated.settings.strategy is not None:
+        record = read_run(out)
+        writers["accuracy.png"] = lambda: save_figure(
+            accuracy_figure(record, title=f"{simulated.settings.strategy}"), out / "accuracy.png"
+        )
+        writers["clusters.png"] = lambda: save_figure(clusters_figure(record), out / "clusters.png")
+    for name, write in writers.items():
+        try:
+            write()
+        except Exception:
+            log.exception("%s could not be written", name)
+            failed.append(name)
+    return summary, failed
+
+
+def _summary(simulated: Simulated, accounts: list[ClientAccount]) -> dict[str, Any]:
+    """Return all numbers of a simulation, ready for JSON."""
+    fleet, settings = simulated.fleet, simulated.settings
+    busy, idle, offline = (
+        math.fsum(getattr(account, name) for account in accounts)
+        for name in ("busy", "idle", "offline")
+    )
+    whole = busy + idle + offline
+    failures = [task for task in fleet.tasks if task.failure is not None]
+    moments, awaited = fleet.moments(), fleet.awaited()
+    return {
+        "app": simulated.app.name,
+        "strategy": settings.strategy,
+        "ending": simulated.ending.value,
+        "reason": simulated.reason or None,
+        "virtual_time": fleet.end,
+        "without_waiting": fleet.without_waiting(),
+        "wall_time": simulated.wall_time,
+        "clients": len(fleet.clients),
+        "messages": len(fleet.tasks),
+        "messages_by_kind": _by_kind(fleet),
+        "tasks": sum(task.takes_time for task in fleet.tasks),
+        "replies": sum(task.answered < math.inf for task in fleet.tasks),
+        "failures": len(failures),
+        "first_failure": _first_failure(fleet),
+        "trains_in_vain": _trains_in_vain(fleet),
+        "bytes_down": sum(task.bytes_down for task in fleet.tasks),
+        "bytes_up": sum(task.bytes_up for task in fleet.tasks),
+        "busy_seconds": busy,
+        "idle_seconds": idle,
+        "offline_seconds": offline,
+        "busy_share": busy / whole if whole else None,
+        "idle_share": idle / whole if whole else None,
+        "offline_share": offline / whole if whole else None,
+        "times_work_was_given": len(moments) - 1,
+        "times_waited_for": _times_awaited(awaited),
+        "most_waited_for": {
+            account.client: account.held_up
+            for account in sorted(accounts, key=lambda a: -a.held_up)[:5]
+            if account.held_up > 0
+        },
+        "offline": {
+            client: [list(span) for span in gone] for client, gone in fleet.offline.items()
+        },
+        "command": _command(simulated),
+        "settings": {
+            "app": str(simulated.app.folder),
+            "clients": settings.clients,
+            "devices": settings.devices,
+            "seed": settings.seed,
+            "run_config": dict(simulated.app.run_config),
+            "parameters": dict(settings.parameters),
+            "examples": settings.examples,
+            "evaluation_share": settings.evaluation_share,
+        },
+        "version": raceme.__version__,
+    }
+
+
+def _command(simulated: Simulated) -> str:
+    """Return what to type for the same simulation again."""
+    settings = simulated.settings
+    options: dict[str, object] = {
+        "--clients": settings.clients,
+        "--devices": settings.devices,
+        "--strategy": settings.strategy,
+        "--workers": settings.workers,
+        "--seed": settings.seed,
+        "--examples": settings.examples,
+        "--evaluation-share": settings.evaluation_share,
+        "--max-time": settings.max_time if settings.max_time < math.inf else None,
+    }
+    words = ["raceme", "simulate", str(simulated.app.folder)]
+    for name, value in options.items():
+        words += [name, str(value)] if value is not None else []
+    for text in settings.run_config:
+        words += ["--run-config", text]
+    for key, value in settings.parameters.items():
+        words += ["--set", f"{key}={value}"]
+    return shlex.join(words)
+
+
+def _by_kind(fleet: Fleet) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for task in fleet.tasks:
+        counts[task.kind] = counts.get(task.kind, 0) + 1
+    return counts
+
+
+def _trains_in_vain(fleet: Fleet) -> bool:
+    """Return whether there was training, and no usable reply to it at all."""
+    tasks = [task for task in fleet.tasks if task.kind.startswith(MessageType.TRAIN)]
+    failed = [task for task in tasks if task.failure is not None]
+    usable = [task for task in tasks if task.failure is None and task.answered < math.inf]
+    return bool(failed) and not usable
+
+
+def _times_awaited(awaited: list[list[str]]) -> int:
+    """Return how often the server could go on because a reply had come."""
+    return sum(bool(clients) for clients in awaited)
+
+
+def _first_failure(fleet: Fleet) -> str | None:
+    """Return what went wrong first, in one line."""
+    for task in fleet.tasks:
+        if task.failure is not None:
+            reason = task.failure.strip().partition("\n")[0]
+            when = f" at {task.answered:.1f} s" if task.answered < math.inf else ""
+            return f"{task.client}{when}: {reason}"
+    return None

@@ -1,0 +1,1 @@
+"""CASA and CASA+: clustered federated learning with asynchronous clients."""

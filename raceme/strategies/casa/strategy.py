@@ -1,0 +1,603 @@
+"""CASA: clustered federated learning with asynchronous clients.
+
+Liu et al., "CASA: Clustered Federated Learning with Asynchronous Clients", KDD 2024. One
+asynchronous round t is one update received. For each, in the order of the paper's Algorithm 1:
+a newcomer is given a cluster (eq 15); the C-phase compares the update with the models buffered for
+its client (eq 10), splits the cluster if an eigengap says so (eqs 12-14, Algorithm 3) and buffers
+the update for others (Algorithm 2); the A-phase mixes it into the cluster's model (eqs 6-9).
+
+All this compares every client with every other. Of a fleet larger than `exact-up-to` so many
+clients, drawn at random, have a *seat*: they are compared with one another, and when their cluster
+is split the others follow the seated clients that they are nearest to (`clustering/crowd.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raceme.core.clients import Client
+from raceme.core.clusters import Clusters, Model
+from raceme.core.interface import Applied
+from raceme.core.messages import COMPUTE_SCALE, MASK, Vector
+from raceme.core.options import option
+from raceme.core.requests import Task, Update, Work
+from raceme.core.strategy import Method, Variant, staleness_of
+from raceme.strategies import shared as spectral
+from raceme.strategies.casa.buffers import Code, Encoder, ModelBuffers, Sketches, WholeModels
+from raceme.strategies.casa.landmarks import Crowd, SplitWatch
+from raceme.strategies.shared import client_decay, cluster_decay, omega, staleness_bound
+
+_UNASSIGNED = -1
+_SHORT = 256
+"""Numbers of a sketch by which clients without a seat are placed, if models are compared whole."""
+
+
+@dataclass(frozen=True)
+class CASAParameters:
+    """Hyper-parameters of CASA; the defaults are the paper's."""
+
+    alpha0: float = option(2.0, "initial decay α0, eq 6", above=0)
+    kappa: float = option(0.001, "speed κ of the slow decay Ω(t)", low=0)
+    gamma: float = option(0.15, "exponent γ of the eigengap, eq 14", above=0)
+    sketch: int = option(0, "compare models by sketches of this size (0: whole models)", low=0)
+    budget: int = option(0, "buffer budget M in items (0: no limit)", low=0)
+    gap_range: float = option(0.0, "start gap r_a that is too large (0: r_c)", low=0)
+    staleness_unit: str = option(
+        "cluster", "τ counts: cluster or global", among=("cluster", "global")
+    )
+    noise_guard: float = option(0.0, "least gap, in gaps of shuffled similarities (0: any)", low=0)
+    clustering: bool = option(True, "split clusters (false: the ablation CASA-C)")
+    bi_level: bool = option(True, "bi-level decay (false: the ablation CASA-D)")
+    constant_alpha: float = option(0.3, "α where bi-level is false", above=0, high=1)
+    exact_up_to: int = option(
+        2000,
+        "clients compared pair by pair; of a larger fleet so many, drawn at random, stand for all "
+        "(0: all are compared)",
+        low=0,
+    )
+
+
+@dataclass
+class CASAState:
+    """What CASA knows beside its clusters. Arrays have room for more clients than there are, n.
+
+    The clients here are those with a seat: all of them, up to `exact_up_to`.
+
+    Attributes
+    ----------
+    reference : Vector
+        Weights of the initial model, against which sketches are taken. Shape (d,).
+    round : int
+        t: updates received.
+    clients : list[str]
+        Client ids; the position of a client is its index i. Length n.
+    start : NDArray[np.int64]
+        Version of the model that it was given last; with global staleness, updates by then.
+    alpha : NDArray[np.float64]
+        Its last α_i; 0 before its first update.
+    examples : NDArray[np.int64]
+        |D_i|.
+    similarity : NDArray[np.float32]
+        A: symmetric, diagonal 1.
+    computed : NDArray[np.bool_]
+        Which pairs of A are known.
+    buffers : ModelBuffers
+        buf_i of every client.
+    unseated : dict[str, bool]
+        Clients without a seat.
+    crowd : Crowd
+        Latest models of all clients, short, once there are some without a seat.
+    """
+
+    reference: Vector
+    round: int = 0
+    clients: list[str] = field(default_factory=list)
+    start: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    alpha: NDArray[np.float64] = field(default_factory=lambda: np.empty(0, np.float64))
+    examples: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    similarity: NDArray[np.float32] = field(default_factory=lambda: np.empty((0, 0), np.float32))
+    computed: NDArray[np.bool_] = field(default_factory=lambda: np.empty((0, 0), np.bool_))
+    buffers: ModelBuffers = field(default_factory=ModelBuffers)
+    unseated: dict[str, bool] = field(default_factory=dict)
+    crowd: Crowd = field(default_factory=Crowd)
+
+    def add(self, client: str) -> int:
+        """Make room for a client, and return its index."""
+        index = len(self.clients)
+        self.clients.append(client)
+        if index == len(self.start):
+            self._grow(max(16, 2 * index))
+        return index
+
+    def replace(self, index: int, client: str) -> None:
+        """Give a seat to another client, of whom nothing is known yet."""
+        self.unseated[self.clients[index]] = True
+        self.clients[index] = client
+        self.start[index] = self.alpha[index] = 0
+        for matrix, own in ((self.similarity, 1.0), (self.computed, True)):
+            matrix[index, :] = matrix[:, index] = 0
+            matrix[index, index] = own
+        self.buffers.forget(index)
+
+    def _grow(self, capacity: int) -> None:
+        """Give every array room for more clients."""
+        more = capacity - len(self.start)
+        for name in ("start", "alpha", "examples"):
+            setattr(self, name, np.pad(getattr(self, name), (0, more)))
+        self.similarity = np.pad(self.similarity, (0, more))
+        self.computed = np.pad(self.computed, (0, more))
+        np.fill_diagonal(self.similarity, 1.0)
+        np.fill_diagonal(self.computed, True)
+        self.buffers.resize(capacity)
+
+
+class CASA(Method):
+    """Asynchronous clustering: bi-level decay, buffered similarity, spectral splits (CASA)."""
+
+    parameters_type = CASAParameters
+    state_type = CASAState
+    state: CASAState
+    parameters: CASAParameters
+
+    def initialize(self, vector: Vector) -> None:
+        """All clients start in one cluster."""
+        self.clusters = Clusters({0: Model(vector)})
+        self.state = self.state_type(reference=self.compared(vector).copy())
+        self.restored()
+
+    def restored(self) -> None:
+        """Derive from the state what makes it quick to work with."""
+        self._index = {client: index for index, client in enumerate(self.state.clients)}
+        capacity = len(self.state.start)
+        self._cluster = np.full(capacity, _UNASSIGNED, np.int64)
+        self._present = np.zeros(capacity, np.bool_)
+        self._locate(self.state.clients)
+        for client, index in self._index.items():
+            self._present[index] = self.clusters.online[client]
+        self._watches: dict[int, SplitWatch] = {}
+        self._encoder: Encoder = WholeModels()
+        if self.parameters.sketch:
+            self._encoder = Sketches(self.state.reference, self.parameters.sketch, seed=0)
+        self._shortener: Encoder | None = None
+
+    def add_client(self, client: Client) -> None:
+        """Take a client in: into the only cluster, or as a newcomer; or back into its own."""
+        super().add_client(client)
+        state, name = self.state, client.client_id
+        if name not in self._index and name not in state.unseated:
+            self._seat(name)
+        if name in state.unseated:
+            return
+        index = self._index[name]
+        self._present[index] = True
+        self._watches.clear()
+        state.examples[index] = client.num_examples
+
+    def _seat(self, name: str) -> None:
+        """Give a client that is new a seat, as long as there are some, or else by chance."""
+        state, seats = self.state, self.parameters.exact_up_to
+        if not seats or len(state.clients) < seats:
+            self._index[name] = state.add(name)
+            more = len(state.start) - len(self._cluster)
+            self._cluster = np.pad(self._cluster, (0, more), constant_values=_UNASSIGNED)
+            self._present = np.pad(self._present, (0, more))
+            self._locate([name])
+            return
+        # Every client of the n so far has had the same chance of one (Vitter's reservoir, 1985).
+        drawn = int(self.rng.integers(len(state.clients) + len(state.unseated) + 1))
+        if drawn >= seats:
+            state.unseated[name] = True
+            return
+        del self._index[state.clients[drawn]]
+        state.replace(drawn, name)
+        self._index[name] = drawn
+        self._locate([name])
+
+    def count_examples(self, client: Client) -> None:
+        """Note |D_i|."""
+        if client.client_id in self._index:
+            self.state.examples[self._index[client.client_id]] = client.num_examples
+
+    def remove_client(self, client: str) -> None:
+        """Leave a client that went offline out of sizes and splits; it keeps its cluster."""
+        super().remove_client(client)
+        if client in self._index:
+            self._present[self._index[client]] = False
+            self._watches.clear()
+
+    def on_dispatch(self, task: Task) -> None:
+        """Note from where a client starts, in the unit of τ."""
+        if task.client in self._index:
+            self.state.start[self._index[task.client]] = self._start_of(task)
+
+    def on_update(self, update: Update) -> Applied:
+        """Algorithm 1, lines 3 to 11."""
+        i = self._index.get(update.task.client)
+        if i is None or self._present[i]:
+            return self._act_on(i, update)
+        # It was taken for gone, but has sent this: it counts as a member until it is acted on.
+        self._present[i] = True
+        self._watches.clear()
+        applied = self._act_on(i, update)
+        self._present[i] = False
+        self._watches.clear()
+        return applied
+
+    def _act_on(self, i: int | None, update: Update) -> Applied:
+        state, client = self.state, update.task.client
+        state.round += 1
+        newcomer = not self.clusters.is_placed(client)
+        sketch = self._note(client, update.vector)
+        is_global = self.parameters.staleness_unit == "global"
+        if i is None:
+            if newcomer:
+                self.clusters.assign(client, self._cluster_near(sketch))
+            if self.parameters.clustering:
+                self._split_if_due(self.clusters.main(client))
+        else:
+            code = self._encoder.encode(self.compared(update.vector))
+            if newcomer:
+                self.clusters.assign(client, self._nearest_cluster(i, code))
+                self._locate([client])
+                self._watches.clear()
+            self._compare(i, code)
+            if self.parameters.clustering:
+                self._split_if_due(int(self._cluster[i]))
+            model, start = self.models[int(self._cluster[i])], self._start_of(update.task)
+            # A newcomer's version is another cluster's: it counts as if it had started from here.
+            self._buffer(i, code, model.version if newcomer and not is_global else start)
+        k = self.clusters.main(client)
+        staleness = staleness_of(self, update, has_moved=is_global or newcomer)
+        alpha = self._alpha(k, staleness)
+        if i is not None:
+            state.alpha[i] = alpha
+        self._mix(k, update, alpha)
+        return Applied(cluster=k, staleness=staleness, weight=alpha)
+
+    def _start_of(self, task: Task) -> int:
+        """Return start_i of a task, in the unit of τ."""
+        return task.updates if self.parameters.staleness_unit == "global" else task.version
+
+    def _locate(self, clients: Iterable[str]) -> None:
+        """Note where clients with a seat are now, by index."""
+        for client in clients:
+            if client not in self._index:
+                continue
+            placed = self.clusters.is_placed(client)
+            self._cluster[self._index[client]] = (
+                self.clusters.main(client) if placed else _UNASSIGNED
+            )
+
+    # A-phase.
+
+    def _mix(self, k: int, update: Update, alpha: float) -> None:
+        """Mix w_i into the model of cluster k, eq (9)."""
+        self.models[k].mix(update.vector, alpha)
+
+    def _alpha_c(self, k: int, size: int | None = None) -> float:
+        """Return α_c,k, eq (6); that of so many members, if a size is given."""
+        if not self.parameters.bi_level:
+            return self.parameters.constant_alpha
+        omega_t = omega(self.state.round, self.parameters.kappa)
+        members = self._size(k) if size is None else size
+        return cluster_decay(members, omega_t, self.parameters.alpha0)
+
+    def _bound(self, k: int) -> float:
+        """Return r_c,k, eq (8)."""
+        omega_t = omega(self.state.round, self.parameters.kappa)
+        return staleness_bound(self._size(k), omega_t)
+
+    def _alpha(self, k: int, staleness: int) -> float:
+        """Return α_i, eq (7); a share, and so never above 1, whatever α0 is."""
+        alpha_c = self._alpha_c(k)
+        if not self.parameters.bi_level:
+            return alpha_c
+        return min(1.0, client_decay(alpha_c, staleness, self._bound(k)))
+
+    # C-phase.
+
+    def _compare(self, i: int, code: Code) -> None:
+        """Update the similarities of client i from its buffer, and clear it, eq (10)."""
+        state = self.state
+        owners, cosines = state.buffers.cosines(i, code.query)
+        watch = self._watch(int(self._cluster[i]))
+        watch.change(i, owners, cosines, state.similarity, state.computed)
+        state.similarity[i, owners] = state.similarity[owners, i] = cosines
+        state.computed[i, owners] = state.computed[owners, i] = True
+        state.buffers.clear(i)
+
+    def _buffer(self, i: int, code: Code, start: int) -> None:
+        """Put w_i into the buffers of its cluster where it is not redundant, Algorithm 2.
+
+        Newcomers are given it too: eq (15) compares them with the clients of every cluster.
+        """
+        state, n = self.state, len(self.state.clients)
+        k = int(self._cluster[i])
+        gap_range = self.parameters.gap_range or self._bound(k)
+        near = np.abs(start - state.start[:n]) < gap_range
+        wanted = (self._cluster[:n] == k) & near | (self._cluster[:n] == _UNASSIGNED)
+        wanted &= self._present[:n] & ~state.buffers.holds(i)[:n]
+        wanted[i] = False
+        state.buffers.insert(i, code, np.flatnonzero(wanted))
+        if self.parameters.budget:
+            budget = self.parameters.budget
+            state.buffers.enforce(budget, state.computed, state.alpha, self.rng)
+
+    def _split_if_due(self, k: int) -> None:
+        """Split cluster k in R if its largest eigengap says so, Algorithm 3, lines 3 to 8."""
+        watch, gamma = self._watch(k), self.parameters.gamma
+        # Eigengaps of chance shrink as members grow, and so does α_c: both are of those compared.
+        alpha_c = self._alpha_c(k, len(watch.members))
+        if watch.missing or not spectral.should_split(alpha_c, watch.bound(), gamma):
+            return
+        members = watch.members
+        weights = spectral.affinity(self.state.similarity[np.ix_(members, members)])
+        gap = spectral.largest_gap(weights)
+        watch.look(weights, gap.size if gap else 0.0)
+        if gap is None or not spectral.should_split(alpha_c, gap.size, gamma):
+            return
+        guard = self.parameters.noise_guard
+        if guard and gap.size <= guard * spectral.noise_gap(weights, self.rng):
+            return
+        labels = spectral.partition(weights, gap.parts, seed=int(self.rng.integers(2**31)))
+        if labels.max() == 0:
+            return
+        parts = self._parts(k, members, labels)
+        names = [[self.state.clients[i] for i in part] for part in parts]
+        self._share_out(k, names)
+        self.clusters.split(k, names, score=gap.size**gamma, threshold=alpha_c)
+        self._locate(client for part in names for client in part)
+        del self._watches[k]
+
+    def _parts(
+        self, k: int, members: NDArray[np.intp], labels: NDArray[np.int64]
+    ) -> list[NDArray[np.intp]]:
+        """Return the parts of cluster k, by index.
+
+        Clients that are offline go where the clients are that they are most similar to, as far as
+        that is known, or else into the largest part.
+        """
+        state, n = self.state, len(self.state.clients)
+        absent = np.flatnonzero((self._cluster[:n] == k) & ~self._present[:n])
+        parts = [members[labels == label] for label in range(int(labels.max()) + 1)]
+        largest = int(np.argmax([len(part) for part in parts]))
+        for client in absent:
+            known = [part[state.computed[client, part]] for part in parts]
+            means = [
+                state.similarity[client, part].mean() if len(part) else -np.inf for part in known
+            ]
+            best = int(np.argmax(means)) if np.isfinite(means).any() else largest
+            parts[best] = np.append(parts[best], client)
+        return parts
+
+    # Clients without a seat.
+
+    def _note(self, client: str, vector: Vector) -> Vector | None:
+        """Keep the latest model of any client of a fleet in which some have no seat."""
+        if not self.state.unseated:
+            return None
+        if self._shortener is None:
+            reference = self.state.reference
+            is_long = len(reference) > 2 * _SHORT
+            self._shortener = Sketches(reference, _SHORT, seed=0) if is_long else WholeModels()
+            if isinstance(self._encoder, Sketches):
+                self._shortener = self._encoder
+        sketch = self._shortener.sketch_of(self._shortener.encode(self.compared(vector)))
+        self.state.crowd.note(client, sketch)
+        return sketch
+
+    def _share_out(self, k: int, parts: list[list[str]]) -> None:
+        """Add the members of cluster k without a seat to its parts.
+
+        Those of whom no model is known are left out: they are newcomers when their first one comes.
+        """
+        crowd, labels = self.state.crowd, {c: label for label, p in enumerate(parts) for c in p}
+        known = [client for client in labels if client in crowd]
+        members = self.clusters.clients(k, online_only=False) if known else []
+        others = [c for c in members if c in self.state.unseated and c in crowd]
+        if others:
+            found = crowd.nearest(crowd.of(others), known, [labels[client] for client in known])
+            for client, label in zip(others, found.tolist(), strict=True):
+                parts[label].append(client)
+
+    def _cluster_near(self, sketch: Vector | None) -> int:
+        """Return the cluster of most of the seated clients nearest to a newcomer without a seat."""
+        crowd, clusters = self.state.crowd, self.clusters
+        known = [c for c in self.state.clients if c in crowd and clusters.is_placed(c)]
+        if sketch is None or not known:
+            return clusters.largest()
+        labels = [clusters.main(client) for client in known]
+        return int(crowd.nearest(sketch[None, :], known, labels)[0])
+
+    # Newcomers.
+
+    def _nearest_cluster(self, i: int, code: Code) -> int:
+        """Return argmax_k cos(rep_k, w_i), eq (15).
+
+        rep_k is the mean of the models in buf_i whose owners are in C_k, weighted by their data;
+        without any, the cluster's model stands in.
+        """
+        state = self.state
+        owners = state.buffers.owners(i)
+        similarity: dict[int, float] = {}
+        for k, model in self.models.items():
+            inside = owners[self._cluster[owners] == k]
+            if len(inside):
+                most = self.progress.fleet.most_counted()
+                weights = np.minimum(state.examples[inside], most).astype(np.float64)
+                representative = state.buffers.mean_of(i, inside, weights)
+            else:
+                whole = self._encoder.encode(self.compared(model.vector))
+                representative = whole.stored * np.float32(whole.norm)
+            similarity[k] = self._encoder.cosine(code, representative)
+        return max(similarity, key=lambda k: similarity[k])
+
+    def _watch(self, k: int) -> SplitWatch:
+        """Return what is known of cluster k without looking at its eigenvalues."""
+        if k not in self._watches:
+            n = len(self.state.clients)
+            self._watches[k] = SplitWatch.over(self._members(k), self.state.computed, n)
+        return self._watches[k]
+
+    def _size(self, k: int) -> int:
+        """Return |C_k|: its clients that are online, with a seat or without."""
+        if self.state.unseated:
+            return max(1, self.clusters.size(k))
+        return len(self._members(k))
+
+    def _members(self, k: int) -> NDArray[np.intp]:
+        """Return the clients of C_k that are online and have a seat, by index."""
+        n = len(self.state.clients)
+        return np.flatnonzero((self._cluster[:n] == k) & self._present[:n])
+
+    def similarity(self) -> tuple[list[str], NDArray[np.float32]]:
+        """Return A, with NaN where a pair has not been compared."""
+        state, n = self.state, len(self.state.clients)
+        known = np.where(state.computed[:n, :n], state.similarity[:n, :n], np.float32(np.nan))
+        return list(state.clients), known
+
+
+# -----------------------------------------------------------------------------
+# CASA+: CASA with sparse training, which gives slow clients less to do.
+#
+# Liu et al., "CASA: Clustered Federated Learning with Asynchronous Clients", KDD 2024, section
+# 4.4.
+# The staler a client's update was, the larger the share of its smallest weights that it does not
+# train next time (eq 17). The mask travels with the model; the client trains the other weights
+# only,
+# which takes it so much less time, and the server mixes only these in (eq 16).
+# -----------------------------------------------------------------------------
+
+
+Mask = NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class CASAPlusParameters(CASAParameters):
+    """Hyper-parameters of CASA+; those of CASA, and how sparsely slow clients train."""
+
+    sparsity: float = option(
+        0.5, "S0: initial sparsity; the paper's figure 9 tries several", low=0, high=1
+    )
+    rounds: int = option(0, "R_end: updates over which sparsity ends (0: those of the run)", low=0)
+
+
+@dataclass
+class CASAPlusState(CASAState):
+    """What CASA+ knows on top.
+
+    Attributes
+    ----------
+    masks : dict[str, NDArray[np.bool_]]
+        Which weights each client is to train next; clients that train all are left out.
+    sent : dict[int, NDArray[np.bool_]]
+        The masks of open tasks, by number.
+    """
+
+    masks: dict[str, Mask] = field(default_factory=dict)
+    sent: dict[int, Mask] = field(default_factory=dict)
+
+
+class CASAPlus(CASA):
+    """CASA with sparse training: slow clients train only their larger weights (CASA+)."""
+
+    parameters_type = CASAPlusParameters
+    state_type = CASAPlusState
+    state: CASAPlusState
+    parameters: CASAPlusParameters
+
+    # On its way out.
+
+    def work_for(self, client: str) -> Work:
+        """Send the mask along, if there is one: training then takes 1 − S_i of the time."""
+        mask = self.state.masks.get(client)
+        if mask is None:
+            return Work(client)
+        arrays = {MASK: self.spec.pack_mask(mask)}
+        return Work(client, arrays=arrays, settings={COMPUTE_SCALE: float(mask.mean())})
+
+    def on_dispatch(self, task: Task) -> None:
+        """Note with which mask a client trains."""
+        super().on_dispatch(task)
+        mask = self.state.masks.get(task.client)
+        if mask is not None:
+            self.state.sent[task.number] = mask
+
+    def on_close(self, task: Task) -> None:
+        """Forget the mask of a task that is over."""
+        super().on_close(task)
+        self.state.sent.pop(task.number, None)
+
+    # On its way in.
+
+    def _mix(self, k: int, update: Update, alpha: float) -> None:
+        """Mix in what was trained, eq (16), and choose what the client trains next, eq (17)."""
+        state, client = self.state, update.task.client
+        mask = state.sent.get(update.task.number)
+        self.models[k].mix(update.vector, alpha, where=mask)
+        end = self.parameters.rounds or self.planned_updates
+        s_i = sparsity(self.parameters.sparsity, self._alpha_c(k), alpha, state.round, end)
+        following = magnitude_mask(update.vector, s_i, self.trainable)
+        if following.all():
+            state.masks.pop(client, None)
+        else:
+            state.masks[client] = following
+
+
+def sparsity(s0: float, alpha_c: float, alpha_i: float, t: int, end: int) -> float:
+    """Return S_i(t) = S0/2 · (α_c,k − α_i) · (1 + cos((t − 1) π / R_end)), eq (17).
+
+    Beyond R_end it stays 0, where the cosine would let it grow again (our reading).
+    """
+    if t - 1 >= end:
+        return 0.0
+    return s0 / 2 * (alpha_c - alpha_i) * (1 + math.cos((t - 1) * math.pi / end))
+
+
+def magnitude_mask(w_i: Vector, share: float, trainable: Mask | None = None) -> Mask:
+    """Return m_i: False for the given share of the smallest weights, True for the others.
+
+    Parameters
+    ----------
+    w_i : Vector
+        The client's model. Shape (d,).
+    share : float
+        S_i.
+    trainable : Mask, optional
+        Which numbers of it are weights; the others are never masked. Shape (d,); None for all.
+    """
+    mask = np.ones(len(w_i), np.bool_)
+    weights = np.arange(len(w_i)) if trainable is None else np.flatnonzero(trainable)
+    dropped = int(share * len(weights))
+    if dropped > 0:
+        smallest = np.argpartition(np.abs(w_i[weights]), dropped - 1)[:dropped]
+        mask[weights[smallest]] = False
+    return mask
+
+
+# -----------------------------------------------------------------------------
+# CASA without one of its parts: the ablations of CASA's paper, section 5.3.
+# -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CASACParameters(CASAParameters):
+    """Hyper-parameters of CASA-C."""
+
+    clustering: bool = option(False, "split clusters (true: CASA)")
+
+
+@dataclass(frozen=True)
+class CASADParameters(CASAParameters):
+    """Hyper-parameters of CASA-D."""
+
+    bi_level: bool = option(False, "bi-level decay (true: CASA)")
+
+
+CASAC = Variant(CASA, CASACParameters, "CASA without clustering: the ablation CASA-C.")
+CASAD = Variant(CASA, CASADParameters, "CASA with a constant decay: the ablation CASA-D.")

@@ -1,0 +1,1 @@
+"""CDFL, and FedSoft, which it is compared with."""

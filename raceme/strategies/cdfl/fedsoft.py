@@ -1,0 +1,396 @@
+"""FedSoft: each client trains one model of its own, pulled towards the clusters that it is of.
+
+Ruan and Joe-Wong, "FedSoft: Soft Clustered Federated Learning with Proximal Local Updating", AAAI
+2022. Every few rounds each client measures the K cluster models c_s on its samples; u_ks, the
+importance of cluster s to client k, is the share of its samples on which c_s has the least loss. In
+a round each cluster draws clients with probabilities v_ks, which are proportional to u_ks n_k. A
+client that is drawn by any trains its own model w, which it keeps from round to round, on
+``f_k(w) + λ/2 Σ_s u_ks ‖w − c_s‖²``, and c_s becomes the mean of the models that it has drawn.
+
+Since Σ_s u_ks = 1, that pull is the pull towards the one model Σ_s u_ks c_s, which is all that is
+sent. What a client is tested with is this model too, as its own one stays with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raceme.core.clients import Client
+from raceme.core.clusters import Clusters
+from raceme.core.interface import Applied
+from raceme.core.messages import (
+    COMPUTE_SCALE,
+    LOSSES,
+    PROXIMAL_MU,
+    SHARES,
+    TRAIN_MIXED,
+    TRAIN_OWN,
+    Vector,
+    candidate,
+    forward_cost,
+    to_array,
+)
+from raceme.core.options import option
+from raceme.core.requests import Answer, InvalidReplyError, Update, Work
+from raceme.core.scheduling import Dispatch, InRounds, Moment
+from raceme.core.strategy import Method
+from raceme.flower.messages import array_record
+from raceme.strategies.cdfl.scheduling import OnRequest
+from raceme.strategies.cdfl.strategy import (
+    Shares,
+    SoftParameters,
+    SoftState,
+    mix_in,
+    placement_of,
+    start_clusters,
+)
+from raceme.strategies.ifca import different_models
+
+SELECTIONS = ("drawn", "all")
+
+
+@dataclass(frozen=True)
+class FedSoftParameters:
+    """Hyper-parameters of FedSoft; the defaults are the paper's."""
+
+    k: int | None = option(None, "K: number of clusters (auto: of pre-trained models, or 2)", low=1)
+    estimate_every: int = option(2, "τ: rounds between two estimates of importance", low=1)
+    selection: str = option(
+        "drawn", "who trains for a cluster: drawn, or all, weighted by u n", among=SELECTIONS
+    )
+    drawn: int = option(15, "clients that each cluster draws for a round", low=1)
+    smoothing: float = option(1e-4, "σ: importance of a cluster that fits no sample", above=0)
+    strength: float = option(0.1, "λ: strength of the pull towards the clusters", low=0)
+
+    def participants(self, clients: int) -> int:
+        """Return how many of so many clients take part in a round, at most."""
+        if self.selection == "all":
+            return clients
+        return min(clients, self.drawn * (self.k or 2))
+
+
+@dataclass
+class FedSoftState:
+    """What FedSoft knows beside its clusters.
+
+    Attributes
+    ----------
+    importance : dict[str, list[float]]
+        u_k: importance of each cluster, in order, to each client that has told.
+    drawn : dict[str, list[int]]
+        Clusters that have drawn each client of the present round.
+    pretrained : bool
+        Whether the clusters started from the server's models, one for each distribution.
+    """
+
+    importance: dict[str, list[float]] = field(default_factory=dict)
+    drawn: dict[str, list[int]] = field(default_factory=dict)
+    pretrained: bool = False
+
+
+class FedSoft(Method):
+    """Clients' own models, pulled towards the clusters that they are of, in rounds (FedSoft)."""
+
+    parameters_type = FedSoftParameters
+    state_type = FedSoftState
+    uses_starts = True
+    parameters: FedSoftParameters
+    state: FedSoftState
+    dispatch: InRounds
+
+    @property
+    def asked_kinds(self) -> frozenset[str]:
+        """Kinds of work that clients are asked for, beyond training and testing a model."""
+        return frozenset({LOSSES, TRAIN_OWN})
+
+    def policy(self) -> Dispatch:
+        """Work in rounds, with those whom clusters draw."""
+        return InRounds(participants=self._draw)
+
+    def initialize(self, vector: Vector) -> None:
+        """Start each cluster from its pre-trained model, or all from different ones."""
+        self.clusters = soft_clusters(self, vector, self.parameters.k)
+        self.state = FedSoftState(pretrained=bool(self.starts))
+
+    def add_client(self, client: Client) -> None:
+        """Take a client in; all clusters are alike to it until it has measured them."""
+        super().add_client(client)
+        if not self.clusters.is_placed(client.client_id):
+            alike = dict.fromkeys(self.models, 1.0 / len(self.models))
+            self.clusters.assign(client.client_id, alike)
+
+    @property
+    def by_distribution(self) -> bool:
+        """Whether cluster k is of the k-th distribution: if it started from its model."""
+        return self.state.pretrained
+
+    # Every few rounds: importance.
+
+    def next_work(self, moment: Moment) -> Iterable[Work]:
+        """Ask for losses before some rounds; then let those train whom clusters have drawn."""
+        asked = self.dispatch.ask_first(moment, every=self.parameters.estimate_every)
+        if asked is not None:
+            return [self._measure(client) for client in asked]
+        return super().next_work(moment)
+
+    def _measure(self, client: str) -> Work:
+        """Let a client measure all cluster models: K passes without gradients."""
+        examples = self.progress.fleet.clients[client].num_examples
+        cost = forward_cost(self.train_config, examples, len(self.models))
+        settings = {COMPUTE_SCALE: cost}
+        return Work(client, LOSSES, models=tuple(self.models), settings=settings)
+
+    def on_answer(self, answer: Answer) -> None:
+        """Take a client's losses in: they tell the importance of each cluster to it."""
+        measured = answer.numbers.get(LOSSES, np.empty(0))
+        if measured.ndim != 2 or len(measured) != len(self.models) or not measured.size:
+            raise InvalidReplyError(
+                f"it must state as '{LOSSES}' the loss of each sample under {len(self.models)} "
+                f"models, got shape {measured.shape}"
+            )
+        shares = importance_of(measured, self.parameters.smoothing)
+        self.state.importance[answer.task.client] = shares.tolist()
+        weights = dict(zip(self.models, shares.tolist(), strict=True))
+        self.clusters.move(answer.task.client, weights)
+
+    # A round.
+
+    def _draw(self, online: Sequence[Client], rng: np.random.Generator) -> Sequence[Client]:
+        """Let each cluster draw clients, without replacement, with probabilities v_ks."""
+        names = [client.client_id for client in online]
+        self.state.drawn = {}
+        for position, weights in enumerate(self._weights(names).T):
+            chosen = range(len(names))
+            if self.parameters.selection == "drawn":
+                count = min(self.parameters.drawn, int(np.count_nonzero(weights)))
+                chosen = rng.choice(len(names), count, replace=False, p=weights).tolist()
+            for index in chosen:
+                self.state.drawn.setdefault(names[index], []).append(position)
+        return [client for client in online if client.client_id in self.state.drawn]
+
+    def _weights(self, names: Sequence[str]) -> NDArray[np.float64]:
+        """Return v: u_ks n_k over its sum for each cluster s, shape (clients, K)."""
+        fleet, count = self.progress.fleet, len(self.models)
+        alike = [1.0 / count] * count
+        shares = np.array([self.state.importance.get(name, alike) for name in names])
+        examples = np.array([max(1, fleet.counted(name)) for name in names])
+        weights = shares * examples[:, None]
+        return np.asarray(weights / weights.sum(axis=0))
+
+    def work_for(self, client: str) -> Work:
+        """Let a client train its own model, pulled towards its mixture of the clusters'."""
+        return Work(client, TRAIN_OWN, settings={PROXIMAL_MU: self.parameters.strength})
+
+    def aggregate(self, updates: Sequence[Update]) -> list[Applied]:
+        """Replace each cluster's model by the mean of those that it has drawn."""
+        names = [update.task.client for update in updates]
+        largest = dict.fromkeys(names, 0.0)
+        all_weights = self._weights(names)
+        for position, model in enumerate(self.models.values()):
+            rows = [n for n, name in enumerate(names) if position in self.state.drawn.get(name, [])]
+            if not rows:
+                continue
+            weights = np.ones(len(rows))
+            if self.parameters.selection == "all":
+                weights = all_weights[rows, position]
+            weights = weights / weights.sum()
+            model.average([updates[row].vector for row in rows], weights.tolist())
+            for row, weight in zip(rows, weights.tolist(), strict=True):
+                largest[names[row]] = max(largest[names[row]], weight)
+        return [
+            Applied(self.clusters.main(name), staleness=0, weight=largest[name]) for name in names
+        ]
+
+
+def soft_clusters(method: Method, vector: Vector, k: int | None) -> Clusters:
+    """Make K clusters: of the server's pre-trained models if it has some, else of different ones.
+
+    Without K there are as many as pre-trained models, or two.
+    """
+    count = k or len(method.starts) or 2
+    if method.starts:
+        return start_clusters(vector, count, method.starts)
+    return different_models(vector, count, method.spec, method.rng)
+
+
+def importance_of(losses: NDArray[np.float32], smoothing: float) -> Shares:
+    """Return u_k: the share of the samples on which each model has the least loss.
+
+    Parameters
+    ----------
+    losses : NDArray[np.float32]
+        Loss of each sample under each model, shape (K, n).
+    smoothing : float
+        σ: what stands for a share of 0, before all are divided by their sum.
+
+    Returns
+    -------
+    Shares
+        Shape (K,), all above 0, sum 1. Of models with equal losses the first counts.
+    """
+    counts = np.bincount(np.argmin(losses, axis=0), minlength=len(losses))
+    shares = np.where(counts > 0, counts / counts.sum(), smoothing)
+    return np.asarray(shares / shares.sum())
+
+
+# -----------------------------------------------------------------------------
+# FedSoft-Async: CDFL with mixtures that clients estimate themselves, with all cluster models.
+#
+# The baseline of Li and Zhu, "Client-Driven Federated Learning" (CDFL), after FedSoft (Ruan and
+# Joe-Wong, AAAI 2022). A client holds all K cluster models. With its present data it counts on
+# how
+# many samples each has the least loss; these shares are α. It trains the mixture Σ α_k w_k with
+# CDFL's objective, and uploads the result with α. The server mixes it in as CDFL does, needs no
+# proxy
+# sets, and sends all K models.
+#
+# Our readings: training starts from Σ α_k w_k; no share is below that of one sample. The extra K
+# passes over the samples count as computing on virtual time, a pass without gradients as a third
+# of
+# one with.
+# -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class FedSoftAsyncParameters(SoftParameters):
+    """Hyper-parameters of FedSoft-Async."""
+
+    k: int | None = option(None, "K: number of clusters (auto: of pre-trained models, or 2)", low=1)
+
+
+@dataclass
+class FedSoftAsyncState(SoftState):
+    """What FedSoft-Async knows beside its clusters.
+
+    Attributes
+    ----------
+    held : dict[str, dict[int, int]]
+        Version of each cluster's model that each client has.
+    shares : dict[str, list[float]]
+        α that each client has stated last, in order of the clusters.
+    pretrained : bool
+        Whether the clusters started from the server's models, one for each distribution.
+    """
+
+    held: dict[str, dict[int, int]] = field(default_factory=dict)
+    shares: dict[str, list[float]] = field(default_factory=dict)
+    pretrained: bool = False
+
+
+class FedSoftAsync(Method):
+    """CDFL's baseline: clients hold all cluster models and estimate their mixtures themselves."""
+
+    parameters_type = FedSoftAsyncParameters
+    state_type = FedSoftAsyncState
+    uses_starts = True
+    parameters: FedSoftAsyncParameters
+    state: FedSoftAsyncState
+    dispatch: OnRequest
+
+    @property
+    def asked_kinds(self) -> frozenset[str]:
+        """Kinds of work that clients are asked for, beyond training and testing a model."""
+        return frozenset({TRAIN_MIXED}) | self.dispatch.asked_kinds
+
+    def policy(self) -> Dispatch:
+        """Let each client decide when it uploads."""
+        return OnRequest(self.parameters)
+
+    def initialize(self, vector: Vector) -> None:
+        """Start each cluster from its pre-trained model, or all from different ones."""
+        self.clusters = soft_clusters(self, vector, self.parameters.k)
+        self.state = FedSoftAsyncState(
+            renewed=dict.fromkeys(self.clusters.models, 0), pretrained=bool(self.starts)
+        )
+
+    def add_client(self, client: Client) -> None:
+        """Give a client that is new all cluster models."""
+        name = client.client_id
+        super().add_client(client)
+        if name not in self.state.since:
+            self.clusters.assign(name, dict.fromkeys(self.models, 1.0 / len(self.models)))
+            self.state.since[name] = self.progress.updates
+            self._send_all(name)
+
+    @property
+    def by_distribution(self) -> bool:
+        """Whether cluster k is of the k-th distribution: if it started from its model."""
+        return self.state.pretrained
+
+    # What a client does when it chooses.
+
+    def work_for(self, client: str) -> Work:
+        """Let a client estimate and train its mixture, or look how well its last one still fits."""
+        versions = self.state.held[client]
+        vectors = [self.bases.vectors[_name(k, version)] for k, version in versions.items()]
+        if self.dispatch.looks(client):
+            shares = np.asarray(self._shares(client))
+            mixture = np.tensordot(shares, np.stack(vectors), axes=1).astype(np.float32)
+            return self.dispatch.look_at(client, self.spec.pack(mixture), self._cost(client))
+        models = {candidate(k): self.spec.pack(own) for k, own in enumerate(vectors)}
+        settings = {
+            PROXIMAL_MU: self.parameters.rho,
+            COMPUTE_SCALE: 1.0 + self._cost(client, len(models)),
+        }
+        if client in self.state.shares:
+            shares = np.asarray(self.state.shares[client])
+            models[SHARES] = array_record({SHARES: to_array(shares)})
+        return Work(client, TRAIN_MIXED, models=(), arrays=models, settings=settings)
+
+    def _cost(self, client: str, models: int = 1) -> float:
+        examples = self.progress.fleet.clients[client].num_examples
+        return forward_cost(self.train_config, examples, models)
+
+    def on_answer(self, answer: Answer) -> None:
+        """Note how well a client's mixture still fits its data."""
+        self.dispatch.heard(answer)
+
+    # What the server does with an upload.
+
+    def on_update(self, update: Update) -> Applied:
+        """Mix the client's model in by the shares that it states, and send it all models."""
+        client, epoch = update.task.client, self.progress.updates + 1
+        alpha = stated_shares(update, len(self.models))
+        applied = mix_in(
+            self.clusters, self.state, self.parameters, update.vector, alpha, client, epoch
+        )
+        self.state.shares[client] = alpha.tolist()
+        self.clusters.move(client, placement_of(self.clusters, alpha))
+        self._send_all(client)
+        return applied
+
+    def _shares(self, client: str) -> list[float]:
+        return self.state.shares.get(client) or [1.0 / len(self.models)] * len(self.models)
+
+    def _send_all(self, client: str) -> None:
+        """Note which models a client has from now on; each version is kept once."""
+        for k, version in self.state.held.get(client, {}).items():
+            self.bases.release(_name(k, version))
+        self.state.held[client] = {k: model.version for k, model in self.models.items()}
+        for k, model in self.models.items():
+            self.bases.hold(_name(k, model.version), model.vector)
+
+
+def _name(cluster: int, version: int) -> str:
+    return f"{cluster}/{version}"
+
+
+def stated_shares(update: Update, count: int) -> Shares:
+    """Return the shares of K models that a client states.
+
+    Raises
+    ------
+    InvalidReplyError
+        They are missing, below 0, or their sum is not 1.
+    """
+    shares = np.asarray(update.numbers.get(SHARES, ()), np.float64)
+    if shares.shape != (count,) or shares.min() < 0 or abs(shares.sum() - 1.0) > 1e-6:
+        raise InvalidReplyError(
+            f"it must state as '{SHARES}' how much each of {count} models counts: numbers from 0 "
+            "on, sum 1"
+        )
+    return np.asarray(shares / shares.sum())

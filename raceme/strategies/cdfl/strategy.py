@@ -1,0 +1,491 @@
+"""CDFL: clients decide when to upload, and get one model back that fits their mixture of data.
+
+Li and Zhu, "Client-Driven Federated Learning" (CDFL). The server keeps K cluster models w_k, and a
+proxy set D_k of each cluster's distribution. A client's data are a mixture that changes; when it
+chooses, it uploads the model v that it has trained from u, the model that it last received, with
+the term ρ/2 ‖v − u‖². Each upload is one epoch t:
+
+1. An upload of a client that received its model more than τ0 epochs ago changes no cluster.
+2. DistributionEstimation: α, the client's mixture, from v's losses on the proxy sets and v's
+   likeness to the cluster models.
+3. UpdateRatioCompute: β_k = β0 β1 β2, from α and from how late the upload is.
+4. ``w_k ← (1 − β_k) w_k + β_k v``, and the client gets ``u = Σ α_k w_k``.
+
+What the paper leaves open is read so, as an option each where it is one number or word: e_k in β2
+is the epoch of the cluster's last update *before* this one (as printed it is this one's, and would
+be pointless); the branch of late uploads, which uses α without computing it, estimates it with the
+present models; bars are below every loss and on mean losses; a client starts, at any time, from the
+mean of the cluster models; without pre-trained models all clusters start from the same one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import softmax
+
+from raceme.core.clients import Client
+from raceme.core.clusters import Clusters, Model, NonFiniteModelError, blended
+from raceme.core.errors import UserError
+from raceme.core.interface import Applied
+from raceme.core.messages import ARRAYS, PROXIMAL_MU, Vector, forward_cost
+from raceme.core.options import option
+from raceme.core.requests import Answer, Update, Work
+from raceme.core.scheduling import Dispatch
+from raceme.core.strategy import Method
+from raceme.strategies.cdfl.scheduling import OnRequest, RequestParameters
+
+# -----------------------------------------------------------------------------
+# Of which distributions a client's data are a mixture, told from the model that it has trained.
+#
+# Li and Zhu, "Client-Driven Federated Learning" (CDFL): DistributionEstimation and
+# UpdateRatioCompute. A cluster k has a model w_k and a proxy set D_k, samples of its
+# distribution
+# that the server has.
+# -----------------------------------------------------------------------------
+
+
+Shares = NDArray[np.float64]
+"""Of each cluster, shape (K,): not below 0, sum 1."""
+
+
+def above_bar(values: NDArray[np.float64], bar: float | None) -> NDArray[np.float64]:
+    """Return what values exceed a bar by, none below 0.
+
+    A bar above the smallest value would turn the sign of its difference and favour the worse
+    cluster; such a bar is lowered to the smallest value (our reading).
+
+    Parameters
+    ----------
+    values : NDArray[np.float64]
+        Losses or distances, by cluster. Shape (K,).
+    bar : float or None
+        The bar; None for the smallest value ("min" in the paper's Table 2).
+    """
+    least = float(values.min())
+    return values - (least if bar is None else min(bar, least))
+
+
+def others_shares(values: NDArray[np.float64]) -> Shares:
+    """Return, for each cluster, the share of the others in a sum: 1 − value_k / Σ value.
+
+    Where all values are 0 nothing tells the clusters apart, and all have the same.
+    """
+    total = float(values.sum())
+    if not total > 0:
+        return np.full(len(values), 1.0 - 1.0 / len(values))
+    return np.asarray(1.0 - values / total)
+
+
+def estimated_shares(
+    losses: NDArray[np.float64],
+    differences: NDArray[np.float64],
+    distances: NDArray[np.float64],
+    c1: float,
+    c2: float,
+    sharpness: Sequence[float],
+) -> Shares:
+    """Estimate α, the shares of K distributions in a client's data (DistributionEstimation).
+
+    ``α_k = (c1 Σ_{i≠k} l_i / Σ l + c2 Σ_{i≠k} d1_i / Σ d1 + (1 − c1 − c2) Σ_{i≠k} d2_i / Σ d2)
+    / (K − 1)``, then ``α ← softmax(A α)``, once for each A.
+
+    Parameters
+    ----------
+    losses : NDArray[np.float64]
+        l: mean loss of the client's model on each proxy set, less its bar. Shape (K,).
+    differences : NDArray[np.float64]
+        d1: how far that is from the loss of the cluster's own model, less its bar. Shape (K,).
+    distances : NDArray[np.float64]
+        d2: distance of the client's model from the cluster's, less its bar. Shape (K,).
+    c1, c2 : float
+        Weights of the first two terms; the third has the rest.
+    sharpness : Sequence[float]
+        A: one number or several.
+
+    Returns
+    -------
+    Shares
+        α. Shape (K,).
+    """
+    count = len(losses)
+    if count == 1:
+        return np.ones(1)
+    terms = zip((c1, c2, 1.0 - c1 - c2), (losses, differences, distances), strict=True)
+    alpha = np.sum([c * others_shares(values) for c, values in terms], axis=0) / (count - 1)
+    for factor in sharpness:
+        alpha = softmax(factor * alpha)
+    return np.asarray(alpha, np.float64)
+
+
+def cluster_shares(alpha: Shares, bar: float | None = None) -> Shares:
+    """Return β1: how much of an update goes to each cluster, relative to the one with most.
+
+    Shares below the bar are 0; the others are divided by the largest. Shape (K,).
+
+    Parameters
+    ----------
+    alpha : Shares
+        α. Shape (K,).
+    bar : float, optional
+        β1's bar; by default the mean of α, which is 1/K ("ave" in the paper's Table 2).
+    """
+    least = 1.0 / len(alpha) if bar is None else bar
+    return np.where(_reaches(alpha, least), alpha / alpha.max(), 0.0)
+
+
+def lateness_share(last: int, received: int, a: float, b: float) -> float:
+    """Return β2: ``1`` if ``e_k − τ < b``, else ``1 / (a (e_k − τ) + 1)``.
+
+    Parameters
+    ----------
+    last : int
+        e_k: epoch of the cluster's last update before this one.
+    received : int
+        τ: epoch at which the client received what it has trained.
+    a, b : float
+        How fast it falls, and from where on.
+    """
+    late = last - received
+    return 1.0 if late < b else 1.0 / (a * late + 1.0)
+
+
+def _reaches(alpha: Shares, bar: float) -> NDArray[np.bool_]:
+    """Return which shares reach a bar; equal shares reach their mean, whatever their rounding."""
+    return alpha >= bar * (1.0 - 1e-9)
+
+
+# -----------------------------------------------------------------------------
+# CDFL: clients decide when to upload, and get one model back that fits their mixture of data.
+# -----------------------------------------------------------------------------
+
+
+_MIN = "min"
+LAST_UPDATES = ("before", "this")
+
+
+@dataclass(frozen=True)
+class SoftParameters(RequestParameters):
+    """What methods can be told whose uploads go into several clusters."""
+
+    rho: float = option(0.1, "ρ: strength of the pull towards the received model", low=0)
+    beta0: float = option(0.025, "β0: largest share of an update in a cluster", above=0, high=1)
+    a: float = option(10.0, "a: how fast the share of a late update falls", low=0)
+    b: float = option(5.0, "b: epochs from which on an update is late", low=0)
+    oldest: int | None = option(
+        None, "τ0: epochs after which an upload changes no cluster (auto: number of clients)", low=0
+    )
+    share_bar: float | None = option(
+        None, "β1's bar: the least α with which a cluster is updated (auto: 1/K)", low=0, high=1
+    )
+    last_update: str = option(
+        "before",
+        "e_k: epoch of a cluster's last update before this one, or of this one (as printed)",
+        among=LAST_UPDATES,
+    )
+
+
+@dataclass(frozen=True)
+class CDFLParameters(SoftParameters):
+    """Hyper-parameters of CDFL; the defaults are those of Fashion-MNIST with three clusters."""
+
+    k: int | None = option(None, "K: number of clusters (auto: of proxy sets)", low=1)
+    c1: float = option(0.5, "c1: weight of the losses on the proxy sets", low=0, high=1)
+    c2: float = option(0.25, "c2: weight of the likeness of losses", low=0, high=1)
+    sharpness: str = option("3", "A: sharpness of the softmax; several apply in turn: '10, 10'")
+    loss_bar: str = option("0.5", "bar of l, a mean loss; or min: the smallest of the K")
+    model_loss_bar: str = option("0", "bar of d1, the distance of losses; or min")
+    distance_bar: str = option("0", "bar of d2, the distance of models; or min")
+
+
+@dataclass
+class SoftState:
+    """What a method knows whose clients decide when to upload.
+
+    Attributes
+    ----------
+    renewed : dict[int, int]
+        e_k: epoch of each cluster's last update.
+    since : dict[str, int]
+        τ: epoch at which each client received the model that it trains from.
+    """
+
+    renewed: dict[int, int] = field(default_factory=dict)
+    since: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass
+class CDFLState(SoftState):
+    """What CDFL knows beside its clusters.
+
+    Attributes
+    ----------
+    received : dict[str, Vector]
+        u: the model that each client has received last. Shape (d,).
+    """
+
+    received: dict[str, Vector] = field(default_factory=dict)
+
+
+class CDFL(Method):
+    """Clients upload when they choose, and get back a model of their mixture of data (CDFL)."""
+
+    parameters_type = CDFLParameters
+    state_type = CDFLState
+    uses_starts = True
+    parameters: CDFLParameters
+    state: CDFLState
+    dispatch: OnRequest
+
+    def __init__(
+        self, parameters: CDFLParameters | None = None, seed: int = 0, **arguments: Any
+    ) -> None:
+        """Make the method.
+
+        Raises
+        ------
+        UserError
+            A bar, the sharpness or the weights cannot be.
+        """
+        super().__init__(parameters, seed, **arguments)
+        options = self.parameters
+        if options.c1 + options.c2 > 1:
+            raise UserError(
+                f"cdfl.c1 + cdfl.c2 is {options.c1 + options.c2:g} and must be 1 at most: what is "
+                "left to 1 is the weight of the distance of models."
+            )
+        self._sharpness = sharpness_of(options.sharpness)
+        self._bars = (
+            bar_of("cdfl.loss-bar", options.loss_bar),
+            bar_of("cdfl.model-loss-bar", options.model_loss_bar),
+            bar_of("cdfl.distance-bar", options.distance_bar),
+        )
+
+    @property
+    def asked_kinds(self) -> frozenset[str]:
+        """Kinds of work that clients are asked for, beyond training and testing a model."""
+        return self.dispatch.asked_kinds
+
+    def policy(self) -> Dispatch:
+        """Let each client decide when it uploads."""
+        return OnRequest(self.parameters)
+
+    def check_server(self, proxies: int, pretrains: bool) -> None:
+        """Raise UserError if there is not a proxy set for each cluster."""
+        wanted = self.parameters.k
+        if not proxies:
+            raise UserError(
+                "cdfl estimates clients' mixtures with samples on the server: give --proxy, how "
+                "many test samples of each group it keeps (in a simulation), or a folder with an "
+                ".npz file for each cluster."
+            )
+        if wanted is not None and wanted != proxies:
+            raise UserError(
+                f"cdfl.k is {wanted}, and there are {proxies} proxy sets: there must be one for "
+                "each cluster. Without cdfl.k there are as many clusters as sets."
+            )
+
+    def initialize(self, vector: Vector) -> None:
+        """Start each cluster from its pre-trained model, or all from the initial one."""
+        assert self.probe is not None, "check_server() has seen that there is one"
+        count = self.parameters.k or self.probe.sets
+        self.clusters = start_clusters(vector, count, self.starts)
+        self.state = CDFLState(renewed=dict.fromkeys(self.clusters.models, 0))
+
+    def restored(self) -> None:
+        """Forget the losses of the cluster models that were measured."""
+        self._losses: dict[int, tuple[int, float]] = {}
+
+    def add_client(self, client: Client) -> None:
+        """Give a client that is new the mean of the cluster models."""
+        name = client.client_id
+        super().add_client(client)
+        if name not in self.state.since:
+            alike = dict.fromkeys(self.models, 1.0 / len(self.models))
+            self.clusters.assign(name, alike)
+            self.state.received[name] = blended(self.models, alike)
+            self.state.since[name] = self.progress.updates
+
+    @property
+    def by_distribution(self) -> bool:
+        """Whether cluster k is of the k-th distribution: the one of its proxy set."""
+        return True
+
+    # What a client does when it chooses.
+
+    def work_for(self, client: str) -> Work:
+        """Let a client train the model that it has received, or look how well that still fits."""
+        received = self.spec.pack(self.state.received[client])
+        if self.dispatch.looks(client):
+            examples = self.progress.fleet.clients[client].num_examples
+            return self.dispatch.look_at(
+                client, received, forward_cost(self.train_config, examples)
+            )
+        settings = {PROXIMAL_MU: self.parameters.rho}
+        return Work(client, models=(), arrays={ARRAYS: received}, settings=settings)
+
+    def on_answer(self, answer: Answer) -> None:
+        """Note how well a client's model still fits its data."""
+        self.dispatch.heard(answer)
+
+    # What the server does with an upload.
+
+    def on_update(self, update: Update) -> Applied:
+        """Estimate the client's mixture, mix its model in, and make the one that it gets back."""
+        client, v = update.task.client, update.vector
+        alpha = self.estimate(v)
+        epoch = self.progress.updates + 1
+        applied = mix_in(self.clusters, self.state, self.parameters, v, alpha, client, epoch)
+        weights = placement_of(self.clusters, alpha)
+        self.clusters.move(client, weights)
+        self.state.received[client] = blended(self.models, weights)
+        return applied
+
+    def estimate(self, v: Vector) -> Shares:
+        """Return α: of which clusters' distributions a model's data were a mixture.
+
+        Raises
+        ------
+        NonFiniteModelError
+            A loss or a distance is not finite.
+        """
+        assert self.probe is not None, "check_server() has seen that there is one"
+        options, models = self.parameters, self.models
+        losses = np.array([self._loss(v, position) for position in range(len(models))])
+        own = np.array([self._own_loss(position, k) for position, k in enumerate(models)])
+        weights = self.compared(v)
+        # The squares of finite weights may be too large for a float32.
+        with np.errstate(over="ignore"):
+            far = [np.linalg.norm(weights - self.compared(m.vector)) for m in models.values()]
+        distances = np.array(far, np.float64)
+        if not np.isfinite(distances).all():
+            raise NonFiniteModelError("its weights are too large to tell how far clusters are")
+        measured = (losses, np.abs(own - losses), distances)
+        l, d1, d2 = map(above_bar, measured, self._bars)  # noqa: E741
+        return estimated_shares(l, d1, d2, options.c1, options.c2, self._sharpness)
+
+    def _loss(self, vector: Vector, proxy: int) -> float:
+        """Return F: the mean loss of a model on a proxy set."""
+        assert self.probe is not None, "check_server() has seen that there is one"
+        loss = float(np.mean(self.probe([vector], proxy), dtype=np.float64))
+        if not np.isfinite(loss):
+            raise NonFiniteModelError(f"its loss on proxy set {proxy} is {loss}")
+        return loss
+
+    def _own_loss(self, proxy: int, cluster: int) -> float:
+        """Return a cluster model's loss on its own proxy set, measured once per version."""
+        model = self.models[cluster]
+        version, loss = self._losses.get(cluster, (-1, 0.0))
+        if version != model.version:
+            loss = self._loss(model.vector, proxy)
+            self._losses[cluster] = model.version, loss
+        return loss
+
+
+def start_clusters(vector: Vector, count: int, starts: Sequence[Vector]) -> Clusters:
+    """Make K clusters: of the server's pre-trained models if it has some, else all alike."""
+    if starts and len(starts) != count:
+        raise UserError(
+            f"There are {len(starts)} pre-trained models for {count} clusters: pretrain makes one "
+            "for each group of the data."
+        )
+    return Clusters({k: Model((starts[k] if starts else vector).copy()) for k in range(count)})
+
+
+def placement_of(clusters: Clusters, alpha: Shares) -> dict[int, float]:
+    """Return a client's weight in each cluster, from α in their order; one of 0 is left out."""
+    shares = zip(clusters.models, alpha.tolist(), strict=True)
+    return {k: share for k, share in shares if share > 0}
+
+
+def mix_in(
+    clusters: Clusters,
+    state: SoftState,
+    options: SoftParameters,
+    v: Vector,
+    alpha: Shares,
+    client: str,
+    epoch: int,
+) -> Applied:
+    """Mix an upload into the clusters that it is of (UpdateRatioCompute), unless it is too late.
+
+    Parameters
+    ----------
+    clusters : Clusters
+        Whose models change.
+    state : SoftState
+        Notes which were updated, and that the client receives something new.
+    options : SoftParameters
+        β0, a, b, τ0 and the bar.
+    v : Vector
+        What the client has trained. Shape (d,).
+    alpha : Shares
+        α, in order of the clusters. Shape (K,).
+    client : str
+        Who.
+    epoch : int
+        t.
+
+    Returns
+    -------
+    Applied
+        The cluster with the largest share, uploads of others since the client received its model,
+        and the largest β_k.
+    """
+    received = state.since[client]
+    oldest = len(clusters.members) if options.oldest is None else options.oldest
+    largest = 0.0
+    if epoch - received <= oldest:
+        parts = cluster_shares(alpha, options.share_bar)
+        for (k, model), beta1 in zip(clusters.models.items(), parts, strict=True):
+            if beta1 == 0:
+                continue
+            last = state.renewed[k] if options.last_update == "before" else epoch
+            beta = options.beta0 * beta1 * lateness_share(last, received, options.a, options.b)
+            model.mix(v, beta)
+            state.renewed[k], largest = epoch, max(largest, beta)
+    state.since[client] = epoch
+    main = list(clusters.models)[int(np.argmax(alpha))]
+    return Applied(main, staleness=epoch - received - 1, weight=largest)
+
+
+def bar_of(name: str, text: str) -> float | None:
+    """Read a bar: a number, or None for the smallest value.
+
+    Raises
+    ------
+    UserError
+        It is neither.
+    """
+    if text.strip() == _MIN:
+        return None
+    try:
+        bar = float(text)
+    except ValueError:
+        bar = float("nan")
+    if not 0 <= bar < float("inf"):
+        raise UserError(f"{name} must be a number from 0 on, or min; got '{text}'.")
+    return bar
+
+
+def sharpness_of(text: str) -> tuple[float, ...]:
+    """Read A: numbers above 0, separated by commas.
+
+    Raises
+    ------
+    UserError
+        It is anything else.
+    """
+    try:
+        factors = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        factors = ()
+    if not factors or not all(0 < factor < float("inf") for factor in factors):
+        raise UserError(
+            f"cdfl.sharpness must be a number above 0, or several with commas; got '{text}'."
+        )
+    return factors

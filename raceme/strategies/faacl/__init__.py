@@ -1,0 +1,1 @@
+"""FAACL, FAACL-Async and C-FAACL: clusters that support each other."""

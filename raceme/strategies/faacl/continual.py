@@ -1,0 +1,623 @@
+"""C-FAACL: FAACL for clients that meet one task after another.
+
+Zhang, "Asymmetric Clustering in Federated Continual Learning" (C-FAACL), thesis, Waterloo 2024. At
+first clusters are found as by FAACL. Whenever a client has new data (a step of data that change) it
+trains a model of its own on them, and looks for the cluster that they belong to: among those of its
+own former tasks first, then among all, comparing models on its new data and on a remembered sample
+of that task (Algorithms 8 and 9, :mod:`raceme.strategies.faacl.continual`). If none fits, the data
+are a new concept, and its model is that of a new cluster (Algorithm 10). Then clusters are trained,
+compared and merged as in FAACL.
+
+Each client remembers a sample of its validation data of every task, and the server which cluster
+they belonged to. By default, as in the thesis, such a sample is lent to other clients, by way of
+the server: it leaves its client. With ``borrow=losses`` only losses do.
+
+Where the thesis is silent (our readings): a cluster without clients keeps its model, which is not
+trained, and may be found again; clusters founded in a search are not searched by others of the same
+search; what follows a search is Flat FAACL from the clusters as they are then. A client tests, and
+is tested on, a former task with the model of the cluster that it had then.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+from flwr.app import ArrayRecord
+from numpy.typing import NDArray
+
+from raceme.core.clients import Client
+from raceme.core.clusters import Clusters, Model, Weights
+from raceme.core.errors import UserError
+from raceme.core.interface import Applied
+from raceme.core.messages import (
+    BORROWED,
+    COMPUTE_SCALE,
+    INPUTS,
+    LABELS,
+    LEARN,
+    LEND,
+    LOCAL,
+    LOSSES,
+    MATCH,
+    MEMORY,
+    MEMORY_STEPS,
+    ON,
+    REMEMBERED,
+    Vector,
+    forward_cost,
+    numbered,
+    to_array,
+)
+from raceme.core.options import option
+from raceme.core.requests import Answer, InvalidReplyError, Task, Update, Value, Work
+from raceme.core.scheduling import Dispatch, InRounds, Moment
+from raceme.core.strategy import Method
+from raceme.flower.messages import array_record
+from raceme.strategies.faacl.strategy import (
+    ASKING_SECONDS,
+    START,
+    SupportRounds,
+    SupportRoundsParameters,
+    SupportRoundsState,
+    check_samples,
+    found_each,
+    greet,
+    initial_training,
+    losses_of,
+    validation_share,
+)
+from raceme.strategies.faacl.support import fewest_samples, no_worse
+
+# -----------------------------------------------------------------------------
+# Where data of a new task belong: the searches of C-FAACL.
+#
+# Zhang, "Asymmetric Clustering in Federated Continual Learning" (C-FAACL), thesis, Waterloo
+# 2024:
+# Algorithms 8 and 9. A client that has trained a model on new data looks first at what it
+# remembers
+# itself: a sample of a former task, and the cluster that it belonged to. If none matches, it
+# looks at
+# what clients of each of the other clusters remember. A match: the cluster's model is no worse
+# on the
+# new data, and the new model is no worse on the remembered sample.
+#
+# For the second search the thesis has the sample borrowed: it travels from the client that
+# remembers
+# it, by way of the server, to the one that searches. With ``borrow=losses``, our own, the new
+# model
+# travels to the sample instead, and no sample leaves its client.
+# -----------------------------------------------------------------------------
+
+
+log = logging.getLogger("raceme")
+
+Item = TypeVar("Item")
+
+OWN, LENDING, OTHERS = "search-own", "lend", "search-others"
+"""Stages of a search; a stage is also the phase by which its bytes are counted."""
+
+
+@dataclass(frozen=True)
+class SearchParameters(SupportRoundsParameters):
+    """Hyper-parameters of the searches."""
+
+    remembered: int = option(50, "|S|: samples of each task that a client remembers", low=1)
+    borrow: str = option(
+        "samples",
+        "what travels to test a remembered sample of another client: samples (the thesis), or "
+        "models, so that only losses leave it: losses (our own)",
+        among=("samples", "losses"),
+    )
+
+
+@dataclass(frozen=True)
+class Remembered:
+    """A remembered sample that a client is compared on.
+
+    Attributes
+    ----------
+    cluster : int
+        The cluster that the sample belonged to.
+    client : str
+        Who remembers it.
+    step : int
+        Of which step of its data it is.
+    """
+
+    cluster: int
+    client: str
+    step: int
+
+
+@dataclass
+class Request:
+    """What one client is asked in a stage.
+
+    Attributes
+    ----------
+    clusters : list[int]
+        Whose models it measures.
+    clients : list[str]
+        Whose local models it measures.
+    steps : list[int]
+        Of which steps it uses what it remembers.
+    searches : bool
+        Whether it measures on its new data too, being the one that searches.
+    borrowed : list[Remembered]
+        Samples of others that it is sent.
+    """
+
+    clusters: list[int] = field(default_factory=list)
+    clients: list[str] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
+    searches: bool = False
+    borrowed: list[Remembered] = field(default_factory=list)
+
+
+@dataclass
+class SearchState(SupportRoundsState):
+    """What is known of former tasks, and how far a search is.
+
+    Attributes
+    ----------
+    memory : dict[str, dict[int, int]]
+        The cluster that a client's data of each step belonged to: the C of its {S, C}.
+    local : dict[str, Vector]
+        The models of clients that search.
+    learned_at : dict[str, int]
+        Of which step of the data they are.
+    joins : dict[str, int]
+        Clients that have found a cluster in this search.
+    stage : str
+        Empty while nobody searches.
+    tested : dict[str, list[Remembered]]
+        What each client is compared on in this stage, in this order.
+    requests : dict[str, Request]
+        Who is asked what in this stage.
+    tried : dict[str, bool]
+        Who has been asked in this stage.
+    answers : dict[str, dict[str, NDArray]]
+        What was measured, by client and set of samples: shape (models, samples).
+    lent : dict[str, dict[str, NDArray]]
+        Samples that clients have handed out for this search, by client and name.
+    """
+
+    memory: dict[str, dict[int, int]] = field(default_factory=dict)
+    local: dict[str, Vector] = field(default_factory=dict)
+    learned_at: dict[str, int] = field(default_factory=dict)
+    joins: dict[str, int] = field(default_factory=dict)
+    stage: str = ""
+    tested: dict[str, list[Remembered]] = field(default_factory=dict)
+    requests: dict[str, Request] = field(default_factory=dict)
+    tried: dict[str, bool] = field(default_factory=dict)
+    answers: dict[str, dict[str, NDArray[np.float64]]] = field(default_factory=dict)
+    lent: dict[str, dict[str, NDArray[Any]]] = field(default_factory=dict)
+
+
+def matches(
+    new: tuple[NDArray[np.float64], NDArray[np.float64]],
+    old: tuple[NDArray[np.float64], NDArray[np.float64]],
+    epsilon: float,
+    alpha: float,
+) -> bool:
+    """Return whether new data are of a cluster's concept.
+
+    Neither the hypotheses nor ε are printed. Our reading: each model is tested away from home, the
+    cluster's on the new data, and the new one on the remembered sample; each must be no worse there
+    by more than ε than the one at home.
+
+    Parameters
+    ----------
+    new : tuple
+        l1 and l2: losses of the cluster's model and of the new one on the new data, shape (n,).
+    old : tuple
+        l3 and l4: the same on the remembered sample, shape (s,).
+    epsilon, alpha : float
+        ε, and α of Wilcoxon's test.
+    """
+    (l1, l2), (l3, l4) = new, old
+    return no_worse(l2, l1, epsilon, alpha) and no_worse(l3, l4, epsilon, alpha)
+
+
+class ConceptSearch:
+    """Finds the clusters that new data of clients belong to, between two rounds.
+
+    Parameters
+    ----------
+    method : Method
+        Its state is a :class:`SearchState`, its parameters are :class:`SearchParameters`.
+    place : Callable
+        Places the clients that have searched, which ends the search.
+    """
+
+    def __init__(self, method: Method, place: Callable[[], None]) -> None:
+        self._method, self._place = method, place
+        self._parameters: SearchParameters = method.parameters
+
+    @property
+    def _state(self) -> SearchState:
+        state: SearchState = self._method.state
+        return state
+
+    def ask(self, moment: Moment) -> list[Work] | None:
+        """Return who is asked what now; None if nobody searches any more."""
+        state, dispatch = self._state, self._method.dispatch
+        assert isinstance(dispatch, InRounds), "the method works in rounds"
+        if not state.local or dispatch.state.running or moment.greeting:
+            return None
+        while state.local:
+            asked = dispatch.ask_first(moment, self._is_asked, every=0, patience=ASKING_SECONDS)
+            if asked is not None:
+                return [self._work(client) for client in asked]
+            self._advance()
+        return None
+
+    def _is_asked(self, client: str) -> bool:
+        return client in self._state.requests and client not in self._state.tried
+
+    # What clients are asked.
+
+    def _work(self, client: str) -> Work:
+        """Return the work of a client in this stage."""
+        state, request = self._state, self._state.requests[client]
+        settings: dict[str, Value] = {MEMORY_STEPS: request.steps}
+        if state.stage == LENDING:
+            settings[COMPUTE_SCALE] = 0.0
+            return Work(client, LEND, models=(), settings=settings, phase=state.stage)
+        if request.searches:
+            settings[ON] = "validation"
+        settings[COMPUTE_SCALE] = self._cost(client, request)
+        arrays = {
+            numbered(LOCAL, index): self._method.spec.pack(state.local[name])
+            for index, name in enumerate(request.clients)
+        }
+        for index, remembered in enumerate(request.borrowed):
+            arrays[numbered(BORROWED, index)] = self._lent(remembered)
+        models = tuple(request.clusters)
+        return Work(client, MATCH, models, arrays, settings, phase=state.stage)
+
+    def _cost(self, client: str, request: Request) -> float:
+        """Return what measuring takes, as a share of a round's computing."""
+        examples = self._method.progress.fleet.clients[client].num_examples
+        samples = validation_share(self._method) * examples if request.searches else 0.0
+        samples += self._parameters.remembered * (len(request.steps) + len(request.borrowed))
+        models = len(request.clusters) + len(request.clients)
+        train_config = self._method.train_config
+        return samples / max(1, examples) * forward_cost(train_config, examples, models)
+
+    def _lent(self, remembered: Remembered) -> ArrayRecord:
+        name = numbered(MEMORY, remembered.step)
+        lent = self._state.lent[remembered.client]
+        parts = {part: to_array(lent[f"{name}-{part}"]) for part in (INPUTS, LABELS)}
+        return array_record(parts)
+
+    def sent(self, task: Task) -> None:
+        """Note that a client was asked: once in a stage, whatever becomes of it."""
+        self._state.tried[task.client] = True
+
+    def take(self, answer: Answer) -> None:
+        """Take losses, or lent samples, in.
+
+        Raises
+        ------
+        InvalidReplyError
+            They are none, or come after the stage.
+        """
+        state, client = self._state, answer.task.client
+        request = state.requests.get(client)
+        if request is None or (answer.task.kind == LEND) != (state.stage == LENDING):
+            raise InvalidReplyError("it came after the search")
+        self._forget_what_is_lost(client, request, answer.numbers.keys())
+        if state.stage == LENDING:
+            state.lent[client] = dict(answer.numbers)
+            return
+        rows = len(request.clusters) + len(request.clients)
+        state.answers[client] = {name: losses_of(answer, rows, name) for name in answer.numbers}
+
+    def _forget_what_is_lost(self, client: str, request: Request, there: Iterable[str]) -> None:
+        """Note that a client remembers steps no more: it was set up anew, say."""
+        known = set(there)
+        for step in request.steps:
+            name = numbered(MEMORY, step)
+            if name not in known and f"{name}-{INPUTS}" not in known:
+                log.warning("%s has lost its memory of step %d.", client, step)
+                self._state.memory.get(client, {}).pop(step, None)
+
+    # From stage to stage.
+
+    def _advance(self) -> None:
+        """Draw the conclusions of a stage, and begin the next."""
+        state = self._state
+        if state.stage == OWN:
+            self._conclude()
+            self._begin_others()
+        elif state.stage == LENDING:
+            self._begin(OTHERS)
+        elif state.stage == OTHERS:
+            self._conclude()
+            self._end()
+        else:
+            state.tested = {client: self._own(client) for client in state.local}
+            self._begin(OWN)
+
+    def _own(self, client: str) -> list[Remembered]:
+        """Return what a client remembers itself, in order of time (Algorithm 8)."""
+        heir, models = self._state.supported.heir, self._method.models
+        known = sorted(self._state.memory.get(client, {}).items())
+        found = (Remembered(heir(cluster), client, step) for step, cluster in known)
+        return [remembered for remembered in found if remembered.cluster in models]
+
+    def _begin_others(self) -> None:
+        """Pick what each client that has found nothing is compared on (Algorithm 9)."""
+        state = self._state
+        by_cluster: dict[int, list[Remembered]] = {}
+        for client in state.memory:
+            if self._method.clusters.online.get(client):
+                for remembered in self._own(client):
+                    by_cluster.setdefault(remembered.cluster, []).append(remembered)
+        state.tested = {}
+        for client in state.local:
+            if client in state.joins:
+                continue
+            state.tested[client] = []
+            for _, known in sorted(by_cluster.items()):
+                if others := [r for r in known if r.client != client]:
+                    drawn = others[int(self._method.rng.integers(len(others)))]
+                    state.tested[client].append(drawn)
+        self._begin(LENDING if self._parameters.borrow == "samples" else OTHERS)
+
+    def _begin(self, stage: str) -> None:
+        """Find out who is to be asked what."""
+        state, requests = self._state, self._state.requests
+        state.stage, state.tried, state.answers = stage, {}, {}
+        requests.clear()
+        for client, tested in state.tested.items():
+            for remembered in tested:
+                self._add(requests, client, remembered)
+
+    def _add(self, requests: dict[str, Request], client: str, remembered: Remembered) -> None:
+        """Have a client compared on a remembered sample."""
+        stage, borrows = self._state.stage, self._parameters.borrow == "samples"
+        if stage in (LENDING, OTHERS) and (stage == LENDING or not borrows):
+            holder = requests.setdefault(remembered.client, Request())
+            _once(holder.steps, remembered.step)
+            if stage == OTHERS:
+                _once(holder.clusters, remembered.cluster)
+                _once(holder.clients, client)
+        if stage == LENDING:
+            return
+        own = requests.setdefault(client, Request())
+        own.searches = True
+        _once(own.clusters, remembered.cluster)
+        _once(own.clients, client)
+        if stage == OWN:
+            _once(own.steps, remembered.step)
+        elif borrows and self._is_lent(remembered):
+            _once(own.borrowed, remembered)
+
+    def _is_lent(self, remembered: Remembered) -> bool:
+        lent, name = self._state.lent.get(remembered.client, {}), numbered(MEMORY, remembered.step)
+        return f"{name}-{INPUTS}" in lent and f"{name}-{LABELS}" in lent
+
+    def _conclude(self) -> None:
+        """Let clients join the first cluster that matches."""
+        for client, tested in self._state.tested.items():
+            found = next((r.cluster for r in tested if self._is_match(client, r)), None)
+            if found is not None:
+                self._state.joins[client] = found
+
+    def _is_match(self, client: str, remembered: Remembered) -> bool:
+        """Return whether a client's new data are of the concept of a remembered sample."""
+        state, name = self._state, numbered(MEMORY, remembered.step)
+        holder = remembered.client
+        request = state.requests.get(client)
+        if request is not None and remembered in request.borrowed:
+            holder, name = client, numbered(BORROWED, request.borrowed.index(remembered))
+        new = self._losses(client, "validation", remembered.cluster, client)
+        old = self._losses(holder, name, remembered.cluster, client)
+        if new is None or old is None:
+            return False
+        return matches(new, old, self._parameters.epsilon, self._parameters.alpha)
+
+    def _losses(
+        self, measured_by: str, name: str, cluster: int, client: str
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]] | None:
+        """Return the losses of a cluster's model and of a client's own; None if nobody has them."""
+        request, answer = (
+            self._state.requests.get(measured_by),
+            self._state.answers.get(measured_by),
+        )
+        if request is None or answer is None or name not in answer:
+            return None
+        if cluster not in request.clusters or client not in request.clients:
+            return None
+        losses = answer[name]
+        local = len(request.clusters) + request.clients.index(client)
+        return losses[request.clusters.index(cluster)], losses[local]
+
+    def _end(self) -> None:
+        """Forget what was only of this search; the method places the clients."""
+        state = self._state
+        state.stage, state.tested, state.answers, state.lent = "", {}, {}, {}
+        state.requests, state.tried = {}, {}
+        self._place()
+
+
+def _once(values: list[Item], value: Item) -> None:
+    if value not in values:
+        values.append(value)
+
+
+# -----------------------------------------------------------------------------
+# C-FAACL: FAACL for clients that meet one task after another.
+# -----------------------------------------------------------------------------
+
+
+_SEARCHING = (MATCH, LEND)
+
+
+@dataclass(frozen=True)
+class CFAACLParameters(SearchParameters):
+    """Hyper-parameters of C-FAACL."""
+
+    learn_epochs: int = option(
+        20, "passes over the samples of a new task with which a client trains its own model", low=1
+    )
+
+
+@dataclass
+class CFAACLState(SearchState):
+    """What C-FAACL knows beside its models."""
+
+
+class CFAACL(Method):
+    """FAACL for one task after another: old concepts are recognised, new ones found (C-FAACL)."""
+
+    parameters_type = CFAACLParameters
+    state_type = CFAACLState
+    validates = True
+    parameters: CFAACLParameters
+    state: CFAACLState
+    dispatch: InRounds
+
+    @property
+    def asked_kinds(self) -> frozenset[str]:
+        """Kinds of work that clients are asked for, beyond training and testing a model."""
+        return frozenset({LEARN, LEND, LOSSES, MATCH})
+
+    def policy(self) -> Dispatch:
+        """Work in rounds; who supports other clusters trains their models after its own."""
+        self.search = ConceptSearch(self, self._place)
+        self.rounds = SupportRounds(self)
+        return self.rounds.policy()
+
+    def check(self, clients: int) -> None:
+        """Raise UserError if clients are to remember too few samples for any test to be passed."""
+        remembered, alpha = self.parameters.remembered, self.parameters.alpha
+        if remembered < (needed := fewest_samples(alpha)):
+            raise UserError(
+                f"c-faacl.remembered is {remembered}, and a test at level {alpha:g} needs {needed} "
+                "samples: no task would ever be recognised. Take more, or a larger c-faacl.alpha."
+            )
+
+    def check_validation(self, samples: int) -> None:
+        """Raise UserError if a client keeps too few samples for any test to be passed."""
+        check_samples(samples, self.parameters.alpha)
+
+    def initialize(self, vector: Vector) -> None:
+        """Begin with θ, which serves everybody until there are clusters."""
+        self.clusters = Clusters({START: Model(vector)})
+        self.state = CFAACLState(vector.copy())
+
+    def add_client(self, client: Client) -> None:
+        """Take a client in; one that is new has to train θ first."""
+        is_new = client.client_id not in self.clusters.members
+        super().add_client(client)
+        if is_new:
+            greet(self, self.state, client, self.parameters.alpha)
+
+    def serving(self, client: str, step: int) -> Weights:
+        """Return the cluster that a client's data of a step belonged to, or what it has become."""
+        known = self.state.memory.get(client, {})
+        cluster = self.state.supported.heir(known[step]) if step in known else None
+        if cluster is None or cluster not in self.models:
+            return self.placement(client)
+        return {cluster: 1.0}
+
+    # Before a round: searches, then Cluster Support and Cluster Merge.
+
+    def next_work(self, moment: Moment) -> Iterable[Work]:
+        """Find out where new data belong, have clusters compared, then let participants train."""
+        asked = self.search.ask(moment)
+        if asked is None:
+            asked = self.rounds.compare(moment)
+        if asked is None and not self.dispatch.state.running:
+            self._notice_new_data(self.state.memory)
+        return super().next_work(moment) if asked is None else asked
+
+    def _notice_new_data(self, clients: Iterable[str]) -> None:
+        """Let clients whose data have moved on train a model of their own next."""
+        for client in clients:
+            known = self.state.memory.get(client)
+            if known is not None and (self.step_of(client) or 0) not in known:
+                self.state.cold[client] = True
+
+    def on_dispatch(self, task: Task) -> None:
+        """Note who trains what, and who was asked."""
+        if task.kind in _SEARCHING:
+            self.search.sent(task)
+        elif task.kind != LOSSES:
+            self.rounds.sent(task)
+
+    def on_answer(self, answer: Answer) -> None:
+        """Take losses, or lent samples, in."""
+        if answer.task.kind in _SEARCHING:
+            self.search.take(answer)
+        else:
+            self.rounds.take(answer)
+
+    # A round.
+
+    def work_for(self, client: str) -> Work:
+        """Let a client with new data train θ on them and remember a sample; others as in FAACL."""
+        self._notice_new_data([client])
+        if client not in self.state.cold:
+            return self.rounds.train(client)
+        epochs = self.parameters.learn_epochs if self._has_clusters else self.parameters.init_epochs
+        work = initial_training(self, client, self.state.initial, epochs)
+        settings = {**work.settings, REMEMBERED: self.parameters.remembered}
+        return Work(client, LEARN, (), work.arrays, settings, work.phase)
+
+    def aggregate(self, updates: Sequence[Update]) -> list[Applied]:
+        """Make clusters of the first clients; let later ones search; average the others."""
+        # Data may have moved on since: what a client was asked to do counts, not what it is now.
+        new = [update for update in updates if update.task.kind == LEARN]
+        others = [update for update in updates if update.task.kind != LEARN]
+        averaged = self.rounds.aggregate(others)
+        learned = self._learned(new) if self._has_clusters else self._found(new)
+        done = dict(zip(map(id, [*new, *others]), [*learned, *averaged], strict=True))
+        return [done[id(update)] for update in updates]
+
+    @property
+    def _has_clusters(self) -> bool:
+        return bool(self.state.supported.partitions)
+
+    def _found(self, updates: Sequence[Update]) -> list[Applied]:
+        """Make a cluster of each of the first clients (the cold start, Algorithm 7)."""
+        founded = found_each(self, self.state, updates)
+        self.rounds.add([applied.cluster for applied in founded])
+        for update, applied in zip(updates, founded, strict=True):
+            self._remember(update.task.client, update.task.step, applied.cluster)
+        return founded
+
+    def _learned(self, updates: Sequence[Update]) -> list[Applied]:
+        """Keep the models of clients with new data: they search with them."""
+        for update in updates:
+            self.state.local[update.task.client] = update.vector.copy()
+            self.state.learned_at[update.task.client] = update.task.step
+        places = [self.clusters.main(update.task.client) for update in updates]
+        return [Applied(cluster, staleness=0, weight=0.0) for cluster in places]
+
+    # After a search.
+
+    def _place(self) -> None:
+        """Let clients join the clusters that they have found; others found one (Algorithm 10)."""
+        state = self.state
+        for client, local in state.local.items():
+            cluster = state.joins.get(client)
+            if cluster is None:
+                cluster = self.clusters.found(Model(local, 1), [client])
+            else:
+                self.clusters.assign(client, cluster)
+            state.cold.pop(client, None)
+            self._remember(client, state.learned_at[client], cluster)
+        state.local, state.joins, state.learned_at = {}, {}, {}
+        with_clients = [k for k in self.models if k != START and self.clusters.clients(k, False)]
+        self.rounds.compare_all(with_clients)
+
+    def _remember(self, client: str, step: int, cluster: int) -> None:
+        self.state.memory.setdefault(client, {})[step] = cluster

@@ -1,0 +1,337 @@
+"""Flower's own round-based strategies, FedAvg and FedProx, under Raceme's loop.
+
+Flower's strategy decides who takes part in a round, with what settings, and how the updates are
+aggregated; the loop sends, waits, checks and reports as for every method.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import numpy as np
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
+from flwr.serverapp import Grid, strategy
+from flwr.serverapp.strategy import Strategy
+
+from raceme.core import messages as names
+from raceme.core.clients import Client
+from raceme.core.drop_in.arguments import divided
+from raceme.core.errors import UserError
+from raceme.core.interface import Applied
+from raceme.core.options import option
+from raceme.core.requests import Update, Work
+from raceme.core.scheduling import IN_TURN, Dispatch, InRounds, RoundsParameters
+from raceme.core.strategy import Method, Variant
+
+
+@dataclass(frozen=True)
+class FedAvgParameters(RoundsParameters):
+    """Hyper-parameters of federated averaging."""
+
+
+@dataclass(frozen=True)
+class FedProxParameters(RoundsParameters):
+    """Hyper-parameters of FedProx."""
+
+    proximal_mu: float = option(0.05, "weight μ of the proximal term", low=0)
+
+
+@dataclass
+class FlowerState:
+    """What Flower's strategy has said of the present round.
+
+    Attributes
+    ----------
+    settings : dict[str, Any]
+        What the messages of the round say.
+    """
+
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+class FlowerRounds(Method):
+    """Runs one of Flower's strategies, one that keeps a single model and no state of its own.
+
+    Parameters
+    ----------
+    inner : Strategy
+        Decides who trains, with what settings, and how updates are aggregated.
+    parameters : RoundsParameters
+        The hyper-parameters that `inner` was made with, for reports. Where they say that clients
+        are picked in turn, `inner` decides how many, not who.
+    seed : int
+        Decides which clients are sampled.
+    """
+
+    parameters_type = RoundsParameters
+    state_type = FlowerState
+    one_model = True
+    parameters: RoundsParameters
+    state: FlowerState
+    dispatch: InRounds
+
+    def __init__(
+        self, inner: Strategy, parameters: Any = None, seed: int = 0, **arguments: Any
+    ) -> None:
+        super().__init__(parameters, seed, **arguments)
+        self.inner = inner
+        self._seed = seed
+
+    def policy(self) -> Dispatch:
+        """Work in rounds, with the participants that Flower's strategy chooses."""
+        return InRounds(participants=self._participants, picking=self.parameters.picking)
+
+    def _participants(self, online: Sequence[Client], rng: np.random.Generator) -> Sequence[Client]:
+        """Ask Flower's strategy; it samples with Python's `random`."""
+        nodes = {client.node_id: client for client in online}
+        number = self.dispatch.state.number
+        before = random.getstate()
+        random.seed(int(np.random.SeedSequence([self._seed, number]).generate_state(1)[0]))
+        try:
+            asked = list(
+                self.inner.configure_train(
+                    number,
+                    ArrayRecord(),
+                    ConfigRecord(dict(self.train_config)),
+                    cast(Grid, _Nodes(list(nodes))),
+                )
+            )
+        finally:
+            random.setstate(before)
+        self.state.settings = dict(asked[0].content[names.CONFIG]) if asked else {}
+        if self.parameters.picking == IN_TURN or len(asked) < self.dispatch.least:
+            return self.dispatch.pick(online, len(asked), rng)
+        return [nodes[message.metadata.dst_node_id] for message in asked]
+
+    def work_for(self, client: str) -> Work:
+        """Let a client train with the settings of Flower's strategy."""
+        return Work(client, settings=self.state.settings)
+
+    def aggregate(self, updates: Sequence[Update]) -> list[Applied]:
+        """Let Flower's strategy aggregate; it weighs updates by their examples."""
+        number = self.dispatch.state.number
+        arrays, metrics = self.inner.aggregate_train(number, self._replies(updates))
+        if arrays is not None:
+            self.models[0].replace(self.spec.unpack(arrays))
+        if metrics is not None:
+            self.result.train_metrics_clientapp[number] = metrics
+        return [Applied(0, staleness=0, weight=weight) for weight in self.weights(updates)]
+
+    def weights(self, updates: Sequence[Update]) -> list[float]:
+        """Return the share of each update in what Flower's strategy has made of them."""
+        examples = sum(update.num_examples for update in updates)
+        return [update.num_examples / examples for update in updates]
+
+    def _replies(self, updates: Sequence[Update]) -> Iterable[Message]:
+        """Return the updates as messages, with the metrics that all of them have.
+
+        Flower's strategies end the run when replies differ; one odd client must not be able to.
+        """
+        common = set.intersection(*(set(update.metrics) for update in updates))
+        replies = []
+        for update in updates:
+            metrics = {name: value for name, value in update.metrics.items() if name in common}
+            # A count, as Flower's weighted mean expects it.
+            metrics[names.NUM_EXAMPLES] = update.num_examples
+            arrays, measured = self.spec.pack(update.vector), MetricRecord(dict(metrics))
+            records = RecordDict({names.ARRAYS: arrays, names.METRICS: measured})
+            node = self.progress.fleet.clients[update.task.client].node_id or 0
+            replies.append(Message(records, node, MessageType.TRAIN))
+        return replies
+
+    def summary(self) -> None:
+        """Let Flower's strategy log its hyper-parameters."""
+        self.inner.summary()
+
+
+class FedAvg(FlowerRounds):
+    """Federated averaging, Flower's own: rounds that wait for the slowest client."""
+
+    parameters_type = FedAvgParameters
+
+    def __init__(
+        self, parameters: FedAvgParameters | None = None, seed: int = 0, **arguments: Any
+    ) -> None:
+        made, _ = divided(type(self).__name__, FedAvgParameters, parameters, arguments)
+        super().__init__(strategy.FedAvg(**sampling(made)), made, seed, **arguments)
+
+
+class FedProx(FlowerRounds):
+    """FedAvg with a proximal term that keeps clients near the global model, Flower's own."""
+
+    parameters_type = FedProxParameters
+
+    def __init__(
+        self, parameters: FedProxParameters | None = None, seed: int = 0, **arguments: Any
+    ) -> None:
+        made, _ = divided(type(self).__name__, FedProxParameters, parameters, arguments)
+        sampled, mu = sampling(made), made.proximal_mu
+        super().__init__(strategy.FedProx(**sampled, proximal_mu=mu), made, seed, **arguments)
+
+
+class _Nodes:
+    """As much of a grid as Flower's strategies look at when they sample."""
+
+    def __init__(self, node_ids: list[int | None]) -> None:
+        self._node_ids = node_ids
+
+    def get_node_ids(self) -> list[int | None]:
+        return self._node_ids
+
+
+def sampling(parameters: RoundsParameters) -> dict[str, Any]:
+    """Return Flower's settings for a share of the clients.
+
+    One that is online is enough: Flower would sleep on the wall clock until more come, which never
+    happens on virtual time.
+    """
+    return {
+        "fraction_train": parameters.fraction,
+        "min_train_nodes": 1,
+        "min_evaluate_nodes": 1,
+        "min_available_nodes": 1,
+    }
+
+
+# -----------------------------------------------------------------------------
+# Flower's own robust strategies in rounds: median, trimmed mean, Krum and Multi-Krum.
+#
+# They take it that all clients have data of one distribution: what few of them send is poison.
+# On
+# clients with groups of their own they drop honest groups, too.
+# -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class FedMedianParameters(RoundsParameters):
+    """Hyper-parameters of the median."""
+
+
+@dataclass(frozen=True)
+class FedTrimmedAvgParameters(RoundsParameters):
+    """Hyper-parameters of the trimmed mean."""
+
+    beta: float = option(0.2, "share of the values that is cut off at each end", low=0, below=0.5)
+
+
+@dataclass(frozen=True)
+class MultiKrumParameters(RoundsParameters):
+    """Hyper-parameters of Multi-Krum."""
+
+    num_malicious_nodes: int = option(0, "attackers f among a round's clients", low=0)
+    num_nodes_to_select: int | None = option(
+        None, "updates that are averaged (auto: all but the attackers)", low=1
+    )
+
+
+@dataclass(frozen=True)
+class KrumParameters(MultiKrumParameters):
+    """Hyper-parameters of Krum: those of Multi-Krum that chooses one."""
+
+    num_nodes_to_select: int | None = option(1, "updates that are averaged", low=1)
+
+
+class FedMedian(FlowerRounds):
+    """Rounds that take the median of each weight, Flower's own: robust, for data of one kind."""
+
+    parameters_type = FedMedianParameters
+
+    def __init__(
+        self, parameters: FedMedianParameters | None = None, seed: int = 0, **arguments: Any
+    ) -> None:
+        made, _ = divided(type(self).__name__, self.parameters_type, parameters, arguments)
+        super().__init__(strategy.FedMedian(**sampling(made)), made, seed, **arguments)
+
+    def weights(self, updates: Sequence[Update]) -> list[float]:
+        """Return the same weight for all: the median counts no examples."""
+        return [1 / len(updates)] * len(updates)
+
+
+class FedTrimmedAvg(FlowerRounds):
+    """Rounds that average each weight without its extremes, Flower's own: for data of one kind."""
+
+    parameters_type = FedTrimmedAvgParameters
+
+    def __init__(
+        self, parameters: FedTrimmedAvgParameters | None = None, seed: int = 0, **arguments: Any
+    ) -> None:
+        made, _ = divided(type(self).__name__, self.parameters_type, parameters, arguments)
+        inner = strategy.FedTrimmedAvg(**sampling(made), beta=made.beta)
+        super().__init__(inner, made, seed, **arguments)
+
+    def weights(self, updates: Sequence[Update]) -> list[float]:
+        """Return the same weight for all: the trimmed mean counts no examples."""
+        return [1 / len(updates)] * len(updates)
+
+
+class MultiKrum(FlowerRounds):
+    """Rounds that average the updates nearest to most others, Flower's own: for data of one kind.
+
+    An update's score is the sum of its squared distances to the n − f − 2 nearest ones.
+    """
+
+    parameters_type = MultiKrumParameters
+    parameters: MultiKrumParameters
+    inner: strategy.MultiKrum
+
+    def __init__(
+        self, parameters: MultiKrumParameters | None = None, seed: int = 0, **arguments: Any
+    ) -> None:
+        made, _ = divided(type(self).__name__, self.parameters_type, parameters, arguments)
+        attackers = made.num_malicious_nodes
+        inner = strategy.MultiKrum(**sampling(made), num_malicious_nodes=attackers)
+        super().__init__(inner, made, seed, **arguments)
+        self._mean = inner.train_metrics_aggr_fn
+        inner.train_metrics_aggr_fn = self._note_chosen
+        self._sent: list[Message] = []
+        self._chosen: list[RecordDict] = []
+
+    def check(self, clients: int) -> None:
+        """Find out whether so many attackers can be outvoted: n ≥ 2 f + 3.
+
+        Raises
+        ------
+        UserError
+            They cannot.
+        """
+        count = math.floor(self.parameters.fraction * clients)
+        attackers = self.parameters.num_malicious_nodes
+        if count < 2 * attackers + 3:
+            raise UserError(
+                f"num-malicious-nodes: rounds of {count} clients bear at most "
+                f"{max(0, (count - 3) // 2)} attackers, got {attackers}."
+            )
+
+    def aggregate(self, updates: Sequence[Update]) -> list[Applied]:
+        """Let Flower's strategy choose and average."""
+        wanted, attackers = self.parameters.num_nodes_to_select, self.inner.num_malicious_nodes
+        if wanted is None:
+            wanted = max(1, len(updates) - attackers)
+        self.inner.num_nodes_to_select = wanted
+        return super().aggregate(updates)
+
+    def weights(self, updates: Sequence[Update]) -> list[float]:
+        """Return the chosen updates' shares by examples, and 0 for the others."""
+        chosen = [any(reply.content is one for one in self._chosen) for reply in self._sent]
+        counts = [u.num_examples if is_in else 0 for u, is_in in zip(updates, chosen, strict=True)]
+        return [count / max(1, sum(counts)) for count in counts]
+
+    def _replies(self, updates: Sequence[Update]) -> Iterable[Message]:
+        self._sent = list(super()._replies(updates))
+        return self._sent
+
+    def _note_chosen(self, records: list[RecordDict], key: str) -> MetricRecord:
+        """Note what was chosen, and average the metrics of these as Flower does."""
+        self._chosen = records
+        return self._mean(records, key)
+
+
+Krum = Variant(
+    MultiKrum,
+    KrumParameters,
+    "Rounds that take the one update nearest to most others, Flower's own: for data of one kind.",
+)

@@ -1,0 +1,1 @@
+"""Panicle: clusters that form from the first updates and repair themselves."""

@@ -1,0 +1,554 @@
+"""Panicle: clusters that form at once, and that repair themselves.
+
+Our own; a panicle is a branched raceme. Every client, slow or fast, begins with two *probes*: a few
+mini-batches from the initial model w0. Directions of different clients are compared crosswise, the
+first probe of one with the second of the other, so that the chance of mini-batches cancels out and
+distances have an absolute scale: 0 for clients that are alike, 1 for unrelated ones
+(`clustering/probes.py`). As soon as half of the fleet has answered, the partition with the most
+evidence is looked for, and taken if that reaches a level which does not depend on time, and is
+higher where groups are small (`clustering/evidence.py`).
+
+Whenever probes have been added, the same evidence may split clusters further, move clients, and
+merge what is alike (`clustering/repair.py`). A client whose updates suddenly grow is probed again,
+and placed anew if it does not go where it went; where many have changed, all others are probed
+(`clustering/habits.py`). Inside a cluster, each update moves the model by
+the mean of all members' latest changes, the updating client's renewed, so that nobody owns the
+model by being fast; its share falls from CASA's to that of one member as the cluster learns. What
+clients use is a mean of the model's last versions (`clustering/averages.py`), and of a member that
+is unlike the others some of its own latest model (`clustering/own_part.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raceme.core.clients import Client
+from raceme.core.clusters import Clusters, Model
+from raceme.core.interface import Applied
+from raceme.core.messages import ARRAYS, Vector
+from raceme.core.options import option
+from raceme.core.requests import Task, Update, Work
+from raceme.core.strategy import Method, staleness_of
+from raceme.strategies.panicle.averaging import (
+    Averages,
+    Latest,
+    calibration,
+    carried,
+    cut,
+    freshness,
+    share_of,
+)
+from raceme.strategies.panicle.drift import (
+    FEWEST_LENGTHS,
+    PATIENCE,
+    Habit,
+    Roll,
+    are_changing,
+    call_others,
+)
+from raceme.strategies.panicle.grouping import (
+    comes_from,
+    judged,
+    least_evidence,
+    nearest_group,
+    parts_of_split,
+    plan_repair,
+)
+from raceme.strategies.panicle.probes import (
+    HALVES,
+    Examples,
+    Probes,
+    Sketcher,
+    apartness,
+    between,
+    inside,
+    own_share,
+    settings_of_probe,
+    shown,
+    spread,
+)
+from raceme.strategies.shared import contribution
+
+# -----------------------------------------------------------------------------
+# What can be set of Panicle, and switched off.
+# -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PanicleParameters:
+    """Hyper-parameters; each part can be switched off."""
+
+    probe_steps: int = option(
+        5, "mini-batches of a probe at most, of a tenth of a task (0: a whole task)", low=0
+    )
+    clustering: bool = option(True, "form clusters (false: one model for all)")
+    level: float = option(0.45, "evidence from which on there are clusters", above=0, below=1)
+    most: int = option(12, "clusters at most", low=1)
+    repair: bool = option(True, "split, move and merge after the clusters were formed")
+    recheck: int = option(20, "own updates after which a client is probed again (0: never)", low=0)
+    drift: bool = option(True, "probe clients again whose updates suddenly grow")
+    growth: float = option(2.0, "growth of an update that is sudden", above=1)
+    alpha0: float = option(2.0, "α0 of a cluster's first updates: α0 / log2(members + 3)", above=0)
+    ease: float = option(10.0, "updates per member after which the share has halved", above=0)
+    forward: float = option(
+        0.5, "share of what the model has moved meanwhile that an update keeps", low=0, high=1
+    )
+    stale: float = option(1.0, "power by which what was overtaken counts less (0: alike)", low=0)
+    unbiased: bool = option(True, "let members count alike, however often they report")
+    clip: float = option(3.0, "longest update, in medians of its cluster's (0: any)", low=0)
+    average: float = option(0.1, "share of versions that a model in use averages", low=0, high=1)
+    own: float = option(
+        500.0,
+        "samples from which a client uses its own model as far as it is unlike others (0: never)",
+        low=0,
+    )
+    sketch: int = option(1024, "numbers of a direction that are kept (0: all)", low=0)
+    exact_up_to: int = option(
+        2000,
+        "clients compared pair by pair; of a larger fleet so many, drawn at random, stand for all "
+        "(0: all are compared)",
+        low=0,
+    )
+
+
+# -----------------------------------------------------------------------------
+# Panicle: clusters that form at once, and that repair themselves.
+# -----------------------------------------------------------------------------
+
+
+PROBE = "probe"
+"""Phase of the work that only places a client."""
+_MOST_PROBES = 6
+"""Probes after which a client that does not agree with itself is given up."""
+_ALIKE = 0.5
+"""Likeness to its own former direction below which a client's data have changed."""
+_RARELY = 5
+"""Updates per client after which clusters are looked at even if nothing new is known."""
+_MORE_PROBES = 4
+"""Probes of each client where two leave it open if there are clusters."""
+
+
+@dataclass
+class PanicleState:
+    """What Panicle knows beside its clusters.
+
+    Attributes
+    ----------
+    initial : Vector
+        w0. Shape (d,).
+    probes : Probes
+        Directions from w0, and who is like whom.
+    habits : dict[str, Habit]
+        What each client's updates have been like.
+    changes : dict[str, int]
+        When each client's data were last found to have changed, in updates of the run.
+    latest : Latest
+        z_i: latest model of each member that is online.
+    averages : Averages
+        The models that clients use.
+    examples : Examples
+        Members that stand for their clusters in a large fleet.
+    learned : dict[int, int]
+        Updates that went into a cluster since it was formed.
+    origins : dict[int, list[int]]
+        Clusters that a cluster came from.
+    changed : int
+        Clients of whom something new is known since clusters were looked at.
+    formed : bool
+        Whether they were looked at.
+    unlooked : int
+        Updates since then.
+    wanted : int
+        Probes that each client is to answer; more where two leave it open if there are clusters.
+    withheld : dict[str, Vector]
+        Models that moved nothing, of clients whose data may have changed. Shape (d,).
+    """
+
+    initial: Vector
+    probes: Probes = field(default_factory=Probes)
+    habits: dict[str, Habit] = field(default_factory=dict)
+    changes: dict[str, int] = field(default_factory=dict)
+    latest: Latest = field(default_factory=Latest)
+    averages: Averages = field(default_factory=Averages)
+    examples: Examples = field(default_factory=Examples)
+    learned: dict[int, int] = field(default_factory=dict)
+    origins: dict[int, list[int]] = field(default_factory=dict)
+    changed: int = 0
+    formed: bool = False
+    unlooked: int = 0
+    wanted: int = HALVES
+    withheld: dict[str, Vector] = field(default_factory=dict)
+
+
+class Panicle(Method):
+    """Clusters by short probes, at once, that split, move and merge by evidence (our own)."""
+
+    parameters_type = PanicleParameters
+    state_type = PanicleState
+    keeps_bases = True
+    parameters: PanicleParameters
+    state: PanicleState
+
+    def initialize(self, vector: Vector) -> None:
+        """All clients start in one cluster."""
+        self.clusters = Clusters({0: Model(vector)})
+        self.state = PanicleState(vector.copy(), Probes(exact_up_to=self.parameters.exact_up_to))
+        self.restored()
+
+    def restored(self) -> None:
+        """Make what shortens directions, and count."""
+        self._sketcher = Sketcher(self.parameters.sketch)
+        self._roll = Roll()
+        for client in self.clusters.online:
+            self._recount(client)
+
+    def add_client(self, client: Client) -> None:
+        """Take a client in, or back."""
+        super().add_client(client)
+        self._recount(client.client_id)
+
+    def remove_client(self, client: str) -> None:
+        """A client that has gone no longer moves its cluster."""
+        super().remove_client(client)
+        self.state.latest.withdraw(client)
+        self.state.withheld.pop(client, None)
+        self._recount(client)
+
+    def _recount(self, client: str) -> None:
+        """Note whether a client is there, is settled, and how long its updates are."""
+        is_there, is_settled = self.clusters.online.get(client, False), self._is_settled(client)
+        habit = self.state.habits.get(client, Habit())
+        self._roll.note(client, is_there and (is_settled or not habit.is_silent), is_settled)
+        self._roll.lengths.put(client, self._home(client), habit.length * is_there)
+
+    # What a client is asked.
+
+    def work_for(self, client: str) -> Work:
+        """Let a client take a few steps from w0 if it is to be placed, or train its model."""
+        if not self._is_to_be_probed(client):
+            return Work(client)
+        examples = self.progress.fleet.clients[client].num_examples
+        settings = settings_of_probe(self.train_config, examples, self.parameters.probe_steps)
+        arrays = {ARRAYS: self.record_of(self.state.initial)}
+        return Work(client, models=(), arrays=arrays, settings=settings, phase=PROBE)
+
+    def _is_to_be_probed(self, client: str) -> bool:
+        if not self.parameters.clustering:
+            return False
+        habit, probes = self._habit(client), self.state.probes
+        if habit.is_silent:
+            return False
+        due = self.parameters.recheck and habit.since >= habit.every
+        few = probes.is_known(client) and probes.count(client) < self.state.wanted
+        asked = habit.doubted or habit.called or bool(due) or few
+        return asked or not self._is_settled(client)
+
+    def _is_settled(self, client: str) -> bool:
+        """Return whether a client's probes say who it is like, or never will."""
+        probes = self.state.probes
+        return probes.is_clear(client) or probes.count(client) >= _MOST_PROBES
+
+    def on_dispatch(self, task: Task) -> None:
+        """Count probes until they are answered."""
+        if task.phase == PROBE:
+            self._habit(task.client).asked += 1
+            self._recount(task.client)
+
+    def base_of(self, update: Update) -> Vector:
+        """Return the model that the client started from: w0 for a probe."""
+        return self.state.initial if update.task.phase == PROBE else super().base_of(update)
+
+    def on_update(self, update: Update) -> Applied:
+        """Place a client by its probes; let a member's update move its cluster's model."""
+        if update.task.phase == PROBE:
+            return self._take_probe(update)
+        return self._learn_from(update)
+
+    # Who is like whom.
+
+    def _take_probe(self, update: Update) -> Applied:
+        """Take a direction from w0 in, and act on what it says."""
+        client, probes = update.task.client, self.state.probes
+        habit, delta = self._habit(client), self.compared(self.delta(update))
+        direction = self._sketcher.direction(delta)
+        habit.asked, habit.since, habit.probed = 0, 0, self.progress.updates
+        if probes.is_clear(client) and probes.likeness(client, direction) < _ALIKE:
+            probes.forget(client)
+            self.state.latest.withdraw(client)
+            habit.every = self.parameters.recheck
+            self._note_change(client)
+        elif habit.doubted:
+            habit.growth *= 1.5
+        elif self._is_settled(client) and not habit.called:
+            habit.every *= 2
+        habit.doubted, habit.called, habit.length = False, False, 0.0
+        was_settled = self._is_settled(client)
+        probes.add(client, direction)
+        self._recount(client)
+        if not was_settled:
+            self._place(client)
+        if self._is_settled(client):
+            self.state.withheld.pop(client, None)
+            self.state.changed += 1
+            self._look_if_due()
+        latest, k = self.state.latest, self.clusters.main(client)
+        if client not in latest.models and not self.state.formed and self.clusters.online[client]:
+            latest.renew(client, k, update.vector)
+            habit.trained = False
+        return Applied(self.clusters.main(client), staleness=0, weight=0.0)
+
+    def _note_change(self, client: str) -> None:
+        """Note that a client's data have changed; many such speak for the others."""
+        state, now = self.state, self.progress.updates
+        if self.parameters.drift:
+            state.changes[client] = now
+            call_others(state.habits, state.changes, now, len(state.probes.clients))
+
+    def _place(self, client: str) -> None:
+        """Put a client whose probes are new where it belongs, once there are clusters.
+
+        One probe is enough to join a cluster, to be alone takes two. Of one that has no place, and
+        does not agree with itself after all of its probes, the mean of these has to do.
+        """
+        probes, clusters = self.state.probes, self.clusters
+        is_known, is_open = probes.is_known(client), not clusters.is_placed(client)
+        is_unclear = is_known and not probes.is_clear(client)
+        if len(self.models) == 1 or (is_unclear and not (is_open and self._is_settled(client))):
+            return
+        names, labels, distances = self.state.examples.seen_from(
+            client, probes, clusters, self._clear, self.rng
+        )
+        if not len(names):
+            return
+        has_room = clusters.is_alone(client) or len(self.models) < self.parameters.most
+        group = nearest_group(distances, labels, may_be_alone=has_room)
+        if group is not None:
+            self._move(client, int(names[group]))
+        elif is_known and not clusters.is_alone(client):
+            self._found(client)
+            self.state.changed = len(probes.clients)
+
+    def _look_if_due(self) -> None:
+        """Look for other clusters if enough is new, and enough is known."""
+        state, known = self.state, len(self.state.probes.clients)
+        # Cheap questions first: of a large fleet, few probes are followed by a look.
+        is_late = state.unlooked >= _RARELY * known
+        is_due = is_late or state.changed >= max(1, known // 16)
+        if not is_due or (state.formed and not self.parameters.repair):
+            return
+        if self._roll.are_enough(is_late):
+            state.changed, state.unlooked, state.formed = 0, 0, True
+            self._look()
+
+    def _look(self) -> None:
+        """Have clusters split, merged and clients moved if what is known of them says so."""
+        clients = self._clear()
+        now = np.array([self.clusters.main(client) for client in clients], np.int64)
+        rows = shown(now, self.parameters.exact_up_to, self.rng)
+        names, probes, own = [clients[i] for i in rows], self.state.probes, self.parameters
+        found = judged(probes.distances(names), now[rows], own.level, own.most)
+        # While data change, what is known of some clients is of data that they no longer have.
+        if found.is_open and not are_changing(self.state.changes, self.progress.updates, len(now)):
+            self.state.wanted = _MORE_PROBES
+        if found.wanted is not None:
+            wanted = spread(probes, clients, names, found.wanted)
+            self._rearrange(clients, now, wanted, found.evidence)
+
+    def _clear(self) -> list[str]:
+        """Return the clients online of which probes say who they are like."""
+        online = self.clusters.online
+        return [client for client in self.state.probes.clear() if online[client]]
+
+    # From the clusters that there are to those that there should be.
+
+    def _rearrange(
+        self,
+        clients: list[str],
+        now: NDArray[np.int64],
+        wanted: NDArray[np.int64],
+        evidence: float,
+    ) -> None:
+        """Merge, split and move."""
+        clusters = self.clusters
+        level = least_evidence(self.parameters.level, len(np.unique(wanted)), len(wanted))
+        repair = plan_repair(now, wanted)
+        heirs = {cluster: cluster for cluster in clusters.models}
+        for sources in repair.merges:
+            merged = clusters.merge(sources, score=evidence, threshold=level)
+            heirs |= dict.fromkeys(sources, merged)
+            self._inherit(merged, sources)
+        group_of = dict(zip(clients, wanted.tolist(), strict=True))
+        cluster_of = {group: heirs[home] for group, home in repair.home.items()}
+        for parent, groups in repair.splits.items():
+            source = heirs[parent]
+            home = [group for group, cluster in cluster_of.items() if cluster == source]
+            inside = clusters.clients(source, online_only=False)
+            parts = parts_of_split(inside, group_of, groups, self._is_settled)
+            children = clusters.split(source, parts, score=evidence, threshold=level)
+            cluster_of |= dict(zip([*home, *groups], children, strict=True))
+            for child, part in zip(children, parts, strict=True):
+                self._inherit(child, [source])
+                self._start(child, part)
+        for client, group in group_of.items():
+            self._move(client, cluster_of[group])
+        for cluster in sorted(set(clusters.models) - set(cluster_of.values())):
+            if not clusters.size(cluster, online_only=False):
+                self._retire(cluster)
+        self.state.latest.recount(self._home)
+        self.state.examples.forget()
+        for client in clusters.online:
+            self._recount(client)
+
+    def _inherit(self, cluster: int, sources: list[int]) -> None:
+        """Note where a new cluster comes from; it learns as fast as a young one."""
+        state = self.state
+        state.origins[cluster], state.learned[cluster] = sources, 0
+        state.averages.restart(*sources)
+        for source in sources:
+            state.learned.pop(source, None)
+
+    def _start(self, cluster: int, members: list[str]) -> None:
+        """Let a new cluster's model begin as the mean of its members' latest models."""
+        latest = [self.state.latest.models[c] for c in members if c in self.state.latest.models]
+        if latest:
+            self.models[cluster].average(latest, [1.0] * len(latest))
+
+    def _found(self, client: str) -> None:
+        """Give a client that is far from all clusters one of its own."""
+        source = self.clusters.main(client)
+        self.state.averages.restart(self._home(client))
+        self.state.latest.withdraw(client)
+        # What it has made of its new data is nearer to them than what it started from.
+        own = self.state.withheld.pop(client, None)
+        model = self.models[source]
+        model = model.copy() if own is None else Model(own, model.version + 1)
+        cluster = self.clusters.found(model, [client])
+        self.state.origins[cluster], self.state.learned[cluster] = [source], 0
+        self._recount(client)
+
+    def _move(self, client: str, cluster: int) -> None:
+        """Move a client; a cluster that nobody is left in is given up."""
+        clusters = self.clusters
+        if clusters.is_placed(client) and clusters.main(client) == cluster:
+            return
+        former = self._home(client)
+        self.state.averages.restart(cluster, former)
+        self.state.latest.withdraw(client)
+        self.state.withheld.pop(client, None)
+        clusters.move(client, cluster)
+        self._habit(client).length = 0.0
+        self._recount(client)
+        if former is not None and not clusters.size(former, online_only=False):
+            self._retire(former)
+
+    def _retire(self, cluster: int) -> None:
+        self.clusters.retire(cluster)
+        self.state.learned.pop(cluster, None)
+        self.state.latest.drop(cluster)
+
+    # What a cluster learns.
+
+    def _learn_from(self, update: Update) -> Applied:
+        """Let a member's update move the model of its cluster."""
+        client, state = update.task.client, self.state
+        habit = self._habit(client)
+        habit.since += 1
+        is_late = not self._is_settled(client) or habit.since >= self.parameters.recheck
+        if habit.is_silent and is_late:
+            # It works again: it is asked once more, and not waited for.
+            habit.asked = PATIENCE - 1
+            self._recount(client)
+        state.unlooked += 1
+        # Before clusters are looked at first, whoever was waited for may have gone.
+        if not state.formed or state.unlooked >= _RARELY * len(state.probes.clients):
+            self._look_if_due()
+        k = self.clusters.main(client)
+        if len(self.models) == 1:
+            self._move(client, k)  # There is no other: its place need not be known.
+        has_moved = update.task.cluster != k
+        staleness = staleness_of(self, update, has_moved)
+        is_placed = self.clusters.is_placed(client)
+        if not is_placed or not comes_from(k, update.task.cluster, state.origins):
+            return Applied(k, staleness, weight=0.0)
+        delta = self.delta(update)
+        length = float(np.linalg.norm(self.compared(delta)))
+        typical = self._roll.lengths.median_of_others(client, k, FEWEST_LENGTHS)
+        is_watched = self.parameters.drift and self.parameters.clustering
+        if is_watched and habit.is_sudden(length, typical):
+            habit.doubted, state.withheld[client] = True, update.vector
+            return Applied(k, staleness, weight=0.0)
+        habit.learn(length)
+        self._recount(client)
+        vector = cut(update.vector, delta, length, self.parameters.clip * typical)
+        # Of a client that has moved the updates of all clusters are counted.
+        counted = len(self.clusters.members) if has_moved else self.clusters.size(k)
+        fresh = freshness(staleness, counted, self.parameters.stale)
+        return Applied(k, staleness, self._mix(update, k, vector, fresh, carries=not has_moved))
+
+    def _mix(self, update: Update, k: int, vector: Vector, fresh: float, carries: bool) -> float:
+        """Mix a member's model into its cluster's: w ← (1 − α) w + α (z + β (w − w₀) − λ (z' − z̄)).
+
+        z is its model now and z' the one before, z̄ the mean of all members', w₀ where it started.
+        """
+        client, model, latest = update.task.client, self.models[k], self.state.latest
+        members = max(1, self.clusters.size(k))
+        own, learned = self.parameters, self.state.learned.get(k, 0)
+        alpha = share_of(members, learned / members, own.alpha0, own.ease)
+        target = vector
+        if own.unbiased and latest.counts_in(client, k):
+            strength = np.float32(calibration(alpha, members))
+            target = np.asarray(target - strength * (latest.models[client] - latest.mean(k)))
+        alpha *= fresh
+        if carries and own.forward:
+            beta = np.float32(carried(alpha, members, own.forward))
+            target = np.asarray(target + beta * (model.vector - self.base_of(update)))
+        # Not a mean of models any more, but for statistics: checked to be finite.
+        target = contribution(target, vector, self.trainable)
+        model.move(np.float32(alpha) * (target - model.vector))
+        if (own.unbiased or own.own) and self.clusters.online[client]:
+            latest.renew(client, k, vector)
+            self._habit(client).trained = True
+        self.state.learned[k] = learned + 1
+        self.state.averages.take(k, model.vector, own.average, members)
+        return alpha
+
+    def _home(self, client: str) -> int | None:
+        """Return the cluster that a client is in; None if it is in none."""
+        return self.clusters.main(client) if self.clusters.is_placed(client) else None
+
+    def _habit(self, client: str) -> Habit:
+        habits, own = self.state.habits, self.parameters
+        if client not in habits:
+            habits[client] = Habit(growth=own.growth, every=own.recheck)
+        return habits[client]
+
+    @property
+    def served(self) -> Mapping[int, Model]:
+        """What clients use: a mean of each model's last versions, which no update leans on."""
+        return self.state.averages.instead_of(self.models, self.spec.counters)
+
+    def used(self, clients: Collection[str]) -> Iterator[tuple[str, Vector]]:
+        """Yield what clients use that are unlike the others of their cluster, or have changed."""
+        prior, latest, served = self.parameters.own, self.state.latest.models, self.served
+        withheld = self.state.withheld
+        # A long update may also be one that went wrong, unless many others' data have changed.
+        habits = {c: self._habit(c) for c in clients if c in withheld}
+        changed = [c for c, habit in habits.items() if habit.called or not habit.doubted]
+        yield from ((client, withheld[client]) for client in changed)
+        own = {c for c in clients if self._habit(c).trained and c in latest} if prior else set()
+        own.difference_update(changed)
+        members = inside(self.clusters, self._clear()) if own else {}
+        for client, apart in apartness(self.state.probes, members, own).items():
+            samples = self.progress.fleet.clients[client].num_examples
+            shared = served[self.clusters.main(client)].vector
+            mixed = between(shared, latest[client], own_share(apart, samples, prior))
+            self.spec.copy_counters(shared, mixed)
+            yield client, mixed
+
+    def similarity(self) -> tuple[list[str], NDArray[np.float32]]:
+        """Return how far clients agree, free of chance; NaN where that is not known."""
+        return self.state.probes.similarity()

@@ -1,0 +1,420 @@
+"""What an update brings to a step of the server: a change of weights, statistics as they are.
+
+Methods that take steps of their own length (a cache's correction, an adaptive optimiser) must not
+do so with the running mean and variance of batch normalisation: an extrapolated variance may be
+negative. Of these the step takes over the mean of what clients have sent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.linalg import eigh
+from scipy.optimize import linear_sum_assignment
+from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigsh
+from sklearn.cluster import AgglomerativeClustering, SpectralClustering
+
+from raceme.core.clusters import Clusters
+from raceme.core.messages import Vector
+
+Mask = NDArray[np.bool_]
+Total = NDArray[np.float64]
+"""A sum of very many vectors, of which some are taken out again. In float32 what one huge vector
+has pushed out of it would not come back when that is taken out. Shape (d,)."""
+
+
+def contribution(delta: Vector, vector: Vector, weights: Mask | None) -> Vector:
+    """Return Δ_i, but statistics and counters as the client's model has them.
+
+    Parameters
+    ----------
+    delta, vector : Vector
+        Δ_i, or what else is made of an update, and w_i. Shape (d,).
+    weights : NDArray[np.bool_] or None
+        Which numbers are weights, shape (d,); None if all are.
+    """
+    return delta if weights is None else np.where(weights, delta, vector)
+
+
+def only_weights(vector: Vector, weights: Mask | None) -> Vector:
+    """Return a vector with zeros in the place of statistics and counters. Shape (d,)."""
+    return vector if weights is None else np.where(weights, vector, np.float32(0.0))
+
+
+def stepped(
+    vector: Vector, step: NDArray[np.floating], mean: NDArray[np.floating], weights: Mask | None
+) -> Vector:
+    """Return a model after a step: w + step, but statistics and counters as in a mean.
+
+    Parameters
+    ----------
+    vector : Vector
+        w. Shape (d,).
+    step : NDArray
+        How the weights change. Shape (d,).
+    mean : NDArray
+        Mean of contributions. Shape (d,).
+    weights : NDArray[np.bool_] or None
+        Which numbers are weights; None if all are. Shape (d,).
+    """
+    moved = vector + step
+    return np.asarray(moved if weights is None else np.where(weights, moved, mean), np.float32)
+
+
+# -----------------------------------------------------------------------------
+# How much an update weighs: the decay functions of the methods, as pure mathematics.
+# -----------------------------------------------------------------------------
+
+
+StalenessFunction = Literal["constant", "hinge", "polynomial"]
+
+
+def omega(t: int, kappa: float) -> float:
+    """Return Ω(t) = (e / 2.8)^(κ t), CASA's slow decay over asynchronous rounds (section 4.2)."""
+    return float((math.e / 2.8) ** (kappa * t))
+
+
+def cluster_decay(size: int, omega_t: float, alpha0: float) -> float:
+    """Return α_c,k = α0 · Ω(t) / log2(|C_k| + 3), CASA's eq (6).
+
+    The logarithm is base 2: the paper adds 3 so that α < 1, which holds for base 2 only, and
+    log2(103) gives the 0.3 of all its asynchronous baselines.
+
+    Parameters
+    ----------
+    size : int
+        Clients in the cluster, |C_k|.
+    omega_t : float
+        Ω(t).
+    alpha0 : float
+        Initial value α0.
+    """
+    return alpha0 * omega_t / math.log2(size + 3)
+
+
+def staleness_bound(size: int, omega_t: float) -> float:
+    """Return r_c,k = |C_k| · (2 − Ω(t)), CASA's eq (8): the staleness that is not penalised."""
+    return size * (2.0 - omega_t)
+
+
+def client_decay(alpha_c: float, staleness: int, bound: float) -> float:
+    """Return α_i, CASA's eq (7): α_c up to the bound r_c, α_c / √τ beyond."""
+    return alpha_c if staleness <= bound else alpha_c / math.sqrt(staleness)
+
+
+def staleness_factor(function: StalenessFunction, staleness: int, a: float, b: float) -> float:
+    """Return s(τ) of FedAsync (Xie et al. 2019, section 5.2).
+
+    Parameters
+    ----------
+    function : {"constant", "hinge", "polynomial"}
+        constant: 1. hinge: 1 up to τ = b, then 1 / (a (τ − b) + 1). polynomial: (τ + 1)^(−a).
+    staleness : int
+        τ, in versions of the model.
+    a, b : float
+        Slope or exponent, and the hinge's threshold.
+    """
+    if function == "constant":
+        return 1.0
+    if function == "hinge":
+        return 1.0 if staleness <= b else 1.0 / (a * (staleness - b) + 1.0)
+    return float((staleness + 1) ** -a)
+
+
+# -----------------------------------------------------------------------------
+# Finding out whether a cluster is several: eigengaps of the Laplacian, spectral clustering.
+# -----------------------------------------------------------------------------
+
+
+Matrix = NDArray[np.float64]
+
+_LARGE = 300
+"""From this size on only the first eigenvalues are computed: that is when it is faster."""
+_RESTARTS = 100
+"""Restarts of Lanczos after which all eigenvalues are computed after all."""
+_SHUFFLES = 10
+_EIGENVALUES = 10
+"""Number of smallest eigenvalues that are looked at."""
+
+
+@dataclass(frozen=True)
+class Gap:
+    """The largest eigengap of a cluster.
+
+    Attributes
+    ----------
+    parts : int
+        R: number of parts that it suggests.
+    size : float
+        λ_{R+1} − λ_R.
+    """
+
+    parts: int
+    size: float
+
+
+def affinity(similarity: NDArray[np.floating]) -> Matrix:
+    """Return a similarity matrix as edge weights: symmetric float64, negative ones as 0.
+
+    Cosines of whole weight vectors are positive in practice; a graph has no negative edges, so
+    opposed models count as not connected (our reading, the paper does not say).
+    """
+    weights: Matrix = np.maximum(similarity, 0.0, dtype=np.float64)
+    return weights
+
+
+def laplacian(weights: Matrix) -> Matrix:
+    """Return L = I − D^(−1/2) S D^(−1/2), CASA's eq (12), with D the row sums of S.
+
+    Parameters
+    ----------
+    weights : Matrix
+        S: similarities inside a cluster, symmetric, not negative, diagonal 1. Shape (m, m).
+    """
+    scale = _scale(weights)
+    return np.asarray(np.eye(len(weights)) - weights * scale[:, None] * scale[None, :])
+
+
+def largest_gap(weights: Matrix) -> Gap | None:
+    """Return R = argmax over k ≥ 2 of λ_{k+1} − λ_k, CASA's eq (13), among the first eigenvalues.
+
+    k = 1 is left out: with dense positive similarities the first gap is always the largest.
+
+    Returns
+    -------
+    Gap or None
+        None for fewer than three clients, which have no such gap.
+    """
+    count = min(_EIGENVALUES, len(weights))
+    if count < 3:
+        return None
+    if len(weights) < _LARGE:
+        values = eigh(laplacian(weights), eigvals_only=True, driver="ev")[:count]
+    else:
+        # The smallest of L are the largest of I − L, which Lanczos finds without a factorisation
+        # and without a second matrix of this size; a fixed start makes it repeatable.
+        scale = _scale(weights)
+        shifted = LinearOperator(
+            weights.shape, matvec=lambda x: scale * (weights @ (scale * x)), dtype=np.float64
+        )
+        start = np.random.default_rng(0).normal(size=len(weights))
+        how = {"which": "LA", "v0": start, "return_eigenvectors": False, "maxiter": _RESTARTS}
+        try:
+            values = np.sort(1.0 - eigsh(shifted, k=count, **how))
+        except ArpackNoConvergence:
+            # Clients that are all alike: the eigenvalues are nearly one, and Lanczos would not end.
+            only = (0, count - 1)
+            values = eigh(laplacian(weights), eigvals_only=True, subset_by_index=only)
+    gaps = np.diff(values)[1:]
+    best = int(np.argmax(gaps))
+    return Gap(parts=best + 2, size=float(gaps[best]))
+
+
+def noise_gap(weights: Matrix, rng: np.random.Generator) -> float:
+    """Return the largest eigengap that the same similarities have without any structure.
+
+    They are dealt out to the pairs anew, at random, a few times, and the largest gap counts: Horn's
+    parallel analysis (Psychometrika 1965), which tells components from noise.
+    """
+    pairs = np.triu_indices(len(weights), k=1)
+    largest = 0.0
+    for _ in range(_SHUFFLES):
+        shuffled = np.eye(len(weights))
+        shuffled[pairs] = rng.permutation(weights[pairs])
+        gap = largest_gap(np.maximum(shuffled, shuffled.T))
+        largest = max(largest, gap.size if gap else 0.0)
+    return largest
+
+
+def _scale(weights: Matrix) -> NDArray[np.float64]:
+    """Return the diagonal of D^(−1/2)."""
+    return np.asarray(1.0 / np.sqrt(weights.sum(axis=1)))
+
+
+def should_split(alpha_c: float, gap: float, gamma: float) -> bool:
+    """Return whether α_c,k < (λ_{R+1} − λ_R)^γ, CASA's eq (14).
+
+    γ is an exponent: gaps lie between 1e-4 and 1e-3, and 0.0008^0.15 = 0.34 is comparable to α.
+    """
+    return bool(alpha_c < max(gap, 0.0) ** gamma)
+
+
+def partition(weights: Matrix, parts: int, seed: int) -> NDArray[np.int64]:
+    """Split clients by spectral clustering on their similarities.
+
+    Returns
+    -------
+    NDArray[np.int64]
+        A label in 0 … parts − 1 per client, numbered in order of first appearance. Shape (m,).
+    """
+    if parts == len(weights):
+        # scikit-learn warns that it cannot look for so many eigenvectors as it usually does.
+        return np.arange(parts)
+    method = SpectralClustering(n_clusters=parts, affinity="precomputed", random_state=seed)
+    return numbered(method.fit_predict(weights))
+
+
+def numbered(labels: NDArray[np.integer]) -> NDArray[np.int64]:
+    """Return labels numbered in order of first appearance: 2, 0, 2, 1 becomes 0, 1, 0, 2."""
+    _, first, where = np.unique(labels, return_index=True, return_inverse=True)
+    rank = np.empty(len(first), np.int64)
+    rank[np.argsort(first)] = np.arange(len(first))
+    return np.asarray(rank[where])
+
+
+# -----------------------------------------------------------------------------
+# Dividing clients by the directions of their updates: CFL's criterion and linkage.
+#
+# Sattler et al., "Clustered Federated Learning: Model-Agnostic Distributed Multitask
+# Optimization
+# under Privacy Constraints", 2020, sections III and IV.
+# -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Norms:
+    """How large the updates Δ_i of a cluster are.
+
+    Attributes
+    ----------
+    mean : float
+        ‖Σ n_i Δ_i / Σ n_i‖: small when the cluster as a whole has come to rest.
+    largest : float
+        max ‖Δ_i‖: large while some client still wants to go elsewhere.
+    """
+
+    mean: float
+    largest: float
+
+
+def norms_of(deltas: NDArray[np.float32], examples: NDArray[np.integer]) -> Norms:
+    """Measure the updates of a cluster.
+
+    Parameters
+    ----------
+    deltas : NDArray[np.float32]
+        Δ_i, one row per client. Shape (m, d).
+    examples : NDArray[np.integer]
+        n_i. Shape (m,).
+    """
+    shares = examples / examples.sum()
+    mean = float(np.linalg.norm(shares @ deltas))
+    return Norms(mean, float(np.linalg.norm(deltas, axis=1).max()))
+
+
+def should_bipartition(norms: Norms, eps1: float, eps2: float) -> bool:
+    """Return whether ‖mean Δ‖ < ε1 and max ‖Δ_i‖ > ε2: at rest as a whole, but not its clients."""
+    return norms.mean < eps1 and norms.largest > eps2
+
+
+LINKAGES = ("complete", "single")
+"""Ways to tell how far two sets of clients are apart; see `linkage`."""
+
+
+def linkage(
+    distances: NDArray[np.floating],
+    parts: int | None,
+    how: str = "complete",
+    below: float | None = None,
+) -> NDArray[np.int64]:
+    """Divide clients by agglomerative clustering.
+
+    With the distances 1 − cos and two parts, single linkage makes the largest similarity across
+    the parts as small as can be, which is what CFL's paper asks for;
+    complete linkage, which keeps every part compact, is what the authors' code does.
+
+    Parameters
+    ----------
+    distances : NDArray[np.floating]
+        Symmetric, finite. Shape (m, m), m at least 2.
+    parts : int or None
+        Number of parts, at most m; None for as many as stay apart by `below`.
+    how : str
+        One of `LINKAGES`: the distance of two sets is that of their farthest or their nearest
+        clients.
+    below : float, optional
+        Instead of a number of parts: sets at this distance, or farther apart, stay apart.
+
+    Returns
+    -------
+    NDArray[np.int64]
+        A label in 0 … parts − 1 per client, numbered in order of first appearance. Shape (m,).
+    """
+    method = AgglomerativeClustering(
+        n_clusters=parts, metric="precomputed", linkage=how, distance_threshold=below
+    )
+    return numbered(method.fit_predict(distances))
+
+
+# -----------------------------------------------------------------------------
+# Groups that are found anew, over all clients: which of them is which present cluster.
+# -----------------------------------------------------------------------------
+
+
+def kept_homes(
+    clients: Sequence[str], labels: NDArray[np.integer], homes: Mapping[str, int]
+) -> dict[int, int]:
+    """Return which cluster a label stands for, so that most clients stay where they are.
+
+    Labels are matched one to one with the clusters that clients are in (the Hungarian method); a
+    label that shares no client with its cluster, or finds none, is left out.
+
+    Parameters
+    ----------
+    clients : Sequence[str]
+        Who was grouped.
+    labels : NDArray[np.integer]
+        Label of each of them, from 0. Shape (n,).
+    homes : Mapping[str, int]
+        Cluster of those of them that have one.
+    """
+    clusters = sorted(set(homes.values()))
+    common = np.zeros((int(labels.max()) + 1, len(clusters)), np.int64)
+    for client, label in zip(clients, labels, strict=True):
+        if client in homes:
+            common[label, clusters.index(homes[client])] += 1
+    rows, columns = linear_sum_assignment(-common)
+    return {
+        int(row): clusters[column]
+        for row, column in zip(rows, columns, strict=True)
+        if common[row, column]
+    }
+
+
+def regroup(clusters: Clusters, clients: Sequence[str], labels: NDArray[np.integer]) -> None:
+    """Move clients into groups that were found anew; found clusters, and give up empty ones.
+
+    A new cluster starts with the model of the one that most of its clients come from, or that
+    serves the most clients.
+
+    Parameters
+    ----------
+    clusters : Clusters
+        Where they are.
+    clients : Sequence[str]
+        Who was grouped.
+    labels : NDArray[np.integer]
+        Label of each of them, from 0. Shape (n,).
+    """
+    homes = {client: clusters.main(client) for client in clients if clusters.is_placed(client)}
+    kept = kept_homes(clients, labels, homes)
+    for label in range(int(labels.max()) + 1):
+        own = [client for client, other in zip(clients, labels, strict=True) if other == label]
+        if not own:
+            continue
+        if label in kept:
+            for client in own:
+                clusters.assign(client, kept[label])
+            continue
+        origins = Counter(homes[client] for client in own if client in homes)
+        origin = origins.most_common(1)[0][0] if origins else clusters.largest()
+        clusters.found(clusters.models[origin].copy(), own)
+    for cluster in list(clusters.models):
+        if len(clusters.models) > 1 and not clusters.clients(cluster, online_only=False):
+            clusters.retire(cluster)

@@ -1,0 +1,599 @@
+"""Networks by name, or a user's own by ``module:function``."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from inspect import signature
+from math import prod
+
+import torch
+from flwr.app import ArrayRecord
+from torch import Tensor, nn
+
+from raceme.core.config import RunConfig
+from raceme.core.errors import UserError
+from raceme.core.messages import to_array
+from raceme.core.registry import MODELS
+from raceme.datasets import data_shape, with_defaults
+from raceme.datasets.source import DataShape
+from raceme.flower.messages import array_record
+
+# -----------------------------------------------------------------------------
+# Which of a network's arrays belong to batch normalisation.
+# -----------------------------------------------------------------------------
+
+
+def has_batch_norm(module: nn.Module) -> bool:
+    """Return whether a network has a layer of batch normalisation."""
+    return any(True for _ in _layers(module))
+
+
+def batch_norm_arrays(module: nn.Module) -> tuple[str, ...]:
+    """Return the names, as in ``state_dict()``, of all arrays of batch normalisation layers.
+
+    They are a layer's affine weights, its running statistics and its counter of batches.
+    """
+    return tuple(
+        f"{prefix}.{name}" if prefix else name
+        for prefix, layer in _layers(module)
+        for name in layer.state_dict()
+    )
+
+
+def _layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for prefix, layer in module.named_modules():
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm):
+            yield prefix, layer
+
+
+# -----------------------------------------------------------------------------
+# Multinomial logistic regression.
+# -----------------------------------------------------------------------------
+
+
+def mclr(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
+    """Multinomial logistic regression: one linear layer, a convex problem."""
+    return nn.Sequential(
+        OrderedDict(flatten=nn.Flatten(), output=nn.Linear(prod(input_shape), num_classes))
+    )
+
+
+# -----------------------------------------------------------------------------
+# Multilayer perceptrons with one hidden layer: a small one, and two of FlexCFL's experiments.
+#
+# The activation of the small one is tanh: on the digits in four label groups (20 seeds, learning
+# rate 0.25) CASA then found exactly four clusters every time, and with rectified units more than
+# four in 7 of 20.
+# -----------------------------------------------------------------------------
+
+
+_MLP_HIDDEN = 64
+
+
+def mlp(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
+    """Perceptron with one hidden layer of 64 units, for small images and feature vectors."""
+    return _perceptron(input_shape, _MLP_HIDDEN, nn.Tanh(), num_classes)
+
+
+def mlp128(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
+    """FlexCFL's perceptron for MNIST: 128 hidden units, ReLU (101,770 weights on MNIST)."""
+    return _perceptron(input_shape, 128, nn.ReLU(), num_classes)
+
+
+def mlp512(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
+    """FlexCFL's perceptron for FEMNIST: 512 hidden units, ReLU (407,050 weights, 10 classes)."""
+    return _perceptron(input_shape, 512, nn.ReLU(), num_classes)
+
+
+def _perceptron(
+    input_shape: tuple[int, ...], hidden: int, activation: nn.Module, num_classes: int
+) -> nn.Module:
+    return nn.Sequential(
+        OrderedDict(
+            flatten=nn.Flatten(),
+            hidden=nn.Linear(prod(input_shape), hidden),
+            activation=activation,
+            output=nn.Linear(hidden, num_classes),
+        )
+    )
+
+
+# -----------------------------------------------------------------------------
+# The small convolutional network of the papers' image experiments.
+# -----------------------------------------------------------------------------
+
+
+_CNN_CHANNELS = (10, 20)
+_CNN_HIDDEN = 50
+_LARGE = 16
+"""From this many pixels on, two unpadded 5x5 convolutions leave enough of the image."""
+
+
+def cnn(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
+    """Small convolutional network: two convolutions, two linear layers (21,840 weights on MNIST).
+
+    Images of at least 16x16 pixels meet 5x5 convolutions; smaller ones 3x3 convolutions with
+    padding.
+    """
+    if len(input_shape) != 3 or min(input_shape[1:]) < 4:
+        raise ValueError("it takes images, (channels, height, width), of at least 4x4 pixels")
+    channels, *size = input_shape
+    kernel, padding = (5, 0) if min(size) >= _LARGE else (3, 1)
+    for _ in _CNN_CHANNELS:
+        size = [(pixels - kernel + 1 + 2 * padding) // 2 for pixels in size]
+    first, second = _CNN_CHANNELS
+    return nn.Sequential(
+        OrderedDict(
+            convolution1=nn.Conv2d(channels, first, kernel, padding=padding),
+            # Pooling before the activation gives the same and activates a quarter as much.
+            pool1=nn.MaxPool2d(2),
+            activation1=nn.ReLU(),
+            convolution2=nn.Conv2d(first, second, kernel, padding=padding),
+            pool2=nn.MaxPool2d(2),
+            activation2=nn.ReLU(),
+            flatten=nn.Flatten(),
+            hidden=nn.Linear(second * size[0] * size[1], _CNN_HIDDEN),
+            activation3=nn.ReLU(),
+            output=nn.Linear(_CNN_HIDDEN, num_classes),
+        )
+    )
+
+
+# -----------------------------------------------------------------------------
+# A small convolutional network over time: sensor windows, waves, spectra.
+# -----------------------------------------------------------------------------
+
+
+_CNN1D_CHANNELS = (32, 64)
+_CNN1D_HIDDEN = 64
+KERNEL = 9
+_CNN1D_GROUPS = 4
+"""Groups of channels that are normalised together, sample by sample.
+
+Without it the learning rates that are fast enough were close to those that diverge, and CASA split
+people off one by one. Batch normalisation would put statistics of each client's data into the
+model.
+"""
+POSITIONS = 8
+"""Positions in time that the last convolution's output is averaged to, whatever the length."""
+_LONG, _SHORT = 64, 16
+"""From these lengths on a pooling keeps the best of four, and of two, neighbours."""
+
+
+class ChannelsFirst(nn.Module):
+    """Bring inputs to (samples, channels, time).
+
+    Of two axes the longer one is time, of two equal ones the second; a vector is one channel.
+
+    Parameters
+    ----------
+    input_shape : tuple[int, ...]
+        Shape of one input.
+    """
+
+    def __init__(self, input_shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.is_vector = len(input_shape) == 1
+        self.turns = len(input_shape) == 2 and input_shape[0] > input_shape[1]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the inputs as the convolutions take them."""
+        if self.is_vector:
+            return x.unsqueeze(1)
+        return x.transpose(1, 2) if self.turns else x
+
+
+def cnn1d(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
+    """Convolutional network over time for windows, (channels, time) or (time, channels), and waves.
+
+    Two convolutions and two linear layers. Channels and time are told apart by their size: the
+    longer axis is time.
+    """
+    if len(input_shape) not in (1, 2):
+        raise ValueError("it takes (channels, time), (time, channels) or (time,)")
+    channels = 1 if len(input_shape) == 1 else min(input_shape)
+    first, second = _CNN1D_CHANNELS
+    pooled = max(input_shape)
+    pools = []
+    for _ in _CNN1D_CHANNELS:
+        pools.append(4 if pooled >= _LONG else 2 if pooled >= _SHORT else 1)
+        pooled //= pools[-1]
+    return nn.Sequential(
+        OrderedDict(
+            channels=ChannelsFirst(input_shape),
+            convolution1=nn.Conv1d(channels, first, KERNEL, padding=KERNEL // 2),
+            pool1=nn.MaxPool1d(pools[0]),
+            normal1=nn.GroupNorm(_CNN1D_GROUPS, first),
+            activation1=nn.ReLU(),
+            convolution2=nn.Conv1d(first, second, KERNEL, padding=KERNEL // 2),
+            pool2=nn.MaxPool1d(pools[1]),
+            normal2=nn.GroupNorm(_CNN1D_GROUPS, second),
+            activation2=nn.ReLU(),
+            average=nn.AdaptiveAvgPool1d(min(POSITIONS, pooled)),
+            flatten=nn.Flatten(),
+            hidden=nn.Linear(second * min(POSITIONS, pooled), _CNN1D_HIDDEN),
+            activation3=nn.ReLU(),
+            output=nn.Linear(_CNN1D_HIDDEN, num_classes),
+        )
+    )
+
+
+# -----------------------------------------------------------------------------
+# The convolutional networks of papers' experiments, by their sizes.
+#
+# Of FlexCFL's (Duan et al., TPDS 2022) the paper tells the convolutions and the number of
+# weights;
+# the rest follows from the number, on images of 28x28 pixels and 10 classes, and from the
+# authors'
+# published code. Of CDFL's (Li and Zhu) it tells all but the channels.
+# -----------------------------------------------------------------------------
+
+
+_NARROW_HIDDEN, _MIDDLE_HIDDEN, _WIDE_HIDDEN = 128, 512, 1024
+_PAPER_CHANNELS = (32, 64)
+
+
+def cnn3x3(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
+    """FlexCFL's network for MNIST: two 3x3 convolutions, dropout (50,186 weights on MNIST)."""
+    channels, height, width = _image(input_shape, 4)
+    return nn.Sequential(
+        OrderedDict(
+            **_padded(channels, 3),
+            flatten=nn.Flatten(),
+            dropout=nn.Dropout(0.5),
+            output=nn.Linear(_PAPER_CHANNELS[1] * (height // 4) * (width // 4), num_classes),
+        )
+    )
+
+
+def cnn5x5(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
+    """CDFL's network: two 5x5 convolutions, 512 hidden units (1,663,370 weights on 28x28 pixels).
+
+    32 and 64 channels are our reading, and padding that keeps the size.
+    """
+    return _two_5x5(input_shape, num_classes, _MIDDLE_HIDDEN)
+
+
+def cnn5x5_wide(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
+    """FlexCFL's for Fashion-MNIST: two 5x5 convolutions, 1,024 hidden units (3,274,634 weights)."""
+    return _two_5x5(input_shape, num_classes, _WIDE_HIDDEN)
+
+
+def _two_5x5(input_shape: tuple[int, ...], num_classes: int, hidden: int) -> nn.Module:
+    channels, height, width = _image(input_shape, 4)
+    return nn.Sequential(
+        OrderedDict(
+            **_padded(channels, 5),
+            flatten=nn.Flatten(),
+            hidden=nn.Linear(_PAPER_CHANNELS[1] * (height // 4) * (width // 4), hidden),
+            activation3=nn.ReLU(),
+            output=nn.Linear(hidden, num_classes),
+        )
+    )
+
+
+def cnn6(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
+    """FlexCFL's network for FEMNIST: six convolutions, dropout (325,578 weights, 10 classes)."""
+    channels, *size = _image(input_shape, 13)
+    layers: OrderedDict[str, nn.Module] = OrderedDict()
+    for block, width in enumerate(_PAPER_CHANNELS):
+        first = 3 * block + 1
+        for number, (kernel, stride) in enumerate(((3, 1), (3, 1), (5, 2)), start=first):
+            # The third keeps the size but for its stride; the others cut a pixel off every edge.
+            padding = kernel // 2 if stride == 2 else 0
+            layers[f"convolution{number}"] = nn.Conv2d(
+                channels, width, kernel, stride=stride, padding=padding
+            )
+            layers[f"activation{number}"] = nn.ReLU()
+            channels = width
+            size = [(pixels + 2 * padding - kernel) // stride + 1 for pixels in size]
+        layers[f"dropout{block + 1}"] = nn.Dropout(0.4)
+    layers["flatten"] = nn.Flatten()
+    layers["hidden"] = nn.Linear(channels * size[0] * size[1], _NARROW_HIDDEN)
+    layers["activation7"] = nn.ReLU()
+    layers["dropout3"] = nn.Dropout(0.4)
+    layers["output"] = nn.Linear(_NARROW_HIDDEN, num_classes)
+    return nn.Sequential(layers)
+
+
+def _padded(channels: int, kernel: int) -> dict[str, nn.Module]:
+    """Return two convolutions that keep the size, each with a 2x2 pooling that halves it."""
+    first, second = _PAPER_CHANNELS
+    return {
+        "convolution1": nn.Conv2d(channels, first, kernel, padding=kernel // 2),
+        # Pooling before the activation gives the same and activates a quarter as much.
+        "pool1": nn.MaxPool2d(2),
+        "activation1": nn.ReLU(),
+        "convolution2": nn.Conv2d(first, second, kernel, padding=kernel // 2),
+        "pool2": nn.MaxPool2d(2),
+        "activation2": nn.ReLU(),
+    }
+
+
+def _image(input_shape: tuple[int, ...], least: int) -> tuple[int, ...]:
+    """Return the shape of an image that is large enough."""
+    if len(input_shape) != 3 or min(input_shape[1:]) < least:
+        raise ValueError(
+            f"it takes images, (channels, height, width), of at least {least}x{least} pixels"
+        )
+    return input_shape
+
+
+# -----------------------------------------------------------------------------
+# Recurrent networks for text and for windows of readings.
+# -----------------------------------------------------------------------------
+
+
+EMBEDDING = 16
+_RECURRENT_HIDDEN = 128
+
+
+class Recurrent(nn.Module):
+    """One recurrent layer, and a linear layer on its last state; token ids are embedded first.
+
+    Parameters
+    ----------
+    input_shape : tuple[int, ...]
+        Shape of one input: (length,) of token ids, or a window of two axes of which the longer one
+        is time.
+    tokens : int
+        Size of the vocabulary; 0 for a window of quantities.
+    layer : type
+        ``nn.GRU`` or ``nn.LSTM``.
+    num_classes : int
+        Number of outputs.
+    """
+
+    def __init__(
+        self,
+        input_shape: tuple[int, ...],
+        tokens: int,
+        layer: type[nn.GRU | nn.LSTM],
+        num_classes: int,
+    ) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(tokens, EMBEDDING) if tokens else None
+        self.turns = not tokens and input_shape[0] <= input_shape[1]
+        size = EMBEDDING if tokens else min(input_shape)
+        self.recurrent = layer(size, _RECURRENT_HIDDEN, batch_first=True)
+        self.output = nn.Linear(_RECURRENT_HIDDEN, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the outputs, shape (samples, classes), of token ids or of windows."""
+        if self.embedding is not None:
+            steps = self.embedding(x.long())
+        else:
+            steps = x.transpose(1, 2) if self.turns else x
+        states, _ = self.recurrent(steps)
+        scores: Tensor = self.output(states[:, -1])
+        return scores
+
+
+def gru(input_shape: tuple[int, ...], num_classes: int, tokens: int) -> nn.Module:
+    """Recurrent network (GRU) for token ids, (length,), and for windows of readings."""
+    return _recurrent(input_shape, num_classes, tokens, nn.GRU)
+
+
+def lstm(input_shape: tuple[int, ...], num_classes: int, tokens: int) -> nn.Module:
+    """Recurrent network (LSTM) for what the GRU takes, of the same shape."""
+    return _recurrent(input_shape, num_classes, tokens, nn.LSTM)
+
+
+def _recurrent(
+    input_shape: tuple[int, ...], num_classes: int, tokens: int, layer: type[nn.GRU | nn.LSTM]
+) -> nn.Module:
+    if len(input_shape) != (1 if tokens else 2):
+        raise ValueError("it takes token ids, (length,), or windows, (channels, time)")
+    return Recurrent(input_shape, tokens, layer, num_classes)
+
+
+# -----------------------------------------------------------------------------
+# ResNet-18 (He et al., CVPR 2016) for small colour images, with group normalisation.
+#
+# Batch normalisation puts statistics of each client's data into the model and fails where
+# clients'
+# labels differ; group normalisation does not (Hsieh et al., ICML 2020). As usual for images of
+# 32x32
+# pixels the first convolution is 3x3 without stride, and no pooling follows it.
+# -----------------------------------------------------------------------------
+
+
+WIDTHS = (64, 128, 256, 512)
+BLOCKS = 2
+"""Blocks of each width."""
+_RESNET_GROUPS = 2
+"""Groups of channels that are normalised together, sample by sample."""
+
+
+class Block(nn.Module):
+    """Two convolutions, to whose output the input is added.
+
+    Parameters
+    ----------
+    inputs, outputs : int
+        Channels.
+    stride : int
+        Of the first convolution.
+    """
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.convolution1 = nn.Conv2d(inputs, outputs, 3, stride=stride, padding=1, bias=False)
+        self.norm1 = nn.GroupNorm(_RESNET_GROUPS, outputs)
+        self.convolution2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
+        self.norm2 = nn.GroupNorm(_RESNET_GROUPS, outputs)
+        self.shortcut = nn.Sequential()
+        if stride > 1 or inputs != outputs:
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(inputs, outputs, 1, stride=stride, bias=False),
+                nn.GroupNorm(_RESNET_GROUPS, outputs),
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the block's output."""
+        inside = self.norm1(self.convolution1(x)).relu()
+        total: Tensor = self.norm2(self.convolution2(inside)) + self.shortcut(x)
+        return total.relu()
+
+
+class Mean(nn.Module):
+    """The mean of each channel; unlike torch's pooling it can be stacked over clients."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return it, shape (n, channels)."""
+        return x.mean(dim=(-2, -1))
+
+
+def resnet18(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
+    """ResNet-18 with group normalisation (11,173,962 weights on CIFAR-10)."""
+    if len(input_shape) != 3 or min(input_shape[1:]) < 8:
+        raise ValueError("it takes images, (channels, height, width), of at least 8x8 pixels")
+    layers: OrderedDict[str, nn.Module] = OrderedDict(
+        convolution=nn.Conv2d(input_shape[0], WIDTHS[0], 3, padding=1, bias=False),
+        norm=nn.GroupNorm(_RESNET_GROUPS, WIDTHS[0]),
+        activation=nn.ReLU(),
+    )
+    inputs = WIDTHS[0]
+    for stage, width in enumerate(WIDTHS, start=1):
+        for number in range(1, BLOCKS + 1):
+            stride = 2 if stage > 1 and number == 1 else 1
+            layers[f"block{stage}_{number}"] = Block(inputs, width, stride)
+            inputs = width
+    layers["pool"] = Mean()
+    layers["output"] = nn.Linear(inputs, num_classes)
+    return nn.Sequential(layers)
+
+
+# -----------------------------------------------------------------------------
+# Networks by name, or a user's own by ``module:function``.
+# -----------------------------------------------------------------------------
+
+
+_Builder = Callable[..., nn.Module]
+_PROBE = 2
+"""Samples in the batch that tries out a network."""
+
+
+def build(
+    name: str, input_shape: tuple[int, ...], num_classes: int, seed: int = 0, tokens: int = 0
+) -> nn.Module:
+    """Build a network with seeded initial weights, and check that it fits the data.
+
+    Parameters
+    ----------
+    name : str
+        A registered name, or ``module:function``: a function that takes `input_shape` and
+        `num_classes`, and `tokens` if it has a parameter of that name, and returns a network. The
+        current folder is searched for the module too.
+    input_shape : tuple[int, ...]
+        Shape of one input.
+    num_classes : int
+        Number of outputs.
+    seed : int
+        Seed of the initial weights. torch's global generator is left as it was.
+    tokens : int
+        Size of the vocabulary where inputs are token ids; 0 where they are quantities.
+
+    Raises
+    ------
+    UserError
+        There is no such network, or it does not fit the data.
+    """
+    builder: _Builder = _own_builder(name) if ":" in name else MODELS[name]
+    vocabulary = {"tokens": tokens} if "tokens" in signature(builder).parameters else {}
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        try:
+            module = builder(input_shape, num_classes, **vocabulary)
+        except Exception as error:
+            raise _unfit(name, input_shape, num_classes, error) from error
+        if not isinstance(module, nn.Module):
+            raise UserError(
+                f"Model '{name}' must return a torch.nn.Module, got {type(module).__name__}."
+            )
+        _probe(name, module.float(), input_shape, num_classes)
+    return module
+
+
+def initial_arrays(config: RunConfig, shape: DataShape | None = None) -> ArrayRecord:
+    """Return the initial model of a run, by layer: what goes into the first message.
+
+    Parameters
+    ----------
+    config : RunConfig
+        Names the network (or leaves it to the dataset) and the seed.
+    shape : DataShape, optional
+        What the network has to fit; asked of the dataset if it is not given.
+
+    Raises
+    ------
+    UserError
+        There is no such network, or it does not fit the data or what is asked of it.
+    """
+    shape = data_shape(config) if shape is None else shape
+    name = with_defaults(config).model
+    module = build(str(name), shape.input_shape, shape.outputs, config.seed, shape.tokens)
+    if config.batch_norm == "local" and not has_batch_norm(module):
+        raise UserError(
+            f"batch-norm=local keeps batch normalisation at home, but model '{name}' has none."
+        )
+    state = module.state_dict()
+    return array_record({name: to_array(values.numpy()) for name, values in state.items()})
+
+
+def _own_builder(name: str) -> _Builder:
+    """Import a user's function."""
+    module_name, _, function_name = name.partition(":")
+    # A console script, unlike `python3 -m`, does not search the folder where it is started.
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        module = import_module(module_name)
+    except Exception as error:
+        raise UserError(
+            f"Cannot import '{module_name}' of model '{name}': {_first_line(error)}. "
+            f"A model is one of {', '.join(sorted(MODELS))}, or module:function."
+        ) from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise UserError(
+            f"Module '{module_name}' has no function '{function_name}' to build model '{name}': "
+            f"write def {function_name or 'build'}(input_shape, num_classes)."
+        )
+    builder: _Builder = function
+    return builder
+
+
+def _probe(name: str, module: nn.Module, input_shape: tuple[int, ...], num_classes: int) -> None:
+    """Raise UserError if the network cannot take the inputs or gives the wrong outputs."""
+    training = module.training
+    module.eval()
+    try:
+        with torch.no_grad():
+            output = module(torch.zeros(_PROBE, *input_shape))
+    except Exception as error:
+        raise _unfit(name, input_shape, num_classes, error) from error
+    module.train(training)
+    wanted = (_PROBE, num_classes)
+    if not isinstance(output, torch.Tensor) or tuple(output.shape) != wanted:
+        got = tuple(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
+        reason = ValueError(f"its output for {_PROBE} samples is {got}, not {wanted}")
+        raise _unfit(name, input_shape, num_classes, reason)
+
+
+def _unfit(
+    name: str, input_shape: tuple[int, ...], num_classes: int, error: Exception
+) -> UserError:
+    return UserError(
+        f"Model '{name}' does not fit the data, inputs of shape {input_shape} and {num_classes} "
+        f"outputs: {_first_line(error)}. mlp and mclr fit any inputs."
+    )
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip(".") if lines else type(error).__name__

@@ -1,0 +1,246 @@
+"""Replies of users' ClientApps that are unlike what was hoped for."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from adopted import grid_of
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord
+from quickstarts import initial_numpy, numpy_app
+
+from raceme.core import events
+from raceme.core.errors import UserError
+from raceme.simulation import Device, Node, VirtualGrid
+from raceme.strategies import CASA, STRATEGIES, FedAvg, Standalone
+
+
+def partition(context: Context) -> int:
+    return int(context.node_config["partition-id"])
+
+
+def refusals(seen: list[events.Event]) -> list[str]:
+    return [event.reason for event in seen if isinstance(event, events.UpdateRejected)]
+
+
+@pytest.mark.parametrize("name", ["casa", "fedavg", "fedbuff", "icfl-async"])
+def test_a_client_app_that_raises_half_of_the_time(name: str) -> None:
+    rng = random.Random(0)
+
+    def spoil(reply: Message, context: Context) -> None:
+        if rng.random() < 0.5:
+            raise RuntimeError("out of memory\n  in some layer")
+
+    seen: list[events.Event] = []
+    strategy = STRATEGIES[name]()
+    result = strategy.start(
+        grid_of(numpy_app(spoil)), initial_numpy(), num_rounds=3, observe=seen.append
+    )
+    assert strategy.dispatch.rounds == 3 or strategy.progress.updates == 30
+    assert len(refusals(seen)) > 5
+    assert all("out of memory" in reason and "layer" not in reason for reason in refusals(seen))
+    assert list(result.evaluate_metrics_clientapp) == [1, 2, 3]
+
+
+def test_failures_end_no_run_in_which_anything_was_of_use() -> None:
+    rng = random.Random(1)
+
+    def spoil(reply: Message, context: Context) -> None:
+        if rng.random() < 0.5:
+            raise RuntimeError("out of memory")
+
+    seen: list[events.Event] = []
+    strategy = CASA()
+    strategy.start(
+        grid_of(numpy_app(spoil), nodes=3), initial_numpy(), num_rounds=12, observe=seen.append
+    )
+    assert strategy.progress.updates == 36
+    assert len(refusals(seen)) > 12
+
+
+def test_an_app_of_which_nothing_is_of_use_does_not_run_for_ever() -> None:
+    def spoil(reply: Message, context: Context) -> None:
+        raise RuntimeError("no such file: data.csv")
+
+    with pytest.raises(UserError, match=r"None of 30 replies .* node-\d+: error .*data\.csv"):
+        CASA().start(grid_of(numpy_app(spoil)), initial_numpy(), num_rounds=3)
+
+
+def test_a_model_with_other_arrays() -> None:
+    def spoil(reply: Message, context: Context) -> None:
+        if partition(context) == 1:
+            arrays = reply.content["arrays"].to_numpy_ndarrays()
+            reply.content["arrays"] = ArrayRecord(
+                {"0": Array(arrays[0]), "module.bias": Array(arrays[1])}
+            )
+
+    seen: list[events.Event] = []
+    CASA().start(
+        grid_of(numpy_app(spoil), nodes=4), initial_numpy(), num_rounds=2, observe=seen.append
+    )
+    assert set(refusals(seen)) == {
+        "error 0: it returns a model without '1' and with 'module.bias', which the initial model "
+        "does not have"
+    }
+
+
+def test_several_models_in_one_reply() -> None:
+    def spoil(reply: Message, context: Context) -> None:
+        reply.content["head"] = ArrayRecord([np.zeros(2)])
+
+    with pytest.raises(UserError, match="it returns 2 ArrayRecords: arrays, head; a model is exac"):
+        CASA().start(grid_of(numpy_app(spoil)), initial_numpy())
+
+
+def test_a_model_under_a_name_of_the_users() -> None:
+    def spoil(reply: Message, context: Context) -> None:
+        reply.content["model"] = reply.content.pop("arrays")
+        reply.content["scores"] = reply.content.pop("metrics")
+
+    strategy = CASA()
+    strategy.start(grid_of(numpy_app(spoil)), initial_numpy(), num_rounds=1)
+    assert strategy.progress.updates == 10
+
+
+def test_a_weight_of_zero_counts_for_nothing() -> None:
+    def spoil(reply: Message, context: Context) -> None:
+        if partition(context) == 0:
+            reply.content["metrics"] = MetricRecord({"num-examples": 0})
+
+    seen: list[events.Event] = []
+    strategy = Standalone()
+    strategy.start(
+        grid_of(numpy_app(spoil), nodes=3), initial_numpy(), num_rounds=2, observe=seen.append
+    )
+    assert {e.client for e in seen if isinstance(e, events.UpdateApplied)} == {
+        "node-1001",
+        "node-1002",
+    }
+    assert set(refusals(seen)) == {"error 0: its weight 'num-examples' is 0: it counts for nothing"}
+
+
+def test_weights_that_are_no_numbers_of_examples() -> None:
+    """Shares of 1: what counts is how they compare."""
+
+    def spoil(reply: Message, context: Context) -> None:
+        weight = (0.25, 0.75)[partition(context)]
+        reply.content["metrics"] = MetricRecord({"trust": weight, "num-examples": 10**6})
+
+    strategy = FedAvg(weighted_by_key="trust")
+    result = strategy.start(grid_of(numpy_app(spoil), nodes=2), initial_numpy(), num_rounds=1)
+    # Half a step from 0 to -1 and to 1.
+    expected = 0.25 * -0.5 + 0.75 * 0.5
+    for array in result.arrays.to_numpy_ndarrays():
+        np.testing.assert_allclose(array, expected, rtol=1e-6)
+    assert result.train_metrics_clientapp[1] == {"num-examples": 10**6}
+
+
+def test_a_weight_that_is_missing_is_named() -> None:
+    def spoil(reply: Message, context: Context) -> None:
+        reply.content["metrics"] = MetricRecord({"loss": 0.1, "n": 10})
+
+    words = r"no number 'num-examples' \(weighted_by_key\); its metrics: loss, n"
+    with pytest.raises(UserError, match=words):
+        CASA().start(grid_of(numpy_app(spoil)), initial_numpy())
+
+
+def test_numbers_of_examples_come_with_the_first_reply() -> None:
+    def spoil(reply: Message, context: Context) -> None:
+        reply.content["metrics"] = MetricRecord({"num-examples": 10 + partition(context)})
+
+    strategy = CASA()
+    strategy.start(grid_of(numpy_app(spoil), nodes=4), initial_numpy(), num_rounds=2)
+    clients = strategy.progress.fleet.clients
+    assert {name: client.num_examples for name, client in clients.items()} == {
+        f"node-{1000 + index}": 10 + index for index in range(4)
+    }
+    assert sorted(strategy.state.examples[:4]) == [10, 11, 12, 13]
+
+
+def test_clients_that_are_yet_to_say_how_many_examples_they_have_are_not_taken_for_small() -> None:
+    """The first reply is held against nobody: 80 are not far more than all others have."""
+
+    def spoil(reply: Message, context: Context) -> None:
+        reply.content["metrics"] = MetricRecord({"num-examples": 80})
+
+    strategy = CASA()
+    strategy.start(grid_of(numpy_app(spoil)), initial_numpy(), num_rounds=1)
+    fleet = strategy.progress.fleet
+    assert set(fleet.sizes.values()) == {80}
+    assert fleet.counted("node-1000", 80) == 80
+    # Of ten nodes some have not answered yet.
+    assert len(fleet.sizes) < len(fleet.clients)
+
+
+def named(reply: Message, context: Context) -> None:
+    """State the id of a device: two nodes have the same in turn."""
+    identity = f"robot-{partition(context) % 2}"
+    reply.content["config"] = ConfigRecord({"client-id": identity})
+
+
+def test_who_states_an_id_is_known_by_it() -> None:
+    seen: list[events.Event] = []
+    result = CASA().start(
+        grid_of(numpy_app(named), nodes=2), initial_numpy(), num_rounds=2, observe=seen.append
+    )
+    assert set(result.client_clusters) == {"robot-0", "robot-1"}
+    applied = [event.client for event in seen if isinstance(event, events.UpdateApplied)]
+    assert set(applied) == {"robot-0", "robot-1"}
+    evaluated = [event for event in seen if isinstance(event, events.Evaluated)]
+    assert set(evaluated[-1].per_client) == {"robot-0", "robot-1"}
+
+
+def test_a_device_that_comes_back_as_another_node_is_the_client_that_it_was() -> None:
+    """Node 1000 leaves at 10 s, and the same device is there as node 1002 from 20 s on."""
+    nodes = [
+        Node(1000, Device(online=((0.0, 10.5),)), {"partition-id": 0}),
+        Node(1001, Device(), {"partition-id": 1}),
+        Node(1002, Device(online=((20.0, 1e9),)), {"partition-id": 2}),
+    ]
+    seen: list[events.Event] = []
+    strategy = Standalone()
+    result = strategy.start(
+        VirtualGrid(numpy_app(named), nodes),
+        initial_numpy(),
+        max_updates=60,
+        observe=seen.append,
+    )
+    assert set(result.client_clusters) == {"robot-0", "robot-1"}
+    joined = [(e.client, e.returned) for e in seen if isinstance(e, events.ClientJoined)]
+    assert joined[-1] == ("robot-0", True)
+    assert "error 0: it is 'robot-0', who is known: it goes on as that" in refusals(seen)
+    late = [e.client for e in seen if isinstance(e, events.UpdateApplied) and e.time > 30]
+    assert set(late) == {"robot-0", "robot-1"}
+
+
+def test_an_id_of_which_there_are_two_is_taken_once() -> None:
+    seen: list[events.Event] = []
+    CASA().start(
+        grid_of(numpy_app(named), nodes=3), initial_numpy(), max_updates=20, observe=seen.append
+    )
+    assert {e.client for e in seen if isinstance(e, events.UpdateApplied)} == {
+        "robot-0",
+        "robot-1",
+    }
+    assert "it states the id 'robot-0' of a client that is online elsewhere" in refusals(seen)[0]
+
+
+def test_raceme_s_own_app_is_greeted_where_the_user_says_so() -> None:
+    from nodes import CONFIG, INITIAL
+
+    from raceme.client_app import app
+
+    nodes = [
+        Node(7 + index, Device(), {"partition-id": index, "num-partitions": 3})
+        for index in range(3)
+    ]
+    grid = VirtualGrid(app, nodes, CONFIG.to_mapping())
+    settings = ConfigRecord({"lr": 0.05, "batch-size": 10})
+    result = CASA().start(grid, INITIAL, num_rounds=2, train_config=settings, greet=True)
+    assert set(result.client_clusters) == {"client-0", "client-1", "client-2"}
+    assert result.evaluate_metrics_clientapp[2].keys() >= {"accuracy", "loss"}
+    unasked = CASA().start(
+        VirtualGrid(app, nodes, CONFIG.to_mapping()), INITIAL, num_rounds=2, train_config=settings
+    )
+    assert set(unasked.client_clusters) == {"node-7", "node-8", "node-9"}

@@ -1,0 +1,246 @@
+"""What a guard does with updates: by their length, and by their direction."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from raceme.core.events import Verdict
+from raceme.core.protection import (
+    FEWEST,
+    FilterOptions,
+    FilterProtection,
+    Guard,
+    NormOptions,
+    NormProtection,
+    Record,
+)
+
+
+def home(client: str) -> int:
+    """Clients x… are in a cluster of their own."""
+    return 1 if client.startswith("x") else 0
+
+
+def along(axis: int, length: float = 1.0, size: int = 16) -> np.ndarray:
+    vector = np.zeros(size, np.float32)
+    vector[axis] = length
+    return vector
+
+
+def heard(guard: Guard, lengths: dict[str, float]) -> None:
+    for client, length in lengths.items():
+        assert guard.judge(client, along(0, length), 10.0, home).verdict is Verdict.ACCEPTED
+
+
+FIVE = {f"c{index}": length for index, length in enumerate((1.0, 2.0, 3.0, 4.0, 5.0))}
+"""Five clients whose median length is 3."""
+
+
+def test_an_update_beyond_the_bound_is_scaled_to_the_median_of_the_others() -> None:
+    guard = NormProtection(NormOptions(protection_factor=4.0))
+    heard(guard, FIVE)
+    assert guard.judge("new", along(0, 12.0), 10.0, home).verdict is Verdict.ACCEPTED
+    # The median of the six others: 3.5 of 1, 2, 3, 4, 5 and 12.
+    ruling = guard.judge("next", along(0, 14.5), 10.0, home)
+    assert (ruling.verdict, ruling.measured, ruling.bound) == (Verdict.SCALED, 14.5, 14.0)
+    assert ruling.scale == pytest.approx(3.5 / 14.5)
+
+
+def test_or_it_is_refused() -> None:
+    guard = NormProtection(NormOptions(protection_factor=4.0, protection_beyond="refuse"))
+    heard(guard, FIVE)
+    ruling = guard.judge("new", along(0, 12.1), 10.0, home)
+    assert (ruling.verdict, ruling.verdict.keeps_out) == (Verdict.REFUSED, True)
+    assert (ruling.measured, ruling.bound) == (pytest.approx(12.1), 12.0)
+    assert ruling.reason == "an update that is far longer than those of others"
+
+
+def test_a_client_does_not_move_its_own_bound() -> None:
+    guard = NormProtection(NormOptions(protection_factor=4.0))
+    heard(guard, FIVE)
+    rulings = [guard.judge("new", along(0, 1000.0), 10.0, home) for _ in range(50)]
+    assert {ruling.bound for ruling in rulings} == {12.0}
+
+
+def test_where_most_updates_move_nothing_lengths_say_nothing() -> None:
+    guard = NormProtection()
+    heard(guard, {f"c{index}": 0.0 for index in range(9)})
+    assert guard.judge("new", along(0, 1.0), 10.0, home).verdict is Verdict.ACCEPTED
+
+
+def test_lengths_are_those_of_the_own_cluster_where_it_has_enough() -> None:
+    guard = NormProtection(NormOptions(protection_factor=2.0))
+    heard(guard, FIVE)
+    heard(guard, {f"x{index}": 0.5 for index in range(FEWEST)})
+    # x9 is held against 0.5; against all, the median would be 1.5.
+    assert guard.judge("x9", along(0, 1.1), 10.0, home).bound == 1.0
+    assert guard.judge("c9", along(0, 5.9), 10.0, home).verdict is Verdict.ACCEPTED
+
+
+def test_before_there_is_anything_to_compare_with_the_model_itself_is_the_bound() -> None:
+    guard = NormProtection(NormOptions(protection_factor=4.0))
+    ruling = guard.judge("a", along(0, 40.1), 10.0, home)
+    assert (ruling.verdict, ruling.bound) == (Verdict.REFUSED, 40.0)
+    assert guard.judge("a", along(0, 39.9), 10.0, home).verdict is Verdict.ACCEPTED
+    # A model of zeros has no length that would say anything.
+    assert guard.judge("b", along(0, 9.9), 0.0, home).verdict is Verdict.ACCEPTED
+
+
+def test_a_short_model_stops_a_fleet_only_until_all_are_seen_to_be_alike() -> None:
+    guard = NormProtection()
+    verdicts = [guard.judge(f"c{index}", along(0, 11.0), 1.0, home).verdict for index in range(7)]
+    assert verdicts == [Verdict.REFUSED] * FEWEST + [Verdict.ACCEPTED] * 2
+
+
+def test_only_as_many_clients_are_remembered_as_the_window_has() -> None:
+    guard = FilterProtection(FilterOptions(protection_window=6))
+    for index in range(9):
+        guard.judge(f"c{index}", along(0), 10.0, home)
+    guard.judge("c4", along(0), 10.0, home)
+    assert list(guard.state.lengths) == ["c3", "c5", "c6", "c7", "c8", "c4"]
+    assert set(guard.state.directions) == set(guard.state.lengths)
+
+
+def fleet_of(guard: FilterProtection, rounds: int, **attackers: np.ndarray) -> list[str]:
+    """Let six clients agree, and others send what is given; return who was excluded."""
+    rng = np.random.default_rng(0)
+    for _ in range(rounds):
+        for index in range(6):
+            noise = 0.2 * rng.standard_normal(16).astype(np.float32)
+            guard.judge(f"c{index}", along(0) + noise, 10.0, home)
+        for name, vector in attackers.items():
+            guard.judge(name, vector, 10.0, home)
+    return sorted(guard.state.excluded)
+
+
+def test_who_points_against_the_others_or_where_nobody_does_is_excluded() -> None:
+    # Of the first round too few are known to compare with; then a record takes three updates.
+    assert fleet_of(FilterProtection(), 3, flips=along(0, -1), odd=along(5)) == []
+    assert fleet_of(FilterProtection(), 4, flips=along(0, -1), odd=along(5)) == ["flips", "odd"]
+
+
+def rounds_without_mates(guard: FilterProtection, rounds: int, awaited: int) -> None:
+    """Let nine clients agree, and one send what nobody else does, of a fleet of a size."""
+    for _ in range(rounds):
+        for index in range(9):
+            guard.judge(f"c{index}", along(0), 10.0, home, awaited)
+        guard.judge("odd", along(5), 10.0, home, awaited)
+
+
+def test_nobody_is_excluded_while_those_who_are_alike_may_not_be_heard_yet() -> None:
+    """Of twelve clients ten are known: fewer than nine tenths."""
+    guard = FilterProtection()
+    rounds_without_mates(guard, 6, awaited=12)
+    assert not guard.state.excluded
+    assert not guard.state.records
+    # The eleventh is heard, and is like the odd one: it was none.
+    guard.judge("late", along(5), 10.0, home, 12)
+    rounds_without_mates(guard, 6, awaited=12)
+    assert not guard.state.excluded
+    assert guard.state.records["odd"].score > 1.0
+
+
+def test_who_is_just_heard_counts_among_those_that_are_known() -> None:
+    """Nine of ten clients are nine tenths, the ninth with its first update."""
+    guard = FilterProtection()
+    for index in range(8):
+        guard.judge(f"c{index}", along(0), 10.0, home, 10)
+    assert not guard.state.records
+    guard.judge("c8", along(0), 10.0, home, 10)
+    assert list(guard.state.records) == ["c8"]
+
+
+def test_once_most_are_heard_who_agrees_with_nobody_is_excluded() -> None:
+    guard = FilterProtection()
+    # Ten of eleven clients are more than nine tenths.
+    rounds_without_mates(guard, 4, awaited=11)
+    assert list(guard.state.excluded) == ["odd"]
+
+
+def test_clients_that_stay_silent_are_not_waited_for_without_end() -> None:
+    """After ten updates for each of twenty clients: 200, twenty rounds of ten."""
+    guard = FilterProtection()
+    rounds_without_mates(guard, 20, awaited=20)
+    assert not guard.state.records
+    rounds_without_mates(guard, 3, awaited=20)
+    assert list(guard.state.excluded) == ["odd"]
+
+
+def test_of_a_large_fleet_no_more_are_waited_for_than_are_remembered() -> None:
+    guard = FilterProtection(FilterOptions(protection_window=10))
+    rounds_without_mates(guard, 4, awaited=1000)
+    assert list(guard.state.excluded) == ["odd"]
+
+
+def test_a_group_of_its_own_is_not_excluded() -> None:
+    twins = {"t1": along(5), "t2": along(5) + along(6, 0.2)}
+    assert fleet_of(FilterProtection(), 10, **twins) == []
+
+
+def test_in_another_cluster_directions_are_another_matter() -> None:
+    guard = FilterProtection()
+    assert fleet_of(guard, 10, x1=along(5), x2=along(0, -1)) == []
+    assert "x1" not in guard.state.records
+
+
+def test_an_excluded_client_whose_updates_come_to_agree_is_let_in_again() -> None:
+    guard = FilterProtection()
+    fleet_of(guard, 4, odd=along(5))
+    verdicts = [guard.judge("odd", along(0), 10.0, home).verdict for _ in range(8)]
+    assert verdicts[0] is Verdict.REFUSED
+    assert Verdict.READMITTED in verdicts
+    assert verdicts[-1] is Verdict.ACCEPTED
+    assert not guard.state.excluded
+
+
+def test_a_fleet_that_agrees_on_nothing_excludes_nobody() -> None:
+    guard = FilterProtection()
+    # Two oppose each other, ten are like nobody: the median client agrees with none.
+    sent = [along(0, -1), *(along(index) for index in range(11))]
+    for _ in range(5):
+        for index, vector in enumerate(sent):
+            assert guard.judge(f"c{index}", vector, 10.0, home).verdict is Verdict.ACCEPTED
+    assert guard.state.records["c0"].score == pytest.approx(-1.0)
+
+
+def test_the_agreement_is_the_largest_cosine_and_the_balance_of_the_strong_ones() -> None:
+    guard = FilterProtection()
+    guard.state.directions = {"a": along(0), "b": along(0, -1), "c": along(1)}
+    direction = np.asarray(along(0, 0.8) + along(1, 0.6), np.float32)
+    # Cosines 0.8, −0.8 and 0.6: balance (0.64 − 0.64 + 0.36) / (0.64 + 0.64 + 0.36).
+    agreement = guard._agreement(direction, ["a", "b", "c"])
+    assert agreement == pytest.approx(0.8 + 0.36 / 1.64, abs=1e-6)
+    assert guard._agreement(along(5), ["a", "b", "c"]) == 0.0
+
+
+def test_a_record_weighs_updates_by_their_length_and_forgets() -> None:
+    record = Record()
+    record.add(1.0, 3.0)
+    record.add(-1.0, 1.0)
+    assert record.score == pytest.approx((0.9 * 3.0 - 1.0) / (0.9 * 3.0 + 1.0))
+    assert Record().score == 0.0
+
+
+def test_a_scaled_update_weighs_no_more_than_what_is_left_of_it() -> None:
+    """A length of 1000 is scaled to 1: it does not outweigh the update before."""
+    guard = FilterProtection()
+    for index in range(FEWEST):
+        guard.judge(f"c{index}", along(0), 10.0, home)
+    guard.judge("new", along(0), 10.0, home)
+    assert guard.judge("new", along(5, 1000.0), 10.0, home).verdict is Verdict.SCALED
+    # It agrees fully, then not at all: (0.9 · 1 · 2 + 1 · 0) / (0.9 · 1 + 1).
+    assert guard.state.records["new"].score == pytest.approx(1.8 / 1.9)
+
+
+def test_an_update_that_moves_nothing_is_accepted() -> None:
+    guard = FilterProtection()
+    for index in range(8):
+        ruling = guard.judge(f"c{index}", along(0, 0.0), 10.0, home)
+        assert ruling.verdict is Verdict.ACCEPTED
+        assert math.isnan(ruling.measured)
+    # It has no direction that others could be compared with.
+    assert not guard.state.directions
+    assert not guard.state.records

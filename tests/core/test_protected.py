@@ -1,0 +1,261 @@
+"""Protected runs of any method: what it sees of poison, what is reported, and how it resumes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+from clustered import CENTRES, GROUPS, centre_losses, plain
+from fleets import grid_of, pulled_app, read, write
+from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from runs import of
+from test_resuming import TIMEOUT, whole
+
+from raceme.core import events
+from raceme.core.clusters import Bases
+from raceme.core.events import UpdateJudged, Verdict
+from raceme.core.protection import FilterProtection, Guard, NoProtection, NormProtection, Ruling
+from raceme.simulation import Device, VirtualGrid
+from raceme.strategies import (
+    CASA,
+    CDFL,
+    CFL,
+    CSAFL,
+    FAACL,
+    IFCA,
+    CASAPlus,
+    CDFLParameters,
+    CFLAsync,
+    CSAFLParameters,
+    FAACLAsync,
+    FedAsync,
+    FedAvg,
+    FedBuff,
+    FedDriftAsync,
+    FedDriftAsyncParameters,
+    FedSoftAsync,
+    FlexCFLAsync,
+    FlexCFLAsyncParameters,
+    ICFLAsync,
+    IFCAAsync,
+    Method,
+    Panicle,
+    Plan,
+)
+
+START = write(np.full(8, 3.0))
+"""The initial model: as long as what clients pull it to, so that no first update looks too long."""
+ATTACKER = "c5"
+UPDATES = 100
+METHODS = [
+    *(CASA, CASAPlus, FedAsync, FedBuff, CFLAsync, ICFLAsync, IFCAAsync, FAACLAsync, FedSoftAsync),
+    partial(FedDriftAsync, FedDriftAsyncParameters(start="per-client", delta=0.02, ask_every=2)),
+    partial(CDFL, CDFLParameters(k=3, request_seconds=2.0)),
+    partial(FlexCFLAsync, FlexCFLAsyncParameters(groups=3, detect="direction")),
+    partial(CSAFL, CSAFLParameters(groups=3)),
+    Panicle,
+    *(FedAvg, CFL, IFCA, FAACL),
+]
+"""Every asynchronous method, and some in rounds."""
+
+
+Poison = Callable[[np.ndarray], np.ndarray]
+"""What one client sends instead of its model."""
+STRAY = np.tile(np.array([1.0, -1.0], np.float32), 4)
+
+
+def strays(model: np.ndarray) -> np.ndarray:
+    """Go where nobody else goes."""
+    return model + STRAY
+
+
+def scales(model: np.ndarray) -> np.ndarray:
+    return np.float32(1e4) * model
+
+
+def poisoned_fleet(poison: Poison | None = strays) -> VirtualGrid:
+    """Twelve clients in three groups, of which one sends poison, if any."""
+    rng = np.random.default_rng(0)
+    targets = [CENTRES[group] + 0.01 * rng.normal(size=8) for group in GROUPS]
+
+    def change(reply: Message, index: int) -> Message:
+        if f"c{index}" == ATTACKER and poison is not None:
+            reply.content["arrays"] = write(poison(read(reply.content["arrays"])))
+        return reply
+
+    fleet = [Device(5.0 if index % 4 == 0 else 1.0, jitter=0.3) for index in range(12)]
+    return grid_of(pulled_app(targets, step=0.1, change=change), fleet, GROUPS)
+
+
+def started(
+    strategy: Method,
+    grid: VirtualGrid,
+    guard: Guard | None,
+    **options: Any,
+) -> list[events.Event]:
+    seen: list[events.Event] = []
+    if guard is not None:
+        strategy.protection = guard
+    plan = Plan(eval_every=50)
+    options = {"plan": plan, "observe": seen.append, "probe": centre_losses, **options}
+    strategy.run(grid, START, UPDATES, TIMEOUT, **options)
+    return seen
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_resumed_protected_run_is_bit_for_bit_the_uninterrupted_one(method: Any) -> None:
+    strategy, grid = method(seed=1), poisoned_fleet()
+    saved: list[tuple[int, Any]] = []
+    steps = itertools.count()
+    seen: list[events.Event] = []
+
+    def save() -> str:
+        if next(steps) >= 50 and not saved and strategy.progress.in_flight:
+            saved.append((len(seen), whole(strategy, grid)))
+        return ""
+
+    started(strategy, grid, FilterProtection(), observe=seen.append, stop_check=save)
+    (before, state), restored, again = saved[0], method(seed=99), poisoned_fleet()
+    assert state["strategy"]["protection"]["lengths"]
+    restored.protection = FilterProtection()
+    restored.load_state_dict(state["strategy"])
+    again.load_state_dict(state["grid"])
+    assert started(restored, again, None) == seen[before:]
+    assert plain(restored.state_dict()) == plain(strategy.state_dict())
+    assert not restored.bases.vectors or restored.progress.in_flight or held(restored)
+
+
+def held(strategy: Method) -> bool:
+    """Whether a policy still holds updates, and so the models that they started from."""
+    return bool(getattr(strategy.dispatch, "state", None))
+
+
+def test_what_is_scaled_keeps_its_counters() -> None:
+    """Nothing else in a model is a whole number, and no part of one is."""
+    app = ClientApp()
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        received = message.content["arrays"]
+        weight, count = (received[name].numpy() for name in ("weight", "num_batches_tracked"))
+        step = 1000.0 if context.node_config["partition-id"] == 5 else 0.1
+        arrays = {"weight": Array(weight + np.float32(step))}
+        arrays["num_batches_tracked"] = Array(np.asarray(count + 1))
+        content = {"arrays": ArrayRecord(arrays), "metrics": MetricRecord({"num-examples": 3})}
+        return Message(RecordDict(content), reply_to=message)
+
+    start = ArrayRecord(
+        {
+            "weight": Array(np.full(8, 3.0, np.float32)),
+            "num_batches_tracked": Array(np.array(0, np.int64)),
+        }
+    )
+    strategy, counted = FedAsync(), []
+    strategy.protection = NormProtection()
+
+    def observe(event: events.Event) -> None:
+        if isinstance(event, events.UpdateApplied) and event.client == "node-105":
+            counted.append(strategy.models[0].vector[strategy.spec.counters].item())
+
+    grid = grid_of(app, [Device(1.0)] * 8)
+    strategy.run(grid, start, 40, TIMEOUT, observe=observe)
+    # Each second all eight send what they received, and one more.
+    assert counted == [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert strategy.protection.state.lengths["node-105"] > 100
+
+
+class Wavering(Guard):
+    """Excludes one client with its first update, and lets it in again with its second."""
+
+    def judge(self, client: str, *judged: Any, **further: Any) -> Ruling:
+        if client != ATTACKER:
+            return Ruling()
+        self.state.judged += 1
+        if self.state.judged == 1:
+            self.state.excluded[client] = True
+            return Ruling(Verdict.EXCLUDED, 0.0)
+        verdict = Verdict.READMITTED if self.state.excluded.pop(client, False) else Verdict.ACCEPTED
+        return Ruling(verdict)
+
+
+@pytest.mark.parametrize("method", [CASA, FedAsync])
+def test_a_client_that_is_let_in_again_is_back_for_the_method(method: Any) -> None:
+    strategy = method(seed=1)
+    seen = started(strategy, poisoned_fleet(None), Wavering())
+    assert [event.verdict for event in of(UpdateJudged, seen)] == [
+        Verdict.EXCLUDED,
+        Verdict.READMITTED,
+    ]
+    assert strategy.clusters.online[ATTACKER]
+
+
+@pytest.mark.parametrize(("method", "excludes"), [(FedAsync, False), (CASA, True)])
+def test_one_model_can_wait_for_slow_clients_and_clusters_cannot(
+    method: Any, excludes: bool
+) -> None:
+    """Nine clients agree, one is the fast one of a group of its own, of which two are slow."""
+    axes = 3.0 * np.eye(2, 8)
+    targets = [3.0 + (axes[0] if index < 3 else axes[1]) for index in range(12)]
+    fleet = [Device(8.0 if index in (1, 2) else 1.0) for index in range(12)]
+    grid = grid_of(pulled_app(targets, step=0.1), fleet)
+    seen = started(method(seed=1), grid, FilterProtection())
+    judged = [(event.client, event.verdict) for event in of(UpdateJudged, seen)]
+    assert (("c0", Verdict.EXCLUDED) in judged) == excludes
+    assert bool(judged) == excludes
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_honest_fleet_is_bit_for_bit_the_same_with_a_bound_on_lengths(method: Any) -> None:
+    runs = []
+    for guard in (NoProtection(), NormProtection()):
+        strategy = method(seed=1)
+        runs.append((started(strategy, poisoned_fleet(None), guard), strategy.state_dict()))
+    (seen, state), (again, guarded) = runs
+    assert again == seen
+    assert plain(guarded["clusters"]) == plain(state["clusters"])
+    assert plain(guarded["state"]) == plain(state["state"])
+
+
+def test_without_protection_nothing_is_kept_for_it() -> None:
+    strategy = FedAsync()
+    started(strategy, poisoned_fleet(), None)
+    assert strategy.bases == Bases()
+    assert not strategy.protection.state.lengths
+
+
+def test_a_long_update_reaches_the_method_at_the_median_length() -> None:
+    strategy = FedAsync()
+    seen = started(strategy, poisoned_fleet(scales), NormProtection())
+    judged = of(UpdateJudged, seen)
+    assert {event.client for event in judged} == {ATTACKER}
+    assert {event.verdict for event in judged} <= {Verdict.SCALED, Verdict.REFUSED}
+    scaled = [event for event in judged if event.verdict is Verdict.SCALED]
+    assert scaled
+    # What is scaled is applied, and the model stays where honest clients pull it.
+    applied = [event for event in of(events.UpdateApplied, seen) if event.client == ATTACKER]
+    assert len(applied) >= len(scaled)
+    assert np.linalg.norm(strategy.models[0].vector) < 10 * np.linalg.norm(CENTRES, axis=1).max()
+    unprotected = FedAsync()
+    started(unprotected, poisoned_fleet(scales), None)
+    assert np.linalg.norm(unprotected.models[0].vector) > 1e3
+
+
+@pytest.mark.parametrize("method", [CASA, FedAsync, FedBuff])
+def test_an_excluded_client_is_refused_reported_and_gone_for_the_method(method: Any) -> None:
+    strategy = method(seed=1)
+    seen = started(strategy, poisoned_fleet(), FilterProtection())
+    judged = of(UpdateJudged, seen)
+    first = next(event for event in judged if event.verdict is Verdict.EXCLUDED)
+    assert first.client == ATTACKER
+    assert first.measured < first.bound
+    assert ATTACKER in strategy.protection.state.excluded
+    assert ATTACKER not in strategy.clusters.online or not strategy.clusters.online[ATTACKER]
+    late = [e for e in of(events.UpdateApplied, seen) if e.client == ATTACKER]
+    assert all(event.time <= first.time for event in late)
+    refused = [e for e in of(events.UpdateRejected, seen) if e.client == ATTACKER]
+    assert len(refused) == sum(e.verdict.keeps_out for e in judged if e.client == ATTACKER)

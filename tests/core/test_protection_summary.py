@@ -1,0 +1,177 @@
+"""What a run with attackers or a protection leaves in its summary and its store."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+
+from raceme.core.config import RunConfig
+from raceme.core.errors import UserError
+from raceme.core.events import Evaluated, UpdateApplied, UpdateJudged, UpdateRejected, Verdict
+from raceme.core.protection import (
+    FilterOptions,
+    FilterProtection,
+    NoProtection,
+    NormProtection,
+    protection_of,
+)
+from raceme.experiments.results import Run
+from raceme.experiments.suites import Score, load_suite
+from raceme.records.record import RunRecord
+from raceme.records.store import ProtectionSummary, read_events
+from raceme.reporting.console import summary_rows
+from raceme.reporting.run_page import judged_clients_table, run_page, verdicts_table
+from raceme.runs import experiment
+
+
+def applied(seq: int, client: str) -> UpdateApplied:
+    return UpdateApplied(seq, 1.0, client, 0, 0, 0, 0.5, 0.0, 0.5, 8, 8)
+
+
+def judged(client: str, verdict: Verdict) -> UpdateJudged:
+    return UpdateJudged(1.0, client, verdict, 1.0, 2.0, "why")
+
+
+def test_verdicts_are_counted_by_client() -> None:
+    summary = ProtectionSummary()
+    for event in (
+        *(applied(1, "a"), judged("a", Verdict.SCALED), applied(2, "a")),
+        *(judged("b", Verdict.EXCLUDED), judged("b", Verdict.REFUSED)),
+        *(judged("c", Verdict.EXCLUDED), judged("c", Verdict.READMITTED), applied(3, "c")),
+    ):
+        summary.observe(event)
+    assert summary.result() == {
+        "protection": {
+            "a": {"accepted": 1, "scaled": 1, "refused": 0},
+            "b": {"accepted": 0, "scaled": 0, "refused": 2},
+            "c": {"accepted": 1, "scaled": 0, "refused": 1},
+        },
+        "excluded_clients": ["b"],
+    }
+
+
+def test_the_honest_accuracy_is_that_of_all_but_the_attackers_at_the_end() -> None:
+    first = Evaluated(0.0, 0, 0.5, 1.0, 1, {"a": (0, 0.0, 1.0), "b": (0, 0.1, 1.0)})
+    last = Evaluated(9.0, 9, 0.5, 1.0, 1, {"a": (0, 0.4, 1.0), "b": (0, 0.9, 1.0)})
+    summary = ProtectionSummary(["a"])
+    for event in (first, last):
+        summary.observe(event)
+    assert summary.result() == {
+        **{"attackers": ["a"], "honest_accuracy": 0.9, "honest_time_to_target": None}
+    }
+    nobody = ProtectionSummary()
+    nobody.observe(last)
+    assert nobody.result() == {}
+
+
+def test_the_time_to_a_target_is_that_of_the_honest_clients() -> None:
+    """The attackers are served the models of where they were: theirs are of no account."""
+    summary = ProtectionSummary(["a"])
+    for time, attacker, honest, asked in (
+        *((1.0, 0.99, 0.5, 2), (2.0, 0.1, 0.96, 4)),
+        *((3.0, 0.1, 0.95, 2), (4.0, 0.1, 0.97, 2)),
+    ):
+        scores = {"a": (0, attacker, 1.0), "b": (0, honest, 1.0)}
+        summary.observe(Evaluated(time, int(time), 0.5, 1.0, 1, scores, asked))
+    found = summary.result(0.95)
+    # At 2 s half of the clients have not answered.
+    assert found["honest_time_to_target"] == {"target": 0.95, "virtual_time": 3.0, "updates": 3}
+    own = {"time_to_target": None, "accuracy": 0.5}
+    assert Run(0, "run", {**own, **found}, score=Score.HONEST).time == 3.0
+    assert Run(0, "run", {**own, **found}).time is None
+    clean = {"time_to_target": found["honest_time_to_target"]}
+    assert Run(0, "run", clean, score=Score.HONEST).time == 3.0
+
+
+def test_an_attacked_and_protected_run_says_all_of_it(tmp_path: Path) -> None:
+    keys = {
+        **{"strategy": "fedasync", "clients": 10, "groups": "1", "model": "mclr", "workers": 0},
+        **{"max-updates": 80, "attack": "sign-flip", "protection": "filter", "seed": 1},
+        "out": str(tmp_path / "run"),
+    }
+    outcome = experiment.simulate(RunConfig.from_mapping(keys))
+    summary = json.loads((outcome.out / "summary.json").read_text())
+    attackers = summary["attackers"]
+    assert len(attackers) == 2
+    assert summary["excluded_clients"] == attackers
+    events = read_events(outcome.out)
+    last = [event for event in events if isinstance(event, Evaluated)][-1]
+    honest = [score[1] for name, score in last.per_client.items() if name not in attackers]
+    assert summary["honest_accuracy"] == pytest.approx(fmean(honest))
+    refused = sum(counts["refused"] for counts in summary["protection"].values())
+    assert refused == sum(isinstance(event, UpdateRejected) for event in events) > 0
+    assert any(isinstance(event, UpdateJudged) for event in events)
+    rows = dict(summary_rows(summary))
+    assert rows["honest clients"] == f"{summary['honest_accuracy']:.3f}, mean without 2 that attack"
+    scaled = sum(counts["scaled"] for counts in summary["protection"].values())
+    assert rows["protection"] == f"{scaled} updates scaled, {refused} refused, 2 clients excluded"
+    page = run_page(outcome.out, "")
+    assert 'href="#protection"' in page
+    assert all(f"<bdi>{name}</bdi>" in page.split('id="protection"')[1] for name in attackers)
+
+
+def test_the_page_has_the_verdicts_by_reason_and_by_client() -> None:
+    def says(time: float, client: str, verdict: Verdict, measured: float, why: str) -> UpdateJudged:
+        return UpdateJudged(time, client, verdict, measured, 2.0, why)
+
+    record = RunRecord.of(
+        [
+            *(applied(1, "a"), applied(2, "a"), applied(3, "b")),
+            says(1.0, "a", Verdict.SCALED, 5.0, "too long"),
+            says(2.0, "b", Verdict.EXCLUDED, 0.1, "alone"),
+            says(3.0, "b", Verdict.REFUSED, 0.3, "alone"),
+            says(4.0, "b", Verdict.REFUSED, 0.5, "alone"),
+            says(5.0, "b", Verdict.READMITTED, 2.5, "agrees"),
+            says(6.0, "b", Verdict.EXCLUDED, math.nan, "alone"),
+        ]
+    )
+    verdicts, clients = verdicts_table(record), judged_clients_table(record)
+    assert verdicts is not None
+    assert clients is not None
+    assert verdicts.title == "6 updates of 2 clients were not simply accepted"
+    # The medians of 0.1 and NaN, and of 0.3 and 0.5.
+    assert verdicts.rows == (
+        ("excluded", "alone", "2", "1", "0.1", "2"),
+        ("refused", "alone", "2", "1", "0.4", "2"),
+        ("scaled", "too long", "1", "1", "5", "2"),
+        ("readmitted", "agrees", "1", "1", "2.5", "2"),
+    )
+    # Of a's two updates one was scaled; b was excluded twice, which refused two updates more.
+    assert clients.rows == (
+        ("b", "1", "0", "4", "from 2.0 to 5.0, from 6.0 to the end"),
+        ("a", "1", "1", "0", "–"),
+    )
+
+
+def test_a_run_in_which_all_was_accepted_has_no_verdicts() -> None:
+    record = RunRecord.of([applied(1, "a")])
+    assert verdicts_table(record) is None
+    assert judged_clients_table(record) is None
+
+
+def test_a_configuration_names_a_protection_and_its_options() -> None:
+    assert type(protection_of(RunConfig())) is NoProtection
+    config = RunConfig.from_mapping({"protection": "filter", "protection-share": 0.5})
+    guard = protection_of(config)
+    assert type(guard) is FilterProtection
+    assert guard.options == FilterOptions(protection_share=0.5)
+    assert type(protection_of(RunConfig(protection="norm"))) is NormProtection
+    with pytest.raises(UserError, match="protection-share is read by protection filter; this run"):
+        RunConfig.from_mapping({"protection": "norm", "protection-share": 0.5})
+    with pytest.raises(UserError, match=r"attackers is read by attack .* this run has attack none"):
+        RunConfig.from_mapping({"attackers": 0.5})
+
+
+def test_the_suite_has_every_attack_without_and_with_the_filter() -> None:
+    suite = load_suite(Path("poisoning"))
+    assert suite.score is Score.HONEST
+    kinds = {
+        (config.strategy, config.attack, config.protection)
+        for method in suite.methods
+        for config in [suite.config(method, seed=0)]
+    }
+    assert len(kinds) == len(suite.methods) == 3 * 5 * 2

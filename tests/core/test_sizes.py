@@ -1,0 +1,84 @@
+"""How many examples a client is believed to have."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from fleets import grid_of, pulled_app
+from flwr.app import Message
+from runs import ONES, devices, run
+
+from raceme.core.clients import MOST_EXAMPLES, Client, Fleet, largest_believed
+from raceme.strategies import FedAvg
+
+
+def test_ten_times_the_median_where_all_are_alike() -> None:
+    assert largest_believed([100] * 20) == 1000
+    assert largest_believed([100] * 19 + [10**18]) == 1000
+    assert largest_believed([100] * 16 + [10**18] * 4) == 1000
+
+
+def test_more_where_sizes_are_spread() -> None:
+    # Quartiles 50 and 150, median 100: (100/50)**5 times as much.
+    assert largest_believed([40, 50, 100, 150]) == 32_000
+    assert largest_believed([90, 100, 100, 200, 200]) == 32_000
+    assert largest_believed([90, 100, 100, 10**15]) == 1000
+
+
+def test_no_more_than_a_count_can_be() -> None:
+    assert largest_believed([1, 2**30, 2**52, 2**52]) == MOST_EXAMPLES
+
+
+def test_honest_sizes_as_skewed_as_they_come_are_believed() -> None:
+    for seed in range(20):
+        sizes = np.random.default_rng(seed).lognormal(4.0, 2.0, 100) + 50
+        ordered = sorted(sizes.astype(int).tolist())
+        assert ordered[-1] <= largest_believed(ordered)
+
+
+def test_who_states_too_much_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    fleet = Fleet()
+    for index in range(5):
+        fleet.clients[f"c{index}"] = Client(f"c{index}", 10**15 if index == 0 else 10)
+        fleet.heard(f"c{index}", 10**15 if index == 0 else 10)
+    assert [fleet.counted("c0"), fleet.counted("c0"), fleet.counted("c1")] == [100, 100, 10]
+    assert fleet.counted("c1", 10**9) == 100
+    assert [record.args[0] for record in caplog.records] == ["c0", "c1"]
+
+
+def test_what_a_client_states_last_is_its_size() -> None:
+    fleet = Fleet()
+    for name in "abcde":
+        fleet.heard(name, 10)
+    for name in "abcde":
+        fleet.heard(name, 10**6)
+    assert fleet.most_counted() == 10**7
+    assert Fleet(sizes=dict(fleet.sizes)).most_counted() == 10**7
+
+
+def greedy(reply: Message, index: int) -> Message:
+    if index == 0:
+        reply.content["metrics"]["num-examples"] = 10**15
+    return reply
+
+
+def test_one_client_takes_no_average_over() -> None:
+    targets = [100 * ONES] + [ONES] * 9
+    method = FedAvg()
+    grid = grid_of(pulled_app(targets, step=1.0, change=greedy), devices(*[1.0] * 10))
+    run(method, grid, num_rounds=10)
+    # It counts like one with ten times the median of 10 … 19 examples: not like all the others.
+    (first,) = {float(value) for value in method.spec.unpack(method.result.arrays)}
+    limit = largest_believed([*range(11, 20), 10**15])
+    share = limit / (limit + sum(range(11, 20)))
+    assert first == pytest.approx(100 * share + (1 - share), rel=1e-3)
+    assert share < 0.8
+
+
+def test_honest_clients_count_as_they_say() -> None:
+    method = FedAvg()
+    grid = grid_of(pulled_app([ONES * k for k in range(4)], step=1.0), devices(*[1.0] * 4))
+    run(method, grid, num_rounds=4)
+    found = method.spec.unpack(method.result.arrays)
+    wanted = sum(k * (10 + k) for k in range(4)) / sum(10 + k for k in range(4))
+    assert found == pytest.approx(wanted, rel=1e-6)

@@ -1,0 +1,65 @@
+"""What a person sees of a comparison where there is no terminal."""
+
+from __future__ import annotations
+
+from io import StringIO
+from pathlib import Path
+
+from rich.console import Console
+
+from raceme.experiments.compare import SuiteProgress
+from raceme.experiments.jobs import Finished, Job, Progress, make_jobs
+from raceme.experiments.suites import of_names
+
+
+def test_ten_quiet_seconds_have_a_line(tmp_path: Path) -> None:
+    suite = of_names(["casa", "fedasync"], {"max-updates": 100})
+    casa, fedasync = make_jobs(suite, suite.methods, (0,), tmp_path)
+    out, now = StringIO(), 0.0
+    with SuiteProgress(3, 1, Console(file=out, width=200), clock=lambda: now) as progress:
+
+        def report(moment: float, job: Job, news: Progress | Finished | None) -> None:
+            nonlocal now
+            now = moment
+            progress.report(job, news)
+
+        report(0.0, casa, None)
+        report(0.0, fedasync, None)
+        # So early nothing is said of the time left.
+        report(10.0, casa, Progress(4, 1.0, ""))
+        report(19.0, casa, Progress(20, 2.0, ""))
+        # 0.2 + 0.3 of two runs after 25 s: 1.5 are left.
+        report(25.0, fedasync, Progress(30, 3.0, ""))
+        # It left no summary. What is printed anyway counts: ten seconds from here.
+        report(30.0, fedasync, Finished(None))
+        report(39.0, casa, Progress(50, 4.0, ""))
+        report(40.0, casa, Progress(60, 4.0, ""))
+        report(50.0, casa, Progress(104, 5.0, ""))
+    assert out.getvalue().splitlines() == [
+        "1 of 3 runs done; casa, seed 0: 4 of 100 updates; fedasync, seed 0: starting",
+        "1 of 3 runs done; casa, seed 0: 20 of 100 updates; fedasync, seed 0: 30 of 100 updates; "
+        "about 75 s left",
+        "[2/3] fedasync, seed 0: FAILED: it left no summary",
+        # 1 + 0.6 of two runs after 40 s.
+        "2 of 3 runs done; casa, seed 0: 60 of 100 updates; about 10 s left",
+        # A run in rounds may have more than were expected: nobody knows how many.
+        "2 of 3 runs done; casa, seed 0: 104 updates",
+    ]
+
+
+def test_what_a_resumed_run_had_done_says_nothing_of_the_time_left(tmp_path: Path) -> None:
+    suite = of_names(["casa", "fedasync"], {"max-updates": 100})
+    casa, _ = make_jobs(suite, suite.methods, (0,), tmp_path)
+    out, now = StringIO(), 0.0
+    with SuiteProgress(2, 0, Console(file=out, width=200), clock=lambda: now) as progress:
+        progress.resume(casa)
+        progress.report(casa, None)
+        for moment, updates in ((1.0, 70), (10.0, 72), (20.0, 80)):
+            now = moment
+            progress.report(casa, Progress(updates, 1.0, ""))
+    assert out.getvalue().splitlines() == [
+        "casa, seed 0: half-done, resumed from its last checkpoint",
+        "0 of 2 runs done; casa, seed 0: 72 of 100 updates",
+        # 0.1 of a run in 20 s, and 1.2 are left.
+        "0 of 2 runs done; casa, seed 0: 80 of 100 updates; about 4 min left",
+    ]

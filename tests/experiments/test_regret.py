@@ -1,0 +1,50 @@
+"""Regret over several cases; and the cases of the suite `panicle`."""
+
+import pytest
+
+from raceme.experiments.results import Comparison, Result, Run, regret_table, regrets, slowness
+from raceme.experiments.suites import Method, Suite, load_suite, shipped
+
+
+def case(**methods: tuple[float, float | None]) -> Comparison:
+    """A comparison of one run for each method, of accuracy and time to the target."""
+    made = {label: Method(label=label, strategy="fedasync") for label in methods}
+    results = []
+    for label, (accuracy, time) in methods.items():
+        reached = None if time is None else {"virtual_time": time, "updates": 1}
+        summary = {"accuracy": accuracy, "time_to_target": reached}
+        results.append(Result(made[label], label, (Run(0, label, summary),)))
+    suite = Suite(title="a case", methods=tuple(made.values()), settings={}, seeds=(0,))
+    return Comparison(suite=suite, results=tuple(results))
+
+
+def test_regret_is_how_far_a_method_is_from_the_best_of_each_case() -> None:
+    cases = {"one": case(a=(0.90, 2.0), b=(0.85, 1.0)), "two": case(a=(0.70, None), b=(0.71, 3.0))}
+    found = regrets(cases)
+    assert found["a"] == pytest.approx({"one": 0.0, "two": 1.0})
+    assert found["b"] == pytest.approx({"one": 5.0, "two": 0.0})
+    assert slowness(cases) == {"a": {"one": 2.0, "two": float("inf")}, "b": {"one": 1.0, "two": 1}}
+
+
+def test_the_worst_case_of_each_method_is_in_bold() -> None:
+    cases = {"one": case(a=(0.90, 2.0), b=(0.85, 1.0)), "two": case(a=(0.70, None), b=(0.71, 3.0))}
+    text = regret_table(cases)
+    assert text.columns == ("case", "a", "b")
+    assert text.rows == (
+        ("one", "0.00", "**5.00**"),
+        ("two", "**1.00**", "0.00"),
+        ("mean", "0.50", "2.50"),
+        ("worst", "1.00", "5.00"),
+        ("fastest", "0%", "100%"),
+    )
+
+
+def test_a_case_that_nobody_finishes_counts_for_nobody() -> None:
+    assert slowness({"one": case(a=(0.5, None))}) == {}
+
+
+def test_every_case_of_the_suite_can_be_read() -> None:
+    for name, path in shipped("panicle").items():
+        suite = load_suite(path)
+        assert "panicle" in {method.label for method in suite.methods}, name
+        assert suite.async_updates, name

@@ -1,0 +1,199 @@
+"""What a server tells those who watch it."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+
+import pytest
+from processes import free_port
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
+from serving import APP, fetch, light_device, serving
+
+from raceme.core.errors import UserError
+from raceme.core.events import (
+    ClaimRefused,
+    Event,
+    UpdateApplied,
+    UpdateJudged,
+    UpdateRejected,
+    Verdict,
+)
+from raceme.fleet.metrics import MOST_DEVICES, Metrics, StatusPort, label_of
+from raceme.flower.link_state import LinkState
+from raceme.flower.messages import NODE_UNAVAILABLE
+
+DASHBOARD = Path(__file__).parents[2] / "docker" / "grafana-dashboard.json"
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def figures(page: bytes) -> dict[tuple[str, str], float]:
+    """Return the value of each sample, by its name and its labels' values."""
+    return {
+        (sample.name, ",".join(sample.labels.values())): sample.value
+        for family in text_string_to_metric_families(page.decode())
+        for sample in family.samples
+    }
+
+
+def metrics_of(names: Mapping[int, str], state: LinkState | None = None) -> tuple[Metrics, Clock]:
+    clock = Clock()
+    return Metrics(state or LinkState(APP), lambda: names, lambda: 3, clock), clock
+
+
+def told(*events: Event) -> dict[tuple[str, str], float]:
+    metrics, _ = metrics_of({})
+    for event in events:
+        metrics.observe(event)
+    return figures(metrics.page())
+
+
+def applied(staleness: int) -> UpdateApplied:
+    return UpdateApplied(1, 1.0, "a", 0, 0, staleness, 0.5, 0.5, 0.1, 4, 4)
+
+
+def test_updates_and_their_staleness_are_counted() -> None:
+    found = told(applied(0), applied(3), applied(3), applied(2000))
+    assert found["raceme_clusters", ""] == 3
+    assert found["raceme_updates_total", ""] == 4
+    assert found["raceme_staleness_bucket", "0.0"] == 1
+    assert found["raceme_staleness_bucket", "2.0"] == 1
+    assert found["raceme_staleness_bucket", "5.0"] == 3
+    assert found["raceme_staleness_bucket", "1000.0"] == 3
+    assert found["raceme_staleness_bucket", "+Inf"] == 4
+
+
+def test_rejections_are_counted_by_reasons_of_ours_whatever_a_device_says() -> None:
+    hostile = 'no"}\n# EOF\nraceme_updates_total 99 '
+    judged = UpdateJudged(1.0, "a", Verdict.REFUSED, 9.0, 1.0, "9 times as long as others")
+    found = told(
+        UpdateRejected(1.0, "a", f"error {int(NODE_UNAVAILABLE)}: the node went offline", 0.5),
+        UpdateRejected(1.0, "a", f"error 2: {hostile}", 0.5),
+        UpdateRejected(1.0, "a", hostile, 0.5),
+        judged,
+        UpdateRejected(1.0, "a", "9 times as long as others", 0.5),
+        UpdateRejected(1.0, "a", "9 times as long as others", 0.5),
+        ClaimRefused(1.0, 5, hostile, hostile),
+    )
+    reasons = {
+        labels: value
+        for (name, labels), value in found.items()
+        if name == "raceme_rejections_total" and value
+    }
+    assert reasons == {"device-left": 1, "device-error": 1, "other": 2, "protection": 1}
+    assert found["raceme_updates_total", ""] == 0
+    assert found["raceme_refused_claims_total", ""] == 1
+
+
+@pytest.mark.parametrize(
+    ("reason", "label"),
+    [
+        ("not finite: the model holds NaN", "not-finite"),
+        ("missing records: 0 ArrayRecords, not 1", "incomplete"),
+        ("repeated or foreign task 7: it was sent 8", "other-work"),
+        ("no examples", "no-examples"),
+    ],
+)
+def test_reasons_have_labels(reason: str, label: str) -> None:
+    assert label_of(reason) == label
+
+
+def test_devices_messages_and_silences_are_those_of_the_moment(tmp_path: Path) -> None:
+    with serving(tmp_path) as server, light_device(server) as link:
+        names = {link.node_id: 'kit"chen\n\x1b[1m'}
+        metrics, clock = metrics_of(names, server.state)
+        metrics.hear(link.node_id)
+        for number in (1, 2, 3):
+            server.push(link.node_id, number)
+        fetch(link)
+        clock.now += 7
+        found = figures(metrics.page())
+        assert found["raceme_devices_online", ""] == 1
+        assert found["raceme_messages", "waiting"] == 2
+        assert found["raceme_messages", "at-work"] == 1
+        assert found["raceme_messages", "answered"] == 0
+        (((_, name), silence),) = (
+            item for item in found.items() if item[0][0] == "raceme_device_silence_seconds"
+        )
+        assert silence == 7
+        assert name.startswith('kit"chen')
+        assert name.isprintable()
+    # It has left, and its silence goes on.
+    names.clear()
+    clock.now += 60
+    found = figures(metrics.page())
+    assert found["raceme_devices_online", ""] == 0
+    assert found["raceme_device_silence_seconds", name] == 67
+
+
+def test_so_many_devices_are_listed_and_no_more() -> None:
+    metrics, clock = metrics_of(
+        {node: f"device-{node}" + "x" * 500 for node in range(MOST_DEVICES + 100)}
+    )
+    for node in range(MOST_DEVICES + 100):
+        clock.now += 1
+        metrics.hear(node)
+    found = figures(metrics.page())
+    listed = [labels for name, labels in found if name == "raceme_device_silence_seconds"]
+    assert len(listed) == MOST_DEVICES
+    assert found["raceme_devices_known", ""] == MOST_DEVICES + 100
+    # Those that are silent for longest.
+    assert any(name.startswith("device-0x") for name in listed)
+    assert not any(name.startswith(f"device-{MOST_DEVICES}x") for name in listed)
+    assert max(map(len, listed)) <= 64
+
+
+def get(address: str, path: str) -> tuple[int, str, bytes]:
+    try:
+        with urllib.request.urlopen(f"http://{address}{path}", timeout=20) as answer:
+            return answer.status, answer.headers["Content-Type"], answer.read()
+    except HTTPError as error:
+        return error.code, error.headers["Content-Type"], error.read()
+
+
+def test_the_second_port_answers() -> None:
+    well = True
+
+    def health() -> tuple[bool, Mapping[str, object]]:
+        return well, {"devices_online": 3}
+
+    address = f"127.0.0.1:{free_port()}"
+    with StatusPort(address, lambda: b"figures", health):
+        status, kind, body = get(address, "/metrics")
+        assert (status, body) == (200, b"figures")
+        assert kind.startswith("application/openmetrics-text")
+        status, kind, body = get(address, "/healthz")
+        assert (status, json.loads(body)) == (200, {"status": "ok", "devices_online": 3})
+        well = False
+        status, _, body = get(address, "/healthz")
+        assert (status, json.loads(body)["status"]) == (503, "failing")
+        assert get(address, "/etc/passwd")[0] == 404
+        with pytest.raises(UserError, match="--metrics off"):
+            StatusPort(address, lambda: b"", health)
+    # The port is free again.
+    with StatusPort(address, lambda: b"", health):
+        pass
+
+
+def test_the_dashboard_asks_for_figures_that_there_are() -> None:
+    metrics, _ = metrics_of({1: "kitchen"})
+    metrics.hear(1)
+    names = {name for name, _ in figures(metrics.page())}
+    dashboard: Any = json.loads(DASHBOARD.read_text(encoding="utf-8"))
+    asked = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    assert len(asked) >= 8
+    for expression in asked:
+        words = expression.replace("(", " ").replace("[", " ").replace("{", " ").split()
+        used = {word for word in words if word.startswith("raceme_")}
+        assert used
+        assert used <= names

@@ -1,0 +1,201 @@
+"""Raceme's devices and stock SuperNodes at one server: who is told what, and in which form."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+
+import grpc
+import numpy as np
+import pytest
+from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.server.superlink.linkstate import in_memory_linkstate
+from flwr.supercore import date
+from serving import Server, answer, fetch, light_device, number_of, serving
+
+from raceme.core.errors import UserError
+from raceme.flower import fleet_client as direct
+from raceme.flower import fleet_client as wire
+from raceme.flower import link_state as message_state
+from raceme.flower.fleet_client import Direct
+from raceme.flower.link_state import Contents
+from raceme.flower.messages import NODE_UNAVAILABLE, SERVER_NODE_ID, encode, identify_process
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    with serving(tmp_path) as opened:
+        yield opened
+
+
+def model(seed: int) -> RecordDict:
+    chance = np.random.default_rng(seed)
+    shapes = [(3, 4), (4,), (), (2, 0), (5, 1, 2)]
+    arrays = [chance.standard_normal(shape).astype(np.float32) for shape in shapes]
+    arrays.append(np.array([np.nan, -0.0, np.inf], np.float32))
+    return RecordDict({"arrays": ArrayRecord(arrays), "config": ConfigRecord({"number": seed})})
+
+
+def sent_and_answered(server: Server, *, seed: int = 3) -> tuple[str, str, int]:
+    """Return the hash of what a device got, that of what came back, and the objects kept."""
+    with light_device(server) as link:
+        identify_process(server.state.run_id, SERVER_NODE_ID)
+        (key,) = server.grid.push_messages([Message(model(seed), link.node_id, "train", ttl=60.0)])
+        objects = len(server.state.object_store)
+        message = fetch(link)
+        answer(link, message)
+        (reply,) = server.wait(key)
+        return message.content.object_id, reply.content.object_id, objects
+
+
+def test_negotiated_and_stock_arrays_are_the_same_bit_for_bit(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = sent_and_answered(server)
+    # Larger than one call: Flower's objects, the model in one array.
+    with monkeypatch.context() as patch:
+        patch.setattr("raceme.flower.fleet_client.LARGEST", 10)
+        patch.setattr(direct, "LARGEST", 10)
+        large = sent_and_answered(server)
+    with monkeypatch.context() as patch:
+        patch.setattr(Direct, "greet", lambda _self: False)
+        stock = sent_and_answered(server)
+    expected = model(3).object_id
+    assert {*whole[:2], *large[:2], *stock[:2]} == {expected}
+    # No objects; message, records, one array and its data; each array and its data.
+    assert (whole[2], large[2], stock[2]) == (0, 6, 16)
+
+
+def test_both_kinds_of_devices_work_side_by_side(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with light_device(server) as own, monkeypatch.context() as patch:
+        patch.setattr(Direct, "greet", lambda _self: False)
+        with light_device(server) as stock:
+            keys = [server.push(link.node_id, i) for i, link in enumerate((own, stock))]
+            for link in (stock, own):
+                answer(link, fetch(link))
+            replies = [server.wait(key)[0] for key in keys]
+            assert [number_of(reply) for reply in replies] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("protocol", "version", "said"),
+    [
+        (wire.PROTOCOL + 1, "9.9", "this device has raceme 9.9 (protocol 2)"),
+        (wire.PROTOCOL, "0.0.9", "pip install raceme=="),
+    ],
+)
+def test_a_device_of_another_version_is_told_the_command_that_updates_it(
+    server: Server, monkeypatch: pytest.MonkeyPatch, protocol: int, version: str, said: str
+) -> None:
+    monkeypatch.setattr(direct, "PROTOCOL", protocol)
+    monkeypatch.setattr(direct, "__version__", version)
+    with pytest.raises(UserError) as refused, light_device(server):
+        pass
+    (line,) = str(refused.value).splitlines()
+    assert said in line
+    assert "pip install raceme==" in line
+    assert server.state.online() == []
+
+
+@pytest.mark.parametrize(
+    ("method", "request_bytes", "code"),
+    [
+        (wire.GREET, b"[]", grpc.StatusCode.INVALID_ARGUMENT),
+        (wire.GREET, b'{"protocol": "1", "version": 1}', grpc.StatusCode.INVALID_ARGUMENT),
+        (wire.NEXT, b"", grpc.StatusCode.INVALID_ARGUMENT),
+        (wire.SEND, b"too short", grpc.StatusCode.INVALID_ARGUMENT),
+        (wire.NEXT, wire.NextRequest(5).to_bytes(), grpc.StatusCode.UNAUTHENTICATED),
+        (wire.SEND, wire.SendRequest(5, "a", b"").to_bytes(), grpc.StatusCode.UNAUTHENTICATED),
+    ],
+)
+def test_calls_that_are_none_are_refused(
+    server: Server, method: str, request_bytes: bytes, code: grpc.StatusCode
+) -> None:
+    with light_device(server) as link:
+        own = link._connection._direct
+        assert own is not None
+        call = {wire.GREET: own._greeting, wire.NEXT: own._next, wire.SEND: own._send}[method]
+        with pytest.raises(grpc.RpcError) as refused:
+            call(request_bytes)
+        assert refused.value.code() is code
+    # Nor is anybody heard who does not sign.
+    with grpc.insecure_channel(server.address) as channel:
+        unsigned = channel.unary_unary(f"/{wire.SERVICE}/{method}")
+        with pytest.raises(grpc.RpcError) as refused:
+            unsigned(request_bytes)
+    assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+def test_a_reply_that_cannot_be_read_is_an_error_reply(server: Server) -> None:
+    with light_device(server) as link:
+        key = server.push(link.node_id, 1)
+        fetch(link)
+        assert server.state.accept(link.node_id, key, b"\xff\xff")
+        (reply,) = server.wait(key)
+        assert "cannot be read" in reply.error.reason
+        # One that says that it is another one is not taken as this one.
+        other, key = (server.push(link.node_id, number) for number in (2, 3))
+        for _ in range(2):
+            message = fetch(link)
+        identify_process(message.metadata.run_id, link.node_id)
+        reply = Message(message.content, reply_to=message)
+        assert server.state.accept(link.node_id, other, encode(reply))
+        (reply,) = server.wait(other)
+        assert "not what was announced" in reply.error.reason
+        assert key
+
+
+def test_what_nobody_has_any_more_is_told_as_lost(server: Server) -> None:
+    with light_device(server) as link:
+        server.state._contents = Contents(most_bytes=0)
+        key = server.push(link.node_id, 1)
+        # The answer gets lost on its way, and so many others were sent that it is not kept.
+        assert server.state.next_for(link.node_id, "") is not None
+        assert link.receive() is None
+        (reply,) = server.wait(key)
+        assert reply.error.code == NODE_UNAVAILABLE
+
+
+def test_a_supernode_with_the_key_of_a_device_gets_what_it_can_read(
+    server: Server,
+) -> None:
+    with light_device(server) as link:
+        waiting = server.push(link.node_id, 1)
+        server.state.deactivate_node(link.node_id)
+        # It has not greeted.
+        assert server.state.activate_node(link.node_id, 30.0)
+        (reply,) = server.wait(waiting)
+        assert reply.error.code == NODE_UNAVAILABLE
+        assert server.state.get_message_ins(link.node_id, 1) == []
+        again = server.push(link.node_id, 2)
+        assert again in server.state.object_store
+
+
+@pytest.mark.parametrize("hours", [5, -5])
+def test_a_clock_that_is_set_sends_nobody_offline_and_loses_no_message(
+    server: Server, monkeypatch: pytest.MonkeyPatch, hours: int
+) -> None:
+    with light_device(server) as link:
+        key = server.push(link.node_id, 1, ttl=600.0)
+        message = fetch(link)
+        jump = timedelta(hours=hours)
+
+        def wall() -> float:
+            return time.time() + jump.total_seconds()
+
+        # Not `time.time` itself: the device is in the same process.
+        clock = SimpleNamespace(time=wall, monotonic=time.monotonic)
+        clock.strftime, clock.gmtime = time.strftime, time.gmtime
+        monkeypatch.setattr(message_state, "time", clock)
+        monkeypatch.setattr(in_memory_linkstate, "now", lambda: date.now() + jump)
+        monkeypatch.setattr(server.state._jumps, "_wall", wall)
+        server.state._looked_at = 0.0
+        assert server.state.online() == [link.node_id]
+        assert server.grid.pull_messages([key]) == []
+        answer(link, message)
+        assert number_of(server.wait(key)[0]) == 1

@@ -1,0 +1,223 @@
+"""`raceme serve` as a real process, with devices on loopback."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sqlite3
+import urllib.request
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import Loopback, Process, free_port, loopback, raceme
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
+
+from raceme.cli.fleet import serve
+from raceme.core.errors import UserError
+from raceme.runs.checkpoints import CHECKPOINTS
+
+RUN = ["--strategy", "fedasync", "--dataset", "digits", "--eval-every", "1000"]
+RUN += ["--clients", "2", "--groups", "0.5,0.5"]
+
+
+def start_server(bed: Loopback, *options: str) -> Process:
+    """Start a server; again on the same port if there was one."""
+    bed.fleet_port = bed.fleet_port or free_port()
+    command = raceme("serve", "--address", bed.fleet_address, "--out", "out", *RUN, *options)
+    return bed.start("serve", command)
+
+
+def stop(server: Process, number: int = signal.SIGTERM) -> int:
+    """Tell a server to end, and wait until its plots are drawn."""
+    server.handle.send_signal(number)
+    return server.wait(240)
+
+
+def start_device(bed: Loopback, number: int, *options: str) -> Process:
+    return bed.device(
+        *(options or ("--insecure",)),
+        *("--node-config", f"partition-id={number} num-partitions=2"),
+    )
+
+
+def query(out: Path, sql: str) -> list[tuple[Any, ...]]:
+    with closing(sqlite3.connect(out / "run.sqlite")) as connection:
+        return connection.execute(sql).fetchall()
+
+
+def updates(out: Path) -> list[tuple[int, str]]:
+    return query(out, "SELECT seq, client FROM updates ORDER BY seq")
+
+
+def are_applied_once(out: Path, count: int) -> None:
+    """Assert that updates are there without a gap, and of no task two."""
+    assert [seq for seq, _ in updates(out)] == list(range(1, count + 1))
+    different = "SELECT count(DISTINCT client || dispatched_at) FROM updates"
+    assert query(out, different) == [(count,)]
+
+
+def test_the_same_command_resumes_after_ctrl_c_and_after_a_kill(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    metrics = f"127.0.0.1:{free_port()}"
+    options = ("--max-updates", "20", "--checkpoint-every", "1", "--clients-min", "2")
+    options += ("--metrics", metrics)
+    with loopback(tmp_path) as bed:
+        server = start_server(bed, *options)
+        devices = [start_device(bed, number) for number in range(2)]
+        server.wait_for(r"update +4 ", 240)
+        assert stop(server, signal.SIGINT) == 130
+        assert (out / "summary.json").is_file()
+        assert any((out / CHECKPOINTS).iterdir())
+        server = start_server(bed, *options)
+        server.wait_for(r"update +9 ", 240)
+        # Figures for a monitor, by the names that devices stated to the process before.
+        with urllib.request.urlopen(f"http://{metrics}/metrics", timeout=60) as page:
+            families = text_string_to_metric_families(page.read().decode())
+            samples = [sample for family in families for sample in family.samples]
+        found = {(sample.name, *sample.labels.values()): sample.value for sample in samples}
+        assert found["raceme_devices_online",] == 2
+        assert 0 < found["raceme_updates_total",] < 20
+        assert found["raceme_staleness_count",] == found["raceme_updates_total",]
+        assert found["raceme_clusters",] == 1
+        for name in ("client-0", "client-1"):
+            assert 0 <= found["raceme_device_silence_seconds", name] < 60
+        with urllib.request.urlopen(f"http://{metrics}/healthz", timeout=60) as answer:
+            assert json.load(answer)["devices_online"] == 2
+        server.handle.kill()
+        server.wait()
+        server = start_server(bed, *options)
+        assert server.wait(240) == 0
+        # They stayed the nodes that they were, and were not even asked anew who they are.
+        for device in devices:
+            assert device.text().count("query: done") == 1
+        are_applied_once(out, 20)
+        # Who is back first after a kill may do all that is left: both have been tested.
+        assert json.loads((out / "summary.json").read_text())["clients"] == 2
+        assert json.loads((out / "summary.json").read_text())["updates"] == 20
+        over = start_server(bed, *options)
+        assert over.wait(240) == 0
+        assert "is complete" in over.text()
+        servers = [process for process in bed.processes if process.name == "serve"]
+        assert not any("Traceback" in server.text() for server in servers)
+
+
+def test_a_port_or_a_folder_that_another_has_is_refused_in_one_line(tmp_path: Path) -> None:
+    with loopback(tmp_path) as bed:
+        server = start_server(bed, "--max-updates", "10")
+        server.wait_for("Listening at", 240)
+        same_port = start_server(bed, "--out", "other")
+        bed.fleet_port = 0
+        same_folder = start_server(bed, "--max-updates", "10")
+        assert same_port.wait(240) == 2
+        assert same_folder.wait(240) == 2
+        assert stop(server) == 130
+    (line,) = same_port.text().splitlines()
+    assert "another process has the port" in line
+    assert "--address" in line
+    line = same_folder.text().splitlines()[-1]
+    assert "Another process is still writing to" in line
+    assert "Traceback" not in same_folder.text()
+
+
+@pytest.mark.parametrize(
+    ("keys", "options", "said"),
+    [
+        ({}, {"address": "nowhere"}, "expected HOST:PORT"),
+        ({}, {"metrics": "9093"}, "expected HOST:PORT, for example --metrics"),
+        ({}, {"any_device": True}, "leave out --any-device"),
+        ({}, {"certificates": Path("missing")}, "raceme certs"),
+        ({"out": ""}, {}, "e.g. --out runs/lab"),
+        ({"strategy": "none"}, {}, "'none'"),
+    ],
+)
+def test_what_cannot_work_is_said_before_anything_is_done(
+    tmp_path: Path, keys: dict[str, str], options: dict[str, Any], said: str
+) -> None:
+    before = {"strategy": "fedasync", "dataset": "digits", "out": str(tmp_path / "out")}
+    with pytest.raises(UserError, match=said):
+        serve({**before, **keys}, **options)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_devices_and_a_stock_supernode_work_side_by_side_and_survive_kills(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    run = ("--clients", "3", "--groups", "0.4,0.6", "--clients-min", "3", "--checkpoint-every", "1")
+
+    def start(number: int) -> Process:
+        own = f"partition-id={number} num-partitions=3"
+        return bed.device("--insecure", "--node-config", own)
+
+    with loopback(tmp_path) as bed:
+        server = start_server(bed, *run, "--max-updates", "100000")
+        devices = [start(number) for number in range(2)]
+        bed.supernode(2, 3)
+        # A SuperNode starts a process that imports torch for every message.
+        server.wait_for(r"update +\d+  client-2 ", 600)
+        server.handle.kill()
+        devices[0].handle.kill()
+        server.wait()
+        devices[0].wait()
+        done = len(updates(out))
+        server = start_server(bed, *run, "--max-updates", "100000")
+        # The SuperNode finds the server again; who takes the place of a dead process is let in
+        # when that has been missed.
+        server.wait_for(r"update +\d+  client-2 ", 600)
+        devices[0] = start(0)
+        server.wait_for(r"update +\d+  client-0 ", 300)
+        assert stop(server) == 130
+    count = len(updates(out))
+    are_applied_once(out, count)
+    assert {client for seq, client in updates(out) if seq > done} == {
+        *("client-0", "client-1", "client-2"),
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_tls_and_registered_keys_keep_everybody_else_out(tmp_path: Path) -> None:
+    certs = tmp_path / "certs"
+
+    def make(folder: Path, *devices: str) -> None:
+        named = [option for device in devices for option in ("--device", device)]
+        command = raceme("certs", "--host", "127.0.0.1", "--out", str(folder), *named)
+        assert bed.start("certs", command).wait() == 0
+
+    with loopback(tmp_path) as bed:
+        make(certs, "kitchen")
+        make(tmp_path / "other", "stranger")
+        server = start_server(bed, "--certificates", str(certs), "--max-updates", "100000")
+        server.wait_for("Listening at", 240)
+        trust = ("--root-certificates", f"{certs}/ca.crt")
+        foreign_key = start_device(bed, 1, *trust, "--key", f"{tmp_path}/other/devices/stranger")
+        no_key = start_device(bed, 1, *trust)
+        foreign_server = start_device(
+            *(bed, 1, "--root-certificates", f"{tmp_path}/other/ca.crt"),
+            *("--key", f"{certs}/devices/kitchen"),
+        )
+        foreign_key.wait_for("not accepted")
+        assert no_key.wait() == 2
+        assert "takes only devices with a registered key" in no_key.text()
+        assert foreign_server.wait() == 2
+        named = ("--device-id", "kitchen", "--key", f"{certs}/devices/kitchen")
+        kitchen = start_device(bed, 0, *trust, *named)
+        server.wait_for(r"update +3 ", 240)
+        # A key that is made later is known at once. Who was there at the last checkpoint stays the
+        # node that it was, through a crash.
+        make(certs, "garden")
+        named = ("--device-id", "garden", "--key", f"{certs}/devices/garden")
+        garden = start_device(bed, 1, *trust, *named)
+        garden.wait_for("online at")
+        server.handle.kill()
+        server.wait()
+        server = start_server(bed, "--certificates", str(certs), "--max-updates", "100000")
+        server.wait_for(r"update.* kitchen ", 240)
+        server.wait_for(r"update.* garden ", 240)
+        assert stop(server) == 130
+        assert kitchen.text().count("online at") == 1
+        assert foreign_key.stop() == 0
+    out = tmp_path / "out"
+    are_applied_once(out, len(updates(out)))

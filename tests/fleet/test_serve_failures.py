@@ -1,0 +1,77 @@
+"""What goes wrong for a server outside of it: each is one line, and nothing is lost."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import free_port, loopback, raceme
+
+from raceme.core.config import RunConfig
+from raceme.core.errors import UserError
+from raceme.fleet.serve import ServeOptions, prepare, serve
+from raceme.records.store import read_events
+from raceme.runs.checkpoints import only_writer
+from raceme.runs.experiment import simulate
+
+KEYS: dict[str, Any] = {"strategy": "fedasync", "dataset": "digits", "clients": 2, "eval-every": 99}
+KEYS |= {"groups": "0.5,0.5"}
+
+
+def served(out: Path) -> str:
+    """Return what a server says that cannot use a folder."""
+    options = ServeOptions(f"127.0.0.1:{free_port()}", metrics="off")
+    with pytest.raises(UserError) as refused:
+        serve(prepare({**KEYS, "max-updates": 9, "out": str(out)}), options)
+    (line,) = str(refused.value).splitlines()
+    return line
+
+
+@pytest.fixture(scope="module")
+def simulated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that another kind of server has held, with a checkpoint."""
+    out = tmp_path_factory.mktemp("other") / "out"
+    keys = {**KEYS, "max-updates": 2, "workers": "0", "checkpoint-every": 1, "out": str(out)}
+    simulate(RunConfig.from_mapping(keys))
+    return out
+
+
+def test_a_folder_that_a_server_app_of_a_superlink_writes_to_is_refused(simulated: Path) -> None:
+    before = read_events(simulated)
+    with only_writer(simulated, 0.0):
+        assert "Another process is still writing to" in served(simulated)
+    assert read_events(simulated) == before
+
+
+def test_a_checkpoint_of_another_kind_of_server_is_refused(simulated: Path) -> None:
+    before = read_events(simulated)
+    assert "of a run on virtual time" in served(simulated)
+    assert read_events(simulated) == before
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_full_disk_ends_the_server_in_order_and_the_same_command_resumes(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    command = ["serve", "--strategy", "fedasync", "--dataset", "digits", "--eval-every", "99"]
+    command += ["--clients", "1", "--groups", "1", "--max-updates", "12", "--checkpoint-every", "1"]
+    with loopback(tmp_path) as bed:
+        bed.fleet_port = free_port()
+        command += ["--address", bed.fleet_address, "--out", "out", "--metrics", "off"]
+        server = bed.start("serve", raceme(*command))
+        device = bed.device("--insecure", "--node-config", "partition-id=0 num-partitions=1")
+        server.wait_for(r"update +4 ", 240)
+        # No file grows beyond that, as on a disk that is full.
+        resource.prlimit(server.handle.pid, resource.RLIMIT_FSIZE, (2000, 2000))
+        assert server.wait(240) == 1
+        assert "run.sqlite cannot be written any more" in server.text()
+        assert "could not be written (" in server.text().splitlines()[-1]
+        assert "Traceback" not in server.text()
+        again = bed.start("serve", raceme(*command))
+        assert again.wait(240) == 0
+        # It has waited meanwhile.
+        assert device.text().count("online at") == 1
+    updates = [e.seq for e in read_events(out) if type(e).__name__ == "UpdateApplied"]
+    assert updates == list(range(1, 13))

@@ -1,0 +1,202 @@
+"""`raceme up`: real processes on this machine, which all end; killed, stopped and gone on with."""
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from processes import Loopback, Process, loopback, raceme, wait_until
+from typer.testing import CliRunner
+
+from raceme.cli import app
+from raceme.core.config import RunConfig
+from raceme.core.errors import UserError
+from raceme.fleet.testbed import Shape, descendants, netem, shapes_of
+from raceme.records.record import read_run
+from raceme.records.store import read_events
+from raceme.runs.experiment import simulate
+from raceme.simulation import Device
+
+SLOW = pytest.mark.slow
+KEYS = ["--clients", "2", "--set", "groups=0.5,0.5", "--set", "eval-every=10"]
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Loopback]:
+    with loopback(tmp_path) as opened:
+        yield opened
+
+
+def up(place: Loopback, *options: str) -> Process:
+    return place.start("up", raceme("up", *options))
+
+
+def family(process: Process) -> dict[int, str]:
+    """What a testbed has started, by process id."""
+    found = {}
+    for child in descendants(process.handle.pid):
+        try:
+            found[child] = Path(f"/proc/{child}/cmdline").read_text().replace("\0", " ")
+        except OSError:
+            continue
+    return found
+
+
+def all_gone(processes: dict[int, str]) -> bool:
+    # A process of which only the name is left counts as gone.
+    return not any(
+        Path(f"/proc/{child}").exists() and Path(f"/proc/{child}/cmdline").read_bytes()
+        for child in processes
+    )
+
+
+def test_a_run_from_start_to_end_with_the_times_of_each_task(
+    place: Loopback, tmp_path: Path
+) -> None:
+    # An update takes a twentieth of a second: one device may be ready seconds before the other.
+    bed = up(place, *KEYS, "--max-updates", "150", "--out", str(tmp_path / "out"))
+    bed.wait_for(r"serve +\| update +3 ", 120)
+    processes = family(bed)
+    # The server and two devices.
+    assert len(processes) >= 3
+    assert bed.wait(60) == 0, bed.describe()
+    assert "device 1  | " in bed.text()
+    assert f"Results, plots and models: {tmp_path / 'out'}" in bed.text()
+    # What devices do all the time is in files only.
+    assert "train task" not in bed.text()
+    logs = {path.name: path.read_text() for path in (tmp_path / "out" / "logs").iterdir()}
+    assert sorted(logs) == ["device-0.log", "device-1.log", "serve.log"]
+    assert "train task" in logs["device-1.log"]
+    assert "update  150" in logs["serve.log"]
+    assert all_gone(processes)
+    updates = [e for e in read_events(tmp_path / "out") if type(e).__name__ == "UpdateApplied"]
+    assert len(updates) == 150
+    for update in updates:
+        assert update.started_at is not None
+        assert update.finished_at is not None
+        # One machine, one clock; it may be corrected meanwhile.
+        slack = 0.1
+        assert update.dispatched_at - slack < update.started_at < update.finished_at
+        assert update.finished_at < update.time + slack
+
+    keys = {"clients": 2, "groups": "0.5,0.5", "devices": f"trace:{tmp_path / 'out'}"}
+    limits = {"max-updates": 150, "workers": "0", "out": str(tmp_path / "replayed")}
+    simulate(RunConfig.from_mapping({**keys, **limits, "strategy": "fedasync"}))
+    then, now = read_run(tmp_path / "out").updates, read_run(tmp_path / "replayed").updates
+    # Two that came together may be told in either order: which was first is not recorded.
+    for client in set(then.client):
+        wanted = then.time[then.client == client]
+        assert list(now.time[now.client == client]) == pytest.approx(list(wanted), abs=0.01)
+    assert len(now.client) == len(then.client)
+
+
+@SLOW
+def test_a_server_that_is_killed_is_gone_on_with_and_applies_no_update_twice(
+    place: Loopback, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    saving = ["--set", "checkpoint-every=5", "--max-updates", "300", "--out", str(out)]
+    bed = up(place, *KEYS, *saving)
+    bed.wait_for(r"serve +\| update +12 ", 120)
+    (server,) = (child for child, line in family(bed).items() if " serve " in line)
+    os.kill(server, signal.SIGKILL)
+    assert bed.wait(60) == 2, bed.describe()
+    assert "The server ended in the middle of the run" in bed.text()
+    assert not (out / "summary.json").exists()
+
+    again = up(place, "--clients", "2", "--resume", str(out), "--max-updates", "30")
+    assert again.wait(90) == 0, again.describe()
+    assert "Resuming from" in again.text()
+    record = read_run(out)
+    assert list(record.updates.seq) == list(range(1, 31))
+    assert sorted(record.groups) == ["client-0", "client-1"]
+    times = list(record.updates.time)
+    assert times == sorted(times)
+    # Of one client no two updates answer the same task.
+    tasks = {
+        (str(c), float(t))
+        for c, t in zip(record.updates.client, record.updates.dispatched_at, strict=True)
+    }
+    assert len(tasks) == 30
+
+
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGHUP, *(pytest.param(n, marks=SLOW) for n in (signal.SIGINT, signal.SIGTERM))],
+)
+def test_a_signal_stops_everything_and_leaves_a_checkpoint(
+    number: signal.Signals, place: Loopback, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    bed = up(place, *KEYS, "--max-updates", "5000", "--out", str(out))
+    bed.wait_for(r"serve +\| update +4 ", 120)
+    processes = family(bed)
+    bed.handle.send_signal(number)
+    assert bed.wait(60) == 0, bed.describe()
+    assert all_gone(processes)
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["reason"] == "interrupted by SIGTERM"
+    assert list((out / "checkpoint").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--set", "cassa.gamma=1"], "Unknown key 'cassa.gamma'"),
+        (["--set", "dataset=digit"], "Unknown dataset 'digit'"),
+        (["--delay", "20"], "--delay and --loss belong to --shape"),
+    ],
+)
+def test_what_cannot_work_is_said_before_anything_starts(options: list[str], message: str) -> None:
+    result = CliRunner().invoke(app, ["up", *KEYS, *options])
+    assert isinstance(result.exception, UserError)
+    assert message in str(result.exception)
+    assert not result.output
+
+
+# Shapes.
+
+
+def test_a_profile_becomes_shares_of_a_core_and_bandwidths() -> None:
+    devices = [
+        Device(seconds_per_round=1.0),
+        Device(seconds_per_round=5.0, bandwidth_up=125_000.0),
+    ]
+    fast, slow = shapes_of(devices, delay=200.0, loss=5.0)
+    assert (fast.cpu, slow.cpu) == (1.0, 0.2)
+    assert netem(fast, fast.up) == ["delay", "200ms", "loss", "5%"]
+    assert netem(slow, slow.up) == ["delay", "200ms", "loss", "5%", "rate", "1000000bit"]
+    assert netem(Shape(), 0.0) == []
+
+
+def test_shaping_without_root_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from raceme.fleet import testbed as shaping
+
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(UserError, match="must run as root: use sudo, or leave out --shape"):
+        shaping.check(2)
+
+
+def can_shape(*terms: str) -> bool:
+    from raceme.fleet.testbed import places
+
+    try:
+        with places([Shape(delay=1.0)] if terms else [Shape()]):
+            return True
+    except UserError:
+        return False
+
+
+@SLOW
+def test_devices_in_namespaces_with_a_share_of_the_cpu(place: Loopback, tmp_path: Path) -> None:
+    if not can_shape():
+        pytest.skip("needs root and iproute2")
+    out = tmp_path / "out"
+    network = ["--delay", "20", "--loss", "1"] if can_shape("delay") else []
+    options = ["--max-updates", "10", "--out", str(out), "--shape", "slow30x5", *network]
+    bed = up(place, *KEYS, *options)
+    assert bed.wait(120) == 0, bed.describe()
+    assert len(read_run(out).updates.seq) == 10
+    wait_until(lambda: not list(Path("/run/netns").glob(f"rc{bed.handle.pid}*")), 5)

@@ -1,0 +1,200 @@
+"""What a device does for a server is what its owner has allowed: models, data, apps."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+from bundles import announced, bundle, project
+from nodes import write_device
+
+import raceme
+from raceme.cli import main
+from raceme.core.errors import UserError
+from raceme.fleet import device
+from raceme.fleet.tasks import Apps, RefusedAppError, Trust
+from raceme.flower.fleet_client import Endpoint
+from raceme.flower.messages import INVALID_APP
+from raceme.training.clients import load
+
+OWN = Trust(("raceme/raceme",))
+KITCHEN = {"device-id": "kitchen", "data-file": "/data/kitchen.npz"}
+
+
+def ask(config: str, trust: Trust = OWN, **node: str | bool) -> None:
+    """Let a device look at a run of Raceme's own app with a configuration, as TOML."""
+    version = raceme.__version__
+    data = bundle(pyproject=project("raceme", "raceme", version, config))
+    run = announced(data, "raceme/raceme", version)
+    own = {name.replace("_", "-"): value for name, value in node.items()}
+    with closing(Apps(trust, {**KITCHEN, **own})) as apps:
+        apps.of_run(7, lambda _: run, lambda _: data)
+
+
+HOSTILE_MODELS = [
+    "model = 'backup:x'",
+    "model = 'os:system'",
+    "model = ':'",
+    "set = 'model=backup:x'",
+    "model = 'mlp'\nset = 'seed=1 model=backup:x'",
+    "set = 'model=\"backup:x\"'",
+]
+
+
+@pytest.mark.parametrize("config", HOSTILE_MODELS)
+def test_a_server_cannot_have_a_module_imported_that_the_owner_never_named(
+    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "backup.py").write_text(f"open({str(tmp_path / 'trace')!r}, 'w').close()\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(RefusedAppError, match="is not trusted on this device") as refused:
+        ask(config)
+    assert refused.value.code == INVALID_APP
+    assert not (tmp_path / "trace").exists()
+
+
+def test_what_a_refusal_repeats_of_a_server_is_short_and_printable() -> None:
+    with pytest.raises(RefusedAppError) as refused:
+        ask('model = "a:\\u001b[31m\\n' + "x" * 100_000 + '"')
+    assert str(refused.value).isprintable()
+    assert len(str(refused.value)) < 300
+
+
+def test_models_of_ours_and_those_that_the_owner_names_are_built() -> None:
+    ask("model = 'mlp'")
+    ask("model = 'auto'")
+    trust = Trust(OWN.apps, ("backup:x", "other:build"))
+    ask("model = 'backup:x'", trust)
+    ask("set = 'model=other:build'", trust)
+    with pytest.raises(RefusedAppError, match="'backup:y' is not trusted"):
+        ask("model = 'backup:y'", trust)
+
+
+def test_models_that_an_installed_package_declares_are_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = tmp_path / "garden_models-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: garden-models\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[raceme.training.models]\nsoil = garden_models:soil\n")
+    with pytest.raises(RefusedAppError, match="not trusted"):
+        ask("model = 'garden_models:soil'")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    ask("model = 'garden_models:soil'")
+    with pytest.raises(RefusedAppError, match="not trusted"):
+        ask("model = 'garden_models:other'")
+
+
+@pytest.mark.parametrize(
+    ("config", "key"),
+    [
+        ("dataset = 'image-folder'\ndata-root = '/home/anna/photos'", "data-root"),
+        ("set = 'dataset=image-folder data-root=/home/anna/photos'", "data-root"),
+        ("dataset = 'mnist'\ndownload = true", "download"),
+        ("set = 'download=true'", "download"),
+    ],
+)
+def test_which_files_are_read_is_for_the_owner_to_say(config: str, key: str) -> None:
+    with pytest.raises(RefusedAppError, match=f"{key} is for the owner of this device to say"):
+        ask(config)
+    ask(config, data_root="/data", download=True)
+    ask(config, Trust())
+
+
+def test_the_servers_own_sample_file_is_no_obstacle_to_a_device_with_its_own() -> None:
+    config = "dataset = 'npz'\ndata-file = '/state/sample.npz'\ndevice-keys = '/state/device-keys'"
+    ask(config)
+    data = bundle(pyproject=project("raceme", "raceme", raceme.__version__, config))
+    run = announced(data, "raceme/raceme", raceme.__version__)
+    with (
+        closing(Apps(OWN, {"device-id": "kitchen"})) as apps,
+        pytest.raises(RefusedAppError, match="data-file is for the owner"),
+    ):
+        apps.of_run(7, lambda _: run, lambda _: data)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        "lr = 'much'",
+        "set = '\"'",
+    ],
+)
+def test_a_configuration_that_cannot_be_read_is_an_error_reply_not_a_crash(config: str) -> None:
+    with pytest.raises(RefusedAppError, match="the run's configuration cannot be read"):
+        ask(config)
+
+
+def test_a_device_that_trusts_everything_looks_at_nothing() -> None:
+    for config in (*HOSTILE_MODELS, "data-root = '/home/anna'"):
+        ask(config, Trust())
+
+
+def test_the_configuration_of_another_app_is_its_own_business() -> None:
+    data = bundle(pyproject=project(config="model = 'backup:x'\ndata-root = '/data'"))
+    with closing(Apps(Trust(("tests/small",)))) as apps:
+        loaded = apps.of_run(7, lambda _: announced(data), lambda _: data)
+    assert loaded.config["model"] == "backup:x"
+
+
+def test_what_the_owner_says_of_data_wins_however_a_run_says_it(tmp_path: Path) -> None:
+    own, other = tmp_path / "own.npz", tmp_path / "other.npz"
+    write_device(own)
+    write_device(other, classes=2)
+    run = (("dataset", "npz"), ("data-file", str(other)), ("set", f"data-file={other}"))
+    node = (("data-file", str(own)), ("device-id", "kitchen"))
+    client = load(run, node, 0)
+    assert client.num_classes == 3
+    assert len(np.unique(client.train.y)) == 3
+
+
+@pytest.mark.parametrize(
+    ("apps", "models", "said"),
+    [
+        (("raceme",), (), "PUBLISHER/NAME"),
+        ((), ("my_models:build",), "without --trusted-app"),
+        (("raceme/raceme",), ("mlp",), "MODULE:FUNCTION"),
+        (("raceme/raceme",), ("a:b\n",), "MODULE:FUNCTION"),
+        (("raceme/raceme",), ("os:system; x",), "MODULE:FUNCTION"),
+    ],
+)
+def test_trust_that_makes_no_sense_is_refused(
+    apps: tuple[str, ...], models: tuple[str, ...], said: str
+) -> None:
+    with pytest.raises(UserError, match=said):
+        Trust(apps, models)
+
+
+def test_the_command_hands_on_whom_it_is_told_to_trust(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[device.DeviceOptions] = []
+    monkeypatch.setattr(device, "run_device", told.append)
+    options = ["--trusted-app", "raceme/raceme", "--trusted-model", "a.b:c"]
+    command = ["raceme", "device", "--superlink", "a:1", "--insecure", *options]
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert not ended.value.code
+    (seen,) = told
+    assert seen.trust == Trust(("raceme/raceme",), ("a.b:c",))
+
+
+def test_a_device_compares_a_run_with_what_its_owner_told_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = "dataset = 'mnist'\ndata-root = '/srv/data'"
+    data = bundle(pyproject=project("raceme", "raceme", raceme.__version__, config))
+    run = announced(data, "raceme/raceme", raceme.__version__)
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+    monkeypatch.setattr(
+        device,
+        "_stay_online",
+        lambda options, tasks, stop, hurry: tasks._apps.of_run(7, lambda _: run, lambda _: data),
+    )
+    endpoint = Endpoint("a:1", insecure=True)
+    device.run_device(device.DeviceOptions(endpoint, node_config={"data-root": "/d"}, trust=OWN))
+    with pytest.raises(RefusedAppError, match="data-root is for the owner"):
+        device.run_device(device.DeviceOptions(endpoint, trust=OWN))

@@ -1,0 +1,88 @@
+"""Models beyond a budget of memory wait in a file, and come back bit by bit."""
+
+import gc
+import pickle
+
+import numpy as np
+from flwr.app import ArrayRecord
+
+from raceme.core.clusters import Model
+from raceme.core.evaluation import Packer
+from raceme.core.messages import ModelSpec
+from raceme.core.scheduling import from_tree, to_tree
+from raceme.flower.spill import Shelf, Spill
+from raceme.strategies.panicle.averaging import Latest
+
+SPEC = ModelSpec(("a", "b"), ((3,), (2, 2)), ("float32", "float32"))
+
+
+def vector(seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=7).astype(np.float32)
+
+
+def test_room_in_the_file_is_used_again() -> None:
+    spill = Spill(budget=0)
+    places = [spill.write(bytes([number]) * 10) for number in range(3)]
+    assert [place.read()[0] for place in places] == [0, 1, 2]
+    del places[1]
+    assert spill.in_file == 20
+    again = spill.write(b"x" * 10)
+    assert again.read() == b"x" * 10
+    assert [places[0].read()[0], places[1].read()[0]] == [0, 2]
+    assert spill._end == 30
+
+
+def test_a_shelf_gives_back_what_it_was_given_from_memory_and_from_the_file() -> None:
+    shelf = Shelf(budget=2 * 28)
+    for number in range(5):
+        shelf[str(number)] = vector(number)
+    assert shelf._spill.in_memory == 56
+    assert shelf._spill.in_file == 84
+    assert all(np.array_equal(shelf[str(number)], vector(number)) for number in range(5))
+    shelf["0"] = vector(9)
+    del shelf["4"]
+    assert np.array_equal(shelf.pop("0"), vector(9))
+    assert shelf.pop("0", None) is None
+    assert (shelf._spill.in_memory, shelf._spill.in_file) == (28, 56)
+
+
+def test_latest_models_in_a_file_have_the_same_mean_and_can_be_saved() -> None:
+    means = []
+    for budget in (0, 10**6):
+        latest = Latest()
+        latest.models = Shelf(budget=budget)
+        for number in range(6):
+            latest.renew(str(number % 4), number % 2, vector(number))
+        means.append([latest.mean(0).tobytes(), latest.mean(1).tobytes()])
+        restored = from_tree(Latest, to_tree(latest))
+        assert {c: v.tobytes() for c, v in restored.models.items()} == {
+            c: v.tobytes() for c, v in latest.models.items()
+        }
+    assert means[0] == means[1]
+
+
+def test_former_versions_that_clients_have_leave_the_memory_and_stay_what_they_are() -> None:
+    packer, model = Packer(SPEC, budget=0), Model(vector(0))
+    held: list[ArrayRecord] = []
+    for number in range(1, 4):
+        # A message has records of its own, and the arrays in common with the others.
+        held.append(packer.pack(0, model)[0].copy())
+        model.replace(vector(number))
+    packer.pack(0, model)
+    assert [SPEC.unpack(record).tobytes() for record in held] == [
+        vector(number).tobytes() for number in range(3)
+    ]
+    assert "data" not in held[0]["a"].__dict__, "its bytes are in the file"
+    assert pickle.loads(pickle.dumps(held[0]["a"])).data == held[0]["a"].data
+    assert packer._spill.in_file == sum(len(a.data) for r in held for a in r.values())
+    held.clear()
+    gc.collect()
+    assert packer._spill.in_file == 0
+
+
+def test_versions_that_nobody_has_are_not_written() -> None:
+    packer, model = Packer(SPEC, budget=0), Model(vector(0))
+    for number in range(3):
+        packer.pack(0, model)
+        model.replace(vector(number))
+    assert packer._spill._end == 0

@@ -1,0 +1,394 @@
+"""The page in a real browser: what it shows, while a run goes on and when it is over."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import free_port, loopback, raceme, wait_until
+
+from raceme.core.events import (
+    ClientJoined,
+    ClientLeft,
+    ClusterChange,
+    ClustersChanged,
+    Evaluated,
+    RunEnded,
+    UpdateApplied,
+    UpdateJudged,
+    UpdateRejected,
+    Verdict,
+)
+from raceme.records.store import RunStore
+from raceme.reporting.dashboard.server import watching
+
+CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="no Chromium with its driver"),
+]
+HOSTILE = "\u202e<img src=x onerror=alert(1)>\u2066\u202d" + "<b>" * 33
+"""128 letters: a client may call itself so."""
+
+
+class Browser:
+    """Chromium without a window."""
+
+    def __init__(self, driver: Any) -> None:
+        self.driver = driver
+
+    def run(self, script: str, *arguments: Any) -> Any:
+        return self.driver.execute_script(script, *arguments)
+
+    def open(self, address: str) -> None:
+        self.driver.get(address)
+        self.until(lambda: self.run("return Boolean(window.raceme)"))
+
+    def until(self, condition: Callable[[], Any], seconds: float = 60.0) -> Any:
+        return wait_until(condition, seconds, self.describe)
+
+    def describe(self) -> str:
+        return str(self.driver.find_element("tag name", "body").text)[:3000]
+
+    def command(self, name: str, **arguments: Any) -> Any:
+        return self.driver.execute_cdp_cmd(name, arguments)
+
+    def resize(self, width: int, height: int, scale: float = 1.0) -> None:
+        shape = {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": False}
+        self.command("Emulation.setDeviceMetricsOverride", **shape)
+
+    def tile(self, name: str) -> str:
+        return str(self.run(f"return document.querySelector('[data-tile={name}]').textContent"))
+
+    def complaints(self) -> list[str]:
+        return [entry["message"] for entry in self.driver.get_log("browser")]
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    from selenium import webdriver
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = str(CHROMIUM)
+    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage"):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options, webdriver.ChromeService(str(DRIVER)))
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture
+def browser(chromium: Any) -> Iterator[Browser]:
+    found = Browser(chromium)
+    found.resize(1300, 900)
+    found.complaints()
+    yield found
+    assert found.complaints() == []
+    found.driver.get("about:blank")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("finished") / "run"
+    keys = ("--max-updates", "240", "--set", "workers=0", "--out", str(out))
+    command = [sys.executable, "-c", "from raceme.cli import main; main()", "run", *keys]
+    subprocess.run(command, check=True, capture_output=True)
+    return out
+
+
+@pytest.fixture
+def replayed(finished: Path, browser: Browser) -> Iterator[Browser]:
+    with watching(finished, "127.0.0.1", 0) as beside:
+        browser.open(beside.address)
+        browser.until(lambda: "over" in browser.describe())
+        yield browser
+
+
+def test_the_numbers_are_those_of_the_summary(replayed: Browser, finished: Path) -> None:
+    summary = json.loads((finished / "summary.json").read_text())
+    replayed.until(lambda: replayed.tile("updates") == str(summary["updates"]))
+    assert replayed.tile("accuracy") == f"{summary['accuracy']:.3f}"
+    assert replayed.tile("clusters") == str(summary["clusters"])
+    assert replayed.tile("rejected") == str(summary["rejected_updates"])
+    shown = replayed.describe()
+    assert f"best {summary['best_accuracy']:.3f}" in shown
+    assert f"purity {summary['purity']:.3f}" in shown
+    assert summary["reason"] in shown
+    rows = "return raceme.board.panels.at(-1).rows?.length"
+    replayed.run("document.getElementById('panel-clients').scrollIntoView()")
+    assert replayed.until(lambda: replayed.run(rows)) == summary["clients"]
+    sizes = replayed.run(
+        "return Object.fromEntries([...raceme.board.moment.members()]"
+        ".map(([k, found]) => [k, found.length]))"
+    )
+    assert sizes == summary["cluster_sizes"]
+
+
+def test_the_slider_and_the_play_button_show_other_moments(replayed: Browser) -> None:
+    from selenium.webdriver.common.keys import Keys
+
+    slider = replayed.driver.find_element("css selector", "input[type=range]")
+    slider.send_keys(Keys.HOME)
+    replayed.until(lambda: replayed.tile("updates") == "0")
+    assert replayed.tile("clusters") == "1"
+    half = "const [s] = arguments; s.value = 500; s.dispatchEvent(new Event('input'))"
+    replayed.run(half, slider)
+    replayed.until(lambda: 60 < int(replayed.tile("updates")) < 180)
+    play = replayed.driver.find_element("css selector", ".play")
+    before = int(replayed.tile("updates"))
+    play.click()
+    assert play.text == "Pause"
+    replayed.until(lambda: int(replayed.tile("updates")) > before)
+    replayed.driver.find_element("css selector", ".latest").click()
+    replayed.until(lambda: replayed.tile("updates") == "240")
+
+
+@pytest.mark.parametrize(("width", "scale"), [(390, 1.0), (640, 2.0), (320, 1.0)])
+def test_a_phone_and_a_large_zoom_show_all_of_it(
+    replayed: Browser, width: int, scale: float
+) -> None:
+    """A window of 1,280 pixels at 200 % zoom is one of 640 with two pixels for each."""
+    replayed.resize(width, 800, scale)
+    inside = "return document.documentElement.scrollWidth <= innerWidth"
+    replayed.until(lambda: replayed.run(inside))
+    for panel in replayed.driver.find_elements("css selector", ".panel"):
+        if panel.is_displayed():
+            replayed.run("arguments[0].scrollIntoView()", panel)
+            assert panel.size["width"] <= width
+            assert panel.size["height"] > 60
+    small = replayed.run(
+        "return [...document.querySelectorAll('#dashboard button, #dashboard select')]"
+        ".filter((one) => one.offsetParent && one.getBoundingClientRect().height < 23)"
+        ".map((one) => one.textContent)"
+    )
+    assert small == [], "fingers need 24 pixels"
+
+
+def test_what_a_click_opens_a_key_closes(replayed: Browser) -> None:
+    from selenium.webdriver.common.keys import Keys
+
+    replayed.run("document.getElementById('panel-clients').scrollIntoView()")
+    find = "return document.querySelector('[data-client=\"7\"]')"
+    button = replayed.until(lambda: replayed.run(find))
+    button.click()
+    detail = replayed.driver.find_element("css selector", ".detail")
+    replayed.until(detail.is_displayed)
+    assert "client-7" in detail.text
+    replayed.until(lambda: replayed.run("return document.activeElement.id") == "title-detail")
+    replayed.driver.switch_to.active_element.send_keys(Keys.ESCAPE)
+    replayed.until(lambda: not detail.is_displayed())
+    assert replayed.run("return document.activeElement.dataset.client") == "7"
+    chip = replayed.driver.find_element("css selector", ".chip")
+    replayed.run("arguments[0].click()", chip)
+    replayed.until(lambda: "Members" in detail.text)
+
+
+def test_the_table_sorts_and_searches(replayed: Browser) -> None:
+    replayed.run("document.getElementById('panel-clients').scrollIntoView()")
+    first = "return document.querySelector('.clients tbody .link')?.textContent"
+    replayed.until(lambda: replayed.run(first) == "client-0")
+    updates = "return [...document.querySelectorAll('.clients thead button')][5].click()"
+    replayed.run(updates)
+    most = replayed.run("return Math.max(...raceme.board.moment.updates)")
+    top = "return document.querySelector('.clients tbody tr:nth-child(1) td:nth-child(6)')"
+    replayed.until(lambda: replayed.run(f"{top}.textContent") == str(most))
+    search = replayed.driver.find_element("css selector", "input[type=search]")
+    search.send_keys("client-33")
+    replayed.until(lambda: replayed.run(first) == "client-33")
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_texts_stand_out_from_what_is_behind_them(replayed: Browser, theme: str) -> None:
+    """WCAG 2.1 AA: a contrast of 4.5 for the colours in which texts are set."""
+    replayed.command(
+        "Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": theme}]
+    )
+    named = "const s = getComputedStyle(document.documentElement);"
+    for text in ("ink", "muted", "accent", "alarm"):
+        for behind in ("card", "paper", "tint"):
+            pair = replayed.run(
+                f"{named} return ['{text}', '{behind}']"
+                ".map((name) => s.getPropertyValue(`--${name}`).trim())"
+            )
+            assert contrast(*pair) >= 4.5, (theme, text, behind)
+    # What is drawn in a cluster's colour: 3, as WCAG asks of graphics, in the dark; on white
+    # orange, blue and rose have less, and a cluster's name stands beside its colour.
+    if theme == "dark":
+        card = replayed.run(f"{named} return s.getPropertyValue('--card').trim()")
+        for cluster in range(9):
+            swatch = replayed.run("return raceme.clusterColour(arguments[0])", cluster)
+            assert contrast(swatch, card) >= 3, cluster
+    replayed.command("Emulation.setEmulatedMedia", features=[])
+
+
+def contrast(one: str, other: str) -> float:
+    light, dark = sorted((luminance(one), luminance(other)), reverse=True)
+    return (light + 0.05) / (dark + 0.05)
+
+
+def luminance(colour: str) -> float:
+    parts = [int(colour[start : start + 2], 16) / 255 for start in (1, 3, 5)]
+    linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def test_a_split_appears_while_the_run_goes_on(browser: Browser, tmp_path: Path) -> None:
+    with watching(tmp_path / "run", "127.0.0.1", 0) as beside:
+        with RunStore(tmp_path / "run") as store:
+            for name in "abcd":
+                store.observe(ClientJoined(0.0, name, 0, 10, None))
+            everybody = {name: {0: 1.0} for name in "abcd"}
+            store.observe(ClustersChanged(0.0, 0, ClusterChange.ASSIGN, everybody, made=(0,)))
+            store.commit()
+            browser.open(beside.address)
+            # All panels are in sight: others are not drawn.
+            browser.resize(1300, 3000)
+            browser.until(lambda: "Live" in browser.describe())
+            browser.until(lambda: browser.tile("clusters") == "1")
+            split = {"a": {1: 1.0}, "b": {1: 1.0}, "c": {2: 1.0}, "d": {2: 1.0}}
+            event = ClustersChanged(5.0, 4, ClusterChange.SPLIT, split, (0,), (1, 2))
+            store.observe(UpdateApplied(1, 5.0, "a", 0, 0, 0, 0.5, 0.5, 1.0, 8, 8))
+            store.observe(event)
+            browser.until(lambda: browser.tile("clusters") == "2")
+            browser.until(lambda: "cluster 0 → clusters 1, 2 (4 clients)" in browser.describe())
+            chips = "return document.querySelector('.chips').textContent"
+            assert browser.run(chips) == "cluster 12cluster 22"
+            store.observe(RunEnded(6.0, 1, "enough"))
+        browser.until(lambda: "The run is over" in browser.describe())
+    browser.until(lambda: "was ended" in browser.describe())
+    assert browser.tile("updates") == "1"
+
+
+def test_real_devices_are_seen_as_they_come_and_work(browser: Browser, tmp_path: Path) -> None:
+    keys = ("--strategy", "fedasync", "--clients", "2", "--groups", "0.5,0.5")
+    keys += ("--max-updates", "400", "--eval-every", "20", "--metrics", "off")
+    page = ("--watch", "--watch-address", "127.0.0.1:0")
+    with loopback(tmp_path) as bed:
+        bed.fleet_port = free_port()
+        place = ("--address", bed.fleet_address, "--out", "out")
+        server = bed.start("serve", raceme("serve", *place, *keys, *page))
+        address = server.wait_for(r"Watch it at (http://\S+)", 120)[1]
+        browser.open(address)
+        browser.resize(1300, 3000)
+        browser.until(lambda: "Waiting for the first client" in browser.describe())
+        for number in range(2):
+            partition = f"partition-id={number} num-partitions=2"
+            bed.device("--insecure", "--node-config", partition)
+        browser.until(lambda: "2 of 2 clients online" in browser.describe(), 120)
+        browser.until(lambda: 0 < int(browser.tile("updates")) < 400, 120)
+        assert "Live" in browser.describe()
+        assert server.wait(120) == 0
+        browser.until(lambda: "was ended" in browser.describe())
+        summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+        assert browser.tile("updates") == str(summary["updates"]) == "400"
+        assert browser.tile("accuracy") == f"{summary['accuracy']:.3f}"
+        names = "return [...raceme.run.tables.clients.name].sort()"
+        assert browser.run(names) == ["client-0", "client-1"]
+
+
+def test_names_and_reasons_of_strangers_change_nothing(browser: Browser, tmp_path: Path) -> None:
+    with RunStore(tmp_path / "run") as store:
+        store.observe(ClientJoined(0.0, HOSTILE, 0, 10, 0))
+        store.observe(ClientLeft(1.0, HOSTILE))
+        store.observe(UpdateRejected(2.0, HOSTILE, f"said {HOSTILE}", 1.0))
+        store.observe(UpdateJudged(2.0, HOSTILE, Verdict.EXCLUDED, 1.0, 0.5, HOSTILE, None))
+        store.observe(Evaluated(3.0, 0, 0.5, 0.5, 1, {HOSTILE: (0, 0.5, 0.5)}))
+    with watching(tmp_path / "run", "127.0.0.1", 0) as beside:
+        browser.open(beside.address)
+        browser.resize(1300, 3000)
+        link = "return document.querySelector('.clients .link bdi')"
+        name = browser.until(lambda: browser.run(link))
+        shown = browser.run("return arguments[0].textContent", name)
+        assert shown == HOSTILE[:80] + "…"
+        assert browser.run("return arguments[0].title", name) == HOSTILE
+        browser.run("arguments[0].parentElement.click()", name)
+        browser.until(lambda: browser.run("return !document.querySelector('.detail').hidden"))
+        # Neither an image nor bold text has come of it.
+        assert browser.run("return document.querySelectorAll('img, b').length") == 0
+        browser.until(lambda: "excluded" in browser.describe())
+
+
+def test_a_comparison_shows_all_curves_and_leads_to_its_runs(
+    browser: Browser, finished: Path, tmp_path: Path
+) -> None:
+    for method in ("casa", "fedasync"):
+        for seed in ("seed-0", "seed-1"):
+            (tmp_path / method).mkdir(exist_ok=True)
+            shutil.copytree(finished, tmp_path / method / seed)
+    with watching(tmp_path, "127.0.0.1", 0, comparison=True) as beside:
+        browser.open(beside.address)
+        browser.until(lambda: "4 of 4 runs so far are finished" in browser.describe())
+        legend = "return document.querySelectorAll('.legend button').length"
+        browser.until(lambda: browser.run(legend) == 4)
+        browser.driver.find_element("link text", "fedasync, seed 1").click()
+        browser.until(lambda: "The run is over" in browser.describe())
+        browser.until(lambda: browser.tile("updates") == "240")
+
+
+def test_a_suite_of_cases_shows_the_case_that_is_picked(
+    browser: Browser, finished: Path, tmp_path: Path
+) -> None:
+    for case, method in (("digits", "casa"), ("har", "fedasync")):
+        shutil.copytree(finished, tmp_path / case / method / "seed-0")
+    with watching(tmp_path, "127.0.0.1", 0, comparison=True) as beside:
+        browser.open(beside.address)
+        browser.until(lambda: "2 of 2 runs so far are finished" in browser.describe())
+        legend = "return document.querySelector('.legend').textContent"
+        browser.until(lambda: browser.run(legend) == "casa, seed 0")
+        pick = "const s = document.querySelector('[aria-label=Case]'); s.value = 'har';"
+        browser.run(f"{pick} s.dispatchEvent(new Event('change'))")
+        browser.until(lambda: browser.run(legend) == "fedasync, seed 0")
+        browser.driver.find_element("link text", "fedasync, seed 0").click()
+        browser.until(lambda: "The run is over" in browser.describe())
+        browser.until(lambda: browser.tile("updates") == "240")
+
+
+def test_the_map_shows_the_snapshot_of_the_moment(replayed: Browser) -> None:
+    panel = "const map = raceme.board.panels.find((one) => one.element.id === 'panel-map');"
+    replayed.run("document.getElementById('panel-map').scrollIntoView()")
+    times = replayed.run("return raceme.run.frames.map(({ time }) => time)")
+    assert len(times) >= 5
+
+    def is_shown(time: float) -> bool:
+        return bool(replayed.run(f"{panel} return map.shownFrame?.time") == time)
+
+    for time, latest in ((times[1] + 1e-6, times[1]), (times[3] - 1e-6, times[2])):
+        replayed.run("raceme.board.clock.show(arguments[0])", time)
+        replayed.until(partial(is_shown, latest))
+    replayed.run("raceme.board.clock.show(0)")
+    note = f"{panel} return map.note.textContent"
+    replayed.until(lambda: "A disc is a cluster" in replayed.run(note))
+    # Whoever is near a client is of its true group: the digits' four groups are easy.
+    replayed.run("raceme.board.clock.follow()")
+    replayed.until(lambda: "are alike" in replayed.run(note))
+    of_group = (
+        f"{panel} const {{ group }} = raceme.board.moment; const {{ dots, x, y }} = map.found;"
+        "return dots.filter((one, i) => {"
+        "  const away = (j) => j === i ? Infinity : (x[i] - x[j]) ** 2 + (y[i] - y[j]) ** 2;"
+        "  const near = dots.reduce((best, _, j) => away(j) < away(best) ? j : best, i);"
+        "  return group[dots[near]] === group[one]; }).length / dots.length"
+    )
+    assert replayed.run(of_group) >= 0.9
+
+
+def test_a_report_works_from_a_file(browser: Browser, finished: Path, tmp_path: Path) -> None:
+    from raceme.reporting.page import write_page
+    from raceme.reporting.run_page import run_page
+
+    write_page(tmp_path / "report.html", run_page(finished, ""))
+    browser.open((tmp_path / "report.html").as_uri())
+    browser.until(lambda: browser.tile("updates") == "240")
+    slider = browser.driver.find_element("css selector", "input[type=range]")
+    half = "const [s] = arguments; s.value = 500; s.dispatchEvent(new Event('input'))"
+    browser.run(half, slider)
+    browser.until(lambda: 60 < int(browser.tile("updates")) < 180)
+    # The figures of the report are there too, for paper and for browsers without scripts.
+    assert browser.run("return document.querySelectorAll('main svg').length") == 5

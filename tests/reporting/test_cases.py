@@ -1,0 +1,73 @@
+"""Comparisons as the page is told of them: one, or a suite of several cases."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from raceme.core.errors import UserError
+from raceme.core.events import Evaluated, RunEnded
+from raceme.records.store import RunStore
+from raceme.reporting.dashboard.source import (
+    ComparisonSource,
+    Watched,
+    check_watchable,
+    is_comparison,
+)
+
+
+def begun(folder: Path, accuracy: float, ends: bool = False) -> None:
+    with RunStore(folder) as store:
+        store.observe(Evaluated(3.0, 8, accuracy, 0.5, 1, {"a": (0, accuracy, 0.5)}, 1))
+        if ends:
+            store.observe(RunEnded(4.0, 9, "9 updates were applied"))
+
+
+def told(source: ComparisonSource) -> dict[str, dict]:
+    while source.poll():
+        pass
+    found: dict[str, dict] = {}
+    for piece in source.pieces:
+        for name, news in json.loads(piece)["comparison"].items():
+            found.setdefault(name, {}).update(news)
+    return found
+
+
+def test_a_comparison_has_no_cases(tmp_path: Path) -> None:
+    begun(tmp_path / "casa" / "seed-0", 0.5, ends=True)
+    (run,) = told(ComparisonSource(tmp_path)).values()
+    assert (run["case"], run["method"], run["label"]) == ("", "casa", "casa, seed 0")
+    assert run["state"] == "ended"
+    assert run["points"]["accuracy"] == [0.5]
+
+
+def test_a_suite_of_cases_tells_whose_each_run_is(tmp_path: Path) -> None:
+    source = ComparisonSource(tmp_path)
+    begun(tmp_path / "digits" / "casa" / "seed-0", 0.25)
+    assert told(source)["digits/casa/seed-0"]["case"] == "digits"
+    begun(tmp_path / "har" / "casa" / "seed-0", 0.75)
+    runs = told(source)
+    assert {name: run["case"] for name, run in runs.items()} == {
+        "digits/casa/seed-0": "digits",
+        "har/casa/seed-0": "har",
+    }
+    # Each has a page of its own, and nothing outside has.
+    watched = Watched(tmp_path, comparison=True)
+    run = watched.source("har/casa/seed-0")
+    assert run is not None
+    assert run.folder == tmp_path / "har" / "casa" / "seed-0"
+    for name in ("har/casa", "../other/seed-0", "har/casa/seed-1"):
+        assert watched.source(name) is None
+
+
+def test_what_is_no_comparison_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "har" / "casa" / "seed-0").mkdir(parents=True)
+    with pytest.raises(UserError, match="holds no run"):
+        check_watchable(tmp_path)
+    begun(tmp_path / "har" / "casa" / "seed-0", 0.5)
+    check_watchable(tmp_path)
+    assert is_comparison(tmp_path)
+    assert is_comparison(tmp_path / "har")
+    assert not is_comparison(tmp_path / "har" / "casa" / "seed-0")

@@ -1,0 +1,202 @@
+"""The server: who may look, what is served, and the run as a stream of events."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.client import HTTPConnection
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+from starlette.testclient import TestClient
+
+from raceme.core.events import ClientJoined, UpdateApplied
+from raceme.records.store import RunStore
+from raceme.reporting.dashboard import page
+from raceme.reporting.dashboard.server import COOKIE, Dashboard, address_of, bind, serve
+from raceme.reporting.dashboard.source import Watched
+
+TOKEN = "a-token-that-nobody-guesses"
+
+
+def client(
+    folder: Path, host: str = "127.0.0.1", token: str = "", name: str | None = None
+) -> TestClient:
+    app = Dashboard(Watched(folder, False).source, host, token).app
+    headers = {"host": f"{host if name is None else name}:8321"}
+    base = "http://192.0.2.7:8321"
+    return TestClient(app, base_url=base, headers=headers, follow_redirects=False)
+
+
+def test_the_page_and_its_files_are_served_and_nothing_else(tmp_path: Path) -> None:
+    browser = client(tmp_path)
+    answer = browser.get("/")
+    assert answer.text == page.live_page()
+    assert answer.headers["content-type"].startswith("text/html")
+    for name in page.ASSETS:
+        assert browser.get(f"/assets/{name}").status_code == 200
+    for name in ("../page.py", "%2e%2e/page.py", "index.html", "vendor", "nothing.js"):
+        assert browser.get(f"/assets/{name}").status_code == 404
+    assert browser.get("/events?run=../other").status_code == 404
+
+
+def test_all_that_the_page_asks_for_is_there() -> None:
+    for part in page.live_page().split('"'):
+        if part.startswith("assets/"):
+            assert part.removeprefix("assets/") in page.ASSETS
+
+
+def test_every_answer_is_strict(tmp_path: Path) -> None:
+    for path in ("/", "/assets/main.js", "/nothing"):
+        headers = client(tmp_path).get(path).headers
+        policy = headers["content-security-policy"]
+        assert policy.startswith("default-src 'none'; script-src 'self';")
+        assert "unsafe" not in policy
+        assert headers["x-content-type-options"] == "nosniff"
+        assert headers["cache-control"] == "no-store"
+
+
+@pytest.mark.parametrize(
+    "name", ["evil.example", "localhost.evil.example", "10.0.0.7", "[fe80::1]"]
+)
+def test_a_name_that_was_pointed_here_is_refused(tmp_path: Path, name: str) -> None:
+    assert client(tmp_path, name=name).get("/").status_code == 400
+
+
+@pytest.mark.parametrize("name", ["localhost", "127.0.0.1", "[::1]"])
+def test_this_machine_needs_no_token(tmp_path: Path, name: str) -> None:
+    assert client(tmp_path, name=name).get("/").status_code == 200
+
+
+def test_without_the_token_there_is_one_line(tmp_path: Path) -> None:
+    browser = client(tmp_path, "0.0.0.0", TOKEN, "192.0.2.7")
+    for path in ("/", "/events", "/assets/main.js", "/?token=wrong", "/?token=ä"):
+        answer = browser.get(path)
+        assert answer.status_code == 403
+        assert answer.text.count("\n") == 1
+        assert "token" in answer.text
+    assert client(tmp_path, "0.0.0.0", TOKEN, "evil.example").get("/").status_code == 400
+
+
+def test_the_token_becomes_a_cookie_that_no_script_and_no_other_site_sees(tmp_path: Path) -> None:
+    browser = client(tmp_path, "0.0.0.0", TOKEN, "192.0.2.7")
+    answer = browser.get(f"/?token={TOKEN}")
+    assert answer.status_code in (302, 307)
+    assert answer.headers["location"] == "/"
+    cookie = answer.headers["set-cookie"].lower()
+    assert cookie.startswith(f"{COOKIE}={TOKEN}")
+    assert "httponly" in cookie
+    assert "samesite=strict" in cookie
+    assert browser.get("/").status_code == 200
+    browser.cookies.set(COOKIE, "wrong", domain="192.0.2.7")
+    assert client(tmp_path, "0.0.0.0", TOKEN, "192.0.2.7").get("/").status_code == 403
+
+
+@pytest.fixture
+def address(tmp_path: Path) -> Iterator[str]:
+    """A dashboard over real HTTP, of the folder ``run``."""
+    import asyncio
+
+    ended = threading.Event()
+
+    async def until() -> None:
+        while not ended.is_set():
+            await asyncio.sleep(0.02)
+
+    with bind("127.0.0.1", 0) as listening:
+        watched = Watched(tmp_path / "run", False)
+        thread = threading.Thread(target=serve, args=(listening, watched, "", until))
+        thread.start()
+        yield address_of(listening, "")
+        ended.set()
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+class Stream:
+    """Server-sent events as they come."""
+
+    def __init__(self, address: str, last: str = "") -> None:
+        self._connection = HTTPConnection(urlsplit(address).netloc, timeout=30)
+        self._connection.request("GET", "/events", headers={"Last-Event-ID": last} if last else {})
+        self._answer = self._connection.getresponse()
+
+    def next(self) -> tuple[str, str, dict]:
+        fields: dict[str, str] = {}
+        while True:
+            line = self._answer.readline().decode().rstrip("\n")
+            if not line and "data" in fields:
+                return fields["event"], fields["id"], json.loads(fields["data"])
+            name, _, value = line.partition(": ")
+            fields[name] = value
+
+    def until(self, table: str) -> tuple[str, dict]:
+        while True:
+            name, number, data = self.next()
+            if name == "piece" and table in data:
+                return number, data
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+def test_a_run_is_told_as_it_grows_and_a_browser_that_comes_back_goes_on(
+    address: str, tmp_path: Path
+) -> None:
+    stream = Stream(address)
+    with RunStore(tmp_path / "run") as store:
+        store.observe(ClientJoined(0.0, "a", 0, 12, None))
+        store.commit()
+        _, first = stream.until("clients")
+        assert first["clients"] == {"name": ["a"]}
+        store.observe(UpdateApplied(1, 2.0, "a", 0, 0, 0, 0.5, 0.5, 1.0, 8, 8))
+        store.commit()
+        seen, second = stream.until("updates")
+        assert second["updates"]["time"] == [2.0]
+        assert "clients" not in second
+        stream.close()
+        again = Stream(address, seen)
+        store.observe(UpdateApplied(2, 3.0, "a", 0, 0, 0, 0.5, 0.5, 1.0, 8, 8))
+        store.commit()
+        name, _, data = again.next()
+        assert (name, data["updates"]["time"]) == ("piece", [3.0])
+        again.close()
+
+
+def test_a_browser_of_another_dashboard_begins_anew(address: str, tmp_path: Path) -> None:
+    with RunStore(tmp_path / "run") as store:
+        store.observe(ClientJoined(0.0, "a", 0, 12, None))
+    stream = Stream(address, "12345-7")
+    assert stream.next()[0] == "restart"
+    assert stream.until("clients")[1]["clients"] == {"name": ["a"]}
+    stream.close()
+
+
+def test_a_browser_that_does_not_read_holds_nobody_up(address: str, tmp_path: Path) -> None:
+    """One viewer takes nothing of 24 MB; another one gets all of it."""
+    stuck = Stream(address)
+    with RunStore(tmp_path / "run") as store:
+        for number in range(6_000):
+            store.observe(ClientJoined(float(number), f"{number}" + "x" * 4000, 0, 12, None))
+    other = Stream(address)
+    count = 0
+    while count < 6_000:
+        count += len(other.until("clients")[1]["clients"]["name"])
+    assert count == 6_000
+    stuck.close()
+    other.close()
+
+
+def test_damage_is_told_and_mended(address: str, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "run.sqlite").write_bytes(b"no database" * 99)
+    stream = Stream(address)
+    while True:
+        name, _, data = stream.next()
+        if name == "trouble":
+            break
+    assert "is not a run store" in data["text"]
+    stream.close()

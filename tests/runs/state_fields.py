@@ -1,0 +1,48 @@
+"""The fields of all that a checkpoint consists of; run as a script, writes them down anew."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+from raceme.core.clusters import Bases, Clusters
+from raceme.core.progress import Progress
+from raceme.core.protection import GuardState
+from raceme.core.registry import STRATEGIES
+from raceme.core.scheduling import RoundState
+from raceme.core.strategy import Variant
+from raceme.runs.checkpoints import STATE
+from raceme.strategies.cdfl.scheduling import RequestState
+from raceme.strategies.csafl import WindowState
+from raceme.strategies.fedcompass import ArrivalState
+
+SNAPSHOT = Path(__file__).with_name("state_fields.json")
+
+
+def state_fields() -> dict[str, dict[str, str]]:
+    """Return the fields of every dataclass of a state, with their types, by the class's name."""
+    found: dict[str, dict[str, str]] = {}
+
+    def visit(kind: Any) -> None:
+        if isinstance(kind, type) and is_dataclass(kind) and kind.__qualname__ not in found:
+            hints = get_type_hints(kind)
+            found[kind.__qualname__] = {item.name: str(item.type) for item in fields(kind)}
+            for item in fields(kind):
+                visit(hints[item.name])
+        for part in get_args(kind):
+            visit(part)
+
+    policies = (RoundState, WindowState, RequestState, ArrivalState)
+    for root in (Clusters, Bases, GuardState, Progress, *policies):
+        visit(root)
+    for name in STRATEGIES:
+        method = STRATEGIES[name]
+        visit((method.method if isinstance(method, Variant) else method).state_type)
+    return dict(sorted(found.items()))
+
+
+if __name__ == "__main__":
+    text = json.dumps({"format": STATE, "fields": state_fields()}, indent=1)
+    SNAPSHOT.write_text(text + "\n", encoding="utf-8")

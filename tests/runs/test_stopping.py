@@ -1,0 +1,82 @@
+"""The end of a run's process: an orphan ends by itself, and only one writes to a folder."""
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from raceme.core.config import RunConfig
+from raceme.core.errors import UserError
+from raceme.flower.grid import told_parent
+from raceme.records.store import read_events
+from raceme.runs.checkpoints import only_writer
+from raceme.runs.experiment import simulate
+
+STEP = """
+import os, signal, threading
+from raceme.checkpoints import end_with_parent
+end_with_parent(os.getppid(), 0.5)
+# As Flower's thread pools do it: a wait that no signal ends.
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+print(os.getpid(), flush=True)
+threading.Event().wait()
+"""
+
+
+def test_an_orphan_ends_by_itself_whatever_it_waits_for() -> None:
+    child = [sys.executable, "-c", STEP]
+    with subprocess.Popen(
+        [sys.executable, "-c", f"import subprocess; subprocess.run({child!r})"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as parent:
+        assert parent.stdout
+        assert int(parent.stdout.readline()) > 0
+        parent.kill()
+        # Read to the end: until the child, too, has let go of the pipe.
+        assert parent.stdout.read() == (
+            "The SuperLink of this run has died: the run ends within 0 s\n"
+            "The run is given up; it can be resumed from its last checkpoint\n"
+        )
+
+
+def test_only_flowers_own_process_has_a_parent_to_look_at() -> None:
+    command = ["/usr/bin/flwr-serverapp", "--token", "t", "--insecure", "--parent-pid", "12"]
+    assert told_parent(command) == 12
+    assert told_parent(command[:-2]) is None
+    assert told_parent(["pytest", "--parent-pid", "12"]) is None
+    assert told_parent() is None
+
+
+def test_only_one_at_a_time_writes_to_a_folder(tmp_path: Path) -> None:
+    with only_writer(tmp_path):
+        with pytest.raises(UserError, match="Another process is still writing"):
+            only_writer(tmp_path).__enter__()
+        with pytest.raises(UserError, match="wait for its end or stop it"):
+            only_writer(tmp_path, patience=0.3).__enter__()
+    with only_writer(tmp_path):
+        pass
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_next_waits_until_the_folder_is_free(tmp_path: Path) -> None:
+    first = only_writer(tmp_path)
+    first.__enter__()
+    threading.Timer(0.3, first.__exit__, (None, None, None)).start()
+    with only_writer(tmp_path, patience=60):
+        pass
+
+
+def test_a_run_that_still_goes_on_cannot_be_gone_on_with(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    keys = {"clients": 3, "groups": "0.5,0.5", "workers": "0", "checkpoint-every": 4}
+    simulate(RunConfig.from_mapping({**keys, "max-updates": 6, "out": str(out)}))
+    before = read_events(out)
+    more = RunConfig.from_mapping({**keys, "max-updates": 9, "resume": str(out)})
+    with only_writer(out), pytest.raises(UserError, match="Another process is still writing"):
+        simulate(more)
+    assert read_events(out) == before
+    assert simulate(more).summary["updates"] == 9

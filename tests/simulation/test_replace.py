@@ -1,0 +1,94 @@
+"""One of Raceme's methods in the place of the strategy that an app starts."""
+
+from pathlib import Path
+
+import pytest
+from flower_apps import write_app
+from flwr.serverapp.strategy import FedAvg, Strategy
+
+from raceme.core.strategy import Method
+from raceme.records.record import read_run
+from raceme.simulation.apps import AppEnding, Settings, simulate, write_results
+
+CLIENT = """
+from flwr.app import Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+
+app = ClientApp()
+
+
+@app.train()
+def train(msg: Message, context: Context):
+    records = {
+        "arrays": msg.content["arrays"],
+        "metrics": MetricRecord({"num-examples": 10, "train-loss": msg.content["config"]["lr"]}),
+    }
+    return Message(RecordDict(records), reply_to=msg)
+
+
+@app.evaluate()
+def evaluate(msg: Message, context: Context):
+    metrics = MetricRecord({"accuracy": 0.5, "loss": 0.5})
+    return Message(RecordDict({"metrics": metrics}), reply_to=msg)
+"""
+
+OWN = """
+class Own(FedAvg):
+    def start(self, grid, initial_arrays, num_rounds=3, **others):
+        print("own start")
+        return super().start(grid, initial_arrays, num_rounds, **others)
+
+
+result = {kind}().start(
+    grid, ArrayRecord([np.zeros(4)]), num_rounds=12, train_config=ConfigRecord({{"lr": 0.1}})
+)
+print(type(result).__name__)
+"""
+
+DEVICES = "[device]\nseconds-per-round = 1.0\n[[group]]\nclients = [0]\nseconds-per-round = 4.0"
+
+
+@pytest.mark.parametrize("kind", ["FedAvg", "Own"])
+def test_a_method_takes_the_place_of_a_strategy(
+    tmp_path: Path,
+    kind: str,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    starts = Strategy.__dict__["start"], Method.__dict__["start"]
+    devices = tmp_path / "devices.toml"
+    devices.write_text(DEVICES)
+    server = OWN.format(kind=kind)
+    if kind == "Own":
+        # A class that is made inside main() is not there yet when strategies are replaced.
+        server = server.split("\n\n\nresult")[1]
+        server = f"result{server}"
+    app = write_app(tmp_path, f"starts_{kind.lower()}", server, CLIENT)
+    if kind == "Own":
+        path = app / "starts_own" / "server_app.py"
+        own = OWN.split("\n\n\nresult")[0]
+        path.write_text(path.read_text().replace("@app.main()", f"{own}\n\n\n@app.main()"))
+    settings = Settings(
+        *(app, 3, str(devices), (), "fedasync", {"fedasync.alpha": 0.5}),
+        workers=0,
+        out=tmp_path / "out",
+    )
+    simulated = simulate(settings)
+    assert simulated.reason == ""
+    assert simulated.ending is AppEnding.RETURNED
+    # The app's own start is not called, and what it returns is the method's.
+    assert capsys.readouterr().out == "RunResult\n"
+    assert f"fedasync takes the place of {kind}." in caplog.text
+    # Nobody waits for the slow one, and messages have the app's configuration.
+    tasks = [task for task in simulated.fleet.tasks if task.kind == "train"]
+    assert not any(task.failure for task in tasks)
+    assert len([task for task in tasks if task.answered <= 4.0]) > 8
+    # What a run of the method leaves is there, too.
+    record = read_run(tmp_path / "out")
+    assert len(record.updates.seq) >= 12
+    assert len(set(record.updates.client)) == 3
+    _, unwritten = write_results(simulated)
+    assert not unwritten
+    assert (tmp_path / "out" / "clusters.png").is_file()
+    assert (Strategy.__dict__["start"], Method.__dict__["start"]) == starts
+    assert FedAvg.start is Strategy.start

@@ -1,0 +1,118 @@
+"""CASA's buffers: what is compared, what is dropped, what is stored once."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raceme.strategies.casa.buffers import Code, ModelBuffers, WholeModels, alpha_class
+
+
+def code(*values: float) -> Code:
+    return WholeModels().encode(np.array(values, np.float32))
+
+
+def ids(*values: int) -> np.ndarray:
+    return np.array(values, np.intp)
+
+
+def buffers_for(clients: int) -> ModelBuffers:
+    buffers = ModelBuffers()
+    buffers.resize(clients)
+    return buffers
+
+
+def test_cosines_by_hand() -> None:
+    buffers = buffers_for(3)
+    buffers.insert(1, code(3, 4), ids(0))
+    buffers.insert(2, code(-2, 0), ids(0))
+    owners, cosines = buffers.cosines(0, code(1, 0).query)
+    # cos((1, 0), (3, 4)) = 3/5; cos((1, 0), (−2, 0)) = −1.
+    assert owners.tolist() == [1, 2]
+    assert cosines.tolist() == pytest.approx([0.6, -1.0])
+
+
+def test_a_shared_model_is_stored_once_and_freed_with_its_last_reference() -> None:
+    buffers = buffers_for(4)
+    buffers.insert(0, code(1, 2), ids(1, 2, 3))
+    assert buffers.total == 3
+    assert np.count_nonzero(buffers.references) == 1
+    for client in (1, 2, 3):
+        buffers.clear(client)
+    assert buffers.total == 0
+    assert not buffers.references.any()
+
+
+def test_representative_is_the_data_weighted_mean() -> None:
+    buffers = buffers_for(3)
+    buffers.insert(1, code(3, 4), ids(0))
+    buffers.insert(2, code(1, 0), ids(0))
+    # (30 · (3, 4) + 10 · (1, 0)) / 40 = (2.5, 3).
+    mean = buffers.mean_of(0, ids(1, 2), np.array([30.0, 10.0]))
+    assert mean.tolist() == pytest.approx([2.5, 3.0])
+
+
+def test_budget_drops_computed_pairs_first_then_buffers_of_large_alpha() -> None:
+    buffers = buffers_for(4)
+    buffers.insert(3, code(1, 0), ids(0, 1, 2))
+    buffers.insert(2, code(0, 1), ids(0, 1))
+    computed = np.eye(4, dtype=bool)
+    computed[0, 3] = computed[3, 0] = True
+    alphas = np.array([0.1, 0.3, 0.2, 0.3])
+    # Of (0,3) (1,3) (2,3) (0,2) (1,2) only (0,3) is computed: it goes first. Then those in the
+    # buffer of client 1, whose α = 0.3 is the largest among the buffers' clients.
+    buffers.enforce(4, computed, alphas, np.random.default_rng(0))
+    assert buffers.owners(0).tolist() == [2]
+    assert buffers.total == 4
+    buffers.enforce(2, computed, alphas, np.random.default_rng(0))
+    assert buffers.owners(1).tolist() == []
+    assert buffers.owners(0).tolist() == [2]
+    assert buffers.owners(2).tolist() == [3]
+
+
+def test_alphas_are_told_apart_in_tenths() -> None:
+    # 1.1^−13 = 0.28966 and 1.1^−12 = 0.31863; a client without an update has none.
+    classes = alpha_class(np.array([0.0, 0.2896, 0.2897, 0.318, 0.319, 1.0]))
+    assert classes.tolist() == [-np.inf, -14, -13, -13, -12, 0]
+
+
+def dropped(alphas: list[float], times: int) -> list[int]:
+    """Drop one of the items in the buffers of c0, c1 and c2; return how often it was whose."""
+    counts = [0, 0, 0]
+    for seed in range(times):
+        buffers = buffers_for(4)
+        buffers.insert(3, code(1, 0), ids(0, 1, 2))
+        computed = np.eye(4, dtype=bool)
+        buffers.enforce(2, computed, np.array([*alphas, 0.5]), np.random.default_rng(seed))
+        (empty,) = (j for j in range(3) if not len(buffers.owners(j)))
+        counts[empty] += 1
+    return counts
+
+
+def test_among_equal_alphas_chance_decides_whose_buffer_is_spared() -> None:
+    counts = dropped([0.31, 0.29, 0.3], times=300)
+    assert sum(counts) == 300
+    # 100 ± 8.2 each.
+    assert min(counts) > 70
+    assert dropped([0.31, 0.28, 0.33], times=20) == [0, 0, 20]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.sets(st.integers(0, 5)), st.booleans()), max_size=40),
+    st.integers(0, 12),
+)
+def test_references_and_total_always_agree(
+    steps: list[tuple[int, set[int], bool]], budget: int
+) -> None:
+    buffers = buffers_for(6)
+    rng = np.random.default_rng(0)
+    for owner, targets, clear in steps:
+        if clear:
+            buffers.clear(owner)
+        free = [j for j in sorted(targets - {owner}) if not buffers.holds(owner)[j]]
+        buffers.insert(owner, code(*rng.normal(size=3)), np.array(free, np.intp))
+        buffers.enforce(budget, np.eye(6, dtype=bool), rng.uniform(size=6), rng)
+        held = buffers.slots[buffers.slots >= 0]
+        assert buffers.total == len(held) <= budget
+        counts = np.bincount(held, minlength=len(buffers.references))
+        assert counts.tolist() == buffers.references.tolist()

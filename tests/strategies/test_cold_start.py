@@ -1,0 +1,137 @@
+"""Groups by first updates: both measures, the nearest group, and changed label counts, by hand."""
+
+import numpy as np
+import pytest
+
+from raceme.strategies.flexcfl import (
+    ColdStart,
+    find_groups,
+    group_by_edc,
+    has_shifted,
+    madc,
+    overlap,
+)
+
+
+def test_madc_by_hand() -> None:
+    similarity = np.array(
+        [[1.0, 0.9, 0.2, 0.1], [0.9, 1.0, 0.3, 0.1], [0.2, 0.3, 1.0, 0.8], [0.1, 0.1, 0.8, 1.0]]
+    )
+    distances = madc(similarity)
+    # (0, 1): z = 2 and 3, (|0.2 − 0.3| + |0.1 − 0.1|) / 2; (0, 2): z = 1 and 3,
+    # (|0.9 − 0.3| + |0.1 − 0.8|) / 2; (2, 3): z = 0 and 1, (|0.2 − 0.1| + |0.3 − 0.1|) / 2.
+    assert distances[0, 1] == pytest.approx(0.05)
+    assert distances[0, 2] == pytest.approx(0.65)
+    assert distances[2, 3] == pytest.approx(0.15)
+    assert np.array_equal(distances, distances.T)
+    assert distances.diagonal().tolist() == [0.0] * 4
+    assert madc(np.ones((2, 2))).tolist() == [[0.0, 0.0], [0.0, 0.0]]
+
+
+def test_edc_groups_by_direction_whatever_the_length() -> None:
+    rng = np.random.default_rng(0)
+    directions = np.eye(3, 50)
+    lengths = rng.uniform(0.1, 10.0, size=12)
+    deltas = np.stack(
+        [lengths[i] * (directions[i % 3] + 0.05 * rng.normal(size=50)) for i in range(12)]
+    )
+    assert group_by_edc(deltas.astype(np.float32), 3, seed=0).tolist() == [0, 1, 2] * 4
+
+
+def test_edc_and_madc_of_three_clients_by_hand() -> None:
+    # Cosines: (0, 1) 0.8, (0, 2) 0, (1, 2) 0.6.
+    deltas = np.array([[1, 0], [0.8, 0.6], [0, 1]], np.float32)
+    distances = madc(np.array([[1.0, 0.8, 0.0], [0.8, 1.0, 0.6], [0.0, 0.6, 1.0]]))
+    # n − 2 = 1: |S(0,2) − S(1,2)| = 0.6, |S(0,1) − S(2,1)| = 0.2, |S(1,0) − S(2,0)| = 0.8.
+    assert distances[np.triu_indices(3, 1)] == pytest.approx([0.6, 0.2, 0.8])
+    # In the plane cosines to two main directions are coordinates: 0 and 1 are the nearest pair
+    # (0.632), 0 and 2 the farthest (1.414).
+    assert group_by_edc(deltas, 2, seed=0).tolist() in ([0, 0, 1], [0, 1, 1])
+    # MADC joins 0 and 2, which are equally far from 1, as its formula says.
+    rng = np.random.default_rng(0)
+    assert find_groups(deltas, 2, "madc", rng).tolist() == [0, 1, 0]
+    assert find_groups(deltas, 3, "random-clients", rng).tolist() == [0, 1, 2]
+
+
+def test_the_group_of_the_nearest_direction() -> None:
+    start = ColdStart(np.zeros(2, np.float32))
+    start.directions = {3: np.array([1, 0], np.float32), 5: np.array([0, 2], np.float32)}
+    # Cosines 0.6 and 0.8, whatever the lengths: distances 0.2 and 0.1.
+    assert start.nearest(np.array([30, 40], np.float32)) == 5
+    assert start.nearest(np.array([4, 3], np.float32)) == 3
+    assert start.looks_foreign(3, np.array([3, 4], np.float32))
+    assert not start.looks_foreign(5, np.array([3, 4], np.float32))
+
+
+def test_a_fifth_of_the_data_on_both_sides() -> None:
+    then = [50, 30, 20, 0]
+    # τ = 0.2 / 4 · 100 = 5: a mean difference over the four labels of 5 is not beyond it.
+    assert not has_shifted([40, 40, 20, 0], then, 100)
+    assert has_shifted([40, 40, 19, 0], then, 100)
+    # Two labels of equal size exchanged, which the authors' sorting would not see.
+    assert has_shifted([0, 50], [50, 0], 50)
+
+
+def test_a_client_is_cold_until_it_is_settled_with_what_it_has_now() -> None:
+    start = ColdStart(np.zeros(2, np.float32))
+    start.count("a", [10, 0], 10, 0.2)
+    assert start.cold == {}
+    start.count("a", [0, 10], 10, 0.2)
+    assert start.cold == {"a": True}
+    start.settle("a")
+    start.count("a", [0, 10], 10, 0.2)
+    assert start.cold == {}
+    start.count("a", [10, 0], 10, 0.2)
+    assert start.cold == {"a": True}
+    # One that is placed for the first time is placed with what it has said last.
+    start.cold["b"] = True
+    start.count("b", [5, 5], 10, 0.2)
+    start.settle("b")
+    start.count("b", [5, 5], 10, 0.2)
+    assert "b" not in start.cold
+
+
+def test_the_overlap_of_labels() -> None:
+    # Shares (0.5, 0.5, 0) and (0.25, 0.25, 0.5).
+    assert overlap(np.array([2.0, 2.0, 0.0]), np.array([5.0, 5.0, 10.0])) == 0.5
+    assert overlap(np.array([3.0, 0.0]), np.array([0.0, 1.0])) == 0.0
+
+
+def test_whoever_counts_its_labels_first_does_not_speak_for_all() -> None:
+    start = ColdStart(np.zeros(2, np.float32))
+    assert start.usual_labels("liar", 3) == 3
+    start.count("liar", [9, 0, 1], 10, 0.2)
+    start.settle("liar")
+    # One against one decides nothing; from two on the others do.
+    assert start.usual_labels("a", 2) == 2
+    start.count("a", [10, 0], 10, 0.2)
+    assert start.usual_labels("liar", 3) == 3
+    assert start.usual_labels("b", 2) == 2
+    start.count("b", [10, 0], 10, 0.2)
+    assert start.usual_labels("liar", 3) == 2
+    # Who agrees with the first is taken in: it harms itself alone.
+    assert start.usual_labels("c", 3) == 3
+    # Counts of another length are nobody's labels, and new ones of the usual length a change.
+    start.settle("a")
+    assert start.group_by_labels("b", {"liar": 1}) is None
+    assert start.group_by_labels("b", {"liar": 1, "a": 2}) == 2
+    start.count("liar", [10, 0], 10, 0.2)
+    assert start.cold == {"liar": True}
+
+
+def test_a_group_by_labels_is_the_only_one_that_has_them() -> None:
+    start = ColdStart(np.zeros(2, np.float32))
+    for client, counts in {"a": [10, 0, 0], "b": [5, 0, 5], "c": [0, 0, 8]}.items():
+        start.count(client, counts, 10, 0.2)
+        start.settle(client)
+    homes = {"a": 1, "b": 1, "c": 2}
+    start.counts["new"] = [6, 4, 0]
+    assert start.group_by_labels("new", homes) == 1
+    # b has half of these labels too, c all.
+    start.counts["new"] = [0, 0, 3]
+    assert start.group_by_labels("new", homes) is None
+    assert start.group_by_labels("new", {"a": 1, "c": 2}) == 2
+    # Nobody has the label; a client is not compared with itself.
+    start.counts["new"] = [0, 3, 0]
+    assert start.group_by_labels("new", homes) is None
+    assert start.group_by_labels("a", {"a": 1}) is None

@@ -1,0 +1,73 @@
+"""Whole models and sketches: exact terms, and how large the estimated one's error is."""
+
+import numpy as np
+import pytest
+
+from raceme.core.clients import Client
+from raceme.core.requests import Task, Update
+from raceme.strategies import CASA, CASAParameters
+from raceme.strategies.casa.buffers import Sketches, WholeModels, exact_error
+
+
+def models(clients: int, size: int, spread: float) -> np.ndarray:
+    rng = np.random.default_rng(1)
+    return (rng.normal(size=size) + spread * rng.normal(size=(clients, size))).astype(np.float32)
+
+
+def matrix_of(encoder: WholeModels | Sketches, vectors: np.ndarray) -> np.ndarray:
+    codes = [encoder.encode(vector) for vector in vectors]
+    return np.array([[a.stored @ b.query for a in codes] for b in codes])
+
+
+def test_whole_models_are_exact() -> None:
+    vectors = models(6, 500, 0.5)
+    assert exact_error(matrix_of(WholeModels(), vectors), vectors) < 1e-6
+
+
+def test_sketches_are_symmetric_and_exact_where_only_the_reference_counts() -> None:
+    vectors = models(5, 2000, 0.1)
+    encoder = Sketches(np.zeros(2000, np.float32) + 1.0, size=64, seed=0)
+    matrix = matrix_of(encoder, vectors)
+    np.testing.assert_allclose(matrix, matrix.T, atol=1e-6)
+    reference = encoder.encode(np.ones(2000, np.float32))
+    # The reference itself has δ = 0, so nothing is estimated.
+    assert reference.stored @ reference.query == pytest.approx(1.0, abs=1e-6)
+    other = encoder.encode(vectors[0])
+    exact = vectors[0].sum() / (np.linalg.norm(vectors[0]) * np.sqrt(2000))
+    assert reference.stored @ other.query == pytest.approx(float(exact), abs=1e-5)
+
+
+def test_the_error_falls_with_the_size_of_the_sketch() -> None:
+    reference = models(1, 5000, 0.0)[0]
+    vectors = models(20, 5000, 0.1)
+    errors = [
+        exact_error(matrix_of(Sketches(reference, size, seed=0), vectors), vectors)
+        for size in (16, 256, 4096)
+    ]
+    # |δ|² / |w|² is 0.01: 1 / √16, 1 / √256 and 1 / √4096 of it, give or take.
+    assert errors[0] > errors[1] > errors[2]
+    assert errors[1] < 0.01 * 4 / 16
+
+
+def test_casa_with_sketches_finds_the_groups_with_less_memory() -> None:
+    rng = np.random.default_rng(0)
+    base = rng.normal(size=4000).astype(np.float32)
+    centres = base + 0.8 * rng.normal(size=(2, 4000)).astype(np.float32)
+    found = {}
+    for sketch in (0, 256):
+        strategy = CASA(CASAParameters(sketch=sketch))
+        strategy.initialize(base.copy())
+        for client in range(10):
+            strategy.add_client(Client(f"c{client}", 10))
+        for step in range(40):
+            client = step % 10
+            cluster = strategy.clusters.main(f"c{client}")
+            version = strategy.models[cluster].version
+            task = Task(step, f"c{client}", cluster, version, step, 0.0, 0)
+            strategy.on_dispatch(task)
+            vector = centres[client % 2] + 0.05 * rng.normal(size=4000)
+            strategy.on_update(Update(task, vector.astype(np.float32), 10, 0.0))
+        found[sketch] = [strategy.clusters.main(f"c{client}") for client in range(10)]
+        assert len(set(found[sketch])) == 2
+        assert len({(client % 2, found[sketch][client]) for client in range(10)}) == 2
+        assert strategy.state.buffers.codes.shape[1] == (sketch + 3 if sketch else 4000)

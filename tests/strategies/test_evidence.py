@@ -1,0 +1,91 @@
+"""Evidence of groups: silhouettes on an absolute scale, for fleets of any size."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raceme.strategies.panicle.grouping import (
+    best_partition,
+    least_evidence,
+    nearest_group,
+    silhouettes,
+)
+
+
+def grouped(sizes: list[int], within: float, between: float) -> np.ndarray:
+    labels = np.repeat(np.arange(len(sizes)), sizes)
+    distances = np.where(labels[:, None] == labels[None, :], within, between)
+    np.fill_diagonal(distances, 0.0)
+    return distances
+
+
+def test_a_silhouette_is_how_much_nearer_the_own_group_is() -> None:
+    distances = grouped([2, 2], within=0.1, between=1.0)
+    # (1 − 0.1) / 1 for all.
+    assert silhouettes(distances, np.array([0, 0, 1, 1])) == pytest.approx([0.9] * 4)
+    # The first two apart: 0.1 from the nearest other group, 0.3 from their own: −0.2 / 1, as three
+    # groups of four clients are small.
+    apart = silhouettes(distances, np.array([0, 1, 2, 2]))
+    assert apart == pytest.approx([-0.2, -0.2, 0.9, 0.9])
+
+
+def test_groups_that_are_all_much_alike_are_none() -> None:
+    distances = grouped([10, 10], within=0.02, between=0.2)
+    # (0.2 − 0.02) / 0.8, where Rousseeuw's own would be 0.9.
+    assert silhouettes(distances, np.repeat([0, 1], 10)) == pytest.approx([0.225] * 20)
+
+
+def test_small_groups_are_to_be_as_far_apart_as_unrelated_clients() -> None:
+    # (0.6 − 0.1) / 0.8 of two groups of ten clients, / 0.9 of ten, / 1 of six.
+    for size, floor in ((10, 0.8), (5, 0.9), (3, 1.0)):
+        distances = grouped([size, size], within=0.1, between=0.6)
+        labels = np.repeat([0, 1], size)
+        assert silhouettes(distances, labels) == pytest.approx([0.5 / floor] * 2 * size)
+
+
+def test_there_is_no_evidence_in_one_group() -> None:
+    distances = grouped([3], within=0.5, between=1.0)
+    assert silhouettes(distances, np.zeros(3, np.int64)).tolist() == [0.0] * 3
+    assert best_partition(np.zeros((1, 1)), 5).evidence == 0.0
+
+
+@pytest.mark.parametrize("sizes", [[1, 1, 1, 1], [1, 1, 2, 2], [2, 2, 2, 2], [20, 20, 30, 30]])
+def test_groups_are_found_in_fleets_of_any_size(sizes: list[int]) -> None:
+    best = best_partition(grouped(sizes, within=0.2, between=1.1), 12)
+    assert best.labels.tolist() == np.repeat(np.arange(4), sizes).tolist()
+    assert best.evidence > 0.7
+
+
+def test_clients_that_are_all_alike_are_one_group() -> None:
+    assert best_partition(grouped([6], within=0.1, between=1.0), 12).evidence < 0.1
+
+
+@pytest.mark.parametrize(
+    ("groups", "clients", "least"),
+    [(4, 100, 0.45), (4, 40, 0.45), (4, 20, 0.48), (6, 20, 0.51), (4, 4, 0.51), (1, 0, 0.51)],
+)
+def test_many_small_groups_need_more_evidence(groups: int, clients: int, least: float) -> None:
+    # From a group for ten clients on to one for every third: 0.45 + 0.06 · (K / m − 0.1) / 0.2.
+    assert least_evidence(0.45, groups, clients) == pytest.approx(least)
+
+
+@given(st.integers(2, 12), st.integers(0, 1000))
+def test_evidence_is_between_minus_one_and_one(count: int, seed: int) -> None:
+    points = np.random.default_rng(seed).normal(size=(count, 3))
+    distances = np.minimum(2.0, np.linalg.norm(points[:, None] - points[None], axis=2))
+    best = best_partition(distances, 12)
+    assert -1 <= best.evidence <= 1
+    assert set(best.labels.tolist()) == set(range(int(best.labels.max()) + 1))
+    assert best.evidence == pytest.approx(silhouettes(distances, best.labels).mean())
+
+
+def test_a_client_joins_the_nearest_group_or_stays_alone() -> None:
+    labels = np.array([0, 0, 1, 1])
+    # Joined: (1.1 − 0.7) / 1.1 = 0.36; alone: (0.7 − 0.3) / 0.8 = 0.5, not by 0.25 better.
+    assert nearest_group(np.array([0.7, 0.7, 1.1, 1.1]), labels) == 0
+    # Joined: (1 − 0.9) / 1 = 0.1; alone: (0.9 − 0.3) / 0.9 = 0.67.
+    assert nearest_group(np.array([1.0, 1.0, 0.9, 0.9]), labels) is None
+    assert nearest_group(np.array([1.0, 1.0, 0.9, 0.9]), labels, may_be_alone=False) == 1
+    # With one group there is nothing to tell it from.
+    assert nearest_group(np.array([0.9, 0.9]), np.array([0, 0])) == 0

@@ -1,0 +1,63 @@
+"""Medians kept in order are those of sorting anew."""
+
+import statistics
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raceme.core.clusters import Clusters, Model
+from raceme.strategies.panicle.drift import Lengths
+
+CHANGES = st.lists(
+    st.tuples(
+        st.sampled_from("abcdef"),
+        st.sampled_from([None, 0, 1]),
+        st.floats(0, 5).map(lambda x: round(x, 1)),
+    ),
+    max_size=30,
+)
+
+
+@given(CHANGES)
+def test_the_median_of_the_others(changes: list[tuple[str, int | None, float]]) -> None:
+    lengths, known = Lengths(), dict[str, tuple[int | None, float]]()
+    for client, cluster, length in changes:
+        lengths.put(client, cluster, length)
+        known[client] = cluster, length
+    for client in "abcdef":
+        for cluster in (0, 1):
+            others = [n for c, (k, n) in known.items() if c != client and k == cluster and n]
+            wanted = statistics.median(others) if len(others) >= 2 else 0.0
+            assert lengths.median_of_others(client, cluster, 2) == wanted
+
+
+VERBS = st.lists(
+    st.tuples(st.sampled_from(["join", "leave", "move", "split", "merge"]), st.integers(0, 7)),
+    max_size=25,
+)
+
+
+@given(VERBS)
+def test_clusters_count_their_clients(verbs: list[tuple[str, int]]) -> None:
+    clusters = Clusters({0: Model(np.zeros(1, np.float32)), 1: Model(np.ones(1, np.float32))})
+    for verb, number in verbs:
+        names, client = list(clusters.models), f"c{number}"
+        if verb == "join":
+            clusters.join(client)
+        elif verb == "leave" and client in clusters.members:
+            clusters.leave(client)
+        elif verb == "move":
+            clusters.move(client, names[number % len(names)])
+        elif verb == "split":
+            parent = names[number % len(names)]
+            members = clusters.clients(parent, online_only=False)
+            clusters.split(parent, [members[::2], members[1::2]])
+        elif verb == "merge" and len(names) > 1:
+            clusters.merge(names[:2])
+        for cluster in clusters.models:
+            assert clusters.size(cluster) == len(clusters.clients(cluster))
+            everyone = clusters.clients(cluster, online_only=False)
+            assert clusters.size(cluster, online_only=False) == len(everyone)
+        sizes = {k: len(clusters.clients(k)) for k in clusters.models}
+        assert clusters.largest() == max(sizes, key=lambda k: sizes[k])

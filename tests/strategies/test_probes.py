@@ -1,0 +1,138 @@
+"""Probes: halves that are compared crosswise, free of chance."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raceme.core.messages import BATCH_SIZE, LOCAL_EPOCHS, LOCAL_STEPS, TASK_SHARE
+from raceme.core.scheduling import from_tree, to_tree
+from raceme.strategies.panicle.probes import Probes, Sketcher, settings_of_probe
+
+
+def of(**directions: list[tuple[float, float]]) -> Probes:
+    probes = Probes()
+    for client, ones in directions.items():
+        for one in ones:
+            probes.add(client, np.array(one, np.float32))
+    return probes
+
+
+def test_halves_of_different_clients_are_compared_crosswise() -> None:
+    probes = of(a=[(1, 0), (0.6, 0.8)], b=[(0, 1), (0, 1)])
+    # a agrees with itself by (1, 0)·(0.6, 0.8) = 0.6, b by 1; with each other by ½ (0 + 0.8).
+    assert probes.reliability("a") == pytest.approx(0.6)
+    assert probes.agreement[0, 1] == pytest.approx(0.4)
+    expected = 1 - 0.4 / np.sqrt(0.6)
+    assert probes.distances(["a", "b"])[0, 1] == pytest.approx(expected)
+    assert probes.distances_from("a", ["b"])[0] == pytest.approx(expected)
+
+
+def test_one_probe_is_compared_with_both_halves_of_others() -> None:
+    probes = of(a=[(1, 0)], b=[(1, 0), (0.6, 0.8)])
+    # The mean of (1, 0) and (0.6, 0.8) is 0.8 along a's; a is taken to agree with itself as b: 0.6.
+    assert not probes.is_known("a")
+    assert probes.distances_from("a", ["b"])[0] == pytest.approx(1 - min(1.0, 0.8 / 0.6))
+
+
+def test_chance_cancels_out() -> None:
+    # Two clients of one kind, under noise four times as long as what they have in common.
+    rng = np.random.default_rng(0)
+    common = np.eye(4000)[0]
+    probes = Probes()
+    for client in "ab":
+        for _ in range(2):
+            noisy = common + 4 * rng.normal(size=4000) / np.sqrt(4000)
+            probes.add(client, (noisy / np.linalg.norm(noisy)).astype(np.float32))
+    # 1/17 of every direction is signal: below what can be told, so that nobody is clear.
+    assert probes.reliability("a") == pytest.approx(1 / 17, abs=0.05)
+    for _ in range(60):
+        for client in "ab":
+            noisy = common + 4 * rng.normal(size=4000) / np.sqrt(4000)
+            probes.add(client, (noisy / np.linalg.norm(noisy)).astype(np.float32))
+    # With thirty probes more in each half it is clear that they are alike.
+    assert probes.is_clear("a")
+    assert probes.distances(["a", "b"])[0, 1] < 0.1
+
+
+def test_what_a_client_did_before_tells_whether_its_data_have_changed() -> None:
+    probes = of(a=[(1, 0), (1, 0)])
+    assert probes.likeness("a", np.array([1, 0], np.float32)) == pytest.approx(1.0)
+    assert probes.likeness("a", np.array([0, 1], np.float32)) == pytest.approx(0.0)
+    probes.forget("a")
+    assert probes.count("a") == 0
+    assert not probes.agreement.any()
+
+
+def test_directions_of_zero_say_nothing() -> None:
+    probes = of(a=[(0, 0), (0, 0)])
+    assert probes.is_known("a")
+    assert not probes.is_clear("a")
+
+
+@given(st.lists(st.tuples(st.integers(0, 19), st.integers(0, 99)), min_size=1, max_size=60))
+def test_the_order_in_which_clients_come_changes_no_distance(
+    order: list[tuple[int, int]],
+) -> None:
+    def made(pairs: list[tuple[int, int]]) -> Probes:
+        probes = Probes()
+        for client, seed in pairs:
+            direction = np.random.default_rng([client, seed]).normal(size=5) + client
+            probes.add(str(client), (direction / np.linalg.norm(direction)).astype(np.float32))
+        return probes
+
+    # A client's own probes keep their order: sorting by client is stable.
+    one, other = made(order), made(sorted(order, key=lambda pair: pair[0]))
+    clear = [client for client in one.clients if one.is_clear(client)]
+    if clear:
+        distances = one.distances(clear)
+        assert np.allclose(distances, other.distances(clear), atol=1e-5)
+        assert np.array_equal(distances, distances.T)
+        assert distances.min() >= 0
+        assert distances.max() <= 2
+
+
+def test_a_restored_state_goes_on_as_the_original() -> None:
+    probes = of(a=[(1, 0), (0.6, 0.8)], b=[(0, 1)])
+    restored = from_tree(Probes, to_tree(probes))
+    for one in (probes, restored):
+        one.add("b", np.array([0.6, 0.8], np.float32))
+    assert np.array_equal(probes.agreement, restored.agreement)
+    assert probes.clients == restored.clients
+
+
+def test_a_sketch_keeps_cosines_nearly() -> None:
+    rng = np.random.default_rng(1)
+    one = rng.normal(size=20_000).astype(np.float32)
+    other = np.asarray(one + rng.normal(size=20_000), np.float32)
+    sketcher = Sketcher(1024)
+    cosine = float(sketcher.direction(one) @ sketcher.direction(other))
+    # The true one is 1/√2; 1/√1024 = 0.03 is one standard deviation.
+    assert cosine == pytest.approx(0.707, abs=0.1)
+    assert len(sketcher.direction(one)) == 1024
+    assert len(Sketcher(0).direction(one)) == 20_000
+
+
+def test_a_probe_takes_a_tenth_of_a_task() -> None:
+    settings = {BATCH_SIZE: 10, LOCAL_EPOCHS: 1}
+    assert settings_of_probe(settings, 560, 5)[LOCAL_STEPS] == 5
+    # 36 samples are four mini-batches: two of them are the least, 20 of 36 samples.
+    short = settings_of_probe(settings, 36, 5)
+    assert short[LOCAL_STEPS] == 2
+    assert short[TASK_SHARE] == pytest.approx(20 / 36)
+    # Fewer samples than a mini-batch: never more than an ordinary task.
+    assert settings_of_probe(settings, 3, 5)[TASK_SHARE] == 1.0
+    assert settings_of_probe(settings, 560, 0) == {}
+
+
+def test_of_a_large_fleet_the_similarity_of_some_is_told() -> None:
+    directions = {f"c{i}": [(1.0, 0.1 * i), (1.0, 0.1 * i)] for i in range(4)}
+    clients, whole = of(**directions).similarity()
+    assert clients == ["c0", "c1", "c2", "c3"]
+    large = Probes(exact_up_to=2)
+    for client, halves in directions.items():
+        for half in halves:
+            large.add(client, np.array(half, np.float32) / np.float32(np.linalg.norm(half)))
+    some, part = large.similarity()
+    assert some == ["c0", "c1"]
+    assert part == pytest.approx(whole[:2, :2], abs=1e-6)

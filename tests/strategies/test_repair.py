@@ -1,0 +1,61 @@
+"""From the clusters that there are to the groups that there should be."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raceme.strategies.panicle.grouping import comes_from, movers, parts_of_split, plan_repair
+
+
+def test_a_group_that_has_no_cluster_is_split_off() -> None:
+    repair = plan_repair(np.array([0, 0, 0, 0, 0]), np.array([0, 0, 0, 1, 1]))
+    assert (repair.merges, repair.splits, repair.home) == ([], {0: [1]}, {0: 0})
+
+
+def test_a_cluster_without_a_group_is_merged() -> None:
+    repair = plan_repair(np.array([3, 3, 3, 5, 5]), np.zeros(5, np.int64))
+    assert (repair.merges, repair.splits, repair.home) == ([[3, 5]], {}, {0: 3})
+
+
+def test_a_client_in_the_wrong_cluster_is_moved() -> None:
+    now, wanted = np.array([1, 1, 1, 2, 2, 2]), np.array([0, 0, 1, 1, 1, 1])
+    repair = plan_repair(now, wanted)
+    assert (repair.merges, repair.splits, repair.home) == ([], {}, {0: 1, 1: 2})
+    assert movers(now, wanted).tolist() == [False, False, True, False, False, False]
+
+
+def test_those_who_move_are_those_of_the_smaller_part() -> None:
+    assert movers(np.zeros(5, np.int64), np.array([0, 0, 0, 1, 1])).tolist() == [
+        *(False, False, False),
+        *(True, True),
+    ]
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=30))
+def test_every_group_has_one_origin(pairs: list[tuple[int, int]]) -> None:
+    now = np.array([cluster for cluster, _ in pairs])
+    wanted = np.unique([group for _, group in pairs], return_inverse=True)[1]
+    repair = plan_repair(now, wanted)
+    split_off = [group for groups in repair.splits.values() for group in groups]
+    assert sorted([*repair.home, *split_off]) == list(range(int(wanted.max()) + 1))
+    # A cluster is merged once at most, and what is left of the merges is as many as have a home.
+    merged = [cluster for sources in repair.merges for cluster in sources]
+    assert len(merged) == len(set(merged))
+    left = len(set(now.tolist())) - len(merged) + len(repair.merges)
+    assert left == len(repair.home)
+
+
+def test_a_cluster_comes_from_itself_and_from_what_it_was_made_of() -> None:
+    origins = {3: [1, 2], 4: [3], 2: [4]}
+    assert comes_from(4, 4, {})
+    assert comes_from(4, 1, origins)
+    # A circle, as merges and splits can make one: 2 comes from 4, and 4 from 2.
+    assert comes_from(2, 1, origins)
+    assert not comes_from(3, 5, origins)
+
+
+def test_the_parts_of_a_split_by_hand() -> None:
+    group_of = {"a": 0, "b": 1, "c": 1, "d": 2, "x": 1}
+    # x is in another cluster; of e and f nothing is known, and f is not settled.
+    parts = parts_of_split(["a", "b", "c", "d", "e", "f"], group_of, [1, 2], lambda c: c != "f")
+    assert parts == [["a", "e"], ["b", "c"], ["d"]]
