@@ -49,12 +49,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from raceme.comparison.suite_file import all_shipped, load_suite
 from safetensors.numpy import load_file
 
 from raceme.core.config import RunConfig, all_keys, read_toml
 from raceme.core.registry import STRATEGIES
-from raceme.experiments.suites import Suite
+from raceme.experiments.suites import Suite, all_shipped, load_suite
 from raceme.runs.experiment import simulate
 
 # The present names: what a redesign of the code adapts, so that hashes stay comparable.
