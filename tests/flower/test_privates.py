@@ -55,7 +55,7 @@ def test_only_compat_uses_what_is_private_in_flower(path: Path) -> None:
         for name in imports_of(path)
         if is_within(name, "flwr") and name != "flwr" and not is_within(name, *PUBLIC)
     }
-    assert not private, f"{path.name} imports {private}: move that to raceme/compat"
+    assert not private, f"{path.name} imports {private}: move that to raceme/flower"
     source = path.read_text(encoding="utf-8")
     assert '_message_id"]' not in source
     assert "TaskIdentity" not in source
