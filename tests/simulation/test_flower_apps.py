@@ -134,7 +134,7 @@ def test_a_serverapp_that_raises(tmp_path: Path, capsys: pytest.CaptureFixture[s
     # The person's own lines, and none of those that called them.
     trace = capsys.readouterr().err
     assert "raises/server_app.py" in trace
-    assert "raceme/apps" not in trace
+    assert "raceme/simulation" not in trace
 
 
 def test_a_serverapp_that_ends_the_process(tmp_path: Path) -> None:
