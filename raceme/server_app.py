@@ -8,7 +8,7 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from raceme.core.config import RunConfig
-from raceme.core.messages import PlainFormatter
+from raceme.core.errors import PlainFormatter
 from raceme.core.signals import StopRequest, end_with_parent
 from raceme.flower.grid import has_devices, told_parent
 from raceme.reporting.artefacts import missing_line

@@ -7,7 +7,7 @@ import io
 import zipfile
 from pathlib import Path
 
-from flwr.supercore.run import Run
+from raceme.flower.messages import Run
 
 PROJECT = """
 [project]

@@ -1,10 +1,17 @@
 """What all tests have in common."""
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from forking import Commands, commands
+
+
+@pytest.fixture(autouse=True)
+def _flower_logs_to_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `caplog` see Flower's log, also after a test that had Flower's Ray engine silence it."""
+    monkeypatch.setattr(logging.getLogger("flwr"), "propagate", True)
 
 
 @pytest.fixture(autouse=True)

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from raceme.cli.report import ADDRESS, Address, Watch, watched
-from raceme.core.errors import UserError
-from raceme.core.messages import PlainFormatter
+from raceme.core.errors import PlainFormatter, UserError
 from raceme.core.options import Value
 
 if TYPE_CHECKING:
@@ -302,7 +301,7 @@ def _check_address(option: str, address: str, example: str) -> None:
 
 
 def _log_to_standard_output() -> None:
-    from raceme.core.messages import PlainFormatter
+    from raceme.core.errors import PlainFormatter
 
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(PlainFormatter("%(levelname)s: %(message)s"))

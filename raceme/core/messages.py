@@ -8,23 +8,20 @@ with its arrays, and Raceme's ClientApp with Flower's strategies.
 from __future__ import annotations
 
 import io
-import logging
 import math
-import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property, lru_cache
 from itertools import islice
 from math import prod
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from flwr.app import Array, ArrayRecord
 from numpy.typing import NDArray
 
-from raceme.core.errors import plain
+from raceme.core.errors import LONGEST_LINE, printable, quoted
 from raceme.flower.messages import array, array_record
 
 if TYPE_CHECKING:
@@ -40,15 +37,11 @@ if TYPE_CHECKING:
 # or upset (numbers whose sums overflow). Everything that takes words or numbers out of a reply
 # does
 # it with the functions of this module; what a SuperLink tells a device goes through
-# :func:`printable`
+# :func:`~raceme.core.errors.printable`
 # too.
 # -----------------------------------------------------------------------------
 
 
-LONGEST_LINE = 300
-"""Letters of a line that is made of what somebody else says."""
-_LONGEST_QUOTE = 60
-"""Letters of one word of it."""
 _LONGEST_NAME = 128
 """Letters of a name: of a client, of a metric."""
 _LONGEST_UNIT = 32
@@ -71,31 +64,6 @@ class StatementError(ValueError):
 
     def __init__(self, reason: str) -> None:
         super().__init__(printable(reason))
-
-
-def printable(text: object, longest: int = LONGEST_LINE) -> str:
-    r"""Return what somebody else says as it may stand in a log or a terminal.
-
-    One short line: line breaks are blanks, and what no terminal should get (controls, changes of
-    the writing direction, halves of characters) is written as an escape, ``\x1b``.
-
-    Parameters
-    ----------
-    text : object
-        A text; of anything else its Python notation, of which only the beginning is looked at.
-    longest : int
-        Letters at most; what is left out is marked by ``…``.
-    """
-    whole = text if isinstance(text, str) else _notation(text)
-    # Escapes are longer than what they stand for: no more than this can be shown.
-    line = plain(whole[: longest + 1]).strip()
-    return line if len(line) <= longest else line[: longest - 1] + "…"
-
-
-def quoted(text: object) -> str:
-    """Return one word of what somebody else says, shortened; a text in quotation marks."""
-    word = printable(text, _LONGEST_QUOTE)
-    return f"'{word}'" if isinstance(text, str) else word
 
 
 def error_line(reply: Message) -> str:
@@ -214,49 +182,9 @@ def _metric_name(name: str) -> str:
     return name
 
 
-def _notation(value: object) -> str:
-    try:
-        return _SHORT.repr(value)
-    # Whatever a value's own notation raises must not end a run.
-    except Exception:
-        return f"<{type(value).__name__}>"
-
-
-_SHORT = reprlib.Repr()
-_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = LONGEST_LINE
-
-
 # -----------------------------------------------------------------------------
 # Log lines in which nobody else's words can do harm: one printable line for each message.
 # -----------------------------------------------------------------------------
-
-
-_LONGEST_MESSAGE = 2000
-"""Letters of a message at most; ours are shorter, and what they quote is short already."""
-
-_Error = tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
-
-
-class PlainFormatter(logging.Formatter):
-    """Formats as `logging.Formatter` does, after the message was made printable.
-
-    What a device, a SuperLink or an app says reaches a message in many ways, in the text of an
-    exception for example; whatever way that is, it steers no terminal and forges no line.
-    """
-
-    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
-        """Return the line of a record."""
-        record.message = printable(record.message, _LONGEST_MESSAGE)
-        return super().formatMessage(record)
-
-    def formatException(self, ei: _Error) -> str:  # noqa: N802
-        """Return a traceback, each line of it printable."""
-        lines = super().formatException(ei).split("\n")
-        # A line is indented, which says what belongs to what.
-        return "\n".join(
-            line[: len(line) - len(line.lstrip(" "))] + printable(line, _LONGEST_MESSAGE)
-            for line in lines
-        )
 
 
 # -----------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from zlib import crc32
 from flwr.app import Message
 
 from raceme.core.clients import Client, Fleet, largest_believed
+from raceme.core.errors import quoted
 from raceme.core.events import (
     ACCURACY,
     DataChanged,
@@ -32,7 +33,6 @@ from raceme.core.messages import (
     StatementError,
     count_of,
     number_of,
-    quoted,
     unit_of,
 )
 from raceme.core.requests import Task

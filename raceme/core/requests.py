@@ -11,6 +11,7 @@ import numpy as np
 from flwr.app import ArrayRecord, Message, RecordDict
 from numpy.typing import NDArray
 
+from raceme.core.errors import printable, quoted
 from raceme.core.messages import (
     ARRAYS,
     CHOSEN,
@@ -39,8 +40,6 @@ from raceme.core.messages import (
     error_line,
     from_array,
     metrics_of,
-    printable,
-    quoted,
 )
 
 Value = str | int | float | bool | list[int]

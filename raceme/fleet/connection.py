@@ -16,13 +16,12 @@ from typing import Any
 import grpc
 from cryptography import x509
 from flwr.app import Message
-from flwr.supercore.run import Run
 
-from raceme.core.errors import UserError
-from raceme.core.messages import printable
+from raceme.core.errors import UserError, printable
 from raceme.core.signals import StopSignal
 from raceme.flower import fleet_client as fleet
 from raceme.flower.fleet_client import Endpoint, Keys
+from raceme.flower.messages import Run
 
 # -----------------------------------------------------------------------------
 # TLS from a device's side: whom it believes, and what it means when no connection comes about.

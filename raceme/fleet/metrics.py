@@ -14,9 +14,8 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
-from raceme.core.errors import UserError
+from raceme.core.errors import UserError, printable
 from raceme.core.events import ClaimRefused, Event, UpdateApplied, UpdateJudged, UpdateRejected
-from raceme.core.messages import printable
 from raceme.flower.link_state import LinkState
 from raceme.flower.messages import MESSAGE_UNAVAILABLE, NODE_UNAVAILABLE, REPLY_MESSAGE_UNAVAILABLE
 

@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from flwr.app import Message
-from flwr.supercore.run import Run
 
 from raceme.flower.grid import OwnGrid
 from raceme.flower.link_state import LinkState
-from raceme.flower.messages import join, split
+from raceme.flower.messages import Run, join, split
 
 # -----------------------------------------------------------------------------
 # Replies since the last checkpoint, on disk before their devices are told that they arrived.

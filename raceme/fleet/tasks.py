@@ -20,7 +20,6 @@ from types import FrameType
 
 from flwr.app import ConfigRecord, Context, Error, Message, MessageType, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.supercore.run import Run
 
 from raceme import __version__
 from raceme.core.config import RunConfig, expanded
@@ -37,6 +36,7 @@ from raceme.flower.messages import (
     LOAD_APP_EXCEPTION,
     MESSAGE_UNAVAILABLE,
     NODE_UNAVAILABLE,
+    Run,
     identify_process,
 )
 

@@ -10,9 +10,8 @@ from pathlib import Path
 from urllib.parse import quote
 
 from raceme.core.config import RunConfig, write_toml
-from raceme.core.errors import UserError
+from raceme.core.errors import PlainFormatter, UserError
 from raceme.core.files import absolute, atomic_write
-from raceme.core.messages import PlainFormatter
 
 CONFIG = "config.toml"
 ERROR = "error.txt"

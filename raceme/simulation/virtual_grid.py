@@ -10,13 +10,13 @@ from typing import Any
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
-from flwr.supercore.run import Run
 
 from raceme.core.timeline import Exchange, ExchangeObserver, Switched
 from raceme.flower.grid import OwnGrid
 from raceme.flower.messages import (
     NODE_UNAVAILABLE,
     REPLY_MESSAGE_UNAVAILABLE,
+    Run,
     empty_run,
     error_reply,
     identify_process,

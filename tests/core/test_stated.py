@@ -12,16 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from raceme.core.errors import PlainFormatter, printable, quoted
 from raceme.core.messages import (
     LARGEST,
-    PlainFormatter,
     StatementError,
     array_of,
     metrics_of,
     name_of,
     number_of,
-    printable,
-    quoted,
     unit_of,
 )
 

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 from bundles import announced, bundle, project
 from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
-from flwr.supercore.run import Run
 from nodes import write_device
 
 import raceme as package
@@ -23,7 +22,7 @@ from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
 from raceme.fleet.connection import Link
 from raceme.fleet.tasks import Apps, Interrupter, Invitations, Tasks, When, parse_when
-from raceme.flower.messages import NODE_UNAVAILABLE, identify_process, set_message_id
+from raceme.flower.messages import NODE_UNAVAILABLE, Run, identify_process, set_message_id
 from raceme.training import models
 
 # What --when says.

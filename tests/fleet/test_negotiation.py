@@ -57,7 +57,7 @@ def test_negotiated_and_stock_arrays_are_the_same_bit_for_bit(
     whole = sent_and_answered(server)
     # Larger than one call: Flower's objects, the model in one array.
     with monkeypatch.context() as patch:
-        patch.setattr("raceme.flower.fleet_client.LARGEST", 10)
+        patch.setattr("raceme.flower.link_state.LARGEST", 10)
         patch.setattr(direct, "LARGEST", 10)
         large = sent_and_answered(server)
     with monkeypatch.context() as patch:

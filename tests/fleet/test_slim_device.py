@@ -31,7 +31,7 @@ import raceme.cli, raceme.fleet.device
 from flwr.app import ArrayRecord, Context, Message, RecordDict
 from raceme import models
 from raceme.client_app import app
-from raceme.compat import identify_process
+from raceme.flower.messages import identify_process
 
 identify_process()
 run = {"dataset": "npz", "model": "mlp", "strategy": "casa"}

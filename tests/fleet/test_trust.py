@@ -80,7 +80,7 @@ def test_models_that_an_installed_package_declares_are_built(
     info = tmp_path / "garden_models-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: garden-models\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[raceme.training.models]\nsoil = garden_models:soil\n")
+    (info / "entry_points.txt").write_text("[raceme.models]\nsoil = garden_models:soil\n")
     with pytest.raises(RefusedAppError, match="not trusted"):
         ask("model = 'garden_models:soil'")
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -47,8 +47,8 @@ def is_within(name: str, *packages: str) -> bool:
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_only_compat_uses_what_is_private_in_flower(path: Path) -> None:
-    if "compat" in path.relative_to(PACKAGE).parts:
+def test_only_the_bridge_uses_what_is_private_in_flower(path: Path) -> None:
+    if "flower" in path.relative_to(PACKAGE).parts:
         return
     private = {
         name

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 HOLD = """
 import sys, time
 from pathlib import Path
-from raceme.checkpoints import only_writer
+from raceme.runs.checkpoints import only_writer
 with only_writer(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(600)

@@ -16,7 +16,7 @@ from raceme.runs.experiment import simulate
 
 STEP = """
 import os, signal, threading
-from raceme.checkpoints import end_with_parent
+from raceme.core.signals import end_with_parent
 end_with_parent(os.getppid(), 0.5)
 # As Flower's thread pools do it: a wait that no signal ends.
 signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -108,7 +108,7 @@ def test_a_device_imports_nothing_that_only_a_server_needs(tmp_path: Path) -> No
         "import json, sys\n"
         "from flwr.app import Context, Message, RecordDict\n"
         "from raceme.client_app import app\n"
-        "from raceme.compat import identify_process\n"
+        "from raceme.flower.messages import identify_process\n"
         "identify_process()\n"
         "run = json.loads(sys.argv[1])\n"
         "context = Context(1, 7, {'device-id': 'a'}, RecordDict(), run)\n"
