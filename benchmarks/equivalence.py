@@ -176,8 +176,11 @@ def suite_shown(suite: Suite) -> dict[str, Any]:
 
 def result_configurations(folder: Path) -> Iterator[dict[str, Any]]:
     """Yield the configuration of every run under ``docs/results``."""
-    for path in sorted(folder.rglob("config.toml")):
-        yield RunConfig.from_mapping(read_toml(path)).to_mapping()
+    for path in sorted(folder.glob("*.json")):
+        tree = json.loads(path.read_text(encoding="utf-8"))
+        for row in tree["rows"]:
+            keys = {**tree["shared"]["configuration"], **row["configuration"], "seed": row["seed"]}
+            yield RunConfig.from_mapping(keys).to_mapping()
 
 
 # Canonical hashes.
