@@ -1,98 +1,103 @@
-"""Tables of the results pages are what the data files give."""
+"""The tables of the results pages are those that the data files give."""
 
 from __future__ import annotations
 
-import importlib.util
+import json
+import runpy
 import shutil
-import sys
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from raceme.core.config import RunConfig, read_toml
+
+DOCS = Path(__file__).parent.parent / "docs"
+TABLES: dict[str, Any] = runpy.run_path(str(DOCS / "tables.py"))
+PAGE = "results.md"
 
 
-@pytest.fixture(scope="module")
-def tables() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("tables", ROOT / "docs" / "tables.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["tables"] = module
-    spec.loader.exec_module(module)
-    return module
+def checked(docs: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """Return the lines of ``python docs/tables.py --check``; none if all is well."""
+    status = TABLES["main"](["--check"], docs)
+    lines = capsys.readouterr().out.splitlines()
+    assert status == bool(lines)
+    return lines
 
 
 @pytest.fixture
 def docs(tmp_path: Path) -> Path:
-    """A copy of the pages and their data."""
-    shutil.copytree(ROOT / "docs" / "results", tmp_path / "results")
-    for page in (*(ROOT / "docs").glob("results*.md"), ROOT / "docs" / "panicle.md"):
-        shutil.copy(page, tmp_path)
-    return tmp_path
+    """Return a copy of the pages and their data."""
+    copy = tmp_path / "docs"
+    shutil.copytree(DOCS, copy, ignore=shutil.ignore_patterns("images", "*.py", "__pycache__"))
+    return copy
 
 
-def problems(tables: ModuleType, docs: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    status = tables.main(["--check"], docs)
-    found = capsys.readouterr().out.splitlines()
-    assert status == bool(found)
-    return found
-
-
-def test_every_table_is_what_the_data_give(
-    tables: ModuleType, docs: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert not problems(tables, docs, capsys)
-
-
-def test_a_number_that_the_data_do_not_give_is_found(
-    tables: ModuleType, docs: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    page = docs / "results-cdfl.md"
+def changed(page: Path, old: str, new: str) -> None:
+    """Replace the first place of a text in a page."""
     text = page.read_text(encoding="utf-8")
-    start = text.index("<!-- table: cdfl-table1 -->")
-    changed = text[:start] + text[start:].replace("79.", "78.", 1)
-    assert changed != text
-    page.write_text(changed, encoding="utf-8")
-    (line,) = problems(tables, docs, capsys)
-    assert line.startswith("results-cdfl.md: cdfl-table1 differs: ")
+    assert old in text
+    page.write_text(text.replace(old, new, 1), encoding="utf-8")
 
 
-def test_a_table_without_data_is_found(
-    tables: ModuleType, docs: Path, capsys: pytest.CaptureFixture[str]
+def test_tables_are_those_of_the_data(capsys: pytest.CaptureFixture[str]) -> None:
+    assert checked(DOCS, capsys) == []
+
+
+def test_a_changed_number_is_one_line(docs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    changed(docs / PAGE, "99.30 ± 0.02", "99.31 ± 0.02")
+    (line,) = checked(docs, capsys)
+    assert line.startswith("results.md: casa-table1-mnist differs: ")
+    assert "99.30 ± 0.02" in line
+
+
+def test_changed_data_are_written_to_the_page(
+    docs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    page = docs / "results.md"
-    page.write_text(page.read_text(encoding="utf-8") + "\n| a | b |\n|---|---|\n| 1 | 2 |\n")
-    (line,) = problems(tables, docs, capsys)
-    assert "a table without" in line
+    path = docs / "results" / "casa-table1-cifar10.json"
+    tree = json.loads(path.read_text(encoding="utf-8"))
+    tree["methods"]["casa"]["published"]["accuracy"] = 91.46
+    path.write_text(json.dumps(tree), encoding="utf-8")
+    assert len(checked(docs, capsys)) == 1
+    assert TABLES["main"]([], docs) == 0
+    assert "| `casa` | 91.46 | 81.48 |" in (docs / PAGE).read_text(encoding="utf-8")
 
 
-def test_a_table_that_does_not_exist_is_one_line(
-    tables: ModuleType, docs: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    page = docs / "results.md"
-    mark = "<!-- table: casa-table1-mnist -->"
-    text = page.read_text(encoding="utf-8").replace(mark, "<!-- table: casa-table9 -->")
-    page.write_text(text, encoding="utf-8")
-    assert "results.md: casa-table9: no table 'casa-table9' in docs/tables.py" in problems(
-        tables, docs, capsys
-    )
-
-
-def test_an_experiment_without_a_file_is_one_line(
-    tables: ModuleType, docs: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (docs / "results" / "casa-table1-cifar10.json").unlink()
-    found = problems(tables, docs, capsys)
-    assert any("no experiment casa-table1-cifar10: " in line for line in found)
-    assert all(line.startswith("results.md: casa-table1-cifar10") for line in found)
-
-
-def test_a_file_that_no_page_names_is_found(
-    tables: ModuleType, docs: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shutil.copy(docs / "results" / "panicle-har.json", docs / "results" / "stray.json")
-    assert problems(tables, docs, capsys) == [
-        "results/stray.json: no results page names this experiment"
+def test_an_unknown_table_is_one_line(docs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    changed(docs / PAGE, "<!-- table: casa-table1-mnist -->", "<!-- table: casa-table9 -->")
+    assert checked(docs, capsys) == [
+        "results.md: casa-table9: no table 'casa-table9' in docs/tables.py"
     ]
+
+
+def test_a_missing_experiment_is_one_line(docs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (docs / "results" / "casa-table1-cifar10.json").unlink()
+    (line,) = checked(docs, capsys)
+    assert line.startswith("results.md: casa-table1-cifar10: no experiment casa-table1-cifar10: ")
+
+
+def test_a_file_of_no_experiment_is_one_line(
+    docs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (docs / "results" / "casa-table9.json").write_text("{}", encoding="utf-8")
+    assert checked(docs, capsys) == [
+        "results/casa-table9.json: no results page names this experiment"
+    ]
+
+
+def test_a_table_without_a_mark_is_one_line(docs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    changed(docs / PAGE, "<!-- hand: raceme run, no files kept -->\n", "")
+    (line,) = checked(docs, capsys)
+    assert line.startswith("results.md: a table without <!-- table")
+
+
+def test_every_run_can_be_written_out_again(tmp_path: Path) -> None:
+    assert TABLES["main"](["--unpack", "casa-table1-mnist", "--out", str(tmp_path)], DOCS) == 0
+    folders = sorted(path.parent for path in tmp_path.glob("*/*/config.toml"))
+    # 13 methods with three seeds, and 11 points of sweeps.
+    assert len(folders) == 13 * 3 + 11
+    casa = tmp_path / "casa" / "seed-1"
+    config = RunConfig.from_mapping(read_toml(casa / "config.toml"))
+    assert (config.strategy, config.seed, config.max_updates) == ("casa", 1, 10_000)
+    summary = json.loads((casa / "summary.json").read_text(encoding="utf-8"))
+    assert (summary["updates"], summary["purity"]) == (10_000, 1.0)
