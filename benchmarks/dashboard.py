@@ -31,8 +31,8 @@ from typing import Any
 import numpy as np
 
 from raceme.core.config import RunConfig
+from raceme.core.embedding import ClientEmbedding
 from raceme.core.events import ClientJoined, Event, RunEnded
-from raceme.core.interface import Pulls
 from raceme.reporting.dashboard.server import watching
 from raceme.runs.experiment import simulate
 from raceme.runs.observers import ClientMap
@@ -52,7 +52,7 @@ class Counted:
     def __init__(self) -> None:
         self.seconds = 0.0
         for owner, name in (
-            *((Pulls, name) for name in ("send", "awaits", "take", "close")),
+            *((ClientEmbedding, name) for name in ("send", "awaits", "take", "close")),
             (ClientMap, "observe"),
         ):
             setattr(owner, name, self._counting(getattr(owner, name)))

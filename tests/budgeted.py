@@ -9,9 +9,8 @@ import numpy as np
 
 from raceme.core.clients import Client
 from raceme.core.clusters import cosines, parts_of
-from raceme.core.interface import Applied
 from raceme.core.messages import Vector
-from raceme.core.requests import Update
+from raceme.core.requests import Outcome, Update
 from raceme.core.scheduling import Dispatch, sample
 from raceme.core.strategy import Method
 from raceme.strategies.csafl import InWindows
@@ -43,20 +42,20 @@ class Budgeted(Method):
     def members(self, online: Sequence[Client], rng: np.random.Generator) -> Sequence[Client]:
         return sample(online, PICKED, rng) if self.state.grouped else online
 
-    def on_update(self, update: Update) -> Applied:
+    def on_update(self, update: Update) -> Outcome:
         client, window = update.task.client, self.dispatch.state
         home = self.clusters.main(client)
         if not self.state.grouped:
             self.state.deltas[client] = self.delta(update)
             self.state.latency[client] = update.arrived_at - update.task.sent_at
-            return Applied(home, 0, 0.0)
+            return Outcome(home, 0, 0.0)
         staleness = self.models[home].version - update.task.version
         together = [c for c in self.clusters.clients(home) if c in window.members]
         examples = sum(self.progress.fleet.clients[c].num_examples for c in together)
         share = update.num_examples / examples if staleness <= STALEST else 0.0
         if share:
             self.models[home].mix(update.vector, share)
-        return Applied(home, staleness, share)
+        return Outcome(home, staleness, share)
 
     def wake_at(self) -> float:
         return np.inf if self.state.grouped else self.dispatch.state.ends_at or np.inf

@@ -11,10 +11,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from raceme.core.clusters import Clusters, Model, cosine
-from raceme.core.interface import Applied
 from raceme.core.messages import Vector
 from raceme.core.options import option
-from raceme.core.requests import Update
+from raceme.core.requests import Outcome, Update
 from raceme.core.strategy import Method
 
 PARENT = 0
@@ -50,7 +49,7 @@ class Hierarchy(Method):
         self.clusters = Clusters({PARENT: Model(vector)})
         self.state = HierarchyState()
 
-    def on_update(self, update: Update) -> Applied:
+    def on_update(self, update: Update) -> Outcome:
         """Place the client if it is new, then mix its model into its cluster and the parent."""
         client = update.task.client
         if set(self.clusters.of(client)) == {PARENT}:
@@ -59,7 +58,7 @@ class Hierarchy(Method):
         staleness = self.models[PARENT].version - update.task.version
         self.models[cluster].mix(update.vector, self.parameters.alpha)
         self.models[PARENT].mix(update.vector, self.parameters.alpha / (1 + staleness))
-        return Applied(cluster=cluster, staleness=staleness, weight=self.parameters.alpha)
+        return Outcome(cluster=cluster, staleness=staleness, weight=self.parameters.alpha)
 
     def place(self, client: str, update: Update) -> None:
         """Move a client under the cluster of its direction, or under a new one."""

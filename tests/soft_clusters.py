@@ -9,9 +9,8 @@ from scipy.special import softmax
 
 from raceme.core.clients import Client
 from raceme.core.clusters import Clusters, Model
-from raceme.core.interface import Applied
 from raceme.core.messages import Vector
-from raceme.core.requests import Update
+from raceme.core.requests import Outcome, Update
 from raceme.core.scheduling import Dispatch
 from raceme.core.strategy import Method
 from raceme.strategies.cdfl.scheduling import OnRequest, RequestParameters
@@ -45,7 +44,7 @@ class SoftClusters(Method):
         if not self.clusters.is_placed(client.client_id):
             self.clusters.assign(client.client_id, dict.fromkeys(range(K), 1 / K))
 
-    def on_update(self, update: Update) -> Applied:
+    def on_update(self, update: Update) -> Outcome:
         client, epoch, applied = update.task.client, self.progress.updates + 1, 0.0
         losses = np.array([self.probe([update.vector], k).mean() for k in self.models])
         alphas = softmax(SHARPNESS * (1 - losses / losses.sum()) / (K - 1))
@@ -57,4 +56,4 @@ class SoftClusters(Method):
             self.models[int(k)].mix(update.vector, share)
             self.state.renewed[int(k)] = epoch
             applied = max(applied, share)
-        return Applied(self.clusters.main(client), staleness, applied)
+        return Outcome(self.clusters.main(client), staleness, applied)

@@ -19,7 +19,6 @@ from raceme.core import messages as names
 from raceme.core.clients import Client, Idle
 from raceme.core.clusters import Model, Weights, blended
 from raceme.core.events import Evaluated, TasksTested, UpdateRejected
-from raceme.core.interface import Questions
 from raceme.core.messages import (
     ARRAYS,
     LARGEST,
@@ -30,6 +29,7 @@ from raceme.core.messages import (
     unit_of,
 )
 from raceme.core.progress import Steps, Sweep, TaskSweep, read_score
+from raceme.core.strategy import Method
 from raceme.core.timeline import Timeline, push
 from raceme.flower.spill import BUDGET, Shelf, Spill, park
 
@@ -66,7 +66,7 @@ class Sweeper(ABC):
 
     Parameters
     ----------
-    method : Questions
+    method : Method
         Whose models are tested.
     grid : Grid
         Where the clients are.
@@ -76,7 +76,7 @@ class Sweeper(ABC):
         Time to live of the messages, in seconds.
     """
 
-    def __init__(self, method: Questions, grid: Grid, clock: Timeline, ttl: float) -> None:
+    def __init__(self, method: Method, grid: Grid, clock: Timeline, ttl: float) -> None:
         self._method, self._grid, self._clock, self._ttl = method, grid, clock, ttl
         self._progress = method.progress
 
@@ -273,7 +273,7 @@ class TaskTests(Sweeper):
 
     Parameters
     ----------
-    method : Questions
+    method : Method
         Whose models.
     grid : Grid
         Where the clients are.
@@ -291,7 +291,7 @@ class TaskTests(Sweeper):
 
     def __init__(
         self,
-        method: Questions,
+        method: Method,
         grid: Grid,
         clock: Timeline,
         packer: Packer,
@@ -481,7 +481,7 @@ class Evaluator(Sweeper):
 
     Parameters
     ----------
-    method : Questions
+    method : Method
         Whose models.
     grid : Grid
         Where the clients are.
@@ -503,7 +503,7 @@ class Evaluator(Sweeper):
 
     def __init__(
         self,
-        method: Questions,
+        method: Method,
         grid: Grid,
         clock: Timeline,
         packer: Packer,
@@ -659,7 +659,7 @@ class Evaluator(Sweeper):
 
 
 def tested_by_server(
-    method: Questions, packer: Packer, test: Callable[[ArrayRecord], MetricRecord | None]
+    method: Method, packer: Packer, test: Callable[[ArrayRecord], MetricRecord | None]
 ) -> tuple[MetricRecord | None, dict[int, MetricRecord]]:
     """Let a function of the server test every cluster's model.
 

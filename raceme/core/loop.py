@@ -32,7 +32,6 @@ from raceme.core.events import (
     UpdateRejected,
     Verdict,
 )
-from raceme.core.interface import Applied, Questions, StopCheck
 from raceme.core.messages import (
     ACCURACY_AFTER,
     ACCURACY_BEFORE,
@@ -42,8 +41,17 @@ from raceme.core.messages import (
     count_of,
 )
 from raceme.core.progress import Plan, Steps
-from raceme.core.requests import Answer, InvalidReplyError, Task, Update, Work, read_reply
+from raceme.core.requests import (
+    Answer,
+    InvalidReplyError,
+    Outcome,
+    Task,
+    Update,
+    Work,
+    read_reply,
+)
 from raceme.core.scheduling import Dispatch, Moment
+from raceme.core.strategy import Method, StopCheck
 from raceme.core.timeline import Foreseeing, push, timeline_of
 
 # -----------------------------------------------------------------------------
@@ -63,7 +71,7 @@ class Outgoing:
 
     Parameters
     ----------
-    method : Questions
+    method : Method
         Whose work it is.
     packer : Packer
         Makes records of models.
@@ -77,7 +85,7 @@ class Outgoing:
 
     def __init__(
         self,
-        method: Questions,
+        method: Method,
         packer: Packer,
         steps: Steps,
         train_config: ConfigRecord,
@@ -164,7 +172,7 @@ def applied_update(
     time: float,
     seq: int,
     update: Update,
-    applied: Applied,
+    applied: Outcome,
     exchanges: bool,
     highest_score: float,
 ) -> UpdateApplied:
@@ -178,7 +186,7 @@ def applied_update(
         Its number.
     update : Update
         It.
-    applied : Applied
+    applied : Outcome
         What the method did with it.
     exchanges : bool
         Whether models really travel; without it there is no traffic to report.
@@ -238,7 +246,7 @@ def answer_taken(time: float, answer: Answer, exchanges: bool) -> AnswerTaken:
     )
 
 
-def fill_result(method: Questions, packer: Packer) -> None:
+def fill_result(method: Method, packer: Packer) -> None:
     """Put models and placements into the result of a run."""
     result = method.result
     result.clusters = {
@@ -322,7 +330,7 @@ def is_at_rest(grid: Grid, fleet: Fleet, dispatch: Dispatch, steps: Steps) -> bo
 # -----------------------------------------------------------------------------
 
 
-def judged(method: Questions, update: Update, now: float) -> Update:
+def judged(method: Method, update: Update, now: float) -> Update:
     """Return a valid update as the method is to see it; report what was done to it, if anything.
 
     A client that is excluded counts as gone for the method, so that nobody waits for it to be
@@ -384,7 +392,7 @@ class Loop:
 
     Parameters
     ----------
-    method : Questions
+    method : Method
         What is asked.
     grid : Grid
         Any Flower grid.
@@ -408,7 +416,7 @@ class Loop:
 
     def __init__(
         self,
-        method: Questions,
+        method: Method,
         grid: Grid,
         plan: Plan,
         observe: events.Observer,

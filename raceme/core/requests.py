@@ -228,6 +228,25 @@ class Update:
     cost: Cost = NOT_STATED
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """What a method did with an update.
+
+    Attributes
+    ----------
+    cluster : int
+        The cluster whose model it went into.
+    staleness : int
+        τ: changes of that model since the client received its own.
+    weight : float
+        α: share of the client's model in the new one.
+    """
+
+    cluster: int
+    staleness: int
+    weight: float
+
+
 class InvalidReplyError(ValueError):
     """A reply is not what was asked for; the message says why, in one short printable line.
 

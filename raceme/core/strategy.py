@@ -2,43 +2,118 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from logging import INFO, getLogger
-from typing import Any, ClassVar, Generic, TypeVar
+from types import MappingProxyType
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import Strategy
+from flwr.serverapp.strategy import Result, Strategy
 from numpy.typing import NDArray
 
 from raceme.core import events
-from raceme.core.clients import Identities
-from raceme.core.clusters import Bases, Clusters
-from raceme.core.drop_in.arguments import check_share, divided
-from raceme.core.drop_in.run import flower_run
-from raceme.core.drop_in.run import start as drop_in
+from raceme.core.clients import Client, Identities
+from raceme.core.clusters import Bases, Clusters, Model, Weights, blended
+from raceme.core.embedding import ClientEmbedding
 from raceme.core.errors import UserError
-from raceme.core.interface import Applied, Probe, Questions, RunResult, StopCheck, never_stop
-from raceme.core.loop import Loop
-from raceme.core.messages import VALIDATION_SHARE, ModelSpec, Vector
+from raceme.core.messages import TRAIN_BEST, TRAINING, VALIDATION_SHARE, ModelSpec, Vector
 from raceme.core.progress import Plan, Progress
 from raceme.core.protection import Guard, GuardState, NoProtection
-from raceme.core.requests import Update
-from raceme.core.scheduling import Dispatch, NoState, from_tree, to_tree
+from raceme.core.requests import Answer, Outcome, Task, Update, Value, Work
+from raceme.core.scheduling import Dispatch, EveryIdle, Moment, NoState, from_tree, to_tree
 
 log = getLogger("raceme")
 
 DEFAULT_VALIDATION_SHARE = 0.2
 """What clients keep to compare models on, if a method needs that and nobody says how much."""
 
+StopCheck = Callable[[], str]
+"""Called between two steps, when the state is whole and can be saved. What it returns, unless it
+is empty, ends the run: it is the reason."""
 
-class Method(Questions, Strategy):
+
+def never_stop() -> str:
+    """Never stop."""
+    return ""
+
+
+class Probe(Protocol):
+    """Returns the losses of models on the server's own samples.
+
+    How a loss is computed is not the method's concern: it is given this function.
+
+    Attributes
+    ----------
+    sets : int
+        How many proxy sets there are.
+    """
+
+    @property
+    def sets(self) -> int:
+        """How many proxy sets there are."""
+        ...
+
+    def __call__(self, vectors: Sequence[Vector], proxy: int = 0) -> NDArray[np.float32]:
+        """Measure models.
+
+        Parameters
+        ----------
+        vectors : Sequence[Vector]
+            The models, each of shape (d,).
+        proxy : int
+            Which proxy set, from 0: a method may have one per cluster.
+
+        Returns
+        -------
+        NDArray[np.float32]
+            Loss of each sample under each model, shape (models, samples).
+        """
+        ...
+
+
+@dataclass
+class RunResult(Result):
+    """Flower's result, with all clusters.
+
+    Attributes
+    ----------
+    arrays : ArrayRecord
+        The model of the largest cluster; with one cluster, the model.
+    clusters : dict[int, ArrayRecord]
+        The model of every cluster.
+    evaluate_metrics_clusters : dict[int, dict[int, MetricRecord]]
+        What the server's own function has measured of each cluster's model, by round, or by number
+        of updates.
+    client_clusters : dict[str, dict[int, float]]
+        Client id to its clusters, with weights.
+    """
+
+    clusters: dict[int, ArrayRecord] = field(default_factory=dict)
+    evaluate_metrics_clusters: dict[int, dict[int, MetricRecord]] = field(default_factory=dict)
+    client_clusters: dict[str, dict[int, float]] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        """Return Flower's representation, with the clusters if there are several."""
+        whole = super().__repr__()
+        if len(self.clusters) < 2:
+            return whole
+        clients = {
+            cluster: sum(cluster in weights for weights in self.client_clusters.values())
+            for cluster in self.clusters
+        }
+        listed = ", ".join(f"{cluster} ({count})" for cluster, count in clients.items())
+        return f"{whole}\nClusters (clients): {listed}\n"
+
+
+class Method(Strategy):
     """A method: a Flower strategy that says what the loop is to do.
 
-    A subclass says what becomes of an update (`on_update`), or of several together (`aggregate`);
-    see `Questions` for what else it can say.
+    A subclass says what becomes of an update (`on_update`), or of several together (`aggregate`).
+    All else may be left as it is: one model for all, every idle client trains.
 
     Parameters
     ----------
@@ -57,6 +132,33 @@ class Method(Questions, Strategy):
 
     Attributes
     ----------
+    parameters : dataclass
+        Its hyper-parameters.
+    clusters : Clusters
+        The models, and which of them serve each client.
+    state : dataclass
+        What the method knows beside them: an object of its `state_type`.
+    dispatch : Dispatch
+        Who works when; what `policy` returned.
+    rng : numpy.random.Generator
+        Draws whatever is left to chance.
+    progress : Progress
+        What has happened so far.
+    result : RunResult
+        What the run leaves.
+    bases : Bases
+        Models that clients are training from, if the method or its protection keeps them.
+    protection : Guard
+        What clients' updates have to pass before the method sees them.
+    train_config : ConfigRecord
+        The run's settings for local training.
+    initial : ArrayRecord
+        The model before any training.
+    step_of : Callable
+        Returns the step of a client's data now; None where nobody says when data change. The loop
+        sets it.
+    pulls : ClientEmbedding, optional
+        Where clients pull the models, for a map of them; kept if whoever starts the run sets it.
     planned_updates : int
         Client updates after which the run ends, or is expected to, for schedules that depend on its
         length.
@@ -64,11 +166,31 @@ class Method(Questions, Strategy):
         Measures models on the server's own data, where a run has some.
     starts : Sequence[Vector]
         Models that the server has pre-trained, for `initialize`: one for each distribution.
+    report : Observer
+        Called by the method with what only it can know, e.g. `ClientIdled`; the loop sets it. What
+        is reported while updates are acted on comes after them.
     """
 
     parameters_type: ClassVar[type[Any]] = NoState
+    state_type: ClassVar[type[Any]] = NoState
+    keeps_bases: ClassVar[bool] = False
+    """Whether the models that clients train from are kept until they are back; see `delta`."""
+    one_model: ClassVar[bool] = False
+    """Whether all clients share one model for good: a protection can then take its time, while
+    clusters form by the first updates, poisoned ones included."""
+    uses_starts: ClassVar[bool] = False
+    """Whether `initialize` starts from the server's pre-trained models, where there are some."""
+    validates: ClassVar[bool] = False
+    """Whether clients compare models on samples that they neither train on nor are tested on."""
+    test_settings: ClassVar[Mapping[str, Value]] = MappingProxyType({})
+    """What the messages that test models say beyond the run's own settings, e.g. another kind."""
+    exchanges: ClassVar[bool] = True
+    """Whether models really travel; without it no traffic is reported."""
 
     def __init__(self, parameters: Any = None, seed: int = 0, **arguments: Any) -> None:
+        # These modules need the type of a method.
+        from raceme.core.drop_in.arguments import check_share, divided
+
         self.parameters, self.arguments = divided(
             type(self).__name__, self.parameters_type, parameters, arguments
         )
@@ -81,6 +203,8 @@ class Method(Questions, Strategy):
         self.starts: Sequence[Vector] = ()
         self.result = RunResult()
         self.bases = Bases()
+        self.pulls: ClientEmbedding | None = None
+        self._constant: tuple[Vector, ArrayRecord] | None = None
         self.protection: Guard = NoProtection()
         self.train_config = ConfigRecord()
         self.report: events.Observer = events.ignore
@@ -90,6 +214,157 @@ class Method(Questions, Strategy):
         self._spec: ModelSpec | None = None
         self._now: Callable[[], float] = lambda: 0.0
         self._loaded = False
+
+    # Hooks: what a method may override.
+
+    def policy(self) -> Dispatch:
+        """Return who works when; by default everybody all the time."""
+        return EveryIdle()
+
+    def check(self, clients: int) -> None:
+        """Find out whether the hyper-parameters fit so many clients, before a run.
+
+        Raises
+        ------
+        UserError
+            They do not.
+        """
+
+    def check_validation(self, samples: int) -> None:
+        """Find out whether clients have samples enough to compare models on, before a simulation.
+
+        Parameters
+        ----------
+        samples : int
+            The fewest that a client keeps.
+
+        Raises
+        ------
+        UserError
+            They are too few.
+        """
+
+    def check_server(self, proxies: int, pretrains: bool) -> None:
+        """Find out whether the server's own samples are those that the method needs.
+
+        Parameters
+        ----------
+        proxies : int
+            How many proxy sets it has.
+        pretrains : bool
+            Whether it trains models for the clusters to start from.
+
+        Raises
+        ------
+        UserError
+            They are not; or the method does not start from such models.
+        """
+        if pretrains and not self.uses_starts:
+            raise UserError(
+                f"pretrain: {type(self).__name__} does not start from pre-trained models: leave it "
+                "out."
+            )
+
+    def initialize(self, vector: Vector) -> None:
+        """Set `clusters` and `state` up from the initial model, which may be kept."""
+        self.clusters = Clusters({0: Model(vector)})
+        self.state = self.state_type()
+
+    def restored(self) -> None:
+        """Derive from a state that was just set up or loaded what makes it quick to work with."""
+
+    def on_update(self, update: Update) -> Outcome:
+        """Do what the method does with one valid update."""
+        raise TypeError(f"{type(self).__name__} defines neither on_update() nor aggregate()")
+
+    def aggregate(self, updates: Sequence[Update]) -> Sequence[Outcome]:
+        """Do what the method does with the updates that its policy releases together.
+
+        Returns
+        -------
+        Sequence[Outcome]
+            What became of each of them, in the same order.
+        """
+        return [self.on_update(update) for update in updates]
+
+    def next_work(self, moment: Moment) -> Iterable[Work]:
+        """Return what is asked of whom now."""
+        return [self.work_for(client.client_id) for client in self.dispatch.choose(moment)]
+
+    def work_for(self, client: str) -> Work:
+        """Return the work of a client that the policy has chosen: training, by default."""
+        return Work(client)
+
+    def on_answer(self, answer: Answer) -> None:
+        """Take in the answer to work that was not training."""
+
+    def wake_at(self) -> float:
+        """Return when the method wants to be woken; infinity for never."""
+        return math.inf
+
+    def on_wake(self) -> None:
+        """Do what is due at the time that `wake_at` has named."""
+
+    def placement(self, client: str) -> Weights:
+        """Return the clusters that serve a client, with weights."""
+        return self.clusters.of(client)
+
+    def serving(self, client: str, step: int) -> Weights:
+        """Return the clusters that serve a client on its data of a step, with weights.
+
+        A method that remembers which model a former task of a client belongs to says so here; by
+        default, as in all others, it is what serves the client now. The tests on all steps
+        (``eval-tasks``) ask for every step so far, and for the next one, which no method knows yet.
+        """
+        return self.placement(client)
+
+    def add_client(self, client: Client) -> None:
+        """Take in a client that was greeted, for the first time or again."""
+        self.clusters.join(client.client_id)
+
+    def count_examples(self, client: Client) -> None:
+        """Note a client's number of examples, which came not with its greeting but with a reply."""
+
+    def remove_client(self, client: str) -> None:
+        """Note that a client went offline; it keeps its cluster."""
+        self.clusters.leave(client)
+
+    def on_dispatch(self, task: Task) -> None:
+        """Note that a client is given a task."""
+
+    def on_close(self, task: Task) -> None:
+        """Note that a task is over, whatever came of it."""
+
+    def similarity(self) -> tuple[list[str], np.ndarray] | None:
+        """Return clients and the matrix of their similarities (NaN: unknown), if there is one."""
+        return None
+
+    @property
+    def asked_kinds(self) -> frozenset[str]:
+        """Kinds of work that clients are asked for, beyond training and testing a model."""
+        return frozenset()
+
+    @property
+    def needs_classes(self) -> str:
+        """What clients are asked for that a regression does not have; empty if there is nothing."""
+        return ""
+
+    @property
+    def by_distribution(self) -> bool:
+        """Whether cluster k is of the k-th distribution, of which the server may have samples."""
+        return False
+
+    @property
+    def served(self) -> Mapping[int, Model]:
+        """The models that clients use and test, by cluster: by default those that they train."""
+        return self.models
+
+    def used(self, clients: Collection[str]) -> Iterable[tuple[str, Vector]]:
+        """Return those of some clients that use a model of their own, and that model, shape (d,).
+
+        All others use what serves them: by default everybody.
+        """
+        return ()
 
     # What a method can ask.
 
@@ -111,6 +386,20 @@ class Method(Questions, Strategy):
     def compared(self, vector: Vector) -> Vector:
         """Return what of a model may be compared: its weights, no running statistics."""
         return vector if self._spec is None else self._spec.compared(vector)
+
+    @property
+    def models(self) -> Mapping[int, Model]:
+        """The models by cluster."""
+        return self.clusters.models
+
+    def record_of(self, vector: Vector) -> ArrayRecord:
+        """Return a model that nobody changes as a record, which is made once.
+
+        Packed anew for each client, a hundred thousand at work would hold as many copies.
+        """
+        if self._constant is None or self._constant[0] is not vector:
+            self._constant = vector, self.spec.pack(vector)
+        return self._constant[1]
 
     # Running.
 
@@ -164,6 +453,9 @@ class Method(Questions, Strategy):
             The run cannot begin; the ClientApp cannot do what the method asks for; no client has
             returned anything of use.
         """
+        from raceme.core.drop_in.run import flower_run
+        from raceme.core.drop_in.run import start as drop_in
+
         told = flower_run(
             grid=grid,
             initial_arrays=initial_arrays,
@@ -236,6 +528,8 @@ class Method(Questions, Strategy):
         RunResult
             Models, evaluations by number of updates, and who is where.
         """
+        from raceme.core.loop import Loop
+
         plan = plan or Plan()
         self.planned_updates = max_updates or plan.planned_updates
         self.probe, self.starts = probe, starts
@@ -336,6 +630,78 @@ class Method(Questions, Strategy):
         """Raise UserError, as `configure_train` does."""
         raise _cannot_be_wrapped(type(self).__name__)
 
+    # What the loop does for every method.
+
+    def open_task(self, task: Task) -> None:
+        """Keep what is needed of the models that travel, and tell the method of the task."""
+        if self._keeps_base_of(task):
+            for name, vector in self._bases_of(task).items():
+                self.bases.hold(name, vector)
+        pulls = self.pulls
+        if pulls is not None and task.kind in TRAINING and pulls.wants(task.client):
+            sent = dict.fromkeys(task.candidates, 1.0) or self.placement(task.client)
+            pulls.send(task.number, self.models, sent, bool(task.candidates))
+        self.on_dispatch(task)
+
+    def _keeps_base_of(self, task: Task) -> bool:
+        return self.keeps_bases or (self.protection.is_on and task.kind in TRAINING)
+
+    def _bases_of(self, task: Task) -> Mapping[str, Vector]:
+        """Return the models that a task may start from, by the names that they are kept under."""
+        if task.kind == TRAIN_BEST:
+            return {
+                f"{cluster}/{version}": self.models[cluster].vector
+                for cluster, version in task.candidates.items()
+            }
+        weights = self.placement(task.client)
+        whole = len(weights) == 1 or bool(task.candidates)
+        models = self.models
+        vector = models[task.cluster].vector if whole else blended(models, weights)
+        return {base_name(task, whole): vector}
+
+    def note_pull(self, update: Update) -> None:
+        """Note where a valid update pulls its model, if somebody wants to know."""
+        task = update.task
+        if self.pulls is not None and self.pulls.awaits(task.number):
+            self.pulls.take(task.number, task.client, task.cluster, update.vector)
+
+    def close_task(self, task: Task) -> None:
+        """Tell the method that a task is over, and forget what was kept for it."""
+        self.on_close(task)
+        if self.pulls is not None:
+            self.pulls.close(task.number)
+        if not self._keeps_base_of(task):
+            return
+        if task.kind == TRAIN_BEST:
+            for cluster, version in task.candidates.items():
+                self.bases.release(f"{cluster}/{version}")
+        elif base_name(task, False) in self.bases.vectors:
+            self.bases.release(base_name(task, False))
+        else:
+            self.bases.release(base_name(task, True))
+
+    def delta(self, update: Update) -> Vector:
+        """Return Δ_i = w_i − the model from which client i started; for a method that keeps bases.
+
+        Shape (d,).
+        """
+        return np.asarray(update.vector - self.base_of(update))
+
+    def base_of(self, update: Update) -> Vector:
+        """Return the model from which client i started; for a method that keeps bases. Shape (d,).
+
+        Of a client that has mixed several models itself, the mixture that served it when it was
+        asked: another client may have been sent the same version of one of them.
+        """
+        vectors = self.bases.vectors
+        own = base_name(update.task, False)
+        return vectors[own] if own in vectors else vectors[base_name(update.task, True)]
+
+
+def base_name(task: Task, whole: bool) -> str:
+    """Name the model that a task started from: a cluster's version, or a client's own mixture."""
+    return f"{task.cluster}/{task.version}" if whole else f"task {task.number}"
+
 
 def _cannot_be_wrapped(name: str) -> UserError:
     return UserError(
@@ -380,7 +746,7 @@ def average_by_cluster(
     updates: Sequence[Update],
     by_examples: bool = True,
     home: Callable[[Update], int] | None = None,
-) -> list[Applied]:
+) -> list[Outcome]:
     """Replace the model of each cluster by the mean of the models that were trained for it.
 
     Parameters
@@ -405,12 +771,12 @@ def average_by_cluster(
         vectors = [updates[index].vector for index in own]
         clusters.models[cluster].average(vectors, [weights[index] for index in own])
     return [
-        Applied(cluster, staleness=0, weight=weight / totals[cluster])
+        Outcome(cluster, staleness=0, weight=weight / totals[cluster])
         for cluster, weight in zip(homes, weights, strict=True)
     ]
 
 
-def staleness_of(method: Questions, update: Update, has_moved: bool) -> int:
+def staleness_of(method: Method, update: Update, has_moved: bool) -> int:
     """Return the staleness τ of an update that goes into the main cluster of its client.
 
     Versions of different clusters say nothing about each other: of a client that has just moved

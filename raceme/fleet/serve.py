@@ -30,8 +30,8 @@ import raceme
 from raceme.core.config import RunConfig, read_toml
 from raceme.core.errors import UserError
 from raceme.core.events import Observer, RunEnded
-from raceme.core.interface import StopCheck, never_stop
 from raceme.core.options import Value
+from raceme.core.strategy import StopCheck, never_stop
 from raceme.fleet.certificates import DEVICE_KEYS
 from raceme.fleet.metrics import Health, Metrics, StatusPort
 from raceme.fleet.served_grid import ServedGrid

@@ -19,12 +19,11 @@ from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
 from raceme.core.events import Ending, Event, Observer
 from raceme.core.files import whole_path
-from raceme.core.interface import StopCheck, never_stop
 from raceme.core.messages import ModelSpec, Vector, kept_for_validation
 from raceme.core.progress import Plan
 from raceme.core.protection import protection_of
 from raceme.core.registry import STRATEGIES
-from raceme.core.strategy import DEFAULT_VALIDATION_SHARE, Method
+from raceme.core.strategy import DEFAULT_VALIDATION_SHARE, Method, StopCheck, never_stop
 from raceme.core.timeline import Timeline, timeline_of
 from raceme.datasets.dealt import with_whole_path
 from raceme.datasets.drift import schedule_of

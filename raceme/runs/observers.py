@@ -10,9 +10,10 @@ from typing import Any, Protocol
 
 from raceme.core.clusters import Model, blended
 from raceme.core.config import RunConfig
+from raceme.core.embedding import ClientEmbedding, Sketch
 from raceme.core.events import ClustersScored, Evaluated, Event, RunEnded
-from raceme.core.interface import Pulls, Questions, Sketch
 from raceme.core.messages import ModelSpec, Vector
+from raceme.core.strategy import Method
 from raceme.records import record as trace
 from raceme.records.positions import PositionsFile, positions_of_rows
 from raceme.records.record import Communication, TraceFile
@@ -26,7 +27,7 @@ class ClientMap:
 
     Parameters
     ----------
-    method : Questions
+    method : Method
         Whose clients.
     spec : ModelSpec
         Of its models.
@@ -37,11 +38,11 @@ class ClientMap:
     """
 
     def __init__(
-        self, method: Questions, spec: ModelSpec, folder: Path, after: float | None = None
+        self, method: Method, spec: ModelSpec, folder: Path, after: float | None = None
     ) -> None:
         self._method, self._file = method, PositionsFile(folder, after)
         self._is_missing = False
-        self._pulls = method.pulls = Pulls(Sketch(sum(spec.sizes), spec.trainable))
+        self._pulls = method.pulls = ClientEmbedding(Sketch(sum(spec.sizes), spec.trainable))
 
     def observe(self, event: Event) -> None:
         """Write a snapshot with most evaluations, and at the end; other events are none of its."""
@@ -115,7 +116,7 @@ def score_clusters(
 
 
 def scores_beside(
-    event: Event, method: Questions, tests: ClusterTests | None
+    event: Event, method: Method, tests: ClusterTests | None
 ) -> Iterator[ClustersScored]:
     """Test the clusters' models beside an evaluation, where the server has tests of them.
 
@@ -123,7 +124,7 @@ def scores_beside(
     ----------
     event : Event
         What has just been reported.
-    method : Questions
+    method : Method
         Whose models, if its clusters are of known distributions.
     tests : ClusterTests or None
         The server's test sets.
@@ -139,7 +140,7 @@ def scores_beside(
 # -----------------------------------------------------------------------------
 
 
-def models_in_use(method: Questions) -> Iterator[tuple[str, Vector]]:
+def models_in_use(method: Method) -> Iterator[tuple[str, Vector]]:
     """Yield the clients that are online, and the model that each would be tested with now.
 
     That is its cluster's, of several clusters Σ_k α_k w_k, or one that the method has for it alone.
@@ -147,7 +148,7 @@ def models_in_use(method: Questions) -> Iterator[tuple[str, Vector]]:
 
     Parameters
     ----------
-    method : Questions
+    method : Method
         A method that has run.
 
     Yields

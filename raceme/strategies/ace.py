@@ -27,10 +27,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raceme.core.clusters import Clusters, Model
-from raceme.core.interface import Applied
 from raceme.core.messages import TRAINING, Vector
 from raceme.core.options import option
-from raceme.core.requests import Task, Update
+from raceme.core.requests import Outcome, Task, Update
 from raceme.core.scheduling import Dispatch, EveryIdle, InRounds, Then
 from raceme.core.strategy import Method, Variant
 from raceme.strategies.shared import contribution, stepped
@@ -133,7 +132,7 @@ class ACE(Method):
         if self.parameters.counts_from_sending and known and task.kind in TRAINING:
             self.state.trained_from[task.client] = task.version
 
-    def aggregate(self, updates: Sequence[Update]) -> Sequence[Applied]:
+    def aggregate(self, updates: Sequence[Update]) -> Sequence[Outcome]:
         """Fill the cache and take the first step; later act on each update by itself."""
         if self.state.started:
             return super().aggregate(updates)
@@ -143,9 +142,9 @@ class ACE(Method):
         self._count(self.models[0].version)
         self._step(self.parameters.server_lr)
         weight = self.parameters.server_lr / len(updates)
-        return [Applied(cluster=0, staleness=0, weight=weight) for _ in updates]
+        return [Outcome(cluster=0, staleness=0, weight=weight) for _ in updates]
 
-    def on_update(self, update: Update) -> Applied:
+    def on_update(self, update: Update) -> Outcome:
         """Put the update in the place of the client's former one, and step along the mean."""
         version, clients = self.models[0].version, len(self.clusters.members)
         self._cache(update)
@@ -153,7 +152,7 @@ class ACE(Method):
         rate = self.parameters.server_lr / clients if self.state.counted else 0.0
         if rate:
             self._step(rate)
-        return Applied(cluster=0, staleness=version - update.task.version, weight=rate)
+        return Outcome(cluster=0, staleness=version - update.task.version, weight=rate)
 
     def _cache(self, update: Update) -> None:
         """U_i ← U_new; it is counted anew."""

@@ -15,10 +15,9 @@ from logging import getLogger
 import numpy as np
 
 from raceme.core.clusters import cosines, nearest, parts_of
-from raceme.core.interface import Applied
 from raceme.core.messages import Vector
 from raceme.core.options import option
-from raceme.core.requests import Update
+from raceme.core.requests import Outcome, Update
 from raceme.core.scheduling import Dispatch, InRounds, RoundsParameters
 from raceme.core.strategy import Method, average_by_cluster, staleness_of
 from raceme.strategies.fedasync import FedAsyncParameters, mix_by_staleness
@@ -98,7 +97,7 @@ class CFL(Method):
         """Work in rounds."""
         return InRounds(self.parameters.fraction, picking=self.parameters.picking)
 
-    def aggregate(self, updates: Sequence[Update]) -> list[Applied]:
+    def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
         """Divide the clusters that meet the criterion, then average inside each."""
         for update in updates:
             _take(self, update)
@@ -120,7 +119,7 @@ class CFLAsync(Method):
     parameters: CFLAsyncParameters
     state: CFLState
 
-    def on_update(self, update: Update) -> Applied:
+    def on_update(self, update: Update) -> Outcome:
         """Divide the client's cluster if it meets the criterion, then mix the update in.
 
         Our reading: the criterion waits until every member has sent an update to this cluster.

@@ -33,7 +33,6 @@ from sklearn.metrics import silhouette_score
 from raceme.core.clients import Client
 from raceme.core.clusters import Clusters, Model, parts_of
 from raceme.core.errors import UserError
-from raceme.core.interface import Applied
 from raceme.core.messages import (
     COMPUTE_SCALE,
     GRADIENT,
@@ -43,7 +42,7 @@ from raceme.core.messages import (
     forward_cost,
 )
 from raceme.core.options import option
-from raceme.core.requests import Answer, InvalidReplyError, Task, Update, Work
+from raceme.core.requests import Answer, InvalidReplyError, Outcome, Task, Update, Work
 from raceme.core.scheduling import Dispatch, InRounds, Moment, RoundsParameters
 from raceme.core.strategy import Method, average_by_cluster
 from raceme.strategies.shared import kept_homes, numbered
@@ -253,7 +252,7 @@ class CFLGP(Method):
 
     # A round.
 
-    def aggregate(self, updates: Sequence[Update]) -> list[Applied]:
+    def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
         """Average inside each cluster."""
         return average_by_cluster(self.clusters, updates)
 

@@ -13,7 +13,6 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
-from raceme.core.interface import Applied, Questions
 from raceme.core.messages import (
     ADAPTIVE_INDICES,
     ADAPTIVE_VALUES,
@@ -38,7 +37,7 @@ from raceme.core.messages import (
     to_array,
 )
 from raceme.core.options import option
-from raceme.core.requests import Update, Value, Work
+from raceme.core.requests import Outcome, Update, Value, Work
 from raceme.core.scheduling import Dispatch, InRounds, RoundsParameters
 from raceme.core.strategy import Method, average_by_cluster
 from raceme.flower.messages import array_record
@@ -51,12 +50,12 @@ class TaskRoundsParameters(RoundsParameters):
     mu: float = option(0.05, "weight μ of FedProx's proximal term; 0: FedAvg's rounds", low=0)
 
 
-def task_of(method: Questions, client: str) -> int:
+def task_of(method: Method, client: str) -> int:
     """Return the number of the task that a client is at, from 0."""
     return method.step_of(client) or 0
 
 
-def begins_task(method: Questions, client: str) -> bool:
+def begins_task(method: Method, client: str) -> bool:
     """Return whether a client has sent no update of the task that it is at."""
     return method.progress.trained_steps.get(client) != task_of(method, client)
 
@@ -132,7 +131,7 @@ class EWC(Method):
             settings[COMPUTE_SCALE] = 1.0 + measuring
         return Work(client, TRAIN_ELASTIC, settings=settings)
 
-    def aggregate(self, updates: Sequence[Update]) -> list[Applied]:
+    def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
         """Average, weighted by the numbers of samples."""
         return average_by_cluster(self.clusters, updates)
 
@@ -196,7 +195,7 @@ class StableSGD(Method):
             settings[BATCH_SIZE] = options.batch_size
         return Work(client, settings=settings)
 
-    def aggregate(self, updates: Sequence[Update]) -> list[Applied]:
+    def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
         """Average, weighted by the numbers of samples."""
         return average_by_cluster(self.clusters, updates)
 
@@ -269,7 +268,7 @@ class APD(Method):
         }
         return Work(client, TRAIN_DECOMPOSED, settings=settings)
 
-    def aggregate(self, updates: Sequence[Update]) -> list[Applied]:
+    def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
         """Average the shared weights, weighted by the numbers of samples."""
         return average_by_cluster(self.clusters, updates)
 
@@ -402,7 +401,7 @@ class FedWeIT(Method):
         chosen = sorted(self.rng.choice(len(finished), count, replace=False)) if count else []
         return [finished[index] for index in chosen]
 
-    def aggregate(self, updates: Sequence[Update]) -> list[Applied]:
+    def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
         """Average the base weights, weighted by the numbers of samples; keep each client's A."""
         for update in updates:
             adaptive = adaptive_of(update, self.spec)

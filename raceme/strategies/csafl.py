@@ -33,10 +33,9 @@ from raceme.core.clients import Client
 from raceme.core.clusters import Clusters, Model, cosine, cosines, parts_of, unit
 from raceme.core.errors import UserError
 from raceme.core.events import ClientIdled
-from raceme.core.interface import Applied
 from raceme.core.messages import ARRAYS, LOCAL_EPOCHS, LOCAL_STEPS, Vector
 from raceme.core.options import SECONDS, option
-from raceme.core.requests import InvalidReplyError, Task, Update, Work
+from raceme.core.requests import InvalidReplyError, Outcome, Task, Update, Work
 from raceme.core.scheduling import Dispatch, InRounds, Moment, Then, sample
 from raceme.core.strategy import Method, Variant, average_by_cluster
 from raceme.strategies.shared import contribution, partition
@@ -444,7 +443,7 @@ class CSAFL(Method):
         w0 = self.record_of(self.state.initial)
         return Work(client, models=(), arrays={ARRAYS: w0}, settings=settings)
 
-    def _form_groups(self, updates: Sequence[Update]) -> list[Applied]:
+    def _form_groups(self, updates: Sequence[Update]) -> list[Outcome]:
         """Group the clients that have pre-trained: cosines and latency, spectral clustering."""
         clients = [update.task.client for update in updates]
         deltas = np.stack([self._change(update) for update in updates])
@@ -460,14 +459,14 @@ class CSAFL(Method):
             members = deltas[labels == part]
             self.state.directions[group] = np.mean([unit(delta) for delta in members], axis=0)
         self.state.grouped = True
-        return [Applied(self.clusters.main(client), staleness=0, weight=0.0) for client in clients]
+        return [Outcome(self.clusters.main(client), staleness=0, weight=0.0) for client in clients]
 
-    def _place(self, update: Update) -> Applied:
+    def _place(self, update: Update) -> Outcome:
         """Let a client that came later join the group of the nearest direction."""
         delta, directions = self._change(update), self.state.directions
         group = max(directions, key=lambda group: cosine(directions[group], delta))
         self.clusters.assign(update.task.client, group)
-        return Applied(group, staleness=0, weight=0.0)
+        return Outcome(group, staleness=0, weight=0.0)
 
     def _change(self, update: Update) -> Vector:
         return self.compared(np.asarray(update.vector - self.state.initial))
@@ -499,7 +498,7 @@ class CSAFL(Method):
     def _group_of(self, client: str) -> int | None:
         return self.clusters.main(client) if self.clusters.is_placed(client) else None
 
-    def aggregate(self, updates: Sequence[Update]) -> list[Applied]:
+    def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
         """Form the groups first; later mix each update in at once, or average those of a group."""
         if not self.state.grouped:
             return self._form_groups(updates)
@@ -508,7 +507,7 @@ class CSAFL(Method):
         by_client = {u.task.client: a for u, a in zip(joint, averaged, strict=True)}
         return [by_client.get(u.task.client) or self.on_update(u) for u in updates]
 
-    def on_update(self, update: Update) -> Applied:
+    def on_update(self, update: Update) -> Outcome:
         """Mix one update in with the client's share of its group's samples, unless too stale."""
         client = update.task.client
         if not self.clusters.is_placed(client):
@@ -519,7 +518,7 @@ class CSAFL(Method):
         is_semi = self.parameters.update == "semi-asynchronous"
         if is_semi and staleness > self.parameters.threshold:
             self.windows.gather(group)
-            return Applied(group, staleness, weight=0.0)
+            return Outcome(group, staleness, weight=0.0)
         share = update.num_examples / max(self._examples(group), update.num_examples)
         if self.parameters.mixing == "model":
             model.mix(update.vector, share)
@@ -527,7 +526,7 @@ class CSAFL(Method):
             mixed = update.vector - model.vector
             step = contribution(self.delta(update), mixed, self.trainable)
             model.move(np.float32(share) * step)
-        return Applied(group, staleness, share)
+        return Outcome(group, staleness, share)
 
     def _examples(self, group: int) -> int:
         """Return Σ n_j over the members of a group that take part in this window."""

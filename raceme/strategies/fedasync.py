@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from typing import cast
 
 from raceme.core.clusters import Model
-from raceme.core.interface import Applied
 from raceme.core.options import option
-from raceme.core.requests import Update
+from raceme.core.requests import Outcome, Update
 from raceme.core.strategy import Method
 from raceme.strategies.shared import StalenessFunction, staleness_factor
 
@@ -39,7 +38,7 @@ class FedAsync(Method):
     one_model = True
     parameters: FedAsyncParameters
 
-    def on_update(self, update: Update) -> Applied:
+    def on_update(self, update: Update) -> Outcome:
         """Mix the update in: w ← (1 − α_τ) w + α_τ w_i."""
         model = self.models[0]
         staleness = model.version - update.task.version
@@ -48,8 +47,8 @@ class FedAsync(Method):
 
 def mix_by_staleness(
     model: Model, update: Update, cluster: int, staleness: int, options: FedAsyncParameters
-) -> Applied:
+) -> Outcome:
     """Mix an update into the model of a cluster: w ← (1 − α_τ) w + α_τ w_i."""
     alpha = options.alpha_of(staleness)
     model.mix(update.vector, alpha)
-    return Applied(cluster=cluster, staleness=staleness, weight=alpha)
+    return Outcome(cluster=cluster, staleness=staleness, weight=alpha)

@@ -21,9 +21,8 @@ from raceme.core import messages as names
 from raceme.core.clients import Client
 from raceme.core.drop_in.arguments import divided
 from raceme.core.errors import UserError
-from raceme.core.interface import Applied
 from raceme.core.options import option
-from raceme.core.requests import Update, Work
+from raceme.core.requests import Outcome, Update, Work
 from raceme.core.scheduling import IN_TURN, Dispatch, InRounds, RoundsParameters
 from raceme.core.strategy import Method, Variant
 
@@ -111,7 +110,7 @@ class FlowerRounds(Method):
         """Let a client train with the settings of Flower's strategy."""
         return Work(client, settings=self.state.settings)
 
-    def aggregate(self, updates: Sequence[Update]) -> list[Applied]:
+    def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
         """Let Flower's strategy aggregate; it weighs updates by their examples."""
         number = self.dispatch.state.number
         arrays, metrics = self.inner.aggregate_train(number, self._replies(updates))
@@ -119,7 +118,7 @@ class FlowerRounds(Method):
             self.models[0].replace(self.spec.unpack(arrays))
         if metrics is not None:
             self.result.train_metrics_clientapp[number] = metrics
-        return [Applied(0, staleness=0, weight=weight) for weight in self.weights(updates)]
+        return [Outcome(0, staleness=0, weight=weight) for weight in self.weights(updates)]
 
     def weights(self, updates: Sequence[Update]) -> list[float]:
         """Return the share of each update in what Flower's strategy has made of them."""
@@ -306,7 +305,7 @@ class MultiKrum(FlowerRounds):
                 f"{max(0, (count - 3) // 2)} attackers, got {attackers}."
             )
 
-    def aggregate(self, updates: Sequence[Update]) -> list[Applied]:
+    def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
         """Let Flower's strategy choose and average."""
         wanted, attackers = self.parameters.num_nodes_to_select, self.inner.num_malicious_nodes
         if wanted is None:

@@ -15,10 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raceme.core.clusters import Clusters, Model, cosine
-from raceme.core.interface import Applied
 from raceme.core.messages import Vector
 from raceme.core.options import option
-from raceme.core.requests import Task, Update
+from raceme.core.requests import Outcome, Task, Update
 from raceme.core.strategy import Method
 from raceme.strategies.shared import contribution, only_weights, stepped
 
@@ -65,7 +64,7 @@ class FedBuff(Method):
         self.clusters = Clusters({0: Model(vector)})
         self.state = FedBuffState(np.zeros_like(vector))
 
-    def on_update(self, update: Update) -> Applied:
+    def on_update(self, update: Update) -> Outcome:
         """Collect the scaled delta; with K of them, take the server step."""
         state, options, model = self.state, self.parameters, self.models[0]
         staleness = model.version - update.task.version
@@ -80,7 +79,7 @@ class FedBuff(Method):
             state.total[...] = 0.0
             state.count = 0
             model.replace(stepped(model.vector, step, mean, self.trainable))
-        return Applied(cluster=0, staleness=staleness, weight=options.server_lr * scale / options.k)
+        return Outcome(cluster=0, staleness=staleness, weight=options.server_lr * scale / options.k)
 
 
 def warn_of_short_run(name: str, option: str, needed: int, planned: int) -> None:
@@ -179,7 +178,7 @@ class CA2FL(Method):
         zeros = np.zeros(len(vector))
         self.state = CA2FLState(zeros, zeros.copy(), zeros.copy())
 
-    def on_update(self, update: Update) -> Applied:
+    def on_update(self, update: Update) -> Outcome:
         """Collect the residual, overwrite the cache; with M of them, take the server step."""
         state, options, client = self.state, self.parameters, update.task.client
         staleness = self.models[0].version - update.task.version
@@ -194,7 +193,7 @@ class CA2FL(Method):
         state.count += 1
         if state.count == options.m:
             self._step()
-        return Applied(cluster=0, staleness=staleness, weight=options.server_lr / options.m)
+        return Outcome(cluster=0, staleness=staleness, weight=options.server_lr / options.m)
 
     def _step(self) -> None:
         """Take the step along v = h + D/M, and let h be the mean over all clients of now."""
@@ -295,7 +294,7 @@ class FADAS(Method):
         zeros = np.zeros(len(vector))
         self.state = FADASState(zeros, zeros.copy(), zeros.copy(), zeros.copy())
 
-    def on_update(self, update: Update) -> Applied:
+    def on_update(self, update: Update) -> Outcome:
         """Collect the update; with M of them, take the server step."""
         state, options = self.state, self.parameters
         staleness = self.models[0].version - update.task.version
@@ -305,7 +304,7 @@ class FADAS(Method):
         if state.count == options.m:
             self._step()
         # Adam divides by the size of what it is given: the update's share of the mean.
-        return Applied(cluster=0, staleness=staleness, weight=1.0 / options.m)
+        return Outcome(cluster=0, staleness=staleness, weight=1.0 / options.m)
 
     def _step(self) -> None:
         """Take the optimiser's step along the mean of the buffer."""
@@ -416,7 +415,7 @@ class PORT(Method):
         """Note that a client is done."""
         self.state.at_work.pop(task.client, None)
 
-    def on_update(self, update: Update) -> Applied:
+    def on_update(self, update: Update) -> Outcome:
         """Collect the update by its weight; take the step if nobody is to be waited for."""
         state, options = self.state, self.parameters
         staleness = self.models[0].version - update.task.version
@@ -429,7 +428,7 @@ class PORT(Method):
         state.at_work.pop(update.task.client, None)
         if state.count >= options.min_clients and not self._waits():
             self._step()
-        return Applied(cluster=0, staleness=staleness, weight=share)
+        return Outcome(cluster=0, staleness=staleness, weight=share)
 
     def _agreement(self, update: Update, staleness: int) -> float:
         """Return cos(Δ_i, w − w_ref); 1 of a fresh update, and before the first step."""

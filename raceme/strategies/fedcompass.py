@@ -20,10 +20,9 @@ import numpy as np
 
 from raceme.core.clients import Client
 from raceme.core.errors import UserError
-from raceme.core.interface import Applied
 from raceme.core.messages import short_task
 from raceme.core.options import option
-from raceme.core.requests import Task, Update, Work
+from raceme.core.requests import Outcome, Task, Update, Work
 from raceme.core.scheduling import Dispatch, Moment, sample
 from raceme.core.strategy import Method
 
@@ -286,7 +285,7 @@ class FedCompass(Method):
         steps = self.dispatch.steps_of(client)
         return Work(client, settings=short_task(self.train_config, examples, steps))
 
-    def aggregate(self, updates: Sequence[Update]) -> Sequence[Applied]:
+    def aggregate(self, updates: Sequence[Update]) -> Sequence[Outcome]:
         """Move the model towards those of a group: w ← w + (α/N) Σ st(s_i) (w_i − w)."""
         model, own = self.models[0], self.parameters
         clients = max(len(updates), self.clusters.size(0))
@@ -296,4 +295,4 @@ class FedCompass(Method):
         for update, share in zip(updates, shares, strict=True):
             step += np.float32(share) * (update.vector - model.vector)
         model.move(step)
-        return [Applied(0, s, share) for s, share in zip(stale, shares, strict=True)]
+        return [Outcome(0, s, share) for s, share in zip(stale, shares, strict=True)]

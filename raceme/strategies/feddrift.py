@@ -25,7 +25,6 @@ from numpy.typing import NDArray
 
 from raceme.core.clients import Client
 from raceme.core.clusters import Clusters, Model
-from raceme.core.interface import Applied
 from raceme.core.messages import (
     ACCURACIES,
     COMPUTE_SCALE,
@@ -36,7 +35,7 @@ from raceme.core.messages import (
     Vector,
 )
 from raceme.core.options import option
-from raceme.core.requests import Answer, InvalidReplyError, Task, Update, Value, Work
+from raceme.core.requests import Answer, InvalidReplyError, Outcome, Task, Update, Value, Work
 from raceme.core.scheduling import Dispatch, InRounds, Moment, RoundsParameters
 from raceme.core.strategy import Method, Variant, average_by_cluster
 from raceme.strategies.fedasync import FedAsyncParameters, mix_by_staleness
@@ -663,12 +662,12 @@ class FedDriftAsync(Method):
         else:
             state.trained[task.client] = state.trained.get(task.client, 0) + 1
 
-    def on_update(self, update: Update) -> Applied:
+    def on_update(self, update: Update) -> Outcome:
         """Mix an update into the model that it was trained from, or what that was merged into."""
         task = update.task
         cluster = self.state.concepts.heir(task.cluster)
         if cluster not in self.models:
-            return Applied(self.clusters.main(task.client), staleness=0, weight=0.0)
+            return Outcome(self.clusters.main(task.client), staleness=0, weight=0.0)
         model = self.models[cluster]
         staleness = model.version - task.version
         if cluster != task.cluster:
@@ -844,7 +843,7 @@ class FedDrift(Method):
         own = self.state.concepts.by_model(client, now, self.parameters.memory)
         return next((model for model in own if model not in begun), None)
 
-    def aggregate(self, updates: Sequence[Update]) -> list[Applied]:
+    def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
         """Average what was trained from each model, weighted by the numbers of samples."""
         self.state.begun = {}
         for client in {update.task.client for update in updates}:

@@ -31,7 +31,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raceme.core.clients import Client
-from raceme.core.interface import Applied
 from raceme.core.messages import (
     COMPUTE_SCALE,
     LABEL_MASSES,
@@ -44,7 +43,7 @@ from raceme.core.messages import (
     to_array,
 )
 from raceme.core.options import option
-from raceme.core.requests import Answer, InvalidReplyError, Task, Update, Work
+from raceme.core.requests import Answer, InvalidReplyError, Outcome, Task, Update, Work
 from raceme.core.scheduling import Dispatch, InRounds, Moment, RoundsParameters
 from raceme.core.strategy import Method, average_by_cluster
 from raceme.flower.messages import array_record
@@ -200,7 +199,7 @@ class FedRC(Method):
         if task.kind == TRAIN_WEIGHTED:
             self.state.begun.setdefault(task.client, {})[task.cluster] = True
 
-    def aggregate(self, updates: Sequence[Update]) -> list[Applied]:
+    def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
         """θ_k ← Σ n_i θ_ik / Σ n_i, over those who have trained it."""
         self.state.begun, self.state.assigned = {}, {}
         return average_by_cluster(self.clusters, updates, home=lambda update: update.task.cluster)

@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 from sklearn.cluster import kmeans_plusplus
 
 from raceme.core.clusters import parts_of
-from raceme.core.interface import Applied
 from raceme.core.options import option
-from raceme.core.requests import Update
+from raceme.core.requests import Outcome, Update
 from raceme.core.scheduling import Dispatch, InRounds, RoundsParameters
 from raceme.core.strategy import Method, average_by_cluster
 
@@ -47,7 +46,7 @@ class FeSEM(Method):
         """Work in rounds."""
         return InRounds(self.parameters.fraction, picking=self.parameters.picking)
 
-    def aggregate(self, updates: Sequence[Update]) -> list[Applied]:
+    def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
         """Let every client go to its nearest centre (E), then move the centres (M)."""
         vectors = np.stack([self.compared(update.vector) for update in updates])
         if 0 in self.models:

@@ -31,10 +31,9 @@ from sklearn.cluster import KMeans
 from raceme.core.clients import Client
 from raceme.core.clusters import Clusters, Model, cosine, cosines, parts_of
 from raceme.core.errors import UserError
-from raceme.core.interface import Applied
 from raceme.core.messages import ARRAYS, LABEL_COUNTS, LOCAL_EPOCHS, LOCAL_STEPS, Vector
 from raceme.core.options import option
-from raceme.core.requests import Answer, InvalidReplyError, Task, Update, Work
+from raceme.core.requests import Answer, InvalidReplyError, Outcome, Task, Update, Work
 from raceme.core.scheduling import (
     Dispatch,
     EveryIdle,
@@ -482,7 +481,7 @@ class FlexCFL(Method):
 
     # After a round.
 
-    def aggregate(self, updates: Sequence[Update]) -> list[Applied]:
+    def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
         """Find the groups first; later place cold clients, and average inside each group."""
         if not self._has_groups:
             return start_groups(self, self.state.start, updates, self.parameters)
@@ -498,7 +497,7 @@ class FlexCFL(Method):
             groups = {self._home(update) for update in trained}
             mix_groups([self.models[group] for group in sorted(groups)], self.parameters.eta_g)
         done = dict(zip(map(id, [*cold, *trained]), [*placed, *averaged], strict=True))
-        return [done.get(id(u)) or Applied(self._home(u), staleness=0, weight=0.0) for u in updates]
+        return [done.get(id(u)) or Outcome(self._home(u), staleness=0, weight=0.0) for u in updates]
 
     def _home(self, update: Update) -> int:
         return self.clusters.main(update.task.client)
@@ -532,7 +531,7 @@ def pretraining(client: str, w0: ArrayRecord, parameters: ColdStartParameters) -
 
 def start_groups(
     method: Method, start: ColdStart, updates: Sequence[Update], parameters: ColdStartParameters
-) -> list[Applied]:
+) -> list[Outcome]:
     """Group the clients of the first round, Algorithm 3; all others are cold from now on.
 
     A group's model is the plain mean of what its clients have trained; its direction, for good,
@@ -557,13 +556,13 @@ def start_groups(
     return applied
 
 
-def place(method: Method, start: ColdStart, update: Update) -> Applied:
+def place(method: Method, start: ColdStart, update: Update) -> Outcome:
     """Put a cold client into the group that is nearest; what it has trained is used for nothing."""
     client = update.task.client
     group = start.nearest(method.compared(np.asarray(update.vector - start.initial)))
     method.clusters.assign(client, group)
     start.settle(client)
-    return Applied(group, staleness=0, weight=0.0)
+    return Outcome(group, staleness=0, weight=0.0)
 
 
 def take_counts(start: ColdStart, answer: Answer, examples: int, tolerance: float) -> None:
@@ -748,20 +747,20 @@ class FlexCFLAsync(Method):
         else:
             self.state.told.pop(task.client, None)
 
-    def aggregate(self, updates: Sequence[Update]) -> Sequence[Applied]:
+    def aggregate(self, updates: Sequence[Update]) -> Sequence[Outcome]:
         """Find the groups first; then act on each update by itself."""
         if not self._has_groups:
             return start_groups(self, self.state.start, updates, self.parameters)
         return super().aggregate(updates)
 
-    def on_update(self, update: Update) -> Applied:
+    def on_update(self, update: Update) -> Outcome:
         """Place a cold client; mix what others bring into their group's model."""
         client, start = update.task.client, self.state.start
         if client in start.cold:
             return place(self, start, update)
         group = self.clusters.main(client)
         if update.task.cluster != group:
-            return Applied(group, staleness=0, weight=0.0)
+            return Outcome(group, staleness=0, weight=0.0)
         looks_at_it = self.parameters.detect == "direction"
         if looks_at_it and start.looks_foreign(group, self.compared(self.delta(update))):
             start.cold[client] = True

@@ -38,7 +38,6 @@ from sklearn.cluster import DBSCAN
 from sklearn.neighbors import NearestNeighbors
 
 from raceme.core.clusters import Clusters, Model, parts_of
-from raceme.core.interface import Applied
 from raceme.core.messages import (
     ACCURACIES,
     ARRAYS,
@@ -53,7 +52,7 @@ from raceme.core.messages import (
     forward_cost,
 )
 from raceme.core.options import option
-from raceme.core.requests import Answer, InvalidReplyError, Task, Update, Value, Work
+from raceme.core.requests import Answer, InvalidReplyError, Outcome, Task, Update, Value, Work
 from raceme.core.scheduling import Dispatch, InRounds, Moment, RoundsParameters
 from raceme.core.strategy import Method, average_by_cluster
 from raceme.strategies.shared import numbered
@@ -304,7 +303,7 @@ class FLUX(Method):
 
     # A round.
 
-    def aggregate(self, updates: Sequence[Update]) -> list[Applied]:
+    def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
         """Average inside each cluster."""
         return average_by_cluster(self.clusters, updates)
 

@@ -20,10 +20,9 @@ from numpy.typing import NDArray
 
 from raceme.core.clients import Client
 from raceme.core.clusters import Model, cosines, parts_of, unit
-from raceme.core.interface import Applied
 from raceme.core.messages import Vector
 from raceme.core.options import option
-from raceme.core.requests import Update
+from raceme.core.requests import Outcome, Update
 from raceme.core.scheduling import Dispatch, InRounds, RoundsParameters
 from raceme.core.strategy import Method, average_by_cluster, staleness_of
 from raceme.strategies import shared as spectral
@@ -187,7 +186,7 @@ class ICFL(Method):
         planned = planned_rounds(self, options.fraction)
         return alpha_star(self.dispatch.state.number, planned, options.alpha_start, options.epsilon)
 
-    def aggregate(self, updates: Sequence[Update]) -> list[Applied]:
+    def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
         """Compare the clients of the round, place and divide, then average in each cluster."""
         clients = [update.task.client for update in updates]
         compared = np.stack([_compared(self, update) for update in updates])
@@ -224,7 +223,7 @@ class ICFLAsync(Method):
         t, planned = options.time_decay * updates, planned_rounds(self)
         return alpha_star(t, planned, options.alpha_start, options.epsilon)
 
-    def on_update(self, update: Update) -> Applied:
+    def on_update(self, update: Update) -> Outcome:
         """Compare the client with all others, place and divide, then mix the update in."""
         state, client = self.state, update.task.client
         compared = unit(_compared(self, update))

@@ -15,10 +15,9 @@ import numpy as np
 
 from raceme.core.clusters import Clusters, Model
 from raceme.core.files import check_room
-from raceme.core.interface import Applied
 from raceme.core.messages import COMPUTE_SCALE, TRAIN, TRAIN_BEST, ModelSpec, Vector
 from raceme.core.options import option
-from raceme.core.requests import Update, Work
+from raceme.core.requests import Outcome, Update, Work
 from raceme.core.scheduling import Dispatch, InRounds, RoundsParameters
 from raceme.core.strategy import Method, average_by_cluster, staleness_of
 from raceme.strategies.fedasync import FedAsyncParameters, mix_by_staleness
@@ -74,7 +73,7 @@ class IFCA(Method):
         """Let a client choose among all models, and train the one that it has chosen."""
         return choose_and_train(client, self.clusters, self.parameters.choosing_cost)
 
-    def aggregate(self, updates: Sequence[Update]) -> list[Applied]:
+    def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
         """Average the models that were trained from the same one."""
         for update in updates:
             self.clusters.assign(update.task.client, update.task.cluster)
@@ -101,7 +100,7 @@ class IFCAAsync(Method):
         """Let a client choose among all models, and train the one that it has chosen."""
         return choose_and_train(client, self.clusters, self.parameters.choosing_cost)
 
-    def on_update(self, update: Update) -> Applied:
+    def on_update(self, update: Update) -> Outcome:
         """Mix the update into the chosen model."""
         chosen = update.task.cluster
         self.clusters.assign(update.task.client, chosen)

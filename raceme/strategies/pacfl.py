@@ -34,7 +34,6 @@ from scipy.cluster.hierarchy import linkage as joined_by
 from scipy.spatial.distance import squareform
 
 from raceme.core.clusters import Clusters, Model, parts_of
-from raceme.core.interface import Applied
 from raceme.core.messages import (
     COMPUTE_SCALE,
     IN_ALL,
@@ -44,7 +43,7 @@ from raceme.core.messages import (
     forward_cost,
 )
 from raceme.core.options import option
-from raceme.core.requests import Answer, InvalidReplyError, Task, Update, Work
+from raceme.core.requests import Answer, InvalidReplyError, Outcome, Task, Update, Work
 from raceme.core.scheduling import Dispatch, InRounds, Moment, RoundsParameters
 from raceme.core.strategy import Method, average_by_cluster
 from raceme.strategies.shared import numbered, regroup
@@ -205,7 +204,7 @@ class PACFL(Method):
 
     # A round.
 
-    def aggregate(self, updates: Sequence[Update]) -> list[Applied]:
+    def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
         """Average inside each cluster."""
         return average_by_cluster(self.clusters, updates)
 

@@ -12,9 +12,8 @@ import numpy as np
 
 from raceme.core.clients import Client
 from raceme.core.clusters import Clusters, Model
-from raceme.core.interface import Applied
 from raceme.core.messages import Vector
-from raceme.core.requests import Update
+from raceme.core.requests import Outcome, Update
 from raceme.core.strategy import Method
 
 
@@ -57,8 +56,8 @@ class Standalone(Method):
             self.clusters.found(Model(self.state.initial.copy()), [client.client_id])
         self.clusters.join(client.client_id)
 
-    def on_update(self, update: Update) -> Applied:
+    def on_update(self, update: Update) -> Outcome:
         """Replace the client's model by what it trained."""
         cluster = self.clusters.main(update.task.client)
         self.models[cluster].replace(update.vector)
-        return Applied(cluster=cluster, staleness=0, weight=1.0)
+        return Outcome(cluster=cluster, staleness=0, weight=1.0)

@@ -18,7 +18,7 @@ from raceme.training.local import TrainingSettings, evaluate, losses, train
 from raceme.training.network import Network, Samples
 
 # -----------------------------------------------------------------------------
-# What a server does with samples of its own: the torch behind `raceme.core.interface.Probe`.
+# What a server does with samples of its own: the torch behind `raceme.core.strategy.Probe`.
 # -----------------------------------------------------------------------------
 
 

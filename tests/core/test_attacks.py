@@ -12,9 +12,8 @@ import pytest
 from raceme import datasets
 from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
-from raceme.core.interface import Applied
 from raceme.core.messages import ModelSpec
-from raceme.core.requests import Update
+from raceme.core.requests import Outcome, Update
 from raceme.core.strategy import Method
 from raceme.runs import experiment
 from raceme.simulation.attacks import attack_of, attackers_of
@@ -100,10 +99,10 @@ class Note(Method):
         super().__init__()
         self.sent: dict[int, np.ndarray] = {}
 
-    def aggregate(self, updates: Sequence[Update]) -> list[Applied]:
+    def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
         for update in updates:
             self.sent[int(update.task.client.removeprefix("client-"))] = update.vector
-        return [Applied(0, 0, 0.0) for _ in updates]
+        return [Outcome(0, 0, 0.0) for _ in updates]
 
 
 def replies(config: RunConfig) -> dict[int, np.ndarray]:

@@ -9,9 +9,8 @@ import pytest
 from policies import Bench, run
 
 from raceme.core import events
-from raceme.core.interface import Applied
 from raceme.core.messages import LOSSES
-from raceme.core.requests import InvalidReplyError, Task, Update
+from raceme.core.requests import InvalidReplyError, Outcome, Task, Update
 from raceme.core.scheduling import EveryIdle, InRounds
 from raceme.simulation import Device
 from raceme.strategies import FedAsync
@@ -238,7 +237,7 @@ def test_who_works_in_no_rounds_counts_none() -> None:
 class Idling(FedAsync):
     """FedAsync that says of every update how long its client has waited."""
 
-    def on_update(self, update: Update) -> Applied:
+    def on_update(self, update: Update) -> Outcome:
         self.report(events.ClientIdled(self.now(), update.task.client, 1, 2.0, 8.0))
         return super().on_update(update)
 

@@ -15,8 +15,7 @@ from raceme.core.clusters import Model
 from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
 from raceme.core.events import ClusterChange
-from raceme.core.interface import Applied
-from raceme.core.requests import Update
+from raceme.core.requests import Outcome, Update
 from raceme.core.scheduling import Dispatch
 from raceme.datasets.drift import Schedule, Unit
 from raceme.runs.experiment import build_strategy, resolve
@@ -65,8 +64,8 @@ def test_what_changes_at_a_wake_is_reported_with_its_time() -> None:
             super().on_wake()
             self.clusters.found(Model(ONES), ["c0"])
 
-        def on_update(self, update: Update) -> Applied:
-            return Applied(self.clusters.main("c0"), 0, 0.0)
+        def on_update(self, update: Update) -> Outcome:
+            return Outcome(self.clusters.main("c0"), 0, 0.0)
 
     seen = run(Founds(1.5), grid_of(pulled_app(), devices(1.0)), num_rounds=2)
     changes = of(events.ClustersChanged, seen)

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from runs import ONES, devices, half, of, run
 
 from raceme.core import events
-from raceme.core.interface import Applied
 from raceme.core.messages import ModelSpec
-from raceme.core.requests import InvalidReplyError, Task, Update, read_update
+from raceme.core.requests import InvalidReplyError, Outcome, Task, Update, read_update
 from raceme.core.scheduling import Dispatch
 from raceme.flower.messages import identify_process, set_message_id
 from raceme.simulation import Device, Node, VirtualGrid
@@ -308,7 +307,7 @@ def test_a_change_that_would_spoil_a_model_is_refused_and_what_was_placed_is_rep
     class Spoils(FedAsync):
         """Founds a cluster, and then takes a step into nowhere, once."""
 
-        def on_update(self, update: Update) -> Applied:
+        def on_update(self, update: Update) -> Outcome:
             if len(self.models) == 1:
                 self.clusters.found(self.models[0].copy(), ["c0"])
                 self.models[0].move(np.inf * ONES)

@@ -18,9 +18,8 @@ from raceme.core import events
 from raceme.core.clusters import Clusters, Model, Weights
 from raceme.core.evaluation import read_scores
 from raceme.core.events import TaskScore, TasksTested
-from raceme.core.interface import Applied
 from raceme.core.messages import Vector
-from raceme.core.requests import Update
+from raceme.core.requests import Outcome, Update
 from raceme.datasets.drift import Schedule, Unit
 from raceme.simulation import Device, VirtualGrid
 from raceme.strategies import FedAsync, FedAvg, Method, Plan
@@ -182,8 +181,8 @@ class Remembering(FedAsync):
     def serving(self, client: str, step: int) -> Weights:
         return {1: 0.75, 0: 0.25} if step == 0 else {0: 1.0}
 
-    def on_update(self, update: Update) -> Applied:
-        return Applied(0, 0, 0.0)
+    def on_update(self, update: Update) -> Outcome:
+        return Outcome(0, 0, 0.0)
 
 
 def asked_of(app: ClientApp, asked: list[RecordDict], broken: bool = False) -> ClientApp:

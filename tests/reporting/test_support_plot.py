@@ -21,8 +21,7 @@ from raceme.core.events import (
     RunEnded,
     SupportChanged,
 )
-from raceme.core.interface import Applied
-from raceme.core.requests import Update
+from raceme.core.requests import Outcome, Update
 from raceme.records.record import RunRecord
 from raceme.records.store import RunStore, read_events
 from raceme.records.summary import summarise
@@ -138,7 +137,7 @@ def test_a_run_without_support_has_no_picture_and_says_so(tmp_path: Path) -> Non
 class Supported(FedAsync):
     """FedAsync whose second cluster is supported by the first from its second update on."""
 
-    def on_update(self, update: Update) -> Applied:
+    def on_update(self, update: Update) -> Outcome:
         if self.progress.updates == 1:
             other = self.clusters.found(Model(ONES), [])
             self.report(SupportChanged(self.now(), self.progress.updates + 1, {other: (0,)}))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from raceme.core.clusters import Model
-from raceme.core.interface import SIZE, Pulls, Sketch
+from raceme.core.embedding import SIZE, ClientEmbedding, Sketch
 
 LENGTH = 1000
 RNG = np.random.default_rng(0)
@@ -42,7 +42,7 @@ def test_a_sketch_is_linear_and_sees_weights_only() -> None:
 
 
 def test_clients_that_pull_one_way_lie_together_while_the_model_moves() -> None:
-    pulls, models = Pulls(Sketch(LENGTH)), {0: Model(START.copy())}
+    pulls, models = ClientEmbedding(Sketch(LENGTH)), {0: Model(START.copy())}
     ways = {"a": EAST, "b": WEST, "c": EAST, "d": WEST}
     for number, (client, way) in enumerate(ways.items()):
         pulls.send(number, models, {0: 1.0}, False)
@@ -59,7 +59,7 @@ def test_clients_that_pull_one_way_lie_together_while_the_model_moves() -> None:
 
 
 def test_clients_of_different_clusters_lie_apart_though_they_change_nothing() -> None:
-    pulls = Pulls(Sketch(LENGTH))
+    pulls = ClientEmbedding(Sketch(LENGTH))
     models = {1: Model(START + EAST), 2: Model(START + WEST)}
     placement = {"a": {1: 1.0}, "b": {2: 1.0}, "c": {1: 0.5, 2: 0.5}}
     for number, (client, weights) in enumerate(placement.items()):
@@ -73,7 +73,7 @@ def test_clients_of_different_clusters_lie_apart_though_they_change_nothing() ->
 
 
 def test_a_client_that_chooses_started_from_its_choice() -> None:
-    pulls = Pulls(Sketch(LENGTH))
+    pulls = ClientEmbedding(Sketch(LENGTH))
     models = {1: Model(START + EAST), 2: Model(START + WEST)}
     pulls.send(0, models, {1: 1.0, 2: 1.0}, True)
     pulls.take(0, "a", 2, models[2].vector)
@@ -82,7 +82,7 @@ def test_a_client_that_chooses_started_from_its_choice() -> None:
 
 
 def test_a_new_client_is_taken_at_once_and_then_in_its_turn() -> None:
-    pulls, models = Pulls(Sketch(LENGTH)), {0: Model(START.copy())}
+    pulls, models = ClientEmbedding(Sketch(LENGTH)), {0: Model(START.copy())}
     taken: list[str] = []
     rows = {}
     for look in range(5):
@@ -101,7 +101,7 @@ def test_a_new_client_is_taken_at_once_and_then_in_its_turn() -> None:
 
 
 def test_a_task_from_before_a_restart_is_left_out() -> None:
-    pulls = Pulls(Sketch(LENGTH))
+    pulls = ClientEmbedding(Sketch(LENGTH))
     pulls.take(7, "a", 0, START)
     pulls.close(7)
     clients, rows = pulls.seen_from_the_mean({0: Model(START)}, everybody_in(0).__getitem__)

@@ -9,9 +9,9 @@ from typing import Any
 from flwr.app import MetricRecord, RecordDict
 
 from raceme.core.errors import UserError, unknown_name
-from raceme.core.interface import Questions
 from raceme.core.messages import ARRAYS, CONFIG, NUM_EXAMPLES
 from raceme.core.options import convert
+from raceme.core.strategy import Method
 
 MetricsFn = Callable[[list[RecordDict], str], MetricRecord]
 """Aggregates the metrics of replies, given the name of the weight among them."""
@@ -139,7 +139,7 @@ def divided(
     return (replace(parameters, **given) if given else parameters), told
 
 
-def check_share(method: Questions, arguments: FlowerArguments) -> None:
+def check_share(method: Method, arguments: FlowerArguments) -> None:
     """Raise UserError if clients are to take part by share, and the method chooses them itself."""
     chooses = method.dispatch.rounds is not None and not hasattr(method.parameters, "fraction")
     if chooses and arguments.fraction_train < 1:

@@ -30,11 +30,11 @@ from raceme.core.clients import Client
 from raceme.core.drop_in.arguments import FlowerArguments, MetricsFn
 from raceme.core.errors import UserError
 from raceme.core.events import ACCURACY, LOSS_MEASURE
-from raceme.core.interface import Questions
 from raceme.core.messages import CLIENT_ID, InvalidModelError, from_array, to_array
 from raceme.core.progress import Plan, Progress
 from raceme.core.requests import InvalidReplyError
 from raceme.core.scheduling import sample
+from raceme.core.strategy import Method
 from raceme.core.timeline import Timeline
 from raceme.flower.grid import OwnGrid
 from raceme.flower.messages import Run, array, array_record, refused, set_message_id
@@ -666,7 +666,7 @@ class Rounds:
 
     Parameters
     ----------
-    method : Questions
+    method : Method
         Whose rounds.
     arguments : FlowerArguments
         Say how many clients take part.
@@ -680,7 +680,7 @@ class Rounds:
     """
 
     def __init__(
-        self, method: Questions, arguments: FlowerArguments, is_over: Callable[[int], None]
+        self, method: Method, arguments: FlowerArguments, is_over: Callable[[int], None]
     ) -> None:
         self._method, self._arguments, self._is_over = method, arguments, is_over
         self._before = method.dispatch.rounds or 0
@@ -727,7 +727,7 @@ class FlowerPlan(Plan):
 
     Attributes
     ----------
-    method : Questions
+    method : Method
         Whose.
     arguments : FlowerArguments
         Say how many clients train and test.
@@ -747,7 +747,7 @@ class FlowerPlan(Plan):
         Numbers of the rounds that were tested.
     """
 
-    method: Questions = field(kw_only=True)
+    method: Method = field(kw_only=True)
     arguments: FlowerArguments = field(kw_only=True)
     num_rounds: int = field(kw_only=True)
     rounds: Rounds = field(kw_only=True)

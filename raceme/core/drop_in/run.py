@@ -19,10 +19,10 @@ from raceme.core.drop_in.arguments import FlowerArguments
 from raceme.core.drop_in.grid import FlowerGrid, FlowerPlan, Rounds, Tally, Wire, check_kinds, shown
 from raceme.core.errors import UserError, unknown_name
 from raceme.core.evaluation import EvaluateFn, Packer, tested_by_server
-from raceme.core.interface import Probe, Questions, RunResult, StopCheck, never_stop
 from raceme.core.membership import change_line, is_news
 from raceme.core.messages import Vector
 from raceme.core.scheduling import InRounds
+from raceme.core.strategy import Method, Probe, RunResult, StopCheck, never_stop
 from raceme.core.timeline import Timeline, timeline_of
 
 # -----------------------------------------------------------------------------
@@ -298,7 +298,7 @@ def flower_run(**told: Any) -> FlowerRun:
 
 
 def start(
-    method: Questions,
+    method: Method,
     arguments: FlowerArguments,
     told: FlowerRun,
     run: Callable[..., RunResult],
@@ -307,7 +307,7 @@ def start(
 
     Parameters
     ----------
-    method : Questions
+    method : Method
         The method.
     arguments : FlowerArguments
         What it was made with.
@@ -354,7 +354,7 @@ class _Run:
 
     def __init__(
         self,
-        method: Questions,
+        method: Method,
         arguments: FlowerArguments,
         told: FlowerRun,
         wire: Wire,
@@ -502,7 +502,7 @@ class _Run:
         return result
 
 
-def _check_server(method: Questions, told: FlowerRun) -> None:
+def _check_server(method: Method, told: FlowerRun) -> None:
     """Raise UserError if the method measures models on samples of the server's and has none."""
     sets = 0 if told.probe is None else told.probe.sets
     try:
@@ -513,7 +513,7 @@ def _check_server(method: Questions, told: FlowerRun) -> None:
         name = type(method).__name__
         raise UserError(
             f"{name} measures models on the server's own samples: give its start(probe=...) a "
-            f"raceme.core.interface.Probe. In `raceme run` it is an option: {error}"
+            f"raceme.core.strategy.Probe. In `raceme run` it is an option: {error}"
         ) from None
 
 

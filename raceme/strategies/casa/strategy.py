@@ -22,10 +22,9 @@ from numpy.typing import NDArray
 
 from raceme.core.clients import Client
 from raceme.core.clusters import Clusters, Model
-from raceme.core.interface import Applied
 from raceme.core.messages import COMPUTE_SCALE, MASK, Vector
 from raceme.core.options import option
-from raceme.core.requests import Task, Update, Work
+from raceme.core.requests import Outcome, Task, Update, Work
 from raceme.core.strategy import Method, Variant, staleness_of
 from raceme.strategies import shared as spectral
 from raceme.strategies.casa.buffers import Code, Encoder, ModelBuffers, Sketches, WholeModels
@@ -215,7 +214,7 @@ class CASA(Method):
         if task.client in self._index:
             self.state.start[self._index[task.client]] = self._start_of(task)
 
-    def on_update(self, update: Update) -> Applied:
+    def on_update(self, update: Update) -> Outcome:
         """Algorithm 1, lines 3 to 11."""
         i = self._index.get(update.task.client)
         if i is None or self._present[i]:
@@ -228,7 +227,7 @@ class CASA(Method):
         self._watches.clear()
         return applied
 
-    def _act_on(self, i: int | None, update: Update) -> Applied:
+    def _act_on(self, i: int | None, update: Update) -> Outcome:
         state, client = self.state, update.task.client
         state.round += 1
         newcomer = not self.clusters.is_placed(client)
@@ -257,7 +256,7 @@ class CASA(Method):
         if i is not None:
             state.alpha[i] = alpha
         self._mix(k, update, alpha)
-        return Applied(cluster=k, staleness=staleness, weight=alpha)
+        return Outcome(cluster=k, staleness=staleness, weight=alpha)
 
     def _start_of(self, task: Task) -> int:
         """Return start_i of a task, in the unit of τ."""

@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 
 from raceme.core.clients import Client
 from raceme.core.clusters import Clusters
-from raceme.core.interface import Applied
 from raceme.core.messages import (
     COMPUTE_SCALE,
     LOSSES,
@@ -35,7 +34,7 @@ from raceme.core.messages import (
     to_array,
 )
 from raceme.core.options import option
-from raceme.core.requests import Answer, InvalidReplyError, Update, Work
+from raceme.core.requests import Answer, InvalidReplyError, Outcome, Update, Work
 from raceme.core.scheduling import Dispatch, InRounds, Moment
 from raceme.core.strategy import Method
 from raceme.flower.messages import array_record
@@ -185,7 +184,7 @@ class FedSoft(Method):
         """Let a client train its own model, pulled towards its mixture of the clusters'."""
         return Work(client, TRAIN_OWN, settings={PROXIMAL_MU: self.parameters.strength})
 
-    def aggregate(self, updates: Sequence[Update]) -> list[Applied]:
+    def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
         """Replace each cluster's model by the mean of those that it has drawn."""
         names = [update.task.client for update in updates]
         largest = dict.fromkeys(names, 0.0)
@@ -202,7 +201,7 @@ class FedSoft(Method):
             for row, weight in zip(rows, weights.tolist(), strict=True):
                 largest[names[row]] = max(largest[names[row]], weight)
         return [
-            Applied(self.clusters.main(name), staleness=0, weight=largest[name]) for name in names
+            Outcome(self.clusters.main(name), staleness=0, weight=largest[name]) for name in names
         ]
 
 
@@ -351,7 +350,7 @@ class FedSoftAsync(Method):
 
     # What the server does with an upload.
 
-    def on_update(self, update: Update) -> Applied:
+    def on_update(self, update: Update) -> Outcome:
         """Mix the client's model in by the shares that it states, and send it all models."""
         client, epoch = update.task.client, self.progress.updates + 1
         alpha = stated_shares(update, len(self.models))

@@ -31,10 +31,9 @@ from scipy.special import softmax
 from raceme.core.clients import Client
 from raceme.core.clusters import Clusters, Model, NonFiniteModelError, blended
 from raceme.core.errors import UserError
-from raceme.core.interface import Applied
 from raceme.core.messages import ARRAYS, PROXIMAL_MU, Vector, forward_cost
 from raceme.core.options import option
-from raceme.core.requests import Answer, Update, Work
+from raceme.core.requests import Answer, Outcome, Update, Work
 from raceme.core.scheduling import Dispatch
 from raceme.core.strategy import Method
 from raceme.strategies.cdfl.scheduling import OnRequest, RequestParameters
@@ -334,7 +333,7 @@ class CDFL(Method):
 
     # What the server does with an upload.
 
-    def on_update(self, update: Update) -> Applied:
+    def on_update(self, update: Update) -> Outcome:
         """Estimate the client's mixture, mix its model in, and make the one that it gets back."""
         client, v = update.task.client, update.vector
         alpha = self.estimate(v)
@@ -410,7 +409,7 @@ def mix_in(
     alpha: Shares,
     client: str,
     epoch: int,
-) -> Applied:
+) -> Outcome:
     """Mix an upload into the clusters that it is of (UpdateRatioCompute), unless it is too late.
 
     Parameters
@@ -432,7 +431,7 @@ def mix_in(
 
     Returns
     -------
-    Applied
+    Outcome
         The cluster with the largest share, uploads of others since the client received its model,
         and the largest β_k.
     """
@@ -450,7 +449,7 @@ def mix_in(
             state.renewed[k], largest = epoch, max(largest, beta)
     state.since[client] = epoch
     main = list(clusters.models)[int(np.argmax(alpha))]
-    return Applied(main, staleness=epoch - received - 1, weight=largest)
+    return Outcome(main, staleness=epoch - received - 1, weight=largest)
 
 
 def bar_of(name: str, text: str) -> float | None:

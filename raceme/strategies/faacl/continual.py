@@ -32,7 +32,6 @@ from numpy.typing import NDArray
 from raceme.core.clients import Client
 from raceme.core.clusters import Clusters, Model, Weights
 from raceme.core.errors import UserError
-from raceme.core.interface import Applied
 from raceme.core.messages import (
     BORROWED,
     COMPUTE_SCALE,
@@ -53,7 +52,7 @@ from raceme.core.messages import (
     to_array,
 )
 from raceme.core.options import option
-from raceme.core.requests import Answer, InvalidReplyError, Task, Update, Value, Work
+from raceme.core.requests import Answer, InvalidReplyError, Outcome, Task, Update, Value, Work
 from raceme.core.scheduling import Dispatch, InRounds, Moment
 from raceme.core.strategy import Method
 from raceme.flower.messages import array_record
@@ -572,7 +571,7 @@ class CFAACL(Method):
         settings = {**work.settings, REMEMBERED: self.parameters.remembered}
         return Work(client, LEARN, (), work.arrays, settings, work.phase)
 
-    def aggregate(self, updates: Sequence[Update]) -> list[Applied]:
+    def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
         """Make clusters of the first clients; let later ones search; average the others."""
         # Data may have moved on since: what a client was asked to do counts, not what it is now.
         new = [update for update in updates if update.task.kind == LEARN]
@@ -586,7 +585,7 @@ class CFAACL(Method):
     def _has_clusters(self) -> bool:
         return bool(self.state.supported.partitions)
 
-    def _found(self, updates: Sequence[Update]) -> list[Applied]:
+    def _found(self, updates: Sequence[Update]) -> list[Outcome]:
         """Make a cluster of each of the first clients (the cold start, Algorithm 7)."""
         founded = found_each(self, self.state, updates)
         self.rounds.add([applied.cluster for applied in founded])
@@ -594,13 +593,13 @@ class CFAACL(Method):
             self._remember(update.task.client, update.task.step, applied.cluster)
         return founded
 
-    def _learned(self, updates: Sequence[Update]) -> list[Applied]:
+    def _learned(self, updates: Sequence[Update]) -> list[Outcome]:
         """Keep the models of clients with new data: they search with them."""
         for update in updates:
             self.state.local[update.task.client] = update.vector.copy()
             self.state.learned_at[update.task.client] = update.task.step
         places = [self.clusters.main(update.task.client) for update in updates]
-        return [Applied(cluster, staleness=0, weight=0.0) for cluster in places]
+        return [Outcome(cluster, staleness=0, weight=0.0) for cluster in places]
 
     # After a search.
 

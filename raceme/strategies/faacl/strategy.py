@@ -30,7 +30,6 @@ from raceme.core.clients import Client
 from raceme.core.clusters import Clusters, Model
 from raceme.core.errors import UserError
 from raceme.core.events import SupportChanged
-from raceme.core.interface import Applied
 from raceme.core.messages import (
     ARRAYS,
     COMPUTE_SCALE,
@@ -44,7 +43,7 @@ from raceme.core.messages import (
     kept_for_validation,
 )
 from raceme.core.options import option
-from raceme.core.requests import Answer, InvalidReplyError, Task, Update, Value, Work
+from raceme.core.requests import Answer, InvalidReplyError, Outcome, Task, Update, Value, Work
 from raceme.core.scheduling import Dispatch, InRounds, Moment, RoundsParameters
 from raceme.core.strategy import Method, average_by_cluster
 from raceme.strategies.faacl.support import (
@@ -196,14 +195,14 @@ def compared(answer: Answer, alpha: float) -> dict[int, NDArray[np.float64]]:
     return dict(zip(asked, measured, strict=True))
 
 
-def found_each(method: Method, state: SupportState, updates: Sequence[Update]) -> list[Applied]:
+def found_each(method: Method, state: SupportState, updates: Sequence[Update]) -> list[Outcome]:
     """Let each client that has trained θ become a cluster of its own."""
     applied = []
     for update in updates:
         client = update.task.client
         cluster = method.clusters.found(Model(update.vector.copy(), 1), [client])
         state.cold.pop(client, None)
-        applied.append(Applied(cluster, staleness=0, weight=1.0))
+        applied.append(Outcome(cluster, staleness=0, weight=1.0))
     if START in method.models and not method.clusters.clients(START, online_only=False):
         method.clusters.retire(START)
     return applied
@@ -328,7 +327,7 @@ class SupportRounds:
         own = trains(state.supported, self._method.clusters.main(client))
         return next((model for model in own if model not in begun), None)
 
-    def aggregate(self, updates: Sequence[Update]) -> list[Applied]:
+    def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
         """Average what was trained from each model, weighted by the numbers of samples."""
         self._state.begun = {}
         self._state.is_due = bool(updates) and not self._state.supported.is_settled
@@ -670,23 +669,23 @@ class FAACLAsync(Method):
             if all(found) and self.clusters.main(client) != target:
                 passed[target], tested[target] = True, min(times)
 
-    def on_update(self, update: Update) -> Applied:
+    def on_update(self, update: Update) -> Outcome:
         """Make a cluster of a new client; mix what others have trained into its model."""
         if update.task.client in self.state.cold:
             (founded,) = found_each(self, self.state, [update])
             return founded
         return self._mix(update)
 
-    def _mix(self, update: Update) -> Applied:
+    def _mix(self, update: Update) -> Outcome:
         task, own = update.task, self.clusters.main(update.task.client)
         cluster = self._living(task.cluster)
         if cluster is None or own not in self._trainers(cluster):
-            return Applied(own, staleness=0, weight=0.0)
+            return Outcome(own, staleness=0, weight=0.0)
         model = self.models[cluster]
         staleness = model.version - task.version
         share = max(self.parameters.share_of(staleness), self._share(update, cluster))
         model.mix(update.vector, share)
-        return Applied(cluster, staleness, share)
+        return Outcome(cluster, staleness, share)
 
     def _living(self, cluster: int) -> int | None:
         """Return where a cluster's model lives on; None if a merge has given it up."""
@@ -783,7 +782,7 @@ class FAACL(Method):
         if task.kind != LOSSES:
             self.rounds.sent(task)
 
-    def aggregate(self, updates: Sequence[Update]) -> list[Applied]:
+    def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
         """Make clusters of new clients; average what was trained from each model."""
         cold = [update for update in updates if update.task.client in self.state.cold]
         others = [update for update in updates if update.task.client not in self.state.cold]

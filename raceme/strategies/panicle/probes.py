@@ -125,7 +125,7 @@ class Probes:
     def _reliabilities(self) -> NDArray[np.float32]:
         return self.selves if self.is_large else self.agreement.diagonal()
 
-    # Questions.
+    # Method.
 
     def count(self, client: str) -> int:
         """Return how many probes of a client count."""

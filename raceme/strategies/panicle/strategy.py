@@ -28,10 +28,9 @@ from numpy.typing import NDArray
 
 from raceme.core.clients import Client
 from raceme.core.clusters import Clusters, Model
-from raceme.core.interface import Applied
 from raceme.core.messages import ARRAYS, Vector
 from raceme.core.options import option
-from raceme.core.requests import Task, Update, Work
+from raceme.core.requests import Outcome, Task, Update, Work
 from raceme.core.strategy import Method, staleness_of
 from raceme.strategies.panicle.averaging import (
     Averages,
@@ -262,7 +261,7 @@ class Panicle(Method):
         """Return the model that the client started from: w0 for a probe."""
         return self.state.initial if update.task.phase == PROBE else super().base_of(update)
 
-    def on_update(self, update: Update) -> Applied:
+    def on_update(self, update: Update) -> Outcome:
         """Place a client by its probes; let a member's update move its cluster's model."""
         if update.task.phase == PROBE:
             return self._take_probe(update)
@@ -270,7 +269,7 @@ class Panicle(Method):
 
     # Who is like whom.
 
-    def _take_probe(self, update: Update) -> Applied:
+    def _take_probe(self, update: Update) -> Outcome:
         """Take a direction from w0 in, and act on what it says."""
         client, probes = update.task.client, self.state.probes
         habit, delta = self._habit(client), self.compared(self.delta(update))
@@ -299,7 +298,7 @@ class Panicle(Method):
         if client not in latest.models and not self.state.formed and self.clusters.online[client]:
             latest.renew(client, k, update.vector)
             habit.trained = False
-        return Applied(self.clusters.main(client), staleness=0, weight=0.0)
+        return Outcome(self.clusters.main(client), staleness=0, weight=0.0)
 
     def _note_change(self, client: str) -> None:
         """Note that a client's data have changed; many such speak for the others."""
@@ -452,7 +451,7 @@ class Panicle(Method):
 
     # What a cluster learns.
 
-    def _learn_from(self, update: Update) -> Applied:
+    def _learn_from(self, update: Update) -> Outcome:
         """Let a member's update move the model of its cluster."""
         client, state = update.task.client, self.state
         habit = self._habit(client)
@@ -473,21 +472,21 @@ class Panicle(Method):
         staleness = staleness_of(self, update, has_moved)
         is_placed = self.clusters.is_placed(client)
         if not is_placed or not comes_from(k, update.task.cluster, state.origins):
-            return Applied(k, staleness, weight=0.0)
+            return Outcome(k, staleness, weight=0.0)
         delta = self.delta(update)
         length = float(np.linalg.norm(self.compared(delta)))
         typical = self._roll.lengths.median_of_others(client, k, FEWEST_LENGTHS)
         is_watched = self.parameters.drift and self.parameters.clustering
         if is_watched and habit.is_sudden(length, typical):
             habit.doubted, state.withheld[client] = True, update.vector
-            return Applied(k, staleness, weight=0.0)
+            return Outcome(k, staleness, weight=0.0)
         habit.learn(length)
         self._recount(client)
         vector = cut(update.vector, delta, length, self.parameters.clip * typical)
         # Of a client that has moved the updates of all clusters are counted.
         counted = len(self.clusters.members) if has_moved else self.clusters.size(k)
         fresh = freshness(staleness, counted, self.parameters.stale)
-        return Applied(k, staleness, self._mix(update, k, vector, fresh, carries=not has_moved))
+        return Outcome(k, staleness, self._mix(update, k, vector, fresh, carries=not has_moved))
 
     def _mix(self, update: Update, k: int, vector: Vector, fresh: float, carries: bool) -> float:
         """Mix a member's model into its cluster's: w ← (1 − α) w + α (z + β (w − w₀) − λ (z' − z̄)).
