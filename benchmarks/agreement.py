@@ -93,7 +93,7 @@ def play(case: Case, clients: int, seats: int, passes: float, seed: int) -> Play
         task, start = sent[client]
         noise = case.noise * rng.normal(size=WEIGHTS).astype(np.float32)
         vector = start + 0.3 * (base + shifts[groups[client]] - start) + noise
-        method.on_update(Update(task, vector.astype(np.float32), 100, 0.0))
+        method.applied([Update(task, vector.astype(np.float32), 100, 0.0)])[0]
         method.progress.updates += 1
         method.close_task(task)
         dispatch(client, number + 1)

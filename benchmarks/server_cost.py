@@ -92,7 +92,7 @@ def feed(strategy: Any, clients: int, size: int, updates: int) -> dict[str, floa
         vector = base + groups[client % GROUPS] + noise[number % len(noise)]
         update = Update(sent[client], vector, 100, 0.0)
         started = time.perf_counter()
-        strategy.on_update(update)
+        strategy.applied([update])[0]
         total += time.perf_counter() - started
         strategy.close_task(sent[client])
         dispatch(client, number)

@@ -46,10 +46,10 @@ class Budgeted(Method):
         client, window = update.task.client, self.dispatch.state
         home = self.clusters.main(client)
         if not self.state.grouped:
-            self.state.deltas[client] = self.delta(update)
+            self.state.deltas[client] = update.delta
             self.state.latency[client] = update.arrived_at - update.task.sent_at
             return Outcome(home, 0, 0.0)
-        staleness = self.models[home].version - update.task.version
+        staleness = update.staleness
         together = [c for c in self.clusters.clients(home) if c in window.members]
         examples = sum(self.progress.fleet.clients[c].num_examples for c in together)
         share = update.num_examples / examples if staleness <= STALEST else 0.0

@@ -98,7 +98,7 @@ def update(
 def round_of(strategy: Any, *models: tuple[float, ...]) -> list[Any]:
     """Let c0, c1, … answer with these models, all in one round."""
     updates = [update(strategy, f"c{index}", *model) for index, model in enumerate(models)]
-    applied = strategy.aggregate(updates)
+    applied = strategy.applied(updates)
     for one in updates:
         strategy.close_task(one.task)
     return list(applied)
@@ -107,7 +107,7 @@ def round_of(strategy: Any, *models: tuple[float, ...]) -> list[Any]:
 def step(strategy: Any, client: str, *values: float) -> Any:
     """Let a client be given a task and answer it, as the event loop would."""
     one = update(strategy, client, *values)
-    applied = strategy.on_update(one)
+    applied = strategy.applied([one])[0]
     strategy.close_task(one.task)
     strategy.progress.updates += 1
     return applied

@@ -55,14 +55,14 @@ class Hierarchy(Method):
         if set(self.clusters.of(client)) == {PARENT}:
             self.place(client, update)
         cluster = next(k for k in self.clusters.of(client) if k != PARENT)
-        staleness = self.models[PARENT].version - update.task.version
+        staleness = update.staleness
         self.models[cluster].mix(update.vector, self.parameters.alpha)
         self.models[PARENT].mix(update.vector, self.parameters.alpha / (1 + staleness))
         return Outcome(cluster=cluster, staleness=staleness, weight=self.parameters.alpha)
 
     def place(self, client: str, update: Update) -> None:
         """Move a client under the cluster of its direction, or under a new one."""
-        direction = self.compared(self.delta(update))
+        direction = self.compared(update.delta)
         known = self.state.directions
         near = {k: cosine(direction, other) for k, other in known.items()}
         best = max(near, key=lambda k: near[k], default=PARENT)

@@ -26,7 +26,7 @@ def probe(strategy: Panicle, client: str, *values: float) -> None:
     version, updates = strategy.models[cluster].version, strategy.progress.updates
     task = Task(0, client, cluster, version, updates, 0.0, 0, phase="probe")
     strategy.open_task(task)
-    strategy.on_update(Update(task, np.array(values, np.float32), 10, 0.0))
+    strategy.applied([Update(task, np.array(values, np.float32), 10, 0.0)])
     strategy.close_task(task)
     strategy.progress.updates += 1
 

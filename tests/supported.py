@@ -62,7 +62,7 @@ class SupportBench(Bench):
             released = self.method.dispatch.accept(Update(task, vector, count, 0.0), 0.0)
             self.idle.add(task.client)
             if released:
-                self.method.aggregate(released)
+                self.method.applied(released)
                 self.method.progress.updates += len(released)
             self.method.close_task(task)
         return bool(released)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from raceme.core.events import ClusterChange, ClustersChanged
 from raceme.core.messages import Vector
-from raceme.flower.spill import Shelf
 
 # -----------------------------------------------------------------------------
 # A model on the server: it owns its numbers and its version.
@@ -183,44 +182,6 @@ def _unit_rows(rows: NDArray[np.floating]) -> NDArray[np.floating]:
 
 
 # -----------------------------------------------------------------------------
-# What a client has changed: its model against the one that it started from.
-# -----------------------------------------------------------------------------
-
-
-@dataclass
-class Bases:
-    """Past models that clients are still training from; each version is stored once.
-
-    Attributes
-    ----------
-    vectors : MutableMapping[str, Vector]
-        The models, by a name of the version: ``<cluster>/<version>``.
-    users : dict[str, int]
-        Number of open tasks that started from each.
-    """
-
-    vectors: MutableMapping[str, Vector] = field(default_factory=dict)
-    users: dict[str, int] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        # One of every client at work is too much for the memory of a large fleet.
-        self.vectors = Shelf(self.vectors)
-
-    def hold(self, name: str, vector: Vector) -> None:
-        """Keep the model that a client is sent until its task is over."""
-        if name not in self.vectors:
-            self.vectors[name] = vector.copy()
-        self.users[name] = self.users.get(name, 0) + 1
-
-    def release(self, name: str) -> None:
-        """Note that a task is over; forget a model from which nobody trains any more."""
-        if name in self.users:
-            self.users[name] -= 1
-            if not self.users[name]:
-                del self.users[name], self.vectors[name]
-
-
-# -----------------------------------------------------------------------------
 # Who belongs where: clusters, their models, and the verbs that change them.
 # -----------------------------------------------------------------------------
 
@@ -256,12 +217,16 @@ class Clusters:
         Whether it is there now.
     next_id : int
         Id of the next new cluster; ids are never used again.
+    heirs : dict[int, list[int]]
+        Clusters that are gone, to those whose models continue theirs: the parts of a split, or what
+        a merge has made that kept the model of one. A mean of models continues none of them.
     """
 
     models: dict[int, Model] = field(default_factory=dict)
     members: dict[str, dict[int, float]] = field(default_factory=dict)
     online: dict[str, bool] = field(default_factory=dict)
     next_id: int = 0
+    heirs: dict[int, list[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.next_id = max([self.next_id, *(cluster + 1 for cluster in self.models)])
@@ -332,6 +297,16 @@ class Clusters:
                     for cluster, weight in weights.items():
                         sizes[cluster] += weight
         return max(sizes, key=lambda cluster: sizes[cluster])
+
+    def continuations(self, cluster: int) -> list[int]:
+        """Return the clusters whose models continue that of one, which may be gone.
+
+        Their versions count on from its own. None where its model was given up, or became part of
+        a mean.
+        """
+        if cluster in self.models:
+            return [cluster]
+        return [kept for heir in self.heirs.get(cluster, ()) for kept in self.continuations(heir)]
 
     # Verbs.
 
@@ -412,6 +387,7 @@ class Clusters:
         for client, weights in self.members.items():
             if parent in weights and client not in moved:
                 moved[client] = {}
+        self.heirs[parent] = children
         self._place(moved)
         self._changed(ClusterChange.SPLIT, moved, (parent,), tuple(children), score, threshold)
         return children
@@ -422,6 +398,8 @@ class Clusters:
         model: Model | None = None,
         score: float = math.nan,
         threshold: float = math.nan,
+        *,
+        keep: int | None = None,
     ) -> int:
         """Replace several clusters by one; return its id.
 
@@ -433,6 +411,8 @@ class Clusters:
             The new cluster's; by default the mean of the sources', weighted by their members.
         score, threshold : float
             What was measured, and the bound that it passed.
+        keep : int, optional
+            The source whose model the new cluster has, instead.
 
         Raises
         ------
@@ -442,11 +422,15 @@ class Clusters:
         unknown = [cluster for cluster in sources if cluster not in self.models]
         if unknown or len(set(sources)) < 2 or len(set(sources)) != len(sources):
             raise ValueError(f"a merge needs at least two clusters that exist, got {sources}")
-        if model is None:
+        if keep is not None:
+            model = self.models[keep].copy()
+        elif model is None:
             model = self._mean_model(sources)
         for cluster in sources:
             del self.models[cluster]
         target = self._add(model)
+        if keep is not None:
+            self.heirs[keep] = [target]
         moved = {}
         for client, weights in self.members.items():
             merged = sum(weights.get(cluster, 0.0) for cluster in sources)

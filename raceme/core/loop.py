@@ -345,7 +345,7 @@ def judged(method: Method, update: Update, now: float) -> Update:
     if not guard.is_on:
         return update
     client = update.task.client
-    base = method.base_of(update)
+    base = method.bases.of(update.task)
     delta = np.asarray(update.vector - base)
     start = float(np.linalg.norm(method.spec.compared(base)))
 
@@ -779,7 +779,7 @@ class Loop:
         updates = [self._weighed(update) for update in updates]
         self._held = []
         try:
-            applied = self._method.aggregate(updates)
+            applied = self._method.applied(updates)
         except (InvalidReplyError, NonFiniteModelError) as error:
             held, self._held = self._held, None
             for update in updates:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 from flwr.app import ArrayRecord, Message, RecordDict
 from numpy.typing import NDArray
 
+from raceme.core.clusters import Model, Weights, blended
 from raceme.core.errors import printable, quoted
 from raceme.core.messages import (
     ARRAYS,
@@ -41,7 +43,10 @@ from raceme.core.messages import (
     from_array,
     metrics_of,
 )
+from raceme.flower.spill import Shelf
 
+TRANSIENT = MappingProxyType({"transient": True})
+"""Metadata of a dataclass's field that no state keeps."""
 Value = str | int | float | bool | list[int]
 
 
@@ -125,6 +130,81 @@ class Task:
     def reply(self) -> str:
         """What the reply to it is called: an update is of a model that was trained."""
         return "update" if self.kind in TRAINING else "answer"
+
+
+# -----------------------------------------------------------------------------
+# What a client has changed: its model against the one that it started from.
+# -----------------------------------------------------------------------------
+
+
+@dataclass
+class Bases:
+    """Past models that clients are still training from; each version is stored once.
+
+    Attributes
+    ----------
+    vectors : MutableMapping[str, Vector]
+        The models, by a name of the version: ``<cluster>/<version>``, or ``task <number>`` for the
+        weighted mean that a client of several clusters was sent: another client may have been sent
+        the same version of one of them.
+    users : dict[str, int]
+        Number of open tasks that started from each.
+    """
+
+    vectors: MutableMapping[str, Vector] = field(default_factory=dict)
+    users: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        # One of every client at work is too much for the memory of a large fleet.
+        self.vectors = Shelf(self.vectors)
+
+    def open(self, task: Task, models: Mapping[int, Model], weights: Weights) -> None:
+        """Keep the models that a client may start from until its task is over.
+
+        Parameters
+        ----------
+        task : Task
+            The task.
+        models : Mapping[int, Model]
+            The models by cluster.
+        weights : Mapping[int, float]
+            The clusters that serve the client.
+        """
+        if task.kind == TRAIN_BEST:
+            for cluster, version in task.candidates.items():
+                self.hold(f"{cluster}/{version}", models[cluster].vector)
+        elif len(weights) == 1 or task.candidates:
+            self.hold(f"{task.cluster}/{task.version}", models[task.cluster].vector)
+        else:
+            self.hold(f"task {task.number}", blended(models, weights))
+
+    def of(self, task: Task) -> Vector:
+        """Return the model that a client has started from. Shape (d,)."""
+        own = f"task {task.number}"
+        return self.vectors[own if own in self.vectors else f"{task.cluster}/{task.version}"]
+
+    def close(self, task: Task) -> None:
+        """Note that a task is over; forget a model from which no client trains any more."""
+        own = f"task {task.number}"
+        if task.kind == TRAIN_BEST:
+            names = [f"{cluster}/{version}" for cluster, version in task.candidates.items()]
+        else:
+            names = [own if own in self.vectors else f"{task.cluster}/{task.version}"]
+        for name in names:
+            self.release(name)
+
+    def hold(self, name: str, vector: Vector) -> None:
+        """Keep a model under a name; it may be kept several times."""
+        if name not in self.vectors:
+            self.vectors[name] = vector.copy()
+        self.users[name] = self.users.get(name, 0) + 1
+
+    def release(self, name: str) -> None:
+        """Note that a model is needed once less; forget it if it is needed no more."""
+        if name in self.users:
+            self.users[name] -= 1
+            if not self.users[name]:
+                del self.users[name], self.vectors[name]
 
 
 # -----------------------------------------------------------------------------
@@ -214,6 +294,13 @@ class Update:
         so; for reports only.
     cost : Cost
         What the work cost the device, as far as it says so; for reports only.
+    staleness : int
+        τ: changes of the model of the client's cluster since the client received it. The loop sets
+        it when the update is acted on: see :meth:`raceme.core.strategy.Method.received`.
+    age : int
+        Updates that were applied in the whole run since then, whatever their cluster.
+    bases : Bases, optional
+        Where `base` is kept; part of no checkpoint.
     """
 
     task: Task
@@ -226,6 +313,21 @@ class Update:
     arrived_at: float = 0.0
     mixture: tuple[float, ...] = ()
     cost: Cost = NOT_STATED
+    staleness: int = 0
+    age: int = 0
+    bases: Bases | None = field(default=None, repr=False, compare=False, metadata=TRANSIENT)
+
+    @property
+    def base(self) -> Vector:
+        """The model from which the client started; for a method that keeps bases. Shape (d,)."""
+        if self.bases is None:
+            raise ValueError("no bases are kept: the method has to say that it needs them")
+        return self.bases.of(self.task)
+
+    @property
+    def delta(self) -> Vector:
+        """Δ_i: what the client has changed, w_i less its base. Shape (d,)."""
+        return np.asarray(self.vector - self.base)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import math
 import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import Field, dataclass, field, fields, is_dataclass
 from statistics import median
 from typing import Any, ClassVar, Union, get_args, get_origin, get_type_hints
 
@@ -157,7 +157,7 @@ def to_tree(value: Any) -> Any:
         For a kind of object that a tree cannot hold.
     """
     if is_dataclass(value) and not isinstance(value, type):
-        return {item.name: to_tree(getattr(value, item.name)) for item in fields(value)}
+        return {item.name: to_tree(getattr(value, item.name)) for item in _kept(value)}
     if isinstance(value, Mapping):
         return {str(key): to_tree(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -169,6 +169,11 @@ def to_tree(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise TypeError(f"cannot keep a {type(value).__name__} in a state")
+
+
+def _kept(value: Any) -> list[Field[Any]]:
+    """Return the fields of a dataclass that are part of a state."""
+    return [item for item in fields(value) if not item.metadata.get("transient")]
 
 
 _TYPES: dict[Any, tuple[type, ...]] = {
@@ -200,7 +205,7 @@ def from_tree(kind: Any, tree: Any) -> Any:
         if not isinstance(tree, dict):
             raise ValueError(f"not a {kind.__name__}: {str(tree)[:40]!r}")
         hints = get_type_hints(kind)
-        names = [item.name for item in fields(kind)]
+        names = [item.name for item in _kept(kind)]
         if set(names) != set(tree):
             raise ValueError(f"not a {kind.__name__}: fields {sorted(tree)}, not {sorted(names)}")
         return kind(**{name: from_tree(hints[name], tree[name]) for name in names})

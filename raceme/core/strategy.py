@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from logging import INFO, getLogger
 from types import MappingProxyType
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 
 from raceme.core import events
 from raceme.core.clients import Client, Identities
-from raceme.core.clusters import Bases, Clusters, Model, Weights, blended
+from raceme.core.clusters import Clusters, Model, Weights
 from raceme.core.embedding import ClientEmbedding
 from raceme.core.errors import UserError
-from raceme.core.messages import TRAIN_BEST, TRAINING, VALIDATION_SHARE, ModelSpec, Vector
+from raceme.core.messages import TRAINING, VALIDATION_SHARE, ModelSpec, Vector
 from raceme.core.progress import Plan, Progress
 from raceme.core.protection import Guard, GuardState, NoProtection
-from raceme.core.requests import Answer, Outcome, Task, Update, Value, Work
+from raceme.core.requests import Answer, Bases, Outcome, Task, Update, Value, Work
 from raceme.core.scheduling import Dispatch, EveryIdle, Moment, NoState, from_tree, to_tree
 
 log = getLogger("raceme")
@@ -174,7 +174,7 @@ class Method(Strategy):
     parameters_type: ClassVar[type[Any]] = NoState
     state_type: ClassVar[type[Any]] = NoState
     keeps_bases: ClassVar[bool] = False
-    """Whether the models that clients train from are kept until they are back; see `delta`."""
+    """Whether the models that clients train from are kept meanwhile: see `Update.base`."""
     one_model: ClassVar[bool] = False
     """Whether all clients share one model for good: a protection can then take its time, while
     clusters form by the first updates, poisoned ones included."""
@@ -285,7 +285,8 @@ class Method(Strategy):
         Sequence[Outcome]
             What became of each of them, in the same order.
         """
-        return [self.on_update(update) for update in updates]
+        # The second may be for a model that the first has changed.
+        return [self.on_update(self.received(update)) for update in updates]
 
     def next_work(self, moment: Moment) -> Iterable[Work]:
         """Return what is asked of whom now."""
@@ -635,8 +636,7 @@ class Method(Strategy):
     def open_task(self, task: Task) -> None:
         """Keep what is needed of the models that travel, and tell the method of the task."""
         if self._keeps_base_of(task):
-            for name, vector in self._bases_of(task).items():
-                self.bases.hold(name, vector)
+            self.bases.open(task, self.models, self.placement(task.client))
         pulls = self.pulls
         if pulls is not None and task.kind in TRAINING and pulls.wants(task.client):
             sent = dict.fromkeys(task.candidates, 1.0) or self.placement(task.client)
@@ -646,61 +646,69 @@ class Method(Strategy):
     def _keeps_base_of(self, task: Task) -> bool:
         return self.keeps_bases or (self.protection.is_on and task.kind in TRAINING)
 
-    def _bases_of(self, task: Task) -> Mapping[str, Vector]:
-        """Return the models that a task may start from, by the names that they are kept under."""
-        if task.kind == TRAIN_BEST:
-            return {
-                f"{cluster}/{version}": self.models[cluster].vector
-                for cluster, version in task.candidates.items()
-            }
-        weights = self.placement(task.client)
-        whole = len(weights) == 1 or bool(task.candidates)
-        models = self.models
-        vector = models[task.cluster].vector if whole else blended(models, weights)
-        return {base_name(task, whole): vector}
-
     def note_pull(self, update: Update) -> None:
         """Note where a valid update pulls its model, if somebody wants to know."""
         task = update.task
         if self.pulls is not None and self.pulls.awaits(task.number):
             self.pulls.take(task.number, task.client, task.cluster, update.vector)
 
+    def received(self, update: Update) -> Update:
+        """Return an update with its staleness, its age and its base, as they are now.
+
+        The staleness counts the changes of the model that the client trained. If its cluster was
+        split meanwhile, or merged into one that kept its model, the changes of the cluster that
+        continues it count too. Where the client was moved to another cluster, or its model is no
+        more, versions say nothing: all updates count that were applied since it received its model.
+
+        Raises
+        ------
+        ValueError
+            The staleness would be negative: a method has put a model of an earlier version in the
+            place of one that a client has trained.
+        """
+        task, clusters = update.task, self.clusters
+        age = self.progress.updates - task.updates
+        living = clusters.continuations(task.cluster)
+        home = clusters.main(task.client)
+        if task.candidates or not clusters.is_placed(task.client):
+            home = living[0] if living and home not in living else home
+        staleness = age
+        if home in living:
+            staleness = clusters.models[home].version - task.version
+        if staleness < 0:
+            raise ValueError(
+                f"{type(self).__name__}: an update for cluster {home} has a staleness of "
+                f"{staleness}: its model is of version {clusters.models[home].version}, and "
+                f"{task.client} was sent version {task.version}"
+            )
+        bases = self.bases if self._keeps_base_of(task) else None
+        return replace(update, staleness=staleness, age=age, bases=bases)
+
+    def applied(self, updates: Sequence[Update]) -> Sequence[Outcome]:
+        """Let the method act on updates together, and return what it did with each.
+
+        Raises
+        ------
+        ValueError
+            An outcome states a staleness or a weight that cannot be.
+        """
+        outcomes = self.aggregate([self.received(update) for update in updates])
+        for outcome in outcomes:
+            for name, value in (("staleness", outcome.staleness), ("weight", outcome.weight)):
+                if not 0 <= value < math.inf:
+                    raise ValueError(
+                        f"{type(self).__name__}: an update for cluster {outcome.cluster} has a "
+                        f"{name} of {value}: it must be finite, and not negative"
+                    )
+        return outcomes
+
     def close_task(self, task: Task) -> None:
         """Tell the method that a task is over, and forget what was kept for it."""
         self.on_close(task)
         if self.pulls is not None:
             self.pulls.close(task.number)
-        if not self._keeps_base_of(task):
-            return
-        if task.kind == TRAIN_BEST:
-            for cluster, version in task.candidates.items():
-                self.bases.release(f"{cluster}/{version}")
-        elif base_name(task, False) in self.bases.vectors:
-            self.bases.release(base_name(task, False))
-        else:
-            self.bases.release(base_name(task, True))
-
-    def delta(self, update: Update) -> Vector:
-        """Return Δ_i = w_i − the model from which client i started; for a method that keeps bases.
-
-        Shape (d,).
-        """
-        return np.asarray(update.vector - self.base_of(update))
-
-    def base_of(self, update: Update) -> Vector:
-        """Return the model from which client i started; for a method that keeps bases. Shape (d,).
-
-        Of a client that has mixed several models itself, the mixture that served it when it was
-        asked: another client may have been sent the same version of one of them.
-        """
-        vectors = self.bases.vectors
-        own = base_name(update.task, False)
-        return vectors[own] if own in vectors else vectors[base_name(update.task, True)]
-
-
-def base_name(task: Task, whole: bool) -> str:
-    """Name the model that a task started from: a cluster's version, or a client's own mixture."""
-    return f"{task.cluster}/{task.version}" if whole else f"task {task.number}"
+        if self._keeps_base_of(task):
+            self.bases.close(task)
 
 
 def _cannot_be_wrapped(name: str) -> UserError:
@@ -774,15 +782,3 @@ def average_by_cluster(
         Outcome(cluster, staleness=0, weight=weight / totals[cluster])
         for cluster, weight in zip(homes, weights, strict=True)
     ]
-
-
-def staleness_of(method: Method, update: Update, has_moved: bool) -> int:
-    """Return the staleness τ of an update that goes into the main cluster of its client.
-
-    Versions of different clusters say nothing about each other: of a client that has just moved
-    all updates are counted that were applied since it received its model.
-    """
-    if has_moved:
-        return method.progress.updates - update.task.updates
-    cluster = method.clusters.main(update.task.client)
-    return method.models[cluster].version - update.task.version

@@ -152,13 +152,13 @@ class ACE(Method):
         rate = self.parameters.server_lr / clients if self.state.counted else 0.0
         if rate:
             self._step(rate)
-        return Outcome(cluster=0, staleness=version - update.task.version, weight=rate)
+        return Outcome(cluster=0, staleness=update.staleness, weight=rate)
 
     def _cache(self, update: Update) -> None:
         """U_i ← U_new; it is counted anew."""
         state, client = self.state, update.task.client
         self._leave_out(client)
-        brought = contribution(self.delta(update), update.vector, self.trainable)
+        brought = contribution(update.delta, update.vector, self.trainable)
         state.latest[client] = brought
         if not (self.parameters.counts_from_sending and client in state.trained_from):
             state.trained_from[client] = update.task.version

@@ -19,7 +19,7 @@ from raceme.core.messages import Vector
 from raceme.core.options import option
 from raceme.core.requests import Outcome, Update
 from raceme.core.scheduling import Dispatch, InRounds, RoundsParameters
-from raceme.core.strategy import Method, average_by_cluster, staleness_of
+from raceme.core.strategy import Method, average_by_cluster
 from raceme.strategies.fedasync import FedAsyncParameters, mix_by_staleness
 from raceme.strategies.shared import LINKAGES, Norms, linkage, norms_of, should_bipartition
 
@@ -133,7 +133,7 @@ class CFLAsync(Method):
             rounds = self.progress.updates / max(1, len(clusters.members))
             _divide_if_due(self, clusters.main(client), members, log_norms, rounds)
         home = clusters.main(client)
-        staleness = staleness_of(self, update, has_moved=newcomer)
+        staleness = update.age if newcomer else update.staleness
         return mix_by_staleness(self.models[home], update, home, staleness, self.parameters)
 
 
@@ -144,7 +144,7 @@ def _take(method: CFL | CFLAsync, update: Update) -> bool:
     on average most similar to its own.
     """
     state, clusters, client = method.state, method.clusters, update.task.client
-    delta = method.compared(method.delta(update))
+    delta = method.compared(update.delta)
     newcomer = not clusters.is_placed(client)
     if newcomer:
         known = {k: _known(state, clusters.clients(k)) for k in clusters.models}

@@ -505,7 +505,8 @@ class CSAFL(Method):
         joint = [update for update in updates if self.windows.is_joint(update)]
         averaged = average_by_cluster(self.clusters, joint)
         by_client = {u.task.client: a for u, a in zip(joint, averaged, strict=True)}
-        return [by_client.get(u.task.client) or self.on_update(u) for u in updates]
+        single = super().aggregate
+        return [by_client.get(u.task.client) or single([u])[0] for u in updates]
 
     def on_update(self, update: Update) -> Outcome:
         """Mix one update in with the client's share of its group's samples, unless too stale."""
@@ -514,7 +515,7 @@ class CSAFL(Method):
             return self._place(update)
         group = self.clusters.main(client)
         model = self.models[group]
-        staleness = model.version - update.task.version
+        staleness = update.staleness
         is_semi = self.parameters.update == "semi-asynchronous"
         if is_semi and staleness > self.parameters.threshold:
             self.windows.gather(group)
@@ -524,7 +525,7 @@ class CSAFL(Method):
             model.mix(update.vector, share)
         else:
             mixed = update.vector - model.vector
-            step = contribution(self.delta(update), mixed, self.trainable)
+            step = contribution(update.delta, mixed, self.trainable)
             model.move(np.float32(share) * step)
         return Outcome(group, staleness, share)
 

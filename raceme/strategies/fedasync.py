@@ -41,7 +41,7 @@ class FedAsync(Method):
     def on_update(self, update: Update) -> Outcome:
         """Mix the update in: w ← (1 − α_τ) w + α_τ w_i."""
         model = self.models[0]
-        staleness = model.version - update.task.version
+        staleness = update.staleness
         return mix_by_staleness(model, update, 0, staleness, self.parameters)
 
 

@@ -67,9 +67,9 @@ class FedBuff(Method):
     def on_update(self, update: Update) -> Outcome:
         """Collect the scaled delta; with K of them, take the server step."""
         state, options, model = self.state, self.parameters, self.models[0]
-        staleness = model.version - update.task.version
+        staleness = update.staleness
         scale = 1.0 / math.sqrt(1.0 + staleness)
-        scaled = np.float32(scale) * self.delta(update)
+        scaled = np.float32(scale) * update.delta
         state.total += contribution(scaled, update.vector, self.trainable)
         state.count += 1
         if state.count == options.k:
@@ -181,8 +181,8 @@ class CA2FL(Method):
     def on_update(self, update: Update) -> Outcome:
         """Collect the residual, overwrite the cache; with M of them, take the server step."""
         state, options, client = self.state, self.parameters, update.task.client
-        staleness = self.models[0].version - update.task.version
-        brought = contribution(self.delta(update), update.vector, self.trainable)
+        staleness = update.staleness
+        brought = contribution(update.delta, update.vector, self.trainable)
         change = only_weights(brought, self.trainable).astype(np.float64)
         state.residuals += brought
         if client in state.latest:
@@ -297,8 +297,8 @@ class FADAS(Method):
     def on_update(self, update: Update) -> Outcome:
         """Collect the update; with M of them, take the server step."""
         state, options = self.state, self.parameters
-        staleness = self.models[0].version - update.task.version
-        state.total += contribution(self.delta(update), update.vector, self.trainable)
+        staleness = update.staleness
+        state.total += contribution(update.delta, update.vector, self.trainable)
         state.largest_staleness = max(state.largest_staleness, staleness)
         state.count += 1
         if state.count == options.m:
@@ -418,9 +418,9 @@ class PORT(Method):
     def on_update(self, update: Update) -> Outcome:
         """Collect the update by its weight; take the step if nobody is to be waited for."""
         state, options = self.state, self.parameters
-        staleness = self.models[0].version - update.task.version
+        staleness = update.staleness
         weight = options.weight(staleness, self._agreement(update, staleness)) * update.num_examples
-        brought = contribution(self.delta(update), update.vector, self.trainable)
+        brought = contribution(update.delta, update.vector, self.trainable)
         state.total += weight * brought
         state.weight += weight
         state.count += 1
@@ -433,11 +433,11 @@ class PORT(Method):
     def _agreement(self, update: Update, staleness: int) -> float:
         """Return cos(Δ_i, w − w_ref); 1 of a fresh update, and before the first step."""
         by_start = self.parameters.reference == "start"
-        reference = self.base_of(update) if by_start else self.state.before
+        reference = update.base if by_start else self.state.before
         if staleness <= 1 or reference is None:
             return 1.0
         direction = np.asarray(self.models[0].vector - reference)
-        return float(cosine(self.compared(self.delta(update)), self.compared(direction)))
+        return float(cosine(self.compared(update.delta), self.compared(direction)))
 
     def _waits(self) -> bool:
         """Return whether a client is at work that is staler than the bound."""

@@ -289,7 +289,7 @@ class FedCompass(Method):
         """Move the model towards those of a group: w ← w + (α/N) Σ st(s_i) (w_i − w)."""
         model, own = self.models[0], self.parameters
         clients = max(len(updates), self.clusters.size(0))
-        stale = [model.version - update.task.version for update in updates]
+        stale = [update.staleness for update in updates]
         shares = [own.alpha / clients * (1.0 + s) ** -own.a for s in stale]
         step = np.zeros_like(model.vector)
         for update, share in zip(updates, shares, strict=True):

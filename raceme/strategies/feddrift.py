@@ -669,10 +669,7 @@ class FedDriftAsync(Method):
         if cluster not in self.models:
             return Outcome(self.clusters.main(task.client), staleness=0, weight=0.0)
         model = self.models[cluster]
-        staleness = model.version - task.version
-        if cluster != task.cluster:
-            staleness = self.progress.updates - task.updates
-        return mix_by_staleness(model, update, cluster, staleness, self.parameters)
+        return mix_by_staleness(model, update, cluster, update.staleness, self.parameters)
 
 
 # -----------------------------------------------------------------------------

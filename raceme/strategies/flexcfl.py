@@ -505,7 +505,7 @@ class FlexCFL(Method):
     def _look_at_directions(self, updates: Sequence[Update]) -> None:
         """Note whose update goes where another group's go: its data may have changed."""
         for update in updates:
-            delta = self.compared(self.delta(update))
+            delta = self.compared(update.delta)
             if self.state.start.looks_foreign(self._home(update), delta):
                 self._cold[update.task.client] = True
 
@@ -762,9 +762,7 @@ class FlexCFLAsync(Method):
         if update.task.cluster != group:
             return Outcome(group, staleness=0, weight=0.0)
         looks_at_it = self.parameters.detect == "direction"
-        if looks_at_it and start.looks_foreign(group, self.compared(self.delta(update))):
+        if looks_at_it and start.looks_foreign(group, self.compared(update.delta)):
             start.cold[client] = True
         model = self.models[group]
-        return mix_by_staleness(
-            model, update, group, model.version - update.task.version, self.parameters
-        )
+        return mix_by_staleness(model, update, group, update.staleness, self.parameters)

@@ -24,7 +24,7 @@ from raceme.core.messages import Vector
 from raceme.core.options import option
 from raceme.core.requests import Outcome, Update
 from raceme.core.scheduling import Dispatch, InRounds, RoundsParameters
-from raceme.core.strategy import Method, average_by_cluster, staleness_of
+from raceme.core.strategy import Method, average_by_cluster
 from raceme.strategies import shared as spectral
 from raceme.strategies.fedasync import FedAsyncParameters, mix_by_staleness
 
@@ -235,7 +235,8 @@ class ICFLAsync(Method):
         moved = _place(self, update, threshold)
         _divide_if_due(self, self.clusters.main(client), threshold)
         home = self.clusters.main(client)
-        staleness = staleness_of(self, update, has_moved=moved)
+        # It was moved just now: versions of different clusters say nothing about each other.
+        staleness = update.age if moved else update.staleness
         return mix_by_staleness(self.models[home], update, home, staleness, self.parameters)
 
     def similarity(self) -> tuple[list[str], NDArray[np.float32]]:
@@ -266,7 +267,7 @@ def _compared(method: ICFL | ICFLAsync, update: Update) -> Vector:
     """Return what a client is compared by."""
     if method.parameters.compare == "models":
         return method.compared(update.vector)
-    return method.compared(method.delta(update))
+    return method.compared(update.delta)
 
 
 def _place(method: ICFL | ICFLAsync, update: Update, threshold: float) -> bool:

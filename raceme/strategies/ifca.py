@@ -19,7 +19,7 @@ from raceme.core.messages import COMPUTE_SCALE, TRAIN, TRAIN_BEST, ModelSpec, Ve
 from raceme.core.options import option
 from raceme.core.requests import Outcome, Update, Work
 from raceme.core.scheduling import Dispatch, InRounds, RoundsParameters
-from raceme.core.strategy import Method, average_by_cluster, staleness_of
+from raceme.core.strategy import Method, average_by_cluster
 from raceme.strategies.fedasync import FedAsyncParameters, mix_by_staleness
 
 
@@ -104,8 +104,9 @@ class IFCAAsync(Method):
         """Mix the update into the chosen model."""
         chosen = update.task.cluster
         self.clusters.assign(update.task.client, chosen)
-        staleness = staleness_of(self, update, has_moved=False)
-        return mix_by_staleness(self.models[chosen], update, chosen, staleness, self.parameters)
+        return mix_by_staleness(
+            self.models[chosen], update, chosen, update.staleness, self.parameters
+        )
 
 
 def different_models(

@@ -17,9 +17,9 @@ from runs import of
 from test_resuming import TIMEOUT, whole
 
 from raceme.core import events
-from raceme.core.clusters import Bases
 from raceme.core.events import UpdateJudged, Verdict
 from raceme.core.protection import FilterProtection, Guard, NoProtection, NormProtection, Ruling
+from raceme.core.requests import Bases
 from raceme.simulation import Device, VirtualGrid
 from raceme.strategies import (
     CASA,

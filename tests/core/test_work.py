@@ -294,7 +294,7 @@ def test_a_model_that_work_names_is_the_one_that_its_update_started_from() -> No
             return Work(client, models=(1,))
 
         def on_update(self, update: Update) -> Any:
-            self.deltas.append(self.delta(update).tolist())
+            self.deltas.append(update.delta.tolist())
             return super().on_update(update)
 
     strategy = Named()

@@ -7,10 +7,11 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from raceme.core.clusters import Bases, Clusters
+from raceme.core.clusters import Clusters
 from raceme.core.progress import Progress
 from raceme.core.protection import GuardState
 from raceme.core.registry import STRATEGIES
+from raceme.core.requests import Bases
 from raceme.core.scheduling import RoundState
 from raceme.core.strategy import Variant
 from raceme.runs.checkpoints import STATE
@@ -28,8 +29,9 @@ def state_fields() -> dict[str, dict[str, str]]:
     def visit(kind: Any) -> None:
         if isinstance(kind, type) and is_dataclass(kind) and kind.__qualname__ not in found:
             hints = get_type_hints(kind)
-            found[kind.__qualname__] = {item.name: str(item.type) for item in fields(kind)}
-            for item in fields(kind):
+            kept = [item for item in fields(kind) if not item.metadata.get("transient")]
+            found[kind.__qualname__] = {item.name: str(item.type) for item in kept}
+            for item in kept:
                 visit(hints[item.name])
         for part in get_args(kind):
             visit(part)

@@ -66,7 +66,7 @@ def test_aced_takes_no_step_if_all_are_too_old() -> None:
     made = with_clients(ACED(ACEDParameters(start="seen", delay=1)), 3)
     one = update(made, "c0", 5, 5)
     at_version(made, 2)
-    applied = made.on_update(one)
+    applied = made.applied([one])[0]
     assert (applied.weight, applied.staleness) == (0.0, 2)
     assert made.models[0].version == 2
     assert made.models[0].vector.tolist() == [0, 0]

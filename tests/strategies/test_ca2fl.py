@@ -65,7 +65,7 @@ def test_what_a_huge_update_has_left_in_the_cache_goes_with_it() -> None:
     made = with_clients(CA2FL(CA2FLParameters(m=1)), 2)
     for values in ((1, 1), (3e13, 3e13), (1, 1)):
         one = update(made, "c0", *(made.models[0].vector + np.array(values, np.float32)))
-        made.on_update(one)
+        made.applied([one])
         made.close_task(one.task)
     assert made.state.latest_total.tolist() == pytest.approx(
         made.state.latest["c0"].tolist(), abs=1e-2

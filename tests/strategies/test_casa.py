@@ -38,14 +38,14 @@ def test_three_updates_by_hand() -> None:
     strategy = casa_with(3)
     # |C| = 3: α_c = 2 Ω(t) / log2(6) = 0.773706 Ω(t), and r_c = 3 (2 − Ω(t)) > 3.
     # Ω(t) = 0.970815^(t / 1000): Ω(1) = 0.99997038, Ω(2) = 0.99994076, Ω(3) = 0.99991114.
-    first = strategy.on_update(update("c0", (1.0, 0.0)))
+    first = strategy.applied([update("c0", (1.0, 0.0))])[0]
     assert first.staleness == 0
     assert first.weight == pytest.approx(0.773683, abs=1e-6)
     model = strategy.models[0]
     assert model.version == 1
     assert model.vector.tolist() == pytest.approx([0.773683, 0.0], abs=1e-6)
     # c0's model is now in the buffers of c1 and c2. c1 returns (3, 4): cos = 3/5.
-    second = strategy.on_update(update("c1", (3.0, 4.0)))
+    second = strategy.applied([update("c1", (3.0, 4.0))])[0]
     assert second.staleness == 1
     assert second.weight == pytest.approx(0.773660, abs=1e-6)
     # 0.77366 · (3, 4) + 0.22634 · (0.773683, 0) = (2.496096, 3.094640).
@@ -55,7 +55,7 @@ def test_three_updates_by_hand() -> None:
     assert similarity[0, 1] == similarity[1, 0] == pytest.approx(0.6)
     assert np.isnan(similarity[0, 2])
     # c2 has the models of both; (0, 2) has cosines 0 and 4/5 with them.
-    strategy.on_update(update("c2", (0.0, 2.0)))
+    strategy.applied([update("c2", (0.0, 2.0))])
     _, similarity = strategy.similarity()
     assert similarity[2].tolist() == pytest.approx([0.0, 0.8, 1.0])
 
@@ -64,7 +64,7 @@ def test_staleness_beyond_the_bound_is_damped() -> None:
     strategy = casa_with(1, gamma=1.0)
     # |C| = 1: α_c = 2 Ω / log2(4) = Ω(t), r_c = 2 − Ω(t) = 1.0000…; version 16 makes τ = 16.
     at_version(strategy, 16)
-    applied = strategy.on_update(update("c0", (1.0, 1.0), version=0))
+    applied = strategy.applied([update("c0", (1.0, 1.0), version=0)])[0]
     assert applied.staleness == 16
     assert applied.weight == pytest.approx(0.99997038 / 4, abs=1e-7)
 
@@ -72,44 +72,47 @@ def test_staleness_beyond_the_bound_is_damped() -> None:
 def test_global_staleness_counts_all_updates() -> None:
     strategy = casa_with(2, staleness_unit="global")
     strategy.progress.updates = 7
-    assert strategy.on_update(update("c0", (1.0, 0.0))).staleness == 7
+    assert strategy.applied([update("c0", (1.0, 0.0))])[0].staleness == 7
 
 
 def test_constant_decay_is_the_ablation_casa_d() -> None:
     strategy = casa_with(2, bi_level=False, constant_alpha=0.3)
     at_version(strategy, 1000)
-    assert strategy.on_update(update("c0", (1.0, 0.0))).weight == 0.3
+    assert strategy.applied([update("c0", (1.0, 0.0))])[0].weight == 0.3
 
 
 def test_recurring_models_are_not_buffered_twice() -> None:
     strategy = casa_with(3)
-    strategy.on_update(update("c0", (1.0, 0.0)))
-    strategy.on_update(update("c0", (0.0, 1.0), version=1))
+    strategy.applied([update("c0", (1.0, 0.0))])
+    strategy.applied([update("c0", (0.0, 1.0), version=1)])
     # c1 still holds c0's first model: cos((1, 0), (1, 0)) = 1.
-    strategy.on_update(update("c1", (1.0, 0.0)))
+    strategy.applied([update("c1", (1.0, 0.0))])
     assert strategy.similarity()[1][0, 1] == pytest.approx(1.0)
 
 
 def test_models_from_too_far_apart_are_not_compared() -> None:
     strategy = casa_with(2, gap_range=5.0)
+    at_version(strategy, 5)
     strategy.on_dispatch(task("c1", version=5))
-    strategy.on_update(update("c0", (1.0, 0.0), version=0))
-    strategy.on_update(update("c1", (1.0, 0.0), version=5))
+    strategy.applied([update("c0", (1.0, 0.0), version=0)])
+    strategy.applied([update("c1", (1.0, 0.0), version=5)])
     # |0 − 5| ≥ 5: redundant, in both directions.
     assert np.isnan(strategy.similarity()[1][0, 1])
     strategy.on_dispatch(task("c1", version=4))
-    strategy.on_update(update("c0", (1.0, 0.0), version=0))
-    strategy.on_update(update("c1", (1.0, 0.0), version=4))
+    strategy.applied([update("c0", (1.0, 0.0), version=0)])
+    strategy.applied([update("c1", (1.0, 0.0), version=4)])
     assert strategy.similarity()[1][0, 1] == pytest.approx(1.0)
 
 
 def test_with_global_staleness_starts_are_told_apart_by_all_updates() -> None:
     def compared(first: Task, second: Task) -> bool:
         strategy = casa_with(2, gap_range=5.0, staleness_unit="global")
+        at_version(strategy, 40)
+        strategy.progress.updates = 45
         for one in (first, second):
             strategy.on_dispatch(one)
         for one in (first, second):
-            strategy.on_update(Update(one, np.ones(2, np.float32), 10, 0.0))
+            strategy.applied([Update(one, np.ones(2, np.float32), 10, 0.0)])
         return not np.isnan(strategy.similarity()[1][0, 1])
 
     # Versions that are far apart, as those of a cluster that is new, at the same time; and the same
@@ -123,7 +126,7 @@ def feed_two_groups(strategy: CASA) -> None:
     for _ in range(2):
         for client in range(6):
             angle = 0.1 * (client % 3) + (0.0 if client < 3 else 1.2)
-            strategy.on_update(update(f"c{client}", (np.cos(angle), np.sin(angle))))
+            strategy.applied([update(f"c{client}", (np.cos(angle), np.sin(angle)))])
 
 
 def test_a_cluster_splits_into_its_groups_and_children_inherit() -> None:
@@ -148,7 +151,7 @@ def test_a_cluster_splits_into_its_groups_and_children_inherit() -> None:
 def test_no_split_before_every_pair_is_known_nor_without_clustering() -> None:
     strategy = casa_with(6, gap_range=1000.0)
     for client in range(5):
-        strategy.on_update(update(f"c{client}", (1.0, float(client))))
+        strategy.applied([update(f"c{client}", (1.0, float(client)))])
     assert len(strategy.models) == 1
     ablation = casa_with(6, gap_range=1000.0, clustering=False)
     feed_two_groups(ablation)
@@ -160,7 +163,7 @@ def feed_one_group(strategy: CASA, rounds: int) -> None:
     rng = np.random.default_rng(0)
     for _ in range(rounds):
         for client in range(10):
-            strategy.on_update(update(f"c{client}", (1.0, *rng.normal(0, 0.01, 50))))
+            strategy.applied([update(f"c{client}", (1.0, *rng.normal(0, 0.01, 50)))])
 
 
 def test_a_guard_against_noise_keeps_one_group_together_and_divides_two() -> None:
@@ -178,7 +181,7 @@ def test_a_guard_against_noise_keeps_one_group_together_and_divides_two() -> Non
 
 def test_a_client_that_left_does_not_hold_up_a_split_and_keeps_its_company() -> None:
     strategy = casa_with(8, gap_range=1000.0)
-    strategy.on_update(update("c6", (np.cos(1.25), np.sin(1.25))))
+    strategy.applied([update("c6", (np.cos(1.25), np.sin(1.25)))])
     strategy.remove_client("c6")
     strategy.remove_client("c7")
     seen: list[events.Event] = []
@@ -196,7 +199,7 @@ def test_a_client_that_left_does_not_hold_up_a_split_and_keeps_its_company() -> 
 def test_clients_that_are_away_are_not_given_models_to_compare_with() -> None:
     strategy = casa_with(3)
     strategy.remove_client("c1")
-    strategy.on_update(update("c0", (1.0, 0.0)))
+    strategy.applied([update("c0", (1.0, 0.0))])
     assert [strategy.state.buffers.owners(i).tolist() for i in range(3)] == [[], [], [0]]
 
 
@@ -204,18 +207,18 @@ def test_an_only_member_that_is_taken_for_gone_counts_as_one() -> None:
     strategy = casa_with(1)
     strategy.remove_client("c0")
     # |C| = 1: α_c = 2 Ω(1) / log2(4) = 0.99997. With |C| = 0 it would be 2 / log2(3) = 1.26.
-    assert strategy.on_update(update("c0", (1.0, 0.0))).weight == pytest.approx(0.99997038)
+    assert strategy.applied([update("c0", (1.0, 0.0))])[0].weight == pytest.approx(0.99997038)
 
 
 def test_alpha_is_a_share_whatever_alpha0_is() -> None:
-    assert casa_with(1, alpha0=5.0).on_update(update("c0", (1.0, 0.0))).weight == 1.0
+    assert casa_with(1, alpha0=5.0).applied([update("c0", (1.0, 0.0))])[0].weight == 1.0
 
 
 def test_the_updates_of_clients_that_are_taken_for_gone_do_not_divide_one_group() -> None:
     strategy, rng = casa_with(5, size=21, gap_range=1000.0), np.random.default_rng(0)
 
     def send(client: int) -> None:
-        strategy.on_update(update(f"c{client}", (1.0, *rng.normal(0, 0.01, 20))))
+        strategy.applied([update(f"c{client}", (1.0, *rng.normal(0, 0.01, 20)))])
 
     for client in range(4):
         send(client)
@@ -236,12 +239,12 @@ def test_the_updates_of_clients_that_are_taken_for_gone_do_not_divide_one_group(
 def test_what_is_known_of_a_client_that_is_away_does_not_stand_for_what_is_missing() -> None:
     strategy = casa_with(4, gap_range=1000.0)
     for client in ("c0", "c1"):
-        strategy.on_update(update(client, (1.0, 0.0)))
+        strategy.applied([update(client, (1.0, 0.0))])
     strategy.remove_client("c3")
-    strategy.on_update(update("c1", (1.0, 0.0)))
+    strategy.applied([update("c1", (1.0, 0.0))])
     # Missing are (0, 2) and (1, 2). c3 brings two pairs with c0 and c1: nothing is known of c2 yet,
     # whose similarities of 0 would divide the cluster.
-    strategy.on_update(update("c3", (1.0, 0.0)))
+    strategy.applied([update("c3", (1.0, 0.0))])
     assert set(strategy.models) == {0}
 
 
@@ -252,9 +255,9 @@ def test_a_newcomer_joins_the_cluster_whose_buffered_models_it_resembles() -> No
     cluster = strategy.clusters.main("new")
     assert cluster in strategy.models
     strategy.on_dispatch(task("new", cluster=cluster))
-    strategy.on_update(update("c0", (1.0, 0.0)))
-    strategy.on_update(update("c4", (np.cos(1.3), np.sin(1.3))))
-    strategy.on_update(update("new", (np.cos(1.2), np.sin(1.2))))
+    strategy.applied([update("c0", (1.0, 0.0))])
+    strategy.applied([update("c4", (np.cos(1.3), np.sin(1.3)))])
+    strategy.applied([update("new", (np.cos(1.2), np.sin(1.2)))])
     assert strategy.clusters.main("new") == strategy.clusters.main("c4")
 
 
@@ -273,7 +276,7 @@ def test_a_representative_counts_clients_by_their_data() -> None:
     strategy.on_dispatch(task("new", cluster=1))
     angles = {"c0": 0.0, "c1": np.pi / 2, "c2": 1.2, "new": 0.9}
     for client, angle in angles.items():
-        strategy.on_update(update(client, (np.cos(angle), np.sin(angle))))
+        strategy.applied([update(client, (np.cos(angle), np.sin(angle)))])
     # Eq (15): rep_1 is (1000 (1, 0) + 10 (0, 1)) / 1010, at 0.01; rep_2 is at 1.2, 0.3 away. The
     # plain mean of c0 and c1 would be at 0.785, 0.115 away.
     assert strategy.clusters.main("new") == 2
@@ -287,9 +290,9 @@ def test_a_newcomers_first_update_counts_as_if_it_had_started_from_its_cluster()
     strategy.add_client(Client("new", num_examples=10))
     # It was sent the larger cluster's model, whose versions say nothing about the other's.
     strategy.on_dispatch(task("new", version=100, cluster=1))
-    strategy.on_update(update("c2", (0.0, 1.0), version=3))
+    strategy.applied([update("c2", (0.0, 1.0), version=3)])
     strategy.on_dispatch(task("c2", version=4, cluster=2))
-    strategy.on_update(update("new", (0.1, 1.0), version=100))
+    strategy.applied([update("new", (0.1, 1.0), version=100)])
     assert strategy.clusters.main("new") == 2
     owners = strategy.state.buffers.owners(2).tolist()
     assert [strategy.state.clients[owner] for owner in owners] == ["new"]
@@ -301,7 +304,7 @@ def test_without_buffered_models_a_newcomer_is_compared_with_the_clusters_models
     strategy.add_client(Client("new", num_examples=10))
     strategy.on_dispatch(task("new"))
     # rep_k is w_{g,k}: the model of c0's cluster lies nearer to the first axis.
-    strategy.on_update(update("new", (1.0, 0.0)))
+    strategy.applied([update("new", (1.0, 0.0))])
     assert strategy.clusters.main("new") == strategy.clusters.main("c0")
 
 

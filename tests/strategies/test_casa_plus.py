@@ -71,14 +71,14 @@ def test_the_way_of_a_mask() -> None:
     # The first task carries no mask; it comes back fresh and is mixed in whole.
     assert strategy.work_for("c0") == Work("c0")
     task = dispatched(0, version=0)
-    strategy.on_update(Update(task, np.arange(1, 9, dtype=np.float32), 10, 0.0))
+    strategy.applied([Update(task, np.arange(1, 9, dtype=np.float32), 10, 0.0)])
     strategy.on_close(task)
     assert strategy.work_for("c0") == Work("c0")
     # The second is 16 versions late: |C| = 1, α_c = 2 Ω / log2(4) = Ω(2) = 0.99994, α_i a quarter
     # of it, S = 0.99994 · 0.75 = 0.75: six of the eight weights are not trained next time.
     at_version(strategy, 17)
     task = dispatched(1, version=1)
-    strategy.on_update(Update(task, np.arange(8, 0, -1).astype(np.float32), 10, 0.0))
+    strategy.applied([Update(task, np.arange(8, 0, -1).astype(np.float32), 10, 0.0)])
     strategy.on_close(task)
     work = strategy.work_for("c0")
     assert work.settings == {"compute-scale": pytest.approx(3 / 8)}
@@ -91,7 +91,7 @@ def test_the_way_of_a_mask() -> None:
     before = strategy.models[0].vector.copy()
     task = dispatched(2, version=18)
     assert list(strategy.state.sent) == [2]
-    strategy.on_update(Update(task, before + 1, 10, 0.0))
+    strategy.applied([Update(task, before + 1, 10, 0.0)])
     strategy.on_close(task)
     changed = strategy.models[0].vector != before
     assert changed.tolist() == [True] * 3 + [False] * 5

@@ -76,7 +76,7 @@ def test_a_newcomer_has_the_mean_of_the_clusters_and_the_present_epoch() -> None
 def test_an_upload_by_hand() -> None:
     cdfl = method(c1=0.5, c2=0.25, sharpness="3")
     # v = (1, 0): l = d1 = d2 = (1, 3), the others' shares (3/4, 1/4): 3 (3/4 − 1/4) = 1.5.
-    applied = cdfl.on_update(upload("c0", 1.0, 0.0))
+    applied = cdfl.applied([upload("c0", 1.0, 0.0)])[0]
     alpha = 1 / (1 + np.exp(-1.5))
     # β1 = (1, 0), β2 = 1, β0 = 0.025: cluster 0 moves from 0 to 0.025, cluster 1 stays.
     assert cdfl.models[0].vector.tolist() == pytest.approx([0.025, 0.0])
@@ -91,7 +91,7 @@ def test_an_upload_by_hand() -> None:
 def test_alpha_uses_the_models_before_the_upload_and_measures_them_once_a_version() -> None:
     cdfl = method(beta0=1.0)
     first = cdfl.estimate(np.array([1, 0], np.float32))
-    cdfl.on_update(upload("c0", 1.0, 0.0))
+    cdfl.applied([upload("c0", 1.0, 0.0)])
     # Cluster 0 is at (1, 0) now: d1 = |1 − 1| and d2 = 0 speak for it more than before.
     assert cdfl.estimate(np.array([1, 0], np.float32))[0] > first[0]
 
@@ -100,7 +100,7 @@ def test_alpha_uses_the_models_before_the_upload_and_measures_them_once_a_versio
 def test_a_late_upload_changes_no_cluster_and_is_answered(epoch: int, is_stale: bool) -> None:
     cdfl = method(clients=3)  # τ0 is the number of clients, 3.
     cdfl.progress.updates = epoch - 1
-    applied = cdfl.on_update(upload("c0", 1.0, 0.0))
+    applied = cdfl.applied([upload("c0", 1.0, 0.0)])[0]
     assert (applied.weight == 0) == is_stale
     assert (cdfl.models[0].version == 0) == is_stale
     # It gets a model of its mixture all the same, and its next upload counts from this epoch.
@@ -114,25 +114,25 @@ def test_the_share_falls_when_the_cluster_was_renewed_after_the_client_received(
         cdfl = method(clients=3, oldest=100, last_update=last_update)
         cdfl.progress.updates = 5
         # t = 6, τ = 0; nobody has renewed cluster 0: e_k = 0, or as printed 6: 10 · 6 + 1 = 61.
-        assert cdfl.on_update(upload("c0", 1.0, 0.0)).weight == pytest.approx(expected)
+        assert cdfl.applied([upload("c0", 1.0, 0.0)])[0].weight == pytest.approx(expected)
         cdfl.progress.updates = 11
         # t = 12, τ = 0; c0 has renewed it at 6: 1/(10 · 6 + 1), or as printed 1/(10 · 12 + 1).
         later = {"before": 0.025 / 61, "this": 0.025 / 121}[last_update]
-        assert cdfl.on_update(upload("c1", 1.0, 0.0)).weight == pytest.approx(later)
+        assert cdfl.applied([upload("c1", 1.0, 0.0)])[0].weight == pytest.approx(later)
 
 
 def test_a_loss_that_is_no_number_leaves_everything_as_it_was() -> None:
     cdfl = method()
     before = plain(cdfl.state_dict())
     with pytest.raises(NonFiniteModelError, match="its loss on proxy set 0 is"):
-        cdfl.on_update(upload("c0", float("inf"), 0.0))
+        cdfl.applied([upload("c0", float("inf"), 0.0)])
     assert plain(cdfl.state_dict()) == before
 
 
 def test_a_share_of_nothing_places_the_client_elsewhere() -> None:
     # With A = 1e4 the softmax of (3/4, 1/4) is (1, 0).
     cdfl = method(sharpness="1e4")
-    cdfl.on_update(upload("c0", 1.0, 0.0))
+    cdfl.applied([upload("c0", 1.0, 0.0)])
     assert cdfl.clusters.of("c0") == {0: 1.0}
     assert cdfl.state.received["c0"].tolist() == cdfl.models[0].vector.tolist()
 
@@ -142,7 +142,7 @@ def test_weights_too_large_to_compare_leave_everything_as_it_was() -> None:
     cdfl.probe = Level([0, 0], [4, 0])
     before = plain(cdfl.state_dict())
     with pytest.raises(NonFiniteModelError, match="its weights are too large"):
-        cdfl.on_update(upload("c0", 1e25, 0.0))
+        cdfl.applied([upload("c0", 1e25, 0.0)])
     assert plain(cdfl.state_dict()) == before
 
 
@@ -257,7 +257,7 @@ def soft_async() -> FedSoftAsync:
 
 def test_fedsoft_async_takes_a_share_of_nothing() -> None:
     soft = soft_async()
-    soft.on_update(upload("c0", 1.0, 0.0, shares=[1.0, 0.0]))
+    soft.applied([upload("c0", 1.0, 0.0, shares=[1.0, 0.0])])
     assert soft.clusters.of("c0") == {0: 1.0}
     assert soft.state.shares["c0"] == [1.0, 0.0]
 
@@ -265,10 +265,10 @@ def test_fedsoft_async_takes_a_share_of_nothing() -> None:
 def test_fedsoft_async_keeps_each_version_that_somebody_holds_once() -> None:
     soft = soft_async()
     assert sorted(soft.bases.vectors) == ["0/0", "1/0"]
-    applied = soft.on_update(upload("c0", 1.0, 0.0, shares=[0.8, 0.2]))
+    applied = soft.applied([upload("c0", 1.0, 0.0, shares=[0.8, 0.2])])[0]
     assert (applied.cluster, applied.weight) == (0, 0.025)
     # Cluster 0 has a second version now, that c0 holds; the others still have the first.
     assert sorted(soft.bases.vectors) == ["0/0", "0/1", "1/0"]
     for client in ("c1", "c2"):
-        soft.on_update(upload(client, 1.0, 0.0, shares=[0.2, 0.8]))
+        soft.applied([upload(client, 1.0, 0.0, shares=[0.2, 0.8])])
     assert "0/0" not in soft.bases.vectors

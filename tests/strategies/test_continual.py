@@ -80,7 +80,7 @@ def test_stable_sgds_learning_rate_falls_with_each_task() -> None:
 def test_a_round_is_the_mean_by_samples(method: Any) -> None:
     made = with_clients(method(), 2)
     updates = [update(made, "c0", 1, 0, examples=10), update(made, "c1", 5, 2, examples=30)]
-    applied = made.aggregate(updates)
+    applied = made.applied(updates)
     assert made.models[0].vector.tolist() == [4.0, 1.5]
     assert [one.weight for one in applied] == [0.25, 0.75]
 
@@ -120,9 +120,9 @@ def borrowed(made: Any, client: str) -> list[list[float]]:
 def test_a_client_that_begins_a_task_borrows_others_latest_tasks_before_it() -> None:
     made = at_tasks(FedWeIT(), {"c0": 1, "c1": 2, "c2": 1}, c0=2, c1=2, c2=2)
     for task in (0, 1):
-        made.aggregate([brought(made, "c0", task, [0], 1.0 + task)])
-    made.aggregate([brought(made, "c1", 0, [1], 7.0), brought(made, "c2", 1, [0, 1], 8.0, 9.0)])
-    made.aggregate([brought(made, "c1", 2, [1], 6.0)])
+        made.applied([brought(made, "c0", task, [0], 1.0 + task)])
+    made.applied([brought(made, "c1", 0, [1], 7.0), brought(made, "c2", 1, [0, 1], 8.0, 9.0)])
+    made.applied([brought(made, "c1", 2, [1], 6.0)])
     # Not its own, and of c1 not what belongs to the very task that begins.
     assert borrowed(made, "c0") == [[7.0], [8.0, 9.0]]
     assert borrowed(made, "c2") == [[2.0], [7.0]]
@@ -137,7 +137,7 @@ def test_of_each_client_two_tasks_are_kept_and_so_many_clients_are_borrowed_from
     made = at_tasks(FedWeIT(FedWeITParameters(others=2)), {}, c0=9, c1=9, c2=9, c3=9)
     for number, client in enumerate(("c1", "c2", "c3")):
         for task in range(4):
-            made.aggregate([brought(made, client, task, [0], 1.0 + 10.0 * number + task)])
+            made.applied([brought(made, client, task, [0], 1.0 + 10.0 * number + task)])
     assert {client: list(tasks) for client, tasks in made.state.adaptive.items()} == {
         client: [2, 3] for client in ("c1", "c2", "c3")
     }
@@ -153,7 +153,7 @@ def test_unusable_adaptive_weights_are_left_aside(indices: list[int], values: li
     made = at_tasks(FedWeIT(), {}, c0=0)
     one = brought(made, "c0", 0, indices, *values)
     assert adaptive_of(one, made.spec) is None
-    made.aggregate([one])
+    made.applied([one])
     assert made.state.adaptive == {}
     assert made.models[0].vector.tolist() == [1.0, 1.0]
 

@@ -70,10 +70,10 @@ def in_a_window(**options: object) -> CSAFL:
 
 def test_an_update_counts_with_the_share_of_its_clients_samples() -> None:
     strategy = in_a_window()
-    (applied,) = strategy.aggregate([update(strategy, "c0", 4, 8)])
+    (applied,) = strategy.applied([update(strategy, "c0", 4, 8)])
     assert (applied.cluster, applied.staleness, applied.weight) == (0, 0, 0.25)
     assert strategy.models[0].vector.tolist() == [1.0, 2.0]
-    (applied,) = strategy.aggregate([update(strategy, "c2", 3, 0, examples=20)])
+    (applied,) = strategy.applied([update(strategy, "c2", 3, 0, examples=20)])
     assert applied.weight == 0.5
     assert strategy.models[0].vector.tolist() == [2.0, 1.0]
 
@@ -81,8 +81,8 @@ def test_an_update_counts_with_the_share_of_its_clients_samples() -> None:
 def test_the_other_reading_adds_the_share_of_the_change() -> None:
     strategy = in_a_window(mixing="change")
     one, two = update(strategy, "c0", 4, 8), update(strategy, "c1", 8, 0)
-    strategy.aggregate([one])
-    strategy.aggregate([two])
+    strategy.applied([one])
+    strategy.applied([two])
     # (0, 0) + (4, 8) / 4 + (8, 0) / 4.
     assert strategy.models[0].vector.tolist() == [3.0, 2.0]
 
@@ -91,8 +91,8 @@ def test_statistics_of_a_batch_are_mixed_in_whatever_is_done_with_weights() -> N
     strategy = in_a_window(mixing="change")
     strategy._spec = ModelSpec(("weight", "running_var"), ((1,), (1,)), ("float32", "float32"))
     one, two = update(strategy, "c0", 4, 8), update(strategy, "c1", 8, 0)
-    strategy.aggregate([one])
-    strategy.aggregate([two])
+    strategy.applied([one])
+    strategy.applied([two])
     # A quarter of 8, and three quarters of that: added up it would be 2 + 0 / 4.
     assert strategy.models[0].vector.tolist() == [3.0, 1.5]
 
@@ -101,12 +101,12 @@ def test_the_threshold_on_both_sides() -> None:
     strategy = in_a_window()
     one, two = update(strategy, "c0", 4, 8), update(strategy, "c1", 4, 8)
     at_version(strategy, 2)
-    (applied,) = strategy.aggregate([one])
+    (applied,) = strategy.applied([one])
     assert (applied.staleness, applied.weight) == (2, 0.25)
     assert strategy.windows.state.gathering == {}
     # Three changes since: beyond δ = 2 it is dropped, and the group updates together next.
     model = strategy.models[0].vector.tolist()
-    (applied,) = strategy.aggregate([two])
+    (applied,) = strategy.applied([two])
     assert (applied.staleness, applied.weight) == (3, 0.0)
     assert strategy.models[0].vector.tolist() == model
     assert strategy.windows.state.gathering == {0: True}
@@ -116,7 +116,7 @@ def test_asynchronous_updates_have_no_threshold() -> None:
     strategy = in_a_window(update="asynchronous")
     late = update(strategy, "c0", 4, 8)
     at_version(strategy, 9)
-    (applied,) = strategy.aggregate([late])
+    (applied,) = strategy.applied([late])
     assert (applied.staleness, applied.weight) == (9, 0.25)
 
 
@@ -124,7 +124,7 @@ def test_updates_that_were_made_together_are_averaged_by_examples() -> None:
     strategy = in_a_window(update="synchronous")
     updates = [update(strategy, "c0", 4, 8, number=1), update(strategy, "c2", 1, 2, examples=20)]
     strategy.windows.state.joint = {0: 0, 1: 0}
-    applied = strategy.aggregate(updates)
+    applied = strategy.applied(updates)
     assert [one.weight for one in applied] == pytest.approx([1 / 3, 2 / 3])
     assert strategy.models[0].vector.tolist() == pytest.approx([2.0, 4.0])
 

@@ -66,7 +66,7 @@ def test_casa_with_sketches_finds_the_groups_with_less_memory() -> None:
             task = Task(step, f"c{client}", cluster, version, step, 0.0, 0)
             strategy.on_dispatch(task)
             vector = centres[client % 2] + 0.05 * rng.normal(size=4000)
-            strategy.on_update(Update(task, vector.astype(np.float32), 10, 0.0))
+            strategy.applied([Update(task, vector.astype(np.float32), 10, 0.0)])
         found[sketch] = [strategy.clusters.main(f"c{client}") for client in range(10)]
         assert len(set(found[sketch])) == 2
         assert len({(client % 2, found[sketch][client]) for client in range(10)}) == 2

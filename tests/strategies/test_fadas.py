@@ -47,8 +47,8 @@ def test_the_stalest_update_of_a_buffer_decides_and_is_forgotten_with_it() -> No
     made = with_clients(FADAS(FADASParameters(m=2, server_lr=0.4, beta1=0.0, beta2=0.0)), 3)
     stale, fresh = update(made, "c0", 1, 1), update(made, "c1", 1, 1)
     at_version(made, 4)
-    assert made.on_update(stale).staleness == 4
-    made.on_update(fresh)
+    assert made.applied([stale])[0].staleness == 4
+    made.applied([fresh])
     # Δ / √Δ² = 1, at the rate 0.4 / 4.
     assert made.models[0].vector == pytest.approx([0.1, 0.1])
     for client in ("c0", "c1"):

@@ -14,7 +14,7 @@ def test_the_step_of_a_group_by_hand() -> None:
     stale = update(made, "c1", 0, 8)
     at_version(made, 3)
     fresh = update(made, "c0", 4, 0)
-    applied = made.aggregate([fresh, stale])
+    applied = made.applied([fresh, stale])
     # 0.8 / 4 of (4, 0), and half of that of (0, 8), which is three versions old.
     assert made.models[0].vector == pytest.approx([0.8, 0.8])
     assert made.models[0].version == 4
@@ -32,7 +32,7 @@ def test_n_is_how_many_are_online() -> None:
     made = with_clients(FedCompass(FedCompassParameters(alpha=0.5)), 4)
     made.remove_client("c3")
     made.remove_client("c2")
-    made.aggregate([update(made, "c0", 4, 0)])
+    made.applied([update(made, "c0", 4, 0)])
     assert made.models[0].vector.tolist() == [1, 0]
 
 

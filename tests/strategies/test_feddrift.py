@@ -110,7 +110,7 @@ class Bench:
                 released = self.method.dispatch.accept(Update(task, vector, 10, 0.0), 0.0)
                 self.idle.add(task.client)
                 if released:
-                    self.method.aggregate(released)
+                    self.method.applied(released)
                     self.method.progress.updates += len(released)
                 self.method.close_task(task)
                 if released:

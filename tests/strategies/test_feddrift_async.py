@@ -31,7 +31,7 @@ def train(made: Bench, client: str, value: float = 0.0, task: Task | None = None
     """Let a client train; return what became of its update."""
     task = task or begin(made, client)
     assert task.kind == "train"
-    applied = made.method.on_update(Update(task, np.full(2, value, np.float32), 10, 0.0))
+    applied = made.method.applied([Update(task, np.full(2, value, np.float32), 10, 0.0)])[0]
     made.method.close_task(task)
     made.method.progress.updates += 1
     return applied

@@ -100,7 +100,7 @@ def test_a_round_by_hand() -> None:
         trained("c0", 1, 10, 2, 2),
         trained("c1", 1, 10, 4, 4),
     ]
-    applied = made.aggregate(updates)
+    applied = made.applied(updates)
     # (10 · 1 + 30 · 5) / 40, whomever the clients belong to.
     assert made.models[0].vector.tolist() == [4, 0]
     assert made.models[1].vector.tolist() == [3, 3]

@@ -50,7 +50,7 @@ def trained(client: str, *weights: float) -> Update:
 def test_a_round_of_those_drawn_by_hand() -> None:
     made = soft()
     made.state.drawn = {"c0": [0], "c1": [0, 1], "c2": [1]}
-    applied = made.aggregate([trained("c0", 1, 0), trained("c1", 3, 0), trained("c2", 5, 2)])
+    applied = made.applied([trained("c0", 1, 0), trained("c1", 3, 0), trained("c2", 5, 2)])
     # Plain means of those that each cluster has drawn.
     assert made.models[0].vector.tolist() == [2.0, 0.0]
     assert made.models[1].vector.tolist() == [4.0, 1.0]
@@ -60,7 +60,7 @@ def test_a_round_of_those_drawn_by_hand() -> None:
 def test_a_round_of_all_by_hand() -> None:
     made = soft(selection="all")
     made.state.drawn = {name: [0, 1] for name in ("c0", "c1", "c2")}
-    made.aggregate([trained("c0", 1, 0), trained("c1", 3, 0), trained("c2", 5, 2)])
+    made.applied([trained("c0", 1, 0), trained("c1", 3, 0), trained("c2", 5, 2)])
     # v of cluster 0: 0.9, 0.5, 0.1 over 1.5: (0.9 + 1.5 + 0.5) / 1.5; of cluster 1 reversed.
     assert made.models[0].vector.tolist() == pytest.approx([2.9 / 1.5, 0.2 / 1.5])
     assert made.models[1].vector.tolist() == pytest.approx([6.1 / 1.5, 1.8 / 1.5])

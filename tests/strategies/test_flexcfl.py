@@ -123,7 +123,7 @@ def test_a_late_update_of_a_client_that_has_moved_changes_no_group() -> None:
     late = update(strategy, "c0", 100, 100)
     strategy.clusters.move("c0", 2)
     models = {k: model.vector.tolist() for k, model in strategy.models.items()}
-    (applied,) = strategy.aggregate([late])
+    (applied,) = strategy.applied([late])
     assert applied.weight == 0.0
     assert {k: model.vector.tolist() for k, model in strategy.models.items()} == models
 
@@ -142,7 +142,7 @@ def test_an_update_that_goes_where_another_group_goes_makes_its_client_cold() ->
     round_of(strategy, (2, 0), (0, 1), (4, 0.1), (0.1, 3))
     # Group 1 is at (3, 0.05): c0 goes on along its direction, c2 turns to the other's.
     one, two = update(strategy, "c0", 4, 0.1), update(strategy, "c2", 3, 4)
-    strategy.aggregate([one, two])
+    strategy.applied([one, two])
     assert strategy.state.start.cold == {"c2": True}
 
 
@@ -166,7 +166,7 @@ def test_a_group_starts_from_the_plain_mean_and_continues_with_a_weighted_one() 
 
     def round_with_many_examples_at_c0(*models: tuple[float, float]) -> None:
         examples = [30, 10, 10, 10]
-        strategy.aggregate(
+        strategy.applied(
             [
                 update(strategy, f"c{i}", *model, examples=count)
                 for i, (model, count) in enumerate(zip(models, examples, strict=True))

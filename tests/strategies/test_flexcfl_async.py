@@ -98,7 +98,7 @@ def test_a_late_update_of_a_client_that_has_moved_changes_no_group() -> None:
     late = update(strategy, "c0", 100, 100)
     strategy.clusters.move("c0", 2)
     models = {k: model.vector.tolist() for k, model in strategy.models.items()}
-    assert strategy.on_update(late).weight == 0.0
+    assert strategy.applied([late])[0].weight == 0.0
     assert {k: model.vector.tolist() for k, model in strategy.models.items()} == models
 
 

@@ -69,7 +69,7 @@ def test_a_round_by_hand(by_examples: bool, expected: float) -> None:
     strategy = with_clients(IFCA(IFCAParameters(k=3, by_examples=by_examples)), 3)
     # Nobody has chosen yet: all are tested with the first model.
     assert [strategy.clusters.main(f"c{i}") for i in range(3)] == [0, 0, 0]
-    applied = strategy.aggregate(
+    applied = strategy.applied(
         [
             chose("c0", 1, 1.0, 0.0),
             chose("c1", 2, 5.0, 5.0),
@@ -88,7 +88,7 @@ def test_async_by_hand() -> None:
     strategy = with_clients(IFCAAsync(IFCAAsyncParameters(k=2)), 1)
     at_version(strategy, 10, cluster=1)
     # τ = 10 − 1 = 9, hinge with a = 1 and b = 4: 0.3 / (9 − 4 + 1) = 0.05.
-    applied = strategy.on_update(chose("c0", 1, 2.0, 4.0, version=1))
+    applied = strategy.applied([chose("c0", 1, 2.0, 4.0, version=1)])[0]
     assert (applied.cluster, applied.staleness, applied.weight) == (1, 9, pytest.approx(0.05))
     assert strategy.models[1].vector.tolist() == pytest.approx([0.1, 0.2])
     assert strategy.models[0].vector.tolist() == [0.0, 0.0]

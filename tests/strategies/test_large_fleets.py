@@ -71,7 +71,7 @@ class Fleet:
             task, start = self.sent[client]
             noise = 0.01 * self.rng.normal(size=SIZE).astype(np.float32)
             vector = start + 0.6 * (self.optima[self.groups[client]] - start) + noise
-            self.method.on_update(Update(task, vector.astype(np.float32), 100, 0.0))
+            self.method.applied([Update(task, vector.astype(np.float32), 100, 0.0)])
             self.method.progress.updates += 1
             self.method.close_task(task)
             self.give(client)

@@ -272,7 +272,7 @@ def test_running_statistics_are_mixed_and_never_extrapolated() -> None:
         # Both are under way at a time.
         both = [update(strategy, "c0", 1.0, 0.5), update(strategy, "c1", 1.0, 0.01)]
         for one in both:
-            alpha = strategy.on_update(one).weight
+            alpha = strategy.applied([one])[0].weight
             strategy.close_task(one.task)
             variance = (1 - alpha) * variance + alpha * float(one.vector[1])
             assert strategy.models[0].vector[1] == pytest.approx(variance)

@@ -24,7 +24,7 @@ def test_three_clients_by_hand() -> None:
     assert made.models[0].vector.tolist() == [3, 0]
     at_version(made, 2)
     # Staleness 2, at right angles to the last step: 20 · (1/2 + 1/2) = 20.
-    made.on_update(one)
+    made.applied([one])
     made.close_task(one.task)
     assert made.state.weight == pytest.approx(20)
     step(made, "c0", 3, 3)
@@ -38,7 +38,7 @@ def test_agreement_counts_from_staleness_two_on(staleness: int, cos: float) -> N
     step(made, "c0", 1, 0)
     against = update(made, "c1", -1, 0)
     at_version(made, 1 + staleness)
-    assert made._agreement(against, staleness) == pytest.approx(cos)
+    assert made._agreement(made.received(against), staleness) == pytest.approx(cos)
 
 
 def test_the_reference_may_be_where_the_client_started() -> None:
@@ -47,7 +47,7 @@ def test_the_reference_may_be_where_the_client_started() -> None:
     step(made, "c0", 1, 0)
     step(made, "c0", 1, 2)
     # From (0, 0) to (1, 2): the cosine with (0, 1) is 2 / √5.
-    assert made._agreement(stale, 2) == pytest.approx(2 / 5**0.5)
+    assert made._agreement(made.received(stale), 2) == pytest.approx(2 / 5**0.5)
 
 
 def test_the_buffer_waits_for_a_client_above_the_bound_only() -> None:
@@ -57,7 +57,7 @@ def test_the_buffer_waits_for_a_client_above_the_bound_only() -> None:
         step(made, "c0", *(made.models[0].vector + 1))
         assert made.models[0].version == expected
     # It reports: the step is taken, with all that has been collected.
-    made.on_update(slow)
+    made.applied([slow])
     assert made.models[0].version == 4
     assert made.state.count == 0
 

@@ -99,7 +99,7 @@ def test_every_decision_is_that_of_always_looking(
             # Clients come nearer to their group's centre and to each other over time.
             noise = 2.0 * 0.99**step
             vector = centres[int(client[1:]) % 3] + noise * rng.normal(size=30)
-            strategy.on_update(Update(task, vector.astype(np.float32), 10, 0.0))
+            strategy.applied([Update(task, vector.astype(np.float32), 10, 0.0)])
         outcomes.append(
             [
                 (step, change.made, change.memberships)

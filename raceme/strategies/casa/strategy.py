@@ -25,7 +25,7 @@ from raceme.core.clusters import Clusters, Model
 from raceme.core.messages import COMPUTE_SCALE, MASK, Vector
 from raceme.core.options import option
 from raceme.core.requests import Outcome, Task, Update, Work
-from raceme.core.strategy import Method, Variant, staleness_of
+from raceme.core.strategy import Method, Variant
 from raceme.strategies import shared as spectral
 from raceme.strategies.casa.buffers import Code, Encoder, ModelBuffers, Sketches, WholeModels
 from raceme.strategies.casa.landmarks import Crowd, SplitWatch
@@ -251,7 +251,7 @@ class CASA(Method):
             # A newcomer's version is another cluster's: it counts as if it had started from here.
             self._buffer(i, code, model.version if newcomer and not is_global else start)
         k = self.clusters.main(client)
-        staleness = staleness_of(self, update, has_moved=is_global or newcomer)
+        staleness = update.age if is_global or newcomer else update.staleness
         alpha = self._alpha(k, staleness)
         if i is not None:
             state.alpha[i] = alpha

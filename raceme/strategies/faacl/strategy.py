@@ -410,8 +410,8 @@ class SupportRounds:
         before = supported.listed()
         pairs = disjoint_pairs(clusters, supported.are_mutual, method.rng)
         for pair in pairs:
-            kept = method.models[int(method.rng.choice(pair))]
-            supported.unite(pair, method.clusters.merge(pair, kept.copy()))
+            kept = int(method.rng.choice(pair))
+            supported.unite(pair, method.clusters.merge(pair, keep=kept))
         report_support(method, supported, before)
         return bool(pairs)
 
@@ -509,8 +509,6 @@ class FAACLAsyncState(SupportState):
         Clients that were asked to measure models and have brought no valid answer.
     begun : dict[str, dict[int, bool]]
         Models that a client was given to train since it last began with its own.
-    kept : dict[int, int]
-        Clusters that a merge has made, to the one whose model they have kept.
     """
 
     passed: dict[str, dict[int, bool]] = field(default_factory=dict)
@@ -520,7 +518,6 @@ class FAACLAsyncState(SupportState):
     waits: dict[str, int] = field(default_factory=dict)
     unanswered: dict[str, bool] = field(default_factory=dict)
     begun: dict[str, dict[int, bool]] = field(default_factory=dict)
-    kept: dict[int, int] = field(default_factory=dict)
 
 
 class FAACLAsync(Method):
@@ -654,8 +651,7 @@ class FAACLAsync(Method):
         pair = (cluster, mutual[int(self.rng.integers(len(mutual)))])
         kept = pair[int(self.rng.integers(2))]
         before = supported.listed()
-        target = self.clusters.merge(pair, self.models[kept].copy())
-        self.state.kept[target] = kept
+        target = self.clusters.merge(pair, keep=kept)
         supported.unite(pair, target)
         self._carry_over(pair, target)
         report_support(self, supported, before)
@@ -678,24 +674,15 @@ class FAACLAsync(Method):
 
     def _mix(self, update: Update) -> Outcome:
         task, own = update.task, self.clusters.main(update.task.client)
-        cluster = self._living(task.cluster)
+        # Where its model lives on; nowhere if a merge has given it up.
+        cluster = next(iter(self.clusters.continuations(task.cluster)), None)
         if cluster is None or own not in self._trainers(cluster):
             return Outcome(own, staleness=0, weight=0.0)
         model = self.models[cluster]
-        staleness = model.version - task.version
+        staleness = update.staleness
         share = max(self.parameters.share_of(staleness), self._share(update, cluster))
         model.mix(update.vector, share)
         return Outcome(cluster, staleness, share)
-
-    def _living(self, cluster: int) -> int | None:
-        """Return where a cluster's model lives on; None if a merge has given it up."""
-        supported, kept = self.state.supported, self.state.kept
-        while cluster in supported.heirs:
-            heir = supported.heirs[cluster]
-            if kept[heir] != cluster:
-                return None
-            cluster = heir
-        return cluster if cluster in self.models else None
 
     def _trainers(self, cluster: int) -> list[int]:
         """Return the clusters whose clients train a cluster's model."""

@@ -31,7 +31,7 @@ from raceme.core.clusters import Clusters, Model
 from raceme.core.messages import ARRAYS, Vector
 from raceme.core.options import option
 from raceme.core.requests import Outcome, Task, Update, Work
-from raceme.core.strategy import Method, staleness_of
+from raceme.core.strategy import Method
 from raceme.strategies.panicle.averaging import (
     Averages,
     Latest,
@@ -257,10 +257,6 @@ class Panicle(Method):
             self._habit(task.client).asked += 1
             self._recount(task.client)
 
-    def base_of(self, update: Update) -> Vector:
-        """Return the model that the client started from: w0 for a probe."""
-        return self.state.initial if update.task.phase == PROBE else super().base_of(update)
-
     def on_update(self, update: Update) -> Outcome:
         """Place a client by its probes; let a member's update move its cluster's model."""
         if update.task.phase == PROBE:
@@ -272,7 +268,7 @@ class Panicle(Method):
     def _take_probe(self, update: Update) -> Outcome:
         """Take a direction from w0 in, and act on what it says."""
         client, probes = update.task.client, self.state.probes
-        habit, delta = self._habit(client), self.compared(self.delta(update))
+        habit, delta = self._habit(client), self.compared(update.vector - self.state.initial)
         direction = self._sketcher.direction(delta)
         habit.asked, habit.since, habit.probed = 0, 0, self.progress.updates
         if probes.is_clear(client) and probes.likeness(client, direction) < _ALIKE:
@@ -469,11 +465,12 @@ class Panicle(Method):
         if len(self.models) == 1:
             self._move(client, k)  # There is no other: its place need not be known.
         has_moved = update.task.cluster != k
-        staleness = staleness_of(self, update, has_moved)
+        # A part of a cluster that was split begins anew.
+        staleness = update.age if has_moved else update.staleness
         is_placed = self.clusters.is_placed(client)
         if not is_placed or not comes_from(k, update.task.cluster, state.origins):
             return Outcome(k, staleness, weight=0.0)
-        delta = self.delta(update)
+        delta = update.delta
         length = float(np.linalg.norm(self.compared(delta)))
         typical = self._roll.lengths.median_of_others(client, k, FEWEST_LENGTHS)
         is_watched = self.parameters.drift and self.parameters.clustering
@@ -504,7 +501,7 @@ class Panicle(Method):
         alpha *= fresh
         if carries and own.forward:
             beta = np.float32(carried(alpha, members, own.forward))
-            target = np.asarray(target + beta * (model.vector - self.base_of(update)))
+            target = np.asarray(target + beta * (model.vector - update.base))
         # Not a mean of models any more, but for statistics: checked to be finite.
         target = contribution(target, vector, self.trainable)
         model.move(np.float32(alpha) * (target - model.vector))

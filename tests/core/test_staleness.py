@@ -1,0 +1,157 @@
+"""The staleness of an update: the core's rule, whatever became of the cluster meanwhile."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from clustered import at_version, run_on, three_groups
+
+from raceme.core import events
+from raceme.core.clients import Client
+from raceme.core.clusters import Clusters, Model
+from raceme.core.messages import Vector
+from raceme.core.requests import Outcome, Task, Update
+from raceme.core.strategy import Method
+
+
+class Mixing(Method):
+    """Mixes every update into its client's cluster, with a weight that falls with staleness."""
+
+    def initialize(self, vector: Vector) -> None:
+        self.clusters = Clusters({k: Model(vector.copy()) for k in range(3)})
+        self.state = self.state_type()
+
+    def on_update(self, update: Update) -> Outcome:
+        home = self.clusters.main(update.task.client)
+        weight = 0.5 * (update.staleness + 1) ** -0.5
+        self.models[home].mix(update.vector, weight)
+        return Outcome(home, update.staleness, weight)
+
+
+class Moving(Mixing):
+    """Moves a client to the next cluster after every third update, whose models differ in age."""
+
+    def aggregate(self, updates: Sequence[Update]) -> Sequence[Outcome]:
+        outcomes = super().aggregate(updates)
+        if self.progress.updates % 3 == 0:
+            client = list(self.clusters.members)[self.progress.updates // 3 % 12]
+            cluster = self.clusters.main(client) + 1
+            self.clusters.assign(client, 0 if cluster not in self.models else cluster)
+        return outcomes
+
+
+def method(*versions: int, updates: int = 40) -> Mixing:
+    """Three clusters with models of these versions, and two clients in the first."""
+    made = Mixing()
+    made.initialize(np.zeros(2, np.float32))
+    for cluster, version in enumerate(versions):
+        at_version(made, version, cluster)
+    for client in ("c0", "c1"):
+        made.add_client(Client(client, num_examples=10))
+        made.clusters.assign(client, 0)
+    made.progress.updates = updates
+    return made
+
+
+def sent(version: int, cluster: int = 0, updates: int = 0, named: bool = False) -> Update:
+    task = Task(0, "c0", cluster, version, updates, 0.0, 0, {cluster: version} if named else {})
+    return Update(task, np.ones(2, np.float32), 10, 0.0)
+
+
+def staleness(made: Mixing, update: Update) -> int:
+    return made.received(update).staleness
+
+
+def test_it_counts_the_changes_of_the_clients_cluster() -> None:
+    made = method(7)
+    assert staleness(made, sent(version=4)) == 3
+    assert made.received(sent(version=4, updates=9)).age == 31
+
+
+def test_of_a_client_that_was_moved_all_updates_count() -> None:
+    made = method(60, 4)
+    update = sent(version=60, updates=30)
+    made.clusters.assign("c0", 1)
+    # The recipe of before said 4 − 60 = −56.
+    assert staleness(made, update) == 10
+
+
+def test_parts_of_a_cluster_continue_its_model() -> None:
+    made = method(7)
+    update = sent(version=5)
+    children = made.clusters.split(0, [["c0"], ["c1"]])
+    made.models[children[0]].mix(update.vector, 0.5)
+    assert staleness(made, update) == 3
+
+
+def test_a_mean_of_models_continues_none_and_one_that_is_kept_does() -> None:
+    made = method(7, 9)
+    update = sent(version=5, updates=38)
+    made.clusters.merge([0, 1])
+    assert staleness(made, update) == 2
+    made = method(7, 9)
+    made.clusters.merge([0, 1], keep=0)
+    assert staleness(made, sent(version=4, updates=38)) == 3
+    assert staleness(made, sent(version=4, cluster=1, updates=38)) == 2
+
+
+def test_a_model_that_the_request_named_counts_wherever_the_client_is() -> None:
+    made = method(7, 9)
+    assert staleness(made, sent(version=3, cluster=1, named=True)) == 6
+
+
+def test_a_model_that_was_given_up_counts_all_updates() -> None:
+    made = method(7, 9)
+    update = sent(version=3, cluster=1, updates=35, named=True)
+    made.clusters.retire(1)
+    assert staleness(made, update) == 5
+
+
+def test_a_client_without_a_cluster_has_trained_the_largest() -> None:
+    made = method(7, 9)
+    made.clusters.unassign(["c0"])
+    assert staleness(made, sent(version=5)) == 2
+
+
+def test_updates_that_are_acted_on_together_see_each_other() -> None:
+    made = method(7)
+    outcomes = made.applied([sent(version=7), sent(version=7)])
+    assert [outcome.staleness for outcome in outcomes] == [0, 1]
+
+
+def test_a_negative_staleness_is_refused_where_it_enters() -> None:
+    made = method(2)
+    with pytest.raises(ValueError, match=r"Mixing: .* cluster 0 has a staleness of -3: .* c0"):
+        made.received(sent(version=5))
+
+
+@pytest.mark.parametrize(
+    ("outcome", "message"),
+    [
+        (Outcome(1, -56, 0.5), "Stating: an update for cluster 1 has a staleness of -56"),
+        (Outcome(0, math.inf, 0.5), "staleness of inf"),  # type: ignore[arg-type]
+        (Outcome(0, 0, -0.1), "cluster 0 has a weight of -0.1"),
+        (Outcome(2, 0, math.nan), "cluster 2 has a weight of nan"),
+        (Outcome(0, 0, math.inf), "weight of inf"),
+    ],
+)
+def test_an_outcome_that_cannot_be_is_refused(outcome: Outcome, message: str) -> None:
+    class Stating(Mixing):
+        def on_update(self, update: Update) -> Outcome:
+            return outcome
+
+    made = Stating()
+    made.initialize(np.zeros(2, np.float32))
+    with pytest.raises(ValueError, match=message):
+        made.applied([sent(version=0)])
+
+
+def test_a_method_that_moves_clients_never_sees_a_staleness_below_zero() -> None:
+    seen = run_on(Moving(), three_groups(), 240)
+    applied = [event for event in seen if isinstance(event, events.UpdateApplied)]
+    assert len(applied) == 240
+    assert len({event.cluster for event in applied}) == 3
+    assert all(0 <= event.staleness < 240 and 0 < event.weight <= 0.5 for event in applied)
