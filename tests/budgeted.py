@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from raceme.core.clusters import cosines, parts_of
 from raceme.core.messages import Vector
 from raceme.core.requests import Outcome, Update
 from raceme.core.scheduling import Dispatch, sample
-from raceme.core.strategy import Method
+from raceme.core.strategy import Method, Needs
 from raceme.strategies.csafl import InWindows
 from raceme.strategies.shared import partition
 
@@ -28,16 +29,29 @@ class BudgetedState:
     grouped: bool = False
 
 
+class Windows(InWindows):
+    """Windows, the first of which ends with something of its own."""
+
+    def __init__(self, budget: float, members: Any, first: Callable[[], None]) -> None:
+        super().__init__(budget, members)
+        self.first = first
+
+    def wake(self, now: float) -> tuple[Collection[int], Sequence[Update]]:
+        woken = super().wake(now)
+        self.first()
+        return woken
+
+
 class Budgeted(Method):
     """All pre-train in the first window; then a few of all work in each, in their groups."""
 
     state_type = BudgetedState
-    keeps_bases = True
+    needs = Needs(bases=True)
     dispatch: InWindows
     state: BudgetedState
 
     def policy(self) -> Dispatch:
-        return InWindows(BUDGET, self.members)
+        return Windows(BUDGET, self.members, first=self.form_groups)
 
     def members(self, online: Sequence[Client], rng: np.random.Generator) -> Sequence[Client]:
         return sample(online, PICKED, rng) if self.state.grouped else online
@@ -57,10 +71,9 @@ class Budgeted(Method):
             self.models[home].mix(update.vector, share)
         return Outcome(home, staleness, share)
 
-    def wake_at(self) -> float:
-        return np.inf if self.state.grouped else self.dispatch.state.ends_at or np.inf
-
-    def on_wake(self) -> None:
+    def form_groups(self) -> None:
+        if self.state.grouped:
+            return
         clients = list(self.state.deltas)
         directions = np.stack(list(self.state.deltas.values()))
         seconds = np.array(list(self.state.latency.values()))

@@ -14,7 +14,7 @@ from raceme.core.clusters import Clusters, Model, cosine
 from raceme.core.messages import Vector
 from raceme.core.options import option
 from raceme.core.requests import Outcome, Update
-from raceme.core.strategy import Method
+from raceme.core.strategy import Method, Needs
 
 PARENT = 0
 
@@ -40,7 +40,7 @@ class Hierarchy(Method):
 
     parameters_type = HierarchyParameters
     state_type = HierarchyState
-    keeps_bases = True
+    needs = Needs(bases=True)
     parameters: HierarchyParameters
     state: HierarchyState
 

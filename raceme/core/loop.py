@@ -133,7 +133,7 @@ class Outgoing:
             settings[names.KIND] = work.kind
         if step is not None:
             settings[names.STEP] = step
-        former = progress.trained_steps.get(work.client) if method.exchanges else None
+        former = progress.trained_steps.get(work.client) if method.needs.exchange else None
         if settings.get(names.SCORED) and former is not None:
             settings[names.FORMER_STEP] = former
         content = RecordDict({**records, **work.arrays, names.CONFIG: ConfigRecord(settings)})
@@ -352,7 +352,7 @@ def judged(method: Method, update: Update, now: float) -> Update:
     def home(name: str) -> int | None:
         return method.clusters.main(name) if method.clusters.is_placed(name) else None
 
-    awaited = len(method.progress.fleet.by_node) if method.one_model else 0
+    awaited = len(method.progress.fleet.by_node) if method.needs.one_model else 0
     ruling = guard.judge(client, method.spec.compared(delta), start, home, awaited)
     if ruling.verdict is Verdict.ACCEPTED:
         return update
@@ -438,13 +438,24 @@ class Loop:
         self._idle = Idle(self._progress.idle, self._fleet.clients)
         self._packer = Packer(method.spec)
         self._steps = Steps(
-            *(plan.drift, self._progress, self.now, lambda: method.dispatch.rounds, self._observe),
+            plan.drift,
+            self._progress,
+            self.now,
+            lambda: method.dispatch.rounds,
+            self._observe,
             tests_tasks=plan.eval_tasks,
         )
         self._outgoing = Outgoing(method, self._packer, self._steps, train_config, timeout)
         self._evaluator = Evaluator(
-            *(method, grid, self._clock, self._packer, self._steps),
-            *(evaluate_config, evaluate_fn, timeout, plan.testers),
+            method,
+            grid,
+            self._clock,
+            self._packer,
+            self._steps,
+            evaluate_config,
+            evaluate_fn,
+            timeout,
+            plan.testers,
         )
         self._held: list[events.Event] | None = None
         self._num_updates = 0
@@ -586,21 +597,18 @@ class Loop:
             self._steps.next_time(),
         ]
         # What is due and could not be done, because its client is busy, waits for a reply.
-        wakes = (self._method.dispatch.wake_at(), self._method.wake_at())
-        return min([*moments, *(time for time in wakes if time > now)])
+        wake_at = self._method.dispatch.wake_at()
+        return min([*moments, wake_at] if wake_at > now else moments)
 
     def _wake(self) -> bool:
-        """Let the policy and the method do what is due by now; return whether anything was."""
-        now, dispatch, woken = self.now(), self._method.dispatch, False
-        if dispatch.wake_at() <= now:
-            late, released = dispatch.wake(now)
-            self._apply(released)
-            self._give_up(late)
-            woken = True
-        if self._method.wake_at() <= now:
-            self._method.on_wake()
-            woken = True
-        return woken
+        """Let the policy do what is due by now; return whether anything was."""
+        now, dispatch = self.now(), self._method.dispatch
+        if dispatch.wake_at() > now:
+            return False
+        late, released = dispatch.wake(now)
+        self._apply(released)
+        self._give_up(late)
+        return True
 
     def _give_up(self, numbers: Collection[int]) -> None:
         """Wait no more for the replies to some tasks."""
@@ -686,7 +694,7 @@ class Loop:
             return
         rng, greeting = self._method.rng, self._greeting_is_open()
         moment = Moment(self.now(), self._fleet, self._idle, rng, greeting, places)
-        wanted = list(self._method.next_work(moment))
+        wanted = list(self._method.requests(moment))
         if places is not None and len(wanted) > places:
             order = rng.permutation(len(wanted))[:places]
             wanted = [wanted[index] for index in order]
@@ -763,7 +771,7 @@ class Loop:
         self._progress.rejected_in_a_row = 0
         self._fleet.clients[task.client].failures = 0
         self._method.on_answer(answer)
-        self._observe(answer_taken(self.now(), answer, self._method.exchanges))
+        self._observe(answer_taken(self.now(), answer, self._method.needs.exchange))
         self._method.close_task(task)
         self._apply(self._method.dispatch.lost(task, self.now()))
         self._free(task.client)
@@ -791,8 +799,16 @@ class Loop:
                 progress.count_update(client)
                 if counters is not None and what.weight and what.cluster in self._method.models:
                     self._method.models[what.cluster].copy_from(update.vector, counters)
-                told = update.arrived_at, progress.updates, update, what, self._method.exchanges
-                self._observe(applied_update(*told, self._plan.highest_score))
+                self._observe(
+                    applied_update(
+                        update.arrived_at,
+                        progress.updates,
+                        update,
+                        what,
+                        self._method.needs.exchange,
+                        self._plan.highest_score,
+                    )
+                )
                 self._method.close_task(update.task)
         self._packer.keep_only(self._method.models)
         for event in held:

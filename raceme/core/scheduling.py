@@ -313,6 +313,10 @@ class Dispatch(ABC):
     def choose(self, moment: Moment) -> Sequence[Client]:
         """Return the idle clients that are given work now."""
 
+    def queries(self, moment: Moment) -> Sequence[Work] | None:
+        """Return what clients are asked before they work; None if they may begin."""
+        return None
+
     def settings(self, work: Work) -> Mapping[str, Value]:
         """Return what the message of some work says because of the policy."""
         return {}
@@ -482,6 +486,8 @@ class InRounds(Dispatch):
         How :meth:`pick` picks: ``"random"`` or ``"in-turn"``.
     again : Callable, optional
         Whether a client that has answered, given by its id, has more to do in the same round.
+    queries : Callable, optional
+        Returns what clients are asked before the next round; None if that may begin.
     """
 
     state: RoundState
@@ -497,11 +503,17 @@ class InRounds(Dispatch):
         returns: Callable[[str], bool] = lambda client: False,
         picking: str = RANDOM,
         again: Callable[[str], bool] = lambda client: False,
+        queries: Callable[[Moment], Sequence[Work] | None] = lambda moment: None,
     ) -> None:
         self._fraction, self._picking = fraction, picking
         self._participants = participants or self._share
         self._prepares, self._returns, self._again = prepares, returns, again
+        self._queries = queries
         self.state = RoundState()
+
+    def queries(self, moment: Moment) -> Sequence[Work] | None:
+        """Return what clients are asked before the next round; None if that may begin."""
+        return self._queries(moment)
 
     @property
     def rounds(self) -> int:
@@ -739,6 +751,10 @@ class Then(Dispatch):
     def choose(self, moment: Moment) -> Sequence[Client]:
         """Return the idle clients that are given work now."""
         return self.current.choose(moment)
+
+    def queries(self, moment: Moment) -> Sequence[Work] | None:
+        """Return what clients are asked before they work; None if they may begin."""
+        return self.current.queries(moment)
 
     def settings(self, work: Work) -> Mapping[str, Value]:
         """Return what the message of some work says because of the policy."""

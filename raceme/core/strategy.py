@@ -6,8 +6,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from logging import INFO, getLogger
-from types import MappingProxyType
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
@@ -109,6 +108,88 @@ class RunResult(Result):
         return f"{whole}\nClusters (clients): {listed}\n"
 
 
+def _fits(count: int) -> None:
+    """Let any number fit."""
+
+
+def _none_of(clients: Collection[str]) -> Iterable[tuple[str, Vector]]:
+    return ()
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a run of a method has to have; declared by the method, checked before a run.
+
+    Attributes
+    ----------
+    kinds : frozenset[str]
+        Kinds of work that clients are asked for, beyond training and testing a model.
+    classes : str
+        What clients are asked for that a regression does not have; empty if there is nothing.
+    validation : bool
+        Whether clients compare models on samples that they neither train on nor are tested on.
+    pretrained : bool
+        Whether `initialize` starts from the server's pre-trained models, where there are some.
+    bases : bool
+        Whether the models that clients train from are kept meanwhile: see `Update.base`.
+    one_model : bool
+        Whether all clients share one model for good: a protection can then take its time, while
+        clusters form by the first updates, poisoned ones included.
+    exchange : bool
+        Whether models really travel; without it no traffic is reported.
+    by_distribution : Callable
+        Returns whether cluster k is of the k-th distribution, of which the server may have samples.
+    test_settings : Mapping[str, Value]
+        What the messages that test models say beyond the run's own settings, e.g. another kind.
+    fits_clients, fits_validation, fits_server : Callable
+        Raise UserError if the hyper-parameters do not fit so many clients; if the fewest samples
+        that a client keeps to compare models on are too few; if the server has not the proxy sets
+        that are needed.
+    """
+
+    kinds: frozenset[str] = frozenset()
+    classes: str = ""
+    validation: bool = False
+    pretrained: bool = False
+    bases: bool = False
+    one_model: bool = False
+    exchange: bool = True
+    by_distribution: Callable[[], bool] = lambda: False
+    test_settings: Mapping[str, Value] = field(default_factory=dict)
+    fits_clients: Callable[[int], None] = _fits
+    fits_validation: Callable[[int], None] = _fits
+    fits_server: Callable[[int], None] = _fits
+
+
+@dataclass(frozen=True)
+class InUse:
+    """The models that clients use and are tested with, where these are not those that they train.
+
+    Attributes
+    ----------
+    models : Mapping[int, Model], optional
+        The models in use, by cluster; by default those that are trained.
+    own : Callable
+        Returns those of some clients that use a model of their own, and that model, shape (d,).
+    on_step : Callable
+        Returns the clusters that serve a client on its data of a step, with weights: of a method
+        that remembers which model a former task belongs to. Empty for those that serve it now.
+    """
+
+    models: Mapping[int, Model] | None = None
+    own: Callable[[Collection[str]], Iterable[tuple[str, Vector]]] = _none_of
+    on_step: Callable[[str, int], Weights] = lambda client, step: {}
+
+
+@runtime_checkable
+class KnowsLikeness(Protocol):
+    """A state that knows how alike clients are."""
+
+    def likeness(self) -> tuple[list[str], np.ndarray]:
+        """Return clients and the matrix of their similarities; NaN where it is not known."""
+        ...
+
+
 class Method(Strategy):
     """A method: a Flower strategy that says what the loop is to do.
 
@@ -173,19 +254,6 @@ class Method(Strategy):
 
     parameters_type: ClassVar[type[Any]] = NoState
     state_type: ClassVar[type[Any]] = NoState
-    keeps_bases: ClassVar[bool] = False
-    """Whether the models that clients train from are kept meanwhile: see `Update.base`."""
-    one_model: ClassVar[bool] = False
-    """Whether all clients share one model for good: a protection can then take its time, while
-    clusters form by the first updates, poisoned ones included."""
-    uses_starts: ClassVar[bool] = False
-    """Whether `initialize` starts from the server's pre-trained models, where there are some."""
-    validates: ClassVar[bool] = False
-    """Whether clients compare models on samples that they neither train on nor are tested on."""
-    test_settings: ClassVar[Mapping[str, Value]] = MappingProxyType({})
-    """What the messages that test models say beyond the run's own settings, e.g. another kind."""
-    exchanges: ClassVar[bool] = True
-    """Whether models really travel; without it no traffic is reported."""
 
     def __init__(self, parameters: Any = None, seed: int = 0, **arguments: Any) -> None:
         # These modules need the type of a method.
@@ -221,49 +289,10 @@ class Method(Strategy):
         """Return who works when; by default everybody all the time."""
         return EveryIdle()
 
-    def check(self, clients: int) -> None:
-        """Find out whether the hyper-parameters fit so many clients, before a run.
-
-        Raises
-        ------
-        UserError
-            They do not.
-        """
-
-    def check_validation(self, samples: int) -> None:
-        """Find out whether clients have samples enough to compare models on, before a simulation.
-
-        Parameters
-        ----------
-        samples : int
-            The fewest that a client keeps.
-
-        Raises
-        ------
-        UserError
-            They are too few.
-        """
-
-    def check_server(self, proxies: int, pretrains: bool) -> None:
-        """Find out whether the server's own samples are those that the method needs.
-
-        Parameters
-        ----------
-        proxies : int
-            How many proxy sets it has.
-        pretrains : bool
-            Whether it trains models for the clusters to start from.
-
-        Raises
-        ------
-        UserError
-            They are not; or the method does not start from such models.
-        """
-        if pretrains and not self.uses_starts:
-            raise UserError(
-                f"pretrain: {type(self).__name__} does not start from pre-trained models: leave it "
-                "out."
-            )
+    @property
+    def needs(self) -> Needs:
+        """What a run of the method has to have: see :class:`Needs`."""
+        return Needs()
 
     def initialize(self, vector: Vector) -> None:
         """Set `clusters` and `state` up from the initial model, which may be kept."""
@@ -288,10 +317,6 @@ class Method(Strategy):
         # The second may be for a model that the first has changed.
         return [self.on_update(self.received(update)) for update in updates]
 
-    def next_work(self, moment: Moment) -> Iterable[Work]:
-        """Return what is asked of whom now."""
-        return [self.work_for(client.client_id) for client in self.dispatch.choose(moment)]
-
     def work_for(self, client: str) -> Work:
         """Return the work of a client that the policy has chosen: training, by default."""
         return Work(client)
@@ -299,32 +324,9 @@ class Method(Strategy):
     def on_answer(self, answer: Answer) -> None:
         """Take in the answer to work that was not training."""
 
-    def wake_at(self) -> float:
-        """Return when the method wants to be woken; infinity for never."""
-        return math.inf
-
-    def on_wake(self) -> None:
-        """Do what is due at the time that `wake_at` has named."""
-
-    def placement(self, client: str) -> Weights:
-        """Return the clusters that serve a client, with weights."""
-        return self.clusters.of(client)
-
-    def serving(self, client: str, step: int) -> Weights:
-        """Return the clusters that serve a client on its data of a step, with weights.
-
-        A method that remembers which model a former task of a client belongs to says so here; by
-        default, as in all others, it is what serves the client now. The tests on all steps
-        (``eval-tasks``) ask for every step so far, and for the next one, which no method knows yet.
-        """
-        return self.placement(client)
-
     def add_client(self, client: Client) -> None:
         """Take in a client that was greeted, for the first time or again."""
         self.clusters.join(client.client_id)
-
-    def count_examples(self, client: Client) -> None:
-        """Note a client's number of examples, which came not with its greeting but with a reply."""
 
     def remove_client(self, client: str) -> None:
         """Note that a client went offline; it keeps its cluster."""
@@ -336,36 +338,10 @@ class Method(Strategy):
     def on_close(self, task: Task) -> None:
         """Note that a task is over, whatever came of it."""
 
-    def similarity(self) -> tuple[list[str], np.ndarray] | None:
-        """Return clients and the matrix of their similarities (NaN: unknown), if there is one."""
-        return None
-
     @property
-    def asked_kinds(self) -> frozenset[str]:
-        """Kinds of work that clients are asked for, beyond training and testing a model."""
-        return frozenset()
-
-    @property
-    def needs_classes(self) -> str:
-        """What clients are asked for that a regression does not have; empty if there is nothing."""
-        return ""
-
-    @property
-    def by_distribution(self) -> bool:
-        """Whether cluster k is of the k-th distribution, of which the server may have samples."""
-        return False
-
-    @property
-    def served(self) -> Mapping[int, Model]:
-        """The models that clients use and test, by cluster: by default those that they train."""
-        return self.models
-
-    def used(self, clients: Collection[str]) -> Iterable[tuple[str, Vector]]:
-        """Return those of some clients that use a model of their own, and that model, shape (d,).
-
-        All others use what serves them: by default everybody.
-        """
-        return ()
+    def in_use(self) -> InUse:
+        """What clients use, if it is not their cluster's model: see :class:`InUse`."""
+        return InUse()
 
     # What a method can ask.
 
@@ -393,6 +369,38 @@ class Method(Strategy):
         """The models by cluster."""
         return self.clusters.models
 
+    def placement(self, client: str) -> Weights:
+        """Return the clusters that serve a client, with weights."""
+        return self.clusters.of(client)
+
+    @property
+    def served(self) -> Mapping[int, Model]:
+        """The models that clients use and test, by cluster."""
+        models = self.in_use.models
+        return self.models if models is None else models
+
+    def used(self, clients: Collection[str]) -> Iterable[tuple[str, Vector]]:
+        """Return those of some clients that use a model of their own, and it. Shape (d,)."""
+        return self.in_use.own(clients)
+
+    def serving(self, client: str, step: int) -> Weights:
+        """Return the clusters that serve a client on its data of a step, with weights.
+
+        The tests on all steps (``eval-tasks``) ask for every step so far, and for the next one.
+        """
+        return self.in_use.on_step(client, step) or self.placement(client)
+
+    def similarity(self) -> tuple[list[str], np.ndarray] | None:
+        """Return clients and the matrix of their similarities (NaN: unknown), if there is one."""
+        return self.state.likeness() if isinstance(self.state, KnowsLikeness) else None
+
+    def requests(self, moment: Moment) -> Iterable[Work]:
+        """Return what is asked of which clients now: queries before a round, or their work."""
+        asked = self.dispatch.queries(moment)
+        if asked is not None:
+            return asked
+        return [self.work_for(client.client_id) for client in self.dispatch.choose(moment)]
+
     def record_of(self, vector: Vector) -> ArrayRecord:
         """Return a model that nobody changes as a record, which is made once.
 
@@ -401,6 +409,55 @@ class Method(Strategy):
         if self._constant is None or self._constant[0] is not vector:
             self._constant = vector, self.spec.pack(vector)
         return self._constant[1]
+
+    # Before a run.
+
+    def check(self, clients: int) -> None:
+        """Find out whether the hyper-parameters fit so many clients, before a run.
+
+        Raises
+        ------
+        UserError
+            They do not.
+        """
+        self.needs.fits_clients(clients)
+
+    def check_validation(self, samples: int) -> None:
+        """Find out whether clients have samples enough to compare models on, before a simulation.
+
+        Parameters
+        ----------
+        samples : int
+            The fewest that a client keeps.
+
+        Raises
+        ------
+        UserError
+            They are too few.
+        """
+        self.needs.fits_validation(samples)
+
+    def check_server(self, proxies: int, pretrains: bool) -> None:
+        """Find out whether the server's own samples are those that the method needs.
+
+        Parameters
+        ----------
+        proxies : int
+            How many proxy sets it has.
+        pretrains : bool
+            Whether it trains models for the clusters to start from.
+
+        Raises
+        ------
+        UserError
+            They are not; or the method does not start from such models.
+        """
+        if pretrains and not self.needs.pretrained:
+            raise UserError(
+                f"pretrain: {type(self).__name__} does not start from pre-trained models: leave it "
+                "out."
+            )
+        self.needs.fits_server(proxies)
 
     # Running.
 
@@ -537,7 +594,7 @@ class Method(Strategy):
         self._spec, self.initial = ModelSpec.of(initial_arrays), initial_arrays
         self.result = RunResult()
         self.train_config = train_config or ConfigRecord()
-        if self.validates and VALIDATION_SHARE not in self.train_config:
+        if self.needs.validation and VALIDATION_SHARE not in self.train_config:
             self.train_config[VALIDATION_SHARE] = DEFAULT_VALIDATION_SHARE
         loop = Loop(
             self,
@@ -547,7 +604,7 @@ class Method(Strategy):
             stop_check,
             timeout=timeout,
             train_config=self.train_config,
-            evaluate_config=ConfigRecord({**(evaluate_config or {}), **self.test_settings}),
+            evaluate_config=ConfigRecord({**(evaluate_config or {}), **self.needs.test_settings}),
             evaluate_fn=evaluate_fn,
             time_before=self._now(),
             identities=identities,
@@ -644,7 +701,7 @@ class Method(Strategy):
         self.on_dispatch(task)
 
     def _keeps_base_of(self, task: Task) -> bool:
-        return self.keeps_bases or (self.protection.is_on and task.kind in TRAINING)
+        return self.needs.bases or (self.protection.is_on and task.kind in TRAINING)
 
     def note_pull(self, update: Update) -> None:
         """Note where a valid update pulls its model, if somebody wants to know."""

@@ -135,12 +135,12 @@ def build_strategy(config: RunConfig) -> Method:
         )
     if config.eval_tasks and drift is None:
         raise UserError("eval-tasks tests on the steps of data that change: choose a drift, too.")
-    if strategy.needs_classes and datasets.data_shape(config).target is not None:
+    if strategy.needs.classes and datasets.data_shape(config).target is not None:
         raise UserError(
             f"The labels of {config.dataset} are quantities, and {config.strategy} has clients "
-            f"{strategy.needs_classes}."
+            f"{strategy.needs.classes}."
         )
-    if strategy.validates and config.validation_share == 0:
+    if strategy.needs.validation and config.validation_share == 0:
         raise UserError(
             f"{config.strategy} has clients compare models on samples of their own: "
             "validation-share must be above 0."
@@ -195,7 +195,7 @@ def build_grid(config: RunConfig, strategy: Method | None = None) -> VirtualGrid
     examples = [
         len(datasets.client_data(config, client).y_train) for client in range(config.num_clients)
     ]
-    if strategy is not None and strategy.validates:
+    if strategy is not None and strategy.needs.validation:
         share = config.validation_share
         share = DEFAULT_VALIDATION_SHARE if share is None else share
         fewest = min(datasets.fewest_training(config, k) for k in range(config.num_clients))

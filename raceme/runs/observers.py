@@ -129,7 +129,7 @@ def scores_beside(
     tests : ClusterTests or None
         The server's test sets.
     """
-    if tests is not None and method.by_distribution and isinstance(event, Evaluated):
+    if tests is not None and isinstance(event, Evaluated) and method.needs.by_distribution():
         scores = score_clusters(method.served, tests, event.time, event.updates)
         if scores is not None:
             yield scores

@@ -31,7 +31,7 @@ from raceme.core.messages import TRAINING, Vector
 from raceme.core.options import option
 from raceme.core.requests import Outcome, Task, Update
 from raceme.core.scheduling import Dispatch, EveryIdle, InRounds, Then
-from raceme.core.strategy import Method, Variant
+from raceme.core.strategy import Method, Needs, Variant
 from raceme.strategies.shared import contribution, stepped
 
 
@@ -111,7 +111,7 @@ class ACE(Method):
 
     parameters_type = ACEParameters
     state_type = ACEState
-    keeps_bases = True
+    needs = Needs(bases=True)
     state: ACEState
     parameters: ACEParameters
 

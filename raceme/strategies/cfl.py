@@ -19,7 +19,7 @@ from raceme.core.messages import Vector
 from raceme.core.options import option
 from raceme.core.requests import Outcome, Update
 from raceme.core.scheduling import Dispatch, InRounds, RoundsParameters
-from raceme.core.strategy import Method, average_by_cluster
+from raceme.core.strategy import Method, Needs, average_by_cluster
 from raceme.strategies.fedasync import FedAsyncParameters, mix_by_staleness
 from raceme.strategies.shared import LINKAGES, Norms, linkage, norms_of, should_bipartition
 
@@ -89,7 +89,7 @@ class CFL(Method):
 
     parameters_type = CFLParameters
     state_type = CFLState
-    keeps_bases = True
+    needs = Needs(bases=True)
     parameters: CFLParameters
     state: CFLState
 
@@ -115,7 +115,7 @@ class CFLAsync(Method):
 
     parameters_type = CFLAsyncParameters
     state_type = CFLState
-    keeps_bases = True
+    needs = Needs(bases=True)
     parameters: CFLAsyncParameters
     state: CFLState
 

@@ -22,7 +22,7 @@ brings a second vector of the model's size up.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -44,7 +44,7 @@ from raceme.core.messages import (
 from raceme.core.options import option
 from raceme.core.requests import Answer, InvalidReplyError, Outcome, Task, Update, Work
 from raceme.core.scheduling import Dispatch, InRounds, Moment, RoundsParameters
-from raceme.core.strategy import Method, average_by_cluster
+from raceme.core.strategy import Method, Needs, average_by_cluster
 from raceme.strategies.shared import kept_homes, numbered
 
 _TRIES = 3
@@ -109,15 +109,17 @@ class CFLGP(Method):
     dispatch: InRounds
 
     @property
-    def asked_kinds(self) -> frozenset[str]:
-        """Kinds of work that clients are asked for, beyond training and testing a model."""
-        return frozenset({GRADIENT})
+    def needs(self) -> Needs:
+        """What a run of the method has to have."""
+        return Needs(kinds=frozenset({GRADIENT}), fits_clients=self._check_clients)
 
     def policy(self) -> Dispatch:
         """Work in rounds."""
-        return InRounds(self.parameters.fraction, picking=self.parameters.picking)
+        return InRounds(
+            self.parameters.fraction, picking=self.parameters.picking, queries=self._queries
+        )
 
-    def check(self, clients: int) -> None:
+    def _check_clients(self, clients: int) -> None:
         """Raise UserError if there are more clusters than clients."""
         if self.parameters.k > clients:
             raise UserError(
@@ -144,7 +146,7 @@ class CFLGP(Method):
 
     # Before a clustering round: gradients.
 
-    def next_work(self, moment: Moment) -> Iterable[Work]:
+    def _queries(self, moment: Moment) -> Sequence[Work] | None:
         """Ask for gradients before some rounds, cluster, and then let a round's clients train."""
         rounds = self.dispatch.state
         if self._is_due(rounds.number, moment) and not (rounds.running or moment.greeting):
@@ -152,7 +154,7 @@ class CFLGP(Method):
             if asked is not None:
                 return [self._question(client) for client in asked]
             self._cluster(rounds.number)
-        return super().next_work(moment)
+        return None
 
     def _is_due(self, number: int, moment: Moment) -> bool:
         """Return whether clients are clustered before the round of this number, from 0."""

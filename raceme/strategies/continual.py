@@ -39,7 +39,7 @@ from raceme.core.messages import (
 from raceme.core.options import option
 from raceme.core.requests import Outcome, Update, Value, Work
 from raceme.core.scheduling import Dispatch, InRounds, RoundsParameters
-from raceme.core.strategy import Method, average_by_cluster
+from raceme.core.strategy import Method, Needs, average_by_cluster
 from raceme.flower.messages import array_record
 
 
@@ -105,14 +105,9 @@ class EWC(Method):
     """FedProx whose clients hold the weights that matter for their former tasks (FedProx-EWC)."""
 
     parameters_type = EWCParameters
-    one_model = True
+    needs = Needs(kinds=frozenset({TRAIN_ELASTIC}), one_model=True)
     parameters: EWCParameters
     dispatch: InRounds
-
-    @property
-    def asked_kinds(self) -> frozenset[str]:
-        """Kinds of work that clients are asked for, beyond training and testing a model."""
-        return frozenset({TRAIN_ELASTIC})
 
     def policy(self) -> Dispatch:
         """Work in rounds."""
@@ -175,7 +170,7 @@ class StableSGD(Method):
     """FedProx with dropout and a learning rate that falls with each task (Stable SGD)."""
 
     parameters_type = StableSGDParameters
-    one_model = True
+    needs = Needs(one_model=True)
     parameters: StableSGDParameters
     dispatch: InRounds
 
@@ -246,14 +241,11 @@ class APD(Method):
     """FedProx on weights shared by all tasks, with masks and sparse weights for each (APD)."""
 
     parameters_type = APDParameters
-    test_settings = MappingProxyType({DECOMPOSED: True})
+    needs = Needs(
+        kinds=frozenset({TRAIN_DECOMPOSED}), test_settings=MappingProxyType({DECOMPOSED: True})
+    )
     parameters: APDParameters
     dispatch: InRounds
-
-    @property
-    def asked_kinds(self) -> frozenset[str]:
-        """Kinds of work that clients are asked for, beyond training and testing a model."""
-        return frozenset({TRAIN_DECOMPOSED})
 
     def policy(self) -> Dispatch:
         """Work in rounds."""
@@ -358,15 +350,12 @@ class FedWeIT(Method):
 
     parameters_type = FedWeITParameters
     state_type = FedWeITState
-    test_settings = MappingProxyType({DECOMPOSED: True})
+    needs = Needs(
+        kinds=frozenset({TRAIN_BORROWING}), test_settings=MappingProxyType({DECOMPOSED: True})
+    )
     parameters: FedWeITParameters
     state: FedWeITState
     dispatch: InRounds
-
-    @property
-    def asked_kinds(self) -> frozenset[str]:
-        """Kinds of work that clients are asked for, beyond training and testing a model."""
-        return frozenset({TRAIN_BORROWING})
 
     def policy(self) -> Dispatch:
         """Work in rounds."""

@@ -37,7 +37,7 @@ from raceme.core.messages import ARRAYS, LOCAL_EPOCHS, LOCAL_STEPS, Vector
 from raceme.core.options import SECONDS, option
 from raceme.core.requests import InvalidReplyError, Outcome, Task, Update, Work
 from raceme.core.scheduling import Dispatch, InRounds, Moment, Then, sample
-from raceme.core.strategy import Method, Variant, average_by_cluster
+from raceme.core.strategy import Method, Needs, Variant, average_by_cluster
 from raceme.strategies.shared import contribution, partition
 
 # -----------------------------------------------------------------------------
@@ -405,9 +405,13 @@ class CSAFL(Method):
 
     parameters_type = CSAFLParameters
     state_type = CSAFLState
-    keeps_bases = True
     parameters: CSAFLParameters
     state: CSAFLState
+
+    @property
+    def needs(self) -> Needs:
+        """What a run of the method has to have."""
+        return Needs(bases=True, fits_clients=self._check_clients)
 
     def policy(self) -> Dispatch:
         """Pre-train everybody in one round, then work in windows."""
@@ -420,7 +424,7 @@ class CSAFL(Method):
         )
         return Then(InRounds(), self.windows, lambda: self.state is None or self.state.grouped)
 
-    def check(self, clients: int) -> None:
+    def _check_clients(self, clients: int) -> None:
         """Raise UserError if there are more groups than clients."""
         if self.parameters.grouping != "none" and self.parameters.groups > clients:
             raise UserError(

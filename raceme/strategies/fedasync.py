@@ -12,7 +12,7 @@ from typing import cast
 from raceme.core.clusters import Model
 from raceme.core.options import option
 from raceme.core.requests import Outcome, Update
-from raceme.core.strategy import Method
+from raceme.core.strategy import Method, Needs
 from raceme.strategies.shared import StalenessFunction, staleness_factor
 
 
@@ -35,7 +35,7 @@ class FedAsync(Method):
     """One model, every update mixed in at once with a weight that falls with staleness."""
 
     parameters_type = FedAsyncParameters
-    one_model = True
+    needs = Needs(one_model=True)
     parameters: FedAsyncParameters
 
     def on_update(self, update: Update) -> Outcome:

@@ -24,7 +24,7 @@ from raceme.core.errors import UserError
 from raceme.core.options import option
 from raceme.core.requests import Outcome, Update, Work
 from raceme.core.scheduling import IN_TURN, Dispatch, InRounds, RoundsParameters
-from raceme.core.strategy import Method, Variant
+from raceme.core.strategy import Method, Needs, Variant
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,6 @@ class FlowerRounds(Method):
 
     parameters_type = RoundsParameters
     state_type = FlowerState
-    one_model = True
     parameters: RoundsParameters
     state: FlowerState
     dispatch: InRounds
@@ -79,6 +78,11 @@ class FlowerRounds(Method):
         super().__init__(parameters, seed, **arguments)
         self.inner = inner
         self._seed = seed
+
+    @property
+    def needs(self) -> Needs:
+        """One model, for good."""
+        return Needs(one_model=True)
 
     def policy(self) -> Dispatch:
         """Work in rounds, with the participants that Flower's strategy chooses."""
@@ -277,6 +281,11 @@ class MultiKrum(FlowerRounds):
     parameters: MultiKrumParameters
     inner: strategy.MultiKrum
 
+    @property
+    def needs(self) -> Needs:
+        """What a run of the method has to have."""
+        return Needs(one_model=True, fits_clients=self._check_clients)
+
     def __init__(
         self, parameters: MultiKrumParameters | None = None, seed: int = 0, **arguments: Any
     ) -> None:
@@ -289,7 +298,7 @@ class MultiKrum(FlowerRounds):
         self._sent: list[Message] = []
         self._chosen: list[RecordDict] = []
 
-    def check(self, clients: int) -> None:
+    def _check_clients(self, clients: int) -> None:
         """Find out whether so many attackers can be outvoted: n ≥ 2 f + 3.
 
         Raises

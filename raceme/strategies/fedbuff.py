@@ -18,7 +18,7 @@ from raceme.core.clusters import Clusters, Model, cosine
 from raceme.core.messages import Vector
 from raceme.core.options import option
 from raceme.core.requests import Outcome, Task, Update
-from raceme.core.strategy import Method
+from raceme.core.strategy import Method, Needs
 from raceme.strategies.shared import contribution, only_weights, stepped
 
 log = getLogger("raceme")
@@ -53,8 +53,7 @@ class FedBuff(Method):
 
     parameters_type = FedBuffParameters
     state_type = FedBuffState
-    keeps_bases = True
-    one_model = True
+    needs = Needs(bases=True, one_model=True)
     state: FedBuffState
     parameters: FedBuffParameters
 
@@ -167,7 +166,7 @@ class CA2FL(Method):
 
     parameters_type = CA2FLParameters
     state_type = CA2FLState
-    keeps_bases = True
+    needs = Needs(bases=True)
     state: CA2FLState
     parameters: CA2FLParameters
 
@@ -283,7 +282,7 @@ class FADAS(Method):
 
     parameters_type = FADASParameters
     state_type = FADASState
-    keeps_bases = True
+    needs = Needs(bases=True)
     state: FADASState
     parameters: FADASParameters
 
@@ -396,7 +395,7 @@ class PORT(Method):
 
     parameters_type = PORTParameters
     state_type = PORTState
-    keeps_bases = True
+    needs = Needs(bases=True)
     state: PORTState
     parameters: PORTParameters
 

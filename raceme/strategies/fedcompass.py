@@ -24,7 +24,7 @@ from raceme.core.messages import short_task
 from raceme.core.options import option
 from raceme.core.requests import Outcome, Task, Update, Work
 from raceme.core.scheduling import Dispatch, Moment, sample
-from raceme.core.strategy import Method
+from raceme.core.strategy import Method, Needs
 
 # -----------------------------------------------------------------------------
 # Groups that arrive together: each client is given the work that it can do until the others do.
@@ -270,7 +270,7 @@ class FedCompass(Method):
     """Groups of clients that arrive together, the fast with more local steps (FedCompass)."""
 
     parameters_type = FedCompassParameters
-    one_model = True
+    needs = Needs(one_model=True)
     parameters: FedCompassParameters
     dispatch: ByArrival
 

@@ -37,7 +37,7 @@ from raceme.core.messages import (
 from raceme.core.options import option
 from raceme.core.requests import Answer, InvalidReplyError, Outcome, Task, Update, Value, Work
 from raceme.core.scheduling import Dispatch, InRounds, Moment, RoundsParameters
-from raceme.core.strategy import Method, Variant, average_by_cluster
+from raceme.core.strategy import Method, Needs, Variant, average_by_cluster
 from raceme.strategies.fedasync import FedAsyncParameters, mix_by_staleness
 from raceme.strategies.shared import linkage
 
@@ -590,20 +590,18 @@ class FedDriftAsync(Method):
     parameters: FedDriftAsyncParameters
     state: FedDriftAsyncState
 
+    @property
+    def needs(self) -> Needs:
+        """What a run of the method has to have."""
+        return Needs(
+            kinds=frozenset({SCORES} if self.parameters.ask_every else ()),
+            classes=without_classes(self.parameters),
+        )
+
     def initialize(self, vector: Vector) -> None:
         """Begin with one model; those of single clients are copies of it."""
         self.clusters = Clusters({0: Model(vector)})
         self.state = FedDriftAsyncState()
-
-    @property
-    def needs_classes(self) -> str:
-        """What clients are asked for that a regression does not have."""
-        return without_classes(self.parameters)
-
-    @property
-    def asked_kinds(self) -> frozenset[str]:
-        """Kinds of work that clients are asked for, beyond training and testing a model."""
-        return frozenset({SCORES} if self.parameters.ask_every else ())
 
     def add_client(self, client: Client) -> None:
         """Take a client in; at the start it is given a model, later it is asked for scores."""
@@ -739,14 +737,12 @@ class FedDrift(Method):
     dispatch: InRounds
 
     @property
-    def needs_classes(self) -> str:
-        """What clients are asked for that a regression does not have."""
-        return without_classes(self.parameters)
-
-    @property
-    def asked_kinds(self) -> frozenset[str]:
-        """Kinds of work that clients are asked for, beyond training and testing a model."""
-        return frozenset({SCORES} if self.parameters.ask_every else ())
+    def needs(self) -> Needs:
+        """What a run of the method has to have."""
+        return Needs(
+            kinds=frozenset({SCORES} if self.parameters.ask_every else ()),
+            classes=without_classes(self.parameters),
+        )
 
     def policy(self) -> Dispatch:
         """Work in rounds; who has data of several models trains one after the other."""
@@ -754,6 +750,7 @@ class FedDrift(Method):
             self.parameters.fraction,
             picking=self.parameters.picking,
             again=lambda client: self._next_model(client) is not None,
+            queries=self._queries,
         )
 
     def initialize(self, vector: Vector) -> None:
@@ -768,14 +765,14 @@ class FedDrift(Method):
 
     # Before a round: who is to measure?
 
-    def next_work(self, moment: Moment) -> Iterable[Work]:
+    def _queries(self, moment: Moment) -> Sequence[Work] | None:
         """Let clients with new data measure all models first; then let participants train."""
         asked = self.dispatch.ask_first(moment, self._is_to_measure, patience=_ASKING_SECONDS)
         if asked is not None:
             return [scoring(self, self.state.concepts, c, self.parameters) for c in asked]
         if self.state.answered and not (self.dispatch.state.running or moment.greeting):
             self._judge()
-        return super().next_work(moment)
+        return None
 
     def _is_to_measure(self, client: str) -> bool:
         """Return whether a client has new data, or has trained long enough (``ask-every``)."""

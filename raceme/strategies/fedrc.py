@@ -23,7 +23,7 @@ each client. An assignment takes as long as K passes without gradients.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from logging import getLogger
 
@@ -45,7 +45,7 @@ from raceme.core.messages import (
 from raceme.core.options import option
 from raceme.core.requests import Answer, InvalidReplyError, Outcome, Task, Update, Work
 from raceme.core.scheduling import Dispatch, InRounds, Moment, RoundsParameters
-from raceme.core.strategy import Method, average_by_cluster
+from raceme.core.strategy import Method, Needs, average_by_cluster
 from raceme.flower.messages import array_record
 from raceme.strategies.ifca import different_models
 
@@ -89,19 +89,10 @@ class FedRC(Method):
 
     parameters_type = FedRCParameters
     state_type = FedRCState
+    needs = Needs(kinds=frozenset({LABEL_MASSES, TRAIN_WEIGHTED}), classes="count their labels")
     parameters: FedRCParameters
     state: FedRCState
     dispatch: InRounds
-
-    @property
-    def needs_classes(self) -> str:
-        """What clients are asked for that a regression does not have."""
-        return "count their labels"
-
-    @property
-    def asked_kinds(self) -> frozenset[str]:
-        """Kinds of work that clients are asked for, beyond training and testing a model."""
-        return frozenset({LABEL_MASSES, TRAIN_WEIGHTED})
 
     def policy(self) -> Dispatch:
         """Work in rounds, in which a client trains every model."""
@@ -109,6 +100,7 @@ class FedRC(Method):
             participants=self._participants,
             picking=self.parameters.picking,
             again=lambda client: self._next_model(client) is not None,
+            queries=self._queries,
         )
 
     def initialize(self, vector: Vector) -> None:
@@ -118,12 +110,12 @@ class FedRC(Method):
 
     # Before a round: the E-step.
 
-    def next_work(self, moment: Moment) -> Iterable[Work]:
+    def _queries(self, moment: Moment) -> Sequence[Work] | None:
         """Let all clients assign their samples; then let a round's clients train."""
         asked = self.dispatch.ask_first(moment)
         if asked is not None:
             return [self._assign(client) for client in asked]
-        return super().next_work(moment)
+        return None
 
     def _assign(self, client: str) -> Work:
         """Let a client assign its samples to the models, given ω and C."""

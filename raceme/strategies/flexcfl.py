@@ -19,7 +19,7 @@ own): a client is placed anew when its latest update is nearer to the direction 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from logging import getLogger
 
@@ -43,7 +43,7 @@ from raceme.core.scheduling import (
     Then,
     sample,
 )
-from raceme.core.strategy import Method, Variant, average_by_cluster
+from raceme.core.strategy import Method, Needs, Variant, average_by_cluster
 from raceme.strategies.fedasync import FedAsyncParameters, mix_by_staleness
 from raceme.strategies.shared import linkage, numbered
 
@@ -380,20 +380,19 @@ class FlexCFL(Method):
 
     parameters_type = FlexCFLParameters
     state_type = FlexCFLState
-    keeps_bases = True
     parameters: FlexCFLParameters
     state: FlexCFLState
     dispatch: InRounds
 
     @property
-    def needs_classes(self) -> str:
-        """What clients are asked for that a regression does not have."""
-        return self.parameters.needs_classes
-
-    @property
-    def asked_kinds(self) -> frozenset[str]:
-        """Kinds of work that clients are asked for, beyond training and testing a model."""
-        return frozenset({LABEL_COUNTS} if self.parameters.counts_labels else ())
+    def needs(self) -> Needs:
+        """What a run of the method has to have."""
+        return Needs(
+            kinds=frozenset({LABEL_COUNTS} if self.parameters.counts_labels else ()),
+            classes=self.parameters.needs_classes,
+            bases=True,
+            fits_clients=lambda clients: check_groups(self.parameters.groups, clients),
+        )
 
     def policy(self) -> Dispatch:
         """Work in rounds; who is cold is placed first, and then trains if it was picked."""
@@ -402,11 +401,8 @@ class FlexCFL(Method):
             prepares=lambda update: self._has_groups and update.task.client in self._cold,
             returns=lambda client: client in self.state.picked,
             picking=self.parameters.picking,
+            queries=self._queries,
         )
-
-    def check(self, clients: int) -> None:
-        """Raise UserError if there are more groups than clients."""
-        check_groups(self.parameters.groups, clients)
 
     def initialize(self, vector: Vector) -> None:
         """Keep w0; all clients are cold."""
@@ -429,13 +425,13 @@ class FlexCFL(Method):
 
     # Before a round: whose data have changed?
 
-    def next_work(self, moment: Moment) -> Iterable[Work]:
+    def _queries(self, moment: Moment) -> Sequence[Work] | None:
         """Ask for label counts before each round; then let its participants work."""
         if self.parameters.counts_labels:
             asked = self.dispatch.ask_first(moment, self.state.start.answers)
             if asked is not None:
                 return [Work(client, LABEL_COUNTS, models=()) for client in asked]
-        return super().next_work(moment)
+        return None
 
     def on_dispatch(self, task: Task) -> None:
         """Note whom label counts are asked of."""
@@ -662,28 +658,23 @@ class FlexCFLAsync(Method):
 
     parameters_type = FlexCFLAsyncParameters
     state_type = FlexCFLAsyncState
-    keeps_bases = True
     parameters: FlexCFLAsyncParameters
     state: FlexCFLAsyncState
 
     @property
-    def needs_classes(self) -> str:
-        """What clients are asked for that a regression does not have."""
-        return self.parameters.needs_classes
-
-    @property
-    def asked_kinds(self) -> frozenset[str]:
-        """Kinds of work that clients are asked for, beyond training and testing a model."""
-        return frozenset({LABEL_COUNTS} if self.parameters.counts_labels else ())
+    def needs(self) -> Needs:
+        """What a run of the method has to have."""
+        return Needs(
+            kinds=frozenset({LABEL_COUNTS} if self.parameters.counts_labels else ()),
+            classes=self.parameters.needs_classes,
+            bases=True,
+            fits_clients=lambda clients: check_groups(self.parameters.groups, clients),
+        )
 
     def policy(self) -> Dispatch:
         """Wait for those who make the groups; then nobody waits."""
         first = InRounds(participants=self._first)
         return Then(first, EveryIdle(), lambda: self._has_groups)
-
-    def check(self, clients: int) -> None:
-        """Raise UserError if there are more groups than clients."""
-        check_groups(self.parameters.groups, clients)
 
     def initialize(self, vector: Vector) -> None:
         """Keep w0; all clients are cold."""

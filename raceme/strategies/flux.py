@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from logging import getLogger
 
@@ -54,7 +54,7 @@ from raceme.core.messages import (
 from raceme.core.options import option
 from raceme.core.requests import Answer, InvalidReplyError, Outcome, Task, Update, Value, Work
 from raceme.core.scheduling import Dispatch, InRounds, Moment, RoundsParameters
-from raceme.core.strategy import Method, average_by_cluster
+from raceme.core.strategy import Method, Needs, average_by_cluster
 from raceme.strategies.shared import numbered
 
 log = getLogger("raceme")
@@ -140,19 +140,25 @@ class FLUX(Method):
     dispatch: InRounds
 
     @property
-    def needs_classes(self) -> str:
-        """What clients are asked for that a regression does not have."""
-        return "" if self.parameters.warmup else "measure accuracies unless warmup=20 or the like"
+    def needs(self) -> Needs:
+        """What a run of the method has to have."""
+        return Needs(
+            kinds=self._asked_kinds(),
+            classes=""
+            if self.parameters.warmup
+            else "measure accuracies unless warmup=20 or the like",
+        )
 
-    @property
-    def asked_kinds(self) -> frozenset[str]:
+    def _asked_kinds(self) -> frozenset[str]:
         """Kinds of work that clients are asked for, beyond training and testing a model."""
         scores = () if self.parameters.warmup else (SCORES,)
         return frozenset({LATENT_MOST, DESCRIPTORS, *scores})
 
     def policy(self) -> Dispatch:
         """Work in rounds."""
-        return InRounds(self.parameters.fraction, picking=self.parameters.picking)
+        return InRounds(
+            self.parameters.fraction, picking=self.parameters.picking, queries=self._queries
+        )
 
     def initialize(self, vector: Vector) -> None:
         """Begin with one model."""
@@ -161,7 +167,7 @@ class FLUX(Method):
 
     # Before a round: is the model ripe, and what do clients' data look like under it?
 
-    def next_work(self, moment: Moment) -> Iterable[Work]:
+    def _queries(self, moment: Moment) -> Sequence[Work] | None:
         """Ask what the phase asks for, as long as somebody is to be asked; then begin a round."""
         while not (self.dispatch.state.running or moment.greeting):
             if self._asks():
@@ -170,7 +176,7 @@ class FLUX(Method):
                     return [self._question(client) for client in asked]
             if not self._advance():
                 break
-        return super().next_work(moment)
+        return None
 
     def _asks(self) -> bool:
         """Return whether anybody is asked before this round: not for scores of an untrained one."""

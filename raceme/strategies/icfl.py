@@ -24,7 +24,7 @@ from raceme.core.messages import Vector
 from raceme.core.options import option
 from raceme.core.requests import Outcome, Update
 from raceme.core.scheduling import Dispatch, InRounds, RoundsParameters
-from raceme.core.strategy import Method, average_by_cluster
+from raceme.core.strategy import Method, Needs, average_by_cluster
 from raceme.strategies import shared as spectral
 from raceme.strategies.fedasync import FedAsyncParameters, mix_by_staleness
 
@@ -160,13 +160,18 @@ class ICFLState:
     similarity: MeanSimilarity = field(default_factory=MeanSimilarity)
     latest: dict[str, Vector] = field(default_factory=dict)
 
+    def likeness(self) -> tuple[list[str], NDArray[np.float32]]:
+        """Return the mean similarities, NaN where two clients have not been compared."""
+        clients = list(self.similarity.position)
+        return clients, self.similarity.among(clients)
+
 
 class ICFL(Method):
     """Rounds in clusters that are divided while some pair in one is not similar enough (ICFL)."""
 
     parameters_type = ICFLParameters
     state_type = ICFLState
-    keeps_bases = True
+    needs = Needs(bases=True)
     parameters: ICFLParameters
     state: ICFLState
     dispatch: InRounds
@@ -198,17 +203,13 @@ class ICFL(Method):
             _divide_if_due(self, cluster, threshold)
         return average_by_cluster(self.clusters, updates)
 
-    def similarity(self) -> tuple[list[str], NDArray[np.float32]]:
-        """Return the mean similarities, NaN where two clients have not been compared."""
-        return _similarity(self.state)
-
 
 class ICFLAsync(Method):
     """ICFL on every single update: compared with the latest of all others, mixed by staleness."""
 
     parameters_type = ICFLAsyncParameters
     state_type = ICFLState
-    keeps_bases = True
+    needs = Needs(bases=True)
     parameters: ICFLAsyncParameters
     state: ICFLState
 
@@ -239,10 +240,6 @@ class ICFLAsync(Method):
         staleness = update.age if moved else update.staleness
         return mix_by_staleness(self.models[home], update, home, staleness, self.parameters)
 
-    def similarity(self) -> tuple[list[str], NDArray[np.float32]]:
-        """Return the mean similarities, NaN where two clients have not been compared."""
-        return _similarity(self.state)
-
 
 def planned_rounds(method: ICFL | ICFLAsync, fraction: float = 1.0) -> float:
     """Return T: as configured, or the synchronous rounds that the run's updates come to.
@@ -256,11 +253,6 @@ def planned_rounds(method: ICFL | ICFLAsync, fraction: float = 1.0) -> float:
     """
     clients = max(1, int(fraction * len(method.clusters.members)))
     return method.parameters.rounds or max(1.0, method.planned_updates / clients)
-
-
-def _similarity(state: ICFLState) -> tuple[list[str], NDArray[np.float32]]:
-    clients = list(state.similarity.position)
-    return clients, state.similarity.among(clients)
 
 
 def _compared(method: ICFL | ICFLAsync, update: Update) -> Vector:

@@ -19,7 +19,7 @@ from raceme.core.messages import COMPUTE_SCALE, TRAIN, TRAIN_BEST, ModelSpec, Ve
 from raceme.core.options import option
 from raceme.core.requests import Outcome, Update, Work
 from raceme.core.scheduling import Dispatch, InRounds, RoundsParameters
-from raceme.core.strategy import Method, average_by_cluster
+from raceme.core.strategy import Method, Needs, average_by_cluster
 from raceme.strategies.fedasync import FedAsyncParameters, mix_by_staleness
 
 
@@ -56,9 +56,9 @@ class IFCA(Method):
     parameters: IFCAParameters
 
     @property
-    def asked_kinds(self) -> frozenset[str]:
-        """Kinds of work that clients are asked for, beyond training and testing a model."""
-        return kinds_of_choice(self.parameters.k)
+    def needs(self) -> Needs:
+        """What a run of the method has to have."""
+        return Needs(kinds=kinds_of_choice(self.parameters.k))
 
     def policy(self) -> Dispatch:
         """Work in rounds."""
@@ -87,9 +87,9 @@ class IFCAAsync(Method):
     parameters: IFCAAsyncParameters
 
     @property
-    def asked_kinds(self) -> frozenset[str]:
-        """Kinds of work that clients are asked for, beyond training and testing a model."""
-        return kinds_of_choice(self.parameters.k)
+    def needs(self) -> Needs:
+        """What a run of the method has to have."""
+        return Needs(kinds=kinds_of_choice(self.parameters.k))
 
     def initialize(self, vector: Vector) -> None:
         """Start from K different models."""

@@ -23,7 +23,7 @@ addition for virtual time).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from logging import getLogger
 
@@ -45,7 +45,7 @@ from raceme.core.messages import (
 from raceme.core.options import option
 from raceme.core.requests import Answer, InvalidReplyError, Outcome, Task, Update, Work
 from raceme.core.scheduling import Dispatch, InRounds, Moment, RoundsParameters
-from raceme.core.strategy import Method, average_by_cluster
+from raceme.core.strategy import Method, Needs, average_by_cluster
 from raceme.strategies.shared import numbered, regroup
 
 log = getLogger("raceme")
@@ -104,18 +104,16 @@ class PACFL(Method):
 
     parameters_type = PACFLParameters
     state_type = PACFLState
+    needs = Needs(kinds=frozenset({PRINCIPAL_DIRECTIONS}))
     parameters: PACFLParameters
     state: PACFLState
     dispatch: InRounds
 
-    @property
-    def asked_kinds(self) -> frozenset[str]:
-        """Kinds of work that clients are asked for, beyond training and testing a model."""
-        return frozenset({PRINCIPAL_DIRECTIONS})
-
     def policy(self) -> Dispatch:
         """Work in rounds."""
-        return InRounds(self.parameters.fraction, picking=self.parameters.picking)
+        return InRounds(
+            self.parameters.fraction, picking=self.parameters.picking, queries=self._queries
+        )
 
     def initialize(self, vector: Vector) -> None:
         """Begin with one model, which all clusters start from."""
@@ -124,14 +122,14 @@ class PACFL(Method):
 
     # Before the first round, and for newcomers: directions.
 
-    def next_work(self, moment: Moment) -> Iterable[Work]:
+    def _queries(self, moment: Moment) -> Sequence[Work] | None:
         """Ask those who have not answered yet, cluster, and then let a round's clients train."""
         asked = self.dispatch.ask_first(moment, self._is_to_answer, every=0)
         if asked is not None:
             return [self._question(client) for client in asked]
         if self.state.is_new and not (self.dispatch.state.running or moment.greeting):
             self._cluster()
-        return super().next_work(moment)
+        return None
 
     def _is_to_answer(self, client: str) -> bool:
         tries = self.state.asked.get(client, 0)

@@ -14,7 +14,7 @@ from raceme.core.clients import Client
 from raceme.core.clusters import Clusters, Model
 from raceme.core.messages import Vector
 from raceme.core.requests import Outcome, Update
-from raceme.core.strategy import Method
+from raceme.core.strategy import Method, Needs
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,7 @@ class Standalone(Method):
 
     parameters_type = StandaloneParameters
     state_type = StandaloneState
-    uses_starts = True
-    exchanges = False
+    needs = Needs(pretrained=True, exchange=False)
     state: StandaloneState
 
     def initialize(self, vector: Vector) -> None:

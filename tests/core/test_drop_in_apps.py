@@ -37,7 +37,7 @@ from raceme.records.store import RunStore, read_events
 from raceme.reporting.plots import accuracy_figure
 from raceme.strategies import CASA, CFL, STRATEGIES, FedAvg, FedBuff
 
-NEEDS_KINDS = [name for name in STRATEGIES if STRATEGIES[name]().asked_kinds]
+NEEDS_KINDS = [name for name in STRATEGIES if STRATEGIES[name]().needs.kinds]
 NEEDS_SAMPLES = ["cdfl"]
 STOCK = [name for name in STRATEGIES if name not in (*NEEDS_KINDS, *NEEDS_SAMPLES)]
 
@@ -119,7 +119,7 @@ def test_methods_that_need_more_say_what_to_add(name: str) -> None:
     # In lines of its own, to be copied.
     assert text.endswith(SNIPPET)
     assert "app.query()(kinds.answer)" in SNIPPET
-    assert all(f"'{kind}'" in text for kind in STRATEGIES[name]().asked_kinds)
+    assert all(f"'{kind}'" in text for kind in STRATEGIES[name]().needs.kinds)
     # One client, not all of them, has printed an error.
     assert len(asked) == 1
 
@@ -141,7 +141,7 @@ def test_with_what_they_say_they_work(name: str) -> None:
     assert set(result.client_clusters) == {f"client-{index}" for index in range(6)}
     assert list(result.evaluate_metrics_clientapp) == [1, 2, 3]
     assert not [event for event in seen if isinstance(event, events.UpdateRejected)]
-    assert sent <= strategy.asked_kinds
+    assert sent <= strategy.needs.kinds
     # FAACL compares clusters every few rounds only.
     assert sent or name == "faacl"
 

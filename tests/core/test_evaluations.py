@@ -18,6 +18,7 @@ from raceme.core import events
 from raceme.core.events import Ending, Evaluated
 from raceme.core.progress import ClientScore, score_from, weighted_accuracy
 from raceme.core.scheduling import Dispatch
+from raceme.core.strategy import Needs
 from raceme.simulation import Device, Node, VirtualGrid
 from raceme.strategies import FedAsync, FedAvg, Plan
 from raceme.strategies.cdfl.scheduling import OnRequest, RequestParameters
@@ -240,7 +241,7 @@ def test_who_asks_a_run_to_stop_does_not_wait_for_evaluations() -> None:
 class Peculiar(FedAsync):
     """A method whose clients test in a way of its own."""
 
-    test_settings = MappingProxyType({"kind": "peculiar"})
+    needs = Needs(test_settings=MappingProxyType({"kind": "peculiar"}))
 
 
 @pytest.mark.parametrize(("method", "kind"), [(FedAsync, None), (Peculiar, "peculiar")])

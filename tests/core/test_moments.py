@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Collection, Sequence
 
 import pytest
 from fleets import MODEL, grid_of, pulled_app
@@ -16,7 +17,7 @@ from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
 from raceme.core.events import ClusterChange
 from raceme.core.requests import Outcome, Update
-from raceme.core.scheduling import Dispatch
+from raceme.core.scheduling import Dispatch, EveryIdle
 from raceme.datasets.drift import Schedule, Unit
 from raceme.runs.experiment import build_strategy, resolve
 from raceme.strategies import FedAsync, FedAvg, Plan
@@ -30,15 +31,30 @@ class InSpans(FedAsync):
         return InWindows(3.6, lambda online, rng: online)
 
 
+class Alarm(EveryIdle):
+    """Lets everybody work, and calls its method at some times."""
+
+    def __init__(self, times: list[float], ring: Callable[[], None]) -> None:
+        super().__init__()
+        self.times, self.ring = times, ring
+
+    def wake_at(self) -> float:
+        return self.times[0] if self.times else float("inf")
+
+    def wake(self, now: float) -> tuple[Collection[int], Sequence[Update]]:
+        self.ring()
+        return (), ()
+
+
 class Timed(FedAsync):
     """FedAsync that wants to be woken at these times."""
 
     def __init__(self, *times: float) -> None:
-        super().__init__()
         self.times, self.woken = list(times), []
+        super().__init__()
 
-    def wake_at(self) -> float:
-        return self.times[0] if self.times else float("inf")
+    def policy(self) -> Dispatch:
+        return Alarm(self.times, lambda: self.on_wake())
 
     def on_wake(self) -> None:
         self.woken.append(self.now())
@@ -77,8 +93,8 @@ def test_what_changes_at_a_wake_is_reported_with_its_time() -> None:
 
 def test_a_time_that_never_moves_does_not_stop_the_clock() -> None:
     class Stubborn(FedAsync):
-        def wake_at(self) -> float:
-            return 0.5
+        def policy(self) -> Dispatch:
+            return Alarm([0.5], lambda: None)
 
     seen = run(Stubborn(), grid_of(pulled_app(), devices(1.0)), num_rounds=3)
     assert seen[-1].time == 3.0

@@ -16,6 +16,7 @@ from raceme.core import events
 from raceme.core.clusters import Model
 from raceme.core.config import RunConfig
 from raceme.core.messages import Vector
+from raceme.core.strategy import Needs
 from raceme.records.record import read_run
 from raceme.records.store import read_events
 from raceme.runs.experiment import build_grid, conduct, resolve, simulate
@@ -26,7 +27,7 @@ from raceme.strategies import FedAsync, Standalone
 class Mirror(Standalone):
     """Sends every client what it has uploaded itself."""
 
-    exchanges = True
+    needs = Needs(pretrained=True)
 
 
 def config(out: Path, **keys: object) -> RunConfig:
@@ -137,7 +138,7 @@ def test_each_cluster_is_tested_on_its_own_set() -> None:
 class Following(FedAsync):
     """A method whose one cluster is of the first distribution."""
 
-    by_distribution = True
+    needs = Needs(one_model=True, by_distribution=lambda: True)
 
 
 @pytest.mark.parametrize("method", [Following, FedAsync])

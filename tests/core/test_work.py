@@ -18,6 +18,7 @@ from raceme.core.config import RunConfig
 from raceme.core.messages import LABEL_COUNTS, LOSSES, TRAIN, Vector
 from raceme.core.requests import Answer, Update, Work
 from raceme.core.scheduling import Dispatch, InRounds
+from raceme.core.strategy import Needs
 from raceme.runs import experiment
 from raceme.strategies import FedAsync, FedAsyncParameters, Method
 from raceme.training import models
@@ -279,7 +280,7 @@ def test_a_model_that_work_names_is_the_one_that_its_update_started_from() -> No
     class Named(FedAsync):
         """Serves a mixture of two models, but lets clients train the second."""
 
-        keeps_bases = True
+        needs = Needs(bases=True)
         deltas: list[list[float]] = []  # noqa: RUF012
 
         def initialize(self, vector: Vector) -> None:

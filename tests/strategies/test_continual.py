@@ -90,7 +90,7 @@ def test_apd_says_how_strongly_parts_are_held_and_has_them_tested_with() -> None
     work = made.work_for("c0")
     assert work.kind == "train-decomposed"
     assert work.settings == {"proximal-mu": 0.3, "sparsity": 0.2, "drift-strength": 7.0}
-    assert dict(made.test_settings) == {"decomposed": True}
+    assert dict(made.needs.test_settings) == {"decomposed": True}
 
 
 METHODS = pytest.mark.parametrize("name", ["ewc", "ssgd", "apd", "fedweit"])

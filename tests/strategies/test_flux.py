@@ -59,7 +59,7 @@ def test_after_a_share_of_the_rounds_it_is_taken_for_ripe(number: int, ripe: boo
 
 def test_a_fixed_warm_up_asks_for_no_scores() -> None:
     made = with_clients(FLUX(FLUXParameters(warmup=2)), 1)
-    assert SCORES not in made.asked_kinds
+    assert SCORES not in made.needs.kinds
     made.dispatch.state.number = 1
     assert not made._asks()
     assert not made._is_ripe()

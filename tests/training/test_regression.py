@@ -238,7 +238,7 @@ def test_methods_that_need_classes_say_how_to_do_without(
     with pytest.raises(UserError, match=rf"are quantities, and {strategy} .* unless {option}="):
         experiment.build_strategy(RunConfig.from_mapping(keys))
     keys[f"{strategy}.{option}"] = value
-    assert not experiment.build_strategy(RunConfig.from_mapping(keys)).needs_classes
+    assert not experiment.build_strategy(RunConfig.from_mapping(keys)).needs.classes
 
 
 def test_labels_that_are_quantities_cannot_be_counted(config: RunConfig) -> None:

@@ -340,9 +340,9 @@ def start(
         online = _wait_for_nodes(told.grid, clock, arguments, told.timeout)
         if clock.is_virtual:
             method.check(online)
-        if method.asked_kinds:
+        if method.needs.kinds:
             check_kinds(
-                told.grid, clock, name, method.asked_kinds, min(_ASKING_SECONDS, told.timeout)
+                told.grid, clock, name, method.needs.kinds, min(_ASKING_SECONDS, told.timeout)
             )
         result, teller = _Run(method, arguments, told, wire, clock).result(run, online)
     teller.ended(result, time.monotonic() - began)
@@ -367,7 +367,7 @@ class _Run:
         self._teller = Teller(f"/{told.num_rounds}" if in_rounds else "", clock.is_virtual)
         self._grid = FlowerGrid(
             *(told.grid, clock, arguments, wire, self._tally, rounds),
-            greets=told.greet or bool(method.asked_kinds),
+            greets=told.greet or bool(method.needs.kinds),
             heard=self._heard,
         )
         self._plan = FlowerPlan(
@@ -415,7 +415,6 @@ class _Run:
         client = self._method.progress.fleet.clients.get(name)
         if client is not None and client.num_examples != examples:
             client.num_examples = examples
-            self._method.count_examples(client)
 
     # What the loop reports.
 

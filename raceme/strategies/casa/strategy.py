@@ -123,6 +123,12 @@ class CASAState:
             matrix[index, index] = own
         self.buffers.forget(index)
 
+    def likeness(self) -> tuple[list[str], NDArray[np.float32]]:
+        """Return A, with NaN where a pair has not been compared."""
+        n = len(self.clients)
+        known = np.where(self.computed[:n, :n], self.similarity[:n, :n], np.float32(np.nan))
+        return list(self.clients), known
+
     def _grow(self, capacity: int) -> None:
         """Give every array room for more clients."""
         more = capacity - len(self.start)
@@ -197,11 +203,6 @@ class CASA(Method):
         self._index[name] = drawn
         self._locate([name])
 
-    def count_examples(self, client: Client) -> None:
-        """Note |D_i|."""
-        if client.client_id in self._index:
-            self.state.examples[self._index[client.client_id]] = client.num_examples
-
     def remove_client(self, client: str) -> None:
         """Leave a client that went offline out of sizes and splits; it keeps its cluster."""
         super().remove_client(client)
@@ -239,6 +240,9 @@ class CASA(Method):
             if self.parameters.clustering:
                 self._split_if_due(self.clusters.main(client))
         else:
+            if client in self.progress.fleet.clients:
+                # A ClientApp that answers no greeting says it with its first update.
+                state.examples[i] = self.progress.fleet.clients[client].num_examples
             code = self._encoder.encode(self.compared(update.vector))
             if newcomer:
                 self.clusters.assign(client, self._nearest_cluster(i, code))
@@ -453,12 +457,6 @@ class CASA(Method):
         """Return the clients of C_k that are online and have a seat, by index."""
         n = len(self.state.clients)
         return np.flatnonzero((self._cluster[:n] == k) & self._present[:n])
-
-    def similarity(self) -> tuple[list[str], NDArray[np.float32]]:
-        """Return A, with NaN where a pair has not been compared."""
-        state, n = self.state, len(self.state.clients)
-        known = np.where(state.computed[:n, :n], state.similarity[:n, :n], np.float32(np.nan))
-        return list(state.clients), known
 
 
 # -----------------------------------------------------------------------------

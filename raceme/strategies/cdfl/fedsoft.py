@@ -13,7 +13,7 @@ sent. What a client is tested with is this model too, as its own one stays with 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -36,7 +36,7 @@ from raceme.core.messages import (
 from raceme.core.options import option
 from raceme.core.requests import Answer, InvalidReplyError, Outcome, Update, Work
 from raceme.core.scheduling import Dispatch, InRounds, Moment
-from raceme.core.strategy import Method
+from raceme.core.strategy import Method, Needs
 from raceme.flower.messages import array_record
 from raceme.strategies.cdfl.scheduling import OnRequest
 from raceme.strategies.cdfl.strategy import (
@@ -96,19 +96,22 @@ class FedSoft(Method):
 
     parameters_type = FedSoftParameters
     state_type = FedSoftState
-    uses_starts = True
     parameters: FedSoftParameters
     state: FedSoftState
     dispatch: InRounds
 
     @property
-    def asked_kinds(self) -> frozenset[str]:
-        """Kinds of work that clients are asked for, beyond training and testing a model."""
-        return frozenset({LOSSES, TRAIN_OWN})
+    def needs(self) -> Needs:
+        """What a run of the method has to have."""
+        return Needs(
+            kinds=frozenset({LOSSES, TRAIN_OWN}),
+            pretrained=True,
+            by_distribution=lambda: self.state.pretrained,
+        )
 
     def policy(self) -> Dispatch:
         """Work in rounds, with those whom clusters draw."""
-        return InRounds(participants=self._draw)
+        return InRounds(participants=self._draw, queries=self._queries)
 
     def initialize(self, vector: Vector) -> None:
         """Start each cluster from its pre-trained model, or all from different ones."""
@@ -122,19 +125,14 @@ class FedSoft(Method):
             alike = dict.fromkeys(self.models, 1.0 / len(self.models))
             self.clusters.assign(client.client_id, alike)
 
-    @property
-    def by_distribution(self) -> bool:
-        """Whether cluster k is of the k-th distribution: if it started from its model."""
-        return self.state.pretrained
-
     # Every few rounds: importance.
 
-    def next_work(self, moment: Moment) -> Iterable[Work]:
+    def _queries(self, moment: Moment) -> Sequence[Work] | None:
         """Ask for losses before some rounds; then let those train whom clusters have drawn."""
         asked = self.dispatch.ask_first(moment, every=self.parameters.estimate_every)
         if asked is not None:
             return [self._measure(client) for client in asked]
-        return super().next_work(moment)
+        return None
 
     def _measure(self, client: str) -> Work:
         """Let a client measure all cluster models: K passes without gradients."""
@@ -285,15 +283,18 @@ class FedSoftAsync(Method):
 
     parameters_type = FedSoftAsyncParameters
     state_type = FedSoftAsyncState
-    uses_starts = True
     parameters: FedSoftAsyncParameters
     state: FedSoftAsyncState
     dispatch: OnRequest
 
     @property
-    def asked_kinds(self) -> frozenset[str]:
-        """Kinds of work that clients are asked for, beyond training and testing a model."""
-        return frozenset({TRAIN_MIXED}) | self.dispatch.asked_kinds
+    def needs(self) -> Needs:
+        """What a run of the method has to have."""
+        return Needs(
+            kinds=frozenset({TRAIN_MIXED}) | self.dispatch.asked_kinds,
+            pretrained=True,
+            by_distribution=lambda: self.state.pretrained,
+        )
 
     def policy(self) -> Dispatch:
         """Let each client decide when it uploads."""
@@ -314,11 +315,6 @@ class FedSoftAsync(Method):
             self.clusters.assign(name, dict.fromkeys(self.models, 1.0 / len(self.models)))
             self.state.since[name] = self.progress.updates
             self._send_all(name)
-
-    @property
-    def by_distribution(self) -> bool:
-        """Whether cluster k is of the k-th distribution: if it started from its model."""
-        return self.state.pretrained
 
     # What a client does when it chooses.
 

@@ -35,7 +35,7 @@ from raceme.core.messages import ARRAYS, PROXIMAL_MU, Vector, forward_cost
 from raceme.core.options import option
 from raceme.core.requests import Answer, Outcome, Update, Work
 from raceme.core.scheduling import Dispatch
-from raceme.core.strategy import Method
+from raceme.core.strategy import Method, Needs
 from raceme.strategies.cdfl.scheduling import OnRequest, RequestParameters
 
 # -----------------------------------------------------------------------------
@@ -235,10 +235,19 @@ class CDFL(Method):
 
     parameters_type = CDFLParameters
     state_type = CDFLState
-    uses_starts = True
     parameters: CDFLParameters
     state: CDFLState
     dispatch: OnRequest
+
+    @property
+    def needs(self) -> Needs:
+        """What a run of the method has to have."""
+        return Needs(
+            kinds=self.dispatch.asked_kinds,
+            pretrained=True,
+            by_distribution=lambda: True,
+            fits_server=self._check_server,
+        )
 
     def __init__(
         self, parameters: CDFLParameters | None = None, seed: int = 0, **arguments: Any
@@ -264,16 +273,11 @@ class CDFL(Method):
             bar_of("cdfl.distance-bar", options.distance_bar),
         )
 
-    @property
-    def asked_kinds(self) -> frozenset[str]:
-        """Kinds of work that clients are asked for, beyond training and testing a model."""
-        return self.dispatch.asked_kinds
-
     def policy(self) -> Dispatch:
         """Let each client decide when it uploads."""
         return OnRequest(self.parameters)
 
-    def check_server(self, proxies: int, pretrains: bool) -> None:
+    def _check_server(self, proxies: int) -> None:
         """Raise UserError if there is not a proxy set for each cluster."""
         wanted = self.parameters.k
         if not proxies:
@@ -308,11 +312,6 @@ class CDFL(Method):
             self.clusters.assign(name, alike)
             self.state.received[name] = blended(self.models, alike)
             self.state.since[name] = self.progress.updates
-
-    @property
-    def by_distribution(self) -> bool:
-        """Whether cluster k is of the k-th distribution: the one of its proxy set."""
-        return True
 
     # What a client does when it chooses.
 

@@ -54,7 +54,7 @@ from raceme.core.messages import (
 from raceme.core.options import option
 from raceme.core.requests import Answer, InvalidReplyError, Outcome, Task, Update, Value, Work
 from raceme.core.scheduling import Dispatch, InRounds, Moment
-from raceme.core.strategy import Method
+from raceme.core.strategy import InUse, Method, Needs
 from raceme.flower.messages import array_record
 from raceme.strategies.faacl.strategy import (
     ASKING_SECONDS,
@@ -478,23 +478,27 @@ class CFAACL(Method):
 
     parameters_type = CFAACLParameters
     state_type = CFAACLState
-    validates = True
     parameters: CFAACLParameters
     state: CFAACLState
     dispatch: InRounds
 
     @property
-    def asked_kinds(self) -> frozenset[str]:
-        """Kinds of work that clients are asked for, beyond training and testing a model."""
-        return frozenset({LEARN, LEND, LOSSES, MATCH})
+    def needs(self) -> Needs:
+        """What a run of the method has to have."""
+        return Needs(
+            kinds=frozenset({LEARN, LEND, LOSSES, MATCH}),
+            validation=True,
+            fits_clients=self._check_clients,
+            fits_validation=lambda samples: check_samples(samples, self.parameters.alpha),
+        )
 
     def policy(self) -> Dispatch:
         """Work in rounds; who supports other clusters trains their models after its own."""
         self.search = ConceptSearch(self, self._place)
         self.rounds = SupportRounds(self)
-        return self.rounds.policy()
+        return self.rounds.policy(self._queries)
 
-    def check(self, clients: int) -> None:
+    def _check_clients(self, clients: int) -> None:
         """Raise UserError if clients are to remember too few samples for any test to be passed."""
         remembered, alpha = self.parameters.remembered, self.parameters.alpha
         if remembered < (needed := fewest_samples(alpha)):
@@ -502,10 +506,6 @@ class CFAACL(Method):
                 f"c-faacl.remembered is {remembered}, and a test at level {alpha:g} needs {needed} "
                 "samples: no task would ever be recognised. Take more, or a larger c-faacl.alpha."
             )
-
-    def check_validation(self, samples: int) -> None:
-        """Raise UserError if a client keeps too few samples for any test to be passed."""
-        check_samples(samples, self.parameters.alpha)
 
     def initialize(self, vector: Vector) -> None:
         """Begin with θ, which serves everybody until there are clusters."""
@@ -519,24 +519,29 @@ class CFAACL(Method):
         if is_new:
             greet(self, self.state, client, self.parameters.alpha)
 
-    def serving(self, client: str, step: int) -> Weights:
+    @property
+    def in_use(self) -> InUse:
+        """The clusters that former tasks belong to."""
+        return InUse(on_step=self._cluster_of)
+
+    def _cluster_of(self, client: str, step: int) -> Weights:
         """Return the cluster that a client's data of a step belonged to, or what it has become."""
         known = self.state.memory.get(client, {})
         cluster = self.state.supported.heir(known[step]) if step in known else None
         if cluster is None or cluster not in self.models:
-            return self.placement(client)
+            return {}
         return {cluster: 1.0}
 
     # Before a round: searches, then Cluster Support and Cluster Merge.
 
-    def next_work(self, moment: Moment) -> Iterable[Work]:
+    def _queries(self, moment: Moment) -> Sequence[Work] | None:
         """Find out where new data belong, have clusters compared, then let participants train."""
         asked = self.search.ask(moment)
         if asked is None:
             asked = self.rounds.compare(moment)
         if asked is None and not self.dispatch.state.running:
             self._notice_new_data(self.state.memory)
-        return super().next_work(moment) if asked is None else asked
+        return asked
 
     def _notice_new_data(self, clients: Iterable[str]) -> None:
         """Let clients whose data have moved on train a model of their own next."""

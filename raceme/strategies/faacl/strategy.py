@@ -19,7 +19,7 @@ is joined with the others. These rounds are in :mod:`raceme.strategies.faacl.str
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -45,7 +45,7 @@ from raceme.core.messages import (
 from raceme.core.options import option
 from raceme.core.requests import Answer, InvalidReplyError, Outcome, Task, Update, Value, Work
 from raceme.core.scheduling import Dispatch, InRounds, Moment, RoundsParameters
-from raceme.core.strategy import Method, average_by_cluster
+from raceme.core.strategy import Method, Needs, average_by_cluster
 from raceme.strategies.faacl.support import (
     Partition,
     Supported,
@@ -279,13 +279,20 @@ class SupportRounds:
         state: SupportRoundsState = self._method.state
         return state
 
-    def policy(self) -> InRounds:
-        """Work in rounds; who supports other clusters trains their models after its own."""
+    def policy(self, queries: Callable[[Moment], Sequence[Work] | None]) -> InRounds:
+        """Work in rounds; who supports other clusters trains their models after its own.
+
+        Parameters
+        ----------
+        queries : Callable
+            Returns what clients are asked before a round; None if it may begin.
+        """
         return InRounds(
             self._parameters.fraction,
             participants=self._participants,
             picking=self._parameters.picking,
             again=lambda client: self._next_model(client) is not None,
+            queries=queries,
         )
 
     @property
@@ -525,23 +532,22 @@ class FAACLAsync(Method):
 
     parameters_type = FAACLAsyncParameters
     state_type = FAACLAsyncState
-    validates = True
     parameters: FAACLAsyncParameters
     state: FAACLAsyncState
 
-    def check_validation(self, samples: int) -> None:
-        """Raise UserError if a client keeps too few samples for any test to be passed."""
-        check_samples(samples, self.parameters.alpha)
+    @property
+    def needs(self) -> Needs:
+        """What a run of the method has to have."""
+        return Needs(
+            kinds=frozenset({LOSSES}),
+            validation=True,
+            fits_validation=lambda samples: check_samples(samples, self.parameters.alpha),
+        )
 
     def initialize(self, vector: Vector) -> None:
         """Begin with θ, which serves everybody until there are clusters."""
         self.clusters = Clusters({START: Model(vector)})
         self.state = FAACLAsyncState(vector.copy())
-
-    @property
-    def asked_kinds(self) -> frozenset[str]:
-        """Kinds of work that clients are asked for, beyond training and testing a model."""
-        return frozenset({LOSSES})
 
     def add_client(self, client: Client) -> None:
         """Take a client in; one that is new has to train θ first."""
@@ -718,23 +724,22 @@ class FAACL(Method):
 
     parameters_type = FAACLParameters
     state_type = FAACLState
-    validates = True
     parameters: FAACLParameters
     state: FAACLState
 
     @property
-    def asked_kinds(self) -> frozenset[str]:
-        """Kinds of work that clients are asked for, beyond training and testing a model."""
-        return frozenset({LOSSES})
+    def needs(self) -> Needs:
+        """What a run of the method has to have."""
+        return Needs(
+            kinds=frozenset({LOSSES}),
+            validation=True,
+            fits_validation=lambda samples: check_samples(samples, self.parameters.alpha),
+        )
 
     def policy(self) -> Dispatch:
         """Work in rounds; who supports other clusters trains their models after its own."""
         self.rounds = SupportRounds(self)
-        return self.rounds.policy()
-
-    def check_validation(self, samples: int) -> None:
-        """Raise UserError if a client keeps too few samples for any test to be passed."""
-        check_samples(samples, self.parameters.alpha)
+        return self.rounds.policy(self.rounds.compare)
 
     def initialize(self, vector: Vector) -> None:
         """Begin with θ, which serves everybody until there are clusters."""
@@ -747,11 +752,6 @@ class FAACL(Method):
         super().add_client(client)
         if is_new:
             greet(self, self.state, client, self.parameters.alpha)
-
-    def next_work(self, moment: Moment) -> Iterable[Work]:
-        """Have clusters compared first, if that is due; then let participants train."""
-        asked = self.rounds.compare(moment)
-        return super().next_work(moment) if asked is None else asked
 
     def on_answer(self, answer: Answer) -> None:
         """Take losses in."""

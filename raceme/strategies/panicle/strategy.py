@@ -20,7 +20,7 @@ is unlike the others some of its own latest model (`clustering/own_part.py`).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -31,7 +31,7 @@ from raceme.core.clusters import Clusters, Model
 from raceme.core.messages import ARRAYS, Vector
 from raceme.core.options import option
 from raceme.core.requests import Outcome, Task, Update, Work
-from raceme.core.strategy import Method
+from raceme.core.strategy import InUse, Method, Needs
 from raceme.strategies.panicle.averaging import (
     Averages,
     Latest,
@@ -182,13 +182,17 @@ class PanicleState:
     wanted: int = HALVES
     withheld: dict[str, Vector] = field(default_factory=dict)
 
+    def likeness(self) -> tuple[list[str], NDArray[np.float32]]:
+        """Return how far clients agree, free of chance; NaN where that is not known."""
+        return self.probes.similarity()
+
 
 class Panicle(Method):
     """Clusters by short probes, at once, that split, move and merge by evidence (our own)."""
 
     parameters_type = PanicleParameters
     state_type = PanicleState
-    keeps_bases = True
+    needs = Needs(bases=True)
     parameters: PanicleParameters
     state: PanicleState
 
@@ -523,11 +527,12 @@ class Panicle(Method):
         return habits[client]
 
     @property
-    def served(self) -> Mapping[int, Model]:
+    def in_use(self) -> InUse:
         """What clients use: a mean of each model's last versions, which no update leans on."""
-        return self.state.averages.instead_of(self.models, self.spec.counters)
+        averages = self.state.averages.instead_of(self.models, self.spec.counters)
+        return InUse(averages, self._own_models)
 
-    def used(self, clients: Collection[str]) -> Iterator[tuple[str, Vector]]:
+    def _own_models(self, clients: Collection[str]) -> Iterator[tuple[str, Vector]]:
         """Yield what clients use that are unlike the others of their cluster, or have changed."""
         prior, latest, served = self.parameters.own, self.state.latest.models, self.served
         withheld = self.state.withheld
@@ -544,7 +549,3 @@ class Panicle(Method):
             mixed = between(shared, latest[client], own_share(apart, samples, prior))
             self.spec.copy_counters(shared, mixed)
             yield client, mixed
-
-    def similarity(self) -> tuple[list[str], NDArray[np.float32]]:
-        """Return how far clients agree, free of chance; NaN where that is not known."""
-        return self.state.probes.similarity()
