@@ -66,7 +66,7 @@ def play(case: Case, clients: int, seats: int, passes: float, seed: int) -> Play
     method.restored()
     for client in range(clients):
         known = method.progress.fleet.clients[str(client)] = Client(str(client), 100)
-        method.add_client(known)
+        method.on_join(known)
 
     def note(change: ClustersChanged) -> None:
         if change.gone:

@@ -184,8 +184,8 @@ def wrongly_split(is_on: bool) -> Iterator[None]:
                 self.clusters.found(self.models[0].copy())
             self.state.formed = True
 
-        def add_client(self, client: Any) -> None:
-            super().add_client(client)
+        def on_join(self, client: Any) -> None:
+            super().on_join(client)
             turn = len(self.clusters.members) % 4
             self.clusters.assign(client.client_id, turn)
 

@@ -73,14 +73,14 @@ def feed(strategy: Any, clients: int, size: int, updates: int) -> dict[str, floa
     strategy.initialize(base.copy())
     strategy.restored()
     for client in range(clients):
-        strategy.add_client(Client(str(client), 100))
+        strategy.on_join(Client(str(client), 100))
         strategy.progress.fleet.clients[str(client)] = Client(str(client), 100)
     sent: dict[int, Task] = {}
 
     def dispatch(client: int, number: int) -> None:
         cluster = strategy.clusters.main(str(client))
         version = strategy.models[cluster].version
-        phase = strategy.work_for(str(client)).phase
+        phase = strategy.request_for(str(client)).phase
         sent[client] = Task(number, str(client), cluster, version, number, 0.0, 0, phase=phase)
         strategy.open_task(sent[client])
 

@@ -50,7 +50,7 @@ class Budgeted(Method):
     dispatch: InWindows
     state: BudgetedState
 
-    def policy(self) -> Dispatch:
+    def scheduler(self) -> Dispatch:
         return Windows(BUDGET, self.members, first=self.form_groups)
 
     def members(self, online: Sequence[Client], rng: np.random.Generator) -> Sequence[Client]:

@@ -62,7 +62,7 @@ def with_clients(strategy: Any, count: int, size: int = 2) -> Any:
     strategy._spec = ModelSpec(("weights",), ((size,),), ("float32",))
     strategy.initialize(np.zeros(size, np.float32))
     for index in range(count):
-        strategy.add_client(Client(f"c{index}", num_examples=10))
+        strategy.on_join(Client(f"c{index}", num_examples=10))
     return strategy
 
 

@@ -30,15 +30,15 @@ class Asks(FedAsync):
 
     dispatch: OnRequest
 
-    def policy(self) -> Dispatch:
+    def scheduler(self) -> Dispatch:
         return self._asked
 
-    def work_for(self, client: str) -> Work:
+    def request_for(self, client: str) -> Work:
         if self.dispatch.looks(client):
             return self.dispatch.look_at(client, self.spec.pack(self.models[0].vector), cost=0.0)
         return Work(client)
 
-    def on_dispatch(self, task: Task) -> None:
+    def on_sent(self, task: Task) -> None:
         self.kinds.append((self.now(), task.client, task.kind))
 
     def on_answer(self, answer: Answer) -> None:

@@ -31,7 +31,7 @@ class SoftClusters(Method):
     state_type = SoftState
     state: SoftState
 
-    def policy(self) -> Dispatch:
+    def scheduler(self) -> Dispatch:
         return OnRequest(RequestParameters(request_seconds=2.0))
 
     def initialize(self, vector: Vector) -> None:
@@ -39,8 +39,8 @@ class SoftClusters(Method):
         self.clusters = Clusters({k: Model(start) for k, start in enumerate(starts)})
         self.state = SoftState()
 
-    def add_client(self, client: Client) -> None:
-        super().add_client(client)
+    def on_join(self, client: Client) -> None:
+        super().on_join(client)
         if not self.clusters.is_placed(client.client_id):
             self.clusters.assign(client.client_id, dict.fromkeys(range(K), 1 / K))
 

@@ -362,11 +362,11 @@ def judged(method: Method, update: Update, now: float) -> Update:
         )
     )
     if client in guard.state.excluded:
-        method.remove_client(client)
+        method.on_leave(client)
     if ruling.verdict.keeps_out:
         raise InvalidReplyError(ruling.reason)
     if ruling.verdict is Verdict.READMITTED:
-        method.add_client(method.progress.fleet.clients[client])
+        method.on_join(method.progress.fleet.clients[client])
     if ruling.scale == 1.0:
         return update
     vector = np.asarray(base + np.float32(ruling.scale) * delta, np.float32)
@@ -636,7 +636,7 @@ class Loop:
         self._evaluator.forget()
         for client in self._fleet.disconnect():
             self._apply(self._method.dispatch.left(client, self.now()))
-            self._method.remove_client(client)
+            self._method.on_leave(client)
 
     def _look_at_fleet(self) -> None:
         """Notice who came and who left; greet the new nodes."""
@@ -645,7 +645,7 @@ class Loop:
         for client in left:
             self._idle.remove(client)
             self._evaluator.drop(client)
-            self._method.remove_client(client)
+            self._method.on_leave(client)
             self._observe(events.ClientLeft(self.now(), client))
             self._apply(self._method.dispatch.left(client, self.now()))
         for node in arrived:
@@ -680,7 +680,7 @@ class Loop:
             self._refuse(task, "the client went offline with it")
         client.failures, client.ready_at = 0, now
         self._observe(joined(now, client, returned))
-        self._method.add_client(client)
+        self._method.on_join(client)
         self._idle.add(name)
 
     # Handing work out.

@@ -277,7 +277,7 @@ class Method(Strategy):
         self.train_config = ConfigRecord()
         self.report: events.Observer = events.ignore
         self.step_of: Callable[[str], int | None] = lambda client: None
-        self.dispatch: Dispatch = self.policy()
+        self.dispatch: Dispatch = self.scheduler()
         check_share(self, self.arguments)
         self._spec: ModelSpec | None = None
         self._now: Callable[[], float] = lambda: 0.0
@@ -285,7 +285,7 @@ class Method(Strategy):
 
     # Hooks: what a method may override.
 
-    def policy(self) -> Dispatch:
+    def scheduler(self) -> Dispatch:
         """Return who works when; by default everybody all the time."""
         return EveryIdle()
 
@@ -317,25 +317,25 @@ class Method(Strategy):
         # The second may be for a model that the first has changed.
         return [self.on_update(self.received(update)) for update in updates]
 
-    def work_for(self, client: str) -> Work:
+    def request_for(self, client: str) -> Work:
         """Return the work of a client that the policy has chosen: training, by default."""
         return Work(client)
 
     def on_answer(self, answer: Answer) -> None:
         """Take in the answer to work that was not training."""
 
-    def add_client(self, client: Client) -> None:
+    def on_join(self, client: Client) -> None:
         """Take in a client that was greeted, for the first time or again."""
         self.clusters.join(client.client_id)
 
-    def remove_client(self, client: str) -> None:
+    def on_leave(self, client: str) -> None:
         """Note that a client went offline; it keeps its cluster."""
         self.clusters.leave(client)
 
-    def on_dispatch(self, task: Task) -> None:
+    def on_sent(self, task: Task) -> None:
         """Note that a client is given a task."""
 
-    def on_close(self, task: Task) -> None:
+    def on_closed(self, task: Task) -> None:
         """Note that a task is over, whatever came of it."""
 
     @property
@@ -399,7 +399,7 @@ class Method(Strategy):
         asked = self.dispatch.queries(moment)
         if asked is not None:
             return asked
-        return [self.work_for(client.client_id) for client in self.dispatch.choose(moment)]
+        return [self.request_for(client.client_id) for client in self.dispatch.choose(moment)]
 
     def record_of(self, vector: Vector) -> ArrayRecord:
         """Return a model that nobody changes as a record, which is made once.
@@ -698,7 +698,7 @@ class Method(Strategy):
         if pulls is not None and task.kind in TRAINING and pulls.wants(task.client):
             sent = dict.fromkeys(task.candidates, 1.0) or self.placement(task.client)
             pulls.send(task.number, self.models, sent, bool(task.candidates))
-        self.on_dispatch(task)
+        self.on_sent(task)
 
     def _keeps_base_of(self, task: Task) -> bool:
         return self.needs.bases or (self.protection.is_on and task.kind in TRAINING)
@@ -761,7 +761,7 @@ class Method(Strategy):
 
     def close_task(self, task: Task) -> None:
         """Tell the method that a task is over, and forget what was kept for it."""
-        self.on_close(task)
+        self.on_closed(task)
         if self.pulls is not None:
             self.pulls.close(task.number)
         if self._keeps_base_of(task):

@@ -115,7 +115,7 @@ class ACE(Method):
     state: ACEState
     parameters: ACEParameters
 
-    def policy(self) -> Dispatch:
+    def scheduler(self) -> Dispatch:
         """Wait for everybody once; then nobody waits."""
         if self.parameters.start == "seen":
             return EveryIdle()
@@ -126,7 +126,7 @@ class ACE(Method):
         self.clusters = Clusters({0: Model(vector)})
         self.state = ACEState(np.zeros(len(vector)), started=self.parameters.start == "seen")
 
-    def on_dispatch(self, task: Task) -> None:
+    def on_sent(self, task: Task) -> None:
         """Note which model a client got last, if ages are counted from there."""
         known = task.client in self.state.latest
         if self.parameters.counts_from_sending and known and task.kind in TRAINING:

@@ -93,7 +93,7 @@ class CFL(Method):
     parameters: CFLParameters
     state: CFLState
 
-    def policy(self) -> Dispatch:
+    def scheduler(self) -> Dispatch:
         """Work in rounds."""
         return InRounds(self.parameters.fraction, picking=self.parameters.picking)
 

@@ -113,7 +113,7 @@ class CFLGP(Method):
         """What a run of the method has to have."""
         return Needs(kinds=frozenset({GRADIENT}), fits_clients=self._check_clients)
 
-    def policy(self) -> Dispatch:
+    def scheduler(self) -> Dispatch:
         """Work in rounds."""
         return InRounds(
             self.parameters.fraction, picking=self.parameters.picking, queries=self._queries
@@ -138,9 +138,9 @@ class CFLGP(Method):
             chosen = np.sort(self.rng.choice(weights, kept, replace=False))
             self.state.coordinates = chosen.astype(np.int64)
 
-    def add_client(self, client: Client) -> None:
+    def on_join(self, client: Client) -> None:
         """Take a client in: all are in the first cluster until they are clustered."""
-        super().add_client(client)
+        super().on_join(client)
         if not self.clusters.is_placed(client.client_id) and self.state.clustered < 0:
             self.clusters.assign(client.client_id, next(iter(self.models)))
 
@@ -181,7 +181,7 @@ class CFLGP(Method):
         model = list(self.models)[self.state.criterion]
         return Work(client, GRADIENT, models=(model,), settings={COMPUTE_SCALE: cost})
 
-    def on_dispatch(self, task: Task) -> None:
+    def on_sent(self, task: Task) -> None:
         """Note who is asked."""
         if task.kind == GRADIENT:
             self.state.asked[task.client] = self.state.asked.get(task.client, 0) + 1

@@ -109,11 +109,11 @@ class EWC(Method):
     parameters: EWCParameters
     dispatch: InRounds
 
-    def policy(self) -> Dispatch:
+    def scheduler(self) -> Dispatch:
         """Work in rounds."""
         return InRounds(self.parameters.fraction, picking=self.parameters.picking)
 
-    def work_for(self, client: str) -> Work:
+    def request_for(self, client: str) -> Work:
         """Let a client train, after it has measured the task that is over, if one is."""
         settings = {
             PROXIMAL_MU: self.parameters.mu,
@@ -174,11 +174,11 @@ class StableSGD(Method):
     parameters: StableSGDParameters
     dispatch: InRounds
 
-    def policy(self) -> Dispatch:
+    def scheduler(self) -> Dispatch:
         """Work in rounds."""
         return InRounds(self.parameters.fraction, picking=self.parameters.picking)
 
-    def work_for(self, client: str) -> Work:
+    def request_for(self, client: str) -> Work:
         """Let a client train with dropout, at its task's learning rate."""
         options = self.parameters
         settings: dict[str, Value] = {
@@ -247,11 +247,11 @@ class APD(Method):
     parameters: APDParameters
     dispatch: InRounds
 
-    def policy(self) -> Dispatch:
+    def scheduler(self) -> Dispatch:
         """Work in rounds."""
         return InRounds(self.parameters.fraction, picking=self.parameters.picking)
 
-    def work_for(self, client: str) -> Work:
+    def request_for(self, client: str) -> Work:
         """Let a client train the shared weights, with its own for its task."""
         settings = {
             PROXIMAL_MU: self.parameters.mu,
@@ -357,11 +357,11 @@ class FedWeIT(Method):
     state: FedWeITState
     dispatch: InRounds
 
-    def policy(self) -> Dispatch:
+    def scheduler(self) -> Dispatch:
         """Work in rounds."""
         return InRounds(self.parameters.fraction, picking=self.parameters.picking)
 
-    def work_for(self, client: str) -> Work:
+    def request_for(self, client: str) -> Work:
         """Let a client train; if it begins a task, send it what others have for theirs."""
         settings = {
             PROXIMAL_MU: self.parameters.mu,

@@ -413,7 +413,7 @@ class CSAFL(Method):
         """What a run of the method has to have."""
         return Needs(bases=True, fits_clients=self._check_clients)
 
-    def policy(self) -> Dispatch:
+    def scheduler(self) -> Dispatch:
         """Pre-train everybody in one round, then work in windows."""
         self.windows = InWindows(
             self.parameters.budget,
@@ -439,7 +439,7 @@ class CSAFL(Method):
 
     # Algorithms 3 and 4: grouping clients.
 
-    def work_for(self, client: str) -> Work:
+    def request_for(self, client: str) -> Work:
         """Let a client without a group pre-train w0, and others train their group's model."""
         if self.state.grouped and self.clusters.is_placed(client):
             return Work(client)

@@ -84,7 +84,7 @@ class FlowerRounds(Method):
         """One model, for good."""
         return Needs(one_model=True)
 
-    def policy(self) -> Dispatch:
+    def scheduler(self) -> Dispatch:
         """Work in rounds, with the participants that Flower's strategy chooses."""
         return InRounds(participants=self._participants, picking=self.parameters.picking)
 
@@ -110,7 +110,7 @@ class FlowerRounds(Method):
             return self.dispatch.pick(online, len(asked), rng)
         return [nodes[message.metadata.dst_node_id] for message in asked]
 
-    def work_for(self, client: str) -> Work:
+    def request_for(self, client: str) -> Work:
         """Let a client train with the settings of Flower's strategy."""
         return Work(client, settings=self.state.settings)
 

@@ -406,11 +406,11 @@ class PORT(Method):
         self.clusters = Clusters({0: Model(vector)})
         self.state = PORTState(np.zeros(len(vector)))
 
-    def on_dispatch(self, task: Task) -> None:
+    def on_sent(self, task: Task) -> None:
         """Note which version a client trains."""
         self.state.at_work[task.client] = task.version
 
-    def on_close(self, task: Task) -> None:
+    def on_closed(self, task: Task) -> None:
         """Note that a client is done."""
         self.state.at_work.pop(task.client, None)
 

@@ -274,12 +274,12 @@ class FedCompass(Method):
     parameters: FedCompassParameters
     dispatch: ByArrival
 
-    def policy(self) -> Dispatch:
+    def scheduler(self) -> Dispatch:
         """Let clients of a group be back at once."""
         own = self.parameters
         return ByArrival(own.min_steps, own.max_steps, own.patience, own.renewal)
 
-    def work_for(self, client: str) -> Work:
+    def request_for(self, client: str) -> Work:
         """Let a client take as many steps as it can until its group is back."""
         examples = self.progress.fleet.clients[client].num_examples
         steps = self.dispatch.steps_of(client)

@@ -603,12 +603,12 @@ class FedDriftAsync(Method):
         self.clusters = Clusters({0: Model(vector)})
         self.state = FedDriftAsyncState()
 
-    def add_client(self, client: Client) -> None:
+    def on_join(self, client: Client) -> None:
         """Take a client in; at the start it is given a model, later it is asked for scores."""
-        super().add_client(client)
+        super().on_join(client)
         seat(self, self.state.concepts, client.client_id, self.parameters)
 
-    def work_for(self, client: str) -> Work:
+    def request_for(self, client: str) -> Work:
         """Ask a client with new data for scores; let others train the next of their models."""
         concepts = self.state.concepts
         if self._is_to_measure(client):
@@ -628,7 +628,7 @@ class FedDriftAsync(Method):
         own = list(self.state.concepts.by_model(client, now, self.parameters.memory))
         return next((model for model in own if model not in begun), own[0] if own else None)
 
-    def on_dispatch(self, task: Task) -> None:
+    def on_sent(self, task: Task) -> None:
         """Note who is asked, and who trains what."""
         state = self.state
         if task.kind == SCORES:
@@ -652,7 +652,7 @@ class FedDriftAsync(Method):
         found_each(self, concepts, drifted, self.parameters)
         merge_alike(self, concepts, settled, self.parameters)
 
-    def on_close(self, task: Task) -> None:
+    def on_closed(self, task: Task) -> None:
         """Count a client's updates, and those that were lost."""
         state = self.state
         if task.kind == SCORES:
@@ -744,7 +744,7 @@ class FedDrift(Method):
             classes=without_classes(self.parameters),
         )
 
-    def policy(self) -> Dispatch:
+    def scheduler(self) -> Dispatch:
         """Work in rounds; who has data of several models trains one after the other."""
         return InRounds(
             self.parameters.fraction,
@@ -758,9 +758,9 @@ class FedDrift(Method):
         self.clusters = Clusters({0: Model(vector)})
         self.state = FedDriftState()
 
-    def add_client(self, client: Client) -> None:
+    def on_join(self, client: Client) -> None:
         """Take a client in; at the start it is given a model, later it is asked for scores."""
-        super().add_client(client)
+        super().on_join(client)
         seat(self, self.state.concepts, client.client_id, self.parameters)
 
     # Before a round: who is to measure?
@@ -780,7 +780,7 @@ class FedDrift(Method):
             return True
         return 0 < self.parameters.ask_every <= self.state.trained.get(client, 0)
 
-    def on_dispatch(self, task: Task) -> None:
+    def on_sent(self, task: Task) -> None:
         """Note who is asked, and who trains what."""
         state = self.state
         if task.kind == SCORES:
@@ -802,7 +802,7 @@ class FedDrift(Method):
         take_scores(self, self.state.concepts, answer, self.parameters)
         self.state.answered[answer.task.client] = answer.task.step
 
-    def on_close(self, task: Task) -> None:
+    def on_closed(self, task: Task) -> None:
         """Forget what was asked for."""
         if task.kind == SCORES:
             self.state.concepts.asked.pop(task.client, None)
@@ -826,7 +826,7 @@ class FedDrift(Method):
 
     # A round.
 
-    def work_for(self, client: str) -> Work:
+    def request_for(self, client: str) -> Work:
         """Let a client train the next of the models that have data of it."""
         model = self._next_model(client)
         return training(self, self.state.concepts, client, model, self.parameters)

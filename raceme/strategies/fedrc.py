@@ -94,7 +94,7 @@ class FedRC(Method):
     state: FedRCState
     dispatch: InRounds
 
-    def policy(self) -> Dispatch:
+    def scheduler(self) -> Dispatch:
         """Work in rounds, in which a client trains every model."""
         return InRounds(
             participants=self._participants,
@@ -173,7 +173,7 @@ class FedRC(Method):
             able or online, self.parameters.participants(len(able or online)), rng
         )
 
-    def work_for(self, client: str) -> Work:
+    def request_for(self, client: str) -> Work:
         """Let a client train the next model, on its samples as it has assigned them."""
         model = self._next_model(client)
         if model is None or client not in self.state.assigned:
@@ -186,7 +186,7 @@ class FedRC(Method):
         begun = self.state.begun.get(client, {})
         return next((model for model in self.models if model not in begun), None)
 
-    def on_dispatch(self, task: Task) -> None:
+    def on_sent(self, task: Task) -> None:
         """Note who trains what."""
         if task.kind == TRAIN_WEIGHTED:
             self.state.begun.setdefault(task.client, {})[task.cluster] = True

@@ -42,7 +42,7 @@ class FeSEM(Method):
     parameters_type = FeSEMParameters
     parameters: FeSEMParameters
 
-    def policy(self) -> Dispatch:
+    def scheduler(self) -> Dispatch:
         """Work in rounds."""
         return InRounds(self.parameters.fraction, picking=self.parameters.picking)
 

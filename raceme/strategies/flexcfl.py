@@ -394,7 +394,7 @@ class FlexCFL(Method):
             fits_clients=lambda clients: check_groups(self.parameters.groups, clients),
         )
 
-    def policy(self) -> Dispatch:
+    def scheduler(self) -> Dispatch:
         """Work in rounds; who is cold is placed first, and then trains if it was picked."""
         return InRounds(
             participants=self._participants,
@@ -417,9 +417,9 @@ class FlexCFL(Method):
     def _cold(self) -> dict[str, bool]:
         return self.state.start.cold
 
-    def add_client(self, client: Client) -> None:
+    def on_join(self, client: Client) -> None:
         """Take a client in: cold, or back into its group."""
-        super().add_client(client)
+        super().on_join(client)
         if self._has_groups and not self.clusters.is_placed(client.client_id):
             self._cold[client.client_id] = True
 
@@ -433,7 +433,7 @@ class FlexCFL(Method):
                 return [Work(client, LABEL_COUNTS, models=()) for client in asked]
         return None
 
-    def on_dispatch(self, task: Task) -> None:
+    def on_sent(self, task: Task) -> None:
         """Note whom label counts are asked of."""
         if task.kind == LABEL_COUNTS:
             self.state.start.ask(task.client)
@@ -469,7 +469,7 @@ class FlexCFL(Method):
             self.clusters.assign(client, group)
             self.state.start.settle(client)
 
-    def work_for(self, client: str) -> Work:
+    def request_for(self, client: str) -> Work:
         """Let a cold client train w0, and others the model of their group."""
         if self._has_groups and client not in self._cold:
             return Work(client)
@@ -671,7 +671,7 @@ class FlexCFLAsync(Method):
             fits_clients=lambda clients: check_groups(self.parameters.groups, clients),
         )
 
-    def policy(self) -> Dispatch:
+    def scheduler(self) -> Dispatch:
         """Wait for those who make the groups; then nobody waits."""
         first = InRounds(participants=self._first)
         return Then(first, EveryIdle(), lambda: self._has_groups)
@@ -691,13 +691,13 @@ class FlexCFLAsync(Method):
         per_group = 1 if alone else self.parameters.pretrain
         return sample(online, per_group * self.parameters.groups, rng)
 
-    def add_client(self, client: Client) -> None:
+    def on_join(self, client: Client) -> None:
         """Take a client in: cold, or back into its group."""
-        super().add_client(client)
+        super().on_join(client)
         if self._has_groups and not self.clusters.is_placed(client.client_id):
             self.state.start.cold[client.client_id] = True
 
-    def work_for(self, client: str) -> Work:
+    def request_for(self, client: str) -> Work:
         """Let a cold client train w0, ask others for label counts, or train their group's model."""
         start = self.state.start
         if not self._has_groups or client in start.cold:
@@ -707,7 +707,7 @@ class FlexCFLAsync(Method):
             return Work(client, LABEL_COUNTS, models=())
         return Work(client)
 
-    def on_dispatch(self, task: Task) -> None:
+    def on_sent(self, task: Task) -> None:
         """Note whom label counts are asked of."""
         if task.kind == LABEL_COUNTS:
             self.state.start.ask(task.client)
@@ -731,7 +731,7 @@ class FlexCFLAsync(Method):
             self.clusters.assign(client, group)
             start.settle(client)
 
-    def on_close(self, task: Task) -> None:
+    def on_closed(self, task: Task) -> None:
         """Ask a client again after each of its trainings, and only once if it does not answer."""
         if task.kind == LABEL_COUNTS:
             self.state.told[task.client] = True

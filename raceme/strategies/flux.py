@@ -154,7 +154,7 @@ class FLUX(Method):
         scores = () if self.parameters.warmup else (SCORES,)
         return frozenset({LATENT_MOST, DESCRIPTORS, *scores})
 
-    def policy(self) -> Dispatch:
+    def scheduler(self) -> Dispatch:
         """Work in rounds."""
         return InRounds(
             self.parameters.fraction, picking=self.parameters.picking, queries=self._queries
@@ -208,7 +208,7 @@ class FLUX(Method):
         }
         return Work(client, DESCRIPTORS, models=(), arrays=common, settings=settings)
 
-    def on_dispatch(self, task: Task) -> None:
+    def on_sent(self, task: Task) -> None:
         """Note who is asked."""
         if task.kind in (SCORES, LATENT_MOST, DESCRIPTORS):
             self.state.asked[task.client] = self.state.asked.get(task.client, 0) + 1

@@ -176,13 +176,13 @@ class ICFL(Method):
     state: ICFLState
     dispatch: InRounds
 
-    def policy(self) -> Dispatch:
+    def scheduler(self) -> Dispatch:
         """Work in rounds."""
         return InRounds(self.parameters.fraction, picking=self.parameters.picking)
 
-    def add_client(self, client: Client) -> None:
+    def on_join(self, client: Client) -> None:
         """Take a client in: into the only cluster, as a newcomer, or back into its own."""
-        super().add_client(client)
+        super().on_join(client)
         self.state.similarity.add(client.client_id)
 
     def threshold(self) -> float:
@@ -213,9 +213,9 @@ class ICFLAsync(Method):
     parameters: ICFLAsyncParameters
     state: ICFLState
 
-    def add_client(self, client: Client) -> None:
+    def on_join(self, client: Client) -> None:
         """Take a client in: into the only cluster, as a newcomer, or back into its own."""
-        super().add_client(client)
+        super().on_join(client)
         self.state.similarity.add(client.client_id)
 
     def threshold(self) -> float:

@@ -60,7 +60,7 @@ class IFCA(Method):
         """What a run of the method has to have."""
         return Needs(kinds=kinds_of_choice(self.parameters.k))
 
-    def policy(self) -> Dispatch:
+    def scheduler(self) -> Dispatch:
         """Work in rounds."""
         return InRounds(self.parameters.fraction, picking=self.parameters.picking)
 
@@ -69,7 +69,7 @@ class IFCA(Method):
         self.clusters = different_models(vector, self.parameters.k, self._spec, self.rng)
         self.state = self.state_type()
 
-    def work_for(self, client: str) -> Work:
+    def request_for(self, client: str) -> Work:
         """Let a client choose among all models, and train the one that it has chosen."""
         return choose_and_train(client, self.clusters, self.parameters.choosing_cost)
 
@@ -96,7 +96,7 @@ class IFCAAsync(Method):
         self.clusters = different_models(vector, self.parameters.k, self._spec, self.rng)
         self.state = self.state_type()
 
-    def work_for(self, client: str) -> Work:
+    def request_for(self, client: str) -> Work:
         """Let a client choose among all models, and train the one that it has chosen."""
         return choose_and_train(client, self.clusters, self.parameters.choosing_cost)
 

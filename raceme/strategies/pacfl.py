@@ -109,7 +109,7 @@ class PACFL(Method):
     state: PACFLState
     dispatch: InRounds
 
-    def policy(self) -> Dispatch:
+    def scheduler(self) -> Dispatch:
         """Work in rounds."""
         return InRounds(
             self.parameters.fraction, picking=self.parameters.picking, queries=self._queries
@@ -145,7 +145,7 @@ class PACFL(Method):
         }
         return Work(client, PRINCIPAL_DIRECTIONS, models=(), settings=settings)
 
-    def on_dispatch(self, task: Task) -> None:
+    def on_sent(self, task: Task) -> None:
         """Note who is asked."""
         if task.kind == PRINCIPAL_DIRECTIONS:
             self.state.asked[task.client] = self.state.asked.get(task.client, 0) + 1

@@ -49,7 +49,7 @@ class Standalone(Method):
         mean = np.mean(self.starts, axis=0, dtype=np.float64) if self.starts else vector
         self.state = StandaloneState(np.asarray(mean, np.float32))
 
-    def add_client(self, client: Client) -> None:
+    def on_join(self, client: Client) -> None:
         """Give a new client a cluster of its own, with a copy of the initial model."""
         if client.client_id not in self.clusters.members:
             self.clusters.found(Model(self.state.initial.copy()), [client.client_id])

@@ -108,7 +108,7 @@ def test_an_evaluation_goes_on_when_its_run_is_resumed_with_its_messages() -> No
 class Inviting(FedAsync):
     """FedAsync whose clients decide when they train."""
 
-    def policy(self) -> Dispatch:
+    def scheduler(self) -> Dispatch:
         return OnRequest(RequestParameters("device"))
 
 

@@ -176,11 +176,11 @@ class Counted(FedAsync):
         super().__init__()
         self.open = self.most = 0
 
-    def on_dispatch(self, task: Task) -> None:
+    def on_sent(self, task: Task) -> None:
         self.open += 1
         self.most = max(self.most, self.open)
 
-    def on_close(self, task: Task) -> None:
+    def on_closed(self, task: Task) -> None:
         self.open -= 1
 
 

@@ -27,7 +27,7 @@ from raceme.strategies.csafl import InWindows
 class InSpans(FedAsync):
     """FedAsync in windows of time, of which all take part."""
 
-    def policy(self) -> Dispatch:
+    def scheduler(self) -> Dispatch:
         return InWindows(3.6, lambda online, rng: online)
 
 
@@ -53,7 +53,7 @@ class Timed(FedAsync):
         self.times, self.woken = list(times), []
         super().__init__()
 
-    def policy(self) -> Dispatch:
+    def scheduler(self) -> Dispatch:
         return Alarm(self.times, lambda: self.on_wake())
 
     def on_wake(self) -> None:
@@ -93,7 +93,7 @@ def test_what_changes_at_a_wake_is_reported_with_its_time() -> None:
 
 def test_a_time_that_never_moves_does_not_stop_the_clock() -> None:
     class Stubborn(FedAsync):
-        def policy(self) -> Dispatch:
+        def scheduler(self) -> Dispatch:
             return Alarm([0.5], lambda: None)
 
     seen = run(Stubborn(), grid_of(pulled_app(), devices(1.0)), num_rounds=3)

@@ -206,7 +206,7 @@ class Tenacious(VirtualGrid):
 class InSpans(FedAsync):
     """FedAsync in windows of 2.5 s."""
 
-    def policy(self) -> Dispatch:
+    def scheduler(self) -> Dispatch:
         return InWindows(2.5, lambda online, rng: online)
 
 

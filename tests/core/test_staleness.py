@@ -50,7 +50,7 @@ def method(*versions: int, updates: int = 40) -> Mixing:
     for cluster, version in enumerate(versions):
         at_version(made, version, cluster)
     for client in ("c0", "c1"):
-        made.add_client(Client(client, num_examples=10))
+        made.on_join(Client(client, num_examples=10))
         made.clusters.assign(client, 0)
     made.progress.updates = updates
     return made

@@ -185,7 +185,7 @@ def test_a_window_can_be_saved_and_continued() -> None:
 class Windowed(FedAsync):
     """FedAsync in windows of 10 s, with the first two clients."""
 
-    def policy(self) -> Dispatch:
+    def scheduler(self) -> Dispatch:
         return InWindows(10.0, two_first)
 
 

@@ -36,7 +36,7 @@ class Asking(FedAsync):
         self.clusters = Clusters({0: Model(vector), 1: Model(vector + 1)})
         self.state = self.state_type()
 
-    def work_for(self, client: str) -> Work:
+    def request_for(self, client: str) -> Work:
         answered = len(self.answers.get(client, []))
         if answered == len(self.kinds):
             return Work(client, models=(0,))
@@ -126,7 +126,7 @@ def test_answers_of_every_kind_reach_the_method() -> None:
 
 def test_a_round_of_answers_is_a_round() -> None:
     class InTurn(Asking):
-        def policy(self) -> Dispatch:
+        def scheduler(self) -> Dispatch:
             return InRounds()
 
         def aggregate(self, updates: Any) -> Any:
@@ -221,7 +221,7 @@ class Unheard(FedAsync):
 
     asked = False
 
-    def work_for(self, client: str) -> Work:
+    def request_for(self, client: str) -> Work:
         kind, self.asked = (TRAIN if self.asked else "dance"), True
         return Work(client, kind, models=(0,))
 
@@ -261,7 +261,7 @@ def test_racemes_own_clients_answer_every_kind() -> None:
 
 def test_work_for_a_client_that_is_away_is_a_mistake_of_the_method() -> None:
     class Confused(FedAsync):
-        def work_for(self, client: str) -> Work:
+        def request_for(self, client: str) -> Work:
             return Work("c1")
 
     strategy = Confused()
@@ -287,11 +287,11 @@ def test_a_model_that_work_names_is_the_one_that_its_update_started_from() -> No
             self.clusters = Clusters({0: Model(vector), 1: Model(vector + 8)})
             self.state = self.state_type()
 
-        def add_client(self, client: Client) -> None:
-            super().add_client(client)
+        def on_join(self, client: Client) -> None:
+            super().on_join(client)
             self.clusters.assign(client.client_id, {0: 0.5, 1: 0.5})
 
-        def work_for(self, client: str) -> Work:
+        def request_for(self, client: str) -> Work:
             return Work(client, models=(1,))
 
         def on_update(self, update: Update) -> Any:

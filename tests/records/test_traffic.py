@@ -48,7 +48,7 @@ class Phased(FedAsync):
         super().__init__()
         self.is_held = is_held
 
-    def work_for(self, client: str) -> Work:
+    def request_for(self, client: str) -> Work:
         return Work(client, phase="warm-up", is_held=self.is_held)
 
 

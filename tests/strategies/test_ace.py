@@ -95,7 +95,7 @@ def test_running_statistics_are_averaged_and_never_extrapolated() -> None:
     made._spec = ModelSpec(("weight", "running_var"), ((1,), (1,)), ("float32", "float32"))
     made.initialize(np.array([0, 1], np.float32))
     for index in range(2):
-        made.add_client(Client(f"c{index}", num_examples=10))
+        made.on_join(Client(f"c{index}", num_examples=10))
     step(made, "c0", 1, 0.5)
     step(made, "c1", 11, 0.1)
     # Ten times the mean change of 1, twice; the mean of the variances.

@@ -225,7 +225,7 @@ def test_what_was_trained_before_data_moved_on_is_not_what_was_learned_of_them()
     # Data move on while the round runs; whoever is given more to do in it learns them.
     made.step = 1
     assert made.hand_out() == []
-    assert made.method.work_for("c0").kind == "learn"
+    assert made.method.request_for("c0").kind == "learn"
     made.finish(training, {"c0": 5.0, "c1": 6.0})
     assert made.method.state.local == {}
     assert [float(made.method.models[k].vector[0]) for k in (1, 2)] == [5.0, 6.0]

@@ -21,8 +21,8 @@ def casa_with(clients: int, size: int = 2, **parameters: float | str | bool) -> 
     strategy = CASA(CASAParameters(**parameters))  # type: ignore[arg-type]
     strategy.initialize(np.zeros(size, np.float32))
     for index in range(clients):
-        strategy.add_client(Client(f"c{index}", num_examples=10 * (index + 1)))
-        strategy.on_dispatch(task(f"c{index}"))
+        strategy.on_join(Client(f"c{index}", num_examples=10 * (index + 1)))
+        strategy.on_sent(task(f"c{index}"))
     return strategy
 
 
@@ -93,12 +93,12 @@ def test_recurring_models_are_not_buffered_twice() -> None:
 def test_models_from_too_far_apart_are_not_compared() -> None:
     strategy = casa_with(2, gap_range=5.0)
     at_version(strategy, 5)
-    strategy.on_dispatch(task("c1", version=5))
+    strategy.on_sent(task("c1", version=5))
     strategy.applied([update("c0", (1.0, 0.0), version=0)])
     strategy.applied([update("c1", (1.0, 0.0), version=5)])
     # |0 − 5| ≥ 5: redundant, in both directions.
     assert np.isnan(strategy.similarity()[1][0, 1])
-    strategy.on_dispatch(task("c1", version=4))
+    strategy.on_sent(task("c1", version=4))
     strategy.applied([update("c0", (1.0, 0.0), version=0)])
     strategy.applied([update("c1", (1.0, 0.0), version=4)])
     assert strategy.similarity()[1][0, 1] == pytest.approx(1.0)
@@ -110,7 +110,7 @@ def test_with_global_staleness_starts_are_told_apart_by_all_updates() -> None:
         at_version(strategy, 40)
         strategy.progress.updates = 45
         for one in (first, second):
-            strategy.on_dispatch(one)
+            strategy.on_sent(one)
         for one in (first, second):
             strategy.applied([Update(one, np.ones(2, np.float32), 10, 0.0)])
         return not np.isnan(strategy.similarity()[1][0, 1])
@@ -182,8 +182,8 @@ def test_a_guard_against_noise_keeps_one_group_together_and_divides_two() -> Non
 def test_a_client_that_left_does_not_hold_up_a_split_and_keeps_its_company() -> None:
     strategy = casa_with(8, gap_range=1000.0)
     strategy.applied([update("c6", (np.cos(1.25), np.sin(1.25)))])
-    strategy.remove_client("c6")
-    strategy.remove_client("c7")
+    strategy.on_leave("c6")
+    strategy.on_leave("c7")
     seen: list[events.Event] = []
     strategy.clusters.report_to(seen.append)
     feed_two_groups(strategy)
@@ -198,14 +198,14 @@ def test_a_client_that_left_does_not_hold_up_a_split_and_keeps_its_company() -> 
 
 def test_clients_that_are_away_are_not_given_models_to_compare_with() -> None:
     strategy = casa_with(3)
-    strategy.remove_client("c1")
+    strategy.on_leave("c1")
     strategy.applied([update("c0", (1.0, 0.0))])
     assert [strategy.state.buffers.owners(i).tolist() for i in range(3)] == [[], [], [0]]
 
 
 def test_an_only_member_that_is_taken_for_gone_counts_as_one() -> None:
     strategy = casa_with(1)
-    strategy.remove_client("c0")
+    strategy.on_leave("c0")
     # |C| = 1: α_c = 2 Ω(1) / log2(4) = 0.99997. With |C| = 0 it would be 2 / log2(3) = 1.26.
     assert strategy.applied([update("c0", (1.0, 0.0))])[0].weight == pytest.approx(0.99997038)
 
@@ -222,7 +222,7 @@ def test_the_updates_of_clients_that_are_taken_for_gone_do_not_divide_one_group(
 
     for client in range(4):
         send(client)
-    strategy.remove_client("c4")
+    strategy.on_leave("c4")
     # c4 has the models of all four, of whom nobody has c4's: these pairs are not missing now.
     for client in (4, 0, 4, 1, 2, 3):
         send(client)
@@ -240,7 +240,7 @@ def test_what_is_known_of_a_client_that_is_away_does_not_stand_for_what_is_missi
     strategy = casa_with(4, gap_range=1000.0)
     for client in ("c0", "c1"):
         strategy.applied([update(client, (1.0, 0.0))])
-    strategy.remove_client("c3")
+    strategy.on_leave("c3")
     strategy.applied([update("c1", (1.0, 0.0))])
     # Missing are (0, 2) and (1, 2). c3 brings two pairs with c0 and c1: nothing is known of c2 yet,
     # whose similarities of 0 would divide the cluster.
@@ -251,10 +251,10 @@ def test_what_is_known_of_a_client_that_is_away_does_not_stand_for_what_is_missi
 def test_a_newcomer_joins_the_cluster_whose_buffered_models_it_resembles() -> None:
     strategy = casa_with(6, gap_range=1000.0)
     feed_two_groups(strategy)
-    strategy.add_client(Client("new", num_examples=10))
+    strategy.on_join(Client("new", num_examples=10))
     cluster = strategy.clusters.main("new")
     assert cluster in strategy.models
-    strategy.on_dispatch(task("new", cluster=cluster))
+    strategy.on_sent(task("new", cluster=cluster))
     strategy.applied([update("c0", (1.0, 0.0))])
     strategy.applied([update("c4", (np.cos(1.3), np.sin(1.3)))])
     strategy.applied([update("new", (np.cos(1.2), np.sin(1.2)))])
@@ -272,8 +272,8 @@ def two_clusters(**parameters: float | str) -> CASA:
 def test_a_representative_counts_clients_by_their_data() -> None:
     strategy = two_clusters(gap_range=1000.0)
     for name, examples in (("c0", 1000), ("c1", 10), ("new", 10)):
-        strategy.add_client(Client(name, num_examples=examples))
-    strategy.on_dispatch(task("new", cluster=1))
+        strategy.on_join(Client(name, num_examples=examples))
+    strategy.on_sent(task("new", cluster=1))
     angles = {"c0": 0.0, "c1": np.pi / 2, "c2": 1.2, "new": 0.9}
     for client, angle in angles.items():
         strategy.applied([update(client, (np.cos(angle), np.sin(angle)))])
@@ -286,12 +286,12 @@ def test_a_newcomers_first_update_counts_as_if_it_had_started_from_its_cluster()
     strategy = two_clusters()
     at_version(strategy, 100, cluster=1)
     at_version(strategy, 3, cluster=2)
-    strategy.on_dispatch(task("c2", version=3, cluster=2))
-    strategy.add_client(Client("new", num_examples=10))
+    strategy.on_sent(task("c2", version=3, cluster=2))
+    strategy.on_join(Client("new", num_examples=10))
     # It was sent the larger cluster's model, whose versions say nothing about the other's.
-    strategy.on_dispatch(task("new", version=100, cluster=1))
+    strategy.on_sent(task("new", version=100, cluster=1))
     strategy.applied([update("c2", (0.0, 1.0), version=3)])
-    strategy.on_dispatch(task("c2", version=4, cluster=2))
+    strategy.on_sent(task("c2", version=4, cluster=2))
     strategy.applied([update("new", (0.1, 1.0), version=100)])
     assert strategy.clusters.main("new") == 2
     owners = strategy.state.buffers.owners(2).tolist()
@@ -301,8 +301,8 @@ def test_a_newcomers_first_update_counts_as_if_it_had_started_from_its_cluster()
 def test_without_buffered_models_a_newcomer_is_compared_with_the_clusters_models() -> None:
     strategy = casa_with(6, gap_range=1000.0)
     feed_two_groups(strategy)
-    strategy.add_client(Client("new", num_examples=10))
-    strategy.on_dispatch(task("new"))
+    strategy.on_join(Client("new", num_examples=10))
+    strategy.on_sent(task("new"))
     # rep_k is w_{g,k}: the model of c0's cluster lies nearer to the first axis.
     strategy.applied([update("new", (1.0, 0.0))])
     assert strategy.clusters.main("new") == strategy.clusters.main("c0")
@@ -312,8 +312,8 @@ def test_a_returning_client_is_back_in_its_cluster() -> None:
     strategy = casa_with(6, gap_range=1000.0)
     feed_two_groups(strategy)
     before = strategy.clusters.main("c4")
-    strategy.remove_client("c4")
-    strategy.add_client(Client("c4", num_examples=10))
+    strategy.on_leave("c4")
+    strategy.on_join(Client("c4", num_examples=10))
     assert strategy.clusters.main("c4") == before
 
 

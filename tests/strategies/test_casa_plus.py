@@ -61,26 +61,26 @@ def test_the_way_of_a_mask() -> None:
     strategy = CASAPlus(CASAPlusParameters(sparsity=1.0, rounds=1000))
     strategy._spec = ModelSpec.of(MODEL)  # start() sets it
     strategy.initialize(np.zeros(8, np.float32))
-    strategy.add_client(Client("c0", num_examples=10))
+    strategy.on_join(Client("c0", num_examples=10))
 
     def dispatched(number: int, version: int) -> Task:
         task = Task(number, "c0", 0, version, 0, sent_at=0.0, bytes_down=0)
-        strategy.on_dispatch(task)
+        strategy.on_sent(task)
         return task
 
     # The first task carries no mask; it comes back fresh and is mixed in whole.
-    assert strategy.work_for("c0") == Work("c0")
+    assert strategy.request_for("c0") == Work("c0")
     task = dispatched(0, version=0)
     strategy.applied([Update(task, np.arange(1, 9, dtype=np.float32), 10, 0.0)])
-    strategy.on_close(task)
-    assert strategy.work_for("c0") == Work("c0")
+    strategy.on_closed(task)
+    assert strategy.request_for("c0") == Work("c0")
     # The second is 16 versions late: |C| = 1, α_c = 2 Ω / log2(4) = Ω(2) = 0.99994, α_i a quarter
     # of it, S = 0.99994 · 0.75 = 0.75: six of the eight weights are not trained next time.
     at_version(strategy, 17)
     task = dispatched(1, version=1)
     strategy.applied([Update(task, np.arange(8, 0, -1).astype(np.float32), 10, 0.0)])
-    strategy.on_close(task)
-    work = strategy.work_for("c0")
+    strategy.on_closed(task)
+    work = strategy.request_for("c0")
     assert work.settings == {"compute-scale": pytest.approx(3 / 8)}
     mask = work.arrays["mask"]
     assert {name: array.shape for name, array in mask.items()} == {"w": (4,), "b": (2, 2)}
@@ -92,11 +92,11 @@ def test_the_way_of_a_mask() -> None:
     task = dispatched(2, version=18)
     assert list(strategy.state.sent) == [2]
     strategy.applied([Update(task, before + 1, 10, 0.0)])
-    strategy.on_close(task)
+    strategy.on_closed(task)
     changed = strategy.models[0].vector != before
     assert changed.tolist() == [True] * 3 + [False] * 5
     assert strategy.state.sent == {}
-    assert strategy.work_for("c0") == Work("c0")
+    assert strategy.request_for("c0") == Work("c0")
 
 
 def test_slow_clients_get_faster_and_the_mask_is_counted() -> None:

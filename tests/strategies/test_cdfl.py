@@ -50,7 +50,7 @@ def method(clients: int = 3, **options: object) -> CDFL:
     made.initialize(np.zeros(2, np.float32))
     made.restored()
     for number in range(clients):
-        made.add_client(Client(f"c{number}", 10))
+        made.on_join(Client(f"c{number}", 10))
     return made
 
 
@@ -65,11 +65,11 @@ def test_a_newcomer_has_the_mean_of_the_clusters_and_the_present_epoch() -> None
     cdfl = method()
     assert cdfl.state.received["c0"].tolist() == [2.0, 0.0]
     cdfl.progress.updates = 7
-    cdfl.add_client(Client("late", 10))
+    cdfl.on_join(Client("late", 10))
     assert cdfl.state.since["late"] == 7
     assert cdfl.clusters.of("late") == {0: 0.5, 1: 0.5}
     # Who comes back has what it had.
-    cdfl.add_client(Client("c0", 10))
+    cdfl.on_join(Client("c0", 10))
     assert cdfl.state.since["c0"] == 0
 
 
@@ -251,7 +251,7 @@ def soft_async() -> FedSoftAsync:
     soft.starts = [np.zeros(2, np.float32), np.array([4, 0], np.float32)]
     soft.initialize(np.zeros(2, np.float32))
     for number in range(3):
-        soft.add_client(Client(f"c{number}", 10))
+        soft.on_join(Client(f"c{number}", 10))
     return soft
 
 

@@ -125,8 +125,8 @@ def test_a_round_without_and_one_with_a_split() -> None:
 def test_members_without_a_say_go_where_their_last_update_fits() -> None:
     strategy = with_clients(CFL(CFLParameters(eps1=0.4, eps2=0.7)), 6)
     round_of(strategy, (1, 0), (1, 0), (1, 0), (0, 1), (0, 1))
-    strategy.remove_client("c3")
-    strategy.remove_client("c5")
+    strategy.on_leave("c3")
+    strategy.on_leave("c5")
     # The model is (0.6, 0.4); c0 and c1 pull along the first axis, c2 against it. c3's last
     # update was (0, 1), at right angles to both: cosines 0 and 0, the first part it is. Nothing
     # is known of c5: it goes to the larger part.
@@ -138,8 +138,8 @@ def test_members_without_a_say_may_fit_the_smaller_part() -> None:
     strategy = with_clients(CFL(CFLParameters(eps1=0.4, eps2=0.7)), 6)
     # The mean (0.4, 0.2) is no rest: 0.447.
     round_of(strategy, (1, 0), (1, 0), (1, 0), (-1, 0), (0, 1))
-    strategy.remove_client("c3")
-    strategy.remove_client("c5")
+    strategy.on_leave("c3")
+    strategy.on_leave("c5")
     # Now c0 and c1 pull against c2; c3's last pull was against the first axis, as c2's is. c4's
     # was at right angles to all, and of c5, who was never there, nothing is known.
     seen: list[events.Event] = []
@@ -172,7 +172,7 @@ def test_a_newcomer_joins_the_cluster_whose_updates_are_like_its_own() -> None:
     round_of(strategy, (1, 0), (-1, 0), (1, 0), (-1, 0))
     assert set(strategy.models) == {1, 2}
     round_of(strategy, (1, 0.5), (-1, 0.5), (1, 0.5), (-1, -0.5))
-    strategy.add_client(Client("c4", num_examples=10))
+    strategy.on_join(Client("c4", num_examples=10))
     assert strategy.clusters.main("c4") == 1
     # Its model minus the first cluster's (1, 0.5): (−2, −1).
     round_of(strategy, (1, 0.6), (-1.5, 0), (1, 0.6), (-1.5, 0), (-1, -0.5))
@@ -214,7 +214,7 @@ def test_async_waits_until_every_member_has_sent_an_update() -> None:
     step(strategy, "c0", 2.0, 0.0)
     step(strategy, "c1", -1.1, 0.0)
     assert set(strategy.models) == {0}
-    strategy.remove_client("c2")
+    strategy.on_leave("c2")
     step(strategy, "c1", -2.05, 0.0)
     assert len(strategy.models) == 2
 

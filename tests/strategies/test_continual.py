@@ -53,7 +53,7 @@ def made_client(name: str) -> Client:
 def test_ewc_says_how_strongly_and_what_measuring_takes() -> None:
     parameters = EWCParameters(mu=0.3, strength=7.0, memory=0.5)
     made = at_tasks(EWC(parameters), {"c0": 0, "c1": 0}, c0=0, c1=1, c2=0)
-    work = [made.work_for(client) for client in ("c0", "c1", "c2")]
+    work = [made.request_for(client) for client in ("c0", "c1", "c2")]
     assert {one.kind for one in work} == {"train-elastic"}
     told = {"proximal-mu": 0.3, "elastic-strength": 7.0, "elastic-memory": 0.5}
     # One epoch more, where two are trained.
@@ -64,16 +64,16 @@ def test_stable_sgds_learning_rate_falls_with_each_task() -> None:
     parameters = StableSGDParameters(mu=0.0, dropout=0.25, decay=0.8)
     made = at_tasks(StableSGD(parameters), {}, c0=0, c1=1, c2=3)
     made.progress.fleet.clients["c3"] = made_client("c3")
-    scales = [made.work_for(f"c{number}").settings["lr-scale"] for number in range(4)]
+    scales = [made.request_for(f"c{number}").settings["lr-scale"] for number in range(4)]
     # Of c3 nobody says when its data change.
     assert scales == pytest.approx([1.0, 0.8, 0.512, 1.0])
-    assert dict(made.work_for("c0").settings) == {
+    assert dict(made.request_for("c0").settings) == {
         "proximal-mu": 0.0,
         "dropout": 0.25,
         "lr-scale": 1.0,
     }
     small = at_tasks(StableSGD(StableSGDParameters(batch_size=4)), {}, c0=0)
-    assert small.work_for("c0").settings["batch-size"] == 4
+    assert small.request_for("c0").settings["batch-size"] == 4
 
 
 @pytest.mark.parametrize("method", [EWC, StableSGD, APD, FedWeIT])
@@ -87,7 +87,7 @@ def test_a_round_is_the_mean_by_samples(method: Any) -> None:
 
 def test_apd_says_how_strongly_parts_are_held_and_has_them_tested_with() -> None:
     made = at_tasks(APD(APDParameters(mu=0.3, sparsity=0.2, drift=7.0)), {}, c0=0)
-    work = made.work_for("c0")
+    work = made.request_for("c0")
     assert work.kind == "train-decomposed"
     assert work.settings == {"proximal-mu": 0.3, "sparsity": 0.2, "drift-strength": 7.0}
     assert dict(made.needs.test_settings) == {"decomposed": True}
@@ -111,7 +111,7 @@ def brought(made: Any, client: str, task: int, indices: list[int], *values: floa
 
 def borrowed(made: Any, client: str) -> list[list[float]]:
     """Return the values that a client is sent of others."""
-    record = made.work_for(client).arrays.get("others", {})
+    record = made.request_for(client).arrays.get("others", {})
     values = [name for name in record if name.startswith("adaptive-values")]
     assert len(record) == 2 * len(values)
     return [from_array(record[name]).tolist() for name in values]

@@ -183,7 +183,7 @@ def test_a_client_that_comes_later_joins_the_group_of_the_nearest_direction() ->
     run_on(strategy, three_groups(), 60)
     strategy.clusters.unassign(["c5"])
     of_its_group = homes(strategy)["c8"]
-    assert strategy.work_for("c5").arrays
+    assert strategy.request_for("c5").arrays
     run_on(strategy, three_groups(), 90)
     assert homes(strategy)["c5"] == of_its_group
 

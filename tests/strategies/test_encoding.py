@@ -58,13 +58,13 @@ def test_casa_with_sketches_finds_the_groups_with_less_memory() -> None:
         strategy = CASA(CASAParameters(sketch=sketch))
         strategy.initialize(base.copy())
         for client in range(10):
-            strategy.add_client(Client(f"c{client}", 10))
+            strategy.on_join(Client(f"c{client}", 10))
         for step in range(40):
             client = step % 10
             cluster = strategy.clusters.main(f"c{client}")
             version = strategy.models[cluster].version
             task = Task(step, f"c{client}", cluster, version, step, 0.0, 0)
-            strategy.on_dispatch(task)
+            strategy.on_sent(task)
             vector = centres[client % 2] + 0.05 * rng.normal(size=4000)
             strategy.applied([Update(task, vector.astype(np.float32), 10, 0.0)])
         found[sketch] = [strategy.clusters.main(f"c{client}") for client in range(10)]

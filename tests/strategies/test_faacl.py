@@ -33,7 +33,7 @@ def values(made: SupportBench) -> dict[int, float]:
 
 def test_every_client_becomes_a_cluster_with_the_model_that_it_has_trained() -> None:
     made = bench()
-    (work, *_) = made.method.next_work(_moment(made))
+    (work, *_) = made.method.requests(_moment(made))
     assert (work.models, work.settings["local-epochs"], work.phase) == ((), 5, "init")
     made = bench()
     made.train(INIT)
@@ -124,7 +124,7 @@ def test_a_newcomer_is_a_partition_of_its_own_that_is_joined_with_the_others() -
     assert len(made.method.models) == 1
     fleet = made.method.progress.fleet
     fleet.clients["c9"] = Client("c9", 10, node_id=9)
-    made.method.add_client(fleet.clients["c9"])
+    made.method.on_join(fleet.clients["c9"])
     made.idle.add("c9")
     made.train({"c9": 5.0})
     newest = made.method.clusters.main("c9")

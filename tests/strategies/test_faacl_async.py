@@ -26,7 +26,7 @@ def bench(clients: int = 3, **options: object) -> SupportBench:
 
 
 def begin(made: SupportBench, client: str) -> Task:
-    return made.dispatch(made.method.work_for(client))
+    return made.dispatch(made.method.request_for(client))
 
 
 def train(made: SupportBench, client: str, value: float, task: Task | None = None) -> Any:
@@ -70,7 +70,7 @@ def test_a_client_measures_what_it_does_not_know_before_it_trains() -> None:
 
 def trainings_before_measuring(made: SupportBench, client: str, losses: dict[int, float]) -> int:
     trained = 0
-    while made.method.work_for(client).kind == "train":
+    while made.method.request_for(client).kind == "train":
         train(made, client, 1.0)
         trained += 1
     own = made.method.clusters.main(client)

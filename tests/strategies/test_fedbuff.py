@@ -14,7 +14,7 @@ def test_running_statistics_are_averaged_and_never_extrapolated() -> None:
     made._spec = ModelSpec(("weight", "running_var"), ((1,), (1,)), ("float32", "float32"))
     made.initialize(np.array([0, 1], np.float32))
     for index in range(3):
-        made.add_client(Client(f"c{index}", num_examples=10))
+        made.on_join(Client(f"c{index}", num_examples=10))
     late = update(made, "c2", 1, 0.2)
     step(made, "c0", 1, 0.5)
     step(made, "c1", 1, 0.1)

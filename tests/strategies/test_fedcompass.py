@@ -30,8 +30,8 @@ def test_all_are_measured_against_the_same_model() -> None:
 
 def test_n_is_how_many_are_online() -> None:
     made = with_clients(FedCompass(FedCompassParameters(alpha=0.5)), 4)
-    made.remove_client("c3")
-    made.remove_client("c2")
+    made.on_leave("c3")
+    made.on_leave("c2")
     made.applied([update(made, "c0", 4, 0)])
     assert made.models[0].vector.tolist() == [1, 0]
 
@@ -42,7 +42,7 @@ def test_the_message_states_steps_and_their_share_of_a_task() -> None:
     made.progress.fleet.clients["c0"] = Client("c0", num_examples=50)
     made.dispatch.state.steps["c0"] = 40
     # Ten mini-batches are an ordinary task.
-    assert made.work_for("c0").settings == {LOCAL_STEPS: 40, TASK_SHARE: 4.0}
+    assert made.request_for("c0").settings == {LOCAL_STEPS: 40, TASK_SHARE: 4.0}
 
 
 def test_more_steps_at_least_than_at_most_are_refused() -> None:

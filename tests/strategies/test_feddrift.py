@@ -49,7 +49,7 @@ class Bench:
     def hand_out(self) -> list[Any]:
         """Let the method give work; return it."""
         moment = Moment(0.0, self.method.progress.fleet, self.idle, self.method.rng)
-        return list(self.method.next_work(moment))
+        return list(self.method.requests(moment))
 
     def dispatch(self, work: Any) -> Task:
         """Make the task of some work, as the loop would."""

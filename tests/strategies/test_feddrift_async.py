@@ -24,7 +24,7 @@ def bench(clients: int = 3, **options: object) -> Bench:
 
 def begin(made: Bench, client: str) -> Task:
     """Give a client its next work."""
-    return made.dispatch(made.method.work_for(client))
+    return made.dispatch(made.method.request_for(client))
 
 
 def train(made: Bench, client: str, value: float = 0.0, task: Task | None = None) -> Any:
@@ -58,7 +58,7 @@ def test_a_client_with_new_data_measures_before_it_trains_and_is_judged_by_itsel
     train(made, "c0")
     turns = []
     for _ in range(3):
-        work = made.method.work_for("c0")
+        work = made.method.request_for("c0")
         turns.append((work.models, work.settings.get("steps")))
         train(made, "c0")
     assert turns == [((1,), None), ((0,), [0, 1]), ((1,), None)]

@@ -84,15 +84,15 @@ def test_a_round_by_hand() -> None:
     made = made_of(3)
     for client in ("c0", "c1", "c2"):
         made.on_answer(answer(client, [[5, 0], [0, 5]]))
-    works = [made.work_for("c0")]
-    made.on_dispatch(Task(0, "c0", 0, 0, 0, 0.0, 0, kind=TRAIN_WEIGHTED))
-    works.append(made.work_for("c0"))
+    works = [made.request_for("c0")]
+    made.on_sent(Task(0, "c0", 0, 0, 0, 0.0, 0, kind=TRAIN_WEIGHTED))
+    works.append(made.request_for("c0"))
     assert [(work.kind, work.models) for work in works] == [
         (TRAIN_WEIGHTED, (0,)),
         (TRAIN_WEIGHTED, (1,)),
     ]
     assert [work.settings[WEIGHTED_BY] for work in works] == [0, 1]
-    made.on_dispatch(Task(0, "c0", 1, 0, 0, 0.0, 0, kind=TRAIN_WEIGHTED))
+    made.on_sent(Task(0, "c0", 1, 0, 0, 0.0, 0, kind=TRAIN_WEIGHTED))
     assert made._next_model("c0") is None
     updates = [
         trained("c0", 0, 10, 1, 0),
@@ -116,7 +116,7 @@ def test_who_has_assigned_nothing_takes_no_part() -> None:
     assert [client.client_id for client in made._participants(online, rng)] == ["c1"]
     made.state.assigned = {}
     assert len(made._participants(online, rng)) == 3
-    assert made.work_for("c0").kind == LABEL_MASSES
+    assert made.request_for("c0").kind == LABEL_MASSES
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def test_rounds_by_hand() -> None:
     assert strategy.models[first].vector.tolist() == [1.0, 1.0]
     assert strategy.models[second].vector.tolist() == [10.0, 10.0]
     # A newcomer trains the larger cluster's model, and goes where it ends up.
-    strategy.add_client(Client("c4", num_examples=10))
+    strategy.on_join(Client("c4", num_examples=10))
     assert strategy.clusters.main("c4") == first
     round_of(strategy, (0, 0), (10, 10), (0, 1), (3, 2), (9, 9))
     assert strategy.clusters.main("c4") == second

@@ -56,7 +56,7 @@ def test_cold_starts_by_hand(measure: str) -> None:
     applied = round_of(strategy, (5, 0), (0, 5), (7, 0), (0, 5), (6, 0), (-1, 2))
     assert [a.weight for a in applied] == pytest.approx([1 / 3, 0.5, 1 / 3, 0.5, 1 / 3, 0.0])
     assert strategy.clusters.main("c5") == 2
-    strategy.add_client(Client("c6", num_examples=10))
+    strategy.on_join(Client("c6", num_examples=10))
     assert strategy.state.start.cold == {"c6": True}
 
 
@@ -81,7 +81,7 @@ def test_a_client_whose_label_counts_have_changed_is_placed_anew() -> None:
     assert strategy.state.start.cold == {}
     strategy.on_answer(counts_of(strategy, "c0", [2, 8]))
     assert strategy.state.start.cold == {"c0": True}
-    assert strategy.work_for("c0").arrays["arrays"].count_bytes() > 0
+    assert strategy.request_for("c0").arrays["arrays"].count_bytes() > 0
     # It stays with its group until it has trained w0, and then goes to the other one.
     assert homes(strategy)["c0"] == 1
     round_of(strategy, (0, 9))

@@ -42,11 +42,11 @@ def test_an_update_is_mixed_into_its_group_at_once() -> None:
 
 def test_a_newcomer_trains_w0_first_and_joins_the_nearest_group() -> None:
     strategy = started(detect="none")
-    strategy.add_client(Client("c4", num_examples=10))
-    assert strategy.work_for("c4").arrays
+    strategy.on_join(Client("c4", num_examples=10))
+    assert strategy.request_for("c4").arrays
     assert step(strategy, "c4", 0.1, 1).weight == 0.0
     assert homes(strategy)["c4"] == 2
-    assert strategy.work_for("c4").arrays == {}
+    assert strategy.request_for("c4").arrays == {}
 
 
 def test_label_counts_are_asked_for_before_each_training() -> None:
@@ -57,18 +57,18 @@ def test_label_counts_are_asked_for_before_each_training() -> None:
         strategy.on_answer(Answer(task, 10, numbers={LABEL_COUNTS: np.array(counts)}))
         strategy.close_task(task)
 
-    assert strategy.work_for("c0").kind == LABEL_COUNTS
+    assert strategy.request_for("c0").kind == LABEL_COUNTS
     say(10, 0)
-    assert strategy.work_for("c0").kind == "train"
+    assert strategy.request_for("c0").kind == "train"
     step(strategy, "c0", 5, 0)
-    assert strategy.work_for("c0").kind == LABEL_COUNTS
+    assert strategy.request_for("c0").kind == LABEL_COUNTS
     say(0, 10)
     # Its data have changed: it trains w0, and belongs to the other group then.
-    assert strategy.work_for("c0").arrays
+    assert strategy.request_for("c0").arrays
     step(strategy, "c0", 0, 7)
     assert homes(strategy)["c0"] == 2
     say(0, 10)
-    assert strategy.work_for("c0").arrays == {}
+    assert strategy.request_for("c0").arrays == {}
 
 
 def test_a_client_with_labels_of_one_group_alone_moves_there_at_once() -> None:
@@ -87,10 +87,10 @@ def test_a_client_with_labels_of_one_group_alone_moves_there_at_once() -> None:
     # It shares half of its labels with c1 and 0.6 with c3, both of group 2.
     say("c0", 0, 10, 0)
     assert homes(strategy)["c0"] == 2
-    assert strategy.work_for("c0").arrays == {}
+    assert strategy.request_for("c0").arrays == {}
     # Nobody has half of such labels: it trains w0.
     say("c1", 4, 0, 6)
-    assert strategy.work_for("c1").arrays
+    assert strategy.request_for("c1").arrays
 
 
 def test_a_late_update_of_a_client_that_has_moved_changes_no_group() -> None:

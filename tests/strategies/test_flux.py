@@ -115,12 +115,12 @@ def test_groups_and_a_newcomer_without_labels_by_hand() -> None:
     assert made.state.phase == "newcomers"
     # Scaled by 10: centroids at 0.05 and 0.95. What a newcomer says of classes is not looked at.
     assert made.state.centroids[of["c0"]].tolist() == pytest.approx([0.05, 0])
-    made.add_client(Client("c4", num_examples=10))
+    made.on_join(Client("c4", num_examples=10))
     assert made._is_to_answer("c4")
     assert not made._is_to_answer("c0")
     made.on_answer(described("c4", 5.1, 0.0))
     assert homes(made)["c4"] == of["c2"]
-    made.add_client(Client("c5", num_examples=10))
+    made.on_join(Client("c5", num_examples=10))
     made.on_answer(described("c5", 4.9, 4.0))
     assert homes(made)["c5"] == of["c0"]
 

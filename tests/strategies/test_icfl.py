@@ -107,8 +107,8 @@ def divided_in_two(**parameters: float | bool) -> ICFL:
 
 def test_a_newcomer_joins_the_most_similar_cluster_or_founds_one() -> None:
     strategy = divided_in_two()
-    strategy.add_client(Client("c4", num_examples=10))
-    strategy.add_client(Client("c5", num_examples=10))
+    strategy.on_join(Client("c4", num_examples=10))
+    strategy.on_join(Client("c5", num_examples=10))
     # Both train cluster 1's (1, 0.05): c4 pulls as c2 and c3 do, c5 against everybody.
     one, two = (strategy.models[k].vector.copy() for k in (1, 2))
     x, y = np.eye(2)
@@ -125,7 +125,7 @@ def test_members_without_a_say_go_to_those_whom_they_are_most_similar_to() -> No
     round_of(strategy, (1, 0), (1, 0.1), (0, 1), (0.1, 1))
     assert set(strategy.models) == {0}
     for client in ("c3", "c4"):
-        strategy.remove_client(client)
+        strategy.on_leave(client)
     strategy.parameters = ICFLParameters(alpha_start=0.5, epsilon=0.0, moves=False)
     seen: list[events.Event] = []
     strategy.clusters.report_to(seen.append)

@@ -41,7 +41,7 @@ class Fleet:
     def join(self, client: int, at: float = 0.0) -> None:
         known = Client(str(client), 100)
         self.method.progress.fleet.clients[str(client)] = known
-        self.method.add_client(known)
+        self.method.on_join(known)
         self.sent.append((Task(0, "", 0, 0, 0, 0.0, 0), np.empty(0)))
         self.give(client)
         heapq.heappush(self.due, (at + self.rng.uniform(), client))
@@ -49,7 +49,7 @@ class Fleet:
     def give(self, client: int) -> None:
         name, method = str(client), self.method
         k = method.clusters.main(name)
-        work, model = method.work_for(name), method.models[k]
+        work, model = method.request_for(name), method.models[k]
         start = method.initial if work.models == () else model.vector
         self.number += 1
         task = Task(self.number, name, k, model.version, method.progress.updates, 0.0, 0)
@@ -152,7 +152,7 @@ def test_what_is_kept_of_pairs_does_not_grow_with_the_fleet() -> None:
 def test_a_newcomer_is_placed_by_the_same_examples_after_the_run_is_resumed() -> None:
     strategy = two_groups(exact_up_to=4, repair=False)
     for client in ("c6", "c7"):
-        strategy.add_client(Client(client, 10))
+        strategy.on_join(Client(client, 10))
     probe(strategy, "c6", 3.0, 2.6)
     probe(strategy, "c6", 3.0, 2.6)
     restored = Panicle(strategy.parameters)
@@ -169,12 +169,12 @@ def test_a_newcomer_is_placed_by_the_same_examples_after_the_run_is_resumed() ->
 def test_a_newcomer_finds_its_cluster_though_all_who_stood_for_it_have_gone() -> None:
     strategy = two_groups(exact_up_to=4, repair=False)
     for client in ("c6", "c7"):
-        strategy.add_client(Client(client, 10))
+        strategy.on_join(Client(client, 10))
     probe(strategy, "c6", *EAST)
     probe(strategy, "c6", *EAST)
     # Members were drawn that stand for the clusters before c6 was in one.
     for client in ("c0", "c1", "c2"):
-        strategy.remove_client(client)
+        strategy.on_leave(client)
     probe(strategy, "c7", *EAST)
     probe(strategy, "c7", *EAST)
     assert homes(strategy)["c7"] == homes(strategy)["c6"] == homes(strategy)["c0"]

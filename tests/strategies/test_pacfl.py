@@ -64,7 +64,7 @@ def test_clients_are_clustered_and_a_newcomer_joins_the_nearest() -> None:
     made._cluster()
     of = homes(made)
     assert of["c0"] == of["c1"] != of["c2"]
-    made.add_client(_client("c3"))
+    made.on_join(_client("c3"))
     made.on_answer(answer("c3", column(79)))
     made._cluster()
     assert homes(made)["c3"] == of["c2"]

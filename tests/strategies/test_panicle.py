@@ -50,21 +50,21 @@ def test_four_clients_of_four_kinds_are_four_clusters() -> None:
 
 def test_without_clustering_nobody_is_probed() -> None:
     strategy = fleet(2, clustering=False)
-    assert strategy.work_for("c0").arrays == {}
+    assert strategy.request_for("c0").arrays == {}
 
 
 def test_a_client_is_probed_twice_and_then_trains() -> None:
     strategy = fleet(1)
     for _ in range(2):
-        assert strategy.work_for("c0").phase == "probe"
+        assert strategy.request_for("c0").phase == "probe"
         probe(strategy, "c0", *EAST)
-    assert strategy.work_for("c0").phase == ""
+    assert strategy.request_for("c0").phase == ""
 
 
 def test_all_clients_are_probed_from_one_record_of_the_initial_model() -> None:
     # A copy for each of them would be what a large fleet takes most memory for.
     strategy = fleet(2)
-    first, second = (strategy.work_for(client).arrays for client in ("c0", "c1"))
+    first, second = (strategy.request_for(client).arrays for client in ("c0", "c1"))
     assert first["arrays"] is second["arrays"]
     assert read(first["arrays"]).tolist() == [0.0, 0.0]
 
@@ -73,17 +73,17 @@ def test_more_probes_are_asked_for_where_two_leave_it_open() -> None:
     # 55 degrees apart: a distance of 1 − 0.57 = 0.43, evidence 0.43 of 0.51.
     kinds = {f"c{i}": EAST for i in range(3)} | {f"c{i}": (2.1, 3.35) for i in range(3, 6)}
     strategy = probed(kinds)
-    assert strategy.work_for("c0").phase == "probe"
+    assert strategy.request_for("c0").phase == "probe"
     for _ in range(2):
         for client, direction in kinds.items():
             probe(strategy, client, *direction)
-    assert strategy.work_for("c0").phase == ""
+    assert strategy.request_for("c0").phase == ""
     assert len(strategy.models) == 1
 
 
 def test_a_newcomer_joins_by_its_first_probe() -> None:
     strategy = two_groups()
-    strategy.add_client(Client("c6", 10))
+    strategy.on_join(Client("c6", 10))
     assert homes(strategy)["c6"] is None
     probe(strategy, "c6", *NORTH)
     assert homes(strategy)["c6"] == homes(strategy)["c3"]
@@ -92,7 +92,7 @@ def test_a_newcomer_joins_by_its_first_probe() -> None:
 def test_newcomers_of_an_unknown_group_found_a_cluster() -> None:
     strategy = two_groups()
     for client in ("c6", "c7"):
-        strategy.add_client(Client(client, 10))
+        strategy.on_join(Client(client, 10))
         probe(strategy, client, *WEST)
         probe(strategy, client, *WEST)
     assert partition_of(strategy)[-1] == ["c6", "c7"]
@@ -124,7 +124,7 @@ def test_a_client_whose_updates_suddenly_grow_is_probed_and_moved() -> None:
     # 0.1·√2 long before, 3·√2 now: it changes nothing until a probe has told why.
     assert applied.weight == 0.0
     assert np.array_equal(strategy.models[strategy.clusters.main("c0")].vector, before)
-    assert strategy.work_for("c0").phase == "probe"
+    assert strategy.request_for("c0").phase == "probe"
     probe(strategy, "c0", *NORTH)
     assert homes(strategy)["c0"] == homes(strategy)["c3"]
 
@@ -144,15 +144,15 @@ def test_where_many_have_changed_all_others_are_probed() -> None:
     strategy = two_groups()
     others = ("c1", "c2", "c4", "c5")
     for client in ("c0", "c3"):
-        assert all(strategy.work_for(other).phase == "" for other in others)
+        assert all(strategy.request_for(other).phase == "" for other in others)
         strategy.progress.updates += 1
         strategy.state.habits[client].doubted = True
         probe(strategy, client, *(NORTH if client == "c0" else EAST))
     # Two of six, within two updates per client. Who is as before goes on as before.
-    assert all(strategy.work_for(other).phase == "probe" for other in others)
+    assert all(strategy.request_for(other).phase == "probe" for other in others)
     every = strategy.state.habits["c1"].every
     probe(strategy, "c1", *EAST)
-    assert strategy.work_for("c1").phase == ""
+    assert strategy.request_for("c1").phase == ""
     assert strategy.state.habits["c1"].every == every
     assert homes(strategy)["c0"] == homes(strategy)["c5"]
     assert homes(strategy)["c3"] == homes(strategy)["c1"]
@@ -163,7 +163,7 @@ def test_without_drift_the_changes_of_others_call_nobody() -> None:
     for client in ("c0", "c3"):
         strategy.progress.updates += 1
         probe(strategy, client, *(NORTH if client == "c0" else EAST))
-    assert strategy.work_for("c1").phase == ""
+    assert strategy.request_for("c1").phase == ""
 
 
 def test_groups_that_are_not_far_apart_are_told_apart_if_they_are_large() -> None:
@@ -266,7 +266,7 @@ def test_running_statistics_are_mixed_and_never_extrapolated() -> None:
     strategy._spec = ModelSpec(("weight", "running_var"), ((1,), (1,)), ("float32", "float32"))
     strategy.initialize(np.array([0, 1], np.float32))
     for index in range(2):
-        strategy.add_client(Client(f"c{index}", 10))
+        strategy.on_join(Client(f"c{index}", 10))
     variance = 1.0
     for _ in range(3):
         # Both are under way at a time.
@@ -392,7 +392,7 @@ def test_a_long_update_is_cut_to_a_few_medians() -> None:
 def test_a_client_that_left_no_longer_moves_its_cluster() -> None:
     strategy = two_groups()
     k = strategy.clusters.main("c0")
-    strategy.remove_client("c0")
+    strategy.on_leave("c0")
     assert "c0" not in strategy.state.latest.models
     assert strategy.state.latest.totals[k].tolist() == pytest.approx([8.0, 0.4])
 

@@ -61,7 +61,7 @@ def test_who_founds_a_cluster_starts_it_from_what_it_has_just_trained() -> None:
 
 def test_nothing_is_kept_of_a_client_that_leaves() -> None:
     strategy = with_a_long_update(7.0, -9.0)
-    strategy.remove_client("c0")
+    strategy.on_leave("c0")
     assert strategy.state.withheld == {}
 
 

@@ -73,7 +73,7 @@ def test_a_small_fleet_does_not_wait_for_a_client_that_answers_no_probe() -> Non
 def test_a_small_fleet_does_not_wait_for_ever_for_a_client_that_is_silent() -> None:
     kinds = dict(zip(("c0", "c1", "c2"), (EAST, NORTH, WEST), strict=True))
     strategy = fleet(4)
-    strategy.on_dispatch(Task(0, "c3", 0, 0, 0, 0.0, 0, phase="probe"))
+    strategy.on_sent(Task(0, "c3", 0, 0, 0, 0.0, 0, phase="probe"))
     for _ in range(2):
         for client, direction in kinds.items():
             probe(strategy, client, *direction)
@@ -89,7 +89,7 @@ def test_clusters_form_when_who_was_waited_for_has_gone() -> None:
     for client, direction in {"c0": EAST, "c1": NORTH, "c2": WEST}.items():
         probe(strategy, client, *direction)
         probe(strategy, client, *direction)
-    strategy.remove_client("c3")
+    strategy.on_leave("c3")
     assert len(strategy.models) == 1
     step(strategy, "c0", *EAST)
     assert len(strategy.models) == 3
@@ -121,7 +121,7 @@ def test_who_had_no_place_when_clusters_were_given_up_is_in_the_one_that_is_left
 
 def test_a_newcomer_that_does_not_agree_with_itself_is_placed_after_all_of_its_probes() -> None:
     strategy = two_groups()
-    strategy.add_client(Client("c6", 10))
+    strategy.on_join(Client("c6", 10))
     for direction in ((-4.0, -0.15), (-0.15, -4.0)) * 3:
         assert homes(strategy)["c6"] is None
         probe(strategy, "c6", *direction)
@@ -133,7 +133,7 @@ def test_a_newcomer_that_does_not_agree_with_itself_is_placed_after_all_of_its_p
 
 def test_a_newcomer_founds_no_cluster_beyond_the_most_that_there_may_be() -> None:
     strategy = two_groups(most=2, repair=False)
-    strategy.add_client(Client("c6", 10))
+    strategy.on_join(Client("c6", 10))
     probe(strategy, "c6", *(-4.0, -0.1))
     probe(strategy, "c6", *(-4.0, -0.1))
     assert len(strategy.models) == 2

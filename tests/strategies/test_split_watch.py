@@ -82,7 +82,7 @@ def test_every_decision_is_that_of_always_looking(
             lambda change, at=at, splits=splits: splits.append((at[0], change))
         )
         for client in range(12):
-            strategy.add_client(Client(f"c{client}", 10))
+            strategy.on_join(Client(f"c{client}", 10))
 
         def counted(weights, kind=kind):  # type: ignore[no-untyped-def]
             looks[kind] += 1
@@ -95,7 +95,7 @@ def test_every_decision_is_that_of_always_looking(
             cluster = strategy.clusters.main(client)
             version = strategy.models[cluster].version
             task = Task(step, client, cluster, version, step, 0.0, 0)
-            strategy.on_dispatch(task)
+            strategy.on_sent(task)
             # Clients come nearer to their group's centre and to each other over time.
             noise = 2.0 * 0.99**step
             vector = centres[int(client[1:]) % 3] + noise * rng.normal(size=30)

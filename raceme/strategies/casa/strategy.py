@@ -170,9 +170,9 @@ class CASA(Method):
             self._encoder = Sketches(self.state.reference, self.parameters.sketch, seed=0)
         self._shortener: Encoder | None = None
 
-    def add_client(self, client: Client) -> None:
+    def on_join(self, client: Client) -> None:
         """Take a client in: into the only cluster, or as a newcomer; or back into its own."""
-        super().add_client(client)
+        super().on_join(client)
         state, name = self.state, client.client_id
         if name not in self._index and name not in state.unseated:
             self._seat(name)
@@ -203,14 +203,14 @@ class CASA(Method):
         self._index[name] = drawn
         self._locate([name])
 
-    def remove_client(self, client: str) -> None:
+    def on_leave(self, client: str) -> None:
         """Leave a client that went offline out of sizes and splits; it keeps its cluster."""
-        super().remove_client(client)
+        super().on_leave(client)
         if client in self._index:
             self._present[self._index[client]] = False
             self._watches.clear()
 
-    def on_dispatch(self, task: Task) -> None:
+    def on_sent(self, task: Task) -> None:
         """Note from where a client starts, in the unit of τ."""
         if task.client in self._index:
             self.state.start[self._index[task.client]] = self._start_of(task)
@@ -510,7 +510,7 @@ class CASAPlus(CASA):
 
     # On its way out.
 
-    def work_for(self, client: str) -> Work:
+    def request_for(self, client: str) -> Work:
         """Send the mask along, if there is one: training then takes 1 − S_i of the time."""
         mask = self.state.masks.get(client)
         if mask is None:
@@ -518,16 +518,16 @@ class CASAPlus(CASA):
         arrays = {MASK: self.spec.pack_mask(mask)}
         return Work(client, arrays=arrays, settings={COMPUTE_SCALE: float(mask.mean())})
 
-    def on_dispatch(self, task: Task) -> None:
+    def on_sent(self, task: Task) -> None:
         """Note with which mask a client trains."""
-        super().on_dispatch(task)
+        super().on_sent(task)
         mask = self.state.masks.get(task.client)
         if mask is not None:
             self.state.sent[task.number] = mask
 
-    def on_close(self, task: Task) -> None:
+    def on_closed(self, task: Task) -> None:
         """Forget the mask of a task that is over."""
-        super().on_close(task)
+        super().on_closed(task)
         self.state.sent.pop(task.number, None)
 
     # On its way in.

@@ -109,7 +109,7 @@ class FedSoft(Method):
             by_distribution=lambda: self.state.pretrained,
         )
 
-    def policy(self) -> Dispatch:
+    def scheduler(self) -> Dispatch:
         """Work in rounds, with those whom clusters draw."""
         return InRounds(participants=self._draw, queries=self._queries)
 
@@ -118,9 +118,9 @@ class FedSoft(Method):
         self.clusters = soft_clusters(self, vector, self.parameters.k)
         self.state = FedSoftState(pretrained=bool(self.starts))
 
-    def add_client(self, client: Client) -> None:
+    def on_join(self, client: Client) -> None:
         """Take a client in; all clusters are alike to it until it has measured them."""
-        super().add_client(client)
+        super().on_join(client)
         if not self.clusters.is_placed(client.client_id):
             alike = dict.fromkeys(self.models, 1.0 / len(self.models))
             self.clusters.assign(client.client_id, alike)
@@ -178,7 +178,7 @@ class FedSoft(Method):
         weights = shares * examples[:, None]
         return np.asarray(weights / weights.sum(axis=0))
 
-    def work_for(self, client: str) -> Work:
+    def request_for(self, client: str) -> Work:
         """Let a client train its own model, pulled towards its mixture of the clusters'."""
         return Work(client, TRAIN_OWN, settings={PROXIMAL_MU: self.parameters.strength})
 
@@ -296,7 +296,7 @@ class FedSoftAsync(Method):
             by_distribution=lambda: self.state.pretrained,
         )
 
-    def policy(self) -> Dispatch:
+    def scheduler(self) -> Dispatch:
         """Let each client decide when it uploads."""
         return OnRequest(self.parameters)
 
@@ -307,10 +307,10 @@ class FedSoftAsync(Method):
             renewed=dict.fromkeys(self.clusters.models, 0), pretrained=bool(self.starts)
         )
 
-    def add_client(self, client: Client) -> None:
+    def on_join(self, client: Client) -> None:
         """Give a client that is new all cluster models."""
         name = client.client_id
-        super().add_client(client)
+        super().on_join(client)
         if name not in self.state.since:
             self.clusters.assign(name, dict.fromkeys(self.models, 1.0 / len(self.models)))
             self.state.since[name] = self.progress.updates
@@ -318,7 +318,7 @@ class FedSoftAsync(Method):
 
     # What a client does when it chooses.
 
-    def work_for(self, client: str) -> Work:
+    def request_for(self, client: str) -> Work:
         """Let a client estimate and train its mixture, or look how well its last one still fits."""
         versions = self.state.held[client]
         vectors = [self.bases.vectors[_name(k, version)] for k, version in versions.items()]

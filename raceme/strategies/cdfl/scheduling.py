@@ -4,7 +4,7 @@ A method mixes :class:`RequestParameters` into its parameters and returns ``OnRe
 as its policy. It needs no more unless clients may ask when their loss rises: the policy knows no
 models and no data, so the method lets a client look, and hands the answer over::
 
-    def work_for(self, client: str) -> Work:
+    def request_for(self, client: str) -> Work:
         if self.dispatch.looks(client):
             return self.dispatch.look_at(client, self.spec.pack(self.state.held[client]), cost)
         return Work(client)

@@ -273,7 +273,7 @@ class CDFL(Method):
             bar_of("cdfl.distance-bar", options.distance_bar),
         )
 
-    def policy(self) -> Dispatch:
+    def scheduler(self) -> Dispatch:
         """Let each client decide when it uploads."""
         return OnRequest(self.parameters)
 
@@ -303,10 +303,10 @@ class CDFL(Method):
         """Forget the losses of the cluster models that were measured."""
         self._losses: dict[int, tuple[int, float]] = {}
 
-    def add_client(self, client: Client) -> None:
+    def on_join(self, client: Client) -> None:
         """Give a client that is new the mean of the cluster models."""
         name = client.client_id
-        super().add_client(client)
+        super().on_join(client)
         if name not in self.state.since:
             alike = dict.fromkeys(self.models, 1.0 / len(self.models))
             self.clusters.assign(name, alike)
@@ -315,7 +315,7 @@ class CDFL(Method):
 
     # What a client does when it chooses.
 
-    def work_for(self, client: str) -> Work:
+    def request_for(self, client: str) -> Work:
         """Let a client train the model that it has received, or look how well that still fits."""
         received = self.spec.pack(self.state.received[client])
         if self.dispatch.looks(client):

@@ -492,11 +492,11 @@ class CFAACL(Method):
             fits_validation=lambda samples: check_samples(samples, self.parameters.alpha),
         )
 
-    def policy(self) -> Dispatch:
+    def scheduler(self) -> Dispatch:
         """Work in rounds; who supports other clusters trains their models after its own."""
         self.search = ConceptSearch(self, self._place)
         self.rounds = SupportRounds(self)
-        return self.rounds.policy(self._queries)
+        return self.rounds.scheduler(self._queries)
 
     def _check_clients(self, clients: int) -> None:
         """Raise UserError if clients are to remember too few samples for any test to be passed."""
@@ -512,10 +512,10 @@ class CFAACL(Method):
         self.clusters = Clusters({START: Model(vector)})
         self.state = CFAACLState(vector.copy())
 
-    def add_client(self, client: Client) -> None:
+    def on_join(self, client: Client) -> None:
         """Take a client in; one that is new has to train θ first."""
         is_new = client.client_id not in self.clusters.members
-        super().add_client(client)
+        super().on_join(client)
         if is_new:
             greet(self, self.state, client, self.parameters.alpha)
 
@@ -550,7 +550,7 @@ class CFAACL(Method):
             if known is not None and (self.step_of(client) or 0) not in known:
                 self.state.cold[client] = True
 
-    def on_dispatch(self, task: Task) -> None:
+    def on_sent(self, task: Task) -> None:
         """Note who trains what, and who was asked."""
         if task.kind in _SEARCHING:
             self.search.sent(task)
@@ -566,7 +566,7 @@ class CFAACL(Method):
 
     # A round.
 
-    def work_for(self, client: str) -> Work:
+    def request_for(self, client: str) -> Work:
         """Let a client with new data train θ on them and remember a sample; others as in FAACL."""
         self._notice_new_data([client])
         if client not in self.state.cold:

@@ -279,7 +279,7 @@ class SupportRounds:
         state: SupportRoundsState = self._method.state
         return state
 
-    def policy(self, queries: Callable[[Moment], Sequence[Work] | None]) -> InRounds:
+    def scheduler(self, queries: Callable[[Moment], Sequence[Work] | None]) -> InRounds:
         """Work in rounds; who supports other clusters trains their models after its own.
 
         Parameters
@@ -549,16 +549,16 @@ class FAACLAsync(Method):
         self.clusters = Clusters({START: Model(vector)})
         self.state = FAACLAsyncState(vector.copy())
 
-    def add_client(self, client: Client) -> None:
+    def on_join(self, client: Client) -> None:
         """Take a client in; one that is new has to train θ first."""
         is_new = client.client_id not in self.clusters.members
-        super().add_client(client)
+        super().on_join(client)
         if is_new:
             greet(self, self.state, client, self.parameters.alpha)
 
     # What a client is asked.
 
-    def work_for(self, client: str) -> Work:
+    def request_for(self, client: str) -> Work:
         """Let a new client train θ, and others measure models or train the next of theirs."""
         if client in self.state.cold:
             epochs = self.parameters.init_epochs
@@ -590,7 +590,7 @@ class FAACLAsync(Method):
         clients = self.clusters.clients(cluster)
         return bool(clients) and all(passed.get(c, {}).get(other, False) for c in clients)
 
-    def on_dispatch(self, task: Task) -> None:
+    def on_sent(self, task: Task) -> None:
         """Note who trains what."""
         if task.kind == LOSSES:
             self.state.unanswered[task.client] = True
@@ -600,7 +600,7 @@ class FAACLAsync(Method):
             begun.clear()
         begun[task.cluster] = True
 
-    def on_close(self, task: Task) -> None:
+    def on_closed(self, task: Task) -> None:
         """Count a client's trainings since it last measured models."""
         trained = self.state.trained
         if task.kind == LOSSES:
@@ -736,20 +736,20 @@ class FAACL(Method):
             fits_validation=lambda samples: check_samples(samples, self.parameters.alpha),
         )
 
-    def policy(self) -> Dispatch:
+    def scheduler(self) -> Dispatch:
         """Work in rounds; who supports other clusters trains their models after its own."""
         self.rounds = SupportRounds(self)
-        return self.rounds.policy(self.rounds.compare)
+        return self.rounds.scheduler(self.rounds.compare)
 
     def initialize(self, vector: Vector) -> None:
         """Begin with θ, which serves everybody until there are clusters."""
         self.clusters = Clusters({START: Model(vector)})
         self.state = FAACLState(vector.copy())
 
-    def add_client(self, client: Client) -> None:
+    def on_join(self, client: Client) -> None:
         """Take a client in; one that is new has to train θ first."""
         is_new = client.client_id not in self.clusters.members
-        super().add_client(client)
+        super().on_join(client)
         if is_new:
             greet(self, self.state, client, self.parameters.alpha)
 
@@ -757,14 +757,14 @@ class FAACL(Method):
         """Take losses in."""
         self.rounds.take(answer)
 
-    def work_for(self, client: str) -> Work:
+    def request_for(self, client: str) -> Work:
         """Let a new client train θ, Algorithm 1, and others the next of their models."""
         if client in self.state.cold:
             epochs = self.parameters.init_epochs
             return initial_training(self, client, self.state.initial, epochs)
         return self.rounds.train(client)
 
-    def on_dispatch(self, task: Task) -> None:
+    def on_sent(self, task: Task) -> None:
         """Note who trains what."""
         if task.kind != LOSSES:
             self.rounds.sent(task)

@@ -209,14 +209,14 @@ class Panicle(Method):
         for client in self.clusters.online:
             self._recount(client)
 
-    def add_client(self, client: Client) -> None:
+    def on_join(self, client: Client) -> None:
         """Take a client in, or back."""
-        super().add_client(client)
+        super().on_join(client)
         self._recount(client.client_id)
 
-    def remove_client(self, client: str) -> None:
+    def on_leave(self, client: str) -> None:
         """A client that has gone no longer moves its cluster."""
-        super().remove_client(client)
+        super().on_leave(client)
         self.state.latest.withdraw(client)
         self.state.withheld.pop(client, None)
         self._recount(client)
@@ -230,7 +230,7 @@ class Panicle(Method):
 
     # What a client is asked.
 
-    def work_for(self, client: str) -> Work:
+    def request_for(self, client: str) -> Work:
         """Let a client take a few steps from w0 if it is to be placed, or train its model."""
         if not self._is_to_be_probed(client):
             return Work(client)
@@ -255,7 +255,7 @@ class Panicle(Method):
         probes = self.state.probes
         return probes.is_clear(client) or probes.count(client) >= _MOST_PROBES
 
-    def on_dispatch(self, task: Task) -> None:
+    def on_sent(self, task: Task) -> None:
         """Count probes until they are answered."""
         if task.phase == PROBE:
             self._habit(task.client).asked += 1
