@@ -26,7 +26,7 @@ from sklearn.metrics import adjusted_rand_score
 from raceme.core.clients import Client
 from raceme.core.events import ClustersChanged
 from raceme.core.messages import ModelSpec
-from raceme.core.requests import Task, Update
+from raceme.core.requests import InFlight, Update
 from raceme.strategies import CASA, CASAParameters
 
 WEIGHTS = 2000
@@ -73,12 +73,12 @@ def play(case: Case, clients: int, seats: int, passes: float, seed: int) -> Play
             splits.append(method.progress.updates)
 
     method.clusters.report_to(note)
-    sent: dict[int, tuple[Task, np.ndarray]] = {}
+    sent: dict[int, tuple[InFlight, np.ndarray]] = {}
 
     def dispatch(client: int, number: int) -> None:
         k = method.clusters.main(str(client))
         model = method.models[k]
-        task = Task(number, str(client), k, model.version, number, 0.0, 0)
+        task = InFlight(number, str(client), k, model.version, number, 0.0, 0)
         sent[client] = task, model.vector.copy()
         method.open_task(task)
 

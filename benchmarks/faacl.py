@@ -95,7 +95,7 @@ def tests(clients: int, hierarchical: bool, keys: dict[str, Any]) -> dict[str, A
         "clients": clients,
         "hierarchical": hierarchical,
         "tests": strategy.state.supported.tests,
-        "rounds": strategy.dispatch.rounds,
+        "rounds": strategy.scheduling.rounds,
         "clusters": len(strategy.models),
         "virtual_time": strategy.now(),
         "seconds": seconds,

@@ -28,7 +28,7 @@ from threadpoolctl import threadpool_limits
 
 from raceme.core.clients import Client
 from raceme.core.messages import ModelSpec
-from raceme.core.requests import Task, Update
+from raceme.core.requests import InFlight, Update
 from raceme.strategies import CASA, CASAParameters, FedAsync, Panicle
 
 PHASES = {"_compare": "compare", "_split_if_due": "split", "_buffer": "buffer"}
@@ -75,13 +75,13 @@ def feed(strategy: Any, clients: int, size: int, updates: int) -> dict[str, floa
     for client in range(clients):
         strategy.on_join(Client(str(client), 100))
         strategy.progress.fleet.clients[str(client)] = Client(str(client), 100)
-    sent: dict[int, Task] = {}
+    sent: dict[int, InFlight] = {}
 
     def dispatch(client: int, number: int) -> None:
         cluster = strategy.clusters.main(str(client))
         version = strategy.models[cluster].version
         phase = strategy.request_for(str(client)).phase
-        sent[client] = Task(number, str(client), cluster, version, number, 0.0, 0, phase=phase)
+        sent[client] = InFlight(number, str(client), cluster, version, number, 0.0, 0, phase=phase)
         strategy.open_task(sent[client])
 
     for client in range(clients):

@@ -149,6 +149,65 @@ def circles(known: Mapping[str, Path]) -> list[str]:
     return found
 
 
+_FLOWERS = frozenset(
+    {
+        "start",
+        "summary",
+        "configure_train",
+        "aggregate_train",
+        "configure_evaluate",
+        "aggregate_evaluate",
+    }
+)
+"""What Flower's own `Strategy` has."""
+
+
+def hooks(package: Path = PACKAGE) -> dict[str, list[str]]:
+    """Return what a method may override, each with the classes that do.
+
+    These are the public names of `Method` that it lists under its heading "Hooks", and all others
+    that a method in `strategies` defines too. An annotation that only narrows a type is none, and
+    what every strategy of Flower has is Flower's.
+    """
+    source = (package / "core" / "strategy.py").read_text(encoding="utf-8")
+    base = next(node for node in ast.parse(source).body if getattr(node, "name", "") == "Method")
+    assert isinstance(base, ast.ClassDef)
+    own = _defined(base).items()
+    public = {name: n for name, n in own if not name.startswith("_") and name not in _FLOWERS}
+    headings = [n for n, line in enumerate(source.splitlines(), 1) if line.startswith("    # ")]
+    begin = next(n for n in headings if source.splitlines()[n - 1].startswith("    # Hooks"))
+    end = min(n for n in headings if n > begin)
+    found: dict[str, list[str]] = {n: [] for n, line in public.items() if begin < line < end}
+    classes: dict[str, ast.ClassDef] = {}
+    for path in sorted((package / "strategies").rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        classes |= {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+
+    def is_method(name: str) -> bool:
+        bases = classes[name].bases if name in classes else []
+        return name == "Method" or any(isinstance(b, ast.Name) and is_method(b.id) for b in bases)
+
+    for name, node in classes.items():
+        if is_method(name):
+            for hook in _defined(node).keys() & public.keys():
+                found.setdefault(hook, []).append(name)
+    return found
+
+
+def _defined(node: ast.ClassDef) -> dict[str, int]:
+    """Return the names that a class defines, with the lines where it does."""
+    found = {}
+    for part in node.body:
+        if isinstance(part, ast.FunctionDef):
+            found[part.name] = part.lineno
+        elif isinstance(part, ast.AnnAssign) and part.value and isinstance(part.target, ast.Name):
+            found[part.target.id] = part.lineno
+        elif isinstance(part, ast.Assign):
+            targets = (target for target in part.targets if isinstance(target, ast.Name))
+            found |= {target.id: part.lineno for target in targets}
+    return found
+
+
 def main() -> None:
     """Print the counts."""
     known = modules()
@@ -160,6 +219,7 @@ def main() -> None:
     print(f"of them imports        {imports:6,} ({imports / code:.1%})")
     print(f"circles                {len(circles(known)):6,}")
     print(f"imports upward         {len(upward_imports(known)):6,}")
+    print(f"hooks of a method      {len(hooks()):6,}")
     rooms: dict[str, int] = defaultdict(int)
     for name, found in lines.items():
         rooms[room_of(name) or "raceme"] += found.code

@@ -12,7 +12,7 @@ from raceme.core.clients import Client
 from raceme.core.clusters import cosines, parts_of
 from raceme.core.messages import Vector
 from raceme.core.requests import Outcome, Update
-from raceme.core.scheduling import Dispatch, sample
+from raceme.core.scheduling import Scheduler, sample
 from raceme.core.strategy import Method, Needs
 from raceme.strategies.csafl import InWindows
 from raceme.strategies.shared import partition
@@ -47,17 +47,17 @@ class Budgeted(Method):
 
     state_type = BudgetedState
     needs = Needs(bases=True)
-    dispatch: InWindows
+    scheduling: InWindows
     state: BudgetedState
 
-    def scheduler(self) -> Dispatch:
+    def scheduler(self) -> Scheduler:
         return Windows(BUDGET, self.members, first=self.form_groups)
 
     def members(self, online: Sequence[Client], rng: np.random.Generator) -> Sequence[Client]:
         return sample(online, PICKED, rng) if self.state.grouped else online
 
     def on_update(self, update: Update) -> Outcome:
-        client, window = update.task.client, self.dispatch.state
+        client, window = update.task.client, self.scheduling.state
         home = self.clusters.main(client)
         if not self.state.grouped:
             self.state.deltas[client] = update.delta

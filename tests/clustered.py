@@ -14,7 +14,7 @@ from raceme.core import events
 from raceme.core.clients import Client
 from raceme.core.clusters import Model
 from raceme.core.messages import ModelSpec, Vector
-from raceme.core.requests import Task, Update
+from raceme.core.requests import InFlight, Update
 from raceme.core.scheduling import InRounds
 from raceme.simulation import Device, VirtualGrid
 from raceme.strategies import Method, Plan
@@ -90,7 +90,7 @@ def update(
     cluster = strategy.clusters.main(client)
     version = strategy.models[cluster].version
     updates = strategy.progress.updates
-    task = Task(number, client, cluster, version, updates, sent_at=0.0, bytes_down=0)
+    task = InFlight(number, client, cluster, version, updates, sent_at=0.0, bytes_down=0)
     strategy.open_task(task)
     return Update(task, np.array(values, np.float32), examples, 0.0)
 
@@ -127,7 +127,7 @@ def check_it_can_be_restored(method: type[Any], parameters: Any = None) -> None:
     assert restored.progress.updates >= 120
     assert not any(isinstance(event, events.UpdateRejected) for event in seen)
     if isinstance(
-        strategy.dispatch, InRounds
+        strategy.scheduling, InRounds
     ):  # Between rounds nothing is under way that could get lost.
         whole = method(parameters)
         run_on(whole, three_groups(), 120)

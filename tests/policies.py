@@ -8,8 +8,8 @@ from fleets import MODEL, grid_of, pulled_app
 from raceme.core import events
 from raceme.core.clients import Client, Fleet, Idle
 from raceme.core.messages import TRAIN
-from raceme.core.requests import Task, Update
-from raceme.core.scheduling import Dispatch, Moment
+from raceme.core.requests import InFlight, Update
+from raceme.core.scheduling import Scheduler, SelectionContext
 from raceme.core.strategy import Method
 from raceme.simulation import Device
 from raceme.strategies import Plan
@@ -18,32 +18,32 @@ from raceme.strategies import Plan
 class Bench:
     """Clients c0, c1, … that are all idle, and a policy that is told what happens to them."""
 
-    def __init__(self, policy: Dispatch, clients: int) -> None:
+    def __init__(self, policy: Scheduler, clients: int) -> None:
         self.policy = policy
         self.fleet = Fleet({f"c{i}": Client(f"c{i}", 10, node_id=i) for i in range(clients)})
         self.idle = Idle({}, self.fleet.clients)
-        self.tasks: dict[str, Task] = {}
+        self.tasks: dict[str, InFlight] = {}
         self.number = 0
         for client in self.fleet.clients:
             self.idle.add(client)
 
-    def moment(self, now: float, greeting: bool = False) -> Moment:
+    def moment(self, now: float, greeting: bool = False) -> SelectionContext:
         """Return what the policy is told when it chooses."""
-        return Moment(now, self.fleet, self.idle, np.random.default_rng(0), greeting)
+        return SelectionContext(now, self.fleet, self.idle, np.random.default_rng(0), greeting)
 
     def work(self, now: float, greeting: bool = False, kind: str = TRAIN) -> list[str]:
         """Give the chosen clients their work; return who they are."""
         chosen = self.policy.choose(self.moment(now, greeting))
         for client in chosen:
             name = client.client_id
-            self.tasks[name] = Task(self.number, name, 0, 0, 0, now, bytes_down=0, kind=kind)
+            self.tasks[name] = InFlight(self.number, name, 0, 0, 0, now, bytes_down=0, kind=kind)
             self.number += 1
             self.policy.sent(self.tasks[name], now)
             self.idle.remove(name)
         return [client.client_id for client in chosen]
 
     def answer(
-        self, client: str, now: float, task: Task | None = None, train_loss: float = 0.0
+        self, client: str, now: float, task: InFlight | None = None, train_loss: float = 0.0
     ) -> list[str]:
         """Let a client answer; return whose updates are released."""
         update = Update(task or self.tasks[client], np.zeros(1, np.float32), 10, train_loss)

@@ -6,7 +6,7 @@ import numpy as np
 from clustered import homes, with_clients
 
 from raceme.core.clients import Client
-from raceme.core.requests import Task, Update
+from raceme.core.requests import InFlight, Update
 from raceme.strategies import Panicle, PanicleParameters
 
 EAST, NORTH, WEST = (4.0, 0.2), (0.2, 4.0), (-4.0, 0.1)
@@ -24,7 +24,7 @@ def probe(strategy: Panicle, client: str, *values: float) -> None:
     """Let a client answer a probe with a model."""
     cluster = strategy.clusters.main(client)
     version, updates = strategy.models[cluster].version, strategy.progress.updates
-    task = Task(0, client, cluster, version, updates, 0.0, 0, phase="probe")
+    task = InFlight(0, client, cluster, version, updates, 0.0, 0, phase="probe")
     strategy.open_task(task)
     strategy.applied([Update(task, np.array(values, np.float32), 10, 0.0)])
     strategy.close_task(task)

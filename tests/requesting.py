@@ -10,8 +10,8 @@ from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordD
 from flwr.clientapp import ClientApp
 
 from raceme.core.messages import LOSSES
-from raceme.core.requests import Answer, Task, Work
-from raceme.core.scheduling import Dispatch
+from raceme.core.requests import Answer, InFlight, Request
+from raceme.core.scheduling import Scheduler
 from raceme.strategies import FedAsync
 from raceme.strategies.cdfl.scheduling import OnRequest, RequestParameters
 
@@ -28,21 +28,21 @@ class Asks(FedAsync):
         self.kinds: list[tuple[float, str, str]] = []
         super().__init__(seed=seed)
 
-    dispatch: OnRequest
+    scheduling: OnRequest
 
-    def scheduler(self) -> Dispatch:
+    def scheduler(self) -> Scheduler:
         return self._asked
 
-    def request_for(self, client: str) -> Work:
-        if self.dispatch.looks(client):
-            return self.dispatch.look_at(client, self.spec.pack(self.models[0].vector), cost=0.0)
-        return Work(client)
+    def request_for(self, client: str) -> Request:
+        if self.scheduling.looks(client):
+            return self.scheduling.look_at(client, self.spec.pack(self.models[0].vector), cost=0.0)
+        return Request(client)
 
-    def on_sent(self, task: Task) -> None:
+    def on_sent(self, task: InFlight) -> None:
         self.kinds.append((self.now(), task.client, task.kind))
 
     def on_answer(self, answer: Answer) -> None:
-        assert self.dispatch.heard(answer)
+        assert self.scheduling.heard(answer)
 
 
 def drifting_app(rise: Sequence[float]) -> ClientApp:

@@ -11,7 +11,7 @@ from raceme.core.clients import Client
 from raceme.core.clusters import Clusters, Model
 from raceme.core.messages import Vector
 from raceme.core.requests import Outcome, Update
-from raceme.core.scheduling import Dispatch
+from raceme.core.scheduling import Scheduler
 from raceme.core.strategy import Method
 from raceme.strategies.cdfl.scheduling import OnRequest, RequestParameters
 
@@ -31,7 +31,7 @@ class SoftClusters(Method):
     state_type = SoftState
     state: SoftState
 
-    def scheduler(self) -> Dispatch:
+    def scheduler(self) -> Scheduler:
         return OnRequest(RequestParameters(request_seconds=2.0))
 
     def initialize(self, vector: Vector) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from test_feddrift import Bench
 
 from raceme.core.messages import LEND, LOSSES, MATCH
-from raceme.core.requests import Answer, Task, Update, Work
+from raceme.core.requests import Answer, InFlight, Request, Update
 
 SAMPLES = 8
 SPREAD = np.linspace(0.0, 0.01, SAMPLES)
@@ -53,13 +53,16 @@ class SupportBench(Bench):
         return done
 
     def finish(
-        self, tasks: list[Task], values: dict[str, float], examples: dict[str, int] | None = None
+        self,
+        tasks: list[InFlight],
+        values: dict[str, float],
+        examples: dict[str, int] | None = None,
     ) -> bool:
         """Let clients come back from their training; return whether that ends the round."""
         for task in tasks:
             vector = np.full(2, values.get(task.client, 0.0), np.float32)
             count = (examples or {}).get(task.client, 10)
-            released = self.method.dispatch.accept(Update(task, vector, count, 0.0), 0.0)
+            released = self.method.scheduling.accept(Update(task, vector, count, 0.0), 0.0)
             self.idle.add(task.client)
             if released:
                 self.method.applied(released)
@@ -67,15 +70,15 @@ class SupportBench(Bench):
             self.method.close_task(task)
         return bool(released)
 
-    def answer(self, task: Task, numbers: dict[str, Any]) -> None:
+    def answer(self, task: InFlight, numbers: dict[str, Any]) -> None:
         """Let a client answer work that was not training."""
         self.method.on_answer(Answer(task, 10, numbers=numbers))
         self.end(task)
 
-    def end(self, task: Task) -> None:
+    def end(self, task: InFlight) -> None:
         """End work without an update."""
         self.method.close_task(task)
-        self.method.dispatch.lost(task, 0.0)
+        self.method.scheduling.lost(task, 0.0)
         self.idle.add(task.client)
 
     def compare(self, said: Said) -> dict[str, list[int]]:
@@ -91,13 +94,13 @@ class SupportBench(Bench):
 
     def search(
         self, loss: Callable[[str, str, str], float], forgotten: tuple[str, ...] = ()
-    ) -> list[Work]:
+    ) -> list[Request]:
         """Let clients answer what searches ask until none does; return all that was asked.
 
         ``loss(model, client, set)`` is said for the model ``"3"`` of a cluster, or ``"c1"`` of a
         client, on a set ``"validation"`` or ``"memory-0"`` of a client.
         """
-        asked: list[Work] = []
+        asked: list[Request] = []
         while work := [w for w in self.hand_out() if w.kind in (MATCH, LEND)]:
             for one in work:
                 asked.append(one)
@@ -105,7 +108,7 @@ class SupportBench(Bench):
         return asked
 
     def _found(
-        self, work: Work, loss: Callable[[str, str, str], float], forgotten: tuple[str, ...]
+        self, work: Request, loss: Callable[[str, str, str], float], forgotten: tuple[str, ...]
     ) -> None:
         request = self.method.state.requests[work.client]
         task = self.dispatch(work)

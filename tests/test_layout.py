@@ -17,6 +17,7 @@ _SPEC.loader.exec_module(structure)
 MODULES = structure.modules()
 TORCH_IS_FORBIDDEN = ("core", "records", "strategies")
 MOST_MODULES = 160
+MOST_HOOKS = 15
 
 
 def test_every_room_has_a_floor() -> None:
@@ -43,3 +44,9 @@ def test_methods_know_neither_torch_nor_the_simulator() -> None:
 
 def test_no_more_modules_than_there_are_subjects() -> None:
     assert len(MODULES) <= MOST_MODULES
+
+
+def test_no_more_hooks_than_a_reader_keeps_in_mind() -> None:
+    hooks = structure.hooks()
+    assert len(hooks) <= MOST_HOOKS
+    assert not [name for name, methods in hooks.items() if not methods], "no method overrides them"

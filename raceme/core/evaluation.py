@@ -114,7 +114,7 @@ class Sweeper(ABC):
             if client in idle:
                 if self._push(client):
                     idle.remove(client)
-            elif self._method.dispatch.invited(client):
+            elif self._method.scheduling.invited(client):
                 self._push(client)
 
     def take(self, message_id: str, reply: Message, idle: Idle) -> None:
@@ -526,7 +526,7 @@ class Evaluator(Sweeper):
         """Begin an evaluation; where it costs no time, return its report."""
         method, progress = self._method, self._progress
         progress.evaluated_at = progress.updates
-        progress.evaluated_round = method.dispatch.rounds or 0
+        progress.evaluated_round = method.scheduling.rounds or 0
         progress.evaluated_step = progress.step
         online = self._testers(progress.fleet.online())
         waiting = {c.client_id: method.clusters.main(c.client_id) for c in online}

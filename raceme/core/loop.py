@@ -22,6 +22,7 @@ from raceme.core import events
 from raceme.core import messages as names
 from raceme.core.clients import Client, Fleet, ForeignIdError, Identities, Idle, OnTrust
 from raceme.core.clusters import NonFiniteModelError
+from raceme.core.errors import unknown_name
 from raceme.core.evaluation import EvaluateFn, Evaluator, Packer, Report, Together
 from raceme.core.events import (
     AnswerTaken,
@@ -42,20 +43,21 @@ from raceme.core.messages import (
 )
 from raceme.core.progress import Plan, Steps
 from raceme.core.requests import (
+    SETTINGS,
     Answer,
+    InFlight,
     InvalidReplyError,
     Outcome,
-    Task,
+    Request,
     Update,
-    Work,
     read_reply,
 )
-from raceme.core.scheduling import Dispatch, Moment
+from raceme.core.scheduling import Scheduler, SelectionContext
 from raceme.core.strategy import Method, StopCheck
 from raceme.core.timeline import Foreseeing, push, timeline_of
 
 # -----------------------------------------------------------------------------
-# Work on its way out: the message that gives a client its work, and the task that is kept.
+# Requests on their way out: the message to a client, and what is remembered of it.
 # -----------------------------------------------------------------------------
 
 
@@ -94,24 +96,27 @@ class Outgoing:
         self._method, self._packer, self._steps = method, packer, steps
         self._train_config, self._ttl = train_config, ttl
 
-    def message(self, work: Work, now: float) -> tuple[Message, Task]:
+    def message(self, work: Request, now: float) -> tuple[Message, InFlight]:
         """Make the message of some work, with what its reply has to echo, and number the task.
 
         Raises
         ------
         ValueError
             The client is away: a mistake of the method's.
+        UserError
+            A setting of the request is not known.
         """
         method, progress = self._method, self._method.progress
         client = progress.fleet.clients[work.client]
         if client.node_id is None:
             raise ValueError(f"{type(method).__name__} has work for '{work.client}', who is away")
+        self._check_settings(work)
         records, size, versions = self._models(work)
         main = method.clusters.main(work.client)
         cluster = next(iter(versions)) if len(versions) == 1 else main
         step = self._steps.of(work.client)
         size += sum(record.count_bytes() for record in work.arrays.values())
-        task = Task(
+        task = InFlight(
             number=progress.tasks,
             client=work.client,
             cluster=cluster,
@@ -125,7 +130,7 @@ class Outgoing:
             phase=work.phase or work.kind,
         )
         progress.tasks += 1
-        policy = method.dispatch.settings(work)
+        policy = method.scheduling.settings(work)
         settings: dict[str, Any] = {**self._train_config, **policy, **work.settings}
         if names.ROUND not in settings:
             settings |= {names.TASK: task.number, names.VERSION: task.version}
@@ -140,7 +145,15 @@ class Outgoing:
         kind = _MESSAGE_TYPES.get(work.kind, MessageType.TRAIN)
         return Message(content, client.node_id, kind, ttl=self._ttl), task
 
-    def _models(self, work: Work) -> tuple[dict[str, ArrayRecord], int, dict[int, int]]:
+    def _check_settings(self, work: Request) -> None:
+        """Raise UserError for a setting that no client reads: it would be ignored silently."""
+        known = SETTINGS | self._method.needs.settings | self._train_config.keys()
+        for name in sorted(work.settings.keys() - known):
+            raise unknown_name(
+                f"setting in a request of {type(self._method).__name__}", name, known
+            )
+
+    def _models(self, work: Request) -> tuple[dict[str, ArrayRecord], int, dict[int, int]]:
         """Return the models that travel, their size, and the versions of named ones by cluster."""
         models = self._method.models
         if work.models is None:
@@ -291,7 +304,7 @@ def _run_time(stated: float, now: float) -> float | None:
 AT_REST = "at rest: nobody's loss rises, and no data will change"
 
 
-def is_at_rest(grid: Grid, fleet: Fleet, dispatch: Dispatch, steps: Steps) -> bool:
+def is_at_rest(grid: Grid, fleet: Fleet, dispatch: Scheduler, steps: Steps) -> bool:
     """Return whether no client will ever train again.
 
     Each is at rest as its data are now, no time is ahead at which data move on, and nobody will
@@ -304,7 +317,7 @@ def is_at_rest(grid: Grid, fleet: Fleet, dispatch: Dispatch, steps: Steps) -> bo
         Any Flower grid.
     fleet : Fleet
         The clients.
-    dispatch : Dispatch
+    dispatch : Scheduler
         Who works when.
     steps : Steps
         At which step clients' data are, and when time moves them on.
@@ -441,7 +454,7 @@ class Loop:
             plan.drift,
             self._progress,
             self.now,
-            lambda: method.dispatch.rounds,
+            lambda: method.scheduling.rounds,
             self._observe,
             tests_tasks=plan.eval_tasks,
         )
@@ -554,12 +567,12 @@ class Loop:
                 self._evaluated(evaluated)
         if self._ending is None:
             # A limit that is reached at the same moment would hide why nothing was learnt.
-            rounds = self._method.dispatch.rounds
-            if hopeless := self._method.dispatch.hopeless() or progress.uselessness():
+            rounds = self._method.scheduling.rounds
+            if hopeless := self._method.scheduling.hopeless() or progress.uselessness():
                 self._ending = Ending.USELESS_REPLIES, hopeless
             elif limit := self._plan.limit(progress.updates, self._num_updates, self.now(), rounds):
                 self._ending = Ending.LIMIT, limit
-            elif is_at_rest(self._grid, self._fleet, self._method.dispatch, self._steps):
+            elif is_at_rest(self._grid, self._fleet, self._method.scheduling, self._steps):
                 self._ending = Ending.AT_REST, AT_REST
         return self._ending is not None
 
@@ -570,7 +583,7 @@ class Loop:
         if progress.evaluated_at < 0:
             # The first one waits for the first greetings, to include everybody.
             return bool(self._fleet.by_node) and not self._greeting_is_open()
-        due = self._plan.is_tested(progress, self._method.dispatch.rounds)
+        due = self._plan.is_tested(progress, self._method.scheduling.rounds)
         return due or self._steps.is_untested(self._plan.eval_steps)
 
     def _evaluated(self, report: Report) -> None:
@@ -597,12 +610,12 @@ class Loop:
             self._steps.next_time(),
         ]
         # What is due and could not be done, because its client is busy, waits for a reply.
-        wake_at = self._method.dispatch.wake_at()
+        wake_at = self._method.scheduling.wake_at()
         return min([*moments, wake_at] if wake_at > now else moments)
 
     def _wake(self) -> bool:
         """Let the policy do what is due by now; return whether anything was."""
-        now, dispatch = self.now(), self._method.dispatch
+        now, dispatch = self.now(), self._method.scheduling
         if dispatch.wake_at() > now:
             return False
         late, released = dispatch.wake(now)
@@ -616,7 +629,7 @@ class Loop:
         late = [message_id for message_id, task in open_tasks if task.number in numbers]
         self._clock.forget(late)
         for message_id in late:
-            task, dispatch = self._progress.in_flight.pop(message_id), self._method.dispatch
+            task, dispatch = self._progress.in_flight.pop(message_id), self._method.scheduling
             self._refuse(task, dispatch.given_up_because, rests=dispatch.rests_when_late)
 
     def _awaited(self) -> Collection[str]:
@@ -635,7 +648,7 @@ class Loop:
         progress.idle.clear()
         self._evaluator.forget()
         for client in self._fleet.disconnect():
-            self._apply(self._method.dispatch.left(client, self.now()))
+            self._apply(self._method.scheduling.left(client, self.now()))
             self._method.on_leave(client)
 
     def _look_at_fleet(self) -> None:
@@ -647,7 +660,7 @@ class Loop:
             self._evaluator.drop(client)
             self._method.on_leave(client)
             self._observe(events.ClientLeft(self.now(), client))
-            self._apply(self._method.dispatch.left(client, self.now()))
+            self._apply(self._method.scheduling.left(client, self.now()))
         for node in arrived:
             greeting = Message(RecordDict(), node, MessageType.QUERY, ttl=self._ttl)
             message_id = self._push(greeting)
@@ -673,7 +686,7 @@ class Loop:
         tasks = self._progress.in_flight.items() if returned else ()
         lost = [message_id for message_id, task in tasks if task.client == name]
         self._clock.forget(lost)
-        self._method.dispatch.joined(name)
+        self._method.scheduling.joined(name)
         for message_id in lost:
             # It was away: what it was working on is lost, or comes too late to wait for.
             task = self._progress.in_flight.pop(message_id)
@@ -693,7 +706,7 @@ class Loop:
         if places is not None and places <= 0:
             return
         rng, greeting = self._method.rng, self._greeting_is_open()
-        moment = Moment(self.now(), self._fleet, self._idle, rng, greeting, places)
+        moment = SelectionContext(self.now(), self._fleet, self._idle, rng, greeting, places)
         wanted = list(self._method.requests(moment))
         if places is not None and len(wanted) > places:
             order = rng.permutation(len(wanted))[:places]
@@ -712,10 +725,10 @@ class Loop:
         # Who went offline with a task trains no more: it must not keep the others from working.
         return places - sum(clients[task.client].node_id is not None for task in open_tasks)
 
-    def _send(self, message: Message, task: Task) -> None:
+    def _send(self, message: Message, task: InFlight) -> None:
         """Send work, and remember who has it."""
         self._method.open_task(task)
-        self._method.dispatch.sent(task, self.now())
+        self._method.scheduling.sent(task, self.now())
         self._idle.remove(task.client)
         message_id = self._push(message)
         if message_id:
@@ -758,7 +771,7 @@ class Loop:
         task, now = update.task, self.now()
         self._fleet.heard(task.client, update.num_examples)
         self._method.note_pull(update)
-        released = self._method.dispatch.accept(update, now)
+        released = self._method.scheduling.accept(update, now)
         self._progress.trained_steps[task.client] = task.step
         self._progress.rejected_in_a_row = 0
         self._fleet.clients[task.client].failures = 0
@@ -773,7 +786,7 @@ class Loop:
         self._method.on_answer(answer)
         self._observe(answer_taken(self.now(), answer, self._method.needs.exchange))
         self._method.close_task(task)
-        self._apply(self._method.dispatch.lost(task, self.now()))
+        self._apply(self._method.scheduling.lost(task, self.now()))
         self._free(task.client)
 
     def _apply(self, updates: Sequence[Update]) -> None:
@@ -819,7 +832,7 @@ class Loop:
         counted = self._fleet.counted(update.task.client, update.num_examples)
         return update if counted == update.num_examples else replace(update, num_examples=counted)
 
-    def _refuse(self, task: Task, reason: str, rests: bool = True) -> None:
+    def _refuse(self, task: InFlight, reason: str, rests: bool = True) -> None:
         """Count and report an unusable reply; its client rests longer each time in a row."""
         self._method.close_task(task)
         now, client, progress = self.now(), self._fleet.clients[task.client], self._progress
@@ -832,7 +845,7 @@ class Loop:
             client.ready_at = now + _REST_SECONDS[min(client.failures, len(_REST_SECONDS) - 1)]
             client.failures += 1
         self._free(task.client)
-        self._apply(self._method.dispatch.lost(task, now))
+        self._apply(self._method.scheduling.lost(task, now))
 
     def _free(self, client: str) -> None:
         """Note that a client has nothing to do, if it is there."""

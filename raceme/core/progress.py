@@ -35,7 +35,7 @@ from raceme.core.messages import (
     number_of,
     unit_of,
 )
-from raceme.core.requests import Task
+from raceme.core.requests import InFlight
 
 # -----------------------------------------------------------------------------
 # Evaluations: the models of one moment, tested by the clients that are online then.
@@ -319,7 +319,7 @@ class Progress:
         Rounds or windows that were over then.
     evaluated_step : int
         Step of all clients' data then.
-    in_flight : dict[str, Task]
+    in_flight : dict[str, InFlight]
         Open tasks by message id.
     idle : dict[str, bool]
         Clients without a task, in the order in which they got free.
@@ -356,7 +356,7 @@ class Progress:
     evaluated_at: int = -1
     evaluated_round: int = 0
     evaluated_step: int = 0
-    in_flight: dict[str, Task] = field(default_factory=dict)
+    in_flight: dict[str, InFlight] = field(default_factory=dict)
     idle: dict[str, bool] = field(default_factory=dict)
     uploads: dict[str, int] = field(default_factory=dict)
     trained_steps: dict[str, int] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Work: what a client is asked to do, and what the server remembers of it until the reply."""
+"""Requests: what a client is asked to do, and what the server remembers of it until the reply."""
 
 from __future__ import annotations
 
@@ -16,21 +16,41 @@ from raceme.core.clusters import Model, Weights, blended
 from raceme.core.errors import printable, quoted
 from raceme.core.messages import (
     ARRAYS,
+    BATCH_SIZE,
     CHOSEN,
+    COMPUTE_SCALE,
     CONFIG,
+    DROPOUT,
+    FORMER_STEP,
+    INVITATION,
     KIND,
     LARGEST,
+    LOCAL_EPOCHS,
+    LOCAL_STEPS,
+    LR,
+    LR_SCALE,
     MIXTURE,
+    MOMENTUM,
     NOT_STATED,
     NUM_EXAMPLES,
     NUMBERS,
+    ON,
+    OPTIMIZER,
+    PROXIMAL_MU,
+    REPORT_TIMING,
+    ROUND,
+    SCORED,
     STEP,
+    STEPS,
     TASK,
+    TASK_SHARE,
     TRAIN,
     TRAIN_BEST,
     TRAIN_LOSS,
     TRAINING,
+    VALIDATION_SHARE,
     VERSION,
+    WEIGHT_DECAY,
     Cost,
     InvalidModelError,
     ModelSpec,
@@ -49,9 +69,40 @@ TRANSIENT = MappingProxyType({"transient": True})
 """Metadata of a dataclass's field that no state keeps."""
 Value = str | int | float | bool | list[int]
 
+SETTINGS = frozenset(
+    {
+        BATCH_SIZE,
+        COMPUTE_SCALE,
+        DROPOUT,
+        FORMER_STEP,
+        INVITATION,
+        KIND,
+        LOCAL_EPOCHS,
+        LOCAL_STEPS,
+        LR,
+        LR_SCALE,
+        MOMENTUM,
+        ON,
+        OPTIMIZER,
+        PROXIMAL_MU,
+        REPORT_TIMING,
+        ROUND,
+        SCORED,
+        STEP,
+        STEPS,
+        TASK,
+        TASK_SHARE,
+        VALIDATION_SHARE,
+        VERSION,
+        WEIGHT_DECAY,
+    }
+)
+"""What the message of a request can say whatever the method; others are declared by the method, in
+:attr:`raceme.core.strategy.Needs.settings`."""
+
 
 @dataclass(frozen=True)
-class Work:
+class Request:
     """What a method asks of a client.
 
     Attributes
@@ -84,8 +135,8 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Task:
-    """Work that a client was given.
+class InFlight:
+    """A request in flight: what the server remembers of it until the reply.
 
     Attributes
     ----------
@@ -158,12 +209,12 @@ class Bases:
         # One of every client at work is too much for the memory of a large fleet.
         self.vectors = Shelf(self.vectors)
 
-    def open(self, task: Task, models: Mapping[int, Model], weights: Weights) -> None:
+    def open(self, task: InFlight, models: Mapping[int, Model], weights: Weights) -> None:
         """Keep the models that a client may start from until its task is over.
 
         Parameters
         ----------
-        task : Task
+        task : InFlight
             The task.
         models : Mapping[int, Model]
             The models by cluster.
@@ -178,12 +229,12 @@ class Bases:
         else:
             self.hold(f"task {task.number}", blended(models, weights))
 
-    def of(self, task: Task) -> Vector:
+    def of(self, task: InFlight) -> Vector:
         """Return the model that a client has started from. Shape (d,)."""
         own = f"task {task.number}"
         return self.vectors[own if own in self.vectors else f"{task.cluster}/{task.version}"]
 
-    def close(self, task: Task) -> None:
+    def close(self, task: InFlight) -> None:
         """Note that a task is over; forget a model from which no client trains any more."""
         own = f"task {task.number}"
         if task.kind == TRAIN_BEST:
@@ -227,7 +278,7 @@ class Answer:
 
     Attributes
     ----------
-    task : Task
+    task : InFlight
         The work that it answers.
     num_examples : int
         Training examples of the client, n_i; 0 if it does not say.
@@ -239,7 +290,7 @@ class Answer:
         Size of the arrays that came back.
     """
 
-    task: Task
+    task: InFlight
     num_examples: int
     metrics: Mapping[str, float] = field(default_factory=dict)
     numbers: Mapping[str, NDArray[Any]] = field(default_factory=dict)
@@ -272,7 +323,7 @@ class Update:
 
     Attributes
     ----------
-    task : Task
+    task : InFlight
         The work that it answers: client, cluster, base version; of several models that were sent,
         cluster and version are those of the one that the client has trained.
     vector : Vector
@@ -303,7 +354,7 @@ class Update:
         Where `base` is kept; part of no checkpoint.
     """
 
-    task: Task
+    task: InFlight
     vector: Vector
     num_examples: int
     train_loss: float
@@ -362,14 +413,16 @@ class InvalidReplyError(ValueError):
         super().__init__(printable(reason))
 
 
-def read_reply(reply: Message, task: Task, spec: ModelSpec, now: float = 0.0) -> Update | Answer:
+def read_reply(
+    reply: Message, task: InFlight, spec: ModelSpec, now: float = 0.0
+) -> Update | Answer:
     """Check a reply to a task of any kind, and take its content out.
 
     Parameters
     ----------
     reply : Message
         What came back.
-    task : Task
+    task : InFlight
         What was asked.
     spec : ModelSpec
         What a model looks like.
@@ -396,7 +449,7 @@ def read_reply(reply: Message, task: Task, spec: ModelSpec, now: float = 0.0) ->
     return Answer(task, examples, metrics, numbers, size)
 
 
-def read_update(reply: Message, task: Task, spec: ModelSpec, now: float = 0.0) -> Update:
+def read_update(reply: Message, task: InFlight, spec: ModelSpec, now: float = 0.0) -> Update:
     """Check a reply to a training task and take its content out.
 
     Raises
@@ -438,7 +491,7 @@ def read_update(reply: Message, task: Task, spec: ModelSpec, now: float = 0.0) -
 
 
 def _checked(
-    reply: Message, task: Task
+    reply: Message, task: InFlight
 ) -> tuple[RecordDict, Mapping[str, object], dict[str, float]]:
     """Return content, settings and metrics of a reply that answers what was asked."""
     if reply.has_error():
@@ -457,7 +510,7 @@ def _checked(
     return content, stated, metrics
 
 
-def _check_echo(stated: Mapping[str, object], task: Task) -> None:
+def _check_echo(stated: Mapping[str, object], task: InFlight) -> None:
     """Check what the reply says of its task.
 
     A ClientApp that says nothing is taken on trust: Flower's message id ties the reply to its
@@ -481,7 +534,7 @@ def _check_echo(stated: Mapping[str, object], task: Task) -> None:
         )
 
 
-def _chosen(stated: Mapping[str, object], task: Task) -> Task:
+def _chosen(stated: Mapping[str, object], task: InFlight) -> InFlight:
     """Return the task with the model that the client has chosen among those that it was sent."""
     index, count = stated.get(CHOSEN), len(task.candidates)
     if not isinstance(index, int) or not 0 <= index < count:

@@ -1,9 +1,9 @@
-"""Dispatch policies: who is given work, and when what came back is acted on.
+"""Schedulers: which clients are given work, and when what came back is acted on.
 
-A method has one. With `EveryIdle` it acts on every update at once, with `InRounds` on those of a
-round together. Clients that decide themselves when they work are in
+A method has one scheduler. With `EveryIdle` it acts on every update at once, with `InRounds` on
+those of a round together. Clients that decide themselves when they work are in
 :mod:`raceme.strategies.cdfl.scheduling`, time cut into windows in
-:mod:`raceme.strategies.csafl`. A policy knows clients and times, no models.
+:mod:`raceme.strategies.csafl`. A scheduler knows clients and times, no models.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ import numpy as np
 from raceme.core.clients import Client, Fleet, Idle
 from raceme.core.messages import ROUND, TRAINING
 from raceme.core.options import Value, option
-from raceme.core.requests import InvalidReplyError, Task, Update, Work
+from raceme.core.requests import InFlight, InvalidReplyError, Request, Update
 
 # -----------------------------------------------------------------------------
-# Questions to clients before a round: label counts, losses, whatever a method must know first.
+# Queries before a round: label counts, losses, whatever a method must know first.
 # -----------------------------------------------------------------------------
 
 
 @dataclass
 class Asking:
-    """Who is asked before a round, and has not answered yet.
+    """The clients that are asked before a round, and have not answered yet.
 
     Attributes
     ----------
@@ -71,12 +71,12 @@ class Asking:
         self.unasked, self.awaited = dict.fromkeys(clients, True), {}
         self.before, self.until, self.held_until = rounds, until, 0.0
 
-    def sent(self, task: Task) -> None:
+    def sent(self, task: InFlight) -> None:
         """Note that a client was asked."""
         if task.kind not in TRAINING and self.unasked.pop(task.client, False):
             self.awaited[task.client] = task.number
 
-    def close(self, task: Task) -> None:
+    def close(self, task: InFlight) -> None:
         """Wait no more for an answer: it has come, or never will."""
         if self.awaited.get(task.client) == task.number:
             del self.awaited[task.client]
@@ -98,7 +98,7 @@ class Asking:
 
 
 # -----------------------------------------------------------------------------
-# Who of the online clients takes part in a round.
+# Client sampling: which of the online clients take part in a round.
 # -----------------------------------------------------------------------------
 
 
@@ -234,7 +234,7 @@ def _check_dtype(array: np.ndarray[Any, Any], arguments: tuple[Any, ...]) -> Non
 
 
 # -----------------------------------------------------------------------------
-# Dispatch policies: who is given work, and when what came back is acted on.
+# Schedulers: which clients are given work, and when what came back is acted on.
 # -----------------------------------------------------------------------------
 
 
@@ -249,8 +249,8 @@ _MOST_DOUBLINGS = 3
 
 
 @dataclass(frozen=True)
-class Moment:
-    """What a policy is told when it chooses.
+class SelectionContext:
+    """What a scheduler is told when it chooses clients.
 
     Attributes
     ----------
@@ -287,7 +287,7 @@ class NoState:
     """Nothing to remember."""
 
 
-class Dispatch(ABC):
+class Scheduler(ABC):
     """Decides who works, and which updates are acted on together.
 
     Attributes
@@ -310,18 +310,18 @@ class Dispatch(ABC):
         return None
 
     @abstractmethod
-    def choose(self, moment: Moment) -> Sequence[Client]:
+    def choose(self, moment: SelectionContext) -> Sequence[Client]:
         """Return the idle clients that are given work now."""
 
-    def queries(self, moment: Moment) -> Sequence[Work] | None:
+    def queries(self, moment: SelectionContext) -> Sequence[Request] | None:
         """Return what clients are asked before they work; None if they may begin."""
         return None
 
-    def settings(self, work: Work) -> Mapping[str, Value]:
+    def settings(self, work: Request) -> Mapping[str, Value]:
         """Return what the message of some work says because of the policy."""
         return {}
 
-    def sent(self, task: Task, now: float) -> None:  # noqa: B027
+    def sent(self, task: InFlight, now: float) -> None:  # noqa: B027
         """Note that a client was sent its work."""
 
     def accept(self, update: Update, now: float) -> Sequence[Update]:
@@ -334,7 +334,7 @@ class Dispatch(ABC):
         """
         return [update]
 
-    def lost(self, task: Task, now: float) -> Sequence[Update]:
+    def lost(self, task: InFlight, now: float) -> Sequence[Update]:
         """Note that work brought no update; return what is to be acted on because of it."""
         return []
 
@@ -375,7 +375,7 @@ class Dispatch(ABC):
         self.state = from_tree(type(self.state), tree)
 
 
-class EveryIdle(Dispatch):
+class EveryIdle(Scheduler):
     """Everybody works all the time, and every update is acted on at once: asynchrony."""
 
     state: NoState
@@ -383,7 +383,7 @@ class EveryIdle(Dispatch):
     def __init__(self) -> None:
         self.state = NoState()
 
-    def choose(self, moment: Moment) -> Sequence[Client]:
+    def choose(self, moment: SelectionContext) -> Sequence[Client]:
         """Return all who are idle, or as many of them as there are places."""
         if moment.places is None:
             return moment.idle.ready(moment.now)
@@ -459,7 +459,7 @@ class RoundState:
     asking: Asking = field(default_factory=Asking)
 
 
-class InRounds(Dispatch):
+class InRounds(Scheduler):
     """Some clients work, and when all are back their updates are acted on together.
 
     A round waits for the slowest of its participants, but not for ever: work that takes twice as
@@ -503,7 +503,7 @@ class InRounds(Dispatch):
         returns: Callable[[str], bool] = lambda client: False,
         picking: str = RANDOM,
         again: Callable[[str], bool] = lambda client: False,
-        queries: Callable[[Moment], Sequence[Work] | None] = lambda moment: None,
+        queries: Callable[[SelectionContext], Sequence[Request] | None] = lambda moment: None,
     ) -> None:
         self._fraction, self._picking = fraction, picking
         self._participants = participants or self._share
@@ -511,7 +511,7 @@ class InRounds(Dispatch):
         self._queries = queries
         self.state = RoundState()
 
-    def queries(self, moment: Moment) -> Sequence[Work] | None:
+    def queries(self, moment: SelectionContext) -> Sequence[Request] | None:
         """Return what clients are asked before the next round; None if that may begin."""
         return self._queries(moment)
 
@@ -534,7 +534,7 @@ class InRounds(Dispatch):
 
     def ask_first(
         self,
-        moment: Moment,
+        moment: SelectionContext,
         wanted: Callable[[str], bool] = lambda client: True,
         every: int = 1,
         patience: float = _ASKING_SECONDS,
@@ -545,7 +545,7 @@ class InRounds(Dispatch):
 
         Parameters
         ----------
-        moment : Moment
+        moment : SelectionContext
             What the loop tells.
         wanted : Callable
             Whether a client, given by its id, is to be asked; all idle ones by default.
@@ -568,7 +568,7 @@ class InRounds(Dispatch):
             return None
         return [client for client in state.asking.unasked if client in moment.idle]
 
-    def choose(self, moment: Moment) -> Sequence[Client]:
+    def choose(self, moment: SelectionContext) -> Sequence[Client]:
         """Begin a round if none is under way; return its participants that can be sent work."""
         state = self.state
         if not state.running:
@@ -580,7 +580,7 @@ class InRounds(Dispatch):
         ]
         return chosen
 
-    def _begin(self, moment: Moment) -> None:
+    def _begin(self, moment: SelectionContext) -> None:
         """Choose participants among those online that need no rest."""
         if moment.greeting:
             return
@@ -595,7 +595,7 @@ class InRounds(Dispatch):
         chosen = self._participants(online, moment.rng)
         state.unsent = {client.client_id: True for client in chosen}
 
-    def settings(self, work: Work) -> Mapping[str, Value]:
+    def settings(self, work: Request) -> Mapping[str, Value]:
         """State the number of the round, as the messages of Flower's own strategies do.
 
         They carry no number of a task, so that with one seed a client trains alike under all
@@ -607,7 +607,7 @@ class InRounds(Dispatch):
         """Return whether a client need not sit out the next round."""
         return self.state.number + 1 >= self.state.sits_out.get(client.client_id, 0)
 
-    def sent(self, task: Task, now: float) -> None:
+    def sent(self, task: InFlight, now: float) -> None:
         """Note who has which task; work for others than participants is not the round's."""
         state = self.state
         state.asking.sent(task)
@@ -636,7 +636,7 @@ class InRounds(Dispatch):
             state.unsent[client] = True
         return self._released()
 
-    def lost(self, task: Task, now: float) -> Sequence[Update]:
+    def lost(self, task: InFlight, now: float) -> Sequence[Update]:
         """Leave a client out of the round, or wait no more for its answer."""
         state = self.state
         state.asking.close(task)
@@ -712,24 +712,24 @@ class InRounds(Dispatch):
 # -----------------------------------------------------------------------------
 
 
-class Then(Dispatch):
+class Then(Scheduler):
     """A policy until something has happened, and another one from then on.
 
     What is still open of the first when the second begins is for the second to take or to refuse.
 
     Parameters
     ----------
-    first, second : Dispatch
+    first, second : Scheduler
         The policies.
     is_over : Callable
         Returns whether the first one's time is over; it follows from the method's state.
     """
 
-    def __init__(self, first: Dispatch, second: Dispatch, is_over: Callable[[], bool]) -> None:
+    def __init__(self, first: Scheduler, second: Scheduler, is_over: Callable[[], bool]) -> None:
         self.first, self.second, self._is_over = first, second, is_over
 
     @property
-    def current(self) -> Dispatch:
+    def current(self) -> Scheduler:
         """The policy whose time it is."""
         return self.second if self._is_over() else self.first
 
@@ -748,19 +748,19 @@ class Then(Dispatch):
         """Whether a client whose task is given up rests before it is given work again."""
         return self.current.rests_when_late
 
-    def choose(self, moment: Moment) -> Sequence[Client]:
+    def choose(self, moment: SelectionContext) -> Sequence[Client]:
         """Return the idle clients that are given work now."""
         return self.current.choose(moment)
 
-    def queries(self, moment: Moment) -> Sequence[Work] | None:
+    def queries(self, moment: SelectionContext) -> Sequence[Request] | None:
         """Return what clients are asked before they work; None if they may begin."""
         return self.current.queries(moment)
 
-    def settings(self, work: Work) -> Mapping[str, Value]:
+    def settings(self, work: Request) -> Mapping[str, Value]:
         """Return what the message of some work says because of the policy."""
         return self.current.settings(work)
 
-    def sent(self, task: Task, now: float) -> None:
+    def sent(self, task: InFlight, now: float) -> None:
         """Note that a client was sent its work."""
         self.current.sent(task, now)
 
@@ -768,7 +768,7 @@ class Then(Dispatch):
         """Take an update; return those that the method is to act on now."""
         return self.current.accept(update, now)
 
-    def lost(self, task: Task, now: float) -> Sequence[Update]:
+    def lost(self, task: InFlight, now: float) -> Sequence[Update]:
         """Note that work brought no update."""
         return self.current.lost(task, now)
 

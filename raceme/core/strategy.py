@@ -22,8 +22,15 @@ from raceme.core.errors import UserError
 from raceme.core.messages import TRAINING, VALIDATION_SHARE, ModelSpec, Vector
 from raceme.core.progress import Plan, Progress
 from raceme.core.protection import Guard, GuardState, NoProtection
-from raceme.core.requests import Answer, Bases, Outcome, Task, Update, Value, Work
-from raceme.core.scheduling import Dispatch, EveryIdle, Moment, NoState, from_tree, to_tree
+from raceme.core.requests import Answer, Bases, InFlight, Outcome, Request, Update, Value
+from raceme.core.scheduling import (
+    EveryIdle,
+    NoState,
+    Scheduler,
+    SelectionContext,
+    from_tree,
+    to_tree,
+)
 
 log = getLogger("raceme")
 
@@ -124,6 +131,8 @@ class Needs:
     ----------
     kinds : frozenset[str]
         Kinds of work that clients are asked for, beyond training and testing a model.
+    settings : frozenset[str]
+        What requests say in their settings beyond :data:`raceme.core.requests.SETTINGS`.
     classes : str
         What clients are asked for that a regression does not have; empty if there is nothing.
     validation : bool
@@ -148,6 +157,7 @@ class Needs:
     """
 
     kinds: frozenset[str] = frozenset()
+    settings: frozenset[str] = frozenset()
     classes: str = ""
     validation: bool = False
     pretrained: bool = False
@@ -219,7 +229,7 @@ class Method(Strategy):
         The models, and which of them serve each client.
     state : dataclass
         What the method knows beside them: an object of its `state_type`.
-    dispatch : Dispatch
+    dispatch : Scheduler
         Who works when; what `policy` returned.
     rng : numpy.random.Generator
         Draws whatever is left to chance.
@@ -277,7 +287,7 @@ class Method(Strategy):
         self.train_config = ConfigRecord()
         self.report: events.Observer = events.ignore
         self.step_of: Callable[[str], int | None] = lambda client: None
-        self.dispatch: Dispatch = self.scheduler()
+        self.scheduling: Scheduler = self.scheduler()
         check_share(self, self.arguments)
         self._spec: ModelSpec | None = None
         self._now: Callable[[], float] = lambda: 0.0
@@ -285,7 +295,7 @@ class Method(Strategy):
 
     # Hooks: what a method may override.
 
-    def scheduler(self) -> Dispatch:
+    def scheduler(self) -> Scheduler:
         """Return who works when; by default everybody all the time."""
         return EveryIdle()
 
@@ -317,9 +327,9 @@ class Method(Strategy):
         # The second may be for a model that the first has changed.
         return [self.on_update(self.received(update)) for update in updates]
 
-    def request_for(self, client: str) -> Work:
+    def request_for(self, client: str) -> Request:
         """Return the work of a client that the policy has chosen: training, by default."""
-        return Work(client)
+        return Request(client)
 
     def on_answer(self, answer: Answer) -> None:
         """Take in the answer to work that was not training."""
@@ -332,10 +342,10 @@ class Method(Strategy):
         """Note that a client went offline; it keeps its cluster."""
         self.clusters.leave(client)
 
-    def on_sent(self, task: Task) -> None:
+    def on_sent(self, task: InFlight) -> None:
         """Note that a client is given a task."""
 
-    def on_closed(self, task: Task) -> None:
+    def on_closed(self, task: InFlight) -> None:
         """Note that a task is over, whatever came of it."""
 
     @property
@@ -394,12 +404,12 @@ class Method(Strategy):
         """Return clients and the matrix of their similarities (NaN: unknown), if there is one."""
         return self.state.likeness() if isinstance(self.state, KnowsLikeness) else None
 
-    def requests(self, moment: Moment) -> Iterable[Work]:
+    def requests(self, moment: SelectionContext) -> Iterable[Request]:
         """Return what is asked of which clients now: queries before a round, or their work."""
-        asked = self.dispatch.queries(moment)
+        asked = self.scheduling.queries(moment)
         if asked is not None:
             return asked
-        return [self.request_for(client.client_id) for client in self.dispatch.choose(moment)]
+        return [self.request_for(client.client_id) for client in self.scheduling.choose(moment)]
 
     def record_of(self, vector: Vector) -> ArrayRecord:
         """Return a model that nobody changes as a record, which is made once.
@@ -633,7 +643,7 @@ class Method(Strategy):
             "clusters": to_tree(self.clusters),
             "bases": to_tree(self.bases),
             "state": to_tree(self.state),
-            "dispatch": self.dispatch.state_dict(),
+            "dispatch": self.scheduling.state_dict(),
             "protection": to_tree(self.protection.state),
             "progress": to_tree(self.progress),
             "rng": to_tree(self.rng.bit_generator.state),
@@ -653,7 +663,7 @@ class Method(Strategy):
         self.clusters = from_tree(Clusters, tree["clusters"])
         self.bases = from_tree(Bases, tree["bases"])
         self.state = from_tree(self.state_type, tree["state"])
-        self.dispatch.load_state_dict(tree["dispatch"])
+        self.scheduling.load_state_dict(tree["dispatch"])
         self.protection.state = from_tree(GuardState, tree["protection"])
         self.progress = from_tree(Progress, tree["progress"])
         self.rng.bit_generator.state = tree["rng"]
@@ -690,7 +700,7 @@ class Method(Strategy):
 
     # What the loop does for every method.
 
-    def open_task(self, task: Task) -> None:
+    def open_task(self, task: InFlight) -> None:
         """Keep what is needed of the models that travel, and tell the method of the task."""
         if self._keeps_base_of(task):
             self.bases.open(task, self.models, self.placement(task.client))
@@ -700,7 +710,7 @@ class Method(Strategy):
             pulls.send(task.number, self.models, sent, bool(task.candidates))
         self.on_sent(task)
 
-    def _keeps_base_of(self, task: Task) -> bool:
+    def _keeps_base_of(self, task: InFlight) -> bool:
         return self.needs.bases or (self.protection.is_on and task.kind in TRAINING)
 
     def note_pull(self, update: Update) -> None:
@@ -759,7 +769,7 @@ class Method(Strategy):
                     )
         return outcomes
 
-    def close_task(self, task: Task) -> None:
+    def close_task(self, task: InFlight) -> None:
         """Tell the method that a task is over, and forget what was kept for it."""
         self.on_closed(task)
         if self.pulls is not None:

@@ -207,7 +207,7 @@ class Method:
     @cached_property
     def has_rounds(self) -> bool:
         """Whether it works in rounds or windows that can be counted."""
-        return STRATEGIES[self.strategy]().dispatch.rounds is not None
+        return STRATEGIES[self.strategy]().scheduling.rounds is not None
 
 
 @dataclass(frozen=True)

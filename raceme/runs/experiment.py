@@ -128,7 +128,7 @@ def build_strategy(config: RunConfig) -> Method:
     strategy: Method = method(config.parameters(), seed=config.seed)
     strategy.protection = protection_of(config)
     drift = schedule_of(config)
-    if drift is not None and drift.in_rounds and strategy.dispatch.rounds is None:
+    if drift is not None and drift.in_rounds and strategy.scheduling.rounds is None:
         raise UserError(
             f"drift-at counts rounds, and {config.strategy} works in none: count seconds, updates "
             "or uploads."
@@ -145,7 +145,7 @@ def build_strategy(config: RunConfig) -> Method:
             f"{config.strategy} has clients compare models on samples of their own: "
             "validation-share must be above 0."
         )
-    if config.max_rounds and strategy.dispatch.rounds is None:
+    if config.max_rounds and strategy.scheduling.rounds is None:
         raise UserError(
             f"max-rounds counts rounds or windows, and {config.strategy} works in neither: "
             "give max-updates or max-time."

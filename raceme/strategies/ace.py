@@ -29,8 +29,8 @@ from numpy.typing import NDArray
 from raceme.core.clusters import Clusters, Model
 from raceme.core.messages import TRAINING, Vector
 from raceme.core.options import option
-from raceme.core.requests import Outcome, Task, Update
-from raceme.core.scheduling import Dispatch, EveryIdle, InRounds, Then
+from raceme.core.requests import InFlight, Outcome, Update
+from raceme.core.scheduling import EveryIdle, InRounds, Scheduler, Then
 from raceme.core.strategy import Method, Needs, Variant
 from raceme.strategies.shared import contribution, stepped
 
@@ -115,7 +115,7 @@ class ACE(Method):
     state: ACEState
     parameters: ACEParameters
 
-    def scheduler(self) -> Dispatch:
+    def scheduler(self) -> Scheduler:
         """Wait for everybody once; then nobody waits."""
         if self.parameters.start == "seen":
             return EveryIdle()
@@ -126,7 +126,7 @@ class ACE(Method):
         self.clusters = Clusters({0: Model(vector)})
         self.state = ACEState(np.zeros(len(vector)), started=self.parameters.start == "seen")
 
-    def on_sent(self, task: Task) -> None:
+    def on_sent(self, task: InFlight) -> None:
         """Note which model a client got last, if ages are counted from there."""
         known = task.client in self.state.latest
         if self.parameters.counts_from_sending and known and task.kind in TRAINING:

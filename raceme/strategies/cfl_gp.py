@@ -42,8 +42,8 @@ from raceme.core.messages import (
     forward_cost,
 )
 from raceme.core.options import option
-from raceme.core.requests import Answer, InvalidReplyError, Outcome, Task, Update, Work
-from raceme.core.scheduling import Dispatch, InRounds, Moment, RoundsParameters
+from raceme.core.requests import Answer, InFlight, InvalidReplyError, Outcome, Request, Update
+from raceme.core.scheduling import InRounds, RoundsParameters, Scheduler, SelectionContext
 from raceme.core.strategy import Method, Needs, average_by_cluster
 from raceme.strategies.shared import kept_homes, numbered
 
@@ -106,14 +106,14 @@ class CFLGP(Method):
     state_type = CFLGPState
     parameters: CFLGPParameters
     state: CFLGPState
-    dispatch: InRounds
+    scheduling: InRounds
 
     @property
     def needs(self) -> Needs:
         """What a run of the method has to have."""
         return Needs(kinds=frozenset({GRADIENT}), fits_clients=self._check_clients)
 
-    def scheduler(self) -> Dispatch:
+    def scheduler(self) -> Scheduler:
         """Work in rounds."""
         return InRounds(
             self.parameters.fraction, picking=self.parameters.picking, queries=self._queries
@@ -146,17 +146,17 @@ class CFLGP(Method):
 
     # Before a clustering round: gradients.
 
-    def _queries(self, moment: Moment) -> Sequence[Work] | None:
+    def _queries(self, moment: SelectionContext) -> Sequence[Request] | None:
         """Ask for gradients before some rounds, cluster, and then let a round's clients train."""
-        rounds = self.dispatch.state
+        rounds = self.scheduling.state
         if self._is_due(rounds.number, moment) and not (rounds.running or moment.greeting):
-            asked = self.dispatch.ask_first(moment, self._is_to_answer, every=0)
+            asked = self.scheduling.ask_first(moment, self._is_to_answer, every=0)
             if asked is not None:
                 return [self._question(client) for client in asked]
             self._cluster(rounds.number)
         return None
 
-    def _is_due(self, number: int, moment: Moment) -> bool:
+    def _is_due(self, number: int, moment: SelectionContext) -> bool:
         """Return whether clients are clustered before the round of this number, from 0."""
         state, options = self.state, self.parameters
         if state.clustered == number:
@@ -174,14 +174,14 @@ class CFLGP(Method):
         state = self.state
         return not state.heard.get(client, False) and state.asked.get(client, 0) < _TRIES
 
-    def _question(self, client: str) -> Work:
+    def _question(self, client: str) -> Request:
         """Ask a client for its gradient at the criterion model."""
         examples = self.progress.fleet.clients[client].num_examples
         cost = PASSES_OF_TRAINING * forward_cost(self.train_config, examples)
         model = list(self.models)[self.state.criterion]
-        return Work(client, GRADIENT, models=(model,), settings={COMPUTE_SCALE: cost})
+        return Request(client, GRADIENT, models=(model,), settings={COMPUTE_SCALE: cost})
 
-    def on_sent(self, task: Task) -> None:
+    def on_sent(self, task: InFlight) -> None:
         """Note who is asked."""
         if task.kind == GRADIENT:
             self.state.asked[task.client] = self.state.asked.get(task.client, 0) + 1
@@ -196,7 +196,7 @@ class CFLGP(Method):
         InvalidReplyError
             It is none of this model, or too large.
         """
-        state, client, rounds = self.state, answer.task.client, self.dispatch.state
+        state, client, rounds = self.state, answer.task.client, self.scheduling.state
         weights = len(self.compared(next(iter(self.models.values())).vector))
         stated = answer.array(GRADIENT, (weights,))
         if not np.dot(stated, stated) <= LARGEST_SQUARE:

@@ -37,8 +37,8 @@ from raceme.core.messages import (
     to_array,
 )
 from raceme.core.options import option
-from raceme.core.requests import Outcome, Update, Value, Work
-from raceme.core.scheduling import Dispatch, InRounds, RoundsParameters
+from raceme.core.requests import Outcome, Request, Update, Value
+from raceme.core.scheduling import InRounds, RoundsParameters, Scheduler
 from raceme.core.strategy import Method, Needs, average_by_cluster
 from raceme.flower.messages import array_record
 
@@ -105,15 +105,19 @@ class EWC(Method):
     """FedProx whose clients hold the weights that matter for their former tasks (FedProx-EWC)."""
 
     parameters_type = EWCParameters
-    needs = Needs(kinds=frozenset({TRAIN_ELASTIC}), one_model=True)
+    needs = Needs(
+        kinds=frozenset({TRAIN_ELASTIC}),
+        settings=frozenset({ELASTIC_STRENGTH, ELASTIC_MEMORY}),
+        one_model=True,
+    )
     parameters: EWCParameters
-    dispatch: InRounds
+    scheduling: InRounds
 
-    def scheduler(self) -> Dispatch:
+    def scheduler(self) -> Scheduler:
         """Work in rounds."""
         return InRounds(self.parameters.fraction, picking=self.parameters.picking)
 
-    def request_for(self, client: str) -> Work:
+    def request_for(self, client: str) -> Request:
         """Let a client train, after it has measured the task that is over, if one is."""
         settings = {
             PROXIMAL_MU: self.parameters.mu,
@@ -124,7 +128,7 @@ class EWC(Method):
             examples = self.progress.fleet.clients[client].num_examples
             measuring = forward_cost(self.train_config, examples, PASSES_OF_TRAINING)
             settings[COMPUTE_SCALE] = 1.0 + measuring
-        return Work(client, TRAIN_ELASTIC, settings=settings)
+        return Request(client, TRAIN_ELASTIC, settings=settings)
 
     def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
         """Average, weighted by the numbers of samples."""
@@ -172,13 +176,13 @@ class StableSGD(Method):
     parameters_type = StableSGDParameters
     needs = Needs(one_model=True)
     parameters: StableSGDParameters
-    dispatch: InRounds
+    scheduling: InRounds
 
-    def scheduler(self) -> Dispatch:
+    def scheduler(self) -> Scheduler:
         """Work in rounds."""
         return InRounds(self.parameters.fraction, picking=self.parameters.picking)
 
-    def request_for(self, client: str) -> Work:
+    def request_for(self, client: str) -> Request:
         """Let a client train with dropout, at its task's learning rate."""
         options = self.parameters
         settings: dict[str, Value] = {
@@ -188,7 +192,7 @@ class StableSGD(Method):
         }
         if options.batch_size is not None:
             settings[BATCH_SIZE] = options.batch_size
-        return Work(client, settings=settings)
+        return Request(client, settings=settings)
 
     def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
         """Average, weighted by the numbers of samples."""
@@ -242,23 +246,25 @@ class APD(Method):
 
     parameters_type = APDParameters
     needs = Needs(
-        kinds=frozenset({TRAIN_DECOMPOSED}), test_settings=MappingProxyType({DECOMPOSED: True})
+        kinds=frozenset({TRAIN_DECOMPOSED}),
+        settings=frozenset({SPARSITY, DRIFT_STRENGTH}),
+        test_settings=MappingProxyType({DECOMPOSED: True}),
     )
     parameters: APDParameters
-    dispatch: InRounds
+    scheduling: InRounds
 
-    def scheduler(self) -> Dispatch:
+    def scheduler(self) -> Scheduler:
         """Work in rounds."""
         return InRounds(self.parameters.fraction, picking=self.parameters.picking)
 
-    def request_for(self, client: str) -> Work:
+    def request_for(self, client: str) -> Request:
         """Let a client train the shared weights, with its own for its task."""
         settings = {
             PROXIMAL_MU: self.parameters.mu,
             SPARSITY: self.parameters.sparsity,
             DRIFT_STRENGTH: self.parameters.drift,
         }
-        return Work(client, TRAIN_DECOMPOSED, settings=settings)
+        return Request(client, TRAIN_DECOMPOSED, settings=settings)
 
     def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
         """Average the shared weights, weighted by the numbers of samples."""
@@ -351,17 +357,19 @@ class FedWeIT(Method):
     parameters_type = FedWeITParameters
     state_type = FedWeITState
     needs = Needs(
-        kinds=frozenset({TRAIN_BORROWING}), test_settings=MappingProxyType({DECOMPOSED: True})
+        kinds=frozenset({TRAIN_BORROWING}),
+        settings=frozenset({SPARSITY, DRIFT_STRENGTH}),
+        test_settings=MappingProxyType({DECOMPOSED: True}),
     )
     parameters: FedWeITParameters
     state: FedWeITState
-    dispatch: InRounds
+    scheduling: InRounds
 
-    def scheduler(self) -> Dispatch:
+    def scheduler(self) -> Scheduler:
         """Work in rounds."""
         return InRounds(self.parameters.fraction, picking=self.parameters.picking)
 
-    def request_for(self, client: str) -> Work:
+    def request_for(self, client: str) -> Request:
         """Let a client train; if it begins a task, send it what others have for theirs."""
         settings = {
             PROXIMAL_MU: self.parameters.mu,
@@ -376,7 +384,7 @@ class FedWeIT(Method):
                 named[f"{ADAPTIVE_INDICES}-{number}"] = to_array(adaptive.indices)
                 named[f"{ADAPTIVE_VALUES}-{number}"] = to_array(adaptive.values)
             arrays[OTHERS] = array_record(named)
-        return Work(client, TRAIN_BORROWING, arrays=arrays, settings=settings)
+        return Request(client, TRAIN_BORROWING, arrays=arrays, settings=settings)
 
     def _lent_to(self, client: str) -> list[Adaptive]:
         """Return the latest A of others that is of a task before the client's, or some of them."""

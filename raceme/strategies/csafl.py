@@ -35,8 +35,8 @@ from raceme.core.errors import UserError
 from raceme.core.events import ClientIdled
 from raceme.core.messages import ARRAYS, LOCAL_EPOCHS, LOCAL_STEPS, Vector
 from raceme.core.options import SECONDS, option
-from raceme.core.requests import InvalidReplyError, Outcome, Task, Update, Work
-from raceme.core.scheduling import Dispatch, InRounds, Moment, Then, sample
+from raceme.core.requests import InFlight, InvalidReplyError, Outcome, Request, Update
+from raceme.core.scheduling import InRounds, Scheduler, SelectionContext, Then, sample
 from raceme.core.strategy import Method, Needs, Variant, average_by_cluster
 from raceme.strategies.shared import contribution, partition
 
@@ -109,7 +109,7 @@ def _ignore(client: str, window: int, seconds: float) -> None:
     """Let nobody know."""
 
 
-class InWindows(Dispatch):
+class InWindows(Scheduler):
     """Time is cut into windows; in each, some clients work again and again until it ends.
 
     A client's budget in a window is its length: what is not back by its end is given up. Updates
@@ -164,7 +164,7 @@ class InWindows(Dispatch):
 
     # Who works.
 
-    def choose(self, moment: Moment) -> Sequence[Client]:
+    def choose(self, moment: SelectionContext) -> Sequence[Client]:
         """Return the window's members that are to work; begin a window if none is under way."""
         state = self.state
         if moment.now >= state.ends_at and not moment.greeting:
@@ -203,7 +203,7 @@ class InWindows(Dispatch):
             starting += clients
         return starting
 
-    def sent(self, task: Task, now: float) -> None:
+    def sent(self, task: InFlight, now: float) -> None:
         """Note who works, and whether it does so together with others."""
         self.state.open[task.client] = task.number
         group = self._group_of(task.client)
@@ -226,7 +226,7 @@ class InWindows(Dispatch):
         state.waiting[client] = now
         return self._released(group)
 
-    def lost(self, task: Task, now: float) -> Sequence[Update]:
+    def lost(self, task: InFlight, now: float) -> Sequence[Update]:
         """Note that a member has nothing to do."""
         state = self.state
         if state.open.get(task.client) != task.number:
@@ -413,7 +413,7 @@ class CSAFL(Method):
         """What a run of the method has to have."""
         return Needs(bases=True, fits_clients=self._check_clients)
 
-    def scheduler(self) -> Dispatch:
+    def scheduler(self) -> Scheduler:
         """Pre-train everybody in one round, then work in windows."""
         self.windows = InWindows(
             self.parameters.budget,
@@ -439,13 +439,13 @@ class CSAFL(Method):
 
     # Algorithms 3 and 4: grouping clients.
 
-    def request_for(self, client: str) -> Work:
+    def request_for(self, client: str) -> Request:
         """Let a client without a group pre-train w0, and others train their group's model."""
         if self.state.grouped and self.clusters.is_placed(client):
-            return Work(client)
+            return Request(client)
         settings = {LOCAL_EPOCHS: self.parameters.pretrain_epochs, LOCAL_STEPS: 0}
         w0 = self.record_of(self.state.initial)
-        return Work(client, models=(), arrays={ARRAYS: w0}, settings=settings)
+        return Request(client, models=(), arrays={ARRAYS: w0}, settings=settings)
 
     def _form_groups(self, updates: Sequence[Update]) -> list[Outcome]:
         """Group the clients that have pre-trained: cosines and latency, spectral clustering."""

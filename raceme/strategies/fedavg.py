@@ -22,8 +22,8 @@ from raceme.core.clients import Client
 from raceme.core.drop_in.arguments import divided
 from raceme.core.errors import UserError
 from raceme.core.options import option
-from raceme.core.requests import Outcome, Update, Work
-from raceme.core.scheduling import IN_TURN, Dispatch, InRounds, RoundsParameters
+from raceme.core.requests import Outcome, Request, Update
+from raceme.core.scheduling import IN_TURN, InRounds, RoundsParameters, Scheduler
 from raceme.core.strategy import Method, Needs, Variant
 
 
@@ -70,7 +70,7 @@ class FlowerRounds(Method):
     state_type = FlowerState
     parameters: RoundsParameters
     state: FlowerState
-    dispatch: InRounds
+    scheduling: InRounds
 
     def __init__(
         self, inner: Strategy, parameters: Any = None, seed: int = 0, **arguments: Any
@@ -84,14 +84,14 @@ class FlowerRounds(Method):
         """One model, for good."""
         return Needs(one_model=True)
 
-    def scheduler(self) -> Dispatch:
+    def scheduler(self) -> Scheduler:
         """Work in rounds, with the participants that Flower's strategy chooses."""
         return InRounds(participants=self._participants, picking=self.parameters.picking)
 
     def _participants(self, online: Sequence[Client], rng: np.random.Generator) -> Sequence[Client]:
         """Ask Flower's strategy; it samples with Python's `random`."""
         nodes = {client.node_id: client for client in online}
-        number = self.dispatch.state.number
+        number = self.scheduling.state.number
         before = random.getstate()
         random.seed(int(np.random.SeedSequence([self._seed, number]).generate_state(1)[0]))
         try:
@@ -106,17 +106,17 @@ class FlowerRounds(Method):
         finally:
             random.setstate(before)
         self.state.settings = dict(asked[0].content[names.CONFIG]) if asked else {}
-        if self.parameters.picking == IN_TURN or len(asked) < self.dispatch.least:
-            return self.dispatch.pick(online, len(asked), rng)
+        if self.parameters.picking == IN_TURN or len(asked) < self.scheduling.least:
+            return self.scheduling.pick(online, len(asked), rng)
         return [nodes[message.metadata.dst_node_id] for message in asked]
 
-    def request_for(self, client: str) -> Work:
+    def request_for(self, client: str) -> Request:
         """Let a client train with the settings of Flower's strategy."""
-        return Work(client, settings=self.state.settings)
+        return Request(client, settings=self.state.settings)
 
     def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
         """Let Flower's strategy aggregate; it weighs updates by their examples."""
-        number = self.dispatch.state.number
+        number = self.scheduling.state.number
         arrays, metrics = self.inner.aggregate_train(number, self._replies(updates))
         if arrays is not None:
             self.models[0].replace(self.spec.unpack(arrays))

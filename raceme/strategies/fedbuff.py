@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from raceme.core.clusters import Clusters, Model, cosine
 from raceme.core.messages import Vector
 from raceme.core.options import option
-from raceme.core.requests import Outcome, Task, Update
+from raceme.core.requests import InFlight, Outcome, Update
 from raceme.core.strategy import Method, Needs
 from raceme.strategies.shared import contribution, only_weights, stepped
 
@@ -406,11 +406,11 @@ class PORT(Method):
         self.clusters = Clusters({0: Model(vector)})
         self.state = PORTState(np.zeros(len(vector)))
 
-    def on_sent(self, task: Task) -> None:
+    def on_sent(self, task: InFlight) -> None:
         """Note which version a client trains."""
         self.state.at_work[task.client] = task.version
 
-    def on_closed(self, task: Task) -> None:
+    def on_closed(self, task: InFlight) -> None:
         """Note that a client is done."""
         self.state.at_work.pop(task.client, None)
 

@@ -22,8 +22,8 @@ from raceme.core.clients import Client
 from raceme.core.errors import UserError
 from raceme.core.messages import short_task
 from raceme.core.options import option
-from raceme.core.requests import Outcome, Task, Update, Work
-from raceme.core.scheduling import Dispatch, Moment, sample
+from raceme.core.requests import InFlight, Outcome, Request, Update
+from raceme.core.scheduling import Scheduler, SelectionContext, sample
 from raceme.core.strategy import Method, Needs
 
 # -----------------------------------------------------------------------------
@@ -87,7 +87,7 @@ class ArrivalState:
     late: list[Update] = field(default_factory=list)
 
 
-class ByArrival(Dispatch):
+class ByArrival(Scheduler):
     """Fast clients take more steps than slow ones, so that a group of clients is back at once.
 
     Of a client that nothing is known of the first work is as long as any, and what it brings is
@@ -119,7 +119,7 @@ class ByArrival(Dispatch):
 
     # Who works.
 
-    def choose(self, moment: Moment) -> Sequence[Client]:
+    def choose(self, moment: SelectionContext) -> Sequence[Client]:
         """Return who is idle and waits for nobody, the fastest first."""
         state = self.state
         ready = [c for c in moment.idle.ready(moment.now) if c.client_id not in state.home]
@@ -164,7 +164,7 @@ class ByArrival(Dispatch):
         ]
         return max(self._fewest, max((q for q in meets if q <= self._most), default=self._most))
 
-    def sent(self, task: Task, now: float) -> None:
+    def sent(self, task: InFlight, now: float) -> None:
         """Note when a client was sent its work."""
         self.state.sent_at[task.client] = now
 
@@ -188,7 +188,7 @@ class ByArrival(Dispatch):
         group.open.pop(client)
         return self._if_complete(state.home[client])
 
-    def lost(self, task: Task, now: float) -> Sequence[Update]:
+    def lost(self, task: InFlight, now: float) -> Sequence[Update]:
         """Wait no more for a client whose work brought nothing."""
         return self._dropped(task.client)
 
@@ -272,18 +272,18 @@ class FedCompass(Method):
     parameters_type = FedCompassParameters
     needs = Needs(one_model=True)
     parameters: FedCompassParameters
-    dispatch: ByArrival
+    scheduling: ByArrival
 
-    def scheduler(self) -> Dispatch:
+    def scheduler(self) -> Scheduler:
         """Let clients of a group be back at once."""
         own = self.parameters
         return ByArrival(own.min_steps, own.max_steps, own.patience, own.renewal)
 
-    def request_for(self, client: str) -> Work:
+    def request_for(self, client: str) -> Request:
         """Let a client take as many steps as it can until its group is back."""
         examples = self.progress.fleet.clients[client].num_examples
-        steps = self.dispatch.steps_of(client)
-        return Work(client, settings=short_task(self.train_config, examples, steps))
+        steps = self.scheduling.steps_of(client)
+        return Request(client, settings=short_task(self.train_config, examples, steps))
 
     def aggregate(self, updates: Sequence[Update]) -> Sequence[Outcome]:
         """Move the model towards those of a group: w ← w + (α/N) Σ st(s_i) (w_i − w)."""

@@ -35,8 +35,16 @@ from raceme.core.messages import (
     Vector,
 )
 from raceme.core.options import option
-from raceme.core.requests import Answer, InvalidReplyError, Outcome, Task, Update, Value, Work
-from raceme.core.scheduling import Dispatch, InRounds, Moment, RoundsParameters
+from raceme.core.requests import (
+    Answer,
+    InFlight,
+    InvalidReplyError,
+    Outcome,
+    Request,
+    Update,
+    Value,
+)
+from raceme.core.scheduling import InRounds, RoundsParameters, Scheduler, SelectionContext
 from raceme.core.strategy import Method, Needs, Variant, average_by_cluster
 from raceme.strategies.fedasync import FedAsyncParameters, mix_by_staleness
 from raceme.strategies.shared import linkage
@@ -340,7 +348,9 @@ def without_classes(parameters: ConceptParameters) -> str:
     return "measure accuracies unless measure=loss" if parameters.measure == "accuracy" else ""
 
 
-def scoring(method: Method, concepts: Concepts, client: str, parameters: ConceptParameters) -> Work:
+def scoring(
+    method: Method, concepts: Concepts, client: str, parameters: ConceptParameters
+) -> Request:
     """Return the work of a client with new data: it measures all models on them."""
     step = method.step_of(client) or 0
     steps = concepts.to_score(client, step, parameters.memory, parameters.compare_on == NEW)
@@ -348,10 +358,10 @@ def scoring(method: Method, concepts: Concepts, client: str, parameters: Concept
     settings: dict[str, Value] = {COMPUTE_SCALE: parameters.scoring_cost * len(models) * len(steps)}
     if steps != [step]:
         settings[STEPS] = steps
-    return Work(client, SCORES, models=models, settings=settings)
+    return Request(client, SCORES, models=models, settings=settings)
 
 
-def ask(concepts: Concepts, task: Task, parameters: ConceptParameters) -> None:
+def ask(concepts: Concepts, task: InFlight, parameters: ConceptParameters) -> None:
     """Note which steps a client is asked about."""
     newest = parameters.compare_on == NEW
     steps = concepts.to_score(task.client, task.step, parameters.memory, newest)
@@ -391,10 +401,10 @@ def training(
     client: str,
     model: int | None,
     parameters: ConceptParameters,
-) -> Work:
+) -> Request:
     """Return the work of a client that trains a model on all of its data that belong to it."""
     if model is None:
-        return Work(client)
+        return Request(client)
     now = method.step_of(client) or 0
     steps = concepts.by_model(client, now, parameters.memory)[model]
     settings: dict[str, Value] = {}
@@ -403,7 +413,7 @@ def training(
         if not method.train_config.get(LOCAL_STEPS, 0):
             # The simulator knows the size of one step's data; passes over several take longer.
             settings[COMPUTE_SCALE] = float(len(steps))
-    return Work(client, models=(model,), settings=settings)
+    return Request(client, models=(model,), settings=settings)
 
 
 # What becomes of the answers.
@@ -608,7 +618,7 @@ class FedDriftAsync(Method):
         super().on_join(client)
         seat(self, self.state.concepts, client.client_id, self.parameters)
 
-    def request_for(self, client: str) -> Work:
+    def request_for(self, client: str) -> Request:
         """Ask a client with new data for scores; let others train the next of their models."""
         concepts = self.state.concepts
         if self._is_to_measure(client):
@@ -628,7 +638,7 @@ class FedDriftAsync(Method):
         own = list(self.state.concepts.by_model(client, now, self.parameters.memory))
         return next((model for model in own if model not in begun), own[0] if own else None)
 
-    def on_sent(self, task: Task) -> None:
+    def on_sent(self, task: InFlight) -> None:
         """Note who is asked, and who trains what."""
         state = self.state
         if task.kind == SCORES:
@@ -652,7 +662,7 @@ class FedDriftAsync(Method):
         found_each(self, concepts, drifted, self.parameters)
         merge_alike(self, concepts, settled, self.parameters)
 
-    def on_closed(self, task: Task) -> None:
+    def on_closed(self, task: InFlight) -> None:
         """Count a client's updates, and those that were lost."""
         state = self.state
         if task.kind == SCORES:
@@ -734,7 +744,7 @@ class FedDrift(Method):
     state_type = FedDriftState
     parameters: FedDriftParameters
     state: FedDriftState
-    dispatch: InRounds
+    scheduling: InRounds
 
     @property
     def needs(self) -> Needs:
@@ -744,7 +754,7 @@ class FedDrift(Method):
             classes=without_classes(self.parameters),
         )
 
-    def scheduler(self) -> Dispatch:
+    def scheduler(self) -> Scheduler:
         """Work in rounds; who has data of several models trains one after the other."""
         return InRounds(
             self.parameters.fraction,
@@ -765,12 +775,12 @@ class FedDrift(Method):
 
     # Before a round: who is to measure?
 
-    def _queries(self, moment: Moment) -> Sequence[Work] | None:
+    def _queries(self, moment: SelectionContext) -> Sequence[Request] | None:
         """Let clients with new data measure all models first; then let participants train."""
-        asked = self.dispatch.ask_first(moment, self._is_to_measure, patience=_ASKING_SECONDS)
+        asked = self.scheduling.ask_first(moment, self._is_to_measure, patience=_ASKING_SECONDS)
         if asked is not None:
             return [scoring(self, self.state.concepts, c, self.parameters) for c in asked]
-        if self.state.answered and not (self.dispatch.state.running or moment.greeting):
+        if self.state.answered and not (self.scheduling.state.running or moment.greeting):
             self._judge()
         return None
 
@@ -780,7 +790,7 @@ class FedDrift(Method):
             return True
         return 0 < self.parameters.ask_every <= self.state.trained.get(client, 0)
 
-    def on_sent(self, task: Task) -> None:
+    def on_sent(self, task: InFlight) -> None:
         """Note who is asked, and who trains what."""
         state = self.state
         if task.kind == SCORES:
@@ -797,12 +807,12 @@ class FedDrift(Method):
         InvalidReplyError
             They are no scores, or come after the round has begun without them.
         """
-        if answer.task.client not in self.dispatch.state.asking.awaited:
+        if answer.task.client not in self.scheduling.state.asking.awaited:
             raise InvalidReplyError("it came after the round had begun")
         take_scores(self, self.state.concepts, answer, self.parameters)
         self.state.answered[answer.task.client] = answer.task.step
 
-    def on_closed(self, task: Task) -> None:
+    def on_closed(self, task: InFlight) -> None:
         """Forget what was asked for."""
         if task.kind == SCORES:
             self.state.concepts.asked.pop(task.client, None)
@@ -826,7 +836,7 @@ class FedDrift(Method):
 
     # A round.
 
-    def request_for(self, client: str) -> Work:
+    def request_for(self, client: str) -> Request:
         """Let a client train the next of the models that have data of it."""
         model = self._next_model(client)
         return training(self, self.state.concepts, client, model, self.parameters)

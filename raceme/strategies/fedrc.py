@@ -43,8 +43,8 @@ from raceme.core.messages import (
     to_array,
 )
 from raceme.core.options import option
-from raceme.core.requests import Answer, InvalidReplyError, Outcome, Task, Update, Work
-from raceme.core.scheduling import Dispatch, InRounds, Moment, RoundsParameters
+from raceme.core.requests import Answer, InFlight, InvalidReplyError, Outcome, Request, Update
+from raceme.core.scheduling import InRounds, RoundsParameters, Scheduler, SelectionContext
 from raceme.core.strategy import Method, Needs, average_by_cluster
 from raceme.flower.messages import array_record
 from raceme.strategies.ifca import different_models
@@ -89,12 +89,16 @@ class FedRC(Method):
 
     parameters_type = FedRCParameters
     state_type = FedRCState
-    needs = Needs(kinds=frozenset({LABEL_MASSES, TRAIN_WEIGHTED}), classes="count their labels")
+    needs = Needs(
+        kinds=frozenset({LABEL_MASSES, TRAIN_WEIGHTED}),
+        settings=frozenset({WEIGHTED_BY}),
+        classes="count their labels",
+    )
     parameters: FedRCParameters
     state: FedRCState
-    dispatch: InRounds
+    scheduling: InRounds
 
-    def scheduler(self) -> Dispatch:
+    def scheduler(self) -> Scheduler:
         """Work in rounds, in which a client trains every model."""
         return InRounds(
             participants=self._participants,
@@ -110,14 +114,14 @@ class FedRC(Method):
 
     # Before a round: the E-step.
 
-    def _queries(self, moment: Moment) -> Sequence[Work] | None:
+    def _queries(self, moment: SelectionContext) -> Sequence[Request] | None:
         """Let all clients assign their samples; then let a round's clients train."""
-        asked = self.dispatch.ask_first(moment)
+        asked = self.scheduling.ask_first(moment)
         if asked is not None:
             return [self._assign(client) for client in asked]
         return None
 
-    def _assign(self, client: str) -> Work:
+    def _assign(self, client: str) -> Request:
         """Let a client assign its samples to the models, given ω and C."""
         examples = self.progress.fleet.clients[client].num_examples
         cost = forward_cost(self.train_config, examples, len(self.models))
@@ -128,7 +132,7 @@ class FedRC(Method):
             mixing = mixing_of(self.state.masses[client])
             arrays[MIXING] = array_record({MIXING: to_array(mixing)})
         models, settings = tuple(self.models), {COMPUTE_SCALE: cost}
-        return Work(client, LABEL_MASSES, models=models, arrays=arrays, settings=settings)
+        return Request(client, LABEL_MASSES, models=models, arrays=arrays, settings=settings)
 
     def _table(self) -> NDArray[np.float64]:
         """Return C."""
@@ -169,24 +173,24 @@ class FedRC(Method):
         """Pick among those who have assigned their samples; if nobody has, among all."""
         self.state.begun = {}
         able = [client for client in online if client.client_id in self.state.assigned]
-        return self.dispatch.pick(
+        return self.scheduling.pick(
             able or online, self.parameters.participants(len(able or online)), rng
         )
 
-    def request_for(self, client: str) -> Work:
+    def request_for(self, client: str) -> Request:
         """Let a client train the next model, on its samples as it has assigned them."""
         model = self._next_model(client)
         if model is None or client not in self.state.assigned:
             # Who has assigned nothing trains nothing; the next round has it again.
             return self._assign(client)
         settings = {WEIGHTED_BY: list(self.models).index(model)}
-        return Work(client, TRAIN_WEIGHTED, models=(model,), settings=settings)
+        return Request(client, TRAIN_WEIGHTED, models=(model,), settings=settings)
 
     def _next_model(self, client: str) -> int | None:
         begun = self.state.begun.get(client, {})
         return next((model for model in self.models if model not in begun), None)
 
-    def on_sent(self, task: Task) -> None:
+    def on_sent(self, task: InFlight) -> None:
         """Note who trains what."""
         if task.kind == TRAIN_WEIGHTED:
             self.state.begun.setdefault(task.client, {})[task.cluster] = True

@@ -17,7 +17,7 @@ from sklearn.cluster import kmeans_plusplus
 from raceme.core.clusters import parts_of
 from raceme.core.options import option
 from raceme.core.requests import Outcome, Update
-from raceme.core.scheduling import Dispatch, InRounds, RoundsParameters
+from raceme.core.scheduling import InRounds, RoundsParameters, Scheduler
 from raceme.core.strategy import Method, average_by_cluster
 
 
@@ -42,7 +42,7 @@ class FeSEM(Method):
     parameters_type = FeSEMParameters
     parameters: FeSEMParameters
 
-    def scheduler(self) -> Dispatch:
+    def scheduler(self) -> Scheduler:
         """Work in rounds."""
         return InRounds(self.parameters.fraction, picking=self.parameters.picking)
 

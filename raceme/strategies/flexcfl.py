@@ -33,13 +33,13 @@ from raceme.core.clusters import Clusters, Model, cosine, cosines, parts_of
 from raceme.core.errors import UserError
 from raceme.core.messages import ARRAYS, LABEL_COUNTS, LOCAL_EPOCHS, LOCAL_STEPS, Vector
 from raceme.core.options import option
-from raceme.core.requests import Answer, InvalidReplyError, Outcome, Task, Update, Work
+from raceme.core.requests import Answer, InFlight, InvalidReplyError, Outcome, Request, Update
 from raceme.core.scheduling import (
-    Dispatch,
     EveryIdle,
     InRounds,
-    Moment,
     RoundsParameters,
+    Scheduler,
+    SelectionContext,
     Then,
     sample,
 )
@@ -382,7 +382,7 @@ class FlexCFL(Method):
     state_type = FlexCFLState
     parameters: FlexCFLParameters
     state: FlexCFLState
-    dispatch: InRounds
+    scheduling: InRounds
 
     @property
     def needs(self) -> Needs:
@@ -394,7 +394,7 @@ class FlexCFL(Method):
             fits_clients=lambda clients: check_groups(self.parameters.groups, clients),
         )
 
-    def scheduler(self) -> Dispatch:
+    def scheduler(self) -> Scheduler:
         """Work in rounds; who is cold is placed first, and then trains if it was picked."""
         return InRounds(
             participants=self._participants,
@@ -425,15 +425,15 @@ class FlexCFL(Method):
 
     # Before a round: whose data have changed?
 
-    def _queries(self, moment: Moment) -> Sequence[Work] | None:
+    def _queries(self, moment: SelectionContext) -> Sequence[Request] | None:
         """Ask for label counts before each round; then let its participants work."""
         if self.parameters.counts_labels:
-            asked = self.dispatch.ask_first(moment, self.state.start.answers)
+            asked = self.scheduling.ask_first(moment, self.state.start.answers)
             if asked is not None:
-                return [Work(client, LABEL_COUNTS, models=()) for client in asked]
+                return [Request(client, LABEL_COUNTS, models=()) for client in asked]
         return None
 
-    def on_sent(self, task: Task) -> None:
+    def on_sent(self, task: InFlight) -> None:
         """Note whom label counts are asked of."""
         if task.kind == LABEL_COUNTS:
             self.state.start.ask(task.client)
@@ -452,7 +452,7 @@ class FlexCFL(Method):
             per_group = 1 if parameters.measure == "random-clients" else parameters.pretrain
             return sample(online, per_group * parameters.groups, rng)
         # Pre-training is nobody's turn: all train in the rounds after it.
-        picked = self.dispatch.pick(online, parameters.participants(len(online)), rng)
+        picked = self.scheduling.pick(online, parameters.participants(len(online)), rng)
         state.picked = {client.client_id: True for client in picked}
         if parameters.newcomers == "random":
             self._place_at_random(rng)
@@ -469,10 +469,10 @@ class FlexCFL(Method):
             self.clusters.assign(client, group)
             self.state.start.settle(client)
 
-    def request_for(self, client: str) -> Work:
+    def request_for(self, client: str) -> Request:
         """Let a cold client train w0, and others the model of their group."""
         if self._has_groups and client not in self._cold:
-            return Work(client)
+            return Request(client)
         return pretraining(client, self.record_of(self.state.start.initial), self.parameters)
 
     # After a round.
@@ -518,11 +518,11 @@ def check_groups(groups: int, clients: int) -> None:
         )
 
 
-def pretraining(client: str, w0: ArrayRecord, parameters: ColdStartParameters) -> Work:
+def pretraining(client: str, w0: ArrayRecord, parameters: ColdStartParameters) -> Request:
     """Return the work of a client that is to be placed: it trains w0 for a little while."""
     steps = parameters.pretrain_steps
     settings = {LOCAL_STEPS: steps} if steps else {LOCAL_STEPS: 0, LOCAL_EPOCHS: 1}
-    return Work(client, models=(), arrays={ARRAYS: w0}, settings=settings)
+    return Request(client, models=(), arrays={ARRAYS: w0}, settings=settings)
 
 
 def start_groups(
@@ -671,7 +671,7 @@ class FlexCFLAsync(Method):
             fits_clients=lambda clients: check_groups(self.parameters.groups, clients),
         )
 
-    def scheduler(self) -> Dispatch:
+    def scheduler(self) -> Scheduler:
         """Wait for those who make the groups; then nobody waits."""
         first = InRounds(participants=self._first)
         return Then(first, EveryIdle(), lambda: self._has_groups)
@@ -697,17 +697,17 @@ class FlexCFLAsync(Method):
         if self._has_groups and not self.clusters.is_placed(client.client_id):
             self.state.start.cold[client.client_id] = True
 
-    def request_for(self, client: str) -> Work:
+    def request_for(self, client: str) -> Request:
         """Let a cold client train w0, ask others for label counts, or train their group's model."""
         start = self.state.start
         if not self._has_groups or client in start.cold:
             return pretraining(client, self.record_of(start.initial), self.parameters)
         by_counts = self.parameters.counts_labels
         if by_counts and client not in self.state.told and start.answers(client):
-            return Work(client, LABEL_COUNTS, models=())
-        return Work(client)
+            return Request(client, LABEL_COUNTS, models=())
+        return Request(client)
 
-    def on_sent(self, task: Task) -> None:
+    def on_sent(self, task: InFlight) -> None:
         """Note whom label counts are asked of."""
         if task.kind == LABEL_COUNTS:
             self.state.start.ask(task.client)
@@ -731,7 +731,7 @@ class FlexCFLAsync(Method):
             self.clusters.assign(client, group)
             start.settle(client)
 
-    def on_closed(self, task: Task) -> None:
+    def on_closed(self, task: InFlight) -> None:
         """Ask a client again after each of its trainings, and only once if it does not answer."""
         if task.kind == LABEL_COUNTS:
             self.state.told[task.client] = True

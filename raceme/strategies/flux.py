@@ -52,8 +52,16 @@ from raceme.core.messages import (
     forward_cost,
 )
 from raceme.core.options import option
-from raceme.core.requests import Answer, InvalidReplyError, Outcome, Task, Update, Value, Work
-from raceme.core.scheduling import Dispatch, InRounds, Moment, RoundsParameters
+from raceme.core.requests import (
+    Answer,
+    InFlight,
+    InvalidReplyError,
+    Outcome,
+    Request,
+    Update,
+    Value,
+)
+from raceme.core.scheduling import InRounds, RoundsParameters, Scheduler, SelectionContext
 from raceme.core.strategy import Method, Needs, average_by_cluster
 from raceme.strategies.shared import numbered
 
@@ -137,13 +145,14 @@ class FLUX(Method):
     state_type = FLUXState
     parameters: FLUXParameters
     state: FLUXState
-    dispatch: InRounds
+    scheduling: InRounds
 
     @property
     def needs(self) -> Needs:
         """What a run of the method has to have."""
         return Needs(
             kinds=self._asked_kinds(),
+            settings=frozenset({LATENT_DIMENSIONS, LATENT_MOST, LATENT_SEED}),
             classes=""
             if self.parameters.warmup
             else "measure accuracies unless warmup=20 or the like",
@@ -154,7 +163,7 @@ class FLUX(Method):
         scores = () if self.parameters.warmup else (SCORES,)
         return frozenset({LATENT_MOST, DESCRIPTORS, *scores})
 
-    def scheduler(self) -> Dispatch:
+    def scheduler(self) -> Scheduler:
         """Work in rounds."""
         return InRounds(
             self.parameters.fraction, picking=self.parameters.picking, queries=self._queries
@@ -167,11 +176,11 @@ class FLUX(Method):
 
     # Before a round: is the model ripe, and what do clients' data look like under it?
 
-    def _queries(self, moment: Moment) -> Sequence[Work] | None:
+    def _queries(self, moment: SelectionContext) -> Sequence[Request] | None:
         """Ask what the phase asks for, as long as somebody is to be asked; then begin a round."""
-        while not (self.dispatch.state.running or moment.greeting):
+        while not (self.scheduling.state.running or moment.greeting):
             if self._asks():
-                asked = self.dispatch.ask_first(moment, self._is_to_answer, every=0)
+                asked = self.scheduling.ask_first(moment, self._is_to_answer, every=0)
                 if asked is not None:
                     return [self._question(client) for client in asked]
             if not self._advance():
@@ -180,7 +189,7 @@ class FLUX(Method):
 
     def _asks(self) -> bool:
         """Return whether anybody is asked before this round: not for scores of an untrained one."""
-        state, rounds = self.state, self.dispatch.state.number
+        state, rounds = self.state, self.scheduling.state.number
         if state.phase == "scores":
             return not self.parameters.warmup and rounds > state.scored
         return True
@@ -191,24 +200,24 @@ class FLUX(Method):
             return False
         return client not in state.heard and state.asked.get(client, 0) < _TRIES
 
-    def _question(self, client: str) -> Work:
+    def _question(self, client: str) -> Request:
         """Ask a client for the accuracy of the model, its largest feature, or its descriptors."""
         examples = self.progress.fleet.clients[client].num_examples
         settings: dict[str, Value] = {COMPUTE_SCALE: forward_cost(self.train_config, examples)}
         if self.state.phase == "scores":
-            return Work(client, SCORES, models=(0,), settings=settings)
+            return Request(client, SCORES, models=(0,), settings=settings)
         assert self.state.common is not None, "it is kept when the model is ripe"
         common = {ARRAYS: self.record_of(self.state.common)}
         if self.state.phase == "range":
-            return Work(client, LATENT_MOST, models=(), arrays=common, settings=settings)
+            return Request(client, LATENT_MOST, models=(), arrays=common, settings=settings)
         settings |= {
             LATENT_DIMENSIONS: self.parameters.dimensions,
             LATENT_MOST: self.state.most,
             LATENT_SEED: 0,
         }
-        return Work(client, DESCRIPTORS, models=(), arrays=common, settings=settings)
+        return Request(client, DESCRIPTORS, models=(), arrays=common, settings=settings)
 
-    def on_sent(self, task: Task) -> None:
+    def on_sent(self, task: InFlight) -> None:
         """Note who is asked."""
         if task.kind in (SCORES, LATENT_MOST, DESCRIPTORS):
             self.state.asked[task.client] = self.state.asked.get(task.client, 0) + 1
@@ -223,7 +232,7 @@ class FLUX(Method):
         """
         state, client, kind = self.state, answer.task.client, answer.task.kind
         wanted = {"scores": SCORES, "range": LATENT_MOST}.get(state.phase, DESCRIPTORS)
-        in_time = kind == wanted and not self.dispatch.state.running
+        in_time = kind == wanted and not self.scheduling.state.running
         if kind == SCORES:
             accuracy = float(answer.array(ACCURACIES, (1, 1), 0.0, 1.0)[0, 0])
             in_time = in_time and answer.task.version == self.models[0].version
@@ -275,7 +284,7 @@ class FLUX(Method):
 
     def _is_ripe(self) -> bool:
         """Return whether the common model is ripe, and note its accuracy."""
-        state, options, rounds = self.state, self.parameters, self.dispatch.state.number
+        state, options, rounds = self.state, self.parameters, self.scheduling.state.number
         if options.warmup:
             return rounds >= options.warmup
         if rounds > state.scored:

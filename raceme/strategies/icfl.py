@@ -23,7 +23,7 @@ from raceme.core.clusters import Model, cosines, parts_of, unit
 from raceme.core.messages import Vector
 from raceme.core.options import option
 from raceme.core.requests import Outcome, Update
-from raceme.core.scheduling import Dispatch, InRounds, RoundsParameters
+from raceme.core.scheduling import InRounds, RoundsParameters, Scheduler
 from raceme.core.strategy import Method, Needs, average_by_cluster
 from raceme.strategies import shared as spectral
 from raceme.strategies.fedasync import FedAsyncParameters, mix_by_staleness
@@ -174,9 +174,9 @@ class ICFL(Method):
     needs = Needs(bases=True)
     parameters: ICFLParameters
     state: ICFLState
-    dispatch: InRounds
+    scheduling: InRounds
 
-    def scheduler(self) -> Dispatch:
+    def scheduler(self) -> Scheduler:
         """Work in rounds."""
         return InRounds(self.parameters.fraction, picking=self.parameters.picking)
 
@@ -189,7 +189,9 @@ class ICFL(Method):
         """Return α*(t) in round t."""
         options = self.parameters
         planned = planned_rounds(self, options.fraction)
-        return alpha_star(self.dispatch.state.number, planned, options.alpha_start, options.epsilon)
+        return alpha_star(
+            self.scheduling.state.number, planned, options.alpha_start, options.epsilon
+        )
 
     def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
         """Compare the clients of the round, place and divide, then average in each cluster."""

@@ -17,8 +17,8 @@ from raceme.core.clusters import Clusters, Model
 from raceme.core.files import check_room
 from raceme.core.messages import COMPUTE_SCALE, TRAIN, TRAIN_BEST, ModelSpec, Vector
 from raceme.core.options import option
-from raceme.core.requests import Outcome, Update, Work
-from raceme.core.scheduling import Dispatch, InRounds, RoundsParameters
+from raceme.core.requests import Outcome, Request, Update
+from raceme.core.scheduling import InRounds, RoundsParameters, Scheduler
 from raceme.core.strategy import Method, Needs, average_by_cluster
 from raceme.strategies.fedasync import FedAsyncParameters, mix_by_staleness
 
@@ -60,7 +60,7 @@ class IFCA(Method):
         """What a run of the method has to have."""
         return Needs(kinds=kinds_of_choice(self.parameters.k))
 
-    def scheduler(self) -> Dispatch:
+    def scheduler(self) -> Scheduler:
         """Work in rounds."""
         return InRounds(self.parameters.fraction, picking=self.parameters.picking)
 
@@ -69,7 +69,7 @@ class IFCA(Method):
         self.clusters = different_models(vector, self.parameters.k, self._spec, self.rng)
         self.state = self.state_type()
 
-    def request_for(self, client: str) -> Work:
+    def request_for(self, client: str) -> Request:
         """Let a client choose among all models, and train the one that it has chosen."""
         return choose_and_train(client, self.clusters, self.parameters.choosing_cost)
 
@@ -96,7 +96,7 @@ class IFCAAsync(Method):
         self.clusters = different_models(vector, self.parameters.k, self._spec, self.rng)
         self.state = self.state_type()
 
-    def request_for(self, client: str) -> Work:
+    def request_for(self, client: str) -> Request:
         """Let a client choose among all models, and train the one that it has chosen."""
         return choose_and_train(client, self.clusters, self.parameters.choosing_cost)
 
@@ -123,12 +123,12 @@ def kinds_of_choice(k: int) -> frozenset[str]:
     return frozenset({TRAIN_BEST} if k > 1 else ())
 
 
-def choose_and_train(client: str, clusters: Clusters, choosing_cost: float) -> Work:
+def choose_and_train(client: str, clusters: Clusters, choosing_cost: float) -> Request:
     """Return work that sends all models; the simulator charges for the choice, if it is to cost."""
     cost = choosing_cost * len(clusters.models)
     kind = TRAIN_BEST if len(clusters.models) > 1 else TRAIN
     settings = {COMPUTE_SCALE: 1.0 + cost} if cost else {}
-    return Work(client, kind, models=tuple(clusters.models), settings=settings)
+    return Request(client, kind, models=tuple(clusters.models), settings=settings)
 
 
 def redrawn(vector: Vector, spec: ModelSpec | None, rng: np.random.Generator) -> Vector:

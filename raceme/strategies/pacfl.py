@@ -43,8 +43,8 @@ from raceme.core.messages import (
     forward_cost,
 )
 from raceme.core.options import option
-from raceme.core.requests import Answer, InvalidReplyError, Outcome, Task, Update, Work
-from raceme.core.scheduling import Dispatch, InRounds, Moment, RoundsParameters
+from raceme.core.requests import Answer, InFlight, InvalidReplyError, Outcome, Request, Update
+from raceme.core.scheduling import InRounds, RoundsParameters, Scheduler, SelectionContext
 from raceme.core.strategy import Method, Needs, average_by_cluster
 from raceme.strategies.shared import numbered, regroup
 
@@ -104,12 +104,12 @@ class PACFL(Method):
 
     parameters_type = PACFLParameters
     state_type = PACFLState
-    needs = Needs(kinds=frozenset({PRINCIPAL_DIRECTIONS}))
+    needs = Needs(kinds=frozenset({PRINCIPAL_DIRECTIONS}), settings=frozenset({PER_CLASS, IN_ALL}))
     parameters: PACFLParameters
     state: PACFLState
-    dispatch: InRounds
+    scheduling: InRounds
 
-    def scheduler(self) -> Dispatch:
+    def scheduler(self) -> Scheduler:
         """Work in rounds."""
         return InRounds(
             self.parameters.fraction, picking=self.parameters.picking, queries=self._queries
@@ -122,12 +122,12 @@ class PACFL(Method):
 
     # Before the first round, and for newcomers: directions.
 
-    def _queries(self, moment: Moment) -> Sequence[Work] | None:
+    def _queries(self, moment: SelectionContext) -> Sequence[Request] | None:
         """Ask those who have not answered yet, cluster, and then let a round's clients train."""
-        asked = self.dispatch.ask_first(moment, self._is_to_answer, every=0)
+        asked = self.scheduling.ask_first(moment, self._is_to_answer, every=0)
         if asked is not None:
             return [self._question(client) for client in asked]
-        if self.state.is_new and not (self.dispatch.state.running or moment.greeting):
+        if self.state.is_new and not (self.scheduling.state.running or moment.greeting):
             self._cluster()
         return None
 
@@ -135,7 +135,7 @@ class PACFL(Method):
         tries = self.state.asked.get(client, 0)
         return client not in self.state.directions and tries < _TRIES
 
-    def _question(self, client: str) -> Work:
+    def _question(self, client: str) -> Request:
         """Ask a client for the main directions of its data."""
         options, examples = self.parameters, self.progress.fleet.clients[client].num_examples
         settings = {
@@ -143,9 +143,9 @@ class PACFL(Method):
             IN_ALL: options.directions_in_all,
             COMPUTE_SCALE: forward_cost(self.train_config, examples),
         }
-        return Work(client, PRINCIPAL_DIRECTIONS, models=(), settings=settings)
+        return Request(client, PRINCIPAL_DIRECTIONS, models=(), settings=settings)
 
-    def on_sent(self, task: Task) -> None:
+    def on_sent(self, task: InFlight) -> None:
         """Note who is asked."""
         if task.kind == PRINCIPAL_DIRECTIONS:
             self.state.asked[task.client] = self.state.asked.get(task.client, 0) + 1

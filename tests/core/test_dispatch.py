@@ -10,7 +10,7 @@ from policies import Bench, run
 
 from raceme.core import events
 from raceme.core.messages import LOSSES
-from raceme.core.requests import InvalidReplyError, Outcome, Task, Update
+from raceme.core.requests import InFlight, InvalidReplyError, Outcome, Update
 from raceme.core.scheduling import EveryIdle, InRounds
 from raceme.simulation import Device
 from raceme.strategies import FedAsync
@@ -256,9 +256,9 @@ def test_what_a_method_reports_comes_after_the_update_that_gave_rise_to_it() -> 
 # Questions before a round.
 
 
-def question(bench: Bench, client: str, number: int) -> Task:
+def question(bench: Bench, client: str, number: int) -> InFlight:
     """Send a client a question; it has something to do then."""
-    task = Task(number, client, 0, 0, 0, sent_at=0.0, bytes_down=0, kind=LOSSES)
+    task = InFlight(number, client, 0, 0, 0, sent_at=0.0, bytes_down=0, kind=LOSSES)
     bench.policy.sent(task, 0.0)
     bench.idle.remove(client)
     return task

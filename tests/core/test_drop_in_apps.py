@@ -99,10 +99,10 @@ def test_every_method_drops_in_with_its_defaults(name: str) -> None:
     assert list(result.evaluate_metrics_serverapp) == [0, 1, 2, 3]
     assert list(result.evaluate_metrics_clientapp) == [1, 2, 3]
     assert list(result.train_metrics_clientapp) == [1, 2, 3]
-    if strategy.dispatch.rounds is None:
+    if strategy.scheduling.rounds is None:
         assert strategy.progress.updates == 18
     else:
-        assert strategy.dispatch.rounds == 3
+        assert strategy.scheduling.rounds == 3
     ended = seen[-1]
     assert isinstance(ended, events.RunEnded)
     assert ended.reason == "3 rounds are over"

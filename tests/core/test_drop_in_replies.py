@@ -37,7 +37,7 @@ def test_a_client_app_that_raises_half_of_the_time(name: str) -> None:
     result = strategy.start(
         grid_of(numpy_app(spoil)), initial_numpy(), num_rounds=3, observe=seen.append
     )
-    assert strategy.dispatch.rounds == 3 or strategy.progress.updates == 30
+    assert strategy.scheduling.rounds == 3 or strategy.progress.updates == 30
     assert len(refusals(seen)) > 5
     assert all("out of memory" in reason and "layer" not in reason for reason in refusals(seen))
     assert list(result.evaluate_metrics_clientapp) == [1, 2, 3]

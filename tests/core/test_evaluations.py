@@ -17,7 +17,7 @@ from raceme.core import evaluation as sweeper
 from raceme.core import events
 from raceme.core.events import Ending, Evaluated
 from raceme.core.progress import ClientScore, score_from, weighted_accuracy
-from raceme.core.scheduling import Dispatch
+from raceme.core.scheduling import Scheduler
 from raceme.core.strategy import Needs
 from raceme.simulation import Device, Node, VirtualGrid
 from raceme.strategies import FedAsync, FedAvg, Plan
@@ -108,7 +108,7 @@ def test_an_evaluation_goes_on_when_its_run_is_resumed_with_its_messages() -> No
 class Inviting(FedAsync):
     """FedAsync whose clients decide when they train."""
 
-    def scheduler(self) -> Dispatch:
+    def scheduler(self) -> Scheduler:
         return OnRequest(RequestParameters("device"))
 
 

@@ -14,7 +14,7 @@ from runs import ONES, devices, half, of, run
 
 from raceme.core import events
 from raceme.core.events import Ending
-from raceme.core.requests import Task
+from raceme.core.requests import InFlight
 from raceme.simulation import Device, VirtualGrid
 from raceme.strategies import (
     CASA,
@@ -176,11 +176,11 @@ class Counted(FedAsync):
         super().__init__()
         self.open = self.most = 0
 
-    def on_sent(self, task: Task) -> None:
+    def on_sent(self, task: InFlight) -> None:
         self.open += 1
         self.most = max(self.most, self.open)
 
-    def on_closed(self, task: Task) -> None:
+    def on_closed(self, task: InFlight) -> None:
         self.open -= 1
 
 

@@ -17,7 +17,7 @@ from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
 from raceme.core.events import ClusterChange
 from raceme.core.requests import Outcome, Update
-from raceme.core.scheduling import Dispatch, EveryIdle
+from raceme.core.scheduling import EveryIdle, Scheduler
 from raceme.datasets.drift import Schedule, Unit
 from raceme.runs.experiment import build_strategy, resolve
 from raceme.strategies import FedAsync, FedAvg, Plan
@@ -27,7 +27,7 @@ from raceme.strategies.csafl import InWindows
 class InSpans(FedAsync):
     """FedAsync in windows of time, of which all take part."""
 
-    def scheduler(self) -> Dispatch:
+    def scheduler(self) -> Scheduler:
         return InWindows(3.6, lambda online, rng: online)
 
 
@@ -53,7 +53,7 @@ class Timed(FedAsync):
         self.times, self.woken = list(times), []
         super().__init__()
 
-    def scheduler(self) -> Dispatch:
+    def scheduler(self) -> Scheduler:
         return Alarm(self.times, lambda: self.on_wake())
 
     def on_wake(self) -> None:
@@ -93,7 +93,7 @@ def test_what_changes_at_a_wake_is_reported_with_its_time() -> None:
 
 def test_a_time_that_never_moves_does_not_stop_the_clock() -> None:
     class Stubborn(FedAsync):
-        def scheduler(self) -> Dispatch:
+        def scheduler(self) -> Scheduler:
             return Alarm([0.5], lambda: None)
 
     seen = run(Stubborn(), grid_of(pulled_app(), devices(1.0)), num_rounds=3)
@@ -220,7 +220,7 @@ def test_steps_by_windows_move_when_a_window_is_over() -> None:
     method = InSpans()
     method.run(grid_of(pulled_app(), devices(1.0)), MODEL, 8, plan=plan, observe=seen.append)
     assert [u.step for u in of(events.UpdateApplied, seen)] == [0, 0, 0, 1, 1, 1, 2, 2]
-    assert method.dispatch.rounds == 2
+    assert method.scheduling.rounds == 2
 
 
 def test_a_method_without_rounds_cannot_change_data_by_them() -> None:

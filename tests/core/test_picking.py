@@ -79,7 +79,7 @@ def test_it_holds_for_every_method_in_rounds(name: str) -> None:
     drawn = method_of(name, fraction=0.34)
     assert rounds_of(drawn, 6) != turns
     # What is not used is not in a checkpoint.
-    assert drawn.dispatch.state.picked == {}  # type: ignore[attr-defined]
+    assert drawn.scheduling.state.picked == {}  # type: ignore[attr-defined]
 
 
 def test_pre_training_is_nobodys_turn() -> None:

@@ -132,7 +132,7 @@ def test_a_resumed_protected_run_is_bit_for_bit_the_uninterrupted_one(method: An
 
 def held(strategy: Method) -> bool:
     """Whether a policy still holds updates, and so the models that they started from."""
-    return bool(getattr(strategy.dispatch, "state", None))
+    return bool(getattr(strategy.scheduling, "state", None))
 
 
 def test_what_is_scaled_keeps_its_counters() -> None:

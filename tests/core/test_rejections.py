@@ -16,8 +16,8 @@ from runs import ONES, devices, half, of, run
 
 from raceme.core import events
 from raceme.core.messages import ModelSpec
-from raceme.core.requests import InvalidReplyError, Outcome, Task, Update, read_update
-from raceme.core.scheduling import Dispatch
+from raceme.core.requests import InFlight, InvalidReplyError, Outcome, Update, read_update
+from raceme.core.scheduling import Scheduler
 from raceme.flower.messages import identify_process, set_message_id
 from raceme.simulation import Device, Node, VirtualGrid
 from raceme.strategies import CASA, FedAsync, FedBuff, Method, Plan, Standalone
@@ -206,7 +206,7 @@ class Tenacious(VirtualGrid):
 class InSpans(FedAsync):
     """FedAsync in windows of 2.5 s."""
 
-    def scheduler(self) -> Dispatch:
+    def scheduler(self) -> Scheduler:
         return InWindows(2.5, lambda online, rng: online)
 
 
@@ -252,7 +252,7 @@ def test_a_reply_to_a_task_that_was_given_up_is_ignored() -> None:
 # Validation of any reply.
 
 SPEC = ModelSpec.of(MODEL)
-TASK = Task(3, "c0", cluster=0, version=5, updates=9, sent_at=1.0, bytes_down=0)
+TASK = InFlight(3, "c0", cluster=0, version=5, updates=9, sent_at=1.0, bytes_down=0)
 NUMBERS = st.floats(width=32) | st.sampled_from([0.0, 1e39, -1e300])
 ARRAYS = st.builds(
     lambda values, shape, kind: Array(np.resize(np.array(values), shape).astype(kind)),

@@ -20,7 +20,7 @@ from requesting import Asks, asking, drifting_app
 from raceme.core import events
 from raceme.core.clients import Client
 from raceme.core.messages import LOSSES
-from raceme.core.requests import Answer, InvalidReplyError, Task, Work
+from raceme.core.requests import Answer, InFlight, InvalidReplyError, Request
 from raceme.datasets.drift import Schedule
 from raceme.simulation import Device, VirtualGrid
 from raceme.strategies import FedAsync, Plan
@@ -126,7 +126,7 @@ def test_other_work_leaves_a_request_as_it_is() -> None:
     bench = Bench(asking("fixed", 10.0), 1)
     bench.policy.state.phases["c0"] = 3.0
     bench.work(0.0)
-    counts = Task(5, "c0", 0, 0, 0, sent_at=1.0, bytes_down=0, kind="label-counts")
+    counts = InFlight(5, "c0", 0, 0, 0, sent_at=1.0, bytes_down=0, kind="label-counts")
     bench.policy.sent(counts, 1.0)
     assert bench.policy.wake_at() == 3.0
 
@@ -138,7 +138,7 @@ def looks(bench: Bench, now: float, *losses: float, step: int = 0) -> bool:
     """Let c0 look at its loss, which it must want now; return whether it will train."""
     assert bench.policy.looks("c0")
     assert [c.client_id for c in bench.policy.choose(bench.moment(now))] == ["c0"]
-    task = Task(bench.number, "c0", 0, 0, 0, now, 0, kind=LOSSES, step=step)
+    task = InFlight(bench.number, "c0", 0, 0, 0, now, 0, kind=LOSSES, step=step)
     bench.number += 1
     bench.policy.sent(task, now)
     answer = Answer(task, len(losses), numbers={LOSSES: np.array([losses], np.float32)})
@@ -218,7 +218,7 @@ def test_what_is_no_loss_of_the_model_is_refused_and_looked_for_again(
 
 def test_the_answer_to_other_work_is_none_of_the_policys() -> None:
     bench = trained()
-    other = Task(99, "c0", 0, 0, 0, 1.0, 0, kind=LOSSES)
+    other = InFlight(99, "c0", 0, 0, 0, 1.0, 0, kind=LOSSES)
     losses = {LOSSES: np.full((1, 2), 9.0)}
     assert not bench.policy.heard(Answer(other, 2, numbers=losses))
     bench.work(1.0, kind=LOSSES)
@@ -240,13 +240,13 @@ def test_on_virtual_time_clients_train_only_once_their_data_have_moved() -> None
         (0.0, "c2"),
     ]
     # Each trains at its first look after 45 s, which lasts no time here, and never again.
-    phases = strategy.dispatch.state.phases
+    phases = strategy.scheduling.state.phases
     second = {client: sent for sent, client, _ in updates[3:]}
     assert len(updates) == 6
     for client, phase in phases.items():
         ticks = [phase + 10 * number for number in range(20)]
         assert second[client] == next(tick for tick in ticks if tick >= 45.0)
-    assert set(strategy.dispatch.state.steps.values()) == {2}
+    assert set(strategy.scheduling.state.steps.values()) == {2}
 
 
 # Who hurries.
@@ -301,12 +301,12 @@ def test_looks_are_no_uploads_but_training_waits() -> None:
 def test_devices_are_invited_at_once_to_train_and_to_nothing_else() -> None:
     bench = Bench(asking("device"), 2)
     assert bench.work(0.0) == ["c0", "c1"]
-    assert bench.policy.settings(Work("c0")) == {"invitation": True}
-    assert bench.policy.settings(Work("c0", "train-best")) == {"invitation": True}
-    assert bench.policy.settings(Work("c0", LOSSES)) == {}
+    assert bench.policy.settings(Request("c0")) == {"invitation": True}
+    assert bench.policy.settings(Request("c0", "train-best")) == {"invitation": True}
+    assert bench.policy.settings(Request("c0", LOSSES)) == {}
     assert bench.policy.invited("c0")
     for mode in ("poisson", "fixed", "loss"):
-        assert asking(mode).settings(Work("c0")) == {}
+        assert asking(mode).settings(Request("c0")) == {}
         assert not asking(mode).invited("c0")
 
 
@@ -323,10 +323,10 @@ def test_a_device_that_comes_back_too_soon_is_refused_and_invited_later() -> Non
     assert bench.work(3.5) == []
     assert bench.work(6.0) == ["c0"]
     # What it wished to do is done now.
-    assert bench.policy.settings(Work("c0")) == {}
+    assert bench.policy.settings(Request("c0")) == {}
     assert not bench.policy.invited("c0")
     assert bench.answer("c0", 6.0) == ["c0"]
-    assert bench.policy.settings(Work("c0")) == {"invitation": True}
+    assert bench.policy.settings(Request("c0")) == {"invitation": True}
     # From now on it is not invited before it may upload.
     assert bench.work(6.0) == []
     assert bench.policy.wake_at() == 11.0
@@ -384,7 +384,7 @@ def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(requests: str) -> No
 
     strategy.run(grid, MODEL, 40, 60.0, plan=plan, observe=seen.append, stop_check=save)
     assert len(saved) > 1
-    assert strategy.dispatch.state.hurried
+    assert strategy.scheduling.state.hurried
     for before, state in saved:
         again, restored, new_grid = [], method(99), fleet()
         restored.load_state_dict(state["strategy"])

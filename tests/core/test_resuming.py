@@ -87,7 +87,7 @@ def whole(strategy: Method, grid: VirtualGrid) -> dict[str, Any]:
 
 def is_in_the_midst(strategy: Method) -> bool:
     """Return whether some of a round have answered and others have not; or just work is open."""
-    state = getattr(strategy.dispatch, "state", None)
+    state = getattr(strategy.scheduling, "state", None)
     return bool(strategy.progress.in_flight) and bool(getattr(state, "updates", True))
 
 

@@ -13,7 +13,7 @@ from raceme.core import events
 from raceme.core.clients import Client
 from raceme.core.clusters import Clusters, Model
 from raceme.core.messages import Vector
-from raceme.core.requests import Outcome, Task, Update
+from raceme.core.requests import InFlight, Outcome, Update
 from raceme.core.strategy import Method
 
 
@@ -57,7 +57,7 @@ def method(*versions: int, updates: int = 40) -> Mixing:
 
 
 def sent(version: int, cluster: int = 0, updates: int = 0, named: bool = False) -> Update:
-    task = Task(0, "c0", cluster, version, updates, 0.0, 0, {cluster: version} if named else {})
+    task = InFlight(0, "c0", cluster, version, updates, 0.0, 0, {cluster: version} if named else {})
     return Update(task, np.ones(2, np.float32), 10, 0.0)
 
 

@@ -12,7 +12,7 @@ from policies import Bench, run, updates_of
 from raceme.core import events
 from raceme.core.clients import Client
 from raceme.core.requests import InvalidReplyError
-from raceme.core.scheduling import Dispatch
+from raceme.core.scheduling import Scheduler
 from raceme.simulation import Device
 from raceme.strategies import FedAsync, Plan
 from raceme.strategies.csafl import InWindows
@@ -185,7 +185,7 @@ def test_a_window_can_be_saved_and_continued() -> None:
 class Windowed(FedAsync):
     """FedAsync in windows of 10 s, with the first two clients."""
 
-    def scheduler(self) -> Dispatch:
+    def scheduler(self) -> Scheduler:
         return InWindows(10.0, two_first)
 
 

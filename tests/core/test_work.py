@@ -1,4 +1,4 @@
-"""Work of every kind through the loop: what travels, what comes back, what is refused."""
+"""Requests of every kind through the loop: what travels, what comes back, what is refused."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from raceme.core import events
 from raceme.core.clients import Client
 from raceme.core.clusters import Clusters, Model
 from raceme.core.config import RunConfig
+from raceme.core.errors import UserError
 from raceme.core.messages import LABEL_COUNTS, LOSSES, TRAIN, Vector
-from raceme.core.requests import Answer, Update, Work
-from raceme.core.scheduling import Dispatch, InRounds
+from raceme.core.requests import Answer, Request, Update
+from raceme.core.scheduling import InRounds, Scheduler
 from raceme.core.strategy import Needs
 from raceme.runs import experiment
 from raceme.strategies import FedAsync, FedAsyncParameters, Method
@@ -36,13 +37,13 @@ class Asking(FedAsync):
         self.clusters = Clusters({0: Model(vector), 1: Model(vector + 1)})
         self.state = self.state_type()
 
-    def request_for(self, client: str) -> Work:
+    def request_for(self, client: str) -> Request:
         answered = len(self.answers.get(client, []))
         if answered == len(self.kinds):
-            return Work(client, models=(0,))
+            return Request(client, models=(0,))
         kind = self.kinds[answered]
         models = () if kind == LABEL_COUNTS else (1, 0)
-        return Work(client, kind, models=models, settings={"on": "test"})
+        return Request(client, kind, models=models, settings={"on": "test"})
 
     def on_answer(self, answer: Answer) -> None:
         self.answers.setdefault(answer.task.client, []).append(answer)
@@ -126,7 +127,7 @@ def test_answers_of_every_kind_reach_the_method() -> None:
 
 def test_a_round_of_answers_is_a_round() -> None:
     class InTurn(Asking):
-        def scheduler(self) -> Dispatch:
+        def scheduler(self) -> Scheduler:
             return InRounds()
 
         def aggregate(self, updates: Any) -> Any:
@@ -221,9 +222,9 @@ class Unheard(FedAsync):
 
     asked = False
 
-    def request_for(self, client: str) -> Work:
+    def request_for(self, client: str) -> Request:
         kind, self.asked = (TRAIN if self.asked else "dance"), True
-        return Work(client, kind, models=(0,))
+        return Request(client, kind, models=(0,))
 
 
 def raceme_fleet() -> tuple[RunConfig, Any]:
@@ -261,14 +262,35 @@ def test_racemes_own_clients_answer_every_kind() -> None:
 
 def test_work_for_a_client_that_is_away_is_a_mistake_of_the_method() -> None:
     class Confused(FedAsync):
-        def request_for(self, client: str) -> Work:
-            return Work("c1")
+        def request_for(self, client: str) -> Request:
+            return Request("c1")
 
     strategy = Confused()
     grid = grid_of(pulled_app(), devices(1.0))
     strategy.progress.fleet.clients["c1"] = Client("c1", 10)
     with pytest.raises(ValueError, match="Confused has work for 'c1', who is away"):
         strategy.run(grid, MODEL, 1)
+
+
+def test_a_setting_that_no_client_reads_is_refused() -> None:
+    class Slower(FedAsync):
+        setting = "lr_scale"
+
+        def request_for(self, client: str) -> Request:
+            return Request(client, settings={self.setting: 0.1})
+
+    class Declared(Slower):
+        needs = Needs(settings=frozenset({"warmth"}))
+        setting = "warmth"
+
+    with pytest.raises(
+        UserError, match=r"setting in a request of Slower 'lr_scale'\. Did you mean 'lr-scale'\?"
+    ):
+        Slower().run(grid_of(pulled_app(), devices(1.0)), MODEL, 1)
+    # What a method declares, or the run's own settings say, is let through.
+    Declared().run(grid_of(pulled_app(), devices(1.0)), MODEL, 1)
+    own = ConfigRecord({"lr_scale": 1.0})
+    Slower().run(grid_of(pulled_app(), devices(1.0)), MODEL, 1, train_config=own)
 
 
 def test_a_method_must_say_what_becomes_of_updates() -> None:
@@ -291,8 +313,8 @@ def test_a_model_that_work_names_is_the_one_that_its_update_started_from() -> No
             super().on_join(client)
             self.clusters.assign(client.client_id, {0: 0.5, 1: 0.5})
 
-        def request_for(self, client: str) -> Work:
-            return Work(client, models=(1,))
+        def request_for(self, client: str) -> Request:
+            return Request(client, models=(1,))
 
         def on_update(self, update: Update) -> Any:
             self.deltas.append(update.delta.tolist())

@@ -10,7 +10,7 @@ from runs import devices, of, run
 
 from raceme.core.config import RunConfig
 from raceme.core.events import AnswerTaken, Event, UpdateApplied
-from raceme.core.requests import Work
+from raceme.core.requests import Request
 from raceme.records.record import read_run
 from raceme.records.summary import summarise
 from raceme.reporting.console import summary_rows
@@ -48,8 +48,8 @@ class Phased(FedAsync):
         super().__init__()
         self.is_held = is_held
 
-    def request_for(self, client: str) -> Work:
-        return Work(client, phase="warm-up", is_held=self.is_held)
+    def request_for(self, client: str) -> Request:
+        return Request(client, phase="warm-up", is_held=self.is_held)
 
 
 def test_an_update_is_counted_in_the_phase_that_its_work_names() -> None:

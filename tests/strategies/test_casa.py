@@ -11,7 +11,7 @@ from fleets import MODEL, grid_of, pulled_app
 from raceme.core import events
 from raceme.core.clients import Client
 from raceme.core.events import ClusterChange
-from raceme.core.requests import Task, Update
+from raceme.core.requests import InFlight, Update
 from raceme.simulation import Device
 from raceme.strategies import CASA, CASAParameters, Plan
 
@@ -26,8 +26,8 @@ def casa_with(clients: int, size: int = 2, **parameters: float | str | bool) -> 
     return strategy
 
 
-def task(client: str, version: int = 0, cluster: int = 0, updates: int = 0) -> Task:
-    return Task(0, client, cluster, version, updates, sent_at=0.0, bytes_down=0)
+def task(client: str, version: int = 0, cluster: int = 0, updates: int = 0) -> InFlight:
+    return InFlight(0, client, cluster, version, updates, sent_at=0.0, bytes_down=0)
 
 
 def update(client: str, values: Sequence[float], version: int = 0) -> Update:
@@ -105,7 +105,7 @@ def test_models_from_too_far_apart_are_not_compared() -> None:
 
 
 def test_with_global_staleness_starts_are_told_apart_by_all_updates() -> None:
-    def compared(first: Task, second: Task) -> bool:
+    def compared(first: InFlight, second: InFlight) -> bool:
         strategy = casa_with(2, gap_range=5.0, staleness_unit="global")
         at_version(strategy, 40)
         strategy.progress.updates = 45

@@ -17,7 +17,7 @@ from raceme.core.clients import Client
 from raceme.core.clusters import Model
 from raceme.core.events import ClusterChange
 from raceme.core.messages import ModelSpec
-from raceme.core.requests import Task, Update, Work
+from raceme.core.requests import InFlight, Request, Update
 from raceme.simulation import Device
 from raceme.strategies import CASA, CASAC, CASAD, CASAPlus, CASAPlusParameters
 from raceme.strategies.casa.strategy import magnitude_mask, sparsity
@@ -63,17 +63,17 @@ def test_the_way_of_a_mask() -> None:
     strategy.initialize(np.zeros(8, np.float32))
     strategy.on_join(Client("c0", num_examples=10))
 
-    def dispatched(number: int, version: int) -> Task:
-        task = Task(number, "c0", 0, version, 0, sent_at=0.0, bytes_down=0)
+    def dispatched(number: int, version: int) -> InFlight:
+        task = InFlight(number, "c0", 0, version, 0, sent_at=0.0, bytes_down=0)
         strategy.on_sent(task)
         return task
 
     # The first task carries no mask; it comes back fresh and is mixed in whole.
-    assert strategy.request_for("c0") == Work("c0")
+    assert strategy.request_for("c0") == Request("c0")
     task = dispatched(0, version=0)
     strategy.applied([Update(task, np.arange(1, 9, dtype=np.float32), 10, 0.0)])
     strategy.on_closed(task)
-    assert strategy.request_for("c0") == Work("c0")
+    assert strategy.request_for("c0") == Request("c0")
     # The second is 16 versions late: |C| = 1, α_c = 2 Ω / log2(4) = Ω(2) = 0.99994, α_i a quarter
     # of it, S = 0.99994 · 0.75 = 0.75: six of the eight weights are not trained next time.
     at_version(strategy, 17)
@@ -96,7 +96,7 @@ def test_the_way_of_a_mask() -> None:
     changed = strategy.models[0].vector != before
     assert changed.tolist() == [True] * 3 + [False] * 5
     assert strategy.state.sent == {}
-    assert strategy.request_for("c0") == Work("c0")
+    assert strategy.request_for("c0") == Request("c0")
 
 
 def test_slow_clients_get_faster_and_the_mask_is_counted() -> None:

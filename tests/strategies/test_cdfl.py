@@ -15,7 +15,7 @@ from raceme.core.clusters import NonFiniteModelError
 from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
 from raceme.core.messages import Vector
-from raceme.core.requests import InvalidReplyError, Task, Update
+from raceme.core.requests import InFlight, InvalidReplyError, Update
 from raceme.records.store import read_events
 from raceme.runs.experiment import simulate
 from raceme.simulation import Device
@@ -55,7 +55,7 @@ def method(clients: int = 3, **options: object) -> CDFL:
 
 
 def upload(client: str, *weights: float, shares: Sequence[float] = ()) -> Update:
-    task = Task(0, client, 0, 0, 0, sent_at=0.0, bytes_down=0)
+    task = InFlight(0, client, 0, 0, 0, sent_at=0.0, bytes_down=0)
     return Update(
         task, np.array(weights, np.float32), 10, 0.0, numbers={"shares": np.array(shares)}
     )

@@ -8,13 +8,13 @@ from clustered import check_it_can_be_restored, found, homes, run_on, three_grou
 
 from raceme.core.errors import UserError
 from raceme.core.messages import GRADIENT
-from raceme.core.requests import Answer, InvalidReplyError, Task
+from raceme.core.requests import Answer, InFlight, InvalidReplyError
 from raceme.strategies import CFLGP, CFLGPParameters
 from raceme.strategies.cfl_gp import found_groups, grouped, main_points, profile_rows, running_share
 
 
 def answer(made: CFLGP, client: str, *gradient: float, model: int = 0, version: int = 0) -> Answer:
-    task = Task(0, client, model, version, 0, sent_at=0.0, bytes_down=0, kind=GRADIENT)
+    task = InFlight(0, client, model, version, 0, sent_at=0.0, bytes_down=0, kind=GRADIENT)
     return Answer(task, 10, numbers={GRADIENT: np.array(gradient, np.float32)})
 
 
@@ -28,7 +28,7 @@ def test_a_block_is_a_running_mean() -> None:
     made = with_clients(CFLGP(CFLGPParameters(k=2)), 3)
     made.on_answer(answer(made, "c0", 4, 0))
     assert made.state.profiles["c0"][0].tolist() == [4, 0]
-    made.dispatch.state.number = 4
+    made.scheduling.state.number = 4
     made.on_answer(answer(made, "c0", 0, 2))
     # β = 1 / (⌊5 / 4⌋ + 1).
     assert made.state.profiles["c0"][0].tolist() == [2, 1]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from raceme.core.clients import Client
-from raceme.core.requests import Task, Update
+from raceme.core.requests import InFlight, Update
 from raceme.strategies import CASA, CASAParameters
 from raceme.strategies.casa.buffers import Sketches, WholeModels, exact_error
 
@@ -63,7 +63,7 @@ def test_casa_with_sketches_finds_the_groups_with_less_memory() -> None:
             client = step % 10
             cluster = strategy.clusters.main(f"c{client}")
             version = strategy.models[cluster].version
-            task = Task(step, f"c{client}", cluster, version, step, 0.0, 0)
+            task = InFlight(step, f"c{client}", cluster, version, step, 0.0, 0)
             strategy.on_sent(task)
             vector = centres[client % 2] + 0.05 * rng.normal(size=4000)
             strategy.applied([Update(task, vector.astype(np.float32), 10, 0.0)])

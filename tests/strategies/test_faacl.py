@@ -42,9 +42,9 @@ def test_every_client_becomes_a_cluster_with_the_model_that_it_has_trained() -> 
 
 
 def _moment(made: SupportBench) -> Any:
-    from raceme.core.scheduling import Moment
+    from raceme.core.scheduling import SelectionContext
 
-    return Moment(0.0, made.method.progress.fleet, made.idle, made.method.rng)
+    return SelectionContext(0.0, made.method.progress.fleet, made.idle, made.method.rng)
 
 
 def test_flat_faacl_by_hand() -> None:

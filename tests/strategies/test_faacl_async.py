@@ -12,7 +12,7 @@ from supported import SPREAD, SupportBench
 
 from raceme.core.config import RunConfig
 from raceme.core.messages import LOSSES
-from raceme.core.requests import InvalidReplyError, Task, Update
+from raceme.core.requests import InFlight, InvalidReplyError, Update
 from raceme.runs.experiment import simulate
 from raceme.strategies import FAACLAsync, FAACLAsyncParameters
 
@@ -25,11 +25,11 @@ def bench(clients: int = 3, **options: object) -> SupportBench:
     return made
 
 
-def begin(made: SupportBench, client: str) -> Task:
+def begin(made: SupportBench, client: str) -> InFlight:
     return made.dispatch(made.method.request_for(client))
 
 
-def train(made: SupportBench, client: str, value: float, task: Task | None = None) -> Any:
+def train(made: SupportBench, client: str, value: float, task: InFlight | None = None) -> Any:
     """Let a client train; return what became of its update."""
     task = task or begin(made, client)
     assert task.kind == "train"
@@ -101,10 +101,10 @@ def test_support_from_one_side_lets_clients_train_another_model() -> None:
     assert made.method.state.supported.listed() == {}
 
 
-def _task(made: SupportBench, client: str, cluster: int) -> Task:
-    from raceme.core.requests import Work
+def _task(made: SupportBench, client: str, cluster: int) -> InFlight:
+    from raceme.core.requests import Request
 
-    return made.dispatch(Work(client, models=(cluster,)))
+    return made.dispatch(Request(client, models=(cluster,)))
 
 
 def test_clusters_that_support_each_other_merge_at_once_and_one_model_is_kept() -> None:

@@ -12,8 +12,8 @@ from clustered import check_it_can_be_restored, homes, with_clients
 from raceme.core.clients import Client, Idle
 from raceme.core.config import RunConfig
 from raceme.core.messages import ACCURACIES, LOSSES, SCORES
-from raceme.core.requests import Answer, InvalidReplyError, Task, Update
-from raceme.core.scheduling import Moment
+from raceme.core.requests import Answer, InFlight, InvalidReplyError, Update
+from raceme.core.scheduling import SelectionContext
 from raceme.datasets import true_groups
 from raceme.runs.experiment import simulate
 from raceme.strategies import (
@@ -48,14 +48,14 @@ class Bench:
 
     def hand_out(self) -> list[Any]:
         """Let the method give work; return it."""
-        moment = Moment(0.0, self.method.progress.fleet, self.idle, self.method.rng)
+        moment = SelectionContext(0.0, self.method.progress.fleet, self.idle, self.method.rng)
         return list(self.method.requests(moment))
 
-    def dispatch(self, work: Any) -> Task:
+    def dispatch(self, work: Any) -> InFlight:
         """Make the task of some work, as the loop would."""
         models = self.method.models
         asked = work.models or (self.method.clusters.main(work.client),)
-        task = Task(
+        task = InFlight(
             number=self.number,
             client=work.client,
             cluster=asked[0] if len(asked) == 1 else self.method.clusters.main(work.client),
@@ -69,18 +69,18 @@ class Bench:
         )
         self.number += 1
         self.method.open_task(task)
-        self.method.dispatch.sent(task, 0.0)
+        self.method.scheduling.sent(task, 0.0)
         self.idle.remove(work.client)
         return task
 
-    def score(self, task: Task, losses: dict[int, float]) -> None:
+    def score(self, task: InFlight, losses: dict[int, float]) -> None:
         """Answer with the same loss of each model on the data of all steps asked about."""
         steps = len(self.concepts.asked[task.client])
         rows = np.array([[losses[model]] * steps for model in task.candidates], np.float32)
         numbers = {ACCURACIES: 1 - rows, LOSSES: 2 * rows}
         self.method.on_answer(Answer(task, 10, numbers=numbers))
         self.method.close_task(task)
-        self.method.dispatch.lost(task, 0.0)
+        self.method.scheduling.lost(task, 0.0)
         self.idle.add(task.client)
 
     def ask(self, losses: Losses) -> None:
@@ -92,22 +92,22 @@ class Bench:
                 self.score(task, losses[task.client])
             else:
                 self.method.close_task(task)
-                self.method.dispatch.lost(task, 0.0)
+                self.method.scheduling.lost(task, 0.0)
                 self.idle.add(task.client)
 
     def round(self, value: float = 0.0) -> list[tuple[str, int, list[int]]]:
         """Play a round; return who trained which model on which steps, in order of sending."""
         done: list[tuple[str, int, list[int]]] = []
-        number = self.method.dispatch.state.number
+        number = self.method.scheduling.state.number
         while work := self.hand_out():
-            if self.method.dispatch.state.number > number + 1:
+            if self.method.scheduling.state.number > number + 1:
                 break
             for one in work:
                 task = self.dispatch(one)
                 steps = one.settings.get("steps", [self.step])
                 done.append((task.client, task.cluster, steps))
                 vector = np.full(2, value, np.float32)
-                released = self.method.dispatch.accept(Update(task, vector, 10, 0.0), 0.0)
+                released = self.method.scheduling.accept(Update(task, vector, 10, 0.0), 0.0)
                 self.idle.add(task.client)
                 if released:
                     self.method.applied(released)
@@ -305,7 +305,7 @@ def test_a_round_does_not_wait_for_scores_that_were_lost() -> None:
     # c3 was not forgotten: it is asked before the next round.
     (work,) = made.hand_out()
     assert (work.client, work.kind) == ("c3", SCORES)
-    task, dispatch = made.dispatch(work), made.method.dispatch
+    task, dispatch = made.dispatch(work), made.method.scheduling
     assert made.hand_out() == []
     assert dispatch.wake_at() == 120.0
     dispatch.wake(120.0)

@@ -12,7 +12,7 @@ from test_feddrift import DIGITS, Bench
 
 from raceme.core.config import RunConfig
 from raceme.core.messages import SCORES
-from raceme.core.requests import Task, Update
+from raceme.core.requests import InFlight, Update
 from raceme.runs.experiment import simulate
 from raceme.strategies import FedDriftAsync, FedDriftAsyncParameters
 
@@ -22,12 +22,12 @@ def bench(clients: int = 3, **options: object) -> Bench:
     return Bench(FedDriftAsync(FedDriftAsyncParameters(**given)), clients)
 
 
-def begin(made: Bench, client: str) -> Task:
+def begin(made: Bench, client: str) -> InFlight:
     """Give a client its next work."""
     return made.dispatch(made.method.request_for(client))
 
 
-def train(made: Bench, client: str, value: float = 0.0, task: Task | None = None) -> Any:
+def train(made: Bench, client: str, value: float = 0.0, task: InFlight | None = None) -> Any:
     """Let a client train; return what became of its update."""
     task = task or begin(made, client)
     assert task.kind == "train"

@@ -10,7 +10,7 @@ from runs import of
 from raceme.core import events
 from raceme.core.clients import Client
 from raceme.core.messages import LABEL_MASSES, LABEL_TABLE, MIXING, TRAIN_WEIGHTED, WEIGHTED_BY
-from raceme.core.requests import Answer, InvalidReplyError, Task, Update
+from raceme.core.requests import Answer, InFlight, InvalidReplyError, Update
 from raceme.strategies import FedRC, FedRCParameters
 from raceme.strategies.fedrc import label_table, mixing_of
 from raceme.training.statistics import responsibilities
@@ -24,12 +24,12 @@ def made_of(clients: int, k: int = 2) -> FedRC:
 
 
 def answer(client: str, masses: Any, examples: int = 10) -> Answer:
-    task = Task(0, client, 0, 0, 0, sent_at=0.0, bytes_down=0, kind=LABEL_MASSES)
+    task = InFlight(0, client, 0, 0, 0, sent_at=0.0, bytes_down=0, kind=LABEL_MASSES)
     return Answer(task, examples, numbers={LABEL_MASSES: np.asarray(masses, np.float64)})
 
 
 def trained(client: str, model: int, examples: int, *weights: float) -> Update:
-    task = Task(0, client, model, 0, 0, sent_at=0.0, bytes_down=0, kind=TRAIN_WEIGHTED)
+    task = InFlight(0, client, model, 0, 0, sent_at=0.0, bytes_down=0, kind=TRAIN_WEIGHTED)
     return Update(task, np.array(weights, np.float32), examples, 0.0)
 
 
@@ -85,14 +85,14 @@ def test_a_round_by_hand() -> None:
     for client in ("c0", "c1", "c2"):
         made.on_answer(answer(client, [[5, 0], [0, 5]]))
     works = [made.request_for("c0")]
-    made.on_sent(Task(0, "c0", 0, 0, 0, 0.0, 0, kind=TRAIN_WEIGHTED))
+    made.on_sent(InFlight(0, "c0", 0, 0, 0, 0.0, 0, kind=TRAIN_WEIGHTED))
     works.append(made.request_for("c0"))
     assert [(work.kind, work.models) for work in works] == [
         (TRAIN_WEIGHTED, (0,)),
         (TRAIN_WEIGHTED, (1,)),
     ]
     assert [work.settings[WEIGHTED_BY] for work in works] == [0, 1]
-    made.on_sent(Task(0, "c0", 1, 0, 0, 0.0, 0, kind=TRAIN_WEIGHTED))
+    made.on_sent(InFlight(0, "c0", 1, 0, 0, 0.0, 0, kind=TRAIN_WEIGHTED))
     assert made._next_model("c0") is None
     updates = [
         trained("c0", 0, 10, 1, 0),

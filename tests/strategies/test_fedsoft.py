@@ -8,7 +8,7 @@ from flwr.app import Context, RecordDict
 from raceme.client_app import app
 from raceme.core.config import RunConfig
 from raceme.core.messages import ModelSpec, to_array
-from raceme.core.requests import Answer, InvalidReplyError, Task, Update
+from raceme.core.requests import Answer, InFlight, InvalidReplyError, Update
 from raceme.flower.messages import array_record, identify_process
 from raceme.strategies import FedSoft, FedSoftParameters
 from raceme.strategies.cdfl.fedsoft import importance_of
@@ -43,7 +43,7 @@ def _client(name: str, examples: int):  # type: ignore[no-untyped-def]
 
 
 def trained(client: str, *weights: float) -> Update:
-    task = Task(0, client, 0, 0, 0, sent_at=0.0, bytes_down=0)
+    task = InFlight(0, client, 0, 0, 0, sent_at=0.0, bytes_down=0)
     return Update(task, np.array(weights, np.float32), 10, 0.0)
 
 
@@ -82,7 +82,7 @@ def test_clusters_draw_by_importance_and_examples() -> None:
 
 def test_losses_of_another_number_of_models_are_refused() -> None:
     made = soft()
-    task = Task(0, "c0", 0, 0, 0, sent_at=0.0, bytes_down=0, kind="losses")
+    task = InFlight(0, "c0", 0, 0, 0, sent_at=0.0, bytes_down=0, kind="losses")
     with pytest.raises(InvalidReplyError, match="the loss of each sample under 2 models"):
         made.on_answer(Answer(task, 3, numbers={"losses": losses([1, 2, 3])}))
     made.on_answer(Answer(task, 3, numbers={"losses": losses([1, 2, 3], [2, 1, 1])}))

@@ -22,7 +22,7 @@ from raceme.core.clusters import Model
 from raceme.core.errors import UserError
 from raceme.core.events import ClusterChange
 from raceme.core.messages import LABEL_COUNTS
-from raceme.core.requests import Answer, InvalidReplyError, Task
+from raceme.core.requests import Answer, InFlight, InvalidReplyError
 from raceme.strategies import FedGroup, FedGroupParameters, FlexCFL, FlexCFLParameters
 from raceme.strategies.flexcfl import mix_groups
 
@@ -62,7 +62,7 @@ def test_cold_starts_by_hand(measure: str) -> None:
 
 def counts_of(strategy: FlexCFL, client: str, counts: list[int], examples: int = 10) -> Answer:
     number = strategy.progress.tasks
-    task = Task(number, client, 1, 0, 0, sent_at=0.0, bytes_down=0, kind=LABEL_COUNTS)
+    task = InFlight(number, client, 1, 0, 0, sent_at=0.0, bytes_down=0, kind=LABEL_COUNTS)
     return Answer(task, examples, numbers={LABEL_COUNTS: np.array(counts, np.int64)})
 
 

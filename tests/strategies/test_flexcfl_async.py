@@ -19,7 +19,7 @@ from raceme.core import events
 from raceme.core.clients import Client
 from raceme.core.errors import UserError
 from raceme.core.messages import LABEL_COUNTS
-from raceme.core.requests import Answer, Task
+from raceme.core.requests import Answer, InFlight
 from raceme.strategies import FlexCFLAsync, FlexCFLAsyncParameters
 
 
@@ -53,7 +53,7 @@ def test_label_counts_are_asked_for_before_each_training() -> None:
     strategy = started()
 
     def say(*counts: int) -> None:
-        task = Task(99, "c0", 1, 0, 0, 0.0, 0, kind=LABEL_COUNTS)
+        task = InFlight(99, "c0", 1, 0, 0, 0.0, 0, kind=LABEL_COUNTS)
         strategy.on_answer(Answer(task, 10, numbers={LABEL_COUNTS: np.array(counts)}))
         strategy.close_task(task)
 
@@ -75,7 +75,7 @@ def test_a_client_with_labels_of_one_group_alone_moves_there_at_once() -> None:
     strategy = started()
 
     def say(client: str, *counts: int) -> None:
-        task = Task(99, client, 1, 0, 0, 0.0, 0, kind=LABEL_COUNTS)
+        task = InFlight(99, client, 1, 0, 0, 0.0, 0, kind=LABEL_COUNTS)
         strategy.on_answer(Answer(task, 10, numbers={LABEL_COUNTS: np.array(counts)}))
         strategy.close_task(task)
 

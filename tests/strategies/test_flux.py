@@ -8,13 +8,13 @@ from clustered import check_it_can_be_restored, found, homes, run_on, three_grou
 
 from raceme.core.clients import Client
 from raceme.core.messages import ACCURACIES, DESCRIPTORS, LATENT_MOST, SCORES
-from raceme.core.requests import Answer, InvalidReplyError, Task
+from raceme.core.requests import Answer, InFlight, InvalidReplyError
 from raceme.strategies import FLUX, FLUXParameters
 from raceme.strategies.flux import density_groups, elbow, gains_little, scaled
 
 
 def answer(client: str, kind: str, numbers: Any = None, **metrics: float) -> Answer:
-    task = Task(0, client, 0, 0, 0, sent_at=0.0, bytes_down=0, kind=kind)
+    task = InFlight(0, client, 0, 0, 0, sent_at=0.0, bytes_down=0, kind=kind)
     stated = {name.replace("_", "-"): value for name, value in metrics.items()}
     return Answer(task, 10, stated, {} if numbers is None else numbers)
 
@@ -39,7 +39,7 @@ def test_a_model_that_gains_little_is_ripe_on_both_sides() -> None:
 def test_the_first_round_after_which_it_may_be_ripe(number: int, gain: float, ripe: bool) -> None:
     made = with_clients(FLUX(), 1)
     made.state.accuracies = [0.5]
-    made.dispatch.state.number = number
+    made.scheduling.state.number = number
     made.on_answer(answer("c0", SCORES, {ACCURACIES: np.array([[0.5 + gain]], np.float32)}))
     assert made._is_ripe() == ripe
     assert made.state.accuracies == pytest.approx([0.5, 0.5 + gain])
@@ -50,7 +50,7 @@ def test_after_a_share_of_the_rounds_it_is_taken_for_ripe(number: int, ripe: boo
     made = with_clients(FLUX(), 2)
     # Twenty updates of two clients are ten rounds, of which 80 % are eight.
     made.planned_updates = 20
-    made.dispatch.state.number = number
+    made.scheduling.state.number = number
     made.state.accuracies = [0.1, 0.9]
     made.state.scored = number
     made.state.accuracies = [0.1]
@@ -60,10 +60,10 @@ def test_after_a_share_of_the_rounds_it_is_taken_for_ripe(number: int, ripe: boo
 def test_a_fixed_warm_up_asks_for_no_scores() -> None:
     made = with_clients(FLUX(FLUXParameters(warmup=2)), 1)
     assert SCORES not in made.needs.kinds
-    made.dispatch.state.number = 1
+    made.scheduling.state.number = 1
     assert not made._asks()
     assert not made._is_ripe()
-    made.dispatch.state.number = 2
+    made.scheduling.state.number = 2
     assert made._is_ripe()
 
 

@@ -30,28 +30,28 @@ def test_alpha_star_by_hand() -> None:
 
 def test_t_is_a_round_or_a_hundredth_of_an_update() -> None:
     rounds = with_clients(ICFL(ICFLParameters(rounds=500)), 2)
-    rounds.dispatch.state.number = 250
+    rounds.scheduling.state.number = 250
     assert rounds.threshold() == pytest.approx(0.979700, abs=1e-6)
     updates = with_clients(ICFLAsync(ICFLAsyncParameters(rounds=500)), 2)
     updates.progress.updates = 24_999
     assert updates.threshold() == pytest.approx(0.979700, abs=1e-6)
     # Without T it is the run's own length: 1,000 updates of 2 clients are 500 rounds.
     own = with_clients(ICFL(), 2)
-    own.planned_updates, own.dispatch.state.number = 1000, 250
+    own.planned_updates, own.scheduling.state.number = 1000, 250
     assert own.threshold() == pytest.approx(0.979700, abs=1e-6)
 
 
 def test_t_counts_those_who_take_part_in_a_round() -> None:
     # A quarter of 10 clients are 2: 1,000 updates come in 500 rounds, and α* ends at 1 − 0.15 e^−4.
     strategy = with_clients(ICFL(ICFLParameters(fraction=0.25)), 10)
-    strategy.planned_updates, strategy.dispatch.state.number = 1000, 500
+    strategy.planned_updates, strategy.scheduling.state.number = 1000, 500
     assert strategy.threshold() == pytest.approx(0.997253, abs=1e-6)
 
 
 def test_t_of_a_run_in_which_a_share_takes_part() -> None:
     strategy = ICFL(ICFLParameters(fraction=0.25))
     run_on(strategy, three_groups(), 30)
-    assert strategy.dispatch.state.number == 10
+    assert strategy.scheduling.state.number == 10
     assert strategy.threshold() == pytest.approx(0.997253, abs=1e-6)
 
 

@@ -22,7 +22,7 @@ from raceme.core.clusters import Model
 from raceme.core.config import RunConfig
 from raceme.core.events import ClusterChange
 from raceme.core.messages import ModelSpec
-from raceme.core.requests import Task, Update
+from raceme.core.requests import InFlight, Update
 from raceme.flower.messages import identify_process
 from raceme.simulation import Device
 from raceme.strategies import IFCA, IFCAAsync, IFCAAsyncParameters, IFCAParameters
@@ -60,7 +60,7 @@ def test_the_first_model_is_the_initial_one_and_the_seed_decides_the_others() ->
 def chose(
     client: str, cluster: int, *values: float, examples: int = 10, version: int = 0
 ) -> Update:
-    task = Task(0, client, cluster, version, 0, sent_at=0.0, bytes_down=0)
+    task = InFlight(0, client, cluster, version, 0, sent_at=0.0, bytes_down=0)
     return Update(task, np.array(values, np.float32), examples, 0.0)
 
 

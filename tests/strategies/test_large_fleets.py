@@ -13,7 +13,7 @@ from sklearn.metrics import adjusted_rand_score
 
 from raceme.core.clients import Client
 from raceme.core.messages import ModelSpec
-from raceme.core.requests import Task, Update
+from raceme.core.requests import InFlight, Update
 from raceme.simulation import Device
 from raceme.strategies import CASA, CASAParameters, FedAsync, Method, Panicle, Plan
 
@@ -32,7 +32,7 @@ class Fleet:
         method._spec = ModelSpec(("w",), ((SIZE,),), ("float32",))
         method.initialize(base.copy())
         method.restored()
-        self.sent: list[tuple[Task, np.ndarray]] = []
+        self.sent: list[tuple[InFlight, np.ndarray]] = []
         self.due: list[tuple[float, int]] = []
         self.number = 0
         for client in range(len(groups)):
@@ -42,7 +42,7 @@ class Fleet:
         known = Client(str(client), 100)
         self.method.progress.fleet.clients[str(client)] = known
         self.method.on_join(known)
-        self.sent.append((Task(0, "", 0, 0, 0, 0.0, 0), np.empty(0)))
+        self.sent.append((InFlight(0, "", 0, 0, 0, 0.0, 0), np.empty(0)))
         self.give(client)
         heapq.heappush(self.due, (at + self.rng.uniform(), client))
 
@@ -52,14 +52,14 @@ class Fleet:
         work, model = method.request_for(name), method.models[k]
         start = method.initial if work.models == () else model.vector
         self.number += 1
-        task = Task(self.number, name, k, model.version, method.progress.updates, 0.0, 0)
+        task = InFlight(self.number, name, k, model.version, method.progress.updates, 0.0, 0)
         if work.phase:
-            task = Task(*(*self._head(task), {}, task.kind, 0, work.phase))
+            task = InFlight(*(*self._head(task), {}, task.kind, 0, work.phase))
         method.open_task(task)
         self.sent[client] = task, np.array(start, np.float32)
 
     @staticmethod
-    def _head(task: Task) -> tuple[object, ...]:
+    def _head(task: InFlight) -> tuple[object, ...]:
         return (
             *(task.number, task.client, task.cluster, task.version),
             *(task.updates, task.sent_at, task.bytes_down),

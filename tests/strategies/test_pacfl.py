@@ -8,7 +8,7 @@ from clustered import check_it_can_be_restored, found, homes, run_on, three_grou
 
 from raceme.core.clusters import Clusters, Model
 from raceme.core.messages import PRINCIPAL_DIRECTIONS
-from raceme.core.requests import Answer, InvalidReplyError, Task
+from raceme.core.requests import Answer, InFlight, InvalidReplyError
 from raceme.strategies import PACFL, PACFLParameters
 from raceme.strategies.pacfl import agglomerated, least_angle
 from raceme.strategies.shared import kept_homes, regroup
@@ -20,7 +20,7 @@ def column(degrees: float) -> np.ndarray:
 
 
 def answer(client: str, directions: Any) -> Answer:
-    task = Task(0, client, 0, 0, 0, sent_at=0.0, bytes_down=0, kind=PRINCIPAL_DIRECTIONS)
+    task = InFlight(0, client, 0, 0, 0, sent_at=0.0, bytes_down=0, kind=PRINCIPAL_DIRECTIONS)
     return Answer(task, 10, numbers={PRINCIPAL_DIRECTIONS: directions})
 
 
@@ -95,8 +95,8 @@ def test_what_are_no_directions_is_refused(stated: Any) -> None:
     assert not made.state.directions
 
 
-def _task() -> Task:
-    return Task(0, "c0", 0, 0, 0, sent_at=0.0, bytes_down=0, kind=PRINCIPAL_DIRECTIONS)
+def _task() -> InFlight:
+    return InFlight(0, "c0", 0, 0, 0, sent_at=0.0, bytes_down=0, kind=PRINCIPAL_DIRECTIONS)
 
 
 def test_who_lies_about_the_size_of_samples_is_left_out() -> None:

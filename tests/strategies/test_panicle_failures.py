@@ -13,7 +13,7 @@ from probing import EAST, NORTH, WEST, fleet, partition_of, probe, two_groups
 from raceme.core import events
 from raceme.core.clients import Client
 from raceme.core.config import RunConfig
-from raceme.core.requests import Task
+from raceme.core.requests import InFlight
 from raceme.runs.experiment import simulate
 from raceme.simulation import Device
 from raceme.strategies import Panicle
@@ -73,7 +73,7 @@ def test_a_small_fleet_does_not_wait_for_a_client_that_answers_no_probe() -> Non
 def test_a_small_fleet_does_not_wait_for_ever_for_a_client_that_is_silent() -> None:
     kinds = dict(zip(("c0", "c1", "c2"), (EAST, NORTH, WEST), strict=True))
     strategy = fleet(4)
-    strategy.on_sent(Task(0, "c3", 0, 0, 0, 0.0, 0, phase="probe"))
+    strategy.on_sent(InFlight(0, "c3", 0, 0, 0, 0.0, 0, phase="probe"))
     for _ in range(2):
         for client, direction in kinds.items():
             probe(strategy, client, *direction)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from raceme.core.clients import Client
 from raceme.core.events import ClusterChange
-from raceme.core.requests import Task, Update
+from raceme.core.requests import InFlight, Update
 from raceme.strategies import CASA, CASAParameters
 from raceme.strategies.casa.landmarks import SplitWatch
 from raceme.strategies.shared import affinity, laplacian, largest_gap
@@ -94,7 +94,7 @@ def test_every_decision_is_that_of_always_looking(
             client = f"c{int(rng.integers(12))}"
             cluster = strategy.clusters.main(client)
             version = strategy.models[cluster].version
-            task = Task(step, client, cluster, version, step, 0.0, 0)
+            task = InFlight(step, client, cluster, version, step, 0.0, 0)
             strategy.on_sent(task)
             # Clients come nearer to their group's centre and to each other over time.
             noise = 2.0 * 0.99**step

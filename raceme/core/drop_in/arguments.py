@@ -141,7 +141,7 @@ def divided(
 
 def check_share(method: Method, arguments: FlowerArguments) -> None:
     """Raise UserError if clients are to take part by share, and the method chooses them itself."""
-    chooses = method.dispatch.rounds is not None and not hasattr(method.parameters, "fraction")
+    chooses = method.scheduling.rounds is not None and not hasattr(method.parameters, "fraction")
     if chooses and arguments.fraction_train < 1:
         name = type(method).__name__
         own = ", ".join(item.name for item in fields(method.parameters))

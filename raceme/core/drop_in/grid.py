@@ -683,7 +683,7 @@ class Rounds:
         self, method: Method, arguments: FlowerArguments, is_over: Callable[[int], None]
     ) -> None:
         self._method, self._arguments, self._is_over = method, arguments, is_over
-        self._before = method.dispatch.rounds or 0
+        self._before = method.scheduling.rounds or 0
         self._ended_at = method.progress.updates
         self._end = 0
         self.over = 0
@@ -691,7 +691,7 @@ class Rounds:
     @property
     def are_of_method(self) -> bool:
         """Whether the method works in rounds itself."""
-        return self._method.dispatch.rounds is not None
+        return self._method.scheduling.rounds is not None
 
     @property
     def number(self) -> int:
@@ -701,7 +701,7 @@ class Rounds:
     def look(self) -> None:
         """Notice the rounds that are over by now."""
         updates = self._method.progress.updates
-        own = self._method.dispatch.rounds
+        own = self._method.scheduling.rounds
         if own is not None:
             while self.over < own - self._before:
                 self._count(updates)

@@ -388,8 +388,8 @@ class _Run:
     def result(self, run: Callable[..., RunResult], online: int) -> tuple[RunResult, Teller]:
         """Run; return what it leaves, by rounds and under the names that clients state."""
         told, method = self._told, self._method
-        if isinstance(method.dispatch, InRounds):
-            method.dispatch.least = self._arguments.min_train_nodes
+        if isinstance(method.scheduling, InRounds):
+            method.scheduling.least = self._arguments.min_train_nodes
         before = method.progress.updates
         limit = 0 if told.max_updates is None else before + told.max_updates
         planned = limit or before + told.num_rounds * self._arguments.trained(online)

@@ -24,7 +24,7 @@ from raceme.core.clients import Client
 from raceme.core.clusters import Clusters, Model
 from raceme.core.messages import COMPUTE_SCALE, MASK, Vector
 from raceme.core.options import option
-from raceme.core.requests import Outcome, Task, Update, Work
+from raceme.core.requests import InFlight, Outcome, Request, Update
 from raceme.core.strategy import Method, Variant
 from raceme.strategies import shared as spectral
 from raceme.strategies.casa.buffers import Code, Encoder, ModelBuffers, Sketches, WholeModels
@@ -210,7 +210,7 @@ class CASA(Method):
             self._present[self._index[client]] = False
             self._watches.clear()
 
-    def on_sent(self, task: Task) -> None:
+    def on_sent(self, task: InFlight) -> None:
         """Note from where a client starts, in the unit of τ."""
         if task.client in self._index:
             self.state.start[self._index[task.client]] = self._start_of(task)
@@ -262,7 +262,7 @@ class CASA(Method):
         self._mix(k, update, alpha)
         return Outcome(cluster=k, staleness=staleness, weight=alpha)
 
-    def _start_of(self, task: Task) -> int:
+    def _start_of(self, task: InFlight) -> int:
         """Return start_i of a task, in the unit of τ."""
         return task.updates if self.parameters.staleness_unit == "global" else task.version
 
@@ -510,22 +510,22 @@ class CASAPlus(CASA):
 
     # On its way out.
 
-    def request_for(self, client: str) -> Work:
+    def request_for(self, client: str) -> Request:
         """Send the mask along, if there is one: training then takes 1 − S_i of the time."""
         mask = self.state.masks.get(client)
         if mask is None:
-            return Work(client)
+            return Request(client)
         arrays = {MASK: self.spec.pack_mask(mask)}
-        return Work(client, arrays=arrays, settings={COMPUTE_SCALE: float(mask.mean())})
+        return Request(client, arrays=arrays, settings={COMPUTE_SCALE: float(mask.mean())})
 
-    def on_sent(self, task: Task) -> None:
+    def on_sent(self, task: InFlight) -> None:
         """Note with which mask a client trains."""
         super().on_sent(task)
         mask = self.state.masks.get(task.client)
         if mask is not None:
             self.state.sent[task.number] = mask
 
-    def on_closed(self, task: Task) -> None:
+    def on_closed(self, task: InFlight) -> None:
         """Forget the mask of a task that is over."""
         super().on_closed(task)
         self.state.sent.pop(task.number, None)

@@ -34,8 +34,8 @@ from raceme.core.messages import (
     to_array,
 )
 from raceme.core.options import option
-from raceme.core.requests import Answer, InvalidReplyError, Outcome, Update, Work
-from raceme.core.scheduling import Dispatch, InRounds, Moment
+from raceme.core.requests import Answer, InvalidReplyError, Outcome, Request, Update
+from raceme.core.scheduling import InRounds, Scheduler, SelectionContext
 from raceme.core.strategy import Method, Needs
 from raceme.flower.messages import array_record
 from raceme.strategies.cdfl.scheduling import OnRequest
@@ -98,7 +98,7 @@ class FedSoft(Method):
     state_type = FedSoftState
     parameters: FedSoftParameters
     state: FedSoftState
-    dispatch: InRounds
+    scheduling: InRounds
 
     @property
     def needs(self) -> Needs:
@@ -109,7 +109,7 @@ class FedSoft(Method):
             by_distribution=lambda: self.state.pretrained,
         )
 
-    def scheduler(self) -> Dispatch:
+    def scheduler(self) -> Scheduler:
         """Work in rounds, with those whom clusters draw."""
         return InRounds(participants=self._draw, queries=self._queries)
 
@@ -127,19 +127,19 @@ class FedSoft(Method):
 
     # Every few rounds: importance.
 
-    def _queries(self, moment: Moment) -> Sequence[Work] | None:
+    def _queries(self, moment: SelectionContext) -> Sequence[Request] | None:
         """Ask for losses before some rounds; then let those train whom clusters have drawn."""
-        asked = self.dispatch.ask_first(moment, every=self.parameters.estimate_every)
+        asked = self.scheduling.ask_first(moment, every=self.parameters.estimate_every)
         if asked is not None:
             return [self._measure(client) for client in asked]
         return None
 
-    def _measure(self, client: str) -> Work:
+    def _measure(self, client: str) -> Request:
         """Let a client measure all cluster models: K passes without gradients."""
         examples = self.progress.fleet.clients[client].num_examples
         cost = forward_cost(self.train_config, examples, len(self.models))
         settings = {COMPUTE_SCALE: cost}
-        return Work(client, LOSSES, models=tuple(self.models), settings=settings)
+        return Request(client, LOSSES, models=tuple(self.models), settings=settings)
 
     def on_answer(self, answer: Answer) -> None:
         """Take a client's losses in: they tell the importance of each cluster to it."""
@@ -178,9 +178,9 @@ class FedSoft(Method):
         weights = shares * examples[:, None]
         return np.asarray(weights / weights.sum(axis=0))
 
-    def request_for(self, client: str) -> Work:
+    def request_for(self, client: str) -> Request:
         """Let a client train its own model, pulled towards its mixture of the clusters'."""
-        return Work(client, TRAIN_OWN, settings={PROXIMAL_MU: self.parameters.strength})
+        return Request(client, TRAIN_OWN, settings={PROXIMAL_MU: self.parameters.strength})
 
     def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
         """Replace each cluster's model by the mean of those that it has drawn."""
@@ -285,18 +285,18 @@ class FedSoftAsync(Method):
     state_type = FedSoftAsyncState
     parameters: FedSoftAsyncParameters
     state: FedSoftAsyncState
-    dispatch: OnRequest
+    scheduling: OnRequest
 
     @property
     def needs(self) -> Needs:
         """What a run of the method has to have."""
         return Needs(
-            kinds=frozenset({TRAIN_MIXED}) | self.dispatch.asked_kinds,
+            kinds=frozenset({TRAIN_MIXED}) | self.scheduling.asked_kinds,
             pretrained=True,
             by_distribution=lambda: self.state.pretrained,
         )
 
-    def scheduler(self) -> Dispatch:
+    def scheduler(self) -> Scheduler:
         """Let each client decide when it uploads."""
         return OnRequest(self.parameters)
 
@@ -318,14 +318,14 @@ class FedSoftAsync(Method):
 
     # What a client does when it chooses.
 
-    def request_for(self, client: str) -> Work:
+    def request_for(self, client: str) -> Request:
         """Let a client estimate and train its mixture, or look how well its last one still fits."""
         versions = self.state.held[client]
         vectors = [self.bases.vectors[_name(k, version)] for k, version in versions.items()]
-        if self.dispatch.looks(client):
+        if self.scheduling.looks(client):
             shares = np.asarray(self._shares(client))
             mixture = np.tensordot(shares, np.stack(vectors), axes=1).astype(np.float32)
-            return self.dispatch.look_at(client, self.spec.pack(mixture), self._cost(client))
+            return self.scheduling.look_at(client, self.spec.pack(mixture), self._cost(client))
         models = {candidate(k): self.spec.pack(own) for k, own in enumerate(vectors)}
         settings = {
             PROXIMAL_MU: self.parameters.rho,
@@ -334,7 +334,7 @@ class FedSoftAsync(Method):
         if client in self.state.shares:
             shares = np.asarray(self.state.shares[client])
             models[SHARES] = array_record({SHARES: to_array(shares)})
-        return Work(client, TRAIN_MIXED, models=(), arrays=models, settings=settings)
+        return Request(client, TRAIN_MIXED, models=(), arrays=models, settings=settings)
 
     def _cost(self, client: str, models: int = 1) -> float:
         examples = self.progress.fleet.clients[client].num_examples
@@ -342,7 +342,7 @@ class FedSoftAsync(Method):
 
     def on_answer(self, answer: Answer) -> None:
         """Note how well a client's mixture still fits its data."""
-        self.dispatch.heard(answer)
+        self.scheduling.heard(answer)
 
     # What the server does with an upload.
 

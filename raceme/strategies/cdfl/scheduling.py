@@ -4,13 +4,13 @@ A method mixes :class:`RequestParameters` into its parameters and returns ``OnRe
 as its policy. It needs no more unless clients may ask when their loss rises: the policy knows no
 models and no data, so the method lets a client look, and hands the answer over::
 
-    def request_for(self, client: str) -> Work:
-        if self.dispatch.looks(client):
-            return self.dispatch.look_at(client, self.spec.pack(self.state.held[client]), cost)
-        return Work(client)
+    def request_for(self, client: str) -> Request:
+        if self.scheduling.looks(client):
+            return self.scheduling.look_at(client, self.spec.pack(self.state.held[client]), cost)
+        return Request(client)
 
     def on_answer(self, answer: Answer) -> None:
-        self.dispatch.heard(answer)
+        self.scheduling.heard(answer)
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from flwr.app import ArrayRecord
 from raceme.core.clients import Client
 from raceme.core.messages import ARRAYS, COMPUTE_SCALE, INVITATION, LOSSES, TRAINING
 from raceme.core.options import SECONDS, Value, option
-from raceme.core.requests import Answer, InvalidReplyError, Task, Update, Work
-from raceme.core.scheduling import Dispatch, Moment
+from raceme.core.requests import Answer, InFlight, InvalidReplyError, Request, Update
+from raceme.core.scheduling import Scheduler, SelectionContext
 
 log = getLogger("raceme")
 
@@ -105,7 +105,7 @@ class RequestState:
     refused: dict[str, bool] = field(default_factory=dict)
 
 
-class OnRequest(Dispatch):
+class OnRequest(Scheduler):
     """Each client decides when it works; an update is acted on at once.
 
     ``poisson``
@@ -156,7 +156,7 @@ class OnRequest(Dispatch):
         state = self.state
         return self._mode == LOSS and client in state.uploaded_at and client not in state.risen
 
-    def look_at(self, client: str, held: ArrayRecord, cost: float) -> Work:
+    def look_at(self, client: str, held: ArrayRecord, cost: float) -> Request:
         """Return the work of a client that looks at its loss.
 
         Parameters
@@ -172,7 +172,7 @@ class OnRequest(Dispatch):
         """
         settings = {COMPUTE_SCALE: cost}
         arrays = {ARRAYS: held}
-        return Work(client, LOSSES, (), arrays, settings, phase="look", is_held=True)
+        return Request(client, LOSSES, (), arrays, settings, phase="look", is_held=True)
 
     def heard(self, answer: Answer) -> bool:
         """Take in what a client has seen; False for an answer to other work, which is left alone.
@@ -203,7 +203,7 @@ class OnRequest(Dispatch):
 
     # Who works.
 
-    def choose(self, moment: Moment) -> Sequence[Client]:
+    def choose(self, moment: SelectionContext) -> Sequence[Client]:
         """Return the idle clients whose time has come."""
         due, chosen = self.state.due, []
         for client in moment.idle.ready(moment.now):
@@ -214,13 +214,13 @@ class OnRequest(Dispatch):
                 chosen.append(client)
         return chosen
 
-    def settings(self, work: Work) -> Mapping[str, Value]:
+    def settings(self, work: Request) -> Mapping[str, Value]:
         """Say that training is an invitation, where devices decide."""
         invites = self._mode == DEVICE and work.kind in TRAINING
         invites &= work.client not in self.state.refused
         return {INVITATION: True} if invites else {}
 
-    def sent(self, task: Task, now: float) -> None:
+    def sent(self, task: InFlight, now: float) -> None:
         """Forget the request that was met; other work leaves it as it is."""
         client, state = task.client, self.state
         if state.due.get(client, math.inf) > now:
@@ -261,7 +261,7 @@ class OnRequest(Dispatch):
         state.refused.pop(client, None)
         return [update]
 
-    def lost(self, task: Task, now: float) -> Sequence[Update]:
+    def lost(self, task: InFlight, now: float) -> Sequence[Update]:
         """Wait for no look that is over."""
         if self.state.looking.get(task.client) == task.number:
             del self.state.looking[task.client]
@@ -288,7 +288,7 @@ class OnRequest(Dispatch):
 
     # When a client asks.
 
-    def _asks_at(self, client: Client, moment: Moment) -> float:
+    def _asks_at(self, client: Client, moment: SelectionContext) -> float:
         """Return when an idle client asks next."""
         name, now, state = client.client_id, moment.now, self.state
         if self._next_request is not None:

@@ -33,8 +33,8 @@ from raceme.core.clusters import Clusters, Model, NonFiniteModelError, blended
 from raceme.core.errors import UserError
 from raceme.core.messages import ARRAYS, PROXIMAL_MU, Vector, forward_cost
 from raceme.core.options import option
-from raceme.core.requests import Answer, Outcome, Update, Work
-from raceme.core.scheduling import Dispatch
+from raceme.core.requests import Answer, Outcome, Request, Update
+from raceme.core.scheduling import Scheduler
 from raceme.core.strategy import Method, Needs
 from raceme.strategies.cdfl.scheduling import OnRequest, RequestParameters
 
@@ -237,13 +237,13 @@ class CDFL(Method):
     state_type = CDFLState
     parameters: CDFLParameters
     state: CDFLState
-    dispatch: OnRequest
+    scheduling: OnRequest
 
     @property
     def needs(self) -> Needs:
         """What a run of the method has to have."""
         return Needs(
-            kinds=self.dispatch.asked_kinds,
+            kinds=self.scheduling.asked_kinds,
             pretrained=True,
             by_distribution=lambda: True,
             fits_server=self._check_server,
@@ -266,6 +266,7 @@ class CDFL(Method):
                 f"cdfl.c1 + cdfl.c2 is {options.c1 + options.c2:g} and must be 1 at most: what is "
                 "left to 1 is the weight of the distance of models."
             )
+        self._losses: dict[int, tuple[Model, int, float]] = {}
         self._sharpness = sharpness_of(options.sharpness)
         self._bars = (
             bar_of("cdfl.loss-bar", options.loss_bar),
@@ -273,7 +274,7 @@ class CDFL(Method):
             bar_of("cdfl.distance-bar", options.distance_bar),
         )
 
-    def scheduler(self) -> Dispatch:
+    def scheduler(self) -> Scheduler:
         """Let each client decide when it uploads."""
         return OnRequest(self.parameters)
 
@@ -299,10 +300,6 @@ class CDFL(Method):
         self.clusters = start_clusters(vector, count, self.starts)
         self.state = CDFLState(renewed=dict.fromkeys(self.clusters.models, 0))
 
-    def restored(self) -> None:
-        """Forget the losses of the cluster models that were measured."""
-        self._losses: dict[int, tuple[int, float]] = {}
-
     def on_join(self, client: Client) -> None:
         """Give a client that is new the mean of the cluster models."""
         name = client.client_id
@@ -315,20 +312,20 @@ class CDFL(Method):
 
     # What a client does when it chooses.
 
-    def request_for(self, client: str) -> Work:
+    def request_for(self, client: str) -> Request:
         """Let a client train the model that it has received, or look how well that still fits."""
         received = self.spec.pack(self.state.received[client])
-        if self.dispatch.looks(client):
+        if self.scheduling.looks(client):
             examples = self.progress.fleet.clients[client].num_examples
-            return self.dispatch.look_at(
+            return self.scheduling.look_at(
                 client, received, forward_cost(self.train_config, examples)
             )
         settings = {PROXIMAL_MU: self.parameters.rho}
-        return Work(client, models=(), arrays={ARRAYS: received}, settings=settings)
+        return Request(client, models=(), arrays={ARRAYS: received}, settings=settings)
 
     def on_answer(self, answer: Answer) -> None:
         """Note how well a client's model still fits its data."""
-        self.dispatch.heard(answer)
+        self.scheduling.heard(answer)
 
     # What the server does with an upload.
 
@@ -377,10 +374,10 @@ class CDFL(Method):
     def _own_loss(self, proxy: int, cluster: int) -> float:
         """Return a cluster model's loss on its own proxy set, measured once per version."""
         model = self.models[cluster]
-        version, loss = self._losses.get(cluster, (-1, 0.0))
-        if version != model.version:
+        measured, version, loss = self._losses.get(cluster, (None, -1, 0.0))
+        if measured is not model or version != model.version:
             loss = self._loss(model.vector, proxy)
-            self._losses[cluster] = model.version, loss
+            self._losses[cluster] = model, model.version, loss
         return loss
 
 

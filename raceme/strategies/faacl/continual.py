@@ -52,8 +52,16 @@ from raceme.core.messages import (
     to_array,
 )
 from raceme.core.options import option
-from raceme.core.requests import Answer, InvalidReplyError, Outcome, Task, Update, Value, Work
-from raceme.core.scheduling import Dispatch, InRounds, Moment
+from raceme.core.requests import (
+    Answer,
+    InFlight,
+    InvalidReplyError,
+    Outcome,
+    Request,
+    Update,
+    Value,
+)
+from raceme.core.scheduling import InRounds, Scheduler, SelectionContext
 from raceme.core.strategy import InUse, Method, Needs
 from raceme.flower.messages import array_record
 from raceme.strategies.faacl.strategy import (
@@ -133,7 +141,7 @@ class Remembered:
 
 
 @dataclass
-class Request:
+class ConceptRequest:
     """What one client is asked in a stage.
 
     Attributes
@@ -175,7 +183,7 @@ class SearchState(SupportRoundsState):
         Empty while nobody searches.
     tested : dict[str, list[Remembered]]
         What each client is compared on in this stage, in this order.
-    requests : dict[str, Request]
+    requests : dict[str, ConceptRequest]
         Who is asked what in this stage.
     tried : dict[str, bool]
         Who has been asked in this stage.
@@ -191,7 +199,7 @@ class SearchState(SupportRoundsState):
     joins: dict[str, int] = field(default_factory=dict)
     stage: str = ""
     tested: dict[str, list[Remembered]] = field(default_factory=dict)
-    requests: dict[str, Request] = field(default_factory=dict)
+    requests: dict[str, ConceptRequest] = field(default_factory=dict)
     tried: dict[str, bool] = field(default_factory=dict)
     answers: dict[str, dict[str, NDArray[np.float64]]] = field(default_factory=dict)
     lent: dict[str, dict[str, NDArray[Any]]] = field(default_factory=dict)
@@ -242,9 +250,9 @@ class ConceptSearch:
         state: SearchState = self._method.state
         return state
 
-    def ask(self, moment: Moment) -> list[Work] | None:
+    def ask(self, moment: SelectionContext) -> list[Request] | None:
         """Return who is asked what now; None if nobody searches any more."""
-        state, dispatch = self._state, self._method.dispatch
+        state, dispatch = self._state, self._method.scheduling
         assert isinstance(dispatch, InRounds), "the method works in rounds"
         if not state.local or dispatch.state.running or moment.greeting:
             return None
@@ -260,13 +268,13 @@ class ConceptSearch:
 
     # What clients are asked.
 
-    def _work(self, client: str) -> Work:
+    def _work(self, client: str) -> Request:
         """Return the work of a client in this stage."""
         state, request = self._state, self._state.requests[client]
         settings: dict[str, Value] = {MEMORY_STEPS: request.steps}
         if state.stage == LENDING:
             settings[COMPUTE_SCALE] = 0.0
-            return Work(client, LEND, models=(), settings=settings, phase=state.stage)
+            return Request(client, LEND, models=(), settings=settings, phase=state.stage)
         if request.searches:
             settings[ON] = "validation"
         settings[COMPUTE_SCALE] = self._cost(client, request)
@@ -277,9 +285,9 @@ class ConceptSearch:
         for index, remembered in enumerate(request.borrowed):
             arrays[numbered(BORROWED, index)] = self._lent(remembered)
         models = tuple(request.clusters)
-        return Work(client, MATCH, models, arrays, settings, phase=state.stage)
+        return Request(client, MATCH, models, arrays, settings, phase=state.stage)
 
-    def _cost(self, client: str, request: Request) -> float:
+    def _cost(self, client: str, request: ConceptRequest) -> float:
         """Return what measuring takes, as a share of a round's computing."""
         examples = self._method.progress.fleet.clients[client].num_examples
         samples = validation_share(self._method) * examples if request.searches else 0.0
@@ -294,7 +302,7 @@ class ConceptSearch:
         parts = {part: to_array(lent[f"{name}-{part}"]) for part in (INPUTS, LABELS)}
         return array_record(parts)
 
-    def sent(self, task: Task) -> None:
+    def sent(self, task: InFlight) -> None:
         """Note that a client was asked: once in a stage, whatever becomes of it."""
         self._state.tried[task.client] = True
 
@@ -317,7 +325,9 @@ class ConceptSearch:
         rows = len(request.clusters) + len(request.clients)
         state.answers[client] = {name: losses_of(answer, rows, name) for name in answer.numbers}
 
-    def _forget_what_is_lost(self, client: str, request: Request, there: Iterable[str]) -> None:
+    def _forget_what_is_lost(
+        self, client: str, request: ConceptRequest, there: Iterable[str]
+    ) -> None:
         """Note that a client remembers steps no more: it was set up anew, say."""
         known = set(there)
         for step in request.steps:
@@ -378,18 +388,20 @@ class ConceptSearch:
             for remembered in tested:
                 self._add(requests, client, remembered)
 
-    def _add(self, requests: dict[str, Request], client: str, remembered: Remembered) -> None:
+    def _add(
+        self, requests: dict[str, ConceptRequest], client: str, remembered: Remembered
+    ) -> None:
         """Have a client compared on a remembered sample."""
         stage, borrows = self._state.stage, self._parameters.borrow == "samples"
         if stage in (LENDING, OTHERS) and (stage == LENDING or not borrows):
-            holder = requests.setdefault(remembered.client, Request())
+            holder = requests.setdefault(remembered.client, ConceptRequest())
             _once(holder.steps, remembered.step)
             if stage == OTHERS:
                 _once(holder.clusters, remembered.cluster)
                 _once(holder.clients, client)
         if stage == LENDING:
             return
-        own = requests.setdefault(client, Request())
+        own = requests.setdefault(client, ConceptRequest())
         own.searches = True
         _once(own.clusters, remembered.cluster)
         _once(own.clients, client)
@@ -480,19 +492,20 @@ class CFAACL(Method):
     state_type = CFAACLState
     parameters: CFAACLParameters
     state: CFAACLState
-    dispatch: InRounds
+    scheduling: InRounds
 
     @property
     def needs(self) -> Needs:
         """What a run of the method has to have."""
         return Needs(
             kinds=frozenset({LEARN, LEND, LOSSES, MATCH}),
+            settings=frozenset({MEMORY_STEPS, REMEMBERED}),
             validation=True,
             fits_clients=self._check_clients,
             fits_validation=lambda samples: check_samples(samples, self.parameters.alpha),
         )
 
-    def scheduler(self) -> Dispatch:
+    def scheduler(self) -> Scheduler:
         """Work in rounds; who supports other clusters trains their models after its own."""
         self.search = ConceptSearch(self, self._place)
         self.rounds = SupportRounds(self)
@@ -534,12 +547,12 @@ class CFAACL(Method):
 
     # Before a round: searches, then Cluster Support and Cluster Merge.
 
-    def _queries(self, moment: Moment) -> Sequence[Work] | None:
+    def _queries(self, moment: SelectionContext) -> Sequence[Request] | None:
         """Find out where new data belong, have clusters compared, then let participants train."""
         asked = self.search.ask(moment)
         if asked is None:
             asked = self.rounds.compare(moment)
-        if asked is None and not self.dispatch.state.running:
+        if asked is None and not self.scheduling.state.running:
             self._notice_new_data(self.state.memory)
         return asked
 
@@ -550,7 +563,7 @@ class CFAACL(Method):
             if known is not None and (self.step_of(client) or 0) not in known:
                 self.state.cold[client] = True
 
-    def on_sent(self, task: Task) -> None:
+    def on_sent(self, task: InFlight) -> None:
         """Note who trains what, and who was asked."""
         if task.kind in _SEARCHING:
             self.search.sent(task)
@@ -566,7 +579,7 @@ class CFAACL(Method):
 
     # A round.
 
-    def request_for(self, client: str) -> Work:
+    def request_for(self, client: str) -> Request:
         """Let a client with new data train θ on them and remember a sample; others as in FAACL."""
         self._notice_new_data([client])
         if client not in self.state.cold:
@@ -574,7 +587,7 @@ class CFAACL(Method):
         epochs = self.parameters.learn_epochs if self._has_clusters else self.parameters.init_epochs
         work = initial_training(self, client, self.state.initial, epochs)
         settings = {**work.settings, REMEMBERED: self.parameters.remembered}
-        return Work(client, LEARN, (), work.arrays, settings, work.phase)
+        return Request(client, LEARN, (), work.arrays, settings, work.phase)
 
     def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
         """Make clusters of the first clients; let later ones search; average the others."""

@@ -43,8 +43,16 @@ from raceme.core.messages import (
     kept_for_validation,
 )
 from raceme.core.options import option
-from raceme.core.requests import Answer, InvalidReplyError, Outcome, Task, Update, Value, Work
-from raceme.core.scheduling import Dispatch, InRounds, Moment, RoundsParameters
+from raceme.core.requests import (
+    Answer,
+    InFlight,
+    InvalidReplyError,
+    Outcome,
+    Request,
+    Update,
+    Value,
+)
+from raceme.core.scheduling import InRounds, RoundsParameters, Scheduler, SelectionContext
 from raceme.core.strategy import Method, Needs, average_by_cluster
 from raceme.strategies.faacl.support import (
     Partition,
@@ -128,19 +136,19 @@ def validation_share(method: Method) -> float:
     return share
 
 
-def initial_training(method: Method, client: str, initial: Vector, epochs: int) -> Work:
+def initial_training(method: Method, client: str, initial: Vector, epochs: int) -> Request:
     """Return the work of a client that has no model yet: it trains θ, Algorithm 1."""
     settings: dict[str, Value] = {LOCAL_STEPS: 0, LOCAL_EPOCHS: epochs}
     arrays = {ARRAYS: method.record_of(initial)}
-    return Work(client, models=(), arrays=arrays, settings=settings, phase=INIT)
+    return Request(client, models=(), arrays=arrays, settings=settings, phase=INIT)
 
 
-def comparison(method: Method, client: str, clusters: Sequence[int]) -> Work:
+def comparison(method: Method, client: str, clusters: Sequence[int]) -> Request:
     """Return the work of a client that measures models on its validation samples."""
     examples = method.progress.fleet.clients[client].num_examples
     cost = validation_share(method) * forward_cost(method.train_config, examples, len(clusters))
     settings: dict[str, Value] = {ON: "validation", COMPUTE_SCALE: cost}
-    return Work(client, LOSSES, models=tuple(clusters), settings=settings, phase=SUPPORT)
+    return Request(client, LOSSES, models=tuple(clusters), settings=settings, phase=SUPPORT)
 
 
 def trains(supported: Supported, cluster: int) -> list[int]:
@@ -279,7 +287,9 @@ class SupportRounds:
         state: SupportRoundsState = self._method.state
         return state
 
-    def scheduler(self, queries: Callable[[Moment], Sequence[Work] | None]) -> InRounds:
+    def scheduler(
+        self, queries: Callable[[SelectionContext], Sequence[Request] | None]
+    ) -> InRounds:
         """Work in rounds; who supports other clusters trains their models after its own.
 
         Parameters
@@ -297,7 +307,7 @@ class SupportRounds:
 
     @property
     def _dispatch(self) -> InRounds:
-        dispatch = self._method.dispatch
+        dispatch = self._method.scheduling
         assert isinstance(dispatch, InRounds), "policy() has made it"
         return dispatch
 
@@ -317,12 +327,12 @@ class SupportRounds:
 
     # Cluster Train, Algorithm 4.
 
-    def train(self, client: str) -> Work:
+    def train(self, client: str) -> Request:
         """Return the work of a client: the next of the models that it trains in this round."""
         model = self._next_model(client)
-        return Work(client, models=None if model is None else (model,))
+        return Request(client, models=None if model is None else (model,))
 
-    def sent(self, task: Task) -> None:
+    def sent(self, task: InFlight) -> None:
         """Note which model a client was given to train."""
         self._state.begun.setdefault(task.client, {})[task.cluster] = True
 
@@ -343,7 +353,7 @@ class SupportRounds:
 
     # Cluster Support and Cluster Merge, Algorithms 2 and 3, between two rounds.
 
-    def compare(self, moment: Moment) -> list[Work] | None:
+    def compare(self, moment: SelectionContext) -> list[Request] | None:
         """Return who measures which models now; None if the next round may begin."""
         if not self._state.is_due:
             return None
@@ -558,7 +568,7 @@ class FAACLAsync(Method):
 
     # What a client is asked.
 
-    def request_for(self, client: str) -> Work:
+    def request_for(self, client: str) -> Request:
         """Let a new client train θ, and others measure models or train the next of theirs."""
         if client in self.state.cold:
             epochs = self.parameters.init_epochs
@@ -568,7 +578,7 @@ class FAACLAsync(Method):
             return comparison(self, client, [own, *others])
         models, begun = trains(self.state.supported, own), self.state.begun.get(client, {})
         model = next((model for model in models if model not in begun), own)
-        return Work(client, models=(model,))
+        return Request(client, models=(model,))
 
     def _to_compare(self, client: str, own: int) -> list[int]:
         """Return the clusters that a client is to be compared with now, none if it is to train."""
@@ -590,7 +600,7 @@ class FAACLAsync(Method):
         clients = self.clusters.clients(cluster)
         return bool(clients) and all(passed.get(c, {}).get(other, False) for c in clients)
 
-    def on_sent(self, task: Task) -> None:
+    def on_sent(self, task: InFlight) -> None:
         """Note who trains what."""
         if task.kind == LOSSES:
             self.state.unanswered[task.client] = True
@@ -600,7 +610,7 @@ class FAACLAsync(Method):
             begun.clear()
         begun[task.cluster] = True
 
-    def on_closed(self, task: Task) -> None:
+    def on_closed(self, task: InFlight) -> None:
         """Count a client's trainings since it last measured models."""
         trained = self.state.trained
         if task.kind == LOSSES:
@@ -736,7 +746,7 @@ class FAACL(Method):
             fits_validation=lambda samples: check_samples(samples, self.parameters.alpha),
         )
 
-    def scheduler(self) -> Dispatch:
+    def scheduler(self) -> Scheduler:
         """Work in rounds; who supports other clusters trains their models after its own."""
         self.rounds = SupportRounds(self)
         return self.rounds.scheduler(self.rounds.compare)
@@ -757,14 +767,14 @@ class FAACL(Method):
         """Take losses in."""
         self.rounds.take(answer)
 
-    def request_for(self, client: str) -> Work:
+    def request_for(self, client: str) -> Request:
         """Let a new client train θ, Algorithm 1, and others the next of their models."""
         if client in self.state.cold:
             epochs = self.parameters.init_epochs
             return initial_training(self, client, self.state.initial, epochs)
         return self.rounds.train(client)
 
-    def on_sent(self, task: Task) -> None:
+    def on_sent(self, task: InFlight) -> None:
         """Note who trains what."""
         if task.kind != LOSSES:
             self.rounds.sent(task)

@@ -30,7 +30,7 @@ from raceme.core.clients import Client
 from raceme.core.clusters import Clusters, Model
 from raceme.core.messages import ARRAYS, Vector
 from raceme.core.options import option
-from raceme.core.requests import Outcome, Task, Update, Work
+from raceme.core.requests import InFlight, Outcome, Request, Update
 from raceme.core.strategy import InUse, Method, Needs
 from raceme.strategies.panicle.averaging import (
     Averages,
@@ -230,14 +230,14 @@ class Panicle(Method):
 
     # What a client is asked.
 
-    def request_for(self, client: str) -> Work:
+    def request_for(self, client: str) -> Request:
         """Let a client take a few steps from w0 if it is to be placed, or train its model."""
         if not self._is_to_be_probed(client):
-            return Work(client)
+            return Request(client)
         examples = self.progress.fleet.clients[client].num_examples
         settings = settings_of_probe(self.train_config, examples, self.parameters.probe_steps)
         arrays = {ARRAYS: self.record_of(self.state.initial)}
-        return Work(client, models=(), arrays=arrays, settings=settings, phase=PROBE)
+        return Request(client, models=(), arrays=arrays, settings=settings, phase=PROBE)
 
     def _is_to_be_probed(self, client: str) -> bool:
         if not self.parameters.clustering:
@@ -255,7 +255,7 @@ class Panicle(Method):
         probes = self.state.probes
         return probes.is_clear(client) or probes.count(client) >= _MOST_PROBES
 
-    def on_sent(self, task: Task) -> None:
+    def on_sent(self, task: InFlight) -> None:
         """Count probes until they are answered."""
         if task.phase == PROBE:
             self._habit(task.client).asked += 1
