@@ -70,4 +70,4 @@ class Hierarchy(Method):
             best = self.clusters.found(Model(np.array(self.models[PARENT].vector)))
             known[best] = direction
         share = self.parameters.share
-        self.clusters.move(client, {best: 1 - share, PARENT: share} if share else best)
+        self.clusters.assign(client, {best: 1 - share, PARENT: share} if share else best)

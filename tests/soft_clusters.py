@@ -48,7 +48,7 @@ class SoftClusters(Method):
         client, epoch, applied = update.task.client, self.progress.updates + 1, 0.0
         losses = np.array([self.probe([update.vector], k).mean() for k in self.models])
         alphas = softmax(SHARPNESS * (1 - losses / losses.sum()) / (K - 1))
-        self.clusters.move(client, {k: float(alpha) for k, alpha in enumerate(alphas)})
+        self.clusters.assign(client, {k: float(alpha) for k, alpha in enumerate(alphas)})
         staleness = epoch - 1 - update.task.updates
         for k in np.flatnonzero(alphas >= 1 / K) if staleness <= len(self.clusters.members) else ():
             age = max(0, self.state.renewed[int(k)] - update.task.updates - 5)

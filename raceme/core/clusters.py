@@ -325,7 +325,9 @@ class Clusters:
         self._largest = None
 
     def assign(self, client: str, placement: Placement) -> None:
-        """Place a client that has no cluster yet; one that has is moved.
+        """Place a client in a cluster, or in several; it leaves those that it was in.
+
+        The first placement of a client is reported as `ASSIGN`, all others as `MOVE`.
 
         Raises
         ------
@@ -338,8 +340,6 @@ class Clusters:
             self._place({client: weights})
             verb = ClusterChange.MOVE if before else ClusterChange.ASSIGN
             self._changed(verb, {client: weights})
-
-    move = assign
 
     def unassign(self, clients: Iterable[str]) -> None:
         """Take clients out of their clusters: the largest serves them until they are placed."""

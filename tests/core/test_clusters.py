@@ -69,8 +69,8 @@ def test_assigning_and_moving() -> None:
     clusters.join("a")
     seen = reports_of(clusters)
     clusters.assign("a", 1)
-    clusters.move("a", {0: 0.25, 2: 0.75})
-    clusters.move("a", {0: 0.25, 2: 0.75})
+    clusters.assign("a", {0: 0.25, 2: 0.75})
+    clusters.assign("a", {0: 0.25, 2: 0.75})
     assert clusters.of("a") == {0: 0.25, 2: 0.75}
     assert clusters.main("a") == 2
     # The third changed nothing.
@@ -111,9 +111,9 @@ def test_a_placement_that_is_none_is_refused_and_changes_nothing(
 ) -> None:
     clusters = with_clients(2, a=1)
     seen = reports_of(clusters)
-    for verb in (clusters.assign, clusters.move):
+    for client in ("a", "new"):
         with pytest.raises(ValueError, match=message):
-            verb("a", placement)
+            clusters.assign(client, placement)
     assert clusters.members == {"a": {1: 1.0}}
     assert seen == []
 
@@ -149,7 +149,7 @@ def test_the_largest_cluster_follows_every_change() -> None:
     assert clusters.largest() == 2
     clusters.join("b")
     assert clusters.largest() == 1
-    clusters.move("d", 0)
+    clusters.assign("d", 0)
     assert clusters.largest() == 0
     clusters.unassign(["a"])
     assert clusters.largest() == 2

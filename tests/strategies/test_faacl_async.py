@@ -140,7 +140,7 @@ def test_tests_that_both_had_passed_are_of_the_merged_cluster() -> None:
 def test_a_client_that_was_merged_while_it_measured_is_asked_again() -> None:
     made = bench()
     task = begin(made, "c0")
-    made.method.clusters.move("c0", 3)
+    made.method.clusters.assign("c0", 3)
     rows = np.array([np.ones(8)] * len(task.candidates), np.float32)
     made.answer(task, {LOSSES: rows})
     assert made.method.state.passed == {}

@@ -121,7 +121,7 @@ def test_clients_that_say_no_label_counts_are_asked_three_times_and_hold_nobody_
 def test_a_late_update_of_a_client_that_has_moved_changes_no_group() -> None:
     strategy = with_groups()
     late = update(strategy, "c0", 100, 100)
-    strategy.clusters.move("c0", 2)
+    strategy.clusters.assign("c0", 2)
     models = {k: model.vector.tolist() for k, model in strategy.models.items()}
     (applied,) = strategy.applied([late])
     assert applied.weight == 0.0
@@ -131,7 +131,7 @@ def test_a_late_update_of_a_client_that_has_moved_changes_no_group() -> None:
 def test_a_group_that_is_left_empty_keeps_its_model() -> None:
     strategy = with_groups()
     for client in ("c1", "c3"):
-        strategy.clusters.move(client, 1)
+        strategy.clusters.assign(client, 1)
     round_of(strategy, (5, 0), (5, 0), (5, 0), (5, 0))
     assert strategy.models[2].vector.tolist() == pytest.approx([0.05, 2.0])
     assert strategy.models[1].vector.tolist() == [5.0, 0.0]

@@ -96,7 +96,7 @@ def test_a_client_with_labels_of_one_group_alone_moves_there_at_once() -> None:
 def test_a_late_update_of_a_client_that_has_moved_changes_no_group() -> None:
     strategy = started(detect="none")
     late = update(strategy, "c0", 100, 100)
-    strategy.clusters.move("c0", 2)
+    strategy.clusters.assign("c0", 2)
     models = {k: model.vector.tolist() for k, model in strategy.models.items()}
     assert strategy.applied([late])[0].weight == 0.0
     assert {k: model.vector.tolist() for k, model in strategy.models.items()} == models

@@ -48,7 +48,7 @@ def test_clusters_count_their_clients(verbs: list[tuple[str, int]]) -> None:
         elif verb == "leave" and client in clusters.members:
             clusters.leave(client)
         elif verb == "move":
-            clusters.move(client, names[number % len(names)])
+            clusters.assign(client, names[number % len(names)])
         elif verb == "split":
             parent = names[number % len(names)]
             members = clusters.clients(parent, online_only=False)

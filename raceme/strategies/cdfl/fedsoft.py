@@ -152,7 +152,7 @@ class FedSoft(Method):
         shares = importance_of(measured, self.parameters.smoothing)
         self.state.importance[answer.task.client] = shares.tolist()
         weights = dict(zip(self.models, shares.tolist(), strict=True))
-        self.clusters.move(answer.task.client, weights)
+        self.clusters.assign(answer.task.client, weights)
 
     # A round.
 
@@ -354,7 +354,7 @@ class FedSoftAsync(Method):
             self.clusters, self.state, self.parameters, update.vector, alpha, client, epoch
         )
         self.state.shares[client] = alpha.tolist()
-        self.clusters.move(client, placement_of(self.clusters, alpha))
+        self.clusters.assign(client, placement_of(self.clusters, alpha))
         self._send_all(client)
         return applied
 

@@ -336,7 +336,7 @@ class CDFL(Method):
         epoch = self.progress.updates + 1
         applied = mix_in(self.clusters, self.state, self.parameters, v, alpha, client, epoch)
         weights = placement_of(self.clusters, alpha)
-        self.clusters.move(client, weights)
+        self.clusters.assign(client, weights)
         self.state.received[client] = blended(self.models, weights)
         return applied
 

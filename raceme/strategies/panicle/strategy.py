@@ -438,7 +438,7 @@ class Panicle(Method):
         self.state.averages.restart(cluster, former)
         self.state.latest.withdraw(client)
         self.state.withheld.pop(client, None)
-        clusters.move(client, cluster)
+        clusters.assign(client, cluster)
         self._habit(client).length = 0.0
         self._recount(client)
         if former is not None and not clusters.size(former, online_only=False):
