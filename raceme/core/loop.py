@@ -304,7 +304,7 @@ def _run_time(stated: float, now: float) -> float | None:
 AT_REST = "at rest: nobody's loss rises, and no data will change"
 
 
-def is_at_rest(grid: Grid, fleet: Fleet, dispatch: Scheduler, steps: Steps) -> bool:
+def has_come_to_quiescence(grid: Grid, fleet: Fleet, dispatch: Scheduler, steps: Steps) -> bool:
     """Return whether no client will ever train again.
 
     Each is at rest as its data are now, no time is ahead at which data move on, and nobody will
@@ -323,7 +323,9 @@ def is_at_rest(grid: Grid, fleet: Fleet, dispatch: Scheduler, steps: Steps) -> b
         At which step clients' data are, and when time moves them on.
     """
     # Asked after every update: most policies say no of the first client.
-    if not all(dispatch.at_rest(client, steps.now_of(client)) for client in fleet.by_node.values()):
+    if not all(
+        dispatch.is_quiescent(client, steps.now_of(client)) for client in fleet.by_node.values()
+    ):
         return False
     if not fleet.by_node or not isinstance(grid, Foreseeing) or steps.next_time() < math.inf:
         return False
@@ -334,7 +336,7 @@ def is_at_rest(grid: Grid, fleet: Fleet, dispatch: Scheduler, steps: Steps) -> b
     # Who will be back may be any of those that are away.
     away = [name for name, client in fleet.clients.items() if ahead and client.node_id is None]
     return all(ahead.values()) and all(
-        dispatch.at_rest(client, steps.now_of(client)) for client in away
+        dispatch.is_quiescent(client, steps.now_of(client)) for client in away
     )
 
 
@@ -572,7 +574,9 @@ class Loop:
                 self._ending = Ending.USELESS_REPLIES, hopeless
             elif limit := self._plan.limit(progress.updates, self._num_updates, self.now(), rounds):
                 self._ending = Ending.LIMIT, limit
-            elif is_at_rest(self._grid, self._fleet, self._method.scheduling, self._steps):
+            elif has_come_to_quiescence(
+                self._grid, self._fleet, self._method.scheduling, self._steps
+            ):
                 self._ending = Ending.AT_REST, AT_REST
         return self._ending is not None
 
@@ -630,7 +634,7 @@ class Loop:
         self._clock.forget(late)
         for message_id in late:
             task, dispatch = self._progress.in_flight.pop(message_id), self._method.scheduling
-            self._refuse(task, dispatch.given_up_because, rests=dispatch.rests_when_late)
+            self._refuse(task, dispatch.timeout_reason, rests=dispatch.backs_off_when_late)
 
     def _awaited(self) -> Collection[str]:
         """Return the ids of all messages without an answer."""
@@ -770,7 +774,7 @@ class Loop:
         """Take a valid update, and act on those that the policy releases because of it."""
         task, now = update.task, self.now()
         self._fleet.heard(task.client, update.num_examples)
-        self._method.note_pull(update)
+        self._method.note_embedding(update)
         released = self._method.scheduling.accept(update, now)
         self._progress.trained_steps[task.client] = task.step
         self._progress.rejected_in_a_row = 0

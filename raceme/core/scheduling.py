@@ -29,7 +29,7 @@ from raceme.core.requests import InFlight, InvalidReplyError, Request, Update
 
 
 @dataclass
-class Asking:
+class OpenQueries:
     """The clients that are asked before a round, and have not answered yet.
 
     Attributes
@@ -294,15 +294,15 @@ class Scheduler(ABC):
     ----------
     state : dataclass
         All that decides what follows; part of every checkpoint.
-    given_up_because : str
+    timeout_reason : str
         Why a task that `wake` gives up is of no use any more.
-    rests_when_late : bool
+    backs_off_when_late : bool
         Whether a client whose task is given up rests before it is given work again.
     """
 
     state: object
-    given_up_because: ClassVar[str] = "it took too long: the others waited for it"
-    rests_when_late: ClassVar[bool] = True
+    timeout_reason: ClassVar[str] = "it took too long: the others waited for it"
+    backs_off_when_late: ClassVar[bool] = True
 
     @property
     def rounds(self) -> int | None:
@@ -357,7 +357,7 @@ class Scheduler(ABC):
         """Return whether a client that was given work may wait with it, and answer meanwhile."""
         return False
 
-    def at_rest(self, client: str, step: int) -> bool:
+    def is_quiescent(self, client: str, step: int) -> bool:
         """Return whether a client will never train again as long as its data stay at a step."""
         return False
 
@@ -435,9 +435,9 @@ class RoundState:
         What has come back so far, in order of arrival.
     longest : dict[str, float]
         Longest time from sending work to its update, of each client, in seconds.
-    misses : dict[str, int]
+    timeouts : dict[str, int]
         Tasks that were given up since a client's last update; clients without any are left out.
-    sits_out : dict[str, int]
+    backs_off_until : dict[str, int]
         Number of the round from which on a client that was given up may take part again.
     picked : dict[str, bool]
         Clients that have taken part in any round; only where they are picked in turn.
@@ -453,10 +453,10 @@ class RoundState:
     away: dict[str, bool] = field(default_factory=dict)
     updates: list[Update] = field(default_factory=list)
     longest: dict[str, float] = field(default_factory=dict)
-    misses: dict[str, int] = field(default_factory=dict)
-    sits_out: dict[str, int] = field(default_factory=dict)
+    timeouts: dict[str, int] = field(default_factory=dict)
+    backs_off_until: dict[str, int] = field(default_factory=dict)
     picked: dict[str, bool] = field(default_factory=dict)
-    asking: Asking = field(default_factory=Asking)
+    asking: OpenQueries = field(default_factory=OpenQueries)
 
 
 class InRounds(Scheduler):
@@ -605,7 +605,7 @@ class InRounds(Scheduler):
 
     def _may_take_part(self, client: Client) -> bool:
         """Return whether a client need not sit out the next round."""
-        return self.state.number + 1 >= self.state.sits_out.get(client.client_id, 0)
+        return self.state.number + 1 >= self.state.backs_off_until.get(client.client_id, 0)
 
     def sent(self, task: InFlight, now: float) -> None:
         """Note who has which task; work for others than participants is not the round's."""
@@ -625,8 +625,8 @@ class InRounds(Scheduler):
         state.away.pop(client, None)
         took = now - state.sent_at.pop(client)
         state.longest[client] = max(took, state.longest.get(client, 0.0))
-        state.misses.pop(client, None)
-        state.sits_out.pop(client, None)
+        state.timeouts.pop(client, None)
+        state.backs_off_until.pop(client, None)
         if self._prepares(update):
             if self._returns(client):
                 state.unsent[client] = True
@@ -682,8 +682,8 @@ class InRounds(Scheduler):
             return (), ()
         late = [client for client in state.open if client not in state.away]
         for client in late:
-            misses = state.misses[client] = state.misses.get(client, 0) + 1
-            state.sits_out[client] = state.number + 2 ** min(misses - 1, 30)
+            timeouts = state.timeouts[client] = state.timeouts.get(client, 0) + 1
+            state.backs_off_until[client] = state.number + 2 ** min(timeouts - 1, 30)
         return [state.open[client] for client in late], ()
 
     def _given_up_at(self, client: str, middle: float, slowest: float) -> float:
@@ -693,7 +693,7 @@ class InRounds(Scheduler):
             patience = _PATIENCE * max(longest[client], middle)
         else:
             patience = _STRANGER_PATIENCE * slowest
-        doublings = min(self.state.misses.get(client, 0), _MOST_DOUBLINGS)
+        doublings = min(self.state.timeouts.get(client, 0), _MOST_DOUBLINGS)
         return self.state.sent_at[client] + math.ldexp(patience, doublings)
 
     def _released(self) -> Sequence[Update]:
@@ -739,14 +739,14 @@ class Then(Scheduler):
         return self.second.rounds
 
     @property
-    def given_up_because(self) -> str:  # type: ignore[override]
+    def timeout_reason(self) -> str:  # type: ignore[override]
         """Why a task that `wake` gives up is of no use any more."""
-        return self.current.given_up_because
+        return self.current.timeout_reason
 
     @property
-    def rests_when_late(self) -> bool:  # type: ignore[override]
+    def backs_off_when_late(self) -> bool:  # type: ignore[override]
         """Whether a client whose task is given up rests before it is given work again."""
-        return self.current.rests_when_late
+        return self.current.backs_off_when_late
 
     def choose(self, moment: SelectionContext) -> Sequence[Client]:
         """Return the idle clients that are given work now."""

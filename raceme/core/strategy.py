@@ -248,7 +248,7 @@ class Method(Strategy):
     step_of : Callable
         Returns the step of a client's data now; None where nobody says when data change. The loop
         sets it.
-    pulls : ClientEmbedding, optional
+    embedding : ClientEmbedding, optional
         Where clients pull the models, for a map of them; kept if whoever starts the run sets it.
     planned_updates : int
         Client updates after which the run ends, or is expected to, for schedules that depend on its
@@ -281,7 +281,7 @@ class Method(Strategy):
         self.starts: Sequence[Vector] = ()
         self.result = RunResult()
         self.bases = Bases()
-        self.pulls: ClientEmbedding | None = None
+        self.embedding: ClientEmbedding | None = None
         self._constant: tuple[Vector, ArrayRecord] | None = None
         self.protection: Guard = NoProtection()
         self.train_config = ConfigRecord()
@@ -704,20 +704,20 @@ class Method(Strategy):
         """Keep what is needed of the models that travel, and tell the method of the task."""
         if self._keeps_base_of(task):
             self.bases.open(task, self.models, self.placement(task.client))
-        pulls = self.pulls
-        if pulls is not None and task.kind in TRAINING and pulls.wants(task.client):
+        embedding = self.embedding
+        if embedding is not None and task.kind in TRAINING and embedding.wants(task.client):
             sent = dict.fromkeys(task.candidates, 1.0) or self.placement(task.client)
-            pulls.send(task.number, self.models, sent, bool(task.candidates))
+            embedding.send(task.number, self.models, sent, bool(task.candidates))
         self.on_sent(task)
 
     def _keeps_base_of(self, task: InFlight) -> bool:
         return self.needs.bases or (self.protection.is_on and task.kind in TRAINING)
 
-    def note_pull(self, update: Update) -> None:
+    def note_embedding(self, update: Update) -> None:
         """Note where a valid update pulls its model, if somebody wants to know."""
         task = update.task
-        if self.pulls is not None and self.pulls.awaits(task.number):
-            self.pulls.take(task.number, task.client, task.cluster, update.vector)
+        if self.embedding is not None and self.embedding.awaits(task.number):
+            self.embedding.take(task.number, task.client, task.cluster, update.vector)
 
     def received(self, update: Update) -> Update:
         """Return an update with its staleness, its age and its base, as they are now.
@@ -772,8 +772,8 @@ class Method(Strategy):
     def close_task(self, task: InFlight) -> None:
         """Tell the method that a task is over, and forget what was kept for it."""
         self.on_closed(task)
-        if self.pulls is not None:
-            self.pulls.close(task.number)
+        if self.embedding is not None:
+            self.embedding.close(task.number)
         if self._keeps_base_of(task):
             self.bases.close(task)
 

@@ -42,7 +42,9 @@ class ClientMap:
     ) -> None:
         self._method, self._file = method, PositionsFile(folder, after)
         self._is_missing = False
-        self._pulls = method.pulls = ClientEmbedding(Sketch(sum(spec.sizes), spec.trainable))
+        self._embedding = method.embedding = ClientEmbedding(
+            Sketch(sum(spec.sizes), spec.trainable)
+        )
 
     def observe(self, event: Event) -> None:
         """Write a snapshot with most evaluations, and at the end; other events are none of its."""
@@ -55,7 +57,7 @@ class ClientMap:
 
     def _write(self, event: Evaluated | RunEnded) -> None:
         method, is_last = self._method, isinstance(event, RunEnded)
-        clients, rows = self._pulls.seen_from_the_mean(method.models, method.placement)
+        clients, rows = self._embedding.seen_from_the_mean(method.models, method.placement)
         if len(clients) > 2:
             points = positions_of_rows(rows)
             self._file.write(event.time, clients, points, event.updates, is_last)

@@ -132,8 +132,8 @@ class InWindows(Scheduler):
     """
 
     state: WindowState
-    given_up_because: ClassVar[str] = "its window ended first"
-    rests_when_late: ClassVar[bool] = False
+    timeout_reason: ClassVar[str] = "its window ended first"
+    backs_off_when_late: ClassVar[bool] = False
 
     def __init__(
         self,

@@ -136,11 +136,11 @@ def test_an_update_makes_up_for_all_that_was_given_up() -> None:
 
 def test_who_sits_out_takes_part_when_nobody_else_is_there() -> None:
     bench = second_round()
-    bench.policy.state.sits_out["c1"] = 99  # type: ignore[attr-defined]
+    bench.policy.state.backs_off_until["c1"] = 99  # type: ignore[attr-defined]
     bench.answer("c1", 11.0)
     bench.leave("c0", 12.0)
     assert bench.leave("c2", 12.0) == ["c1"]
-    bench.policy.state.sits_out["c1"] = 99  # type: ignore[attr-defined]
+    bench.policy.state.backs_off_until["c1"] = 99  # type: ignore[attr-defined]
     assert bench.work(12.0) == ["c1"]
     assert bench.answer("c1", 13.0) == ["c1"]
     # Having answered, it takes part with others again.

@@ -37,7 +37,7 @@ class Client:
     """What Flower's HTTP client does, without HTTP: it calls the SuperLink's handlers."""
 
     def __init__(self, state: InMemoryLinkState, run_id: int) -> None:
-        self.state, self.pulls = state, 0
+        self.state, self.embedding = state, 0
         (self.task,) = state.get_tasks()
         self.run_id = run_id
 
@@ -51,7 +51,7 @@ class Client:
         return runtime_handlers.push_object(request, self.state, self.task)
 
     def PullObject(self, request: Any) -> Any:  # noqa: N802
-        self.pulls += 1
+        self.embedding += 1
         return runtime_handlers.pull_object(request, self.state, self.task)
 
     def ConfirmMessageReceived(self, request: Any) -> Any:  # noqa: N802
@@ -165,7 +165,7 @@ def test_what_has_arrived_is_not_fetched_again(link: Link) -> None:
     for _ in range(20):
         assert list(link.grid.pull_messages([slow])) == []
     # Every look asks for a batch of what is missing, and once more after one that brought parts.
-    assert link.client.pulls <= 4 + (20 + 4) * min(8, len(left))
+    assert link.client.embedding <= 4 + (20 + 4) * min(8, len(left))
 
 
 def test_the_rest_of_a_reply_that_never_comes_is_an_error(link: Link) -> None:
@@ -202,10 +202,10 @@ def test_a_message_that_is_given_up_is_forgotten(link: Link) -> None:
     clock = timeline_of(link.grid)
     assert isinstance(clock, WallTimeline)
     assert clock.wait([slow], until=0.0) == []
-    before = link.client.pulls
+    before = link.client.embedding
     clock.forget([slow])
     assert clock.wait([], until=0.0) == []
-    assert link.client.pulls == before
+    assert link.client.embedding == before
     assert not link.grid._uploads
 
 

@@ -11,7 +11,7 @@ from raceme.core.evaluation import Packer
 from raceme.core.messages import ModelSpec
 from raceme.core.scheduling import from_tree, to_tree
 from raceme.flower.spill import Shelf, Spill
-from raceme.strategies.panicle.averaging import Latest
+from raceme.strategies.panicle.averaging import ClientMemory
 
 SPEC = ModelSpec(("a", "b"), ((3,), (2, 2)), ("float32", "float32"))
 
@@ -49,12 +49,12 @@ def test_a_shelf_gives_back_what_it_was_given_from_memory_and_from_the_file() ->
 def test_latest_models_in_a_file_have_the_same_mean_and_can_be_saved() -> None:
     means = []
     for budget in (0, 10**6):
-        latest = Latest()
+        latest = ClientMemory()
         latest.models = Shelf(budget=budget)
         for number in range(6):
             latest.renew(str(number % 4), number % 2, vector(number))
         means.append([latest.mean(0).tobytes(), latest.mean(1).tobytes()])
-        restored = from_tree(Latest, to_tree(latest))
+        restored = from_tree(ClientMemory, to_tree(latest))
         assert {c: v.tobytes() for c, v in restored.models.items()} == {
             c: v.tobytes() for c, v in latest.models.items()
         }

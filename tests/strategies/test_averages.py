@@ -9,17 +9,17 @@ from hypothesis import strategies as st
 
 from raceme.core.clusters import Model
 from raceme.core.scheduling import from_tree, to_tree
-from raceme.strategies.panicle.averaging import Averages
+from raceme.strategies.panicle.averaging import ModelAverages
 
 
-def fed(values: list[float], share: float, members: int = 100) -> Averages:
-    averages = Averages()
+def fed(values: list[float], share: float, members: int = 100) -> ModelAverages:
+    averages = ModelAverages()
     for value in values:
         averages.take(0, np.array([value], np.float32), share, members)
     return averages
 
 
-def shown(averages: Averages) -> float:
+def shown(averages: ModelAverages) -> float:
     return float(averages.instead_of({0: Model(np.zeros(1))}, None)[0].vector[0])
 
 
@@ -53,7 +53,7 @@ def test_one_that_begins_anew_is_the_model_again() -> None:
 
 
 def test_counters_are_the_models() -> None:
-    averages = Averages()
+    averages = ModelAverages()
     for count in (1.0, 2.0, 7.0):
         averages.take(0, np.array([count, count], np.float32), 1.0, 10)
     model = Model(np.array([7.0, 7.0], np.float32))
@@ -62,7 +62,7 @@ def test_counters_are_the_models() -> None:
 
 
 def test_the_model_that_is_averaged_may_change_later() -> None:
-    averages, vector = Averages(), np.ones(1, np.float32)
+    averages, vector = ModelAverages(), np.ones(1, np.float32)
     averages.take(0, vector, 0.5, 1)
     vector += 1.0
     assert shown(averages) == 1.0
@@ -70,7 +70,7 @@ def test_the_model_that_is_averaged_may_change_later() -> None:
 
 def test_a_restored_average_goes_on_as_the_original() -> None:
     averages = fed([1.0, 2.0, 5.0], 0.5)
-    restored = from_tree(Averages, to_tree(averages))
+    restored = from_tree(ModelAverages, to_tree(averages))
     for one in (averages, restored):
         one.take(0, np.array([9.0], np.float32), 0.5, 100)
     assert shown(restored) == shown(averages) == pytest.approx(6.5)

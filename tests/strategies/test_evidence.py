@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from raceme.strategies.panicle.grouping import (
     best_partition,
-    least_evidence,
+    least_score,
     nearest_group,
     silhouettes,
 )
@@ -47,18 +47,18 @@ def test_small_groups_are_to_be_as_far_apart_as_unrelated_clients() -> None:
 def test_there_is_no_evidence_in_one_group() -> None:
     distances = grouped([3], within=0.5, between=1.0)
     assert silhouettes(distances, np.zeros(3, np.int64)).tolist() == [0.0] * 3
-    assert best_partition(np.zeros((1, 1)), 5).evidence == 0.0
+    assert best_partition(np.zeros((1, 1)), 5).score == 0.0
 
 
 @pytest.mark.parametrize("sizes", [[1, 1, 1, 1], [1, 1, 2, 2], [2, 2, 2, 2], [20, 20, 30, 30]])
 def test_groups_are_found_in_fleets_of_any_size(sizes: list[int]) -> None:
     best = best_partition(grouped(sizes, within=0.2, between=1.1), 12)
     assert best.labels.tolist() == np.repeat(np.arange(4), sizes).tolist()
-    assert best.evidence > 0.7
+    assert best.score > 0.7
 
 
 def test_clients_that_are_all_alike_are_one_group() -> None:
-    assert best_partition(grouped([6], within=0.1, between=1.0), 12).evidence < 0.1
+    assert best_partition(grouped([6], within=0.1, between=1.0), 12).score < 0.1
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_clients_that_are_all_alike_are_one_group() -> None:
 )
 def test_many_small_groups_need_more_evidence(groups: int, clients: int, least: float) -> None:
     # From a group for ten clients on to one for every third: 0.45 + 0.06 · (K / m − 0.1) / 0.2.
-    assert least_evidence(0.45, groups, clients) == pytest.approx(least)
+    assert least_score(0.45, groups, clients) == pytest.approx(least)
 
 
 @given(st.integers(2, 12), st.integers(0, 1000))
@@ -75,9 +75,9 @@ def test_evidence_is_between_minus_one_and_one(count: int, seed: int) -> None:
     points = np.random.default_rng(seed).normal(size=(count, 3))
     distances = np.minimum(2.0, np.linalg.norm(points[:, None] - points[None], axis=2))
     best = best_partition(distances, 12)
-    assert -1 <= best.evidence <= 1
+    assert -1 <= best.score <= 1
     assert set(best.labels.tolist()) == set(range(int(best.labels.max()) + 1))
-    assert best.evidence == pytest.approx(silhouettes(distances, best.labels).mean())
+    assert best.score == pytest.approx(silhouettes(distances, best.labels).mean())
 
 
 def test_a_client_joins_the_nearest_group_or_stays_alone() -> None:

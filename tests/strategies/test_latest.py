@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from raceme.strategies.panicle.averaging import Latest
+from raceme.strategies.panicle.averaging import ClientMemory
 
 
 def test_a_model_takes_the_place_of_the_former_one() -> None:
-    latest = Latest()
+    latest = ClientMemory()
     latest.renew("a", 0, np.float32([2.0, 0.0]))
     latest.renew("b", 0, np.float32([0.0, 4.0]))
     latest.renew("a", 0, np.float32([4.0, 2.0]))
@@ -17,7 +17,7 @@ def test_a_model_takes_the_place_of_the_former_one() -> None:
 
 
 def test_who_is_in_no_cluster_does_not_count_until_it_is() -> None:
-    latest = Latest()
+    latest = ClientMemory()
     latest.renew("a", 0, np.float32([2.0, 0.0]))
     latest.renew("b", 0, np.float32([0.0, 4.0]))
     # A split has left b out.
@@ -35,7 +35,7 @@ def test_who_is_in_no_cluster_does_not_count_until_it_is() -> None:
 
 
 def test_a_cluster_that_was_given_up_may_still_be_somebodys_home() -> None:
-    latest = Latest()
+    latest = ClientMemory()
     latest.renew("a", 0, np.float32([2.0, 0.0]))
     latest.drop(0)
     latest.withdraw("a")

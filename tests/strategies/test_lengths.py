@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raceme.core.clusters import Clusters, Model
-from raceme.strategies.panicle.drift import Lengths
+from raceme.strategies.panicle.drift import RunningMedians
 
 CHANGES = st.lists(
     st.tuples(
@@ -21,7 +21,7 @@ CHANGES = st.lists(
 
 @given(CHANGES)
 def test_the_median_of_the_others(changes: list[tuple[str, int | None, float]]) -> None:
-    lengths, known = Lengths(), dict[str, tuple[int | None, float]]()
+    lengths, known = RunningMedians(), dict[str, tuple[int | None, float]]()
     for client, cluster, length in changes:
         lengths.put(client, cluster, length)
         known[client] = cluster, length

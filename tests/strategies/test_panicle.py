@@ -106,7 +106,7 @@ def test_who_leaves_to_found_a_cluster_is_in_no_average_that_is_used() -> None:
         for client in ("c0", "c1", "c2"):
             step(strategy, client, *(0.1 + strategy.models[home].vector))
     assert not np.array_equal(strategy.served[home].vector, strategy.models[home].vector)
-    strategy.state.habits["c0"].doubted = True
+    strategy.state.detectors["c0"].suspected = True
     probe(strategy, "c0", -3.0, -3.0)
     assert homes(strategy)["c0"] == home
     probe(strategy, "c0", -3.0, -3.0)
@@ -137,7 +137,7 @@ def test_a_false_alarm_leaves_a_client_where_it_is() -> None:
     probe(strategy, "c0", *EAST)
     assert homes(strategy)["c0"] == homes(strategy)["c1"]
     # The next time it takes half as much again.
-    assert strategy.state.habits["c0"].growth == 3.0
+    assert strategy.state.detectors["c0"].growth == 3.0
 
 
 def test_where_many_have_changed_all_others_are_probed() -> None:
@@ -146,14 +146,14 @@ def test_where_many_have_changed_all_others_are_probed() -> None:
     for client in ("c0", "c3"):
         assert all(strategy.request_for(other).phase == "" for other in others)
         strategy.progress.updates += 1
-        strategy.state.habits[client].doubted = True
+        strategy.state.detectors[client].suspected = True
         probe(strategy, client, *(NORTH if client == "c0" else EAST))
     # Two of six, within two updates per client. Who is as before goes on as before.
     assert all(strategy.request_for(other).phase == "probe" for other in others)
-    every = strategy.state.habits["c1"].every
+    every = strategy.state.detectors["c1"].every
     probe(strategy, "c1", *EAST)
     assert strategy.request_for("c1").phase == ""
-    assert strategy.state.habits["c1"].every == every
+    assert strategy.state.detectors["c1"].every == every
     assert homes(strategy)["c0"] == homes(strategy)["c5"]
     assert homes(strategy)["c3"] == homes(strategy)["c1"]
 
@@ -358,7 +358,7 @@ def test_what_a_client_has_trained_elsewhere_is_no_part_of_what_it_uses() -> Non
     # Nor what it has trained on data that have changed, though it stays where it is.
     strategy = apart()
     step(strategy, "c0", 8.0, 8.0)
-    strategy.state.habits["c0"].doubted = True
+    strategy.state.detectors["c0"].suspected = True
     for _ in range(2):
         probe(strategy, "c0", 0.0, 4.0)
     assert homes(strategy)["c0"] == homes(strategy)["c1"]

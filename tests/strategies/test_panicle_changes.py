@@ -34,7 +34,7 @@ def test_a_long_update_that_went_wrong_is_not_what_its_client_uses() -> None:
 
 def test_where_many_others_have_changed_a_client_uses_what_it_has_just_trained() -> None:
     strategy = with_a_long_update(7.0, -9.0)
-    strategy.state.habits["c0"].called = True
+    strategy.state.detectors["c0"].called = True
     assert used(strategy)["c0"] == [7.0, -9.0]
 
 

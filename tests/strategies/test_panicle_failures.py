@@ -112,7 +112,7 @@ def test_who_had_no_place_when_clusters_were_given_up_is_in_the_one_that_is_left
             probe(strategy, client, *direction)
     assert homes(strategy)["c8"] is None
     for client in ("c4", "c5", "c6", "c7"):
-        strategy.state.habits[client].doubted = True
+        strategy.state.detectors[client].suspected = True
         probe(strategy, client, *EAST)
     assert len(strategy.models) == 1
     assert step(strategy, "c8", *EAST).weight > 0.0

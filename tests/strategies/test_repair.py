@@ -4,22 +4,22 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raceme.strategies.panicle.grouping import comes_from, movers, parts_of_split, plan_repair
+from raceme.strategies.panicle.grouping import comes_from, movers, parts_of_split, plan_reassignment
 
 
 def test_a_group_that_has_no_cluster_is_split_off() -> None:
-    repair = plan_repair(np.array([0, 0, 0, 0, 0]), np.array([0, 0, 0, 1, 1]))
+    repair = plan_reassignment(np.array([0, 0, 0, 0, 0]), np.array([0, 0, 0, 1, 1]))
     assert (repair.merges, repair.splits, repair.home) == ([], {0: [1]}, {0: 0})
 
 
 def test_a_cluster_without_a_group_is_merged() -> None:
-    repair = plan_repair(np.array([3, 3, 3, 5, 5]), np.zeros(5, np.int64))
+    repair = plan_reassignment(np.array([3, 3, 3, 5, 5]), np.zeros(5, np.int64))
     assert (repair.merges, repair.splits, repair.home) == ([[3, 5]], {}, {0: 3})
 
 
 def test_a_client_in_the_wrong_cluster_is_moved() -> None:
     now, wanted = np.array([1, 1, 1, 2, 2, 2]), np.array([0, 0, 1, 1, 1, 1])
-    repair = plan_repair(now, wanted)
+    repair = plan_reassignment(now, wanted)
     assert (repair.merges, repair.splits, repair.home) == ([], {}, {0: 1, 1: 2})
     assert movers(now, wanted).tolist() == [False, False, True, False, False, False]
 
@@ -35,7 +35,7 @@ def test_those_who_move_are_those_of_the_smaller_part() -> None:
 def test_every_group_has_one_origin(pairs: list[tuple[int, int]]) -> None:
     now = np.array([cluster for cluster, _ in pairs])
     wanted = np.unique([group for _, group in pairs], return_inverse=True)[1]
-    repair = plan_repair(now, wanted)
+    repair = plan_reassignment(now, wanted)
     split_off = [group for groups in repair.splits.values() for group in groups]
     assert sorted([*repair.home, *split_off]) == list(range(int(wanted.max()) + 1))
     # A cluster is merged once at most, and what is left of the merges is as many as have a home.

@@ -276,7 +276,7 @@ class OnRequest(Scheduler):
         """Return when the next client asks."""
         return min(self.state.due.values(), default=math.inf)
 
-    def at_rest(self, client: str, step: int) -> bool:
+    def is_quiescent(self, client: str, step: int) -> bool:
         """Return whether a client will never train again as long as its data stay at a step.
 
         It has looked at them with the model that it holds, and its loss has not risen: every later

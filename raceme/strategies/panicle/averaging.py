@@ -31,7 +31,7 @@ class Tail:
 
 
 @dataclass
-class Averages:
+class ModelAverages:
     """Averages of the latest versions of each cluster's model, for those who use it.
 
     A single version leans towards the clients that reported last. The mean of the last tenth of
@@ -102,7 +102,7 @@ class Averages:
 
 
 @dataclass
-class Latest:
+class ClientMemory:
     """Latest models, and their sum over each cluster.
 
     Attributes

@@ -1,4 +1,4 @@
-"""What clients' updates have been like, and when many of them change at once.
+"""The drift detector: what clients' updates have been like, and when many of them change at once.
 
 An update that is suddenly longer than its client's usual ones says that the client's data may have
 changed; a probe tells. When that has come true for several clients within a short time, the others'
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 # -----------------------------------------------------------------------------
 
 
-class Lengths:
+class RunningMedians:
     """A positive number of each client, in order within its cluster."""
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class Lengths:
 
 
 # -----------------------------------------------------------------------------
-# What clients' updates have been like, and when many of them change at once.
+# The drift detector: what clients' updates have been like, and when many of them change at once.
 # -----------------------------------------------------------------------------
 
 
@@ -74,7 +74,7 @@ PATIENCE = 3
 
 
 @dataclass
-class Habit:
+class DriftDetector:
     """What a client's updates have been like.
 
     Attributes
@@ -89,7 +89,7 @@ class Habit:
         Its updates after which it is probed again.
     asked : int
         Probes in a row that it has not answered.
-    doubted : bool
+    suspected : bool
         Whether a probe is to tell if its data have changed.
     called : bool
         Whether it is to be probed because many others' data have changed.
@@ -104,7 +104,7 @@ class Habit:
     since: int = 0
     every: int = 0
     asked: int = 0
-    doubted: bool = False
+    suspected: bool = False
     called: bool = False
     probed: int = 0
     trained: bool = False
@@ -131,7 +131,7 @@ class Habit:
         self.length = _KEPT * self.length + (1 - _KEPT) * length if self.length else length
 
 
-class Roll:
+class SettledClients:
     """Who is there, and of them who is settled, counted as they change; derived, no state.
 
     Attributes
@@ -145,7 +145,7 @@ class Roll:
     def __init__(self) -> None:
         self.there: set[str] = set()
         self.settled: set[str] = set()
-        self.lengths = Lengths()
+        self.lengths = RunningMedians()
 
     def note(self, client: str, is_there: bool, is_settled: bool) -> None:
         """Count a client as it is now."""
@@ -168,13 +168,13 @@ class Roll:
 
 
 def call_others(
-    habits: Mapping[str, Habit], changes: dict[str, int], now: int, clients: int
+    detectors: Mapping[str, DriftDetector], changes: dict[str, int], now: int, clients: int
 ) -> None:
     """Have all others probed, if the data of many have changed within a short time.
 
     Parameters
     ----------
-    habits : Mapping[str, Habit]
+    detectors : Mapping[str, Habit]
         Of each client; those that are to be probed are marked.
     changes : dict[str, int]
         When each client's data were last found to have changed, in updates of the run. What is
@@ -189,8 +189,8 @@ def call_others(
     # Once for each event: those that come after it were called with the others.
     if len(changes) == max(_FEWEST_CHANGES, math.ceil(clients / _MANY)):
         first = min(changes.values())
-        for habit in habits.values():
-            habit.called |= habit.probed < first
+        for detector in detectors.values():
+            detector.called |= detector.probed < first
 
 
 def are_changing(changes: Mapping[str, int], now: int, clients: int) -> bool:

@@ -32,13 +32,13 @@ _SMALL_FLOOR = 1.0
 _LONELY = 0.25
 """By how much a client must be better alone, to be put there while others stay as they are."""
 _TIE = 0.03
-"""Partitions whose evidence differs by less are alike: the one with fewer groups is taken."""
+"""Partitions whose scores differ by less are alike: the one with fewer groups is taken."""
 _MANY_GROUPS = 0.3
 """Groups per client from which on groups are small."""
 _FEW_GROUPS = 0.1
 """Groups per client up to which they are large."""
 _EXTRA = 0.06
-"""Evidence asked for beyond the level, of partitions into many small groups."""
+"""Silhouette score asked for beyond the level, of partitions into many small groups."""
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,12 @@ class Partition:
     ----------
     labels : Labels
         Group of each client, from 0. Shape (m,).
-    evidence : float
+    score : float
         Mean silhouette, in [−1, 1]; 0 of one group.
     """
 
     labels: Labels
-    evidence: float
+    score: float
 
 
 def silhouettes(distances: Distances, labels: Labels, alone: float = ALONE) -> NDArray[np.float64]:
@@ -91,7 +91,7 @@ def silhouettes(distances: Distances, labels: Labels, alone: float = ALONE) -> N
 
 
 def best_partition(distances: Distances, most: int) -> Partition:
-    """Return the groups with the most evidence, of two and more; fewer of equally clear ones.
+    """Return the groups with the highest silhouette score, two at least; of equal ones the fewer.
 
     Average linkage gives one partition for each number of groups.
 
@@ -111,16 +111,16 @@ def best_partition(distances: Distances, most: int) -> Partition:
         labels = numbered(fcluster(tree, groups, "maxclust"))
         if int(labels.max()) + 1 != groups:
             continue  # Ties: the tree has no such level.
-        evidence = float(silhouettes(distances, labels).mean())
-        if evidence > best.evidence + _TIE:
-            best = Partition(labels, evidence)
-    if not np.isfinite(best.evidence):
+        score = float(silhouettes(distances, labels).mean())
+        if score > best.score + _TIE:
+            best = Partition(labels, score)
+    if not np.isfinite(best.score):
         return Partition(np.zeros(count, np.int64), 0.0)
     return best
 
 
-def least_evidence(level: float, groups: int, clients: int) -> float:
-    """Return the evidence that a partition needs: more of one into many small groups.
+def least_score(level: float, groups: int, clients: int) -> float:
+    """Return the silhouette score that a partition needs: more of one into many small groups.
 
     Of clients that merely differ, small groups can be picked that look well apart, since there are
     so many to choose from; of few large groups that is not so.
@@ -175,7 +175,7 @@ def nearest_group(
 
 
 @dataclass(frozen=True)
-class Repair:
+class Reassignment:
     """What is to be done, in this order.
 
     Attributes
@@ -195,7 +195,7 @@ class Repair:
     home: dict[int, int]
 
 
-def plan_repair(now: Labels, wanted: Labels) -> Repair:
+def plan_reassignment(now: Labels, wanted: Labels) -> Reassignment:
     """Match wanted groups with the clusters that there are.
 
     Each cluster becomes the group that it shares most with where that group has none better; a
@@ -229,7 +229,7 @@ def plan_repair(now: Labels, wanted: Labels) -> Repair:
             parent = int(clusters[np.argmax(shared[:, group])])
             splits.setdefault(parent, []).append(group)
     merges = [sorted(parts) for parts in merged.values() if len(parts) > 1]
-    return Repair(merges, splits, home)
+    return Reassignment(merges, splits, home)
 
 
 def movers(now: Labels, wanted: Labels) -> NDArray[np.bool_]:
@@ -238,9 +238,9 @@ def movers(now: Labels, wanted: Labels) -> NDArray[np.bool_]:
     Parameters
     ----------
     now, wanted : Labels
-        As for :func:`plan_repair`. Shape (m,).
+        As for :func:`plan_reassignment`. Shape (m,).
     """
-    home: Mapping[int, int] = plan_repair(now, wanted).home
+    home: Mapping[int, int] = plan_reassignment(now, wanted).home
     heirs = np.array([home.get(int(group), -1) for group in wanted], np.int64)
     return np.asarray(heirs != now)
 
@@ -297,36 +297,36 @@ def parts_of_split(
 
 
 _UNDECIDED = 0.15
-"""Evidence so little below the level leaves it open if there are clusters."""
+"""Silhouette score so little below the level leaves it open if there are clusters."""
 _SLACK = 0.1
-"""Evidence below the level at which clusters are given up again."""
+"""Silhouette score below the level at which clusters are given up again."""
 _GAIN = 0.1
 """What a repair must bring those who move, in silhouettes."""
 
 
 @dataclass(frozen=True)
-class Judgement:
+class PartitionDecision:
     """What is to become of the clusters.
 
     Attributes
     ----------
     wanted : Labels or None
         The group that each client belongs to, from 0, shape (m,); None to leave all as it is.
-    evidence : float
+    score : float
         Of these groups; of one group, what the clusters have that are given up for it.
     is_open : bool
         Whether more is to be known before anything can be said.
     """
 
     wanted: Labels | None
-    evidence: float = 0.0
+    score: float = 0.0
     is_open: bool = False
 
 
-def judged(distances: Distances, now: Labels, level: float, most: int) -> Judgement:
-    """Take the partition with the most evidence, if it is worth it for those who would move.
+def decided(distances: Distances, now: Labels, level: float, most: int) -> PartitionDecision:
+    """Take the partition with the highest score, if it is worth it for the clients that would move.
 
-    If there is too little evidence of any groups, those that there are become one.
+    If no partition has a score that is high enough, the clusters that there are become one.
 
     Parameters
     ----------
@@ -335,22 +335,22 @@ def judged(distances: Distances, now: Labels, level: float, most: int) -> Judgem
     now : Labels
         The cluster of each client. Shape (m,).
     level : float
-        Evidence that a partition into few large groups needs.
+        Silhouette score that a partition into few large groups needs.
     most : int
         Groups at most.
     """
     if len(now) < 2:
-        return Judgement(None)
+        return PartitionDecision(None)
     groups, present = np.unique(now, return_inverse=True)
     here = silhouettes(distances, present)
     best = best_partition(distances, most)
-    needed = least_evidence(level, len(np.unique(best.labels)), len(now))
-    if best.evidence >= needed:
+    needed = least_score(level, len(np.unique(best.labels)), len(now))
+    if best.score >= needed:
         moving = movers(now, best.labels)
         gain = silhouettes(distances, best.labels)[moving] - here[moving]
         is_worth_it = moving.any() and gain.mean() >= _GAIN
-        return Judgement(best.labels if is_worth_it else None, best.evidence)
-    is_open, evidence = best.evidence >= needed - _UNDECIDED, float(here.mean())
-    if len(groups) > 1 and evidence < least_evidence(level, len(groups), len(now)) - _SLACK:
-        return Judgement(np.zeros_like(now), evidence, is_open)
-    return Judgement(None, evidence, is_open)
+        return PartitionDecision(best.labels if is_worth_it else None, best.score)
+    is_open, score = best.score >= needed - _UNDECIDED, float(here.mean())
+    if len(groups) > 1 and score < least_score(level, len(groups), len(now)) - _SLACK:
+        return PartitionDecision(np.zeros_like(now), score, is_open)
+    return PartitionDecision(None, score, is_open)

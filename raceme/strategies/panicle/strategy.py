@@ -3,19 +3,18 @@
 Our own; a panicle is a branched raceme. Every client, slow or fast, begins with two *probes*: a few
 mini-batches from the initial model w0. Directions of different clients are compared crosswise, the
 first probe of one with the second of the other, so that the chance of mini-batches cancels out and
-distances have an absolute scale: 0 for clients that are alike, 1 for unrelated ones
-(`clustering/probes.py`). As soon as half of the fleet has answered, the partition with the most
-evidence is looked for, and taken if that reaches a level which does not depend on time, and is
-higher where groups are small (`clustering/evidence.py`).
+distances have an absolute scale: 0 for clients that are alike, 1 for unrelated ones (`probes.py`).
+As soon as half of the fleet has answered, the partition with the highest silhouette score is looked
+for, and taken if that reaches a level which does not depend on time, and is higher where groups are
+small (`grouping.py`).
 
-Whenever probes have been added, the same evidence may split clusters further, move clients, and
-merge what is alike (`clustering/repair.py`). A client whose updates suddenly grow is probed again,
-and placed anew if it does not go where it went; where many have changed, all others are probed
-(`clustering/habits.py`). Inside a cluster, each update moves the model by
-the mean of all members' latest changes, the updating client's renewed, so that nobody owns the
-model by being fast; its share falls from CASA's to that of one member as the cluster learns. What
-clients use is a mean of the model's last versions (`clustering/averages.py`), and of a member that
-is unlike the others some of its own latest model (`clustering/own_part.py`).
+Whenever probes have been added, the same score may split clusters further, move clients, and merge
+what is alike. A client whose updates suddenly grow is probed again, and placed anew if it does not
+go where it went; where many have changed, all others are probed (`drift.py`). Inside a cluster,
+each update moves the model by the mean of all members' latest changes, the updating client's
+renewed, so that no client owns the model by being fast; its share falls from CASA's to that of one
+member as the cluster learns. What clients use is a mean of the model's last versions, and of a
+member that is unlike the others some of its own latest model (`averaging.py`).
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ from raceme.core.options import option
 from raceme.core.requests import InFlight, Outcome, Request, Update
 from raceme.core.strategy import InUse, Method, Needs
 from raceme.strategies.panicle.averaging import (
-    Averages,
-    Latest,
+    ClientMemory,
+    ModelAverages,
     calibration,
     carried,
     cut,
@@ -44,18 +43,18 @@ from raceme.strategies.panicle.averaging import (
 from raceme.strategies.panicle.drift import (
     FEWEST_LENGTHS,
     PATIENCE,
-    Habit,
-    Roll,
+    DriftDetector,
+    SettledClients,
     are_changing,
     call_others,
 )
 from raceme.strategies.panicle.grouping import (
     comes_from,
-    judged,
-    least_evidence,
+    decided,
+    least_score,
     nearest_group,
     parts_of_split,
-    plan_repair,
+    plan_reassignment,
 )
 from raceme.strategies.panicle.probes import (
     HALVES,
@@ -85,7 +84,9 @@ class PanicleParameters:
         5, "mini-batches of a probe at most, of a tenth of a task (0: a whole task)", low=0
     )
     clustering: bool = option(True, "form clusters (false: one model for all)")
-    level: float = option(0.45, "evidence from which on there are clusters", above=0, below=1)
+    level: float = option(
+        0.45, "silhouette score from which on there are clusters", above=0, below=1
+    )
     most: int = option(12, "clusters at most", low=1)
     repair: bool = option(True, "split, move and merge after the clusters were formed")
     recheck: int = option(20, "own updates after which a client is probed again (0: never)", low=0)
@@ -141,7 +142,7 @@ class PanicleState:
         w0. Shape (d,).
     probes : Probes
         Directions from w0, and who is like whom.
-    habits : dict[str, Habit]
+    detectors : dict[str, Habit]
         What each client's updates have been like.
     changes : dict[str, int]
         When each client's data were last found to have changed, in updates of the run.
@@ -169,10 +170,10 @@ class PanicleState:
 
     initial: Vector
     probes: Probes = field(default_factory=Probes)
-    habits: dict[str, Habit] = field(default_factory=dict)
+    detectors: dict[str, DriftDetector] = field(default_factory=dict)
     changes: dict[str, int] = field(default_factory=dict)
-    latest: Latest = field(default_factory=Latest)
-    averages: Averages = field(default_factory=Averages)
+    latest: ClientMemory = field(default_factory=ClientMemory)
+    averages: ModelAverages = field(default_factory=ModelAverages)
     examples: Examples = field(default_factory=Examples)
     learned: dict[int, int] = field(default_factory=dict)
     origins: dict[int, list[int]] = field(default_factory=dict)
@@ -205,7 +206,7 @@ class Panicle(Method):
     def restored(self) -> None:
         """Make what shortens directions, and count."""
         self._sketcher = Sketcher(self.parameters.sketch)
-        self._roll = Roll()
+        self._settled = SettledClients()
         for client in self.clusters.online:
             self._recount(client)
 
@@ -224,9 +225,9 @@ class Panicle(Method):
     def _recount(self, client: str) -> None:
         """Note whether a client is there, is settled, and how long its updates are."""
         is_there, is_settled = self.clusters.online.get(client, False), self._is_settled(client)
-        habit = self.state.habits.get(client, Habit())
-        self._roll.note(client, is_there and (is_settled or not habit.is_silent), is_settled)
-        self._roll.lengths.put(client, self._home(client), habit.length * is_there)
+        detector = self.state.detectors.get(client, DriftDetector())
+        self._settled.note(client, is_there and (is_settled or not detector.is_silent), is_settled)
+        self._settled.lengths.put(client, self._home(client), detector.length * is_there)
 
     # What a client is asked.
 
@@ -242,12 +243,12 @@ class Panicle(Method):
     def _is_to_be_probed(self, client: str) -> bool:
         if not self.parameters.clustering:
             return False
-        habit, probes = self._habit(client), self.state.probes
-        if habit.is_silent:
+        detector, probes = self._detector(client), self.state.probes
+        if detector.is_silent:
             return False
-        due = self.parameters.recheck and habit.since >= habit.every
+        due = self.parameters.recheck and detector.since >= detector.every
         few = probes.is_known(client) and probes.count(client) < self.state.wanted
-        asked = habit.doubted or habit.called or bool(due) or few
+        asked = detector.suspected or detector.called or bool(due) or few
         return asked or not self._is_settled(client)
 
     def _is_settled(self, client: str) -> bool:
@@ -258,7 +259,7 @@ class Panicle(Method):
     def on_sent(self, task: InFlight) -> None:
         """Count probes until they are answered."""
         if task.phase == PROBE:
-            self._habit(task.client).asked += 1
+            self._detector(task.client).asked += 1
             self._recount(task.client)
 
     def on_update(self, update: Update) -> Outcome:
@@ -272,19 +273,19 @@ class Panicle(Method):
     def _take_probe(self, update: Update) -> Outcome:
         """Take a direction from w0 in, and act on what it says."""
         client, probes = update.task.client, self.state.probes
-        habit, delta = self._habit(client), self.compared(update.vector - self.state.initial)
+        detector, delta = self._detector(client), self.compared(update.vector - self.state.initial)
         direction = self._sketcher.direction(delta)
-        habit.asked, habit.since, habit.probed = 0, 0, self.progress.updates
+        detector.asked, detector.since, detector.probed = 0, 0, self.progress.updates
         if probes.is_clear(client) and probes.likeness(client, direction) < _ALIKE:
             probes.forget(client)
             self.state.latest.withdraw(client)
-            habit.every = self.parameters.recheck
+            detector.every = self.parameters.recheck
             self._note_change(client)
-        elif habit.doubted:
-            habit.growth *= 1.5
-        elif self._is_settled(client) and not habit.called:
-            habit.every *= 2
-        habit.doubted, habit.called, habit.length = False, False, 0.0
+        elif detector.suspected:
+            detector.growth *= 1.5
+        elif self._is_settled(client) and not detector.called:
+            detector.every *= 2
+        detector.suspected, detector.called, detector.length = False, False, 0.0
         was_settled = self._is_settled(client)
         probes.add(client, direction)
         self._recount(client)
@@ -297,7 +298,7 @@ class Panicle(Method):
         latest, k = self.state.latest, self.clusters.main(client)
         if client not in latest.models and not self.state.formed and self.clusters.online[client]:
             latest.renew(client, k, update.vector)
-            habit.trained = False
+            detector.trained = False
         return Outcome(self.clusters.main(client), staleness=0, weight=0.0)
 
     def _note_change(self, client: str) -> None:
@@ -305,7 +306,7 @@ class Panicle(Method):
         state, now = self.state, self.progress.updates
         if self.parameters.drift:
             state.changes[client] = now
-            call_others(state.habits, state.changes, now, len(state.probes.clients))
+            call_others(state.detectors, state.changes, now, len(state.probes.clients))
 
     def _place(self, client: str) -> None:
         """Put a client whose probes are new where it belongs, once there are clusters.
@@ -339,7 +340,7 @@ class Panicle(Method):
         is_due = is_late or state.changed >= max(1, known // 16)
         if not is_due or (state.formed and not self.parameters.repair):
             return
-        if self._roll.are_enough(is_late):
+        if self._settled.are_enough(is_late):
             state.changed, state.unlooked, state.formed = 0, 0, True
             self._look()
 
@@ -349,13 +350,13 @@ class Panicle(Method):
         now = np.array([self.clusters.main(client) for client in clients], np.int64)
         rows = shown(now, self.parameters.exact_up_to, self.rng)
         names, probes, own = [clients[i] for i in rows], self.state.probes, self.parameters
-        found = judged(probes.distances(names), now[rows], own.level, own.most)
+        found = decided(probes.distances(names), now[rows], own.level, own.most)
         # While data change, what is known of some clients is of data that they no longer have.
         if found.is_open and not are_changing(self.state.changes, self.progress.updates, len(now)):
             self.state.wanted = _MORE_PROBES
         if found.wanted is not None:
             wanted = spread(probes, clients, names, found.wanted)
-            self._rearrange(clients, now, wanted, found.evidence)
+            self._rearrange(clients, now, wanted, found.score)
 
     def _clear(self) -> list[str]:
         """Return the clients online of which probes say who they are like."""
@@ -369,15 +370,15 @@ class Panicle(Method):
         clients: list[str],
         now: NDArray[np.int64],
         wanted: NDArray[np.int64],
-        evidence: float,
+        score: float,
     ) -> None:
         """Merge, split and move."""
         clusters = self.clusters
-        level = least_evidence(self.parameters.level, len(np.unique(wanted)), len(wanted))
-        repair = plan_repair(now, wanted)
+        level = least_score(self.parameters.level, len(np.unique(wanted)), len(wanted))
+        repair = plan_reassignment(now, wanted)
         heirs = {cluster: cluster for cluster in clusters.models}
         for sources in repair.merges:
-            merged = clusters.merge(sources, score=evidence, threshold=level)
+            merged = clusters.merge(sources, score=score, threshold=level)
             heirs |= dict.fromkeys(sources, merged)
             self._inherit(merged, sources)
         group_of = dict(zip(clients, wanted.tolist(), strict=True))
@@ -387,7 +388,7 @@ class Panicle(Method):
             home = [group for group, cluster in cluster_of.items() if cluster == source]
             inside = clusters.clients(source, online_only=False)
             parts = parts_of_split(inside, group_of, groups, self._is_settled)
-            children = clusters.split(source, parts, score=evidence, threshold=level)
+            children = clusters.split(source, parts, score=score, threshold=level)
             cluster_of |= dict(zip([*home, *groups], children, strict=True))
             for child, part in zip(children, parts, strict=True):
                 self._inherit(child, [source])
@@ -439,7 +440,7 @@ class Panicle(Method):
         self.state.latest.withdraw(client)
         self.state.withheld.pop(client, None)
         clusters.assign(client, cluster)
-        self._habit(client).length = 0.0
+        self._detector(client).length = 0.0
         self._recount(client)
         if former is not None and not clusters.size(former, online_only=False):
             self._retire(former)
@@ -454,12 +455,12 @@ class Panicle(Method):
     def _learn_from(self, update: Update) -> Outcome:
         """Let a member's update move the model of its cluster."""
         client, state = update.task.client, self.state
-        habit = self._habit(client)
-        habit.since += 1
-        is_late = not self._is_settled(client) or habit.since >= self.parameters.recheck
-        if habit.is_silent and is_late:
+        detector = self._detector(client)
+        detector.since += 1
+        is_late = not self._is_settled(client) or detector.since >= self.parameters.recheck
+        if detector.is_silent and is_late:
             # It works again: it is asked once more, and not waited for.
-            habit.asked = PATIENCE - 1
+            detector.asked = PATIENCE - 1
             self._recount(client)
         state.unlooked += 1
         # Before clusters are looked at first, whoever was waited for may have gone.
@@ -476,12 +477,12 @@ class Panicle(Method):
             return Outcome(k, staleness, weight=0.0)
         delta = update.delta
         length = float(np.linalg.norm(self.compared(delta)))
-        typical = self._roll.lengths.median_of_others(client, k, FEWEST_LENGTHS)
+        typical = self._settled.lengths.median_of_others(client, k, FEWEST_LENGTHS)
         is_watched = self.parameters.drift and self.parameters.clustering
-        if is_watched and habit.is_sudden(length, typical):
-            habit.doubted, state.withheld[client] = True, update.vector
+        if is_watched and detector.is_sudden(length, typical):
+            detector.suspected, state.withheld[client] = True, update.vector
             return Outcome(k, staleness, weight=0.0)
-        habit.learn(length)
+        detector.learn(length)
         self._recount(client)
         vector = cut(update.vector, delta, length, self.parameters.clip * typical)
         # Of a client that has moved the updates of all clusters are counted.
@@ -511,7 +512,7 @@ class Panicle(Method):
         model.move(np.float32(alpha) * (target - model.vector))
         if (own.unbiased or own.own) and self.clusters.online[client]:
             latest.renew(client, k, vector)
-            self._habit(client).trained = True
+            self._detector(client).trained = True
         self.state.learned[k] = learned + 1
         self.state.averages.take(k, model.vector, own.average, members)
         return alpha
@@ -520,11 +521,11 @@ class Panicle(Method):
         """Return the cluster that a client is in; None if it is in none."""
         return self.clusters.main(client) if self.clusters.is_placed(client) else None
 
-    def _habit(self, client: str) -> Habit:
-        habits, own = self.state.habits, self.parameters
-        if client not in habits:
-            habits[client] = Habit(growth=own.growth, every=own.recheck)
-        return habits[client]
+    def _detector(self, client: str) -> DriftDetector:
+        detectors, own = self.state.detectors, self.parameters
+        if client not in detectors:
+            detectors[client] = DriftDetector(growth=own.growth, every=own.recheck)
+        return detectors[client]
 
     @property
     def in_use(self) -> InUse:
@@ -537,10 +538,12 @@ class Panicle(Method):
         prior, latest, served = self.parameters.own, self.state.latest.models, self.served
         withheld = self.state.withheld
         # A long update may also be one that went wrong, unless many others' data have changed.
-        habits = {c: self._habit(c) for c in clients if c in withheld}
-        changed = [c for c, habit in habits.items() if habit.called or not habit.doubted]
+        detectors = {c: self._detector(c) for c in clients if c in withheld}
+        changed = [
+            c for c, detector in detectors.items() if detector.called or not detector.suspected
+        ]
         yield from ((client, withheld[client]) for client in changed)
-        own = {c for c in clients if self._habit(c).trained and c in latest} if prior else set()
+        own = {c for c in clients if self._detector(c).trained and c in latest} if prior else set()
         own.difference_update(changed)
         members = inside(self.clusters, self._clear()) if own else {}
         for client, apart in apartness(self.state.probes, members, own).items():
