@@ -1,8 +1,7 @@
-"""Clients of a fleet too large to compare pair by pair: their latest models, short.
+"""Landmarks: the clients of a large fleet that are compared pair by pair, and stand for the others.
 
-Some clients, drawn at random, stand for all: only they are compared with one another. Of every
-client the latest model is kept as a sketch, and a client goes where those go, of the ones that
-stand for all, that its own sketch is nearest to.
+They are drawn at random. Of every client the latest model is kept as a sketch, and a client goes
+where those landmarks go that its own sketch is nearest to.
 """
 
 from __future__ import annotations
@@ -14,33 +13,55 @@ import numpy as np
 from numpy.typing import NDArray
 from sklearn.neighbors import KNeighborsClassifier
 
+from raceme.core.clusters import Clusters
 from raceme.core.messages import Vector
+from raceme.strategies.casa.buffers import Encoder, Sketches, WholeModels
 from raceme.strategies.shared import affinity
 
 _NEIGHBOURS = 10
 """Nearest sketches that decide together."""
+_SHORT = 256
+"""Numbers of a sketch by which clients are placed, if models are compared whole."""
+
+
+def shortener(reference: Vector) -> Encoder:
+    """Return what makes short sketches of models that are compared whole."""
+    return Sketches(reference, _SHORT, seed=0) if len(reference) > 2 * _SHORT else WholeModels()
 
 
 @dataclass
-class Crowd:
-    """Latest models of clients, as sketches. Arrays have room for more clients than there are, n.
+class Landmarks:
+    """The clients that are no landmarks, and the latest models of all as sketches.
+
+    Arrays have room for more clients than there are, n.
 
     Attributes
     ----------
+    others : dict[str, bool]
+        The clients that are no landmarks; empty where all are.
     clients : list[str]
-        Client ids in order of arrival; length n.
+        Clients with a sketch in order of arrival; length n.
     sketches : NDArray[np.float32]
         Distances between rows are, nearly, those between models. Shape (capacity, c).
     """
 
+    others: dict[str, bool] = field(default_factory=dict)
     clients: list[str] = field(default_factory=list)
     sketches: NDArray[np.float32] = field(default_factory=lambda: np.empty((0, 0), np.float32))
 
     def __post_init__(self) -> None:
         self._rows = {client: row for row, client in enumerate(self.clients)}
 
-    def __contains__(self, client: str) -> bool:
-        return client in self._rows
+    def drawn(self, client: str, most: int, rng: np.random.Generator) -> int | None:
+        """Return the index of the landmark whose place a new client takes; None if it takes none.
+
+        Every client so far has had the same chance (Vitter's reservoir, 1985).
+        """
+        index = int(rng.integers(most + len(self.others) + 1))
+        if index < most:
+            return index
+        self.others[client] = True
+        return None
 
     def note(self, client: str, sketch: Vector) -> None:
         """Keep a client's latest model."""
@@ -53,27 +74,44 @@ class Crowd:
                 self.sketches = np.concatenate([self.sketches, more]) if row else more
         self.sketches[row] = sketch
 
-    def of(self, clients: Iterable[str]) -> NDArray[np.float32]:
-        """Return the sketches of clients. Shape (m, c)."""
-        return self.sketches[[self._rows[client] for client in clients]]
+    def share_out(self, members: Sequence[str], parts: list[list[str]]) -> None:
+        """Add the members of a cluster that are no landmarks to its parts.
 
-    def nearest(
-        self, sketches: NDArray[np.float32], known: Sequence[str], labels: Sequence[int]
-    ) -> NDArray[np.int64]:
-        """Return for each sketch the label that most of its nearest neighbours have.
+        Those without a sketch are left out: they are newcomers when their first model comes.
 
         Parameters
         ----------
-        sketches : NDArray[np.float32]
-            Shape (m, c).
-        known : Sequence[str]
-            Clients in question as neighbours, at least one.
-        labels : Sequence[int]
-            Theirs.
+        members : Sequence[str]
+            All clients of the cluster, offline ones included.
+        parts : list[list[str]]
+            Its landmarks, divided.
         """
+        labels = {client: label for label, part in enumerate(parts) for client in part}
+        known = [client for client in labels if client in self._rows]
+        others = [c for c in members if c in self.others and c in self._rows]
+        if known and others:
+            found = self._nearest(others, known, [labels[client] for client in known])
+            for client, label in zip(others, found.tolist(), strict=True):
+                parts[label].append(client)
+
+    def cluster_near(self, client: str, landmarks: Iterable[str], clusters: Clusters) -> int:
+        """Return the cluster of most of the landmarks that a newcomer is nearest to."""
+        known = [c for c in landmarks if c in self._rows and clusters.is_placed(c)]
+        if client not in self._rows or not known:
+            return clusters.largest()
+        return int(self._nearest([client], known, [clusters.main(c) for c in known])[0])
+
+    def _nearest(
+        self, clients: Sequence[str], known: Sequence[str], labels: Sequence[int]
+    ) -> NDArray[np.int64]:
+        """Return for each client the label that most of its nearest neighbours have."""
         vote = KNeighborsClassifier(min(_NEIGHBOURS, len(known)), algorithm="brute")
-        vote.fit(self.of(known), np.asarray(labels))
-        return np.asarray(vote.predict(sketches), np.int64)
+        vote.fit(self._of(known), np.asarray(labels))
+        return np.asarray(vote.predict(self._of(clients)), np.int64)
+
+    def _of(self, clients: Iterable[str]) -> NDArray[np.float32]:
+        """Return the sketches of clients. Shape (m, c)."""
+        return self.sketches[[self._rows[client] for client in clients]]
 
 
 # -----------------------------------------------------------------------------

@@ -7,14 +7,15 @@ its client (eq 10), splits the cluster if an eigengap says so (eqs 12-14, Algori
 the update for others (Algorithm 2); the A-phase mixes it into the cluster's model (eqs 6-9).
 
 All this compares every client with every other. Of a fleet larger than `exact-up-to` so many
-clients, drawn at random, have a *seat*: they are compared with one another, and when their cluster
-is split the others follow the seated clients that they are nearest to (`clustering/crowd.py`).
+clients, drawn at random, are *landmarks*: they are compared with one another, and when their
+cluster is split the others follow the landmarks that they are nearest to (`landmarks.py`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -28,12 +29,10 @@ from raceme.core.requests import InFlight, Outcome, Request, Update
 from raceme.core.strategy import Method, Variant
 from raceme.strategies import shared as spectral
 from raceme.strategies.casa.buffers import Code, Encoder, ModelBuffers, Sketches, WholeModels
-from raceme.strategies.casa.landmarks import Crowd, SplitWatch
+from raceme.strategies.casa.landmarks import Landmarks, SplitWatch, shortener
 from raceme.strategies.shared import client_decay, cluster_decay, omega, staleness_bound
 
 _UNASSIGNED = -1
-_SHORT = 256
-"""Numbers of a sketch by which clients without a seat are placed, if models are compared whole."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ class CASAParameters:
 class CASAState:
     """What CASA knows beside its clusters. Arrays have room for more clients than there are, n.
 
-    The clients here are those with a seat: all of them, up to `exact_up_to`.
+    The clients here are the landmarks: all of them, up to `exact_up_to`.
 
     Attributes
     ----------
@@ -87,10 +86,8 @@ class CASAState:
         Which pairs of A are known.
     buffers : ModelBuffers
         buf_i of every client.
-    unseated : dict[str, bool]
-        Clients without a seat.
-    crowd : Crowd
-        Latest models of all clients, short, once there are some without a seat.
+    landmarks : Landmarks
+        The clients that are none, and how they follow those that are.
     """
 
     reference: Vector
@@ -102,8 +99,7 @@ class CASAState:
     similarity: NDArray[np.float32] = field(default_factory=lambda: np.empty((0, 0), np.float32))
     computed: NDArray[np.bool_] = field(default_factory=lambda: np.empty((0, 0), np.bool_))
     buffers: ModelBuffers = field(default_factory=ModelBuffers)
-    unseated: dict[str, bool] = field(default_factory=dict)
-    crowd: Crowd = field(default_factory=Crowd)
+    landmarks: Landmarks = field(default_factory=Landmarks)
 
     def add(self, client: str) -> int:
         """Make room for a client, and return its index."""
@@ -114,8 +110,8 @@ class CASAState:
         return index
 
     def replace(self, index: int, client: str) -> None:
-        """Give a seat to another client, of whom nothing is known yet."""
-        self.unseated[self.clients[index]] = True
+        """Let another client, of which nothing is known yet, be the landmark of an index."""
+        self.landmarks.others[self.clients[index]] = True
         self.clients[index] = client
         self.start[index] = self.alpha[index] = 0
         for matrix, own in ((self.similarity, 1.0), (self.computed, True)):
@@ -174,33 +170,30 @@ class CASA(Method):
         """Take a client in: into the only cluster, or as a newcomer; or back into its own."""
         super().on_join(client)
         state, name = self.state, client.client_id
-        if name not in self._index and name not in state.unseated:
-            self._seat(name)
-        if name in state.unseated:
+        if name not in self._index and name not in state.landmarks.others:
+            self._index_new(name)
+        if name not in self._index:
             return
         index = self._index[name]
         self._present[index] = True
         self._watches.clear()
         state.examples[index] = client.num_examples
 
-    def _seat(self, name: str) -> None:
-        """Give a client that is new a seat, as long as there are some, or else by chance."""
-        state, seats = self.state, self.parameters.exact_up_to
-        if not seats or len(state.clients) < seats:
+    def _index_new(self, name: str) -> None:
+        """Let a new client be compared; of a large fleet only if it is drawn for a landmark."""
+        state, most = self.state, self.parameters.exact_up_to
+        if most and len(state.clients) >= most:
+            drawn = state.landmarks.drawn(name, most, self.rng)
+            if drawn is None:
+                return
+            del self._index[state.clients[drawn]]
+            state.replace(drawn, name)
+            self._index[name] = drawn
+        else:
             self._index[name] = state.add(name)
             more = len(state.start) - len(self._cluster)
             self._cluster = np.pad(self._cluster, (0, more), constant_values=_UNASSIGNED)
             self._present = np.pad(self._present, (0, more))
-            self._locate([name])
-            return
-        # Every client of the n so far has had the same chance of one (Vitter's reservoir, 1985).
-        drawn = int(self.rng.integers(len(state.clients) + len(state.unseated) + 1))
-        if drawn >= seats:
-            state.unseated[name] = True
-            return
-        del self._index[state.clients[drawn]]
-        state.replace(drawn, name)
-        self._index[name] = drawn
         self._locate([name])
 
     def on_leave(self, client: str) -> None:
@@ -217,48 +210,59 @@ class CASA(Method):
 
     def on_update(self, update: Update) -> Outcome:
         """Algorithm 1, lines 3 to 11."""
-        i = self._index.get(update.task.client)
+        client = update.task.client
+        self.state.round += 1
+        newcomer = not self.clusters.is_placed(client)
+        self._note_model(update)
+        with self._as_member(client):
+            if client in self._index:
+                self._c_phase(self._index[client], update, newcomer)
+            else:
+                self._follow_landmarks(client, newcomer)
+            return self._a_phase(update, newcomer)
+
+    @contextmanager
+    def _as_member(self, client: str) -> Iterator[None]:
+        """Count a client that was taken for gone, but has sent an update, as a member meanwhile."""
+        i = self._index.get(client)
         if i is None or self._present[i]:
-            return self._act_on(i, update)
-        # It was taken for gone, but has sent this: it counts as a member until it is acted on.
+            yield
+            return
         self._present[i] = True
         self._watches.clear()
-        applied = self._act_on(i, update)
+        yield
         self._present[i] = False
         self._watches.clear()
-        return applied
 
-    def _act_on(self, i: int | None, update: Update) -> Outcome:
-        state, client = self.state, update.task.client
-        state.round += 1
-        newcomer = not self.clusters.is_placed(client)
-        sketch = self._note(client, update.vector)
-        is_global = self.parameters.staleness_unit == "global"
-        if i is None:
-            if newcomer:
-                self.clusters.assign(client, self._cluster_near(sketch))
-            if self.parameters.clustering:
-                self._split_if_due(self.clusters.main(client))
-        else:
-            if client in self.progress.fleet.clients:
-                # A ClientApp that answers no greeting says it with its first update.
-                state.examples[i] = self.progress.fleet.clients[client].num_examples
-            code = self._encoder.encode(self.compared(update.vector))
-            if newcomer:
-                self.clusters.assign(client, self._nearest_cluster(i, code))
-                self._locate([client])
-                self._watches.clear()
-            self._compare(i, code)
-            if self.parameters.clustering:
-                self._split_if_due(int(self._cluster[i]))
-            model, start = self.models[int(self._cluster[i])], self._start_of(update.task)
-            # A newcomer's version is another cluster's: it counts as if it had started from here.
-            self._buffer(i, code, model.version if newcomer and not is_global else start)
+    def _c_phase(self, i: int, update: Update, newcomer: bool) -> None:
+        """Place a newcomer, compare, split and buffer: eqs (10) to (15), Algorithms 2 and 3."""
+        client = update.task.client
+        if client in self.progress.fleet.clients:
+            # A ClientApp that answers no greeting says it with its first update.
+            self.state.examples[i] = self.progress.fleet.clients[client].num_examples
+        code = self._encoder.encode(self.compared(update.vector))
+        if newcomer:
+            self.clusters.assign(client, self._nearest_cluster(i, code))
+            self._locate([client])
+            self._watches.clear()
+        self._compare(i, code)
+        if self.parameters.clustering:
+            self._split_if_due(int(self._cluster[i]))
+        start = self._start_of(update.task)
+        if newcomer and self.parameters.staleness_unit == "cluster":
+            # Its version is another cluster's: it counts as if it had started from here.
+            start = self.models[int(self._cluster[i])].version
+        self._buffer(i, code, start)
+
+    def _a_phase(self, update: Update, newcomer: bool) -> Outcome:
+        """Mix the update into the model of its client's cluster, eqs (6) to (9)."""
+        client = update.task.client
         k = self.clusters.main(client)
-        staleness = update.age if is_global or newcomer else update.staleness
+        counts_all = newcomer or self.parameters.staleness_unit == "global"
+        staleness = update.age if counts_all else update.staleness
         alpha = self._alpha(k, staleness)
-        if i is not None:
-            state.alpha[i] = alpha
+        if client in self._index:
+            self.state.alpha[self._index[client]] = alpha
         self._mix(k, update, alpha)
         return Outcome(cluster=k, staleness=staleness, weight=alpha)
 
@@ -267,7 +271,7 @@ class CASA(Method):
         return task.updates if self.parameters.staleness_unit == "global" else task.version
 
     def _locate(self, clients: Iterable[str]) -> None:
-        """Note where clients with a seat are now, by index."""
+        """Note where clients are now, by index."""
         for client in clients:
             if client not in self._index:
                 continue
@@ -352,7 +356,7 @@ class CASA(Method):
             return
         parts = self._parts(k, members, labels)
         names = [[self.state.clients[i] for i in part] for part in parts]
-        self._share_out(k, names)
+        self.state.landmarks.share_out(self.clusters.clients(k, online_only=False), names)
         self.clusters.split(k, names, score=gap.size**gamma, threshold=alpha_c)
         self._locate(client for part in names for client in part)
         del self._watches[k]
@@ -378,44 +382,24 @@ class CASA(Method):
             parts[best] = np.append(parts[best], client)
         return parts
 
-    # Clients without a seat.
+    # Large fleets.
 
-    def _note(self, client: str, vector: Vector) -> Vector | None:
-        """Keep the latest model of any client of a fleet in which some have no seat."""
-        if not self.state.unseated:
-            return None
-        if self._shortener is None:
-            reference = self.state.reference
-            is_long = len(reference) > 2 * _SHORT
-            self._shortener = Sketches(reference, _SHORT, seed=0) if is_long else WholeModels()
-            if isinstance(self._encoder, Sketches):
-                self._shortener = self._encoder
-        sketch = self._shortener.sketch_of(self._shortener.encode(self.compared(vector)))
-        self.state.crowd.note(client, sketch)
-        return sketch
+    def _note_model(self, update: Update) -> None:
+        """Keep the latest model of every client of a fleet in which some are no landmarks."""
+        if self.state.landmarks.others:
+            if self._shortener is None:
+                is_short = self.parameters.sketch > 0
+                self._shortener = self._encoder if is_short else shortener(self.state.reference)
+            code = self._shortener.encode(self.compared(update.vector))
+            self.state.landmarks.note(update.task.client, self._shortener.sketch_of(code))
 
-    def _share_out(self, k: int, parts: list[list[str]]) -> None:
-        """Add the members of cluster k without a seat to its parts.
-
-        Those of whom no model is known are left out: they are newcomers when their first one comes.
-        """
-        crowd, labels = self.state.crowd, {c: label for label, p in enumerate(parts) for c in p}
-        known = [client for client in labels if client in crowd]
-        members = self.clusters.clients(k, online_only=False) if known else []
-        others = [c for c in members if c in self.state.unseated and c in crowd]
-        if others:
-            found = crowd.nearest(crowd.of(others), known, [labels[client] for client in known])
-            for client, label in zip(others, found.tolist(), strict=True):
-                parts[label].append(client)
-
-    def _cluster_near(self, sketch: Vector | None) -> int:
-        """Return the cluster of most of the seated clients nearest to a newcomer without a seat."""
-        crowd, clusters = self.state.crowd, self.clusters
-        known = [c for c in self.state.clients if c in crowd and clusters.is_placed(c)]
-        if sketch is None or not known:
-            return clusters.largest()
-        labels = [clusters.main(client) for client in known]
-        return int(crowd.nearest(sketch[None, :], known, labels)[0])
+    def _follow_landmarks(self, client: str, newcomer: bool) -> None:
+        """Place a newcomer that is no landmark; split its cluster by the landmarks in it."""
+        if newcomer:
+            near = self.state.landmarks.cluster_near(client, self.state.clients, self.clusters)
+            self.clusters.assign(client, near)
+        if self.parameters.clustering:
+            self._split_if_due(self.clusters.main(client))
 
     # Newcomers.
 
@@ -448,13 +432,13 @@ class CASA(Method):
         return self._watches[k]
 
     def _size(self, k: int) -> int:
-        """Return |C_k|: its clients that are online, with a seat or without."""
-        if self.state.unseated:
+        """Return |C_k|: its clients that are online, landmarks or not."""
+        if self.state.landmarks.others:
             return max(1, self.clusters.size(k))
         return len(self._members(k))
 
     def _members(self, k: int) -> NDArray[np.intp]:
-        """Return the clients of C_k that are online and have a seat, by index."""
+        """Return the clients of C_k that are online and are landmarks, by index."""
         n = len(self.state.clients)
         return np.flatnonzero((self._cluster[:n] == k) & self._present[:n])
 
