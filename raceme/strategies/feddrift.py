@@ -348,200 +348,211 @@ def without_classes(parameters: ConceptParameters) -> str:
     return "measure accuracies unless measure=loss" if parameters.measure == "accuracy" else ""
 
 
-def scoring(
-    method: Method, concepts: Concepts, client: str, parameters: ConceptParameters
-) -> Request:
-    """Return the work of a client with new data: it measures all models on them."""
-    step = method.step_of(client) or 0
-    steps = concepts.to_score(client, step, parameters.memory, parameters.compare_on == NEW)
-    models = tuple(method.models)
-    settings: dict[str, Value] = {COMPUTE_SCALE: parameters.scoring_cost * len(models) * len(steps)}
-    if steps != [step]:
-        settings[STEPS] = steps
-    return Request(client, SCORES, models=models, settings=settings)
+@dataclass
+class ConceptState:
+    """What FedDrift and FedDrift-Async know beside their models.
 
-
-def ask(concepts: Concepts, task: InFlight, parameters: ConceptParameters) -> None:
-    """Note which steps a client is asked about."""
-    newest = parameters.compare_on == NEW
-    steps = concepts.to_score(task.client, task.step, parameters.memory, newest)
-    concepts.asked[task.client] = steps
-
-
-def take_scores(
-    method: Method, concepts: Concepts, answer: Answer, parameters: ConceptParameters
-) -> None:
-    """Take scores in.
-
-    Raises
-    ------
-    InvalidReplyError
-        There are none for each model and step, or they are no shares.
-    """
-    by_accuracy = parameters.measure == "accuracy"
-    scores = answer.numbers.get(ACCURACIES if by_accuracy else LOSSES)
-    asked, steps = list(answer.task.candidates), concepts.asked.get(answer.task.client, [])
-    if scores is None or scores.shape != (len(asked), len(steps)) or scores.dtype.kind != "f":
-        raise InvalidReplyError(f"it brings no {parameters.measure} of every model and step")
-    if by_accuracy and (scores.min() < 0 or scores.max() > 1):
-        raise InvalidReplyError("its accuracies are no shares")
-    losses = 1.0 - scores if by_accuracy else scores
-    if not any(concepts.heir(model) in method.models for model in asked):
-        raise InvalidReplyError("it has measured models that are no more")
-    by_step = {
-        step: {model: float(losses[row, column]) for row, model in enumerate(asked)}
-        for column, step in enumerate(steps)
-    }
-    concepts.take(answer.task.client, by_step, method.models)
-
-
-def training(
-    method: Method,
-    concepts: Concepts,
-    client: str,
-    model: int | None,
-    parameters: ConceptParameters,
-) -> Request:
-    """Return the work of a client that trains a model on all of its data that belong to it."""
-    if model is None:
-        return Request(client)
-    now = method.step_of(client) or 0
-    steps = concepts.by_model(client, now, parameters.memory)[model]
-    settings: dict[str, Value] = {}
-    if steps != [now]:
-        settings[STEPS] = steps
-        if not method.train_config.get(LOCAL_STEPS, 0):
-            # The simulator knows the size of one step's data; passes over several take longer.
-            settings[COMPUTE_SCALE] = float(len(steps))
-    return Request(client, models=(model,), settings=settings)
-
-
-# What becomes of the answers.
-
-
-def seat(method: Method, concepts: Concepts, client: str, parameters: ConceptParameters) -> None:
-    """Give a client its first model, before anything has been trained."""
-    if method.progress.updates or client in concepts.assigned:
-        return
-    clusters, seated = method.clusters, len(concepts.assigned)
-    model = 0
-    if parameters.start == PER_CLIENT and seated:
-        limit = parameters.max_models
-        if limit and len(clusters.models) >= limit:
-            model = list(clusters.models)[seated % limit]
-        else:
-            model = clusters.found(clusters.models[0].copy(), [client])
-    concepts.assign(client, method.step_of(client) or 0, model)
-    clusters.assign(client, model)
-
-
-def assign_best(
-    method: Method,
-    concepts: Concepts,
-    answered: Mapping[str, int],
-    parameters: ConceptParameters,
-) -> list[tuple[str, int, int]]:
-    """Give clients the model of least loss on their new data, unless these have drifted.
-
-    A loss is compared with one on data that were as new: r_i does not change when a client
-    measures again what was trained on meanwhile, unless there is no other: at its first step, and
-    where nobody says when data change.
-
-    Parameters
+    Attributes
     ----------
-    answered : Mapping[str, int]
-        Clients, and the step of their data.
-
-    Returns
-    -------
-    list[tuple[str, int, int]]
-        Clients that have drifted, with the step and the model of least loss.
+    concepts : Concepts
+        Which data belong to which model.
+    begun : dict[str, dict[int, bool]]
+        Models that a client was given to train: in this round, or since it last began with the
+        first.
+    trained : dict[str, int]
+        Rounds in which a client has trained, or its updates, since it was last asked for scores.
     """
-    drifted = []
-    for client, step in answered.items():
-        own = method.clusters.main(client) if method.clusters.is_placed(client) else None
-        model, loss = concepts.best(client, step, own)
-        steps = concepts.assigned.get(client, {})
-        is_new = step not in steps or method.step_of(client) is None
-        is_first = len(steps) == 1 and step in steps
-        if is_new and has_drifted(loss, concepts.least.get(client), parameters.delta):
-            drifted.append((client, step, model))
-        else:
-            _place(method, concepts, client, step, model)
-        if is_new or is_first:
-            concepts.least[client] = loss
-    return drifted
+
+    concepts: Concepts = field(default_factory=Concepts)
+    begun: dict[str, dict[int, bool]] = field(default_factory=dict)
+    trained: dict[str, int] = field(default_factory=dict)
 
 
-def found_each(
-    method: Method,
-    concepts: Concepts,
-    drifted: Sequence[tuple[str, int, int]],
-    parameters: ConceptParameters,
-) -> None:
-    """Let every client that has drifted found a model, which is isolated for W steps."""
-    for client, step, base in drifted:
-        model = _found(method, concepts, base, parameters.max_models)
-        _place(method, concepts, client, step, base if model is None else model)
-        if model is not None:
-            concepts.isolated[model] = parameters.isolation
+class FollowsConcepts(Method):
+    """What FedDrift does in rounds, and FedDrift-Async on every update."""
 
+    parameters: ConceptParameters
+    state: ConceptState
 
-def found_together(
-    method: Method,
-    concepts: Concepts,
-    drifted: Sequence[tuple[str, int, int]],
-    parameters: ConceptParameters,
-) -> None:
-    """Found one model for all that have drifted: a copy of what most of them come from."""
-    if not drifted:
-        return
-    base = Counter(base for _, _, base in drifted).most_common(1)[0][0]
-    model = _found(method, concepts, base, parameters.max_models)
-    for client, step, own in drifted:
-        _place(method, concepts, client, step, own if model is None else model)
+    def initialize(self, vector: Vector) -> None:
+        """Begin with one model; those of single clients are copies of it."""
+        self.clusters = Clusters({0: Model(vector)})
+        self.state = self.state_type()
 
+    def on_join(self, client: Client) -> None:
+        """Take a client in; at the start it is given a model, later it is asked for scores."""
+        super().on_join(client)
+        self._seat(client.client_id)
 
-def merge_alike(
-    method: Method, concepts: Concepts, settled: Sequence[int], parameters: ConceptParameters
-) -> None:
-    """Merge models that are alike: means, weighted by how many clients' steps they have."""
-    there = [model for model in settled if model in method.models]
-    for group in concepts.alike(there, parameters.merges_below):
-        sources = [method.models[model] for model in group]
-        mean = Model(sources[0].vector.copy(), max(source.version for source in sources))
-        weights = [float(concepts.pairs(model)) for model in group]
-        mean.average([source.vector for source in sources], weights)
-        merged = method.clusters.merge(group, mean, threshold=parameters.merges_below)
-        concepts.unite(group, merged)
+    def _scoring(self, client: str) -> Request:
+        """Return the work of a client with new data: it measures all models on them."""
+        step = self.step_of(client) or 0
+        steps = self.state.concepts.to_score(
+            client, step, self.parameters.memory, self.parameters.compare_on == NEW
+        )
+        models = tuple(self.models)
+        settings: dict[str, Value] = {
+            COMPUTE_SCALE: self.parameters.scoring_cost * len(models) * len(steps)
+        }
+        if steps != [step]:
+            settings[STEPS] = steps
+        return Request(client, SCORES, models=models, settings=settings)
 
+    def _ask(self, task: InFlight) -> None:
+        """Note which steps a client is asked about."""
+        newest = self.parameters.compare_on == NEW
+        steps = self.state.concepts.to_score(task.client, task.step, self.parameters.memory, newest)
+        self.state.concepts.asked[task.client] = steps
 
-def _place(method: Method, concepts: Concepts, client: str, step: int, model: int) -> None:
-    """Assign data, and let their client be served by the model; a model that it leaves is free."""
-    if method.clusters.is_placed(client) and method.clusters.main(client) != model:
-        concepts.isolated.pop(method.clusters.main(client), None)
-    concepts.assign(client, step, model)
-    method.clusters.assign(client, model)
+    def _take_scores(self, answer: Answer) -> None:
+        """Take scores in.
 
+        Raises
+        ------
+        InvalidReplyError
+            There are none for each model and step, or they are no shares.
+        """
+        concepts = self.state.concepts
+        by_accuracy = self.parameters.measure == "accuracy"
+        scores = answer.numbers.get(ACCURACIES if by_accuracy else LOSSES)
+        asked, steps = (
+            list(answer.task.candidates),
+            concepts.asked.get(answer.task.client, []),
+        )
+        if scores is None or scores.shape != (len(asked), len(steps)) or scores.dtype.kind != "f":
+            raise InvalidReplyError(
+                f"it brings no {self.parameters.measure} of every model and step"
+            )
+        if by_accuracy and (scores.min() < 0 or scores.max() > 1):
+            raise InvalidReplyError("its accuracies are no shares")
+        losses = 1.0 - scores if by_accuracy else scores
+        if not any(concepts.heir(model) in self.models for model in asked):
+            raise InvalidReplyError("it has measured models that are no more")
+        by_step = {
+            step: {model: float(losses[row, column]) for row, model in enumerate(asked)}
+            for column, step in enumerate(steps)
+        }
+        concepts.take(answer.task.client, by_step, self.models)
 
-def _found(method: Method, concepts: Concepts, base: int, limit: int) -> int | None:
-    """Add a copy of a model; where there are as many as may be, in the place of an unused one.
+    def _training(self, client: str, model: int | None) -> Request:
+        """Return the work of a client that trains a model on all of its data that belong to it."""
+        if model is None:
+            return Request(client)
+        now = self.step_of(client) or 0
+        steps = self.state.concepts.by_model(client, now, self.parameters.memory)[model]
+        settings: dict[str, Value] = {}
+        if steps != [now]:
+            settings[STEPS] = steps
+            if not self.train_config.get(LOCAL_STEPS, 0):
+                # The simulator knows the size of one step's data; passes over several take longer.
+                settings[COMPUTE_SCALE] = float(len(steps))
+        return Request(client, models=(model,), settings=settings)
 
-    Returns
-    -------
-    int or None
-        The new model; None if there are too many, and all are in use.
-    """
-    clusters = method.clusters
-    if limit and len(clusters.models) >= limit:
-        in_use = {clusters.main(client) for client in clusters.members}
-        unused = [model for model in clusters.models if model not in in_use and model != base]
-        if not unused:
-            return None
-        oldest = min(unused, key=lambda model: concepts.used.get(model, -1))
-        clusters.retire(oldest)
-        concepts.forget(oldest)
-    return clusters.found(clusters.models[base].copy())
+    # What becomes of the answers.
+
+    def _seat(self, client: str) -> None:
+        """Give a client its first model, before anything has been trained."""
+        if self.progress.updates or client in self.state.concepts.assigned:
+            return
+        clusters, seated = self.clusters, len(self.state.concepts.assigned)
+        model = 0
+        if self.parameters.start == PER_CLIENT and seated:
+            limit = self.parameters.max_models
+            if limit and len(clusters.models) >= limit:
+                model = list(clusters.models)[seated % limit]
+            else:
+                model = clusters.found(clusters.models[0].copy(), [client])
+        self.state.concepts.assign(client, self.step_of(client) or 0, model)
+        clusters.assign(client, model)
+
+    def _assign_best(self, answered: Mapping[str, int]) -> list[tuple[str, int, int]]:
+        """Give clients the model of least loss on their new data, unless these have drifted.
+
+        A loss is compared with one on data that were as new: r_i does not change when a client
+        measures again what was trained on meanwhile, unless there is no other: at its first step,
+        and where nothing says when data change.
+
+        Parameters
+        ----------
+        answered : Mapping[str, int]
+            Clients, and the step of their data.
+
+        Returns
+        -------
+        list[tuple[str, int, int]]
+            Clients that have drifted, with the step and the model of least loss.
+        """
+        concepts = self.state.concepts
+        drifted = []
+        for client, step in answered.items():
+            own = self.clusters.main(client) if self.clusters.is_placed(client) else None
+            model, loss = concepts.best(client, step, own)
+            steps = concepts.assigned.get(client, {})
+            is_new = step not in steps or self.step_of(client) is None
+            is_first = len(steps) == 1 and step in steps
+            if is_new and has_drifted(loss, concepts.least.get(client), self.parameters.delta):
+                drifted.append((client, step, model))
+            else:
+                self._place(client, step, model)
+            if is_new or is_first:
+                concepts.least[client] = loss
+        return drifted
+
+    def _found_each(self, drifted: Sequence[tuple[str, int, int]]) -> None:
+        """Let every client that has drifted found a model, which is isolated for W steps."""
+        for client, step, base in drifted:
+            model = self._found(base)
+            self._place(client, step, base if model is None else model)
+            if model is not None:
+                self.state.concepts.isolated[model] = self.parameters.isolation
+
+    def _found_together(self, drifted: Sequence[tuple[str, int, int]]) -> None:
+        """Found one model for all that have drifted: a copy of what most of them come from."""
+        if not drifted:
+            return
+        base = Counter(base for _, _, base in drifted).most_common(1)[0][0]
+        model = self._found(base)
+        for client, step, own in drifted:
+            self._place(client, step, own if model is None else model)
+
+    def _merge_alike(self, settled: Sequence[int]) -> None:
+        """Merge models that are alike: means, weighted by how many clients' steps they have."""
+        concepts = self.state.concepts
+        there = [model for model in settled if model in self.models]
+        for group in concepts.alike(there, self.parameters.merges_below):
+            sources = [self.models[model] for model in group]
+            mean = Model(sources[0].vector.copy(), max(source.version for source in sources))
+            weights = [float(concepts.pairs(model)) for model in group]
+            mean.average([source.vector for source in sources], weights)
+            merged = self.clusters.merge(group, mean, threshold=self.parameters.merges_below)
+            concepts.unite(group, merged)
+
+    def _place(self, client: str, step: int, model: int) -> None:
+        """Assign data, and let their client be served by the model; one that it leaves is free."""
+        if self.clusters.is_placed(client) and self.clusters.main(client) != model:
+            self.state.concepts.isolated.pop(self.clusters.main(client), None)
+        self.state.concepts.assign(client, step, model)
+        self.clusters.assign(client, model)
+
+    def _found(self, base: int) -> int | None:
+        """Add a copy of a model; where there are as many as may be, in the place of an unused one.
+
+        Returns
+        -------
+        int or None
+            The new model; None if there are too many, and all are in use.
+        """
+        concepts = self.state.concepts
+        clusters = self.clusters
+        if self.parameters.max_models and len(clusters.models) >= self.parameters.max_models:
+            in_use = {clusters.main(client) for client in clusters.members}
+            unused = [model for model in clusters.models if model not in in_use and model != base]
+            if not unused:
+                return None
+            oldest = min(unused, key=lambda model: concepts.used.get(model, -1))
+            clusters.retire(oldest)
+            concepts.forget(oldest)
+        return clusters.found(clusters.models[base].copy())
 
 
 # -----------------------------------------------------------------------------
@@ -573,32 +584,12 @@ class FedDriftAsyncParameters(ConceptParameters, FedAsyncParameters):
     )
 
 
-@dataclass
-class FedDriftAsyncState:
-    """What FedDrift-Async knows beside its models.
-
-    Attributes
-    ----------
-    concepts : Concepts
-        Which data belong to which model.
-    begun : dict[str, dict[int, bool]]
-        Models that a client was given to train since it last began with the first.
-    trained : dict[str, int]
-        Updates of a client since it was last asked for scores.
-    """
-
-    concepts: Concepts = field(default_factory=Concepts)
-    begun: dict[str, dict[int, bool]] = field(default_factory=dict)
-    trained: dict[str, int] = field(default_factory=dict)
-
-
-class FedDriftAsync(Method):
+class FedDriftAsync(FollowsConcepts):
     """FedDrift's models for concepts on every single update (FedDrift-Async, our own)."""
 
     parameters_type = FedDriftAsyncParameters
-    state_type = FedDriftAsyncState
+    state_type = ConceptState
     parameters: FedDriftAsyncParameters
-    state: FedDriftAsyncState
 
     @property
     def needs(self) -> Needs:
@@ -608,22 +599,11 @@ class FedDriftAsync(Method):
             classes=without_classes(self.parameters),
         )
 
-    def initialize(self, vector: Vector) -> None:
-        """Begin with one model; those of single clients are copies of it."""
-        self.clusters = Clusters({0: Model(vector)})
-        self.state = FedDriftAsyncState()
-
-    def on_join(self, client: Client) -> None:
-        """Take a client in; at the start it is given a model, later it is asked for scores."""
-        super().on_join(client)
-        seat(self, self.state.concepts, client.client_id, self.parameters)
-
     def request_for(self, client: str) -> Request:
         """Ask a client with new data for scores; let others train the next of their models."""
-        concepts = self.state.concepts
         if self._is_to_measure(client):
-            return scoring(self, concepts, client, self.parameters)
-        return training(self, concepts, client, self._next_model(client), self.parameters)
+            return self._scoring(client)
+        return self._training(client, self._next_model(client))
 
     def _is_to_measure(self, client: str) -> bool:
         """Return whether a client measures before it trains: never twice without training."""
@@ -643,7 +623,7 @@ class FedDriftAsync(Method):
         state = self.state
         if task.kind == SCORES:
             state.trained[task.client] = 0
-            ask(state.concepts, task, self.parameters)
+            self._ask(task)
             return
         begun = state.begun.setdefault(task.client, {})
         if task.cluster in begun:
@@ -653,14 +633,14 @@ class FedDriftAsync(Method):
     def on_answer(self, answer: Answer) -> None:
         """Assign the client's data; found a model if they have drifted, and merge what is alike."""
         client, concepts = answer.task.client, self.state.concepts
-        take_scores(self, concepts, answer, self.parameters)
+        self._take_scores(answer)
         if self.clusters.is_placed(client):
             own = self.clusters.main(client)
             concepts.age([own] if own in concepts.isolated else [])
         settled = [model for model in self.models if model not in concepts.isolated]
-        drifted = assign_best(self, concepts, {client: answer.task.step}, self.parameters)
-        found_each(self, concepts, drifted, self.parameters)
-        merge_alike(self, concepts, settled, self.parameters)
+        drifted = self._assign_best({client: answer.task.step})
+        self._found_each(drifted)
+        self._merge_alike(settled)
 
     def on_closed(self, task: InFlight) -> None:
         """Count a client's updates, and those that were lost."""
@@ -713,31 +693,22 @@ class FedDriftEagerParameters(FedDriftParameters):
 
 
 @dataclass
-class FedDriftState:
+class FedDriftState(ConceptState):
     """What FedDrift knows beside its models.
 
     Attributes
     ----------
-    concepts : Concepts
-        Which data belong to which model.
     answered : dict[str, int]
         Clients that have measured, and at which step of their data.
     latest : int
         The latest step at which data were assigned.
-    begun : dict[str, dict[int, bool]]
-        Models that a client was given to train in this round.
-    trained : dict[str, int]
-        Rounds in which a client has trained since it last measured.
     """
 
-    concepts: Concepts = field(default_factory=Concepts)
     answered: dict[str, int] = field(default_factory=dict)
     latest: int = 0
-    begun: dict[str, dict[int, bool]] = field(default_factory=dict)
-    trained: dict[str, int] = field(default_factory=dict)
 
 
-class FedDrift(Method):
+class FedDrift(FollowsConcepts):
     """A model for each concept of data that drift: detection, isolation, merging (FedDrift)."""
 
     parameters_type = FedDriftParameters
@@ -763,23 +734,13 @@ class FedDrift(Method):
             queries=self._queries,
         )
 
-    def initialize(self, vector: Vector) -> None:
-        """Begin with one model; those of single clients are copies of it."""
-        self.clusters = Clusters({0: Model(vector)})
-        self.state = FedDriftState()
-
-    def on_join(self, client: Client) -> None:
-        """Take a client in; at the start it is given a model, later it is asked for scores."""
-        super().on_join(client)
-        seat(self, self.state.concepts, client.client_id, self.parameters)
-
     # Before a round: who is to measure?
 
     def _queries(self, moment: SelectionContext) -> Sequence[Request] | None:
         """Let clients with new data measure all models first; then let participants train."""
         asked = self.scheduling.ask_first(moment, self._is_to_measure, patience=_ASKING_SECONDS)
         if asked is not None:
-            return [scoring(self, self.state.concepts, c, self.parameters) for c in asked]
+            return [self._scoring(c) for c in asked]
         if self.state.answered and not (self.scheduling.state.running or moment.greeting):
             self._judge()
         return None
@@ -795,7 +756,7 @@ class FedDrift(Method):
         state = self.state
         if task.kind == SCORES:
             state.trained[task.client] = 0
-            ask(state.concepts, task, self.parameters)
+            self._ask(task)
         else:
             state.begun.setdefault(task.client, {})[task.cluster] = True
 
@@ -809,7 +770,7 @@ class FedDrift(Method):
         """
         if answer.task.client not in self.scheduling.state.asking.awaited:
             raise InvalidReplyError("it came after the round had begun")
-        take_scores(self, self.state.concepts, answer, self.parameters)
+        self._take_scores(answer)
         self.state.answered[answer.task.client] = answer.task.step
 
     def on_closed(self, task: InFlight) -> None:
@@ -825,12 +786,12 @@ class FedDrift(Method):
             concepts.age(list(concepts.isolated))
             state.latest = latest
         settled = [model for model in self.models if model not in concepts.isolated]
-        drifted = assign_best(self, concepts, state.answered, self.parameters)
+        drifted = self._assign_best(state.answered)
         if self.parameters.founding == "together":
-            found_together(self, concepts, drifted, self.parameters)
+            self._found_together(drifted)
         else:
-            found_each(self, concepts, drifted, self.parameters)
-            merge_alike(self, concepts, settled, self.parameters)
+            self._found_each(drifted)
+            self._merge_alike(settled)
         # Models change until clients measure again.
         state.answered, concepts.losses = {}, {}
 
@@ -839,7 +800,7 @@ class FedDrift(Method):
     def request_for(self, client: str) -> Request:
         """Let a client train the next of the models that have data of it."""
         model = self._next_model(client)
-        return training(self, self.state.concepts, client, model, self.parameters)
+        return self._training(client, model)
 
     def _next_model(self, client: str) -> int | None:
         """Return the first model that has data of a client and that it has not begun."""
