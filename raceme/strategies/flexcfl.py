@@ -24,7 +24,6 @@ from dataclasses import dataclass, field
 from logging import getLogger
 
 import numpy as np
-from flwr.app import ArrayRecord
 from numpy.typing import NDArray
 from sklearn.cluster import KMeans
 
@@ -360,29 +359,23 @@ class FedGroupParameters(FlexCFLParameters):
 
 
 @dataclass
-class FlexCFLState:
-    """What FlexCFL knows beside its groups.
+class ColdStartState:
+    """What FlexCFL and FlexCFL-Async know beside their groups.
 
     Attributes
     ----------
     start : ColdStart
         What places clients.
-    picked : dict[str, bool]
-        Clients that train in this round; others take part only to be placed.
     """
 
     start: ColdStart
-    picked: dict[str, bool] = field(default_factory=dict)
 
 
-class FlexCFL(Method):
-    """Groups by the directions of first updates, in rounds, with migration (FlexCFL)."""
+class GroupsByStart(Method):
+    """What FlexCFL does in rounds, and FlexCFL-Async on every update."""
 
-    parameters_type = FlexCFLParameters
-    state_type = FlexCFLState
-    parameters: FlexCFLParameters
-    state: FlexCFLState
-    scheduling: InRounds
+    parameters: ColdStartParameters
+    state: ColdStartState
 
     @property
     def needs(self) -> Needs:
@@ -391,23 +384,21 @@ class FlexCFL(Method):
             kinds=frozenset({LABEL_COUNTS} if self.parameters.counts_labels else ()),
             classes=self.parameters.needs_classes,
             bases=True,
-            fits_clients=lambda clients: check_groups(self.parameters.groups, clients),
+            fits_clients=self._check_groups,
         )
 
-    def scheduler(self) -> Scheduler:
-        """Work in rounds; who is cold is placed first, and then trains if it was picked."""
-        return InRounds(
-            participants=self._participants,
-            prepares=lambda update: self._has_groups and update.task.client in self._cold,
-            returns=lambda client: client in self.state.picked,
-            picking=self.parameters.picking,
-            queries=self._queries,
-        )
+    def _check_groups(self, clients: int) -> None:
+        """Raise UserError if there are more groups than clients."""
+        if self.parameters.groups > clients:
+            raise UserError(
+                f"{self.parameters.groups} groups cannot be made of {clients} clients: take fewer "
+                "groups, or more clients."
+            )
 
     def initialize(self, vector: Vector) -> None:
         """Keep w0; all clients are cold."""
         self.clusters = Clusters({_W0: Model(vector)})
-        self.state = FlexCFLState(ColdStart(vector.copy()))
+        self.state = self.state_type(ColdStart(vector.copy()))
 
     @property
     def _has_groups(self) -> bool:
@@ -423,6 +414,118 @@ class FlexCFL(Method):
         if self._has_groups and not self.clusters.is_placed(client.client_id):
             self._cold[client.client_id] = True
 
+    def on_sent(self, task: InFlight) -> None:
+        """Note which clients are asked for label counts."""
+        if task.kind == LABEL_COUNTS:
+            self.state.start.ask(task.client)
+
+    def _first(self, online: Sequence[Client], rng: np.random.Generator) -> Sequence[Client]:
+        """Pick α m clients, whose first updates make the groups."""
+        alone = self.parameters.measure == "random-clients"
+        per_group = 1 if alone else self.parameters.pretrain
+        return sample(online, per_group * self.parameters.groups, rng)
+
+    def _pretraining(self, client: str) -> Request:
+        """Return the work of a client that is to be placed: it trains w0 for a little while."""
+        w0 = self.record_of(self.state.start.initial)
+        steps = self.parameters.pretrain_steps
+        settings = {LOCAL_STEPS: steps} if steps else {LOCAL_STEPS: 0, LOCAL_EPOCHS: 1}
+        return Request(client, models=(), arrays={ARRAYS: w0}, settings=settings)
+
+    def _start_groups(self, updates: Sequence[Update]) -> list[Outcome]:
+        """Group the clients of the first round, Algorithm 3; all others are cold from now on.
+
+        A group's model is the plain mean of what its clients have trained; its direction, for good,
+        the change from w0.
+        """
+        start, clusters, clients = (
+            self.state.start,
+            self.clusters,
+            [update.task.client for update in updates],
+        )
+        deltas = np.stack([self.compared(update.vector - start.initial) for update in updates])
+        count = min(self.parameters.groups, len(updates))
+        if count < self.parameters.groups:
+            log.warning("Only %d clients have pre-trained: there are so many groups.", count)
+        labels = find_groups(deltas, count, self.parameters.measure, self.rng)
+        groups = clusters.split(_W0, parts_of(clients, labels))
+        applied = average_by_cluster(clusters, updates, by_examples=False)
+        for group in groups:
+            change = np.asarray(self.models[group].vector - start.initial)
+            start.directions[group] = self.compared(change)
+        for client in clusters.members:
+            if clusters.is_placed(client):
+                start.settle(client)
+            else:
+                start.cold[client] = True
+        return applied
+
+    def _place(self, update: Update) -> Outcome:
+        """Put a cold client into the nearest group; what it has trained is used for nothing."""
+        client = update.task.client
+        group = self.state.start.nearest(
+            self.compared(np.asarray(update.vector - self.state.start.initial))
+        )
+        self.clusters.assign(client, group)
+        self.state.start.settle(client)
+        return Outcome(group, staleness=0, weight=0.0)
+
+    def _take_counts(self, answer: Answer) -> None:
+        """Take label counts in.
+
+        Raises
+        ------
+        InvalidReplyError
+            They are no counts, or of another number of labels than the client had before.
+        """
+        client = answer.task.client
+        counts = answer.numbers.get(LABEL_COUNTS)
+        if counts is None or counts.ndim != 1 or not len(counts) or counts.dtype.kind not in "iu":
+            raise InvalidReplyError("it brings no label counts")
+        if counts.min() < 0 or not counts.any():
+            raise InvalidReplyError("its label counts are no counts")
+        labels = self.state.start.usual_labels(client, len(counts))
+        if len(counts) != labels:
+            raise InvalidReplyError(f"it counts {len(counts)} labels, and others {labels}")
+        if answer.num_examples and int(counts.sum()) != answer.num_examples:
+            total = int(counts.sum())
+            raise InvalidReplyError(f"it counts {total} labels of {answer.num_examples} examples")
+        examples = self.progress.fleet.clients[client].num_examples
+        self.state.start.count(client, counts.tolist(), examples, self.parameters.tolerance)
+
+
+@dataclass
+class FlexCFLState(ColdStartState):
+    """What FlexCFL knows beside its groups.
+
+    Attributes
+    ----------
+    picked : dict[str, bool]
+        Clients that train in this round; others take part only to be placed.
+    """
+
+    picked: dict[str, bool] = field(default_factory=dict)
+
+
+class FlexCFL(GroupsByStart):
+    """Groups by the directions of first updates, in rounds, with migration (FlexCFL)."""
+
+    parameters_type = FlexCFLParameters
+    state_type = FlexCFLState
+    parameters: FlexCFLParameters
+    state: FlexCFLState
+    scheduling: InRounds
+
+    def scheduler(self) -> Scheduler:
+        """Work in rounds; who is cold is placed first, and then trains if it was picked."""
+        return InRounds(
+            participants=self._participants,
+            prepares=lambda update: self._has_groups and update.task.client in self._cold,
+            returns=lambda client: client in self.state.picked,
+            picking=self.parameters.picking,
+            queries=self._queries,
+        )
+
     # Before a round: whose data have changed?
 
     def _queries(self, moment: SelectionContext) -> Sequence[Request] | None:
@@ -433,24 +536,15 @@ class FlexCFL(Method):
                 return [Request(client, LABEL_COUNTS, models=()) for client in asked]
         return None
 
-    def on_sent(self, task: InFlight) -> None:
-        """Note whom label counts are asked of."""
-        if task.kind == LABEL_COUNTS:
-            self.state.start.ask(task.client)
-
     def on_answer(self, answer: Answer) -> None:
         """Take label counts in: a client whose data have changed is cold."""
-        take_counts(self.state.start, answer, self._examples(answer), self.parameters.tolerance)
-
-    def _examples(self, answer: Answer) -> int:
-        return self.progress.fleet.clients[answer.task.client].num_examples
+        self._take_counts(answer)
 
     def _participants(self, online: Sequence[Client], rng: np.random.Generator) -> Sequence[Client]:
         """Pick α m clients before there are groups, then K, and with them all that have changed."""
         parameters, state = self.parameters, self.state
         if not self._has_groups:
-            per_group = 1 if parameters.measure == "random-clients" else parameters.pretrain
-            return sample(online, per_group * parameters.groups, rng)
+            return self._first(online, rng)
         # Pre-training is nobody's turn: all train in the rounds after it.
         picked = self.scheduling.pick(online, parameters.participants(len(online)), rng)
         state.picked = {client.client_id: True for client in picked}
@@ -473,17 +567,17 @@ class FlexCFL(Method):
         """Let a cold client train w0, and others the model of their group."""
         if self._has_groups and client not in self._cold:
             return Request(client)
-        return pretraining(client, self.record_of(self.state.start.initial), self.parameters)
+        return self._pretraining(client)
 
     # After a round.
 
     def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
         """Find the groups first; later place cold clients, and average inside each group."""
         if not self._has_groups:
-            return start_groups(self, self.state.start, updates, self.parameters)
+            return self._start_groups(updates)
         cold = [update for update in updates if update.task.client in self._cold]
         others = [update for update in updates if update.task.client not in self._cold]
-        placed = [place(self, self.state.start, update) for update in cold]
+        placed = [self._place(update) for update in cold]
         # A client that has gone elsewhere meanwhile has trained a model that is not its group's.
         trained = [update for update in others if update.task.cluster == self._home(update)]
         if self.parameters.detect == "direction":
@@ -507,81 +601,6 @@ class FlexCFL(Method):
 
 
 FedGroup = Variant(FlexCFL, FedGroupParameters, "FlexCFL without migration (FedGroup).")
-
-
-def check_groups(groups: int, clients: int) -> None:
-    """Raise UserError if there are more groups than clients."""
-    if groups > clients:
-        raise UserError(
-            f"{groups} groups cannot be made of {clients} clients: take fewer groups, or more "
-            "clients."
-        )
-
-
-def pretraining(client: str, w0: ArrayRecord, parameters: ColdStartParameters) -> Request:
-    """Return the work of a client that is to be placed: it trains w0 for a little while."""
-    steps = parameters.pretrain_steps
-    settings = {LOCAL_STEPS: steps} if steps else {LOCAL_STEPS: 0, LOCAL_EPOCHS: 1}
-    return Request(client, models=(), arrays={ARRAYS: w0}, settings=settings)
-
-
-def start_groups(
-    method: Method, start: ColdStart, updates: Sequence[Update], parameters: ColdStartParameters
-) -> list[Outcome]:
-    """Group the clients of the first round, Algorithm 3; all others are cold from now on.
-
-    A group's model is the plain mean of what its clients have trained; its direction, for good,
-    the change from w0.
-    """
-    clusters, clients = method.clusters, [update.task.client for update in updates]
-    deltas = np.stack([method.compared(update.vector - start.initial) for update in updates])
-    count = min(parameters.groups, len(updates))
-    if count < parameters.groups:
-        log.warning("Only %d clients have pre-trained: there are so many groups.", count)
-    labels = find_groups(deltas, count, parameters.measure, method.rng)
-    groups = clusters.split(_W0, parts_of(clients, labels))
-    applied = average_by_cluster(clusters, updates, by_examples=False)
-    for group in groups:
-        change = np.asarray(method.models[group].vector - start.initial)
-        start.directions[group] = method.compared(change)
-    for client in clusters.members:
-        if clusters.is_placed(client):
-            start.settle(client)
-        else:
-            start.cold[client] = True
-    return applied
-
-
-def place(method: Method, start: ColdStart, update: Update) -> Outcome:
-    """Put a cold client into the group that is nearest; what it has trained is used for nothing."""
-    client = update.task.client
-    group = start.nearest(method.compared(np.asarray(update.vector - start.initial)))
-    method.clusters.assign(client, group)
-    start.settle(client)
-    return Outcome(group, staleness=0, weight=0.0)
-
-
-def take_counts(start: ColdStart, answer: Answer, examples: int, tolerance: float) -> None:
-    """Take label counts in.
-
-    Raises
-    ------
-    InvalidReplyError
-        They are no counts, or of another number of labels than the client had before.
-    """
-    client = answer.task.client
-    counts = answer.numbers.get(LABEL_COUNTS)
-    if counts is None or counts.ndim != 1 or not len(counts) or counts.dtype.kind not in "iu":
-        raise InvalidReplyError("it brings no label counts")
-    if counts.min() < 0 or not counts.any():
-        raise InvalidReplyError("its label counts are no counts")
-    labels = start.usual_labels(client, len(counts))
-    if len(counts) != labels:
-        raise InvalidReplyError(f"it counts {len(counts)} labels, and others {labels}")
-    if answer.num_examples and int(counts.sum()) != answer.num_examples:
-        total = int(counts.sum())
-        raise InvalidReplyError(f"it counts {total} labels of {answer.num_examples} examples")
-    start.count(client, counts.tolist(), examples, tolerance)
 
 
 def mix_groups(models: Sequence[Model], eta_g: float) -> None:
@@ -638,22 +657,19 @@ class FlexCFLAsyncParameters(ColdStartParameters, FedAsyncParameters):
 
 
 @dataclass
-class FlexCFLAsyncState:
+class FlexCFLAsyncState(ColdStartState):
     """What FlexCFL-Async knows beside its groups.
 
     Attributes
     ----------
-    start : ColdStart
-        What places clients.
     told : dict[str, bool]
         Clients that have said their label counts since they were last given other work.
     """
 
-    start: ColdStart
     told: dict[str, bool] = field(default_factory=dict)
 
 
-class FlexCFLAsync(Method):
+class FlexCFLAsync(GroupsByStart):
     """FlexCFL's groups and migration on every single update (FlexCFL-Async, our own)."""
 
     parameters_type = FlexCFLAsyncParameters
@@ -661,64 +677,27 @@ class FlexCFLAsync(Method):
     parameters: FlexCFLAsyncParameters
     state: FlexCFLAsyncState
 
-    @property
-    def needs(self) -> Needs:
-        """What a run of the method has to have."""
-        return Needs(
-            kinds=frozenset({LABEL_COUNTS} if self.parameters.counts_labels else ()),
-            classes=self.parameters.needs_classes,
-            bases=True,
-            fits_clients=lambda clients: check_groups(self.parameters.groups, clients),
-        )
-
     def scheduler(self) -> Scheduler:
         """Wait for those who make the groups; then nobody waits."""
         first = InRounds(participants=self._first)
         return Then(first, EveryIdle(), lambda: self._has_groups)
 
-    def initialize(self, vector: Vector) -> None:
-        """Keep w0; all clients are cold."""
-        self.clusters = Clusters({0: Model(vector)})
-        self.state = FlexCFLAsyncState(ColdStart(vector.copy()))
-
-    @property
-    def _has_groups(self) -> bool:
-        return bool(self.state.start.directions)
-
-    def _first(self, online: Sequence[Client], rng: np.random.Generator) -> Sequence[Client]:
-        """Pick α m clients, whose first updates make the groups."""
-        alone = self.parameters.measure == "random-clients"
-        per_group = 1 if alone else self.parameters.pretrain
-        return sample(online, per_group * self.parameters.groups, rng)
-
-    def on_join(self, client: Client) -> None:
-        """Take a client in: cold, or back into its group."""
-        super().on_join(client)
-        if self._has_groups and not self.clusters.is_placed(client.client_id):
-            self.state.start.cold[client.client_id] = True
-
     def request_for(self, client: str) -> Request:
         """Let a cold client train w0, ask others for label counts, or train their group's model."""
         start = self.state.start
         if not self._has_groups or client in start.cold:
-            return pretraining(client, self.record_of(start.initial), self.parameters)
+            return self._pretraining(client)
         by_counts = self.parameters.counts_labels
         if by_counts and client not in self.state.told and start.answers(client):
             return Request(client, LABEL_COUNTS, models=())
         return Request(client)
 
-    def on_sent(self, task: InFlight) -> None:
-        """Note whom label counts are asked of."""
-        if task.kind == LABEL_COUNTS:
-            self.state.start.ask(task.client)
-
     def on_answer(self, answer: Answer) -> None:
         """Take label counts in: a client whose data have changed is cold."""
         client = answer.task.client
-        examples = self.progress.fleet.clients[client].num_examples
         start = self.state.start
         was_cold = client in start.cold
-        take_counts(start, answer, examples, self.parameters.tolerance)
+        self._take_counts(answer)
         if client in start.cold and not was_cold:
             self._place_by_labels(client)
 
@@ -741,14 +720,14 @@ class FlexCFLAsync(Method):
     def aggregate(self, updates: Sequence[Update]) -> Sequence[Outcome]:
         """Find the groups first; then act on each update by itself."""
         if not self._has_groups:
-            return start_groups(self, self.state.start, updates, self.parameters)
+            return self._start_groups(updates)
         return super().aggregate(updates)
 
     def on_update(self, update: Update) -> Outcome:
         """Place a cold client; mix what others bring into their group's model."""
         client, start = update.task.client, self.state.start
         if client in start.cold:
-            return place(self, start, update)
+            return self._place(update)
         group = self.clusters.main(client)
         if update.task.cluster != group:
             return Outcome(group, staleness=0, weight=0.0)
