@@ -29,8 +29,7 @@ import numpy as np
 from flwr.app import ArrayRecord
 from numpy.typing import NDArray
 
-from raceme.core.clients import Client
-from raceme.core.clusters import Clusters, Model, Weights
+from raceme.core.clusters import Model, Weights
 from raceme.core.errors import UserError
 from raceme.core.messages import (
     BORROWED,
@@ -67,13 +66,10 @@ from raceme.flower.messages import array_record
 from raceme.strategies.faacl.strategy import (
     ASKING_SECONDS,
     START,
+    FindsSupport,
     SupportRounds,
     SupportRoundsParameters,
     SupportRoundsState,
-    check_samples,
-    found_each,
-    greet,
-    initial_training,
     losses_of,
     validation_share,
 )
@@ -485,7 +481,7 @@ class CFAACLState(SearchState):
     """What C-FAACL knows beside its models."""
 
 
-class CFAACL(Method):
+class CFAACL(FindsSupport):
     """FAACL for one task after another: old concepts are recognised, new ones found (C-FAACL)."""
 
     parameters_type = CFAACLParameters
@@ -502,7 +498,7 @@ class CFAACL(Method):
             settings=frozenset({MEMORY_STEPS, REMEMBERED}),
             validation=True,
             fits_clients=self._check_clients,
-            fits_validation=lambda samples: check_samples(samples, self.parameters.alpha),
+            fits_validation=self._check_samples,
         )
 
     def scheduler(self) -> Scheduler:
@@ -519,18 +515,6 @@ class CFAACL(Method):
                 f"c-faacl.remembered is {remembered}, and a test at level {alpha:g} needs {needed} "
                 "samples: no task would ever be recognised. Take more, or a larger c-faacl.alpha."
             )
-
-    def initialize(self, vector: Vector) -> None:
-        """Begin with θ, which serves everybody until there are clusters."""
-        self.clusters = Clusters({START: Model(vector)})
-        self.state = CFAACLState(vector.copy())
-
-    def on_join(self, client: Client) -> None:
-        """Take a client in; one that is new has to train θ first."""
-        is_new = client.client_id not in self.clusters.members
-        super().on_join(client)
-        if is_new:
-            greet(self, self.state, client, self.parameters.alpha)
 
     @property
     def in_use(self) -> InUse:
@@ -585,7 +569,7 @@ class CFAACL(Method):
         if client not in self.state.cold:
             return self.rounds.train(client)
         epochs = self.parameters.learn_epochs if self._has_clusters else self.parameters.init_epochs
-        work = initial_training(self, client, self.state.initial, epochs)
+        work = self._initial_training(client, epochs)
         settings = {**work.settings, REMEMBERED: self.parameters.remembered}
         return Request(client, LEARN, (), work.arrays, settings, work.phase)
 
@@ -605,7 +589,7 @@ class CFAACL(Method):
 
     def _found(self, updates: Sequence[Update]) -> list[Outcome]:
         """Make a cluster of each of the first clients (the cold start, Algorithm 7)."""
-        founded = found_each(self, self.state, updates)
+        founded = self._found_each(updates)
         self.rounds.add([applied.cluster for applied in founded])
         for update, applied in zip(updates, founded, strict=True):
             self._remember(update.task.client, update.task.step, applied.cluster)

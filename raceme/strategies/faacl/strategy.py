@@ -113,34 +113,11 @@ class SupportState:
 # What a client is asked.
 
 
-def greet(method: Method, state: SupportState, client: Client, alpha: float) -> None:
-    """Note that a new client has to train θ; say so if it has too few samples for any test."""
-    state.cold[client.client_id] = True
-    needed = fewest_samples(alpha)
-    kept = kept_for_validation(client.num_examples, validation_share(method))
-    if client.num_examples and kept < needed:
-        log.warning(
-            "%s keeps %d samples for validation, and a test at level %g needs %d: no other model "
-            "can support its cluster. Raise validation-share or alpha.",
-            client.client_id,
-            kept,
-            alpha,
-            needed,
-        )
-
-
 def validation_share(method: Method) -> float:
     """Return the share of its samples that a client keeps to compare models on."""
     share = method.train_config[VALIDATION_SHARE]
     assert isinstance(share, float), "start() sees to it"
     return share
-
-
-def initial_training(method: Method, client: str, initial: Vector, epochs: int) -> Request:
-    """Return the work of a client that has no model yet: it trains θ, Algorithm 1."""
-    settings: dict[str, Value] = {LOCAL_STEPS: 0, LOCAL_EPOCHS: epochs}
-    arrays = {ARRAYS: method.record_of(initial)}
-    return Request(client, models=(), arrays=arrays, settings=settings, phase=INIT)
 
 
 def comparison(method: Method, client: str, clusters: Sequence[int]) -> Request:
@@ -154,16 +131,6 @@ def comparison(method: Method, client: str, clusters: Sequence[int]) -> Request:
 def trains(supported: Supported, cluster: int) -> list[int]:
     """Return what a cluster's clients train, Algorithm 4: its model, and those that it supports."""
     return [cluster, *supported.supported_by(cluster)]
-
-
-def check_samples(samples: int, alpha: float) -> None:
-    """Raise UserError if a client keeps too few samples for any test to be passed."""
-    needed = fewest_samples(alpha)
-    if samples < needed:
-        raise UserError(
-            f"A client keeps {samples} of its samples to compare models on, and a test at level "
-            f"{alpha:g} needs {needed}: raise validation-share, or take fewer clients."
-        )
 
 
 # What becomes of the answers.
@@ -203,17 +170,72 @@ def compared(answer: Answer, alpha: float) -> dict[int, NDArray[np.float64]]:
     return dict(zip(asked, measured, strict=True))
 
 
-def found_each(method: Method, state: SupportState, updates: Sequence[Update]) -> list[Outcome]:
-    """Let each client that has trained θ become a cluster of its own."""
-    applied = []
-    for update in updates:
-        client = update.task.client
-        cluster = method.clusters.found(Model(update.vector.copy(), 1), [client])
-        state.cold.pop(client, None)
-        applied.append(Outcome(cluster, staleness=0, weight=1.0))
-    if START in method.models and not method.clusters.clients(START, online_only=False):
-        method.clusters.retire(START)
-    return applied
+class FindsSupport(Method):
+    """What FAACL, C-FAACL and FAACL-Async do with clients that have no model of their own yet."""
+
+    parameters: SupportParameters
+    state: SupportState
+
+    @property
+    def needs(self) -> Needs:
+        """What a run of the method has to have."""
+        return Needs(
+            kinds=frozenset({LOSSES}), validation=True, fits_validation=self._check_samples
+        )
+
+    def _check_samples(self, samples: int) -> None:
+        """Raise UserError if a client keeps too few samples for any test to be passed."""
+        needed = fewest_samples(alpha := self.parameters.alpha)
+        if samples < needed:
+            raise UserError(
+                f"A client keeps {samples} of its samples to compare models on, and a test at "
+                f"level {alpha:g} needs {needed}: raise validation-share, or take fewer clients."
+            )
+
+    def initialize(self, vector: Vector) -> None:
+        """Begin with θ, which serves all clients until there are clusters."""
+        self.clusters = Clusters({START: Model(vector)})
+        self.state = self.state_type(vector.copy())
+
+    def on_join(self, client: Client) -> None:
+        """Take a client in; one that is new has to train θ first."""
+        is_new = client.client_id not in self.clusters.members
+        super().on_join(client)
+        if is_new:
+            self._greet(client)
+
+    def _greet(self, client: Client) -> None:
+        """Note that a new client has to train θ; say so if it has too few samples for any test."""
+        self.state.cold[client.client_id] = True
+        needed = fewest_samples(self.parameters.alpha)
+        kept = kept_for_validation(client.num_examples, validation_share(self))
+        if client.num_examples and kept < needed:
+            log.warning(
+                "%s keeps %d samples for validation, and a test at level %g needs %d: no other "
+                "model can support its cluster. Raise validation-share or alpha.",
+                client.client_id,
+                kept,
+                self.parameters.alpha,
+                needed,
+            )
+
+    def _initial_training(self, client: str, epochs: int) -> Request:
+        """Return the work of a client that has no model yet: it trains θ, Algorithm 1."""
+        settings: dict[str, Value] = {LOCAL_STEPS: 0, LOCAL_EPOCHS: epochs}
+        arrays = {ARRAYS: self.record_of(self.state.initial)}
+        return Request(client, models=(), arrays=arrays, settings=settings, phase=INIT)
+
+    def _found_each(self, updates: Sequence[Update]) -> list[Outcome]:
+        """Let each client that has trained θ become a cluster of its own."""
+        applied = []
+        for update in updates:
+            client = update.task.client
+            cluster = self.clusters.found(Model(update.vector.copy(), 1), [client])
+            self.state.cold.pop(client, None)
+            applied.append(Outcome(cluster, staleness=0, weight=1.0))
+        if START in self.models and not self.clusters.clients(START, online_only=False):
+            self.clusters.retire(START)
+        return applied
 
 
 def report_support(
@@ -537,7 +559,7 @@ class FAACLAsyncState(SupportState):
     begun: dict[str, dict[int, bool]] = field(default_factory=dict)
 
 
-class FAACLAsync(Method):
+class FAACLAsync(FindsSupport):
     """FAACL's tests, support and merges as updates arrive (FAACL-Async, our own)."""
 
     parameters_type = FAACLAsyncParameters
@@ -545,34 +567,12 @@ class FAACLAsync(Method):
     parameters: FAACLAsyncParameters
     state: FAACLAsyncState
 
-    @property
-    def needs(self) -> Needs:
-        """What a run of the method has to have."""
-        return Needs(
-            kinds=frozenset({LOSSES}),
-            validation=True,
-            fits_validation=lambda samples: check_samples(samples, self.parameters.alpha),
-        )
-
-    def initialize(self, vector: Vector) -> None:
-        """Begin with θ, which serves everybody until there are clusters."""
-        self.clusters = Clusters({START: Model(vector)})
-        self.state = FAACLAsyncState(vector.copy())
-
-    def on_join(self, client: Client) -> None:
-        """Take a client in; one that is new has to train θ first."""
-        is_new = client.client_id not in self.clusters.members
-        super().on_join(client)
-        if is_new:
-            greet(self, self.state, client, self.parameters.alpha)
-
     # What a client is asked.
 
     def request_for(self, client: str) -> Request:
         """Let a new client train θ, and others measure models or train the next of theirs."""
         if client in self.state.cold:
-            epochs = self.parameters.init_epochs
-            return initial_training(self, client, self.state.initial, epochs)
+            return self._initial_training(client, self.parameters.init_epochs)
         own = self.clusters.main(client)
         if others := self._to_compare(client, own):
             return comparison(self, client, [own, *others])
@@ -684,7 +684,7 @@ class FAACLAsync(Method):
     def on_update(self, update: Update) -> Outcome:
         """Make a cluster of a new client; mix what others have trained into its model."""
         if update.task.client in self.state.cold:
-            (founded,) = found_each(self, self.state, [update])
+            (founded,) = self._found_each([update])
             return founded
         return self._mix(update)
 
@@ -729,7 +729,7 @@ class FAACLState(SupportRoundsState):
     """What FAACL knows beside its models."""
 
 
-class FAACL(Method):
+class FAACL(FindsSupport):
     """Clusters found by statistical tests, with one-sided support between them (FAACL)."""
 
     parameters_type = FAACLParameters
@@ -737,31 +737,10 @@ class FAACL(Method):
     parameters: FAACLParameters
     state: FAACLState
 
-    @property
-    def needs(self) -> Needs:
-        """What a run of the method has to have."""
-        return Needs(
-            kinds=frozenset({LOSSES}),
-            validation=True,
-            fits_validation=lambda samples: check_samples(samples, self.parameters.alpha),
-        )
-
     def scheduler(self) -> Scheduler:
         """Work in rounds; who supports other clusters trains their models after its own."""
         self.rounds = SupportRounds(self)
         return self.rounds.scheduler(self.rounds.compare)
-
-    def initialize(self, vector: Vector) -> None:
-        """Begin with θ, which serves everybody until there are clusters."""
-        self.clusters = Clusters({START: Model(vector)})
-        self.state = FAACLState(vector.copy())
-
-    def on_join(self, client: Client) -> None:
-        """Take a client in; one that is new has to train θ first."""
-        is_new = client.client_id not in self.clusters.members
-        super().on_join(client)
-        if is_new:
-            greet(self, self.state, client, self.parameters.alpha)
 
     def on_answer(self, answer: Answer) -> None:
         """Take losses in."""
@@ -770,8 +749,7 @@ class FAACL(Method):
     def request_for(self, client: str) -> Request:
         """Let a new client train θ, Algorithm 1, and others the next of their models."""
         if client in self.state.cold:
-            epochs = self.parameters.init_epochs
-            return initial_training(self, client, self.state.initial, epochs)
+            return self._initial_training(client, self.parameters.init_epochs)
         return self.rounds.train(client)
 
     def on_sent(self, task: InFlight) -> None:
@@ -784,7 +762,7 @@ class FAACL(Method):
         cold = [update for update in updates if update.task.client in self.state.cold]
         others = [update for update in updates if update.task.client not in self.state.cold]
         averaged = self.rounds.aggregate(others)
-        founded = found_each(self, self.state, cold)
+        founded = self._found_each(cold)
         self.rounds.add([applied.cluster for applied in founded])
         done = dict(zip(map(id, [*cold, *others]), [*founded, *averaged], strict=True))
         return [done[id(update)] for update in updates]
