@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from logging import getLogger
 
@@ -127,9 +127,7 @@ def read_score(reply: Message, cluster: int, latest: int = 0) -> ClientScore | N
     stated: Mapping[str, object] = reply.content.config_records.get(names.CONFIG, {})
     step, unit = stated.get(names.STEP, 0), names.unit_of(stated.get(names.UNIT))
     if not isinstance(step, int) or not 0 <= step <= latest:
-        raise StatementError(
-            f"it has tested on step {quoted(step)}, and its data are at {latest}"
-        )
+        raise StatementError(f"it has tested on step {quoted(step)}, and its data are at {latest}")
     metrics = next(iter(reply.content.metric_records.values()))
     return score_from(metrics, cluster, step, Measure(unit))
 
@@ -535,28 +533,39 @@ def tested_by_server(
     for cluster, model in method.served.items():
         if measured := test(packer.pack(cluster, model)[0]):
             found[cluster] = measured
-    if not found:
-        return None, {}
+    if len(found) <= 1:
+        return next(iter(found.values()), None), found
     return mean_metrics([(record, sizes[cluster]) for cluster, record in found.items()]), found
 
 
-def mean_metrics(measured: list[tuple[MetricRecord, float]]) -> MetricRecord:
-    """Return the means of metrics that all records have, by weight; one record is its own mean.
+def mean_metrics(measured: Sequence[tuple[Mapping[str, object], float]]) -> MetricRecord:
+    """Return the mean of each metric that all records have, by weight.
 
-    Lists are left out, unless there is one record only.
+    Where all weights are 0 all records count alike. Lists are averaged number by number, if they
+    are of one length.
+
+    Parameters
+    ----------
+    measured : Sequence[tuple[Mapping[str, object], float]]
+        Metrics by name, each with its weight of at least 0.
     """
-    if len(measured) == 1:
-        return measured[0][0]
-    if not any(weight for _, weight in measured):
-        measured = [(record, 1.0) for record, _ in measured]
-    total = sum(weight for _, weight in measured)
+    records, weights = [record for record, _ in measured], [weight for _, weight in measured]
+    if not any(weights):
+        weights = [1.0] * len(weights)
+    total = math.fsum(weights)
+
+    def mean(values: Iterable[float]) -> float:
+        return sum(value * weight for value, weight in zip(values, weights, strict=True)) / total
+
     means = MetricRecord()
-    for name in measured[0][0]:
-        values = [record.get(name) for record, _ in measured]
-        numbers = [float(value) for value in values if isinstance(value, int | float)]
+    for name in records[0] if records else ():
+        values = [record.get(name) for record in records]
+        lists = [value for value in values if isinstance(value, list)]
+        numbers = [value for value in values if isinstance(value, int | float)]
         if len(numbers) == len(values):
-            weights = (weight for _, weight in measured)
-            means[name] = sum(n * w for n, w in zip(numbers, weights, strict=True)) / total
+            means[name] = mean(numbers)
+        elif len(lists) == len(values) and len({len(value) for value in lists}) == 1:
+            means[name] = [mean(column) for column in zip(*lists, strict=True)]
     return means
 
 

@@ -339,6 +339,11 @@ class StepSchedule(Protocol):
         ...
 
 
+def rounds_over(count: int) -> str:
+    """Say that a limit on rounds is reached."""
+    return "1 round is over" if count == 1 else f"{count} rounds are over"
+
+
 @dataclass(frozen=True)
 class Plan:
     """Limits and schedule of a run, the same for every method.
@@ -408,8 +413,7 @@ class Plan:
         if 0 < num_updates <= updates:
             return f"{num_updates} updates were applied"
         if self.max_rounds is not None and rounds is not None and rounds >= self.max_rounds:
-            one = self.max_rounds == 1
-            return "1 round is over" if one else f"{self.max_rounds} rounds are over"
+            return rounds_over(self.max_rounds)
         if now >= self.deadline:
             return f"the time limit of {self.deadline:g} s was reached"
         return ""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass, replace
 from logging import getLogger
 from typing import Any
 
@@ -26,24 +26,21 @@ from flwr.app import (
 from flwr.serverapp import Grid
 
 from raceme.core import messages as names
-from raceme.core.clients import Client
 from raceme.core.drop_in.arguments import FlowerArguments, MetricsFn
 from raceme.core.errors import UserError
+from raceme.core.evaluation import mean_metrics
 from raceme.core.events import ACCURACY, LOSS_MEASURE
 from raceme.core.interface import Questions
 from raceme.core.messages import CLIENT_ID, InvalidModelError, from_array, to_array
-from raceme.core.progress import Plan, Progress
 from raceme.core.requests import InvalidReplyError
-from raceme.core.scheduling import sample
 from raceme.core.timeline import Timeline
 from raceme.flower.grid import OwnGrid
 from raceme.flower.messages import Run, array, array_record, refused, set_message_id
 
 # -----------------------------------------------------------------------------
-# Models as a user's ClientApp has them, and as a method can compute with them.
+# Dtype adapter: models as a user's ClientApp has them, and as a method can compute with them.
 #
-# Most of a model are floating-point numbers that are averaged and compared. What is not, a mask
-# of
+# Most of a model are floating-point numbers that are averaged and compared. What is not, a mask of
 # booleans or of infinities, a table of large whole numbers, stays as it is: it travels along,
 # unchanged, and no method sees it.
 # -----------------------------------------------------------------------------
@@ -56,7 +53,7 @@ _EXACT = 2**24
 _MOST_NAMES = 3
 
 
-class Wire:
+class DtypeAdapter:
     """Translates between the records of a user's app and those that methods work on.
 
     Parameters
@@ -146,13 +143,11 @@ class Wire:
 
     def _difference(self, model: ArrayRecord) -> str:
         """Say how the names of a model's arrays differ from those of the initial one."""
-        missing = [name for name in self._names if name not in model]
-        strange = [name for name in model if name not in set(self._names)]
-        parts = []
-        if missing:
-            parts.append(f"without {_some(missing)}")
+        missing = _some([name for name in self._names if name not in model])
+        strange = _some([name for name in model if name not in self._names])
+        parts = [f"without {missing}"] if missing else []
         if strange:
-            parts.append(f"with {_some(strange)}, which the initial model does not have")
+            parts.append(f"with {strange}, which the initial model does not have")
         return f"it returns a model {' and '.join(parts)}"
 
 
@@ -216,10 +211,8 @@ def loss_name(metrics: Metrics) -> str | None:
 
 def train_loss_name(metrics: Metrics) -> str | None:
     """Return the name of the metric that is the loss of the training; None if there is none."""
-    for name in metrics:
-        if _words(name) in (["train", "loss"], ["training", "loss"]):
-            return name
-    return _named(metrics, ("loss",))
+    of_training = (["train", "loss"], ["training", "loss"])
+    return next((n for n in metrics if _words(n) in of_training), None) or loss_name(metrics)
 
 
 def _named(metrics: Metrics, wanted: tuple[str, ...]) -> str | None:
@@ -258,10 +251,7 @@ def examples_of(weight: float, are_examples: bool) -> int:
 
 
 def mean_of_replies(contents: Sequence[RecordDict], weighted_by_key: str) -> MetricRecord:
-    """Return the mean of each metric that all replies have, by weight.
-
-    Where all weights are 0 all replies count alike. Lists are averaged number by number, if they
-    are of one length.
+    """Return the mean of each metric that all replies have, by weight; see `mean_metrics`.
 
     Parameters
     ----------
@@ -270,23 +260,13 @@ def mean_of_replies(contents: Sequence[RecordDict], weighted_by_key: str) -> Met
     weighted_by_key : str
         The metric that is the weight, and no part of the result.
     """
-    records = [next(iter(content.metric_records.values())) for content in contents]
-    weights = [weight_of(record, weighted_by_key) or 0.0 for record in records]
-    total = math.fsum(weights)
-    if not total:
-        weights, total = [1.0] * len(records), float(len(records))
-    means = MetricRecord()
-    for name, first in records[0].items() if records else ():
-        values = [record.get(name) for record in records]
-        if name == weighted_by_key:
-            continue
-        if isinstance(first, list):
-            if all(isinstance(value, list) and len(value) == len(first) for value in values):
-                columns = zip(*values, strict=True)
-                means[name] = [_mean(column, weights, total) for column in columns]
-        elif len(numbers := [v for v in values if isinstance(v, int | float)]) == len(values):
-            means[name] = _mean(numbers, weights, total)
-    return means
+    measured = []
+    for content in contents:
+        metrics = dict(next(iter(content.metric_records.values())))
+        weight = weight_of(metrics, weighted_by_key)
+        metrics.pop(weighted_by_key, None)
+        measured.append((metrics, weight or 0.0))
+    return mean_metrics(measured)
 
 
 def weight_of(metrics: Metrics, weighted_by_key: str) -> float | None:
@@ -301,10 +281,6 @@ def weight_of(metrics: Metrics, weighted_by_key: str) -> float | None:
     return weight if math.isfinite(weight) and weight >= 0 else None
 
 
-def _mean(values: Sequence[float], weights: Sequence[float], total: float) -> float:
-    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / total
-
-
 def shown(metrics: Metrics) -> str:
     """Return metrics for people: ``eval_loss 0.4123, eval_acc 0.8712``."""
     return ", ".join(f"{name} {_number(value)}" for name, value in metrics.items())
@@ -317,108 +293,83 @@ def _number(value: object) -> str:
 
 
 # -----------------------------------------------------------------------------
-# What a user's ClientApp returns, as the loop reads it.
+# Reply adapter: what a user's ClientApp returns, as the loop reads it.
 # -----------------------------------------------------------------------------
 
 
 log = getLogger("flwr")
 
 
-def read_training(
-    content: RecordDict, arguments: FlowerArguments, wire: Wire, keeps_numbers: bool
-) -> RecordDict:
-    """Return a trained model with its number of examples, under the names that the loop knows.
+class ReplyAdapter:
+    """Turns what a user's functions return into what the loop reads.
 
     Parameters
     ----------
-    content : RecordDict
-        What the user's function has returned.
     arguments : FlowerArguments
-        Say which metric is the weight.
-    wire : Wire
-        Translates the model.
+        Say which metric is the weight, and may name the accuracy.
+    dtypes : DtypeAdapter
+        Translates models.
     keeps_numbers : bool
         Whether a record of numbers beside the model is none of a model.
-
-    Raises
-    ------
-    InvalidReplyError
-        It is no single model with metrics and a weight above 0.
-    InvalidModelError
-        The model's arrays are not those that were sent.
-    """
-    models = {
-        name: record
-        for name, record in content.array_records.items()
-        if not (keeps_numbers and name == names.NUMBERS)
-    }
-    if len(models) != 1:
-        listed = f": {', '.join(sorted(models))}" if models else ""
-        raise InvalidReplyError(
-            f"it returns {len(models)} ArrayRecords{listed}; a model is exactly one, since updates "
-            "are averaged and compared as a whole"
-        )
-    metrics = _metrics_of(content)
-    weight = weight_of(metrics, arguments.weighted_by_key)
-    if weight is None:
-        stated = ", ".join(map(str, metrics)) or "none"
-        raise InvalidReplyError(
-            f"its MetricRecord has no number '{arguments.weighted_by_key}' (weighted_by_key); its "
-            f"metrics: {stated}"
-        )
-    examples = examples_of(weight, arguments.weighted_by_key == names.NUM_EXAMPLES)
-    if not examples:
-        raise InvalidReplyError(
-            f"its weight '{arguments.weighted_by_key}' is 0: it counts for nothing"
-        )
-    told = {name: value for name, value in metrics.items() if not isinstance(value, list)}
-    told[names.NUM_EXAMPLES] = examples
-    if names.TRAIN_LOSS not in told and (loss := train_loss_name(told)) is not None:
-        told[names.TRAIN_LOSS] = told[loss]
-    read = RecordDict(
-        {
-            names.ARRAYS: wire.received(next(iter(models.values()))),
-            names.METRICS: MetricRecord(dict(told)),
-        }
-    )
-    if keeps_numbers:
-        if names.NUMBERS in content.array_records:
-            read[names.NUMBERS] = content.array_records[names.NUMBERS]
-        if names.CONFIG in content.config_records:
-            read[names.CONFIG] = content.config_records[names.CONFIG]
-    return read
-
-
-def _metrics_of(content: RecordDict) -> MetricRecord:
-    """Return the only MetricRecord of a reply."""
-    count = len(content.metric_records)
-    if count != 1:
-        raise InvalidReplyError(f"it returns {count} MetricRecords, not 1")
-    return next(iter(content.metric_records.values()))
-
-
-class Scores:
-    """Finds the accuracy and the loss among what clients measure in tests.
-
-    Parameters
-    ----------
-    arguments : FlowerArguments
-        May name the accuracy.
 
     Attributes
     ----------
     accuracy, loss : str or None
-        Names of the metrics; found in the first test.
+        Names of the metrics of tests; found in the first one.
     """
 
-    def __init__(self, arguments: FlowerArguments) -> None:
+    def __init__(
+        self, arguments: FlowerArguments, dtypes: DtypeAdapter, keeps_numbers: bool
+    ) -> None:
         self._named, self._weight = arguments.accuracy_key, arguments.weighted_by_key
+        self._dtypes, self._keeps_numbers = dtypes, keeps_numbers
         self.accuracy: str | None = None
         self.loss: str | None = None
         self._is_known = False
 
-    def read(self, content: RecordDict) -> RecordDict:
-        """Return a test under the names that the loop knows.
+    def training(self, content: RecordDict) -> RecordDict:
+        """Return a trained model with its number of examples, under the names of the loop.
+
+        Raises
+        ------
+        InvalidReplyError
+            It is no single model with metrics and a weight above 0.
+        InvalidModelError
+            The model's arrays are not those that were sent.
+        """
+        models = dict(content.array_records)
+        numbers = models.pop(names.NUMBERS, None) if self._keeps_numbers else None
+        if len(models) != 1:
+            listed = f": {', '.join(sorted(models))}" if models else ""
+            raise InvalidReplyError(
+                f"it returns {len(models)} ArrayRecords{listed}; a model is exactly one, since "
+                "updates are averaged and compared as a whole"
+            )
+        metrics = _metrics_of(content)
+        weight = weight_of(metrics, self._weight)
+        if weight is None:
+            stated = ", ".join(map(str, metrics)) or "none"
+            raise InvalidReplyError(
+                f"its MetricRecord has no number '{self._weight}' (weighted_by_key); its metrics: "
+                f"{stated}"
+            )
+        if not weight:
+            raise InvalidReplyError(f"its weight '{self._weight}' is 0: it counts for nothing")
+        told = {name: value for name, value in metrics.items() if not isinstance(value, list)}
+        told[names.NUM_EXAMPLES] = self._examples(weight)
+        if names.TRAIN_LOSS not in told and (loss := train_loss_name(told)) is not None:
+            told[names.TRAIN_LOSS] = told[loss]
+        (model,) = models.values()
+        arrays, read = self._dtypes.received(model), MetricRecord(dict(told))
+        result = RecordDict({names.ARRAYS: arrays, names.METRICS: read})
+        if numbers is not None:
+            result[names.NUMBERS] = numbers
+        if self._keeps_numbers and names.CONFIG in content.config_records:
+            result[names.CONFIG] = content.config_records[names.CONFIG]
+        return result
+
+    def test(self, content: RecordDict) -> RecordDict:
+        """Return a test under the names of the loop.
 
         Raises
         ------
@@ -433,57 +384,56 @@ class Scores:
         if names.UNIT in settings:
             # A regression, in the words of Raceme's own ClientApp.
             return content
-        accuracy, loss = self._number(metrics, self.accuracy), self._number(metrics, self.loss)
-        if accuracy is not None:
-            told[ACCURACY.name] = accuracy
-        elif self.accuracy is None and loss is not None:
-            settings[names.UNIT] = LOSS_MEASURE.name
-        if loss is not None:
-            told[names.LOSS] = loss
+        accuracy = metrics.get(self.accuracy) if self.accuracy else None
+        loss = metrics.get(self.loss) if self.loss else None
+        if isinstance(accuracy, int | float):
+            told[ACCURACY.name] = float(accuracy)
+        if isinstance(loss, int | float):
+            told[names.LOSS] = float(loss)
+            if self.accuracy is None:
+                settings[names.UNIT] = LOSS_MEASURE.name
         if (weight := weight_of(metrics, self._weight)) is not None:
-            told[names.NUM_EXAMPLES] = examples_of(weight, self._weight == names.NUM_EXAMPLES)
-        if (group := metrics.get(names.GROUP)) is not None and isinstance(group, int):
+            told[names.NUM_EXAMPLES] = self._examples(weight)
+        if isinstance(group := metrics.get(names.GROUP), int):
             told[names.GROUP] = group
-        return RecordDict(
-            {names.METRICS: MetricRecord(dict(told)), names.CONFIG: ConfigRecord(settings)}
-        )
+        read = MetricRecord(dict(told))
+        return RecordDict({names.METRICS: read, names.CONFIG: ConfigRecord(settings)})
 
-    def _number(self, metrics: MetricRecord, name: str | None) -> float | None:
-        value = None if name is None else metrics.get(name)
-        return float(value) if isinstance(value, int | float) else None
+    def _examples(self, weight: float) -> int:
+        return examples_of(weight, self._weight == names.NUM_EXAMPLES)
 
     def _find(self, metrics: MetricRecord) -> None:
         """Choose what is the accuracy and what is the loss, and say it."""
-        self._is_known = True
-        self.loss = loss_name(metrics)
-        self.accuracy = accuracy_name(metrics)
-        if self._named:
-            if self._named not in metrics:
-                log.warning(
-                    "accuracy_key '%s' is not among the metrics of tests: %s",
-                    self._named,
-                    ", ".join(metrics),
-                )
-            else:
-                self.accuracy = self._named
+        self._is_known, listed = True, ", ".join(metrics)
+        self.accuracy, self.loss = accuracy_name(metrics), loss_name(metrics)
+        if self._named and self._named in metrics:
+            self.accuracy = self._named
+        elif self._named:
+            log.warning(
+                "accuracy_key '%s' is not among the metrics of tests: %s", self._named, listed
+            )
         if self.accuracy is not None:
-            log.info("\t├── accuracy is '%s', loss is %s", self.accuracy, _quoted(self.loss))
+            quoted = "not stated" if self.loss is None else f"'{self.loss}'"
+            log.info("\t├── accuracy is '%s', loss is %s", self.accuracy, quoted)
         elif self.loss is not None:
             log.info(
                 "\t├── no accuracy among %s: what is charted is the loss '%s' (accuracy_key= names "
                 "another metric)",
-                ", ".join(metrics),
+                listed,
                 self.loss,
             )
         else:
             log.warning(
                 "neither an accuracy nor a loss among %s: name one with accuracy_key=",
-                ", ".join(metrics) or "no metrics",
+                listed or "no metrics",
             )
 
 
-def _quoted(name: str | None) -> str:
-    return "not stated" if name is None else f"'{name}'"
+def _metrics_of(content: RecordDict) -> MetricRecord:
+    """Return the only MetricRecord of a reply."""
+    if (count := len(content.metric_records)) != 1:
+        raise InvalidReplyError(f"it returns {count} MetricRecords, not 1")
+    return next(iter(content.metric_records.values()))
 
 
 # -----------------------------------------------------------------------------
@@ -637,29 +587,25 @@ def check_kinds(
         if replies := clock.wait(asked, until):
             reply = replies[0]
             if reply.has_error() and NOT_REGISTERED in (reply.error.reason or ""):
-                raise missing_kinds(method, needs)
+                listed = " and ".join(f"'{kind}'" for kind in sorted(needs))
+                kinds = "a kind" if len(needs) == 1 else "kinds"
+                raise UserError(
+                    f"{method} asks clients for more than to train and to test a model: {listed}. "
+                    f"This ClientApp has no function for such {kinds} of work. Take a method that "
+                    "needs none, such as CASA (docs/flower-users.md lists them), or add to the "
+                    "ClientApp:",
+                    SNIPPET,
+                )
             return
 
 
-def missing_kinds(method: str, needs: Collection[str]) -> UserError:
-    """Return the error for a ClientApp that does not do the kinds of work that a method needs."""
-    listed = " and ".join(f"'{kind}'" for kind in sorted(needs))
-    kinds = "a kind" if len(needs) == 1 else "kinds"
-    return UserError(
-        f"{method} asks clients for more than to train and to test a model: {listed}. This "
-        f"ClientApp has no function for such {kinds} of work. Take a method that needs none, such "
-        "as CASA (docs/flower-users.md lists them), or add to the ClientApp:",
-        SNIPPET,
-    )
-
-
 # -----------------------------------------------------------------------------
-# Rounds as Flower's users count them, also for methods that work in none.
+# Rounds and their metrics as Flower's users know them, also for methods that work in no rounds.
 # -----------------------------------------------------------------------------
 
 
 class Rounds:
-    """Counts the rounds of a run.
+    """Counts the rounds of a run, and aggregates the metrics of training and of tests by round.
 
     A method that works in rounds, or in windows, counts its own. Of another one a round is as many
     updates as clients take part: those that train at a time.
@@ -669,24 +615,40 @@ class Rounds:
     method : Questions
         Whose rounds.
     arguments : FlowerArguments
-        Say how many clients take part.
+        Say how many clients take part, and how metrics are aggregated.
     is_over : Callable
-        Called with the number of each round that is over.
+        Called with the number of each round that is over, and its metrics; None if there are none.
 
     Attributes
     ----------
     over : int
         Rounds that are over.
+    tests : list[int]
+        Rounds whose models were tested, or are being tested.
+    trained, tested : dict[int, MetricRecord]
+        Number of a round to what clients have measured in it, aggregated.
     """
 
     def __init__(
-        self, method: Questions, arguments: FlowerArguments, is_over: Callable[[int], None]
+        self,
+        method: Questions,
+        arguments: FlowerArguments,
+        is_over: Callable[[int, MetricRecord | None], None],
     ) -> None:
         self._method, self._arguments, self._is_over = method, arguments, is_over
         self._before = method.dispatch.rounds or 0
         self._ended_at = method.progress.updates
         self._end = 0
+        # Replies that are on their way through the loop, by client: it may refuse them.
+        self._returned: dict[str, list[RecordDict]] = {}
+        self._applied: list[RecordDict] = []
+        self._answers: list[RecordDict] = []
         self.over = 0
+        self.tests: list[int] = []
+        self.trained: dict[int, MetricRecord] = {}
+        self.tested: dict[int, MetricRecord] = {}
+
+    # Numbers.
 
     @property
     def are_of_method(self) -> bool:
@@ -698,13 +660,18 @@ class Rounds:
         """Number of the round that is under way, or else of the last one; 0 before any update."""
         return self.over + (self._method.progress.updates > self._ended_at)
 
+    @property
+    def last_test(self) -> int:
+        """Number of the round whose models were tested last; 0 before the first test."""
+        return self.tests[-1] if self.tests else 0
+
     def look(self) -> None:
         """Notice the rounds that are over by now."""
         updates = self._method.progress.updates
         own = self._method.dispatch.rounds
         if own is not None:
             while self.over < own - self._before:
-                self._count(updates)
+                self._close(updates)
             return
         if updates == self._ended_at:
             # Who takes part in the first round is known when somebody has answered.
@@ -712,113 +679,16 @@ class Rounds:
         taking_part = max(1, self._arguments.trained(len(self._method.progress.fleet.by_node)))
         self._end = self._end or self._ended_at + taking_part
         while updates >= self._end:
-            self._count(self._end)
+            self._close(self._end)
             self._end += taking_part
 
-    def _count(self, updates: int) -> None:
+    def _close(self, updates: int) -> None:
         self.over += 1
         self._ended_at = updates
-        self._is_over(self.over)
+        function = self._arguments.train_metrics_aggr_fn
+        self._is_over(self.over, self._aggregate(self._applied, function, self.trained, self.over))
 
-
-@dataclass(frozen=True, eq=False)
-class FlowerPlan(Plan):
-    """A plan by rounds: when to stop, when to test, and with whom.
-
-    Attributes
-    ----------
-    method : Questions
-        Whose.
-    arguments : FlowerArguments
-        Say how many clients train and test.
-    num_rounds : int
-        Stop after so many; 0: another limit ends the run.
-    rounds : Rounds
-        Counts them.
-    test_begins : Callable
-        Called with the number of the round whose models are tested now.
-    after_round : Callable
-        Called when a round may be over, and before the first one.
-    can_test : Callable
-        Whether clients are able to test models.
-    rng : numpy.random.Generator
-        Draws those who test.
-    tested : list[int]
-        Numbers of the rounds that were tested.
-    """
-
-    method: Questions = field(kw_only=True)
-    arguments: FlowerArguments = field(kw_only=True)
-    num_rounds: int = field(kw_only=True)
-    rounds: Rounds = field(kw_only=True)
-    test_begins: Callable[[int], None] = field(kw_only=True)
-    after_round: Callable[[], None] = field(kw_only=True)
-    can_test: Callable[[], bool] = field(kw_only=True)
-    rng: np.random.Generator = field(kw_only=True)
-    tested: list[int] = field(default_factory=list, kw_only=True)
-
-    def places(self, online: int) -> int | None:
-        """Return how many clients train at a time; None stands for all."""
-        taking_part = self.arguments.trained(online)
-        return None if self.rounds.are_of_method or taking_part >= online else taking_part
-
-    def limit(self, updates: int, num_updates: int, now: float, rounds: int | None = None) -> str:
-        """Return which limit is reached, in words; empty if none is."""
-        self.rounds.look()
-        self.after_round()
-        if 0 < self.num_rounds <= self.rounds.over:
-            one = self.num_rounds == 1
-            return "1 round is over" if one else f"{self.num_rounds} rounds are over"
-        return super().limit(updates, num_updates, now, rounds)
-
-    def is_tested(self, progress: Progress, rounds: int | None) -> bool:
-        """Return whether the next evaluation is due: after each round that changed a model."""
-        self.rounds.look()
-        last = self.tested[-1] if self.tested else 0
-        return progress.updates > progress.evaluated_at and self.rounds.over > last
-
-    def testers(self, online: Sequence[Client]) -> Sequence[Client]:
-        """Return who tests models now; as with Flower, nobody before the first round."""
-        number = self.rounds.over
-        if not number or number in self.tested:
-            # Before the first round, or what comes after the last whole one, at the end.
-            number = self.rounds.number
-        self.tested.append(number)
-        self.test_begins(number)
-        count = self.arguments.tested(len(online)) if number and self.can_test() else 0
-        return sample(online, count, self.rng) if count else []
-
-
-# -----------------------------------------------------------------------------
-# What clients have measured, round by round, as Flower's strategies tell it.
-# -----------------------------------------------------------------------------
-
-
-class Tally:
-    """Gathers the metrics of training and of tests, and aggregates them.
-
-    Parameters
-    ----------
-    arguments : FlowerArguments
-        Say how metrics are aggregated.
-
-    Attributes
-    ----------
-    round : int
-        Number of the round whose models are tested, or were last.
-    trained, tested : dict[int, MetricRecord]
-        Number of a round to what clients have measured in it, aggregated.
-    """
-
-    def __init__(self, arguments: FlowerArguments) -> None:
-        self._arguments = arguments
-        # Replies that are on their way through the loop, by client: it may refuse them.
-        self._returned: dict[str, list[RecordDict]] = {}
-        self._applied: list[RecordDict] = []
-        self._tests: list[RecordDict] = []
-        self.round = 0
-        self.trained: dict[int, MetricRecord] = {}
-        self.tested: dict[int, MetricRecord] = {}
+    # Metrics.
 
     def returned(self, client: str, content: RecordDict) -> None:
         """Note a client's reply to training."""
@@ -838,42 +708,31 @@ class Tally:
         if returned := self._returned.get(client):
             returned.pop()
 
-    def close_round(self, number: int) -> MetricRecord | None:
-        """Aggregate what was measured in a round; None if nothing was."""
-        made = _aggregated(self._applied, self._arguments.train_metrics_aggr_fn, self._weight)
-        self._applied = []
-        if made is not None:
-            self.trained[number] = made
-        return made
-
-    def begin_test(self, number: int) -> None:
-        """Gather the tests of the models of a round from now on."""
-        self.close_test()
-        self.round = number
-
     def answered(self, content: RecordDict) -> None:
         """Note a client's test."""
-        self._tests.append(content)
+        self._answers.append(content)
 
     def close_test(self) -> MetricRecord | None:
         """Aggregate what was measured in the test under way; None if nothing was."""
-        made = _aggregated(self._tests, self._arguments.evaluate_metrics_aggr_fn, self._weight)
-        self._tests = []
+        function = self._arguments.evaluate_metrics_aggr_fn
+        return self._aggregate(self._answers, function, self.tested, self.last_test)
+
+    def _aggregate(
+        self,
+        contents: list[RecordDict],
+        function: MetricsFn | None,
+        by_round: dict[int, MetricRecord],
+        number: int,
+    ) -> MetricRecord | None:
+        """Aggregate replies with the user's function, or as their mean, and forget them."""
+        replies = [content for content in contents if len(content.metric_records) == 1]
+        contents.clear()
+        if not replies:
+            return None
+        made = (function or mean_of_replies)(replies, self._arguments.weighted_by_key)
         if made is not None:
-            self.tested[self.round] = made
+            by_round[number] = made
         return made
-
-    @property
-    def _weight(self) -> str:
-        return self._arguments.weighted_by_key
-
-
-def _aggregated(
-    contents: Iterable[RecordDict], function: MetricsFn | None, weight: str
-) -> MetricRecord | None:
-    """Aggregate metrics with the user's function, or as their mean."""
-    replies = [content for content in contents if len(content.metric_records) == 1]
-    return (function or mean_of_replies)(replies, weight) if replies else None
 
 
 # -----------------------------------------------------------------------------
@@ -892,35 +751,35 @@ class FlowerGrid(OwnGrid):
         Its clock.
     arguments : FlowerArguments
         Names of records and of the weight.
-    wire : Wire
+    dtypes : DtypeAdapter
         Translates models.
-    tally : Tally
-        Is told what clients measure.
     rounds : Rounds
-        Know the number of the round that messages state.
+        Know the number of the round that messages state, and are told what clients measure.
     heard : Callable
         Is told a client's number of examples, with each reply.
     greets : bool
         Whether clients are asked who they are: their ClientApp does Raceme's kinds of work.
     """
 
+    keeps_messages = False
+    """A run of this kind is not brought back."""
+
     def __init__(
         self,
         grid: Grid,
         clock: Timeline,
         arguments: FlowerArguments,
-        wire: Wire,
-        tally: Tally,
+        dtypes: DtypeAdapter,
         rounds: Rounds,
         *,
         greets: bool,
         heard: Callable[[str, int], None],
     ) -> None:
         self._grid, self._clock, self._arguments = grid, clock, arguments
-        self._wire, self._tally, self._rounds = wire, tally, rounds
-        self._greets, self._heard = greets, heard
+        self._dtypes, self._rounds, self._greets, self._heard = dtypes, rounds, greets, heard
+        self._replies = ReplyAdapter(arguments, dtypes, keeps_numbers=greets)
+        self.is_virtual, self.free_evaluation = clock.is_virtual, clock.free_evaluation
         self.names = Names()
-        self.scores = Scores(arguments)
         self.tests = True
         self._answers: dict[str, Message] = {}
         self._sent_to: dict[str, str] = {}
@@ -928,30 +787,13 @@ class FlowerGrid(OwnGrid):
 
     # A clock.
 
-    @property
-    def is_virtual(self) -> bool:
-        """Whether seconds are not those of the wall clock."""
-        return self._clock.is_virtual
-
-    @property
-    def free_evaluation(self) -> bool:
-        """Whether an evaluation costs no time."""
-        return self._clock.free_evaluation
-
-    @property
-    def keeps_messages(self) -> bool:
-        """False: a run of this kind is not brought back."""
-        return False
-
     def now(self) -> float:
         """Return the time in seconds."""
         return self._clock.now()
 
     def wait(self, message_ids: Collection[str], until: float | None = None) -> list[Message]:
         """Wait for the next replies, those to greetings first."""
-        if known := [self._answers.pop(key) for key in message_ids if key in self._answers]:
-            return known
-        return self._received(self._clock.wait(message_ids, until))
+        return self._known(message_ids) or self._received(self._clock.wait(message_ids, until))
 
     def forget(self, message_ids: Iterable[str]) -> None:
         """Give up on replies."""
@@ -984,23 +826,21 @@ class FlowerGrid(OwnGrid):
         """Send messages as Flower's own strategies would; a greeting is answered here."""
         pushed: list[str] = []
         for message in messages:
-            if message.metadata.message_type == MessageType.QUERY and not message.content:
-                if not self._greets:
-                    pushed.append(self._introduced(message))
-                    continue
-                pushed.extend(self._grid.push_messages([message]))
+            is_greeting = message.metadata.message_type == MessageType.QUERY and not message.content
+            if is_greeting and not self._greets:
+                pushed.append(self._introduced(message))
                 continue
-            client = self.names.of(message.metadata.dst_node_id)
-            for key in self._grid.push_messages([self._translated(message)]):
-                self._sent_to[key] = client
+            sent = self._grid.push_messages([message if is_greeting else self._translated(message)])
+            for key in sent:
                 pushed.append(key)
+                if not is_greeting:
+                    self._sent_to[key] = self.names.of(message.metadata.dst_node_id)
         return pushed
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """Return the replies that are there."""
         wanted = list(message_ids)
-        known = [self._answers.pop(key) for key in wanted if key in self._answers]
-        return known + self._received(self._grid.pull_messages(wanted))
+        return self._known(wanted) + self._received(self._grid.pull_messages(wanted))
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
@@ -1016,10 +856,8 @@ class FlowerGrid(OwnGrid):
         self._count += 1
         key = f"greeting-{self._count}"
         set_message_id(greeting, key)
-        node = greeting.metadata.dst_node_id
-        told = RecordDict()
-        told[names.CONFIG] = ConfigRecord({names.CLIENT_ID: self.names.of(node)})
-        self._answers[key] = Message(told, reply_to=greeting)
+        told = ConfigRecord({names.CLIENT_ID: self.names.of(greeting.metadata.dst_node_id)})
+        self._answers[key] = Message(RecordDict({names.CONFIG: told}), reply_to=greeting)
         return key
 
     def _translated(self, message: Message) -> Message:
@@ -1030,7 +868,7 @@ class FlowerGrid(OwnGrid):
             if isinstance(record, ConfigRecord):
                 settings = dict(record)
             elif name == names.ARRAYS and isinstance(record, ArrayRecord):
-                content[self._arguments.arrayrecord_key] = self._wire.sent(record)
+                content[self._arguments.arrayrecord_key] = self._dtypes.sent(record)
             elif self._greets:
                 content[name] = record
         if not self._greets:
@@ -1043,6 +881,10 @@ class FlowerGrid(OwnGrid):
 
     # On the way in.
 
+    def _known(self, message_ids: Iterable[str]) -> list[Message]:
+        """Return the answers to greetings that are given here."""
+        return [self._answers.pop(key) for key in message_ids if key in self._answers]
+
     def _received(self, replies: Iterable[Message]) -> list[Message]:
         return [self._read(reply) for reply in replies]
 
@@ -1054,24 +896,23 @@ class FlowerGrid(OwnGrid):
         if reply.has_error():
             self._check_error(reply, category)
             return reply
+        content = reply.content
         try:
             if not self._greets:
-                self._check_identity(metadata.src_node_id, client, reply.content)
+                self._check_identity(metadata.src_node_id, client, content)
             if category == MessageType.EVALUATE:
-                self._tally.answered(reply.content)
-                content = self.scores.read(reply.content)
-            elif category == MessageType.TRAIN and (self._greets is False or _is_model(reply)):
-                content = read_training(reply.content, self._arguments, self._wire, self._greets)
+                self._rounds.answered(content)
+                reply.content = self._replies.test(content)
+            elif category == MessageType.TRAIN and (not self._greets or _is_model(content)):
+                read = self._replies.training(content)
                 name = client or self.names.of(metadata.src_node_id)
-                self._tally.returned(name, reply.content)
+                self._rounds.returned(name, content)
                 if not self._greets:
-                    metrics = content.metric_records[names.METRICS]
+                    metrics = read.metric_records[names.METRICS]
                     self._heard(name, int(metrics[names.NUM_EXAMPLES]))  # type: ignore[arg-type]
-            else:
-                return reply
+                reply.content = read
         except (InvalidReplyError, InvalidModelError) as error:
             return refused(reply, str(error))
-        reply.content = content
         return reply
 
     def _check_identity(self, node: int, client: str | None, content: RecordDict) -> None:
@@ -1098,7 +939,6 @@ class FlowerGrid(OwnGrid):
         self.tests = False
 
 
-def _is_model(reply: Message) -> bool:
+def _is_model(content: RecordDict) -> bool:
     """Return whether a reply of an app that does Raceme's kinds of work brings a model."""
-    records = reply.content.array_records
-    return any(name != names.NUMBERS for name in records)
+    return any(name != names.NUMBERS for name in content.array_records)

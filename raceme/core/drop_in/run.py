@@ -8,25 +8,27 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from flwr.serverapp import Grid
 
 from raceme.core import events
+from raceme.core.clients import Client
 from raceme.core.drop_in.arguments import FlowerArguments
-from raceme.core.drop_in.grid import FlowerGrid, FlowerPlan, Rounds, Tally, Wire, check_kinds, shown
+from raceme.core.drop_in.grid import DtypeAdapter, FlowerGrid, Rounds, check_kinds, shown
 from raceme.core.errors import UserError, unknown_name
 from raceme.core.evaluation import EvaluateFn, Packer, tested_by_server
 from raceme.core.interface import Probe, Questions, RunResult, StopCheck, never_stop
 from raceme.core.membership import change_line, is_news
 from raceme.core.messages import Vector
-from raceme.core.scheduling import InRounds
-from raceme.core.timeline import Timeline, timeline_of
+from raceme.core.progress import Plan, Progress, rounds_over
+from raceme.core.scheduling import InRounds, sample
+from raceme.core.timeline import timeline_of
 
 # -----------------------------------------------------------------------------
-# What a run tells meanwhile, in the manner of Flower's strategies and to Flower's logger.
+# Flower-style log: what a run tells meanwhile, to Flower's logger.
 # -----------------------------------------------------------------------------
 
 
@@ -37,7 +39,7 @@ _MOST_CLUSTERS = 8
 """Clusters that a line names."""
 
 
-class Teller:
+class FlowerLog:
     """Logs the progress of a run.
 
     Parameters
@@ -70,8 +72,6 @@ class Teller:
     def round_over(self, number: int, metrics: MetricRecord | None) -> None:
         """Tell what a round's worth of updates was."""
         updates = self._updates
-        log.info("")
-        log.info("[ROUND %d%s]", number, self._length)
         staleness = [update.staleness for update in updates]
         parts = [
             f"{len(updates)} update{'' if len(updates) == 1 else 's'} of "
@@ -83,111 +83,92 @@ class Teller:
             parts.append(f"staleness {mean:.1f} on average, {max(staleness)} at most")
         if self._rejected:
             parts.append(f"{self._rejected} replies not used")
-        log.info("\t├── %s", ", ".join(parts))
+        _tell("", f"[ROUND {number}{self._length}]", f"\t├── {', '.join(parts)}")
         if metrics:
-            log.info("\t├── Train: %s", shown(metrics))
+            _tell(f"\t├── Train: {shown(metrics)}")
         self._updates, self._rejected, self._began = [], 0, self.time
 
-    def tested(self, number: int, report: events.Evaluated, metrics: MetricRecord | None) -> None:
-        """Tell what clients have measured of the models of a round, and in which cluster."""
+    def tested(
+        self, number: int, report: events.Evaluated | None, metrics: MetricRecord | None
+    ) -> None:
+        """Tell what clients have measured of the models of a round, and in which cluster.
+
+        Without a report none of it is an accuracy or a loss.
+        """
+        if report is None:
+            if metrics is not None:
+                _tell(f"\t├── Evaluate round {number}: {shown(metrics)}")
+            return
         self._last = report
-        if metrics is None:
-            metrics = MetricRecord({report.measure.name: report.accuracy})
-        log.info(
-            "\t├── Evaluate round %d (%d of %d clients): %s",
-            *(number, report.answered, report.asked, shown(metrics)),
-        )
+        found = shown(metrics or {report.measure.name: report.accuracy})
+        of = f"{report.answered} of {report.asked} clients"
+        _tell(f"\t├── Evaluate round {number} ({of}): {found}")
         if len(means := _by_cluster(report)) > 1:
             named = [
                 f"{cluster}: {report.measure.shown(mean)} ({count})"
                 for cluster, (mean, count) in sorted(means.items())
             ]
             more = f" and {len(named) - _MOST_CLUSTERS} more" if len(named) > _MOST_CLUSTERS else ""
-            log.info(
-                "\t│\t%s by cluster (clients): %s%s",
-                report.measure.word,
-                ", ".join(named[:_MOST_CLUSTERS]),
-                more,
-            )
-
-    def tested_without_score(self, number: int, metrics: MetricRecord) -> None:
-        """Tell what clients have measured, where none of it is an accuracy or a loss."""
-        log.info("\t├── Evaluate round %d: %s", number, shown(metrics))
+            listed = ", ".join(named[:_MOST_CLUSTERS])
+            _tell(f"\t│\t{report.measure.word} by cluster (clients): {listed}{more}")
 
     def tested_centrally(
         self, number: int, mean: MetricRecord, clusters: Mapping[int, MetricRecord]
     ) -> None:
         """Tell what the server has measured itself, of each cluster's model."""
         if not number:
-            log.info("Initial global evaluation results: %s", shown(mean))
+            _tell(f"Initial global evaluation results: {shown(mean)}")
             return
         if len(clusters) > 1:
             for cluster, metrics in sorted(clusters.items())[:_MOST_CLUSTERS]:
-                log.info("\t│\tcluster %d: %s", cluster, shown(metrics))
-        log.info("\t└── Global evaluation: %s", shown(mean))
+                _tell(f"\t│\tcluster {cluster}: {shown(metrics)}")
+        _tell(f"\t└── Global evaluation: {shown(mean)}")
 
     def ended(self, result: RunResult, seconds: float) -> None:
         """Tell what a run has come to: a table of the clusters, and the result."""
-        log.info("")
-        log.info("Strategy execution finished in %.2fs", seconds)
-        log.info("")
-        log.info(
-            "\t%-8s %8s  %s", "cluster", "clients", self._last.measure.word if self._last else ""
-        )
+        last = self._last
         sizes = Counter(
             max(weights, key=lambda cluster: weights[cluster])
             for weights in result.client_clusters.values()
             if weights
         )
-        means = {} if self._last is None else _by_cluster(self._last)
+        means = {} if last is None else _by_cluster(last)
+        _tell("", f"Strategy execution finished in {seconds:.2f}s", "")
+        _tell(f"\t{'cluster':<8} {'clients':>8}  {last.measure.word if last else ''}")
         for cluster in sorted(result.clusters):
-            value = means.get(cluster)
-            score = (
-                "-" if value is None or self._last is None else self._last.measure.shown(value[0])
-            )
-            log.info("\t%-8d %8d  %s", cluster, sizes[cluster], score)
-        log.info("")
-        log.info("Final results:")
-        log.info("")
-        for line in str(result).splitlines():
-            log.info("\t%s", line)
-        log.info("")
+            score = last.measure.shown(means[cluster][0]) if last and cluster in means else "-"
+            _tell(f"\t{cluster:<8} {sizes[cluster]:>8}  {score}")
+        _tell("", "Final results:", "", *(f"\t{line}" for line in str(result).splitlines()), "")
 
 
-def tell_start(
-    name: str,
-    arguments: FlowerArguments,
-    length: str,
-    arrays: ArrayRecord,
-    train_config: ConfigRecord,
-    evaluate_config: ConfigRecord,
-) -> None:
+def _tell(*lines: str) -> None:
+    for line in lines:
+        log.info("%s", line)
+
+
+def tell_start(name: str, arguments: FlowerArguments, told: FlowerRun) -> None:
     """Tell with what a strategy begins, as Flower's own do."""
-    log.info("Starting %s strategy:", name)
-    log.info("\t├── %s", length)
-    size = sum(len(values.data) for values in arrays.values()) / _MEGABYTE
-    log.info("\t├── ArrayRecord (%.2f MB)", size)
-    for what, config in (("train", train_config), ("evaluate", evaluate_config)):
-        told = {
-            key: "<bytes>" if isinstance(value, bytes) else value for key, value in config.items()
-        }
-        log.info("\t├── ConfigRecord (%s): %s", what, told or "(empty!)")
-    log.info("\t├──> Sampling:")
-    log.info(
-        "\t│\t├── Fraction: train (%.2f) | evaluate (%.2f)",
-        arguments.fraction_train,
-        arguments.fraction_evaluate,
+    size = sum(len(values.data) for values in told.initial_arrays.values()) / _MEGABYTE
+    _tell(
+        f"Starting {name} strategy:",
+        f"\t├── {told.length}",
+        f"\t├── ArrayRecord ({size:.2f} MB)",
     )
-    log.info(
-        "\t│\t├── Minimum nodes: train (%d) | evaluate (%d)",
-        arguments.min_train_nodes,
-        arguments.min_evaluate_nodes,
+    for what, config in (("train", told.train_config), ("evaluate", told.evaluate_config)):
+        values = {key: "<bytes>" if isinstance(v, bytes) else v for key, v in config.items()}
+        _tell(f"\t├── ConfigRecord ({what}): {values or '(empty!)'}")
+    fractions = arguments.fraction_train, arguments.fraction_evaluate
+    least = arguments.min_train_nodes, arguments.min_evaluate_nodes
+    _tell(
+        "\t├──> Sampling:",
+        f"\t│\t├── Fraction: train ({fractions[0]:.2f}) | evaluate ({fractions[1]:.2f})",
+        f"\t│\t├── Minimum nodes: train ({least[0]}) | evaluate ({least[1]})",
+        f"\t│\t└── Minimum available nodes: {arguments.min_available_nodes}",
+        "\t└──> Keys in records:",
+        f"\t\t├── Weighted by: '{arguments.weighted_by_key}'",
+        f"\t\t├── ArrayRecord key: '{arguments.arrayrecord_key}'",
+        f"\t\t└── ConfigRecord key: '{arguments.configrecord_key}'",
     )
-    log.info("\t│\t└── Minimum available nodes: %d", arguments.min_available_nodes)
-    log.info("\t└──> Keys in records:")
-    log.info("\t\t├── Weighted by: '%s'", arguments.weighted_by_key)
-    log.info("\t\t├── ArrayRecord key: '%s'", arguments.arrayrecord_key)
-    log.info("\t\t└── ConfigRecord key: '%s'", arguments.configrecord_key)
 
 
 def _by_cluster(report: events.Evaluated) -> dict[int, tuple[float, int]]:
@@ -274,12 +255,17 @@ class FlowerRun:
                 "initial_arrays must be an ArrayRecord with the model's arrays, e.g. "
                 "ArrayRecord(model.state_dict()): they say what a model looks like."
             )
-        counts = {"num_rounds": self.num_rounds}
+        name = "max_updates" if self.max_updates is not None else "num_rounds"
+        count = getattr(self, name)
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise UserError(f"{name} must be a whole number of at least 1, got {count!r}.")
+
+    @property
+    def length(self) -> str:
+        """How long the run is, in words."""
         if self.max_updates is not None:
-            counts = {"max_updates": self.max_updates}
-        for name, count in counts.items():
-            if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-                raise UserError(f"{name} must be a whole number of at least 1, got {count!r}.")
+            return f"Number of updates: {self.max_updates}"
+        return f"Number of rounds: {self.num_rounds}"
 
 
 def flower_run(**told: Any) -> FlowerRun:
@@ -323,92 +309,180 @@ def start(
         client has returned anything of use.
     """
     told.check()
-    began, name = time.monotonic(), type(method).__name__
+    began = time.monotonic()
     with through_flower():
-        clock = timeline_of(told.grid)
-        wire = Wire(told.initial_arrays)
-        _check_server(method, told)
-        length = _length(told)
-        tell_start(
-            name, arguments, length, told.initial_arrays, told.train_config, told.evaluate_config
-        )
-        if wire.carried:
-            log.info(
-                "\t├── Sent along unchanged, since nothing of it can be averaged: %s",
-                ", ".join(wire.carried),
-            )
-        online = _wait_for_nodes(told.grid, clock, arguments, told.timeout)
-        if clock.is_virtual:
-            method.check(online)
-        if method.asked_kinds:
-            check_kinds(
-                told.grid, clock, name, method.asked_kinds, min(_ASKING_SECONDS, told.timeout)
-            )
-        result, teller = _Run(method, arguments, told, wire, clock).result(run, online)
-    teller.ended(result, time.monotonic() - began)
+        made = _Run(method, arguments, told)
+        online = made.prepare()
+        result = made.result(run, online)
+    made.log.ended(result, time.monotonic() - began)
     return result
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class FlowerPlan(Plan):
+    """A plan by rounds: when to stop, when to test, and with which clients.
+
+    Attributes
+    ----------
+    run : _Run
+        The run that it belongs to.
+    """
+
+    run: _Run
+
+    def places(self, online: int) -> int | None:
+        """Return how many clients train at a time; None stands for all."""
+        taking_part = self.run.arguments.trained(online)
+        return None if self.run.rounds.are_of_method or taking_part >= online else taking_part
+
+    def limit(self, updates: int, num_updates: int, now: float, rounds: int | None = None) -> str:
+        """Return which limit is reached, in words."""
+        over = self.run.look()
+        if self.run.told.max_updates is None and over >= self.run.told.num_rounds:
+            return rounds_over(self.run.told.num_rounds)
+        return super().limit(updates, num_updates, now, rounds)
+
+    def is_tested(self, progress: Progress, rounds: int | None) -> bool:
+        """Return whether the next evaluation is due: after each round that changed a model."""
+        counted = self.run.rounds
+        counted.look()
+        return progress.updates > progress.evaluated_at and counted.over > counted.last_test
+
+    def testers(self, online: Sequence[Client]) -> Sequence[Client]:
+        """Return who tests models now; as with Flower, nobody before the first round."""
+        rounds = self.run.rounds
+        number = rounds.over
+        if not number or number in rounds.tests:
+            # Before the first round, or what comes after the last whole one, at the end.
+            number = rounds.number
+        self.run.begin_test(number)
+        count = self.run.arguments.tested(len(online)) if number and self.run.grid.tests else 0
+        return sample(online, count, self.run.rng) if count else []
 
 
 class _Run:
     """The parts of a run, and how they hear of each other."""
 
-    def __init__(
-        self,
-        method: Questions,
-        arguments: FlowerArguments,
-        told: FlowerRun,
-        wire: Wire,
-        clock: Timeline,
-    ) -> None:
-        self._method, self._arguments, self._told, self._wire = method, arguments, told, wire
-        self._tally = Tally(arguments)
-        self._rounds = rounds = Rounds(method, arguments, self._round_over)
-        in_rounds = told.max_updates is None
-        self._teller = Teller(f"/{told.num_rounds}" if in_rounds else "", clock.is_virtual)
-        self._grid = FlowerGrid(
-            *(told.grid, clock, arguments, wire, self._tally, rounds),
+    def __init__(self, method: Questions, arguments: FlowerArguments, told: FlowerRun) -> None:
+        self._method, self._name = method, type(method).__name__
+        self.arguments, self.told = arguments, told
+        self._clock = timeline_of(told.grid)
+        self._dtypes = DtypeAdapter(told.initial_arrays)
+        length = f"/{told.num_rounds}" if told.max_updates is None else ""
+        self.log = FlowerLog(length, self._clock.is_virtual)
+        self.rounds = Rounds(method, arguments, self.log.round_over)
+        self.grid = FlowerGrid(
+            told.grid,
+            self._clock,
+            arguments,
+            self._dtypes,
+            self.rounds,
             greets=told.greet or bool(method.asked_kinds),
             heard=self._heard,
         )
-        self._plan = FlowerPlan(
-            max_time=told.max_time,
-            method=method,
-            arguments=arguments,
-            num_rounds=told.num_rounds if in_rounds else 0,
-            rounds=rounds,
-            test_begins=self._test_begins,
-            after_round=lambda: self._test_centrally(self._rounds.over),
-            can_test=lambda: self._grid.tests,
-            rng=method.rng.spawn(1)[0],
-        )
+        self.rng = method.rng.spawn(1)[0]
         # The round whose models the server has tested last.
         self._tested = -1
         self._useless = 0
 
-    def result(self, run: Callable[..., RunResult], online: int) -> tuple[RunResult, Teller]:
-        """Run; return what it leaves, by rounds and under the names that clients state."""
-        told, method = self._told, self._method
+    def prepare(self) -> int:
+        """Tell what begins, and wait for nodes enough; return how many are connected.
+
+        Raises
+        ------
+        UserError
+            The run cannot begin.
+        """
+        told, method = self.told, self._method
+        self._check_server()
+        tell_start(self._name, self.arguments, told)
+        if carried := ", ".join(self._dtypes.carried):
+            _tell(f"\t├── Sent along unchanged, since nothing of it can be averaged: {carried}")
+        online = self._wait_for_nodes()
+        if self._clock.is_virtual:
+            method.check(online)
+        if method.asked_kinds:
+            patience = min(_ASKING_SECONDS, told.timeout)
+            check_kinds(told.grid, self._clock, self._name, method.asked_kinds, patience)
+        return online
+
+    def result(self, run: Callable[..., RunResult], online: int) -> RunResult:
+        """Run; return what it leaves, by rounds, with models that load, and clients' own names."""
+        told, method, dtypes = self.told, self._method, self._dtypes
         if isinstance(method.dispatch, InRounds):
-            method.dispatch.least = self._arguments.min_train_nodes
+            method.dispatch.least = self.arguments.min_train_nodes
         before = method.progress.updates
         limit = 0 if told.max_updates is None else before + told.max_updates
-        planned = limit or before + told.num_rounds * self._arguments.trained(online)
+        planned = limit or before + told.num_rounds * self.arguments.trained(online)
         result = run(
-            self._grid,
-            self._wire.initial,
+            self.grid,
+            dtypes.initial,
             max_updates=limit,
             timeout=told.timeout,
             train_config=ConfigRecord(dict(told.train_config)),
             evaluate_config=ConfigRecord(dict(told.evaluate_config)),
-            plan=replace(self._plan, planned_updates=planned),
+            plan=FlowerPlan(max_time=told.max_time, planned_updates=planned, run=self),
             observe=self._observe,
             stop_check=told.stop_check,
             probe=told.probe,
             starts=told.starts,
         )
         self._close_test(None)
-        self._test_centrally(self._rounds.number)
-        return self._finished(result), self._teller
+        self._test_centrally(self.rounds.number)
+        result.train_metrics_clientapp = self.rounds.trained
+        result.evaluate_metrics_clientapp = self.rounds.tested
+        result.clusters = {k: dtypes.sent(model) for k, model in result.clusters.items()}
+        result.arrays = dtypes.sent(result.arrays) if result.arrays else told.initial_arrays
+        names = self.grid.names
+        result.client_clusters = {
+            names.told(client): weights
+            for client, weights in result.client_clusters.items()
+            if client not in names.mistaken
+        }
+        return result
+
+    # The beginning.
+
+    def _check_server(self) -> None:
+        """Raise UserError if the method measures models on samples of the server's and has none."""
+        probe, starts = self.told.probe, self.told.starts
+        try:
+            self._method.check_server(0 if probe is None else probe.sets, bool(starts))
+        except UserError as error:
+            if probe is not None or starts:
+                raise
+            raise UserError(
+                f"{self._name} measures models on the server's own samples: give its "
+                "start(probe=...) a raceme.core.interface.Probe. In `raceme run` it is an option: "
+                f"{error}"
+            ) from None
+
+    def _wait_for_nodes(self) -> int:
+        """Wait until nodes enough are connected; return how many are.
+
+        Raises
+        ------
+        UserError
+            On virtual time they do not come.
+        """
+        clock, timeout = self._clock, self.told.timeout
+        wanted, last, began = max(1, self.arguments.min_available_nodes), -1, clock.now()
+        while (online := len(list(self.told.grid.get_node_ids()))) < wanted:
+            if online != last:
+                _tell(
+                    f"Waiting for nodes to connect: {online} connected (minimum required: "
+                    f"{wanted})."
+                )
+                last = online
+            if clock.is_virtual and clock.now() >= began + timeout:
+                raise UserError(
+                    f"Only {online} of min_available_nodes={wanted} nodes have come in "
+                    f"{timeout:g} virtual seconds: simulate more, or ask for fewer."
+                )
+            clock.wait((), clock.now() + _LOOK_SECONDS)
+        return online
+
+    # What clients and the loop report.
 
     def _heard(self, name: str, examples: int) -> None:
         """Note a client's number of examples, which no greeting has told."""
@@ -417,21 +491,19 @@ class _Run:
             client.num_examples = examples
             self._method.count_examples(client)
 
-    # What the loop reports.
-
     def _observe(self, event: events.Event) -> None:
         """Take note of an event, and pass it on under the clients' own names."""
         if isinstance(event, events.UpdateApplied):
-            self._tally.applied(event.client)
+            self.rounds.applied(event.client)
             self._useless = -1
         elif isinstance(event, events.UpdateRejected):
-            self._tally.refused(event.client)
+            self.rounds.refused(event.client)
             self._check_use(event)
-        shown = self._grid.names.shown(event)
-        self._teller.observe(shown)
+        shown = self.grid.names.shown(event)
+        self.log.observe(shown)
         if isinstance(shown, events.Evaluated):
             self._close_test(shown)
-        self._told.observe(shown)
+        self.told.observe(shown)
 
     def _check_use(self, event: events.UpdateRejected) -> None:
         """Raise UserError if no client is able to return anything of use."""
@@ -446,103 +518,39 @@ class _Run:
                 f"{event.reason}"
             ) from None
 
-    def _round_over(self, number: int) -> None:
-        self._teller.round_over(number, self._tally.close_round(number))
+    # Rounds and tests.
 
-    # Tests.
+    def look(self) -> int:
+        """Notice what is over by now, test on the server if a round is; return how many are."""
+        self.rounds.look()
+        self._test_centrally(self.rounds.over)
+        return self.rounds.over
 
-    def _test_begins(self, number: int) -> None:
+    def begin_test(self, number: int) -> None:
+        """Gather the tests of the models of a round from now on."""
         self._close_test(None)
-        self._tally.begin_test(number)
+        self.rounds.tests.append(number)
 
     def _close_test(self, report: events.Evaluated | None) -> None:
         """Aggregate and tell the test under way; without a report it has no score."""
-        made, number = self._tally.close_test(), self._tally.round
-        if report is not None:
-            self._teller.tested(number, report, made)
-        elif made is not None:
-            self._teller.tested_without_score(number, made)
+        self.log.tested(self.rounds.last_test, report, self.rounds.close_test())
 
     def _test_centrally(self, number: int) -> None:
         """Let the user's function test the models of a round, unless it has: 0 at the start."""
-        test = self._told.evaluate_fn
+        test = self.told.evaluate_fn
         if test is None or number <= self._tested:
             return
         self._tested = number
-        packer = Packer(self._method.spec)
         if self._method.models:
+            packer = Packer(self._method.spec)
             mean, clusters = tested_by_server(
-                self._method, packer, lambda arrays: test(number, self._wire.sent(arrays))
+                self._method, packer, lambda arrays: test(number, self._dtypes.sent(arrays))
             )
         else:
             # A method whose clusters begin with their clients.
-            mean, clusters = test(number, self._told.initial_arrays), {}
+            mean, clusters = test(number, self.told.initial_arrays), {}
         if mean is not None:
             result = self._method.result
             result.evaluate_metrics_serverapp[number] = mean
             result.evaluate_metrics_clusters[number] = clusters
-            self._teller.tested_centrally(number, mean, clusters)
-
-    # The end.
-
-    def _finished(self, result: RunResult) -> RunResult:
-        """Return a result as Flower's users know it: by rounds, with models that load."""
-        wire = self._wire
-        result.train_metrics_clientapp = self._tally.trained
-        result.evaluate_metrics_clientapp = self._tally.tested
-        result.clusters = {k: wire.sent(model) for k, model in result.clusters.items()}
-        largest = wire.sent(result.arrays) if result.arrays else self._told.initial_arrays
-        result.arrays = largest
-        names = self._grid.names
-        result.client_clusters = {
-            names.told(client): weights
-            for client, weights in result.client_clusters.items()
-            if client not in names.mistaken
-        }
-        return result
-
-
-def _check_server(method: Questions, told: FlowerRun) -> None:
-    """Raise UserError if the method measures models on samples of the server's and has none."""
-    sets = 0 if told.probe is None else told.probe.sets
-    try:
-        method.check_server(sets, bool(told.starts))
-    except UserError as error:
-        if told.probe is not None or told.starts:
-            raise
-        name = type(method).__name__
-        raise UserError(
-            f"{name} measures models on the server's own samples: give its start(probe=...) a "
-            f"raceme.core.interface.Probe. In `raceme run` it is an option: {error}"
-        ) from None
-
-
-def _length(told: FlowerRun) -> str:
-    """Say how long a run is."""
-    if told.max_updates is not None:
-        return f"Number of updates: {told.max_updates}"
-    return f"Number of rounds: {told.num_rounds}"
-
-
-def _wait_for_nodes(grid: Grid, clock: Timeline, arguments: FlowerArguments, timeout: float) -> int:
-    """Wait until nodes enough are connected; return how many are.
-
-    Raises
-    ------
-    UserError
-        On virtual time they do not come.
-    """
-    wanted, last, began = max(1, arguments.min_available_nodes), -1, clock.now()
-    while (online := len(list(grid.get_node_ids()))) < wanted:
-        if online != last:
-            log.info(
-                "Waiting for nodes to connect: %d connected (minimum required: %d).", online, wanted
-            )
-            last = online
-        if clock.is_virtual and clock.now() >= began + timeout:
-            raise UserError(
-                f"Only {online} of min_available_nodes={wanted} nodes have come in {timeout:g} "
-                "virtual seconds: simulate more, or ask for fewer."
-            )
-        clock.wait((), clock.now() + _LOOK_SECONDS)
-    return online
+            self.log.tested_centrally(number, mean, clusters)
