@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 from raceme.core import events
 from raceme.core.clients import Identities
 from raceme.core.clusters import Bases, Clusters
-from raceme.core.drop_in.arguments import check_share, divided
-from raceme.core.drop_in.run import flower_run
-from raceme.core.drop_in.run import start as drop_in
+from raceme.core.drop_in import check_share, divided, flower_run
+from raceme.core.drop_in import start as drop_in
 from raceme.core.errors import UserError
 from raceme.core.interface import Applied, Probe, Questions, RunResult, StopCheck, never_stop
 from raceme.core.loop import Loop
@@ -48,7 +47,7 @@ class Method(Questions, Strategy):
         Decides whatever the method leaves to chance.
     **arguments
         Single hyper-parameters, and the arguments that Flower's own strategies take
-        (:class:`~raceme.core.drop_in.arguments.FlowerArguments`): ``fraction_train=0.5``.
+        (:class:`~raceme.core.drop_in.FlowerArguments`): ``fraction_train=0.5``.
 
     Raises
     ------
@@ -148,7 +147,7 @@ class Method(Questions, Strategy):
             round and the arrays of the cluster's model. What it returns is averaged over the
             clusters' clients.
         **further
-            Other fields of :class:`~raceme.core.drop_in.run.FlowerRun`: ``max_updates`` ends the
+            Other fields of :class:`~raceme.core.drop_in.FlowerRun`: ``max_updates`` ends the
             run after so many updates instead of rounds, ``max_time`` at this time at the latest;
             ``observe`` is called with everything that happens; ``greet=True`` asks clients who
             they are, as Raceme's own ClientApp expects.

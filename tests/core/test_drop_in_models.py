@@ -12,7 +12,7 @@ from adopted import grid_of
 from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
-from raceme.core.drop_in.grid import DtypeAdapter
+from raceme.core.drop_in import DtypeAdapter
 from raceme.core.errors import UserError
 from raceme.core.messages import InvalidModelError
 from raceme.strategies import CASA, Standalone
