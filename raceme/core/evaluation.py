@@ -60,6 +60,7 @@ class Packer:
 
     def _has(self, cluster: int, model: Model) -> bool:
         """Return whether the record of a cluster is that of its present version."""
+        # Not in `pack`: what it refers to would keep the former version in memory.
         packed = self._packed.get(cluster)
         return packed is not None and packed[0] is model and packed[1] == model.version
 
@@ -249,11 +250,10 @@ class Evaluator:
         self._packer, self._steps, self._config = packer, steps, config
         self._central, self._testers = central, testers
         self._progress = method.progress
-        # The models of the moment, which may move on before a client is free: for each cell that
-        # of clusters, packed once for each of these. What a client alone uses waits in a file, in a
-        # large fleet.
-        self._present: dict[str, list[ArrayRecord]] = {}
-        self._of_steps: dict[str, list[ArrayRecord]] = {}
+        # The models of the moment, which may move on before a client is free: by the kind of
+        # evaluation and client those of clusters, one for each cell, and models that a client alone
+        # uses. In a large fleet these wait in a file.
+        self._records: dict[bool, dict[str, list[ArrayRecord]]] = {}
         self._own: Mapping[str, Vector] = {}
 
     # Beginning and ending.
@@ -339,10 +339,11 @@ class Evaluator:
         yield from self._close(evaluation)
 
     def _close(self, evaluation: Evaluation) -> Iterator[Report]:
+        self._records.pop(evaluation.of_steps, None)
         if evaluation.of_steps:
-            self._progress.task_evaluation, self._of_steps = None, {}
+            self._progress.task_evaluation = None
         else:
-            self._progress.evaluation, self._present, self._own = None, {}, {}
+            self._progress.evaluation, self._own = None, {}
         for report in evaluation.reports():
             if isinstance(report, Evaluated):
                 self._method.result.evaluate_metrics_clientapp[report.updates] = MetricRecord(
@@ -397,42 +398,38 @@ class Evaluator:
 
     def _prepare(self, evaluation: Evaluation, clients: Collection[str]) -> None:
         """Make ready what some clients test, as it is at this moment."""
-        method, pack = self._method, self._packer.serve
-        served = method.served
-        if not evaluation.of_steps:
+        method, of_steps, served = self._method, evaluation.of_steps, self._method.served
+        if not of_steps:
             self._own = own = Shelf()
             for client, vector in method.used(clients):
                 own[client] = vector
-            self._present = {
-                client: [pack(served, method.placement(client))[0]]
-                for client in clients
-                if client not in own
-            }
-            return
-        self._of_steps = {}
+        prepared: dict[str, list[ArrayRecord]] = {}
+        self._records[of_steps] = prepared
         for client in clients:
-            # Each model once: steps that the same clusters serve share its record.
+            if client in self._own and not of_steps:
+                continue
+            # Steps that the same clusters serve share a record: each model travels once.
             packed: dict[tuple[tuple[int, float], ...], ArrayRecord] = {}
-            self._of_steps[client] = models = []
+            prepared[client] = models = []
             for step in evaluation.cells[client]:
-                weights = method.serving(client, step)
+                weights = method.serving(client, step) if of_steps else method.placement(client)
                 key = tuple(sorted(weights.items()))
                 if key not in packed:
-                    packed[key] = pack(served, weights)[0]
+                    packed[key] = self._packer.serve(served, weights)[0]
                 models.append(packed[key])
             if evaluation.ahead:
                 models.append(method.initial)
 
     def _models(self, evaluation: Evaluation, client: str) -> list[ArrayRecord]:
         """Return the models that a client tests: one for each cell, and an untrained one ahead."""
-        prepared = (self._of_steps,) if evaluation.of_steps else (self._present, self._own)
-        if not any(client in models for models in prepared):
+        own: Mapping[str, Vector] = {} if evaluation.of_steps else self._own
+        if client not in self._records.get(evaluation.of_steps, {}) and client not in own:
             # The run was resumed in the middle of an evaluation: the models are those of now.
             self._prepare(evaluation, [client])
-        if evaluation.of_steps:
-            return self._of_steps[client]
-        own = self._own.get(client)
-        return self._present[client] if own is None else [self._method.spec.pack(own)]
+            own = {} if evaluation.of_steps else self._own
+        if client in own:
+            return [self._method.spec.pack(own[client])]
+        return self._records[evaluation.of_steps][client]
 
     def _message(self, evaluation: Evaluation, client: str) -> Message:
         node = self._progress.fleet.clients[client].node_id

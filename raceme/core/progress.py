@@ -248,10 +248,9 @@ class Progress:
         Step of each client's data, where its own uploads decide it.
     evaluation : Evaluation or None
         The evaluation on the present data that is under way.
-    task_step : int
-        Step of all clients' data, as the tests on all steps know it.
     task_steps : dict[str, int]
-        The same of each client's data, where its own uploads decide it.
+        Step of each client's data, as the tests on all steps know it; of all clients' data under
+        the empty name, where the time or the number of updates decides it.
     tasks_tested_at : int
         Number of updates when these tests were begun last; -1 before the first.
     task_evaluation : Evaluation or None
@@ -278,7 +277,6 @@ class Progress:
     step: int = 0
     steps: dict[str, int] = field(default_factory=dict)
     evaluation: Evaluation | None = None
-    task_step: int = 0
     task_steps: dict[str, int] = field(default_factory=dict)
     tasks_tested_at: int = -1
     task_evaluation: Evaluation | None = None
@@ -535,21 +533,15 @@ class Steps:
         Of those that are online. Nothing if models are not to be tested on all steps. It reports
         nothing: what a run reports of its data is the same with and without these tests.
         """
-        schedule, progress = self._schedule, self._progress
+        schedule, tested = self._schedule, self._progress.task_steps
         if schedule is None or not self._tests_tasks:
             return {}
-        if not schedule.per_client:
-            before, now = progress.task_step, self._step(schedule, "")
-            progress.task_step = now
-            online = progress.fleet.online() if now != before else ()
-            return {client.client_id: before for client in online}
-        found = {}
-        for client in progress.fleet.online():
-            name = client.client_id
-            before, now = progress.task_steps.get(name, 0), self._step(schedule, name)
+        moved: dict[str, int] = {}
+        for client in self._online() if schedule.per_client else [""]:
+            before, now = tested.get(client, 0), self._step(schedule, client)
             if now != before:
-                found[name], progress.task_steps[name] = before, now
-        return found
+                moved[client], tested[client] = before, now
+        return dict.fromkeys(self._online(), moved[""]) if "" in moved else moved
 
     def unfinished(self) -> dict[str, int]:
         """Return the clients that are online, to the last step that models were trained on.
@@ -561,13 +553,15 @@ class Steps:
         schedule, progress = self._schedule, self._progress
         if schedule is None or not self._tests_tasks:
             return {}
-        online, trained = progress.fleet.online(), progress.trained_steps
+        trained = progress.trained_steps
         if not schedule.per_client:
-            last = max(trained.values(), default=0)
             is_new = progress.updates != progress.tasks_tested_at
-            return {client.client_id: last for client in online if is_new}
-        steps = {client.client_id: self._step(schedule, client.client_id) for client in online}
+            return dict.fromkeys(self._online(), max(trained.values(), default=0)) if is_new else {}
+        steps = {client: self._step(schedule, client) for client in self._online()}
         return {name: step for name, step in steps.items() if trained.get(name, 0) == step}
+
+    def _online(self) -> list[str]:
+        return [client.client_id for client in self._progress.fleet.online()]
 
     def _step(self, schedule: StepSchedule, client: str) -> int:
         """Return the step of a client's data now, whether reported or not."""
