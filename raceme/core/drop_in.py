@@ -156,16 +156,10 @@ def divided(
     flower = {item.name: item for item in fields(FlowerArguments)}
     for name in arguments:
         _check_known(method, name, [*own, *flower, "seed"])
-    given = {
-        name: convert(name, value, own[name]) for name, value in arguments.items() if name in own
-    }
-    told = FlowerArguments(
-        **{
-            name: _checked(name, value, flower[name].default)
-            for name, value in arguments.items()
-            if name in flower
-        }
-    )
+    given = {name: convert(name, arguments[name], own[name]) for name in arguments if name in own}
+    shared = [name for name in arguments if name in flower]
+    checked = {name: _checked(name, arguments[name], flower[name].default) for name in shared}
+    told = FlowerArguments(**checked)
     parameters = parameters_type() if parameters is None else parameters
     if "fraction" in own and "fraction_train" in arguments:
         if "fraction" in given and given["fraction"] != told.fraction_train:
@@ -627,7 +621,7 @@ def _metrics_of(content: RecordDict) -> MetricRecord:
 
 
 # -----------------------------------------------------------------------------
-# Who is who among clients that are not greeted: a node, until a reply states an id.
+# Names of clients that are not greeted: their node's, until a reply states an id.
 # -----------------------------------------------------------------------------
 
 
@@ -708,12 +702,11 @@ class Names:
         if isinstance(value, tuple) and type(value) is tuple:
             return tuple(map(self.told, value))
         if is_dataclass(value) and not isinstance(value, type):
-            changed = {}
-            for item in fields(value):
-                before = getattr(value, item.name)
-                if isinstance(before, str | Mapping):
-                    changed[item.name] = self.told(before)
-            return replace(value, **changed)
+            parts = {item.name: getattr(value, item.name) for item in fields(value)}
+            named = {
+                k: self.told(part) for k, part in parts.items() if isinstance(part, str | Mapping)
+            }
+            return replace(value, **named)
         return value
 
 
@@ -727,7 +720,7 @@ def _id_of(content: RecordDict) -> str | None:
 
 
 # -----------------------------------------------------------------------------
-# What to say where a ClientApp does not do what a method asks for.
+# The check that a ClientApp does the kinds of work that a method asks for.
 # -----------------------------------------------------------------------------
 
 
