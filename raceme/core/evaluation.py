@@ -1,15 +1,12 @@
-"""How evaluations are made: at once where that costs nothing, else by each client when free."""
+"""Evaluations: the models of one moment, tested by clients on their data, and how they travel."""
 
 from __future__ import annotations
 
 import math
 import weakref
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from logging import getLogger
-from typing import Protocol
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
@@ -18,174 +15,22 @@ from flwr.serverapp import Grid
 from raceme.core import messages as names
 from raceme.core.clients import Client, Idle
 from raceme.core.clusters import Model, Weights, blended
-from raceme.core.events import Evaluated, TasksTested, UpdateRejected
-from raceme.core.messages import (
-    ARRAYS,
-    LARGEST,
-    ModelSpec,
-    StatementError,
-    Vector,
-    candidate,
-    unit_of,
-)
-from raceme.core.progress import Steps, Sweep, TaskSweep, read_score
+from raceme.core.errors import quoted
+from raceme.core.events import ACCURACY, Evaluated, Measure, TasksTested, UpdateRejected
+from raceme.core.messages import ModelSpec, StatementError, Vector
+from raceme.core.progress import PRESENT, ClientScore, Evaluation, Steps
 from raceme.core.strategy import Method
 from raceme.core.timeline import Timeline, push
 from raceme.flower.spill import BUDGET, Shelf, Spill, park
 
-# -----------------------------------------------------------------------------
-# Asking clients for a test each: when one is next free, before it trains again.
-# -----------------------------------------------------------------------------
-
-
 log = getLogger("raceme")
-
-_BYTES = 1 << 28
-"""Models under way at a time where all are asked at once, should each client have its own."""
-_LAST_SECONDS = 60.0
-"""How long the last tests of a run wait for clients that are still busy."""
-
-
-class OpenTests(Protocol):
-    """Tests under way.
-
-    Attributes
-    ----------
-    waiting : dict[str, int]
-        Clients that have not been asked yet.
-    open : dict[str, str]
-        Message id to the client that was asked and has not answered.
-    """
-
-    waiting: dict[str, int]
-    open: dict[str, str]
-
-
-class Sweeper(ABC):
-    """Asks every client of a sweep once, and takes the answers.
-
-    Parameters
-    ----------
-    method : Method
-        Whose models are tested.
-    grid : Grid
-        Where the clients are.
-    clock : Timeline
-        The grid's.
-    ttl : float
-        Time to live of the messages, in seconds.
-    """
-
-    def __init__(self, method: Method, grid: Grid, clock: Timeline, ttl: float) -> None:
-        self._method, self._grid, self._clock, self._ttl = method, grid, clock, ttl
-        self._progress = method.progress
-
-    @property
-    @abstractmethod
-    def sweep(self) -> OpenTests | None:
-        """The tests under way; None if there are none."""
-
-    def _prepare(self, clients: Collection[str]) -> None:  # noqa: B027
-        """Make ready what the messages to some clients are made of, as it is at this moment."""
-
-    @abstractmethod
-    def _message(self, client: str) -> Message:
-        """Make the message that asks a client, who is online."""
-
-    @abstractmethod
-    def _score(self, client: str, reply: Message) -> None:
-        """Take a client's answer, if it is one.
-
-        Raises
-        ------
-        StatementError
-            It states what cannot be.
-        """
-
-    def open_ids(self) -> Collection[str]:
-        """Return the ids of messages without an answer."""
-        return () if self.sweep is None else self.sweep.open.keys()
-
-    def ask(self, idle: Idle) -> None:
-        """Ask the clients that have time and have not been asked yet."""
-        if self.sweep is None:
-            return
-        for client in list(self.sweep.waiting):
-            if client in idle:
-                if self._push(client):
-                    idle.remove(client)
-            elif self._method.scheduling.invited(client):
-                self._push(client)
-
-    def take(self, message_id: str, reply: Message, idle: Idle) -> None:
-        """Take the answer to a message that is open, and let its client be idle."""
-        progress = self._progress
-        assert self.sweep is not None, "a message was asked about"
-        client = self.sweep.open.pop(message_id)
-        # One that holds an invitation has answered meanwhile, and holds it still.
-        works = any(task.client == client for task in progress.in_flight.values())
-        if not works and progress.fleet.clients[client].node_id is not None:
-            idle.add(client)
-        self._take_score(client, reply)
-
-    def drop(self, client: str) -> None:
-        """Wait no more for a client that is gone."""
-        if self.sweep is not None:
-            self.sweep.waiting.pop(client, None)
-            kept = {key: name for key, name in self.sweep.open.items() if name != client}
-            self.sweep.open = kept
-
-    def _ask_at_once(self) -> None:
-        """Ask everyone, where that costs no time: as many at a time as there is memory for."""
-        assert self.sweep is not None, "tests are under way"
-        by_node, waiting = self._progress.fleet.by_node, list(self.sweep.waiting)
-        self.sweep.waiting = {}
-        count = max(1, _BYTES // max(1, self._method.spec.num_bytes))
-        for start in range(0, len(waiting), count):
-            asked = waiting[start : start + count]
-            self._prepare(asked)
-            for reply in self._grid.send_and_receive([self._message(name) for name in asked]):
-                client = by_node.get(reply.metadata.src_node_id)
-                if client is not None:
-                    self._take_score(client, reply)
-
-    def _wait(self) -> None:
-        """Ask everyone who is left, busy or not, and wait a while."""
-        sweep, until = self.sweep, self._clock.now() + min(_LAST_SECONDS, self._ttl)
-        assert sweep is not None, "tests are under way"
-        for client in list(sweep.waiting):
-            self._push(client)
-        while sweep.open and self._clock.now() < until:
-            for reply in self._clock.wait(sweep.open.keys(), until):
-                self._take_score(sweep.open.pop(reply.metadata.reply_to_message_id), reply)
-        sweep.open = {}
-
-    def _take_score(self, client: str, reply: Message) -> None:
-        """Take a client's answer; count and report one that states what cannot be."""
-        try:
-            self._score(client, reply)
-        except StatementError as error:
-            self._progress.rejected += 1
-            log.warning("The test of %s was rejected: %s", client, error)
-            now = self._clock.now()
-            self._method.report(UpdateRejected(now, client, str(error), now))
-
-    def _push(self, client: str) -> bool:
-        """Ask one client; return whether the grid took the message."""
-        assert self.sweep is not None, "tests are under way"
-        del self.sweep.waiting[client]
-        message_id = push(self._grid, self._clock, self._message(client))
-        if message_id:
-            self.sweep.open[message_id] = client
-        return message_id is not None
-
 
 # -----------------------------------------------------------------------------
 # Models as they travel: packed once per version, however many clients receive them.
 #
 # Simulated clients hold the versions that they train from in the memory of this process. Those
-# that
-# are too many for it wait in a file.
+# that are
+# too many for it wait in a file.
 # -----------------------------------------------------------------------------
 
 
@@ -215,6 +60,7 @@ class Packer:
 
     def _has(self, cluster: int, model: Model) -> bool:
         """Return whether the record of a cluster is that of its present version."""
+        # Not in `pack`: what it refers to would keep the former version in memory.
         packed = self._packed.get(cluster)
         return packed is not None and packed[0] is model and packed[1] == model.version
 
@@ -235,8 +81,8 @@ class Packer:
         """
         packed = [self.pack(cluster, models[cluster]) for cluster in clusters]
         if len(packed) == 1 and not numbered:
-            return {ARRAYS: packed[0][0]}, packed[0][1]
-        records = {candidate(index): record for index, (record, _) in enumerate(packed)}
+            return {names.ARRAYS: packed[0][0]}, packed[0][1]
+        records = {names.candidate(index): record for index, (record, _) in enumerate(packed)}
         return records, sum(size for _, size in packed)
 
     def keep_only(self, models: Mapping[int, Model]) -> None:
@@ -256,152 +102,64 @@ class Packer:
 
 
 # -----------------------------------------------------------------------------
-# Tests on the data of every step so far: what a run has forgotten, and what it knows already.
-#
-# When a step of a client's data is over, before anybody trains on the next one, and at the end
-# of
-# the run each client that is online tests the models that serve it on its test data of every
-# step so
-# far, and of the next one. Lopez-Paz and Ranzato ("Gradient Episodic Memory", NeurIPS 2017) call
-# the
-# result the matrix R.
+# What clients answer.
 # -----------------------------------------------------------------------------
 
 
-class TaskTests(Sweeper):
-    """Has the models of the end of a step tested on the data of all steps so far.
+def read_score(reply: Message, cluster: int, latest: int = 0) -> ClientScore | None:
+    """Take accuracy and loss out of a reply; None if it states none.
 
     Parameters
     ----------
-    method : Method
-        Whose models.
-    grid : Grid
-        Where the clients are.
-    clock : Timeline
-        The grid's.
-    packer : Packer
-        Makes records of models.
-    steps : Steps
-        Knows at which step clients' data are.
-    config : ConfigRecord
-        Sent along.
-    ttl : float
-        Time to live of the messages, in seconds.
+    reply : Message
+        What came back.
+    cluster : int
+        Main cluster of the client.
+    latest : int
+        Latest step that its data can be at.
+
+    Raises
+    ------
+    StatementError
+        It states what cannot be.
     """
+    if reply.has_error() or len(reply.content.metric_records) != 1:
+        return None
+    stated: Mapping[str, object] = reply.content.config_records.get(names.CONFIG, {})
+    step, unit = stated.get(names.STEP, 0), names.unit_of(stated.get(names.UNIT))
+    if not isinstance(step, int) or not 0 <= step <= latest:
+        raise StatementError(f"it has tested on step {quoted(step)}, and its data are at {latest}")
+    metrics = next(iter(reply.content.metric_records.values()))
+    return score_from(metrics, cluster, step, Measure(unit))
 
-    def __init__(
-        self,
-        method: Method,
-        grid: Grid,
-        clock: Timeline,
-        packer: Packer,
-        steps: Steps,
-        config: ConfigRecord,
-        ttl: float,
-    ) -> None:
-        super().__init__(method, grid, clock, ttl)
-        self._packer, self._steps, self._config = packer, steps, config
-        # What each client is sent: the models of the moment, which may move on before it is free.
-        self._contents: dict[str, RecordDict] = {}
 
-    @property
-    def sweep(self) -> TaskSweep | None:
-        """The tests under way; None if there are none."""
-        return self._progress.task_sweep
+def score_from(
+    metrics: Mapping[str, object], cluster: int, step: int = 0, measure: Measure = ACCURACY
+) -> ClientScore | None:
+    """Take accuracy and loss out of a client's metrics; None if there are none.
 
-    def look(self) -> Iterator[TasksTested]:
-        """Begin tests if a step of anybody's data is over; yield what is known at once."""
-        ended = self._steps.ended()
-        if ended:
-            yield from self._begin(ended, ahead=True)
+    An error may be infinite: the prediction of a model that diverged. An accuracy may be NaN, as
+    that of no samples is: then it is none.
 
-    def finish(self) -> Iterator[TasksTested]:
-        """End with what clients answer soon, and with tests of the run's last models."""
-        if self.sweep is not None:
-            self._wait()
-            yield from self.close_if_over()
-        last = self._steps.unfinished()
-        if last:
-            yield from self._begin(last, ahead=False)
-            if self.sweep is not None:
-                self._wait()
-                yield from self.close_if_over()
-
-    def close_if_over(self) -> Iterator[TasksTested]:
-        """Yield the reports of tests to which nobody is left to answer."""
-        sweep = self.sweep
-        if sweep is not None and not sweep.waiting and not sweep.open:
-            yield from self._close(sweep)
-
-    def _begin(self, last: Mapping[str, int], ahead: bool) -> Iterator[TasksTested]:
-        """Begin tests of these clients' models; where that costs no time, yield the reports."""
-        if self.sweep is not None:
-            # Another step is over before slow devices have answered: they will not, now.
-            yield from self._close(self.sweep)
-        method, progress = self._method, self._progress
-        progress.tasks_tested_at = progress.updates
-        sweep = TaskSweep(self._clock.now(), progress.updates, len(method.models), ahead)
-        sweep.last, sweep.waiting = dict(last), dict(last)
-        for client, step in last.items():
-            weights = [method.serving(client, tested) for tested in range(step + 1 + ahead)]
-            sweep.placed[client] = [_main(of) for of in weights]
-            self._contents[client] = self._content(weights, step, ahead)
-        progress.task_sweep = sweep
-        if self._clock.free_evaluation:
-            self._ask_at_once()
-        yield from self.close_if_over()
-
-    def _close(self, sweep: TaskSweep) -> Iterator[TasksTested]:
-        self._progress.task_sweep, self._contents = None, {}
-        yield from sweep.reports()
-
-    def _content(self, serving: list[Weights], last: int, ahead: bool) -> RecordDict:
-        """Make a message: each model once, and which of them is tested on which step."""
-        records: list[ArrayRecord] = []
-        served = self._method.served
-        known: dict[tuple[tuple[int, float], ...], int] = {}
-        which = []
-        for weights in serving:
-            key = tuple(sorted(weights.items()))
-            if key not in known:
-                known[key] = len(records)
-                records.append(self._packer.serve(served, weights)[0])
-            which.append(known[key])
-        steps = list(range(len(serving)))
-        if ahead:
-            steps.append(steps[-1])
-            which.append(len(records))
-            records.append(self._method.initial)
-        settings = {
-            **self._config,
-            names.KIND: names.TEST_STEPS,
-            names.STEP: last,
-            names.TESTED_STEPS: steps,
-            names.TESTED_MODELS: which,
-        }
-        models = {names.candidate(index): record for index, record in enumerate(records)}
-        return RecordDict({**models, names.CONFIG: ConfigRecord(settings)})
-
-    def _message(self, client: str) -> Message:
-        node = self._progress.fleet.clients[client].node_id
-        assert node is not None, "clients that left are dropped"
-        sweep = self.sweep
-        assert sweep is not None, "tests are under way"
-        if client not in self._contents:
-            # The run was resumed in the middle of the tests: the models are those of now.
-            tested = range(len(sweep.placed[client]))
-            serving = [self._method.serving(client, step) for step in tested]
-            self._contents[client] = self._content(serving, sweep.last[client], sweep.ahead)
-        return Message(self._contents[client], node, MessageType.EVALUATE, ttl=self._ttl)
-
-    def _score(self, client: str, reply: Message) -> None:
-        sweep = self.sweep
-        assert sweep is not None, "tests are under way"
-        tested = len(sweep.placed[client])
-        unit, scores = read_scores(reply, tested + sweep.ahead)
-        if scores:
-            sweep.units[client] = unit
-            sweep.scores[client] = scores if sweep.ahead else [*scores, math.nan]
+    Raises
+    ------
+    StatementError
+        The accuracy does not lie in 0…1, the error is below 0, or a number is too large.
+    """
+    value, loss = metrics.get(measure.name), metrics.get(names.LOSS, math.nan)
+    if not isinstance(value, int | float) or not isinstance(loss, int | float):
+        return None
+    value, loss = names.number_of(measure.name, value), names.number_of(names.LOSS, loss)
+    if math.isnan(value):
+        if not measure.is_error:
+            return None
+        value = math.inf
+    if value < 0 or (value > 1 and not measure.is_error):
+        wanted = "from 0 on" if measure.is_error else "from 0 to 1"
+        raise StatementError(f"its {measure.name} is {value:g}: it must be a number {wanted}")
+    examples = names.count_of(metrics.get(names.NUM_EXAMPLES)) or 0
+    group = names.count_of(metrics.get(names.GROUP, -1))
+    return ClientScore(cluster, value, loss, step, examples, group, measure)
 
 
 def read_scores(reply: Message, count: int) -> tuple[str | None, list[float]]:
@@ -418,7 +176,7 @@ def read_scores(reply: Message, count: int) -> tuple[str | None, list[float]]:
     if reply.has_error() or names.NUMBERS not in reply.content.array_records:
         return None, []
     told: Mapping[str, object] = reply.content.config_records.get(names.CONFIG, {})
-    unit = unit_of(told.get(names.UNIT))
+    unit = names.unit_of(told.get(names.UNIT))
     record = reply.content.array_records[names.NUMBERS]
     if names.ACCURACIES not in record:
         return unit, []
@@ -429,14 +187,383 @@ def read_scores(reply: Message, count: int) -> tuple[str | None, list[float]]:
     if values.shape != (count,) or values.dtype.kind != "f":
         return unit, []
     numbers = np.asarray(values, np.float64)
-    highest = 1.0 if unit is None else LARGEST
+    highest = 1.0 if unit is None else names.LARGEST
     usable = (numbers >= 0) & ((numbers <= highest) | (np.isposinf(numbers) & (unit is not None)))
     return unit, [float(value) for value in np.where(usable, numbers, np.nan)]
+
+
+# -----------------------------------------------------------------------------
+# Asking clients and taking their answers: at once where that costs nothing, else each when free.
+# -----------------------------------------------------------------------------
+
+_BYTES = 1 << 28
+"""Models under way at a time where all are asked at once, should each client have its own."""
+_LAST_SECONDS = 60.0
+"""How long the last tests of a run wait for clients that are still busy."""
+
+EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
+
+Report = Evaluated | TasksTested
+
+
+class Evaluator:
+    """Has the models of one moment tested by clients, on the cells of an `Evaluation`.
+
+    One on the present data and one on all steps may be under way together.
+
+    Parameters
+    ----------
+    method : Method
+        Whose models.
+    grid : Grid
+        Where the clients are.
+    clock : Timeline
+        The grid's.
+    packer : Packer
+        Makes records of models.
+    steps : Steps
+        Knows at which step clients' data are.
+    config : ConfigRecord
+        Sent along.
+    central : Callable, optional
+        Evaluates models on the server.
+    ttl : float
+        Time to live of the messages, in seconds.
+    testers : Callable
+        Returns who tests on the present data, given who is online.
+    """
+
+    def __init__(
+        self,
+        method: Method,
+        grid: Grid,
+        clock: Timeline,
+        packer: Packer,
+        steps: Steps,
+        *,
+        config: ConfigRecord,
+        central: EvaluateFn | None,
+        ttl: float,
+        testers: Callable[[Sequence[Client]], Sequence[Client]],
+    ) -> None:
+        self._method, self._grid, self._clock, self._ttl = method, grid, clock, ttl
+        self._packer, self._steps, self._config = packer, steps, config
+        self._central, self._testers = central, testers
+        self._progress = method.progress
+        # The models of the moment, which may move on before a client is free: by the kind of
+        # evaluation and client those of clusters, one for each cell, and models that a client alone
+        # uses. In a large fleet these wait in a file.
+        self._records: dict[bool, dict[str, list[ArrayRecord]]] = {}
+        self._own: Mapping[str, Vector] = {}
+
+    # Beginning and ending.
+
+    def begin(self) -> Iterator[Report]:
+        """Begin an evaluation on the present data; where it costs no time, yield its report."""
+        method, progress = self._method, self._progress
+        progress.evaluated_at = progress.updates
+        progress.evaluated_round = method.scheduling.rounds or 0
+        progress.evaluated_step = progress.step
+        testers = [client.client_id for client in self._testers(progress.fleet.online())]
+        cells = {client: {PRESENT: method.clusters.main(client)} for client in testers}
+        progress.evaluation = self._evaluation(cells)
+        self._evaluate_centrally()
+        yield from self._ask_first(progress.evaluation)
+
+    def look_at_steps(self) -> Iterator[Report]:
+        """Begin an evaluation on all steps if one of them is over; yield what is known at once."""
+        if ended := self._steps.ended():
+            yield from self._begin_of_steps(ended, ahead=True)
+
+    def finish(self, another: bool) -> Iterator[Report]:
+        """End with what the clients answer soon; yield the reports that come of it.
+
+        Parameters
+        ----------
+        another : bool
+            The models have changed since the last evaluation began: one more is due.
+        """
+        yield from self._end(self._progress.evaluation)
+        if another:
+            yield from self.begin()
+            yield from self._end(self._progress.evaluation)
+        yield from self._end(self._progress.task_evaluation)
+        if last := self._steps.unfinished():
+            yield from self._begin_of_steps(last, ahead=False)
+            yield from self._end(self._progress.task_evaluation)
+
+    def close_if_over(self) -> Iterator[Report]:
+        """Yield the reports of evaluations to which no client is left to answer."""
+        for evaluation in self._progress.evaluations:
+            if evaluation.is_over:
+                yield from self._close(evaluation)
+
+    def forget(self) -> None:
+        """Forget all tests under way: their messages are lost."""
+        self._progress.evaluation = self._progress.task_evaluation = None
+
+    def _begin_of_steps(self, last: Mapping[str, int], ahead: bool) -> Iterator[Report]:
+        """Begin an evaluation on each step up to the last one of each client, and one ahead."""
+        method, progress = self._method, self._progress
+        if progress.task_evaluation is not None:
+            # Another step is over before slow devices have answered: they will not, now.
+            yield from self._close(progress.task_evaluation)
+        progress.tasks_tested_at = progress.updates
+        cells = {
+            client: {
+                tested: _main(method.serving(client, tested)) for tested in range(step + 1 + ahead)
+            }
+            for client, step in last.items()
+        }
+        progress.task_evaluation = self._evaluation(cells, of_steps=True, ahead=ahead)
+        yield from self._ask_first(progress.task_evaluation)
+
+    def _evaluation(
+        self, cells: dict[str, dict[int, int]], of_steps: bool = False, ahead: bool = False
+    ) -> Evaluation:
+        now, updates, clusters = self._clock.now(), self._progress.updates, self._method.models
+        waiting = dict.fromkeys(cells, True)
+        return Evaluation(now, updates, len(clusters), cells, of_steps, ahead, waiting)
+
+    def _end(self, evaluation: Evaluation | None) -> Iterator[Report]:
+        """Ask all clients that are left, busy or not, wait a while, and yield the reports."""
+        if evaluation is None:
+            return
+        until = self._clock.now() + min(_LAST_SECONDS, self._ttl)
+        for client in list(evaluation.waiting):
+            self._push(evaluation, client)
+        while evaluation.open and self._clock.now() < until:
+            for reply in self._clock.wait(evaluation.open.keys(), until):
+                client = evaluation.open.pop(reply.metadata.reply_to_message_id)
+                self._take_scores(evaluation, client, reply)
+        yield from self._close(evaluation)
+
+    def _close(self, evaluation: Evaluation) -> Iterator[Report]:
+        self._records.pop(evaluation.of_steps, None)
+        if evaluation.of_steps:
+            self._progress.task_evaluation = None
+        else:
+            self._progress.evaluation, self._own = None, {}
+        for report in evaluation.reports():
+            if isinstance(report, Evaluated):
+                self._method.result.evaluate_metrics_clientapp[report.updates] = MetricRecord(
+                    {report.measure.name: report.accuracy, names.LOSS: report.loss}
+                )
+            yield report
+
+    # Asking.
+
+    def open_ids(self) -> Collection[str]:
+        """Return the ids of messages without an answer."""
+        return Together(*(evaluation.open.keys() for evaluation in self._progress.evaluations))
+
+    def ask(self, idle: Idle) -> None:
+        """Ask the clients that have time and have not been asked yet."""
+        for evaluation in self._progress.evaluations:
+            for client in list(evaluation.waiting):
+                if client in idle:
+                    if self._push(evaluation, client):
+                        idle.remove(client)
+                elif self._method.scheduling.invited(client):
+                    self._push(evaluation, client)
+
+    def _ask_first(self, evaluation: Evaluation) -> Iterator[Report]:
+        """Ask all clients where that costs no time: as many at a time as there is memory for.
+
+        Elsewhere keep the models of this moment until each client is free.
+        """
+        clients = list(evaluation.cells)
+        if not self._clock.free_evaluation:
+            self._prepare(evaluation, clients)
+        else:
+            by_node, evaluation.waiting = self._progress.fleet.by_node, {}
+            count = max(1, _BYTES // max(1, self._method.spec.num_bytes))
+            for start in range(0, len(clients), count):
+                asked = clients[start : start + count]
+                self._prepare(evaluation, asked)
+                messages = [self._message(evaluation, client) for client in asked]
+                for reply in self._grid.send_and_receive(messages):
+                    client = by_node.get(reply.metadata.src_node_id)
+                    if client is not None:
+                        self._take_scores(evaluation, client, reply)
+        yield from self.close_if_over()
+
+    def _push(self, evaluation: Evaluation, client: str) -> bool:
+        """Ask one client; return whether the grid took the message."""
+        del evaluation.waiting[client]
+        message_id = push(self._grid, self._clock, self._message(evaluation, client))
+        if message_id:
+            evaluation.open[message_id] = client
+        return message_id is not None
+
+    def _prepare(self, evaluation: Evaluation, clients: Collection[str]) -> None:
+        """Make ready what some clients test, as it is at this moment."""
+        method, of_steps, served = self._method, evaluation.of_steps, self._method.served
+        if not of_steps:
+            self._own = own = Shelf()
+            for client, vector in method.used(clients):
+                own[client] = vector
+        prepared: dict[str, list[ArrayRecord]] = {}
+        self._records[of_steps] = prepared
+        for client in clients:
+            if client in self._own and not of_steps:
+                continue
+            # Steps that the same clusters serve share a record: each model travels once.
+            packed: dict[tuple[tuple[int, float], ...], ArrayRecord] = {}
+            prepared[client] = models = []
+            for step in evaluation.cells[client]:
+                weights = method.serving(client, step) if of_steps else method.placement(client)
+                key = tuple(sorted(weights.items()))
+                if key not in packed:
+                    packed[key] = self._packer.serve(served, weights)[0]
+                models.append(packed[key])
+            if evaluation.ahead:
+                models.append(method.initial)
+
+    def _models(self, evaluation: Evaluation, client: str) -> list[ArrayRecord]:
+        """Return the models that a client tests: one for each cell, and an untrained one ahead."""
+        own: Mapping[str, Vector] = {} if evaluation.of_steps else self._own
+        if client not in self._records.get(evaluation.of_steps, {}) and client not in own:
+            # The run was resumed in the middle of an evaluation: the models are those of now.
+            self._prepare(evaluation, [client])
+            own = {} if evaluation.of_steps else self._own
+        if client in own:
+            return [self._method.spec.pack(own[client])]
+        return self._records[evaluation.of_steps][client]
+
+    def _message(self, evaluation: Evaluation, client: str) -> Message:
+        node = self._progress.fleet.clients[client].node_id
+        assert node is not None, "clients that left are dropped"
+        models, settings = self._models(evaluation, client), dict(self._config)
+        if evaluation.of_steps:
+            different = {id(model): model for model in models}
+            records = {names.candidate(k): model for k, model in enumerate(different.values())}
+            settings |= {
+                names.KIND: names.TEST_STEPS,
+                names.STEP: evaluation.last_step(client),
+                names.TESTED_STEPS: [step for step, _ in evaluation.tests(client)],
+                names.TESTED_MODELS: [list(different).index(id(model)) for model in models],
+            }
+        else:
+            records, step = {names.ARRAYS: models[0]}, self._steps.tested(client)
+            if step is not None:
+                settings[names.STEP] = step
+        content = RecordDict({**records, names.CONFIG: ConfigRecord(settings)})
+        return Message(content, node, MessageType.EVALUATE, ttl=self._ttl)
+
+    # Taking answers.
+
+    def take_in(self, message_id: str, reply: Message, idle: Idle) -> Iterator[Report]:
+        """Take a client's answer, and let it be idle; yield the reports if it was the last."""
+        progress = self._progress
+        evaluation = next(each for each in progress.evaluations if message_id in each.open)
+        client = evaluation.open.pop(message_id)
+        # One that holds an invitation has answered meanwhile, and holds it still.
+        works = any(task.client == client for task in progress.in_flight.values())
+        if not works and progress.fleet.clients[client].node_id is not None:
+            idle.add(client)
+        self._take_scores(evaluation, client, reply)
+        yield from self.close_if_over()
+
+    def drop(self, client: str) -> None:
+        """Wait no more for a client that is gone."""
+        for evaluation in self._progress.evaluations:
+            evaluation.drop(client)
+
+    def _take_scores(self, evaluation: Evaluation, client: str, reply: Message) -> None:
+        """Take a client's answer, if it is one; count and report one that states what cannot be."""
+        try:
+            scores = self._read(evaluation, client, reply)
+        except StatementError as error:
+            self._progress.rejected += 1
+            log.warning("The test of %s was rejected: %s", client, error)
+            now = self._clock.now()
+            self._method.report(UpdateRejected(now, client, str(error), now))
+        else:
+            if scores:
+                evaluation.scores[client] = scores
+
+    def _read(self, evaluation: Evaluation, client: str, reply: Message) -> list[ClientScore]:
+        tests = evaluation.tests(client)
+        if not evaluation.of_steps:
+            score = read_score(reply, tests[0][1], self._steps.tested(client) or 0)
+            return [] if score is None else [score]
+        unit, values = read_scores(reply, len(tests))
+        return [
+            ClientScore(cluster, value, step=step, measure=Measure(unit))
+            for (step, cluster), value in zip(tests, values, strict=bool(values))
+        ]
+
+    # The server's own tests.
+
+    def _evaluate_centrally(self) -> None:
+        """Let the server's own function test every cluster's model; average over the clients."""
+        if self._central is None:
+            return
+        test, updates = self._central, self._progress.updates
+        mean, _ = tested_by_server(self._method, self._packer, lambda model: test(updates, model))
+        if mean is not None:
+            self._method.result.evaluate_metrics_serverapp[updates] = mean
 
 
 def _main(weights: Weights) -> int:
     """Return the cluster with the largest weight."""
     return max(weights, key=lambda cluster: weights[cluster])
+
+
+def tested_by_server(
+    method: Method, packer: Packer, test: Callable[[ArrayRecord], MetricRecord | None]
+) -> tuple[MetricRecord | None, dict[int, MetricRecord]]:
+    """Let a function of the server test every cluster's model.
+
+    Returns
+    -------
+    tuple[MetricRecord or None, dict[int, MetricRecord]]
+        What it has measured, averaged over the clusters' clients, and of each cluster; nothing
+        where it returns nothing.
+    """
+    sizes = dict.fromkeys(method.models, 0.0)
+    for client in method.progress.fleet.clients:
+        for cluster, weight in method.placement(client).items():
+            sizes[cluster] += weight
+    found: dict[int, MetricRecord] = {}
+    for cluster, model in method.served.items():
+        if measured := test(packer.pack(cluster, model)[0]):
+            found[cluster] = measured
+    if len(found) <= 1:
+        return next(iter(found.values()), None), found
+    return mean_metrics([(record, sizes[cluster]) for cluster, record in found.items()]), found
+
+
+def mean_metrics(measured: Sequence[tuple[Mapping[str, object], float]]) -> MetricRecord:
+    """Return the mean of each metric that all records have, by weight.
+
+    Where all weights are 0 all records count alike. Lists are averaged number by number, if they
+    are of one length.
+
+    Parameters
+    ----------
+    measured : Sequence[tuple[Mapping[str, object], float]]
+        Metrics by name, each with its weight of at least 0.
+    """
+    records, weights = [record for record, _ in measured], [weight for _, weight in measured]
+    if not any(weights):
+        weights = [1.0] * len(weights)
+    total = math.fsum(weights)
+
+    def mean(values: Iterable[float]) -> float:
+        return sum(value * weight for value, weight in zip(values, weights, strict=True)) / total
+
+    means = MetricRecord()
+    for name in records[0] if records else ():
+        values = [record.get(name) for record in records]
+        lists = [value for value in values if isinstance(value, list)]
+        numbers = [value for value in values if isinstance(value, int | float)]
+        if len(numbers) == len(values):
+            means[name] = mean(numbers)
+        elif len(lists) == len(values) and len({len(value) for value in lists}) == 1:
+            means[name] = [mean(column) for column in zip(*lists, strict=True)]
+    return means
 
 
 # -----------------------------------------------------------------------------
@@ -464,239 +591,3 @@ class Together(Collection[str]):
 
     def __len__(self) -> int:
         return sum(map(len, self._parts))
-
-
-# -----------------------------------------------------------------------------
-# How evaluations are made: at once where that costs nothing, else by each client when free.
-# -----------------------------------------------------------------------------
-
-
-EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
-
-Report = Evaluated | TasksTested
-
-
-class Evaluator(Sweeper):
-    """Has the models of one moment tested by all clients that are online then.
-
-    Parameters
-    ----------
-    method : Method
-        Whose models.
-    grid : Grid
-        Where the clients are.
-    clock : Timeline
-        The grid's.
-    packer : Packer
-        Makes records of models.
-    steps : Steps
-        Knows at which step clients' data are.
-    config : ConfigRecord
-        Sent along.
-    central : Callable, optional
-        Evaluates models on the server.
-    ttl : float
-        Time to live of the messages, in seconds.
-    testers : Callable
-        Returns who tests, given who is online.
-    """
-
-    def __init__(
-        self,
-        method: Method,
-        grid: Grid,
-        clock: Timeline,
-        packer: Packer,
-        steps: Steps,
-        config: ConfigRecord,
-        central: EvaluateFn | None,
-        ttl: float,
-        testers: Callable[[Sequence[Client]], Sequence[Client]],
-    ) -> None:
-        super().__init__(method, grid, clock, ttl)
-        self._testers = testers
-        self._packer, self._steps, self._config, self._central = packer, steps, config, central
-        self._tasks = TaskTests(method, grid, clock, packer, steps, config, ttl)
-        # The models of the moment, by client: those of clusters, packed once for each, and those
-        # that a client alone uses. In a large fleet these wait in a file.
-        self._records: dict[str, ArrayRecord] = {}
-        self._own: Mapping[str, Vector] = {}
-
-    def begin(self) -> Evaluated | None:
-        """Begin an evaluation; where it costs no time, return its report."""
-        method, progress = self._method, self._progress
-        progress.evaluated_at = progress.updates
-        progress.evaluated_round = method.scheduling.rounds or 0
-        progress.evaluated_step = progress.step
-        online = self._testers(progress.fleet.online())
-        waiting = {c.client_id: method.clusters.main(c.client_id) for c in online}
-        sweep = Sweep(self._clock.now(), progress.updates, len(method.models), len(online), waiting)
-        sweep.placed = dict(waiting)
-        progress.sweep = sweep
-        self._evaluate_centrally()
-        if self._clock.free_evaluation:
-            self._ask_at_once()
-        else:
-            self._prepare(waiting)
-        return self._closed()
-
-    @property
-    def sweep(self) -> Sweep | None:
-        """The evaluation under way; None if there is none."""
-        return self._progress.sweep
-
-    def forget(self) -> None:
-        """Forget all tests under way: their messages are lost."""
-        self._progress.sweep = self._progress.task_sweep = None
-
-    def open_ids(self) -> Collection[str]:
-        """Return the ids of messages without an answer, tests of tasks included."""
-        return Together(super().open_ids(), self._tasks.open_ids())
-
-    def ask(self, idle: Idle) -> None:
-        """Ask the clients that have time and have not been asked yet."""
-        super().ask(idle)
-        self._tasks.ask(idle)
-
-    def take_in(self, message_id: str, reply: Message, idle: Idle) -> Iterator[Report]:
-        """Take a client's answer, and let it be idle; yield the reports if it was the last."""
-        sweeper: Sweeper = self if message_id in super().open_ids() else self._tasks
-        sweeper.take(message_id, reply, idle)
-        yield from self.close_if_over()
-
-    def drop(self, client: str) -> None:
-        """Wait no more for a client that is gone."""
-        super().drop(client)
-        self._tasks.drop(client)
-
-    def look_at_tasks(self) -> Iterator[TasksTested]:
-        """Have all tasks tested if a step of anybody's data is over; yield what is known then."""
-        yield from self._tasks.look()
-
-    def finish(self, another: bool) -> Iterator[Report]:
-        """End with what the clients answer soon; yield the reports that come of it.
-
-        Parameters
-        ----------
-        another : bool
-            The models have changed since the last evaluation began: one more is due.
-        """
-        if self._progress.sweep is not None:
-            self._wait()
-            yield from self.close_if_over()
-        if another:
-            report = self.begin()
-            if report is not None:
-                yield report
-            elif self._progress.sweep is not None:
-                self._wait()
-                yield from self.close_if_over()
-        yield from self._tasks.finish()
-
-    def _message(self, client: str) -> Message:
-        settings = dict(self._config)
-        step = self._steps.tested(client)
-        if step is not None:
-            settings[names.STEP] = step
-        node = self._progress.fleet.clients[client].node_id
-        assert node is not None, "clients that left are dropped"
-        if client not in self._records and client not in self._own:
-            # The run was resumed in the middle of an evaluation: the models are those of now.
-            self._prepare([client])
-        own = self._own.get(client)
-        record = self._records[client] if own is None else self._method.spec.pack(own)
-        content = RecordDict({names.ARRAYS: record, names.CONFIG: ConfigRecord(settings)})
-        return Message(content, node, MessageType.EVALUATE, ttl=self._ttl)
-
-    def _prepare(self, clients: Collection[str]) -> None:
-        method, served = self._method, self._method.served
-        self._own = own = Shelf()
-        for client, vector in method.used(clients):
-            own[client] = vector
-        self._records = {
-            client: self._packer.serve(served, method.placement(client))[0]
-            for client in clients
-            if client not in own
-        }
-
-    def _score(self, client: str, reply: Message) -> None:
-        """Take a client's score, if it has one."""
-        sweep = self._progress.sweep
-        assert sweep is not None, "an evaluation is under way"
-        score = read_score(reply, sweep.placed[client], self._steps.tested(client) or 0)
-        if score is not None:
-            sweep.scores[client] = score
-
-    def close_if_over(self) -> Iterator[Report]:
-        """Yield the reports of tests to which nobody is left to answer."""
-        report = self._closed()
-        if report is not None:
-            yield report
-        yield from self._tasks.close_if_over()
-
-    def _closed(self) -> Evaluated | None:
-        """Return the report of an evaluation to which nobody is left to answer."""
-        sweep = self._progress.sweep
-        if sweep is None or not sweep.is_over:
-            return None
-        self._progress.sweep, self._records, self._own = None, {}, {}
-        if not sweep.scores:
-            return None
-        report = sweep.report()
-        self._method.result.evaluate_metrics_clientapp[report.updates] = MetricRecord(
-            {report.measure.name: report.accuracy, names.LOSS: report.loss}
-        )
-        return report
-
-    def _evaluate_centrally(self) -> None:
-        """Let the server's own function test every cluster's model; average over the clients."""
-        if self._central is None:
-            return
-        test, updates = self._central, self._progress.updates
-        mean, _ = tested_by_server(self._method, self._packer, partial(test, updates))
-        if mean is not None:
-            self._method.result.evaluate_metrics_serverapp[updates] = mean
-
-
-def tested_by_server(
-    method: Method, packer: Packer, test: Callable[[ArrayRecord], MetricRecord | None]
-) -> tuple[MetricRecord | None, dict[int, MetricRecord]]:
-    """Let a function of the server test every cluster's model.
-
-    Returns
-    -------
-    tuple[MetricRecord or None, dict[int, MetricRecord]]
-        What it has measured, averaged over the clusters' clients, and of each cluster; nothing
-        where it returns nothing.
-    """
-    sizes = dict.fromkeys(method.models, 0.0)
-    for client in method.progress.fleet.clients:
-        for cluster, weight in method.placement(client).items():
-            sizes[cluster] += weight
-    found: dict[int, MetricRecord] = {}
-    for cluster, model in method.served.items():
-        if measured := test(packer.pack(cluster, model)[0]):
-            found[cluster] = measured
-    if not found:
-        return None, {}
-    return mean_metrics([(record, sizes[cluster]) for cluster, record in found.items()]), found
-
-
-def mean_metrics(measured: list[tuple[MetricRecord, float]]) -> MetricRecord:
-    """Return the means of metrics that all records have, by weight; one record is its own mean.
-
-    Lists are left out, unless there is one record only.
-    """
-    if len(measured) == 1:
-        return measured[0][0]
-    if not any(weight for _, weight in measured):
-        measured = [(record, 1.0) for record, _ in measured]
-    total = sum(weight for _, weight in measured)
-    means = MetricRecord()
-    for name in measured[0][0]:
-        values = [record.get(name) for record, _ in measured]
-        numbers = [float(value) for value in values if isinstance(value, int | float)]
-        if len(numbers) == len(values):
-            weights = (weight for _, weight in measured)
-            means[name] = sum(n * w for n, w in zip(numbers, weights, strict=True)) / total
-    return means

@@ -455,9 +455,9 @@ class Loop:
         self._steps = Steps(
             plan.drift,
             self._progress,
-            self.now,
-            lambda: method.scheduling.rounds,
-            self._observe,
+            now=self.now,
+            rounds=lambda: method.scheduling.rounds,
+            observe=self._observe,
             tests_tasks=plan.eval_tasks,
         )
         self._outgoing = Outgoing(method, self._packer, self._steps, train_config, timeout)
@@ -467,10 +467,10 @@ class Loop:
             self._clock,
             self._packer,
             self._steps,
-            evaluate_config,
-            evaluate_fn,
-            timeout,
-            plan.testers,
+            config=evaluate_config,
+            central=evaluate_fn,
+            ttl=timeout,
+            testers=plan.testers,
         )
         self._held: list[events.Event] | None = None
         self._num_updates = 0
@@ -560,13 +560,13 @@ class Loop:
     def _is_over(self) -> bool:
         """Evaluate if that is due; return whether a limit is reached, and note which."""
         progress = self._progress
-        for due in (self._evaluator.close_if_over(), self._evaluator.look_at_tasks()):
+        for due in (self._evaluator.close_if_over(), self._evaluator.look_at_steps()):
             for report in due:
                 self._evaluated(report)
         if self._evaluation_is_due():
             self._steps.look_before_test()
-            if (evaluated := self._evaluator.begin()) is not None:
-                self._evaluated(evaluated)
+            for report in self._evaluator.begin():
+                self._evaluated(report)
         if self._ending is None:
             # A limit that is reached at the same moment would hide why nothing was learnt.
             rounds = self._method.scheduling.rounds
@@ -582,7 +582,7 @@ class Loop:
 
     def _evaluation_is_due(self) -> bool:
         progress = self._progress
-        if progress.sweep is not None:
+        if progress.evaluation is not None:
             return False
         if progress.evaluated_at < 0:
             # The first one waits for the first greetings, to include everybody.

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import nsmallest
 from typing import Protocol
 from zlib import crc32
 
-from flwr.app import Message
-
 from raceme.core.clients import Client, Fleet, largest_believed
-from raceme.core.errors import quoted
 from raceme.core.events import (
     ACCURACY,
     DataChanged,
@@ -23,39 +20,37 @@ from raceme.core.events import (
     TaskScore,
     TasksTested,
 )
-from raceme.core.messages import (
-    CONFIG,
-    GROUP,
-    LOSS,
-    NUM_EXAMPLES,
-    STEP,
-    UNIT,
-    StatementError,
-    count_of,
-    number_of,
-    unit_of,
-)
 from raceme.core.requests import InFlight
 
 # -----------------------------------------------------------------------------
-# Evaluations: the models of one moment, tested by the clients that are online then.
+# Evaluations: the models of one moment, tested on cells: a client × a step of its data.
 #
-# Where testing costs no time all clients answer at once. On real devices each client tests its
-# model
-# when it is next free, before it trains again; what is reported is how many have answered.
+# An ordinary evaluation has one cell for each client that is online, of its present data. With
+# ``eval-tasks`` there is another one whenever a step of a client's data is over, before any client
+# trains on the next one, and at the end: of each step so far, and of the next one. Lopez-Paz and
+# Ranzato ("Gradient Episodic Memory", NeurIPS 2017) call its result the matrix R.
+#
+# Where testing costs no time all clients answer at once. On real devices each client tests when it
+# is next free, before it trains again; the report says how many have answered.
 # -----------------------------------------------------------------------------
+
+PRESENT = -1
+"""Step of a cell: the one that the client's data are at when it is asked."""
+UNTRAINED = -1
+"""Stands for a cluster: the model before any training."""
 
 
 @dataclass(frozen=True)
 class ClientScore:
-    """A client's test of the model that serves it.
+    """A client's test of a model in one cell.
 
     Attributes
     ----------
     cluster : int
-        Its main cluster.
+        The cluster of the model, of several that with the largest weight; `UNTRAINED` for none.
     accuracy, loss : float
-        On the client's own test data; of a regression the mean absolute error.
+        On the client's own test data; of a regression the mean absolute error. NaN if it could not
+        test.
     step : int
         Step of these data.
     examples : int
@@ -68,7 +63,7 @@ class ClientScore:
 
     cluster: int
     accuracy: float
-    loss: float
+    loss: float = math.nan
     step: int = 0
     examples: int = 0
     group: int | None = None
@@ -76,118 +71,116 @@ class ClientScore:
 
 
 @dataclass
-class Sweep:
+class Evaluation:
     """An evaluation under way.
 
     Attributes
     ----------
     time, updates, clusters : float, int, int
         The moment of the models, updates applied by then, and how many models there were.
-    asked : int
-        Clients that were online then.
-    waiting : dict[str, int]
-        Clients that have not been asked yet, to their main cluster.
+    cells : dict[str, dict[int, int]]
+        Each client to the steps that it tests on, each with the main cluster of the model.
+    of_steps : bool
+        Whether the cells are of all steps so far; else of the present one.
+    ahead : bool
+        Whether the last cell of each client is of the step after those that models were trained on.
+        The untrained model is tested there, too.
+    waiting : dict[str, bool]
+        Clients that have not been asked yet, in the order of asking.
     open : dict[str, str]
         Message id to the client that was asked and has not answered.
-    placed : dict[str, int]
-        Main cluster of each client that was asked.
-    scores : dict[str, ClientScore]
-        What the clients have answered.
+    scores : dict[str, list[ClientScore]]
+        What the clients have answered, in the order of their cells.
     """
 
     time: float
     updates: int
     clusters: int
-    asked: int
-    waiting: dict[str, int] = field(default_factory=dict)
+    cells: dict[str, dict[int, int]]
+    of_steps: bool = False
+    ahead: bool = False
+    waiting: dict[str, bool] = field(default_factory=dict)
     open: dict[str, str] = field(default_factory=dict)
-    placed: dict[str, int] = field(default_factory=dict)
-    scores: dict[str, ClientScore] = field(default_factory=dict)
+    scores: dict[str, list[ClientScore]] = field(default_factory=dict)
 
     @property
     def is_over(self) -> bool:
-        """Whether nobody is left who could answer."""
+        """Whether no client is left that could answer."""
         return not self.waiting and not self.open
 
-    def report(self) -> Evaluated:
-        """Make the report, of those who have answered; at least one has."""
+    def last_step(self, client: str) -> int:
+        """Return the last step that the models which a client tests were trained on."""
+        return max(self.cells[client]) - self.ahead
+
+    def tests(self, client: str) -> list[tuple[int, int]]:
+        """Return the tests that a client makes: of each the step, and the model's main cluster."""
+        cells = list(self.cells[client].items())
+        return [*cells, (cells[-1][0], UNTRAINED)] if self.ahead else cells
+
+    def drop(self, client: str) -> None:
+        """Stop waiting for a client."""
+        self.waiting.pop(client, None)
+        self.open = {key: name for key, name in self.open.items() if name != client}
+
+    def reports(self) -> Iterator[Evaluated | TasksTested]:
+        """Make the reports of the clients that have answered.
+
+        Of the present step it is one; of all steps one for each step that was the last of clients.
+        """
+        if not self.scores:
+            return
         # Accuracies and errors have no mean: what most of the clients have measured counts.
-        measure, _ = Counter(score.measure for score in self.scores.values()).most_common(1)[0]
-        by_client = {name: s for name, s in self.scores.items() if s.measure == measure}
+        measures = Counter(scores[0].measure for scores in self.scores.values())
+        (measure, _), *_ = measures.most_common(1)
+        alike = {name: of for name, of in self.scores.items() if of[0].measure == measure}
+        if not self.of_steps:
+            yield self._of_present({name: of[0] for name, of in alike.items()}, measure)
+            return
+        together: defaultdict[int, list[str]] = defaultdict(list)
+        for client in self.cells:
+            together[self.last_step(client)].append(client)
+        for step, clients in sorted(together.items()):
+            found = {name: _by_step(alike[name]) for name in clients if name in alike}
+            if any(found.values()):
+                yield TasksTested(
+                    time=self.time,
+                    updates=self.updates,
+                    step=step,
+                    clusters=self.clusters,
+                    per_client={name: scores for name, scores in found.items() if scores},
+                    asked=len(clients),
+                    measure=measure,
+                )
+
+    def _of_present(self, by_client: Mapping[str, ClientScore], measure: Measure) -> Evaluated:
         scores = by_client.values()
         accuracy, loss = mean_scores(scores)
-        per_client = {name: (s.cluster, s.accuracy, s.loss) for name, s in by_client.items()}
-        groups = {name: s.group for name, s in by_client.items() if s.group is not None}
-        steps = {name: score.step for name, score in by_client.items() if score.step}
         return Evaluated(
             time=self.time,
             updates=self.updates,
             accuracy=accuracy,
             loss=loss,
             clusters=self.clusters,
-            per_client=per_client,
-            asked=self.asked,
-            steps=steps,
+            per_client={name: (s.cluster, s.accuracy, s.loss) for name, s in by_client.items()},
+            asked=len(self.cells),
+            steps={name: score.step for name, score in by_client.items() if score.step},
             weighted_accuracy=weighted_accuracy(scores),
-            groups=groups,
+            groups={name: s.group for name, s in by_client.items() if s.group is not None},
             measure=measure,
         )
 
 
-def read_score(reply: Message, cluster: int, latest: int = 0) -> ClientScore | None:
-    """Take accuracy and loss out of a reply; None if it states none.
-
-    Parameters
-    ----------
-    reply : Message
-        What came back.
-    cluster : int
-        Main cluster of the client.
-    latest : int
-        Latest step that its data can be at.
-
-    Raises
-    ------
-    StatementError
-        It states what cannot be.
-    """
-    if reply.has_error() or len(reply.content.metric_records) != 1:
-        return None
-    stated: Mapping[str, object] = reply.content.config_records.get(CONFIG, {})
-    step, unit = stated.get(STEP, 0), unit_of(stated.get(UNIT))
-    if not isinstance(step, int) or not 0 <= step <= latest:
-        raise StatementError(f"it has tested on step {quoted(step)}, and its data are at {latest}")
-    metrics = next(iter(reply.content.metric_records.values()))
-    return score_from(metrics, cluster, step, ACCURACY if unit is None else Measure(unit))
-
-
-def score_from(
-    metrics: Mapping[str, object], cluster: int, step: int = 0, measure: Measure = ACCURACY
-) -> ClientScore | None:
-    """Take accuracy and loss out of a client's metrics; None if there are none.
-
-    An error may be infinite: the prediction of a model that diverged. An accuracy may be NaN, as
-    that of no samples is: then it is none.
-
-    Raises
-    ------
-    StatementError
-        The accuracy does not lie in 0…1, the error is below 0, or a number is too large.
-    """
-    value, loss = metrics.get(measure.name), metrics.get(LOSS, math.nan)
-    if not isinstance(value, int | float) or not isinstance(loss, int | float):
-        return None
-    value, loss = number_of(measure.name, value), number_of(LOSS, loss)
-    if math.isnan(value):
-        if not measure.is_error:
-            return None
-        value = math.inf
-    if value < 0 or (value > 1 and not measure.is_error):
-        wanted = "from 0 on" if measure.is_error else "from 0 to 1"
-        raise StatementError(f"its {measure.name} is {value:g}: it must be a number {wanted}")
-    examples = count_of(metrics.get(NUM_EXAMPLES)) or 0
-    group = count_of(metrics.get(GROUP, -1))
-    return ClientScore(cluster, value, loss, step, examples, group, measure)
+def _by_step(scores: Iterable[ClientScore]) -> dict[int, TaskScore]:
+    """Return a client's scores by step, without those of steps that it could not test."""
+    found: dict[int, TaskScore] = {}
+    for score in scores:
+        if math.isnan(score.accuracy):
+            continue
+        if score.cluster != UNTRAINED:
+            found[score.step] = TaskScore(score.cluster, score.accuracy)
+        elif score.step in found:
+            found[score.step] = found[score.step]._replace(untrained=score.accuracy)
+    return found
 
 
 def mean_scores(scores: Collection[ClientScore]) -> tuple[float, float]:
@@ -212,84 +205,6 @@ def weighted_accuracy(scores: Collection[ClientScore]) -> float:
     counted = [(score.accuracy, min(score.examples, limit)) for score in scores]
     total = sum(examples for _, examples in counted)
     return math.fsum(accuracy * examples for accuracy, examples in counted) / total
-
-
-# -----------------------------------------------------------------------------
-# Tests on the data of several steps, under way: whom was asked what, and what was answered.
-# -----------------------------------------------------------------------------
-
-
-@dataclass
-class TaskSweep:
-    """Tests on the data of several steps, under way.
-
-    Attributes
-    ----------
-    time, updates, clusters : float, int, int
-        The moment of the models, updates applied by then, and how many models there were.
-    ahead : bool
-        Whether the step after the last one is tested too.
-    last : dict[str, int]
-        Each client that is asked to the step that its models were trained on last.
-    waiting : dict[str, int]
-        Those of them that have not been asked yet.
-    open : dict[str, str]
-        Message id to the client that was asked and has not answered.
-    placed : dict[str, list[int]]
-        Main cluster of the model that a client tests on each step, from step 0 on.
-    scores : dict[str, list[float]]
-        What the clients have answered, in the same order, with the untrained model's score on the
-        last step behind it; NaN where a client could not test.
-    units : dict[str, str or None]
-        Unit of each client's scores; None for accuracies.
-    """
-
-    time: float
-    updates: int
-    clusters: int
-    ahead: bool
-    last: dict[str, int] = field(default_factory=dict)
-    waiting: dict[str, int] = field(default_factory=dict)
-    open: dict[str, str] = field(default_factory=dict)
-    placed: dict[str, list[int]] = field(default_factory=dict)
-    scores: dict[str, list[float]] = field(default_factory=dict)
-    units: dict[str, str | None] = field(default_factory=dict)
-
-    def reports(self) -> Iterator[TasksTested]:
-        """Make the reports of those who have answered: one for each step that was the last."""
-        if not self.units:
-            return
-        # Accuracies and errors have no mean: what most of the clients have measured counts.
-        unit, _ = Counter(self.units.values()).most_common(1)[0]
-        together: defaultdict[int, list[str]] = defaultdict(list)
-        for client, step in self.last.items():
-            together[step].append(client)
-        for step, clients in sorted(together.items()):
-            alike = [c for c in clients if c in self.units and self.units[c] == unit]
-            found = {client: self._of(client) for client in alike}
-            if any(found.values()):
-                yield TasksTested(
-                    time=self.time,
-                    updates=self.updates,
-                    step=step,
-                    clusters=self.clusters,
-                    per_client={client: of for client, of in found.items() if of},
-                    asked=len(clients),
-                    measure=ACCURACY if unit is None else Measure(unit),
-                )
-
-    def _of(self, client: str) -> dict[int, TaskScore]:
-        """Return a client's scores by step."""
-        placed, (*scores, untrained) = self.placed[client], self.scores[client]
-        found = {
-            step: TaskScore(cluster, score)
-            for step, (cluster, score) in enumerate(zip(placed, scores, strict=True))
-            if not math.isnan(score)
-        }
-        ahead = len(placed) - 1
-        if self.ahead and ahead in found and not math.isnan(untrained):
-            found[ahead] = TaskScore(found[ahead].cluster, found[ahead].accuracy, untrained)
-        return found
 
 
 # -----------------------------------------------------------------------------
@@ -331,16 +246,15 @@ class Progress:
         Step of all clients' data, where the time or the number of updates decides it.
     steps : dict[str, int]
         Step of each client's data, where its own uploads decide it.
-    sweep : Sweep or None
-        The evaluation that is under way.
-    task_step : int
-        Step of all clients' data, as the tests on all steps know it.
+    evaluation : Evaluation or None
+        The evaluation on the present data that is under way.
     task_steps : dict[str, int]
-        The same of each client's data, where its own uploads decide it.
+        Step of each client's data, as the tests on all steps know it; of all clients' data under
+        the empty name, where the time or the number of updates decides it.
     tasks_tested_at : int
         Number of updates when these tests were begun last; -1 before the first.
-    task_sweep : TaskSweep or None
-        Those that are under way.
+    task_evaluation : Evaluation or None
+        The one on all steps that is under way.
     fleet : Fleet
         The clients.
     """
@@ -362,12 +276,16 @@ class Progress:
     trained_steps: dict[str, int] = field(default_factory=dict)
     step: int = 0
     steps: dict[str, int] = field(default_factory=dict)
-    sweep: Sweep | None = None
-    task_step: int = 0
+    evaluation: Evaluation | None = None
     task_steps: dict[str, int] = field(default_factory=dict)
     tasks_tested_at: int = -1
-    task_sweep: TaskSweep | None = None
+    task_evaluation: Evaluation | None = None
     fleet: Fleet = field(default_factory=Fleet)
+
+    @property
+    def evaluations(self) -> list[Evaluation]:
+        """The evaluations under way."""
+        return [each for each in (self.evaluation, self.task_evaluation) if each is not None]
 
     def count_update(self, client: str) -> None:
         """Count an update of a client that was applied."""
@@ -417,6 +335,11 @@ class StepSchedule(Protocol):
     def next_time(self, time: float) -> float:
         """Return when time moves the step next; infinity if it never does."""
         ...
+
+
+def rounds_over(count: int) -> str:
+    """Say that a limit on rounds is reached."""
+    return "1 round is over" if count == 1 else f"{count} rounds are over"
 
 
 @dataclass(frozen=True)
@@ -488,8 +411,7 @@ class Plan:
         if 0 < num_updates <= updates:
             return f"{num_updates} updates were applied"
         if self.max_rounds is not None and rounds is not None and rounds >= self.max_rounds:
-            one = self.max_rounds == 1
-            return "1 round is over" if one else f"{self.max_rounds} rounds are over"
+            return rounds_over(self.max_rounds)
         if now >= self.deadline:
             return f"the time limit of {self.deadline:g} s was reached"
         return ""
@@ -611,21 +533,15 @@ class Steps:
         Of those that are online. Nothing if models are not to be tested on all steps. It reports
         nothing: what a run reports of its data is the same with and without these tests.
         """
-        schedule, progress = self._schedule, self._progress
+        schedule, tested = self._schedule, self._progress.task_steps
         if schedule is None or not self._tests_tasks:
             return {}
-        if not schedule.per_client:
-            before, now = progress.task_step, self._step(schedule, "")
-            progress.task_step = now
-            online = progress.fleet.online() if now != before else ()
-            return {client.client_id: before for client in online}
-        found = {}
-        for client in progress.fleet.online():
-            name = client.client_id
-            before, now = progress.task_steps.get(name, 0), self._step(schedule, name)
+        moved: dict[str, int] = {}
+        for client in self._online() if schedule.per_client else [""]:
+            before, now = tested.get(client, 0), self._step(schedule, client)
             if now != before:
-                found[name], progress.task_steps[name] = before, now
-        return found
+                moved[client], tested[client] = before, now
+        return dict.fromkeys(self._online(), moved[""]) if "" in moved else moved
 
     def unfinished(self) -> dict[str, int]:
         """Return the clients that are online, to the last step that models were trained on.
@@ -637,13 +553,15 @@ class Steps:
         schedule, progress = self._schedule, self._progress
         if schedule is None or not self._tests_tasks:
             return {}
-        online, trained = progress.fleet.online(), progress.trained_steps
+        trained = progress.trained_steps
         if not schedule.per_client:
-            last = max(trained.values(), default=0)
             is_new = progress.updates != progress.tasks_tested_at
-            return {client.client_id: last for client in online if is_new}
-        steps = {client.client_id: self._step(schedule, client.client_id) for client in online}
+            return dict.fromkeys(self._online(), max(trained.values(), default=0)) if is_new else {}
+        steps = {client: self._step(schedule, client) for client in self._online()}
         return {name: step for name, step in steps.items() if trained.get(name, 0) == step}
+
+    def _online(self) -> list[str]:
+        return [client.client_id for client in self._progress.fleet.online()]
 
     def _step(self, schedule: StepSchedule, client: str) -> int:
         """Return the step of a client's data now, whether reported or not."""

@@ -214,7 +214,7 @@ class Method(Strategy):
         Decides whatever the method leaves to chance.
     **arguments
         Single hyper-parameters, and the arguments that Flower's own strategies take
-        (:class:`~raceme.core.drop_in.arguments.FlowerArguments`): ``fraction_train=0.5``.
+        (:class:`~raceme.core.drop_in.FlowerArguments`): ``fraction_train=0.5``.
 
     Raises
     ------
@@ -267,7 +267,7 @@ class Method(Strategy):
 
     def __init__(self, parameters: Any = None, seed: int = 0, **arguments: Any) -> None:
         # These modules need the type of a method.
-        from raceme.core.drop_in.arguments import check_share, divided
+        from raceme.core.drop_in import check_share, divided
 
         self.parameters, self.arguments = divided(
             type(self).__name__, self.parameters_type, parameters, arguments
@@ -505,7 +505,7 @@ class Method(Strategy):
             round and the arrays of the cluster's model. What it returns is averaged over the
             clusters' clients.
         **further
-            Other fields of :class:`~raceme.core.drop_in.run.FlowerRun`: ``max_updates`` ends the
+            Other fields of :class:`~raceme.core.drop_in.FlowerRun`: ``max_updates`` ends the
             run after so many updates instead of rounds, ``max_time`` at this time at the latest;
             ``observe`` is called with everything that happens; ``greet=True`` asks clients who
             they are, as Raceme's own ClientApp expects.
@@ -521,8 +521,8 @@ class Method(Strategy):
             The run cannot begin; the ClientApp cannot do what the method asks for; no client has
             returned anything of use.
         """
-        from raceme.core.drop_in.run import flower_run
-        from raceme.core.drop_in.run import start as drop_in
+        from raceme.core.drop_in import flower_run
+        from raceme.core.drop_in import start as drop_in
 
         told = flower_run(
             grid=grid,

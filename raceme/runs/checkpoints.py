@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any
 
 import numpy as np
 from flwr.serverapp import Grid
@@ -25,7 +25,8 @@ from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
 from raceme.core.files import ReadingError, atomic_write, check_regular, check_room, parse_json
 from raceme.core.options import Value
-from raceme.core.timeline import Resumable
+from raceme.core.strategy import Method
+from raceme.core.timeline import Resumable, timeline_of
 from raceme.records.store import FILE_NAME, RunStore
 
 # -----------------------------------------------------------------------------
@@ -349,7 +350,7 @@ def _lock(handle: int, run: Path, patience: float) -> None:
 # -----------------------------------------------------------------------------
 
 
-STATE = 7
+STATE = 8
 """The format of what a checkpoint holds. It is raised by whoever changes what the state of a
 strategy, a policy or the grid consists of, or means: a run then does not go on from an earlier one.
 Versions with the same number read each other's checkpoints."""
@@ -387,41 +388,8 @@ _FREE = frozenset(
 )
 """Keys that may differ when a run is resumed: they do not change what was learned so far."""
 
-_Given = ParamSpec("_Given")
-_Result = TypeVar("_Result")
-
-
-class Stateful(Protocol):
-    """A strategy, as far as checkpoints are concerned."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state as a tree."""
-        ...
-
-    def load_state_dict(self, tree: Mapping[str, Any]) -> None:
-        """Continue from a state."""
-        ...
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """When a checkpoint is due. The first one, of the beginning, always is.
-
-    Attributes
-    ----------
-    every : int
-        Updates from one to the next; 0 stands for never.
-    seconds : float
-        Seconds on the wall clock from one to the next; 0 stands for never.
-    """
-
-    every: int = 0
-    seconds: float = 0.0
-
-    @property
-    def is_off(self) -> bool:
-        """True if there is to be none."""
-        return not self.every and not self.seconds
+_DEFAULT_SECONDS = 60.0
+"""From one checkpoint to the next on real devices, if nothing else is asked for."""
 
 
 @dataclass(frozen=True)
@@ -446,23 +414,22 @@ class Restored:
 class Keeper:
     """Writes checkpoints when they are due. It is asked between two steps of the strategy.
 
+    They are due after ``checkpoint-every`` updates and ``checkpoint-seconds`` on the wall clock, by
+    default on real devices only, every minute. The first one, of the beginning, always is.
+
     Parameters
     ----------
     folder : CheckpointFolder
         Where to.
-    schedule : Schedule
-        When.
     config : RunConfig
         The resolved configuration, which a resumed run must share.
-    strategy : Stateful
+    strategy : Method
         The strategy.
     grid : Grid
         Saved with its clock and open messages, if it is a
         :class:`~raceme.core.timeline.Resumable`.
     store : RunStore
         The run store; everything observed so far is written to it first.
-    updates : Callable
-        Returns the number of updates applied.
     wall_time : Callable
         Returns the seconds that the run has taken.
     stop : Callable
@@ -479,21 +446,22 @@ class Keeper:
     def __init__(
         self,
         folder: CheckpointFolder,
-        schedule: Schedule,
         config: RunConfig,
-        strategy: Stateful,
+        strategy: Method,
         grid: Grid,
         store: RunStore,
         *,
-        updates: Callable[[], int],
         wall_time: Callable[[], float],
         stop: Callable[[], str],
         resumed: bool,
     ) -> None:
-        self._folder, self._schedule = folder, schedule
-        self._config, self._strategy, self._grid, self._store = config, strategy, grid, store
-        self._updates, self._wall_time, self._stop = updates, wall_time, stop
-        self._saved_updates = updates() if resumed else -1
+        self._folder, self._config, self._store = folder, config, store
+        self._strategy, self._progress, self._grid = strategy, strategy.progress, grid
+        self._wall_time, self._stop = wall_time, stop
+        self._every, seconds = config.checkpoint_every, config.checkpoint_seconds
+        by_default = 0.0 if timeline_of(grid).is_virtual else _DEFAULT_SECONDS
+        self._seconds = by_default if seconds is None else seconds
+        self._saved_updates = self._progress.updates if resumed else -1
         self._saved_at = wall_time()
         self.failure = ""
 
@@ -515,12 +483,11 @@ class Keeper:
         return f"{FILE_NAME} cannot be written any more: {failure}" if failure else ""
 
     def _is_due(self) -> bool:
-        every, seconds = self._schedule.every, self._schedule.seconds
         if self._saved_updates < 0:
-            return not self._schedule.is_off
-        if every and self._updates() >= self._saved_updates + every:
+            return bool(self._every or self._seconds)
+        if self._every and self._progress.updates >= self._saved_updates + self._every:
             return True
-        return bool(seconds) and self._wall_time() >= self._saved_at + seconds
+        return bool(self._seconds) and self._wall_time() >= self._saved_at + self._seconds
 
     def _saved(self) -> Path | None:
         """Write a checkpoint; None if that is not possible, and the ones before it are kept."""
@@ -533,7 +500,7 @@ class Keeper:
             self.failure = " ".join(str(error).split())
             log.warning("A checkpoint could not be written: %s", self.failure)
             # The next one is tried when it is due.
-            self._saved_updates, self._saved_at = self._updates(), self._wall_time()
+            self._saved_updates, self._saved_at = self._progress.updates, self._wall_time()
             return None
         self.failure = ""
         return path
@@ -552,17 +519,15 @@ class Keeper:
             "state": str(STATE),
             "strategy": self._config.strategy,
             "config": _hash(identity(self._config)),
-            "updates": str(self._updates()),
+            "updates": str(self._progress.updates),
         }
         path = self._folder.save(tree, note)
-        self._saved_updates, self._saved_at = self._updates(), self._wall_time()
+        self._saved_updates, self._saved_at = self._progress.updates, self._wall_time()
         log.debug("checkpoint %s after %d updates", path.name, self._saved_updates)
         return path
 
 
-def restore(
-    folder: CheckpointFolder, config: RunConfig, strategy: Stateful, grid: Grid
-) -> Restored:
+def restore(folder: CheckpointFolder, config: RunConfig, strategy: Method, grid: Grid) -> Restored:
     """Bring a strategy, and a grid that can, back to where the last usable checkpoint was taken.
 
     Parameters
@@ -571,7 +536,7 @@ def restore(
         Where the checkpoints are.
     config : RunConfig
         The resolved configuration.
-    strategy : Stateful
+    strategy : Method
         New, of the same method.
     grid : Grid
         New, of the same fleet.
@@ -616,31 +581,26 @@ def restore(
     return Restored(int(tree["events"]), float(tree["wall-time"]), path)
 
 
-def resumed(start: Callable[_Given, _Result], path: Path) -> Callable[_Given, _Result]:
-    """Return a strategy's start that says of what it was resumed, should it fail.
+@contextmanager
+def resuming(path: Path) -> Iterator[None]:
+    """Say of what a run was resumed, should it fail: an error is logged, and becomes a UserError.
 
     A checkpoint that somebody has made up may fit as far as can be told, and fail later on.
 
     Parameters
     ----------
-    start : Callable
-        Starts the strategy. What it raises is logged, and becomes a UserError.
     path : Path
         The checkpoint.
     """
-
-    def go_on(*given: _Given.args, **named: _Given.kwargs) -> _Result:
-        try:
-            return start(*given, **named)
-        except UserError:
-            raise
-        except Exception as error:
-            log.exception("The run failed after it was resumed from %s", path)
-            raise UserError(
-                f"The run cannot go on from {path}: {_described(error)}; run.log has the details."
-            ) from None
-
-    return go_on
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        log.exception("The run failed after it was resumed from %s", path)
+        raise UserError(
+            f"The run cannot go on from {path}: {_described(error)}; run.log has the details."
+        ) from None
 
 
 def can_resume(run: Path, config: RunConfig) -> bool:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flwr.app import ArrayRecord, ConfigRecord
+from flwr.app import ConfigRecord
 from flwr.serverapp import Grid
 from threadpoolctl import threadpool_limits
 
 from raceme import datasets
 from raceme.core import messages as names
-from raceme.core.clients import BoundToKeys, Identities
+from raceme.core.clients import BoundToKeys
 from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
 from raceme.core.events import Ending, Event, Observer
@@ -40,14 +41,7 @@ from raceme.records.store import ProtectionSummary, RunStore, read_events
 from raceme.records.summary import RunSummary
 from raceme.reporting.artefacts import write_all
 from raceme.runs import trackers as tracking
-from raceme.runs.checkpoints import (
-    CheckpointFolder,
-    Keeper,
-    Schedule,
-    only_writer,
-    restore,
-    resumed,
-)
+from raceme.runs.checkpoints import CheckpointFolder, Keeper, only_writer, restore, resuming
 from raceme.runs.observers import Beside, ClientMap, models_in_use, scores_beside
 from raceme.simulation import executor_for, prepare, training_seconds
 from raceme.simulation.attacks import NONE, attackers_of
@@ -55,12 +49,10 @@ from raceme.simulation.devices import PREFIX, fleet, traced_fleet
 from raceme.simulation.pool import load
 from raceme.simulation.virtual_grid import VirtualGrid, communication_of, nodes_of
 from raceme.training import models
-from raceme.training.server import ModelProbe, probe_of, starts_of
+from raceme.training.server import probe_of, starts_of
 
 _CLIENT_APP = "raceme.client_app:app"
 _ATTACKED_APP = "raceme.simulation.attacks:app"
-_CHECKPOINT_SECONDS = 60.0
-"""From one checkpoint to the next on real devices, if nothing else is asked for."""
 _WRITER_SECONDS = 30.0
 """A server app whose SuperLink died has left its folder to the next by then."""
 
@@ -293,124 +285,96 @@ def conduct(
     strategy.check_server(0 if probe is None else probe.sets, bool(config.pretrain))
     identities = BoundToKeys(Path(config.device_keys), grid) if config.device_keys else None
     out = resumed_folder(config) if config.resume else new_folder(config)
-    # A grid that keeps a clock of its own is not Flower's: its process is the only one of the run.
-    with (
-        only_writer(out, 0.0 if isinstance(grid, Timeline) else _WRITER_SECONDS),
-        Beside(config, out, communication_of(grid)) as beside,
-    ):
+    virtual, spec = timeline_of(grid).is_virtual, ModelSpec.of(initial)
+    starts: Sequence[Vector] = ()
+    with ExitStack() as opened:
+        # A grid that keeps a clock of its own is not Flower's: its process is the only one.
+        patience = 0.0 if isinstance(grid, Timeline) else _WRITER_SECONDS
+        opened.enter_context(only_writer(out, patience))
+        beside = opened.enter_context(Beside(config, out, communication_of(grid)))
         if not config.resume:
             begin(out, config)
-        return _conduct_in(
-            out, initial, probe, config, strategy, grid, observers, stop, identities, beside
-        )
+        opened.enter_context(log_file(out / "run.log"))
+        checkpoints = CheckpointFolder(out)
+        restored = restore(checkpoints, config, strategy, grid) if config.resume else None
+        started = time.perf_counter() - (restored.wall_time if restored else 0.0)
+        summary, protection = RunSummary(), ProtectionSummary(_attackers(config))
 
+        def wall_time() -> float:
+            return time.perf_counter() - started
 
-def _conduct_in(
-    out: Path,
-    initial: ArrayRecord,
-    probe: ModelProbe | None,
-    config: RunConfig,
-    strategy: Method,
-    grid: Grid,
-    observers: Sequence[Observer],
-    stop: StopCheck,
-    identities: Identities | None,
-    beside: Beside,
-) -> Outcome:
-    """Run a strategy in its folder."""
-    virtual = timeline_of(grid).is_virtual
-    starts: Sequence[Vector] = ()
-    checkpoints, restored = CheckpointFolder(out), None
-    if config.resume:
-        with log_file(out / "run.log"):
-            restored = restore(checkpoints, config, strategy, grid)
-    started = time.perf_counter() - (restored.wall_time if restored else 0.0)
-
-    def wall_time() -> float:
-        return time.perf_counter() - started
-
-    summary, protection = RunSummary(), ProtectionSummary(_attackers(config))
-    spec = ModelSpec.of(initial)
-    # The server's matrices are small: threads of the linear algebra library would only compete
-    # with the clients' training for the cores.
-    if restored:
-        store = RunStore(out, after=restored.events)
-    else:
-        with given_up_if_it_fails(out):
-            with threadpool_limits(1):
-                starts = starts_of(config, initial)
-            store = RunStore(out)
-    with (
-        store,
-        log_file(out / "run.log"),
-        threadpool_limits(1),
-    ):
+        # The server's matrices are small: threads of the linear algebra library would only compete
+        # with the clients' training for the cores.
         if restored:
-            forget_end(config, out)
-            beside.begin(restored.events, strategy.progress.updates)
-            for event in read_events(out):
-                summary.observe(event)
-                protection.observe(event)
-                beside.recall(event)
+            store = RunStore(out, after=restored.events)
         else:
-            beside.begin()
-        after = summary.time if restored else None
-        if virtual:
-            # On real devices the run's own time is that of the wall.
-            observers = (*observers, WallTimes(out, wall_time, after).observe)
-        own = (store.observe, summary.observe, protection.observe, beside.observe)
-        if config.client_map:
-            observers = (*observers, ClientMap(strategy, spec, out, after).observe)
-        listening = (*own, *observers)
+            with given_up_if_it_fails(out):
+                with threadpool_limits(1):
+                    starts = starts_of(config, initial)
+                store = RunStore(out)
+        with store, threadpool_limits(1):
+            if restored:
+                forget_end(config, out)
+                beside.begin(restored.events, strategy.progress.updates)
+                for event in read_events(out):
+                    summary.observe(event)
+                    protection.observe(event)
+                    beside.recall(event)
+            else:
+                beside.begin()
+            own = (store.observe, summary.observe, protection.observe, beside.observe)
+            listening: list[Observer] = [*own, *observers]
+            after = summary.time if restored else None
+            if virtual:
+                # On real devices the run's own time is that of the wall.
+                listening.append(WallTimes(out, wall_time, after).observe)
+            if config.client_map:
+                listening.append(ClientMap(strategy, spec, out, after).observe)
 
-        def observe(event: Event) -> None:
-            for told in (event, *scores_beside(event, strategy, probe)):
-                for observer in listening:
-                    observer(told)
+            def observe(event: Event) -> None:
+                for told in (event, *scores_beside(event, strategy, probe)):
+                    for observer in listening:
+                        observer(told)
 
-        keeper = Keeper(
-            checkpoints,
-            schedule(config, virtual),
-            config,
-            strategy,
-            grid,
-            store,
-            updates=lambda: strategy.progress.updates,
-            wall_time=wall_time,
-            stop=stop,
-            resumed=restored is not None,
+            keeper = Keeper(
+                checkpoints,
+                config,
+                strategy,
+                grid,
+                store,
+                wall_time=wall_time,
+                stop=stop,
+                resumed=restored is not None,
+            )
+            with resuming(restored.path) if restored else nullcontext():
+                strategy.run(
+                    grid,
+                    initial,
+                    max_updates=config.max_updates or 0,
+                    timeout=config.task_timeout,
+                    train_config=training_settings(config, report_timing=not virtual),
+                    plan=plan(config),
+                    observe=observe,
+                    stop_check=keeper.stop_check,
+                    probe=probe,
+                    starts=starts,
+                    identities=identities,
+                )
+        result = summary.result(
+            strategy=config.strategy,
+            dataset=config.dataset,
+            model=config.model,
+            seed=config.seed,
+            wall_time=wall_time(),
+            target=config.target_accuracy,
         )
-        start = strategy.run if restored is None else resumed(strategy.run, restored.path)
-        start(
-            grid,
-            initial,
-            max_updates=config.max_updates or 0,
-            timeout=config.task_timeout,
-            train_config=training_settings(config, report_timing=not virtual),
-            plan=plan(config),
-            observe=observe,
-            stop_check=keeper.stop_check,
-            probe=probe,
-            starts=starts,
-            identities=identities,
-        )
-    result = summary.result(
-        strategy=config.strategy,
-        dataset=config.dataset,
-        model=config.model,
-        seed=config.seed,
-        wall_time=wall_time(),
-        target=config.target_accuracy,
-    )
-    result |= protection.result(config.target_accuracy)
-    used = models_in_use(strategy) if config.client_models else ()
-    clients = ((client, spec.views(vector)) for client, vector in used)
-    with log_file(out / "run.log"):
+        result |= protection.result(config.target_accuracy)
+        used = models_in_use(strategy) if config.client_models else ()
         unwritten = write_all(
             out,
             summary=result,
             models={k: spec.views(model.vector) for k, model in strategy.served.items()},
-            clients=clients,
+            clients=((client, spec.views(vector)) for client, vector in used),
             similarity=strategy.similarity(),
             target=config.target_accuracy,
             clock="virtual time" if virtual else "time",
@@ -449,14 +413,6 @@ def plan(config: RunConfig) -> Plan:
     )
 
 
-def schedule(config: RunConfig, virtual: bool) -> Schedule:
-    """Return when checkpoints are due: by default only on real devices, by time."""
-    seconds = config.checkpoint_seconds
-    if seconds is None:
-        seconds = 0.0 if virtual else _CHECKPOINT_SECONDS
-    return Schedule(config.checkpoint_every, seconds)
-
-
 def training_settings(config: RunConfig, report_timing: bool = False) -> ConfigRecord:
     """Return what every training message tells a client.
 
@@ -468,26 +424,20 @@ def training_settings(config: RunConfig, report_timing: bool = False) -> ConfigR
         Ask for times of the machine's clock, which differ from run to run.
     """
     assert config.lr is not None, "resolve() sets the learning rate"
+    momentum = config.momentum if config.optimizer == "momentum" else None
     settings: dict[str, Any] = {
         names.LR: config.lr,
         names.BATCH_SIZE: config.batch_size,
         names.LOCAL_EPOCHS: config.local_epochs,
+        names.LOCAL_STEPS: config.local_steps or None,
+        names.OPTIMIZER: None if config.optimizer == "sgd" else config.optimizer,
+        names.MOMENTUM: momentum,
+        names.WEIGHT_DECAY: config.weight_decay or None,
+        names.SCORED: config.score_uploads or None,
+        names.VALIDATION_SHARE: config.validation_share,
+        names.REPORT_TIMING: report_timing or None,
     }
-    if config.local_steps:
-        settings[names.LOCAL_STEPS] = config.local_steps
-    if config.optimizer != "sgd":
-        settings[names.OPTIMIZER] = config.optimizer
-    if config.optimizer == "momentum":
-        settings[names.MOMENTUM] = config.momentum
-    if config.weight_decay:
-        settings[names.WEIGHT_DECAY] = config.weight_decay
-    if config.score_uploads:
-        settings[names.SCORED] = True
-    if config.validation_share is not None:
-        settings[names.VALIDATION_SHARE] = config.validation_share
-    if report_timing:
-        settings[names.REPORT_TIMING] = True
-    return ConfigRecord(settings)
+    return ConfigRecord({key: value for key, value in settings.items() if value is not None})
 
 
 def _resolved_devices(devices: str) -> str:

@@ -19,7 +19,7 @@ from flwr.serverapp.strategy import Strategy
 
 from raceme.core import messages as names
 from raceme.core.clients import Client
-from raceme.core.drop_in.arguments import divided
+from raceme.core.drop_in import divided
 from raceme.core.errors import UserError
 from raceme.core.options import option
 from raceme.core.requests import Outcome, Request, Update

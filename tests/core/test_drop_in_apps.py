@@ -30,7 +30,7 @@ from quickstarts import (
 )
 
 from raceme.core import events
-from raceme.core.drop_in.grid import SNIPPET
+from raceme.core.drop_in import SNIPPET
 from raceme.core.errors import UserError
 from raceme.records.record import RunRecord
 from raceme.records.store import RunStore, read_events

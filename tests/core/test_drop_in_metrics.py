@@ -7,7 +7,7 @@ import math
 import pytest
 from flwr.app import MetricRecord, RecordDict
 
-from raceme.core.drop_in.grid import (
+from raceme.core.drop_in import (
     accuracy_name,
     examples_of,
     loss_name,

@@ -12,7 +12,7 @@ from adopted import grid_of
 from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
-from raceme.core.drop_in.grid import Wire
+from raceme.core.drop_in import DtypeAdapter
 from raceme.core.errors import UserError
 from raceme.core.messages import InvalidModelError
 from raceme.strategies import CASA, Standalone
@@ -98,7 +98,7 @@ def test_models_come_back_as_they_are(kind: str) -> None:
 
 
 def test_bfloat16_is_rounded_to_the_nearest() -> None:
-    wire = Wire(ArrayRecord({"w": bfloat16(np.array([1.0, -2.5, 0.0], np.float32))}))
+    wire = DtypeAdapter(ArrayRecord({"w": bfloat16(np.array([1.0, -2.5, 0.0], np.float32))}))
     assert wire.initial["w"].dtype == "float32"
     np.testing.assert_array_equal(wire.initial["w"].numpy(), [1.0, -2.5, 0.0])
     # 8 bits of precision: steps of 1/128 from 1 on; 1 + 1/256 lies in the middle.
@@ -113,27 +113,27 @@ def test_bfloat16_is_rounded_to_the_nearest() -> None:
 
 
 def test_a_model_is_translated_once_for_many_clients() -> None:
-    wire = Wire(models()["mask"])
+    wire = DtypeAdapter(models()["mask"])
     model = wire.initial
     assert wire.sent(model) is wire.sent(model)
     assert list(wire.sent(model)) == ["w", "causal", "kept", "ids"]
-    plain = Wire(models()["float64"])
+    plain = DtypeAdapter(models()["float64"])
     assert plain.sent(plain.initial) is plain.initial
 
 
 def test_a_model_of_which_nothing_can_be_trained() -> None:
     for useless in (torch.tensor([True]), torch.tensor([1, 2]), torch.tensor([math.nan])):
         with pytest.raises(UserError, match="holds no finite floating-point numbers"):
-            Wire(ArrayRecord({"w": useless}))
+            DtypeAdapter(ArrayRecord({"w": useless}))
     # As Flower's strategies for trees send them.
     with pytest.raises(UserError, match="Trees cannot be averaged"):
         CASA().start(grid_of(adding_app([])), ArrayRecord([np.frombuffer(b"{}", np.uint8)]))
     with pytest.raises(UserError, match="'w' cannot be used"):
-        Wire(ArrayRecord({"w": Array("float32", (1,), "numpy.ndarray", b"nonsense")}))
+        DtypeAdapter(ArrayRecord({"w": Array("float32", (1,), "numpy.ndarray", b"nonsense")}))
 
 
 def test_many_names_are_not_all_listed() -> None:
-    wire = Wire(ArrayRecord({str(index): torch.ones(1) for index in range(9)}))
+    wire = DtypeAdapter(ArrayRecord({str(index): torch.ones(1) for index in range(9)}))
     with pytest.raises(InvalidModelError, match=r"without '1', '2', '3' and 5 more$"):
         wire.received(ArrayRecord({"0": torch.ones(1)}))
 

@@ -13,10 +13,10 @@ from flwr.app import ConfigRecord, Context, Message, MessageType
 from flwr.clientapp import ClientApp
 from runs import ONES, devices, half, of, run
 
-from raceme.core import evaluation as sweeper
-from raceme.core import events
+from raceme.core import evaluation, events
+from raceme.core.evaluation import score_from
 from raceme.core.events import Ending, Evaluated
-from raceme.core.progress import ClientScore, score_from, weighted_accuracy
+from raceme.core.progress import ClientScore, weighted_accuracy
 from raceme.core.scheduling import Scheduler
 from raceme.core.strategy import Needs
 from raceme.simulation import Device, Node, VirtualGrid
@@ -62,7 +62,7 @@ def test_where_testing_is_free_no_more_models_are_under_way_than_there_is_memory
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def tested(byte_count: int) -> tuple[list[int], list[float]]:
-        monkeypatch.setattr(sweeper, "_BYTES", byte_count)
+        monkeypatch.setattr(evaluation, "_BYTES", byte_count)
         grid, asked = grid_of(pulled_app([i * ONES for i in range(5)]), devices(*[1.0] * 5)), []
         send = grid.send_and_receive
 
@@ -91,8 +91,8 @@ def test_an_evaluation_goes_on_when_its_run_is_resumed_with_its_messages() -> No
     # c0 has been tested at 1 s, c1 is at work until 3 s.
     plan = Plan(eval_every=1)
     first.run(grid, MODEL, 4, plan=plan, stop_check=lambda: "now" if grid.now() >= 2.0 else "")
-    assert first.progress.sweep is not None
-    assert list(first.progress.sweep.waiting) == ["c1"]
+    assert first.progress.evaluation is not None
+    assert list(first.progress.evaluation.waiting) == ["c1"]
     state, kept = first.state_dict(), grid.state_dict()
     second, resumed = half(), made()
     second.load_state_dict(state)

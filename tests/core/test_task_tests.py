@@ -292,8 +292,8 @@ def test_tests_go_on_when_their_run_is_resumed_with_its_messages() -> None:
     schedule, grid, first = Schedule("updates", (2,)), made(), half()
     plan = Plan(eval_tasks=True, drift=schedule, eval_every=100)
     first.run(grid, MODEL, 8, plan=plan, stop_check=lambda: "now" if grid.now() >= 3.0 else "")
-    assert first.progress.task_sweep is not None
-    assert list(first.progress.task_sweep.waiting) == ["c1"]
+    assert first.progress.task_evaluation is not None
+    assert list(first.progress.task_evaluation.waiting) == ["c1"]
     second, resumed = half(), made()
     second.load_state_dict(first.state_dict())
     resumed.load_state_dict(grid.state_dict())

@@ -67,9 +67,9 @@ def rewrite(out: Path, change: Callable[[Any, dict[str, str]], Any]) -> None:
 
 
 def test_a_checkpoint_of_another_format_is_refused_and_says_who_wrote_it(out: Path) -> None:
-    rewrite(out, lambda _, note: note.update({"raceme": "9.1", "state": "7"}))
+    rewrite(out, lambda _, note: note.update({"raceme": "9.1", "state": str(STATE + 1)}))
     assert (
-        "its state has format 7 and is of Raceme 9.1; Raceme 0.1.0 reads format "
+        f"its state has format {STATE + 1} and is of Raceme 9.1; Raceme 0.1.0 reads format "
         f"{STATE}: resume it with the version that wrote it"
     ) in refusal(out)
     rewrite(out, lambda _, note: note.pop("state") and None)

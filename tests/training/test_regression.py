@@ -16,9 +16,10 @@ from flwr.app import ConfigRecord, Context, RecordDict
 from raceme import client_app, datasets
 from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
+from raceme.core.evaluation import score_from
 from raceme.core.events import ACCURACY, Evaluated, Measure
 from raceme.core.messages import StatementError
-from raceme.core.progress import ClientScore, Plan, Sweep, score_from
+from raceme.core.progress import PRESENT, ClientScore, Evaluation, Plan
 from raceme.datasets.source import DataShape, Target
 from raceme.experiments.results import Comparison, Result, Run, best_of
 from raceme.experiments.suites import Method, Score, Suite
@@ -131,9 +132,10 @@ def test_an_evaluation_is_of_errors_if_the_clients_say_so() -> None:
         for name, mae, count in (("a", 10.0, 1), ("b", 30.0, 3))
     }
     assert all(isinstance(score, ClientScore) for score in scores.values())
-    sweep = Sweep(0.0, 4, 1, 2)
-    sweep.scores = {name: score for name, score in scores.items() if score is not None}
-    report = sweep.report()
+    evaluation = Evaluation(0.0, 4, 1, cells={name: {PRESENT: 0} for name in scores})
+    evaluation.scores = {name: [score] for name, score in scores.items() if score is not None}
+    (report,) = evaluation.reports()
+    assert isinstance(report, Evaluated)
     assert (report.accuracy, report.weighted_accuracy, report.measure) == (20.0, 25.0, ERROR)
     # A model that diverged has an infinite error; a negative one is nonsense, as is an accuracy.
     diverged = score_from({"mae": math.nan, "loss": math.nan}, 0, measure=ERROR)

@@ -1,0 +1,1653 @@
+"""A method in a user's own Flower app, in the place of one of Flower's strategies.
+
+The loop speaks as it does with Raceme's own ClientApp; here its messages become those of Flower's
+own strategies, and replies under any names become what the loop reads.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any
+
+import numpy as np
+from flwr.app import (
+    Array,
+    ArrayRecord,
+    ConfigRecord,
+    Message,
+    MessageType,
+    MetricRecord,
+    RecordDict,
+)
+from flwr.serverapp import Grid
+
+from raceme.core import events
+from raceme.core import messages as names
+from raceme.core.clients import Client
+from raceme.core.errors import UserError, unknown_name
+from raceme.core.evaluation import EvaluateFn, Packer, mean_metrics, tested_by_server
+from raceme.core.events import ACCURACY, LOSS_MEASURE
+from raceme.core.membership import change_line, is_news
+from raceme.core.messages import InvalidModelError, Vector, from_array, to_array
+from raceme.core.options import convert
+from raceme.core.progress import Plan, Progress, rounds_over
+from raceme.core.requests import InvalidReplyError
+from raceme.core.scheduling import InRounds, sample
+from raceme.core.strategy import Method, Probe, RunResult, StopCheck, never_stop
+from raceme.core.timeline import Timeline, timeline_of
+from raceme.flower.grid import OwnGrid
+from raceme.flower.messages import Run, array, array_record, refused, set_message_id
+
+log = logging.getLogger("flwr")
+
+# -----------------------------------------------------------------------------
+# The arguments that Flower's strategies are made with, beside a method's hyper-parameters.
+# -----------------------------------------------------------------------------
+
+MetricsFn = Callable[[list[RecordDict], str], MetricRecord]
+"""Aggregates the metrics of replies, given the name of the weight among them."""
+
+_FORMER = {
+    "fraction_fit": "fraction_train",
+    "min_fit_clients": "min_train_nodes",
+    "min_evaluate_clients": "min_evaluate_nodes",
+    "min_available_clients": "min_available_nodes",
+    "fit_metrics_aggregation_fn": "train_metrics_aggr_fn",
+    "evaluate_metrics_aggregation_fn": "evaluate_metrics_aggr_fn",
+}
+"""What arguments were called in earlier versions of Flower."""
+_TO_START = {
+    "evaluate_fn": "evaluate_fn=...",
+    "initial_parameters": "initial_arrays=...",
+    "on_fit_config_fn": "train_config=...",
+    "on_evaluate_config_fn": "evaluate_config=...",
+    "num_rounds": "num_rounds=...",
+    "max_updates": "max_updates=...",
+    "timeout": "timeout=...",
+}
+"""What is no property of a strategy but said at the start."""
+
+
+@dataclass(frozen=True)
+class FlowerArguments:
+    """What Flower's strategies are told about clients and messages, with Flower's defaults.
+
+    Attributes
+    ----------
+    fraction_train : float
+        Share of the connected nodes that train: in a round, or at a time where there are none.
+    fraction_evaluate : float
+        Share of the connected nodes that test models after each round; 0: none of them do.
+    min_train_nodes, min_evaluate_nodes : int
+        So many at least, as far as they are connected.
+    min_available_nodes : int
+        Nodes that must be connected before the run begins.
+    weighted_by_key : str
+        The metric that says how much a client counts: its number of examples.
+    arrayrecord_key, configrecord_key : str
+        Names of the records with the model and with the settings in messages to clients.
+    train_metrics_aggr_fn, evaluate_metrics_aggr_fn : Callable or None
+        Aggregate what clients have measured in a round; by default the mean by weight.
+    accuracy_key : str
+        The metric of a test that is the accuracy; by default it is found by its name.
+    """
+
+    fraction_train: float = 1.0
+    fraction_evaluate: float = 1.0
+    min_train_nodes: int = 2
+    min_evaluate_nodes: int = 2
+    min_available_nodes: int = 2
+    weighted_by_key: str = names.NUM_EXAMPLES
+    arrayrecord_key: str = names.ARRAYS
+    configrecord_key: str = names.CONFIG
+    train_metrics_aggr_fn: MetricsFn | None = None
+    evaluate_metrics_aggr_fn: MetricsFn | None = None
+    accuracy_key: str = ""
+
+    def trained(self, online: int) -> int:
+        """Return how many of so many nodes train: at a time, or in a round."""
+        return _share(online, self.fraction_train, max(1, self.min_train_nodes))
+
+    def tested(self, online: int) -> int:
+        """Return how many of so many nodes test models after a round."""
+        if not self.fraction_evaluate:
+            return 0
+        return _share(online, self.fraction_evaluate, self.min_evaluate_nodes)
+
+
+def _share(online: int, fraction: float, least: int) -> int:
+    return min(online, max(int(fraction * online), least))
+
+
+def divided(
+    method: str, parameters_type: type[Any], parameters: Any, arguments: Mapping[str, Any]
+) -> tuple[Any, FlowerArguments]:
+    """Divide the arguments of a method into its hyper-parameters and what Flower's strategies take.
+
+    Parameters
+    ----------
+    method : str
+        Name of the method, for error messages.
+    parameters_type : type
+        The dataclass of its hyper-parameters.
+    parameters : dataclass or None
+        Hyper-parameters that were given together.
+    arguments : Mapping[str, Any]
+        All other arguments, by keyword.
+
+    Raises
+    ------
+    UserError
+        An argument is unknown, of the wrong type or out of its range, or means nothing to the
+        method.
+    """
+    if parameters is not None and not is_dataclass(parameters):
+        raise UserError(
+            f"{method} takes its arguments by keyword: {method}(fraction_train={parameters!r})."
+        )
+    own = {item.name: item for item in fields(parameters_type)}
+    flower = {item.name: item for item in fields(FlowerArguments)}
+    for name in arguments:
+        _check_known(method, name, [*own, *flower, "seed"])
+    given = {name: convert(name, arguments[name], own[name]) for name in arguments if name in own}
+    shared = [name for name in arguments if name in flower]
+    checked = {name: _checked(name, arguments[name], flower[name].default) for name in shared}
+    told = FlowerArguments(**checked)
+    parameters = parameters_type() if parameters is None else parameters
+    if "fraction" in own and "fraction_train" in arguments:
+        if "fraction" in given and given["fraction"] != told.fraction_train:
+            raise UserError("fraction and fraction_train are the same: give one of them.")
+        given["fraction"] = told.fraction_train
+    elif "fraction" in own:
+        fraction = given.get("fraction", getattr(parameters, "fraction", 1.0))
+        told = replace(told, fraction_train=fraction)
+    return (replace(parameters, **given) if given else parameters), told
+
+
+def check_share(method: Method, arguments: FlowerArguments) -> None:
+    """Raise UserError if clients are to take part by share, and the method chooses them itself."""
+    chooses = method.scheduling.rounds is not None and not hasattr(method.parameters, "fraction")
+    if chooses and arguments.fraction_train < 1:
+        name = type(method).__name__
+        own = ", ".join(item.name for item in fields(method.parameters))
+        raise UserError(
+            f"fraction_train means nothing to {name}, which chooses itself who takes part: leave "
+            f"it out; {name}'s own arguments are {own}."
+        )
+
+
+def _check_known(method: str, name: str, known: list[str]) -> None:
+    """Raise UserError if there is no such argument, with what was meant."""
+    if name in known:
+        return
+    if name in _FORMER:
+        raise UserError(f"{name} is called {_FORMER[name]} in Flower's present strategies.")
+    if name in _TO_START:
+        raise UserError(
+            f"{name} is no argument of {method}: give it to its start({_TO_START[name]})."
+        )
+    raise unknown_name(f"argument of {method}", name, known)
+
+
+def _checked(name: str, value: Any, default: object) -> Any:
+    """Check the type and the range of an argument.
+
+    Raises
+    ------
+    UserError
+        It is of another type, or out of its range.
+    """
+    if default is None:
+        if value is not None and not callable(value):
+            raise UserError(f"{name} must be a function or None, got {value!r}.")
+        return value
+    if isinstance(default, str):
+        if not isinstance(value, str) or not (value or name == "accuracy_key"):
+            raise UserError(f"{name} must be text, got {value!r}.")
+        return value
+    wanted = float if isinstance(default, float) else int
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or wanted(value) != value:
+        kind = "a number" if wanted is float else "a whole number"
+        raise UserError(f"{name} must be {kind}, got {value!r}.")
+    if name == "fraction_train" and not 0 < value <= 1:
+        raise UserError(f"{name} must be above 0 and at most 1, got {value:g}.")
+    if value < 0 or (wanted is float and value > 1):
+        raise UserError(f"{name} must be {'between 0 and 1' if wanted is float else 'at least 0'}.")
+    return wanted(value)
+
+
+# -----------------------------------------------------------------------------
+# Dtype adapter: models as a user's ClientApp has them, and as a method can compute with them.
+#
+# Most of a model are floating-point numbers that are averaged and compared. What is not, a mask of
+# booleans or of infinities, a table of large whole numbers, stays as it is: it travels along,
+# unchanged, and no method sees it.
+# -----------------------------------------------------------------------------
+
+
+_BFLOAT16 = "bfloat16"
+_FLOATS = ("float", _BFLOAT16)
+_EXACT = 2**24
+"""Whole numbers up to here are exact as float32."""
+_MOST_NAMES = 3
+
+
+class DtypeAdapter:
+    """Translates between the records of a user's app and those that methods work on.
+
+    Parameters
+    ----------
+    initial : ArrayRecord
+        The user's initial model.
+
+    Attributes
+    ----------
+    initial : ArrayRecord
+        The part of it that methods work on.
+    carried : dict[str, Array]
+        The other arrays.
+
+    Raises
+    ------
+    UserError
+        There is nothing in the model that could be trained.
+    """
+
+    def __init__(self, initial: ArrayRecord) -> None:
+        self._names = list(initial)
+        self.carried: dict[str, Array] = {}
+        self._bfloat16: set[str] = set()
+        for name, values in initial.items():
+            if values.dtype == _BFLOAT16:
+                self._bfloat16.add(name)
+            elif not _is_computed(name, values):
+                self.carried[name] = values
+        self._is_plain = not (self.carried or self._bfloat16)
+        self._last: tuple[ArrayRecord, ArrayRecord] | None = None
+        if not any(
+            values.dtype.startswith(_FLOATS) and name not in self.carried
+            for name, values in initial.items()
+        ):
+            raise UserError(
+                "initial_arrays holds no finite floating-point numbers, which updates of a model "
+                "are: give its arrays, e.g. ArrayRecord(model.state_dict()). Trees cannot be "
+                "averaged."
+            )
+        self.initial = self.received(initial)
+
+    def sent(self, model: ArrayRecord) -> ArrayRecord:
+        """Return a model as the user's app is to get it: all arrays, in the user's order."""
+        if self._is_plain:
+            return model
+        # One model goes to many clients in a row.
+        if self._last is None or self._last[0] is not model:
+            whole = {
+                name: self.carried[name] if name in self.carried else self._narrow(name, model)
+                for name in self._names
+            }
+            self._last = model, array_record(whole)
+        return self._last[1]
+
+    def _narrow(self, name: str, model: ArrayRecord) -> Array:
+        """Return an array of a model in the type that the user's has."""
+        if name not in self._bfloat16:
+            return model[name]
+        values = np.ascontiguousarray(from_array(model[name]), np.float32)
+        bits = values.view(np.uint32)
+        # To the nearest, of two as near ones to the even one.
+        half = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+        rounded = (bits + half) >> np.uint32(16)
+        made = to_array(rounded.astype(np.uint16).view("V2").reshape(values.shape))
+        return array(_BFLOAT16, made.shape, made.stype, made.data)
+
+    def received(self, model: ArrayRecord) -> ArrayRecord:
+        """Return the part of a user's model that methods work on.
+
+        Raises
+        ------
+        InvalidModelError
+            Its arrays have other names than those of the initial model.
+        """
+        if model.keys() != set(self._names):
+            raise InvalidModelError(self._difference(model))
+        if self._is_plain:
+            return model
+        return array_record(
+            {
+                name: _widened(values) if name in self._bfloat16 else values
+                for name, values in model.items()
+                if name not in self.carried
+            }
+        )
+
+    def _difference(self, model: ArrayRecord) -> str:
+        """Say how the names of a model's arrays differ from those of the initial one."""
+        missing = _some([name for name in self._names if name not in model])
+        strange = _some([name for name in model if name not in self._names])
+        parts = [f"without {missing}"] if missing else []
+        if strange:
+            parts.append(f"with {strange}, which the initial model does not have")
+        return f"it returns a model {' and '.join(parts)}"
+
+
+def _is_computed(name: str, values: Array) -> bool:
+    """Return whether an array takes part in what methods compute.
+
+    Raises
+    ------
+    UserError
+        It is not readable.
+    """
+    try:
+        numbers = from_array(values)
+    except InvalidModelError as error:
+        raise UserError(f"initial_arrays: '{name}' cannot be used: {error}.") from None
+    if numbers.dtype.kind == "f":
+        return bool(np.isfinite(numbers).all())
+    # A count, such as that of batch normalisation's batches.
+    return numbers.dtype.kind in "iu" and bool((np.abs(numbers.astype(np.float64)) < _EXACT).all())
+
+
+def _widened(values: Array) -> Array:
+    """Return an array of bfloat16 as float32."""
+    bits = from_array(values).view(np.uint16).astype(np.uint32) << np.uint32(16)
+    return to_array(bits.view(np.float32))
+
+
+def _some(names: list[str]) -> str:
+    """List the first names."""
+    shown = ", ".join(f"'{name}'" for name in names[:_MOST_NAMES])
+    more = len(names) - _MOST_NAMES
+    return f"{shown} and {more} more" if more > 0 else shown
+
+
+# -----------------------------------------------------------------------------
+# What users' ClientApps measure: under any names, with any weights.
+# -----------------------------------------------------------------------------
+
+
+Metrics = Mapping[str, object]
+
+_WORDS = re.compile(r"[^a-z0-9]+")
+_TESTED = ("eval", "evaluate", "evaluation", "test", "val", "valid", "validation")
+_SCALE = 1_000_000
+"""What a weight of 1 counts as, where weights are no numbers of examples."""
+
+
+def accuracy_name(metrics: Metrics) -> str | None:
+    """Return the name of the metric that is an accuracy; None if there is none.
+
+    One that is called so alone comes before one that says on what it was measured, and that
+    before any other that ends so; one of the training is none.
+    """
+    return _named(metrics, ("accuracy", "acc"))
+
+
+def loss_name(metrics: Metrics) -> str | None:
+    """Return the name of the metric that is a loss; None if there is none."""
+    return _named(metrics, ("loss",))
+
+
+def train_loss_name(metrics: Metrics) -> str | None:
+    """Return the name of the metric that is the loss of the training; None if there is none."""
+    of_training = (["train", "loss"], ["training", "loss"])
+    return next((n for n in metrics if _words(n) in of_training), None) or loss_name(metrics)
+
+
+def _named(metrics: Metrics, wanted: tuple[str, ...]) -> str | None:
+    """Return the number whose name ends with a word, the plainest name first."""
+    found: dict[int, str] = {}
+    for name, value in metrics.items():
+        words = _words(name)
+        if not isinstance(value, int | float) or words[-1] not in wanted:
+            continue
+        if any(word in ("train", "training") for word in words):
+            continue
+        rank = 0 if len(words) == 1 else 1 if words[-2] in _TESTED else 2
+        found.setdefault(rank, name)
+    return found[min(found)] if found else None
+
+
+def _words(name: str) -> list[str]:
+    """Return the words of a name: ``evalAcc``, ``eval_acc`` and ``eval-acc`` have the same."""
+    apart = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)
+    return [word for word in _WORDS.split(apart.lower()) if word] or [""]
+
+
+def examples_of(weight: float, are_examples: bool) -> int:
+    """Return the number of examples that a client counts as having.
+
+    Parameters
+    ----------
+    weight : float
+        What it states: finite, at least 0.
+    are_examples : bool
+        Whether the weights are numbers of examples. Others may be shares of 1: what counts is how
+        they compare.
+    """
+    scaled = weight if are_examples else weight * _SCALE
+    return max(1, round(scaled)) if weight > 0 else 0
+
+
+def mean_of_replies(contents: Sequence[RecordDict], weighted_by_key: str) -> MetricRecord:
+    """Return the mean of each metric that all replies have, by weight; see `mean_metrics`.
+
+    Parameters
+    ----------
+    contents : Sequence[RecordDict]
+        Replies, each with one MetricRecord.
+    weighted_by_key : str
+        The metric that is the weight, and no part of the result.
+    """
+    measured = []
+    for content in contents:
+        metrics = dict(next(iter(content.metric_records.values())))
+        weight = weight_of(metrics, weighted_by_key)
+        metrics.pop(weighted_by_key, None)
+        measured.append((metrics, weight or 0.0))
+    return mean_metrics(measured)
+
+
+def weight_of(metrics: Metrics, weighted_by_key: str) -> float | None:
+    """Return the weight that a client states; None if it is no number of at least 0."""
+    stated = metrics.get(weighted_by_key)
+    if not isinstance(stated, int | float):
+        return None
+    try:
+        weight = float(stated)
+    except OverflowError:
+        return None
+    return weight if math.isfinite(weight) and weight >= 0 else None
+
+
+def shown(metrics: Metrics) -> str:
+    """Return metrics for people: ``eval_loss 0.4123, eval_acc 0.8712``."""
+    return ", ".join(f"{name} {_number(value)}" for name, value in metrics.items())
+
+
+def _number(value: object) -> str:
+    if isinstance(value, list):
+        return "[" + ", ".join(_number(each) for each in value) + "]"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+# -----------------------------------------------------------------------------
+# Reply adapter: what a user's ClientApp returns, as the loop reads it.
+# -----------------------------------------------------------------------------
+
+
+class ReplyAdapter:
+    """Turns what a user's functions return into what the loop reads.
+
+    Parameters
+    ----------
+    arguments : FlowerArguments
+        Say which metric is the weight, and may name the accuracy.
+    dtypes : DtypeAdapter
+        Translates models.
+    keeps_numbers : bool
+        Whether a record of numbers beside the model is none of a model.
+
+    Attributes
+    ----------
+    accuracy, loss : str or None
+        Names of the metrics of tests; found in the first one.
+    """
+
+    def __init__(
+        self, arguments: FlowerArguments, dtypes: DtypeAdapter, keeps_numbers: bool
+    ) -> None:
+        self._named, self._weight = arguments.accuracy_key, arguments.weighted_by_key
+        self._dtypes, self._keeps_numbers = dtypes, keeps_numbers
+        self.accuracy: str | None = None
+        self.loss: str | None = None
+        self._is_known = False
+
+    def training(self, content: RecordDict) -> RecordDict:
+        """Return a trained model with its number of examples, under the names of the loop.
+
+        Raises
+        ------
+        InvalidReplyError
+            It is no single model with metrics and a weight above 0.
+        InvalidModelError
+            The model's arrays are not those that were sent.
+        """
+        models = dict(content.array_records)
+        numbers = models.pop(names.NUMBERS, None) if self._keeps_numbers else None
+        if len(models) != 1:
+            listed = f": {', '.join(sorted(models))}" if models else ""
+            raise InvalidReplyError(
+                f"it returns {len(models)} ArrayRecords{listed}; a model is exactly one, since "
+                "updates are averaged and compared as a whole"
+            )
+        metrics = _metrics_of(content)
+        weight = weight_of(metrics, self._weight)
+        if weight is None:
+            stated = ", ".join(map(str, metrics)) or "none"
+            raise InvalidReplyError(
+                f"its MetricRecord has no number '{self._weight}' (weighted_by_key); its metrics: "
+                f"{stated}"
+            )
+        if not weight:
+            raise InvalidReplyError(f"its weight '{self._weight}' is 0: it counts for nothing")
+        told = {name: value for name, value in metrics.items() if not isinstance(value, list)}
+        told[names.NUM_EXAMPLES] = self._examples(weight)
+        if names.TRAIN_LOSS not in told and (loss := train_loss_name(told)) is not None:
+            told[names.TRAIN_LOSS] = told[loss]
+        (model,) = models.values()
+        arrays, read = self._dtypes.received(model), MetricRecord(dict(told))
+        result = RecordDict({names.ARRAYS: arrays, names.METRICS: read})
+        if numbers is not None:
+            result[names.NUMBERS] = numbers
+        if self._keeps_numbers and names.CONFIG in content.config_records:
+            result[names.CONFIG] = content.config_records[names.CONFIG]
+        return result
+
+    def test(self, content: RecordDict) -> RecordDict:
+        """Return a test under the names of the loop.
+
+        Raises
+        ------
+        InvalidReplyError
+            It has no single MetricRecord.
+        """
+        metrics = _metrics_of(content)
+        if not self._is_known:
+            self._find(metrics)
+        told: dict[str, int | float] = {}
+        settings = dict(content.config_records.get(names.CONFIG, {}))
+        if names.UNIT in settings:
+            # A regression, in the words of Raceme's own ClientApp.
+            return content
+        accuracy = metrics.get(self.accuracy) if self.accuracy else None
+        loss = metrics.get(self.loss) if self.loss else None
+        if isinstance(accuracy, int | float):
+            told[ACCURACY.name] = float(accuracy)
+        if isinstance(loss, int | float):
+            told[names.LOSS] = float(loss)
+            if self.accuracy is None:
+                settings[names.UNIT] = LOSS_MEASURE.name
+        if (weight := weight_of(metrics, self._weight)) is not None:
+            told[names.NUM_EXAMPLES] = self._examples(weight)
+        if isinstance(group := metrics.get(names.GROUP), int):
+            told[names.GROUP] = group
+        read = MetricRecord(dict(told))
+        return RecordDict({names.METRICS: read, names.CONFIG: ConfigRecord(settings)})
+
+    def _examples(self, weight: float) -> int:
+        return examples_of(weight, self._weight == names.NUM_EXAMPLES)
+
+    def _find(self, metrics: MetricRecord) -> None:
+        """Choose what is the accuracy and what is the loss, and say it."""
+        self._is_known, listed = True, ", ".join(metrics)
+        self.accuracy, self.loss = accuracy_name(metrics), loss_name(metrics)
+        if self._named and self._named in metrics:
+            self.accuracy = self._named
+        elif self._named:
+            log.warning(
+                "accuracy_key '%s' is not among the metrics of tests: %s", self._named, listed
+            )
+        if self.accuracy is not None:
+            quoted = "not stated" if self.loss is None else f"'{self.loss}'"
+            log.info("\t├── accuracy is '%s', loss is %s", self.accuracy, quoted)
+        elif self.loss is not None:
+            log.info(
+                "\t├── no accuracy among %s: what is charted is the loss '%s' (accuracy_key= names "
+                "another metric)",
+                listed,
+                self.loss,
+            )
+        else:
+            log.warning(
+                "neither an accuracy nor a loss among %s: name one with accuracy_key=",
+                listed or "no metrics",
+            )
+
+
+def _metrics_of(content: RecordDict) -> MetricRecord:
+    """Return the only MetricRecord of a reply."""
+    if (count := len(content.metric_records)) != 1:
+        raise InvalidReplyError(f"it returns {count} MetricRecords, not 1")
+    return next(iter(content.metric_records.values()))
+
+
+# -----------------------------------------------------------------------------
+# Names of clients that are not greeted: their node's, until a reply states an id.
+# -----------------------------------------------------------------------------
+
+
+class Names:
+    """The names of clients: those that the loop uses, and those that they state themselves.
+
+    The loop knows a client by its node from the moment it is connected. A client that states an id
+    is reported by that; if the same id comes from another node later, the device has started anew,
+    and the client goes on there as the one that it was.
+
+    Attributes
+    ----------
+    stated : dict[str, str]
+        Name in the loop to the id that the client states.
+    mistaken : set[str]
+        Names of nodes that turned out to be other clients.
+    moved : set[int]
+        Nodes that have to be greeted again, under another name.
+    """
+
+    def __init__(self) -> None:
+        self._of_node: dict[int, str] = {}
+        self._by_id: dict[str, str] = {}
+        self.stated: dict[str, str] = {}
+        self.mistaken: set[str] = set()
+        self.moved: set[int] = set()
+
+    def of(self, node: int) -> str:
+        """Return the name of the client on a node."""
+        return self._of_node.setdefault(node, f"node-{node}")
+
+    def hear(self, node: int, content: RecordDict, online: Callable[[], Iterable[int]]) -> str:
+        """Take note of the id that a reply states, if it does.
+
+        Parameters
+        ----------
+        node : int
+            Where the reply comes from.
+        content : RecordDict
+            It.
+        online : Callable
+            Returns the nodes that are connected.
+
+        Returns
+        -------
+        str
+            Why the reply cannot be used: it comes from another client than was known; empty if it
+            can.
+        """
+        stated = _id_of(content)
+        if stated is None:
+            return ""
+        own = self.of(node)
+        known = self._by_id.setdefault(stated, own)
+        if known == own:
+            self.stated.setdefault(own, stated)
+            return ""
+        elsewhere = [n for n, name in self._of_node.items() if name == known and n != node]
+        if not set(elsewhere).isdisjoint(online()):
+            return f"it states the id '{stated}' of a client that is online elsewhere"
+        for other in elsewhere:
+            del self._of_node[other]
+        self._of_node[node] = known
+        self.mistaken.add(own)
+        self.moved.add(node)
+        return f"it is '{stated}', who is known: it goes on as that"
+
+    def shown(self, event: Any) -> Any:
+        """Return a report in which clients have the names that they state."""
+        return self.told(event) if self.stated else event
+
+    def told(self, value: Any) -> Any:
+        """Replace the loop's names in a report, or in a part of one."""
+        if isinstance(value, str):
+            return self.stated.get(value, value)
+        if isinstance(value, Mapping):
+            return {self.told(key): self.told(each) for key, each in value.items()}
+        if isinstance(value, tuple) and type(value) is tuple:
+            return tuple(map(self.told, value))
+        if is_dataclass(value) and not isinstance(value, type):
+            parts = {item.name: getattr(value, item.name) for item in fields(value)}
+            named = {
+                k: self.told(part) for k, part in parts.items() if isinstance(part, str | Mapping)
+            }
+            return replace(value, **named)
+        return value
+
+
+def _id_of(content: RecordDict) -> str | None:
+    """Return the id that a reply states, if it is one."""
+    for record in content.config_records.values():
+        stated = record.get(names.CLIENT_ID)
+        if isinstance(stated, str) and stated.isprintable() and 1 <= len(stated) <= 128:
+            return stated
+    return None
+
+
+# -----------------------------------------------------------------------------
+# The check that a ClientApp does the kinds of work that a method asks for.
+# -----------------------------------------------------------------------------
+
+
+NOT_REGISTERED = "function registered"
+"""What Flower's ClientApp says where the user has written no function for a type of message."""
+SNIPPET = """
+    from raceme.client_app import AddedKinds, OwnData
+
+    def load(context):
+        x_train, y_train, x_test, y_test = ...  # this client's samples, as arrays
+        return OwnData(Net(), x_train, y_train, x_test, y_test)
+
+    kinds = AddedKinds(load)
+    app = ClientApp(mods=[kinds])
+    app.query()(kinds.answer)
+"""
+"""What a user adds to a ClientApp."""
+
+
+def check_kinds(
+    grid: Grid, clock: Timeline, method: str, needs: Collection[str], patience: float
+) -> None:
+    """Ask one client who it is, as Raceme's ClientApp can say, before all others are asked.
+
+    Parameters
+    ----------
+    grid : Grid
+        Where the clients are; one at least is connected.
+    clock : Timeline
+        Its clock.
+    method : str
+        Name of the method.
+    needs : Collection[str]
+        Kinds of work that it asks for.
+    patience : float
+        Seconds for which the answer is waited for; without one the run begins all the same.
+
+    Raises
+    ------
+    UserError
+        The ClientApp has no function for queries, and so none for these kinds of work.
+    """
+    node = next(iter(grid.get_node_ids()))
+    greeting = Message(RecordDict(), node, MessageType.QUERY, ttl=patience)
+    asked, until = list(grid.push_messages([greeting])), clock.now() + patience
+    while clock.now() < until:
+        if replies := clock.wait(asked, until):
+            reply = replies[0]
+            if reply.has_error() and NOT_REGISTERED in (reply.error.reason or ""):
+                listed = " and ".join(f"'{kind}'" for kind in sorted(needs))
+                kinds = "a kind" if len(needs) == 1 else "kinds"
+                raise UserError(
+                    f"{method} asks clients for more than to train and to test a model: {listed}. "
+                    f"This ClientApp has no function for such {kinds} of work. Take a method that "
+                    "needs none, such as CASA (docs/flower-users.md lists them), or add to the "
+                    "ClientApp:",
+                    SNIPPET,
+                )
+            return
+
+
+# -----------------------------------------------------------------------------
+# Rounds and their metrics as Flower's users know them, also for methods that work in no rounds.
+# -----------------------------------------------------------------------------
+
+
+class Rounds:
+    """Counts the rounds of a run, and aggregates the metrics of training and of tests by round.
+
+    A method that works in rounds, or in windows, counts its own. Of another one a round is as many
+    updates as clients take part: those that train at a time.
+
+    Parameters
+    ----------
+    method : Method
+        Whose rounds.
+    arguments : FlowerArguments
+        Say how many clients take part, and how metrics are aggregated.
+    is_over : Callable
+        Called with the number of each round that is over, and its metrics; None if there are none.
+
+    Attributes
+    ----------
+    over : int
+        Rounds that are over.
+    tests : list[int]
+        Rounds whose models were tested, or are being tested.
+    trained, tested : dict[int, MetricRecord]
+        Number of a round to what clients have measured in it, aggregated.
+    """
+
+    def __init__(
+        self,
+        method: Method,
+        arguments: FlowerArguments,
+        is_over: Callable[[int, MetricRecord | None], None],
+    ) -> None:
+        self._method, self._arguments, self._is_over = method, arguments, is_over
+        self._before = method.scheduling.rounds or 0
+        self._ended_at = method.progress.updates
+        self._end = 0
+        # Replies that are on their way through the loop, by client: it may refuse them.
+        self._returned: dict[str, list[RecordDict]] = {}
+        self._applied: list[RecordDict] = []
+        self._answers: list[RecordDict] = []
+        self.over = 0
+        self.tests: list[int] = []
+        self.trained: dict[int, MetricRecord] = {}
+        self.tested: dict[int, MetricRecord] = {}
+
+    # Numbers.
+
+    @property
+    def are_of_method(self) -> bool:
+        """Whether the method works in rounds itself."""
+        return self._method.scheduling.rounds is not None
+
+    @property
+    def number(self) -> int:
+        """Number of the round that is under way, or else of the last one; 0 before any update."""
+        return self.over + (self._method.progress.updates > self._ended_at)
+
+    @property
+    def last_test(self) -> int:
+        """Number of the round whose models were tested last; 0 before the first test."""
+        return self.tests[-1] if self.tests else 0
+
+    def look(self) -> None:
+        """Notice the rounds that are over by now."""
+        updates = self._method.progress.updates
+        own = self._method.scheduling.rounds
+        if own is not None:
+            while self.over < own - self._before:
+                self._close(updates)
+            return
+        if updates == self._ended_at:
+            # Who takes part in the first round is known when somebody has answered.
+            return
+        taking_part = max(1, self._arguments.trained(len(self._method.progress.fleet.by_node)))
+        self._end = self._end or self._ended_at + taking_part
+        while updates >= self._end:
+            self._close(self._end)
+            self._end += taking_part
+
+    def _close(self, updates: int) -> None:
+        self.over += 1
+        self._ended_at = updates
+        function = self._arguments.train_metrics_aggr_fn
+        self._is_over(self.over, self._aggregate(self._applied, function, self.trained, self.over))
+
+    # Metrics.
+
+    def returned(self, client: str, content: RecordDict) -> None:
+        """Note a client's reply to training."""
+        kept = content
+        if self._arguments.train_metrics_aggr_fn is None:
+            # Without the model, which would be kept for a whole round.
+            kept = RecordDict(dict(content.metric_records))
+        self._returned.setdefault(client, []).append(kept)
+
+    def applied(self, client: str) -> None:
+        """Note that the first of a client's replies was made use of."""
+        if returned := self._returned.get(client):
+            self._applied.append(returned.pop(0))
+
+    def refused(self, client: str) -> None:
+        """Forget the last of a client's replies."""
+        if returned := self._returned.get(client):
+            returned.pop()
+
+    def answered(self, content: RecordDict) -> None:
+        """Note a client's test."""
+        self._answers.append(content)
+
+    def close_test(self) -> MetricRecord | None:
+        """Aggregate what was measured in the test under way; None if nothing was."""
+        function = self._arguments.evaluate_metrics_aggr_fn
+        return self._aggregate(self._answers, function, self.tested, self.last_test)
+
+    def _aggregate(
+        self,
+        contents: list[RecordDict],
+        function: MetricsFn | None,
+        by_round: dict[int, MetricRecord],
+        number: int,
+    ) -> MetricRecord | None:
+        """Aggregate replies with the user's function, or as their mean, and forget them."""
+        replies = [content for content in contents if len(content.metric_records) == 1]
+        contents.clear()
+        if not replies:
+            return None
+        made = (function or mean_of_replies)(replies, self._arguments.weighted_by_key)
+        if made is not None:
+            by_round[number] = made
+        return made
+
+
+# -----------------------------------------------------------------------------
+# A grid between the loop and ClientApps that know nothing of Raceme.
+# -----------------------------------------------------------------------------
+
+
+class FlowerGrid(OwnGrid):
+    """Speaks Flower's own words with ClientApps, whatever grid they are on.
+
+    Parameters
+    ----------
+    grid : Grid
+        Where the clients are.
+    clock : Timeline
+        Its clock.
+    arguments : FlowerArguments
+        Names of records and of the weight.
+    dtypes : DtypeAdapter
+        Translates models.
+    rounds : Rounds
+        Know the number of the round that messages state, and are told what clients measure.
+    heard : Callable
+        Is told a client's number of examples, with each reply.
+    greets : bool
+        Whether clients are asked who they are: their ClientApp does Raceme's kinds of work.
+    """
+
+    keeps_messages = False
+    """A run of this kind is not brought back."""
+
+    def __init__(
+        self,
+        grid: Grid,
+        clock: Timeline,
+        arguments: FlowerArguments,
+        dtypes: DtypeAdapter,
+        rounds: Rounds,
+        *,
+        greets: bool,
+        heard: Callable[[str, int], None],
+    ) -> None:
+        self._grid, self._clock, self._arguments = grid, clock, arguments
+        self._dtypes, self._rounds, self._greets, self._heard = dtypes, rounds, greets, heard
+        self._replies = ReplyAdapter(arguments, dtypes, keeps_numbers=greets)
+        self.is_virtual, self.free_evaluation = clock.is_virtual, clock.free_evaluation
+        self.names = Names()
+        self.tests = True
+        self._answers: dict[str, Message] = {}
+        self._sent_to: dict[str, str] = {}
+        self._count = 0
+
+    # A clock.
+
+    def now(self) -> float:
+        """Return the time in seconds."""
+        return self._clock.now()
+
+    def wait(self, message_ids: Collection[str], until: float | None = None) -> list[Message]:
+        """Wait for the next replies, those to greetings first."""
+        return self._known(message_ids) or self._received(self._clock.wait(message_ids, until))
+
+    def forget(self, message_ids: Iterable[str]) -> None:
+        """Give up on replies."""
+        given_up = list(message_ids)
+        for key in given_up:
+            self._sent_to.pop(key, None)
+        self._clock.forget(given_up)
+
+    # A grid.
+
+    def set_run(self, run: Run) -> None:
+        """Set the run that messages belong to."""
+        self._grid.set_run(run)
+
+    @property
+    def run(self) -> Any:
+        """The run that messages belong to."""
+        return self._grid.run
+
+    def get_node_ids(self) -> Iterable[int]:
+        """Return the nodes that are connected.
+
+        One that turned out to be another client is left out once, so that it is greeted anew.
+        """
+        online = list(self._grid.get_node_ids())
+        moved, self.names.moved = self.names.moved, set()
+        return [node for node in online if node not in moved]
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """Send messages as Flower's own strategies would; a greeting is answered here."""
+        pushed: list[str] = []
+        for message in messages:
+            is_greeting = message.metadata.message_type == MessageType.QUERY and not message.content
+            if is_greeting and not self._greets:
+                pushed.append(self._introduced(message))
+                continue
+            sent = self._grid.push_messages([message if is_greeting else self._translated(message)])
+            for key in sent:
+                pushed.append(key)
+                if not is_greeting:
+                    self._sent_to[key] = self.names.of(message.metadata.dst_node_id)
+        return pushed
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """Return the replies that are there."""
+        wanted = list(message_ids)
+        return self._known(wanted) + self._received(self._grid.pull_messages(wanted))
+
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> Iterable[Message]:
+        """Send messages and wait for their replies."""
+        translated = [self._translated(message) for message in messages]
+        return self._received(self._grid.send_and_receive(translated, timeout=timeout))
+
+    # On the way out.
+
+    def _introduced(self, greeting: Message) -> str:
+        """Answer a greeting for a client that could not."""
+        self._count += 1
+        key = f"greeting-{self._count}"
+        set_message_id(greeting, key)
+        told = ConfigRecord({names.CLIENT_ID: self.names.of(greeting.metadata.dst_node_id)})
+        self._answers[key] = Message(RecordDict({names.CONFIG: told}), reply_to=greeting)
+        return key
+
+    def _translated(self, message: Message) -> Message:
+        """Let a message say what those of Flower's own strategies say."""
+        content = RecordDict()
+        settings: dict[str, Any] = {}
+        for name, record in message.content.items():
+            if isinstance(record, ConfigRecord):
+                settings = dict(record)
+            elif name == names.ARRAYS and isinstance(record, ArrayRecord):
+                content[self._arguments.arrayrecord_key] = self._dtypes.sent(record)
+            elif self._greets:
+                content[name] = record
+        if not self._greets:
+            settings.pop(names.TASK, None)
+            settings.pop(names.VERSION, None)
+        settings.setdefault(names.ROUND, self._rounds.over + 1)
+        content[self._arguments.configrecord_key] = ConfigRecord(settings)
+        message.content = content
+        return message
+
+    # On the way in.
+
+    def _known(self, message_ids: Iterable[str]) -> list[Message]:
+        """Return the answers to greetings that are given here."""
+        return [self._answers.pop(key) for key in message_ids if key in self._answers]
+
+    def _received(self, replies: Iterable[Message]) -> list[Message]:
+        return [self._read(reply) for reply in replies]
+
+    def _read(self, reply: Message) -> Message:
+        """Let a reply say what the loop reads; one that is of no use becomes an error."""
+        metadata = reply.metadata
+        client = self._sent_to.pop(metadata.reply_to_message_id, None)
+        category = metadata.message_type.partition(".")[0]
+        if reply.has_error():
+            self._check_error(reply, category)
+            return reply
+        content = reply.content
+        try:
+            if not self._greets:
+                self._check_identity(metadata.src_node_id, client, content)
+            if category == MessageType.EVALUATE:
+                self._rounds.answered(content)
+                reply.content = self._replies.test(content)
+            elif category == MessageType.TRAIN and (not self._greets or _is_model(content)):
+                read = self._replies.training(content)
+                name = client or self.names.of(metadata.src_node_id)
+                self._rounds.returned(name, content)
+                if not self._greets:
+                    metrics = read.metric_records[names.METRICS]
+                    self._heard(name, int(metrics[names.NUM_EXAMPLES]))  # type: ignore[arg-type]
+                reply.content = read
+        except (InvalidReplyError, InvalidModelError) as error:
+            return refused(reply, str(error))
+        return reply
+
+    def _check_identity(self, node: int, client: str | None, content: RecordDict) -> None:
+        """Raise InvalidReplyError if a reply comes from another client than it was asked of."""
+        if client is not None and client != self.names.of(node):
+            raise InvalidReplyError("it was asked of a node that turned out to be another client")
+        if reason := self.names.hear(node, content, self._grid.get_node_ids):
+            raise InvalidReplyError(reason)
+
+    def _check_error(self, reply: Message, category: str) -> None:
+        """Notice that the user's ClientApp has no function for a type of message.
+
+        Raises
+        ------
+        UserError
+            It has none for training.
+        """
+        if f"No {category} {NOT_REGISTERED}" not in (reply.error.reason or ""):
+            return
+        if category == MessageType.TRAIN:
+            raise UserError(
+                "The ClientApp cannot train: write a function and register it with @app.train()."
+            )
+        self.tests = False
+
+
+def _is_model(content: RecordDict) -> bool:
+    """Return whether a reply of an app that does Raceme's kinds of work brings a model."""
+    return any(name != names.NUMBERS for name in content.array_records)
+
+
+# -----------------------------------------------------------------------------
+# Flower-style log: what a run tells meanwhile, to Flower's logger.
+# -----------------------------------------------------------------------------
+
+
+_MEGABYTE = 1024**2
+_MOST_CLUSTERS = 8
+"""Clusters that a line names."""
+
+
+class FlowerLog:
+    """Logs the progress of a run.
+
+    Parameters
+    ----------
+    length : str
+        How long the run is, in words of its head: ``"/3"`` rounds, or nothing.
+    is_virtual : bool
+        Whether seconds are virtual.
+    """
+
+    def __init__(self, length: str, is_virtual: bool) -> None:
+        self._length, self._clock = length, "virtual s" if is_virtual else "s"
+        self._updates: list[events.UpdateApplied] = []
+        self._rejected = 0
+        self._began = 0.0
+        self._last: events.Evaluated | None = None
+        self.time = 0.0
+
+    def observe(self, event: events.Event) -> None:
+        """Take note of an event; tell it if it is news by itself."""
+        self.time = event.time
+        if isinstance(event, events.UpdateApplied):
+            self._updates.append(event)
+        elif isinstance(event, events.UpdateRejected):
+            self._rejected += 1
+        elif isinstance(event, events.ClustersChanged) and is_news(event):
+            line = change_line(event)
+            log.info("\t├── %s", line[0].upper() + line[1:])
+
+    def round_over(self, number: int, metrics: MetricRecord | None) -> None:
+        """Tell what a round's worth of updates was."""
+        updates = self._updates
+        staleness = [update.staleness for update in updates]
+        parts = [
+            f"{len(updates)} update{'' if len(updates) == 1 else 's'} of "
+            f"{len({update.client for update in updates})} clients in "
+            f"{self.time - self._began:.1f} {self._clock}"
+        ]
+        if any(staleness):
+            mean = sum(staleness) / len(staleness)
+            parts.append(f"staleness {mean:.1f} on average, {max(staleness)} at most")
+        if self._rejected:
+            parts.append(f"{self._rejected} replies not used")
+        _tell("", f"[ROUND {number}{self._length}]", f"\t├── {', '.join(parts)}")
+        if metrics:
+            _tell(f"\t├── Train: {shown(metrics)}")
+        self._updates, self._rejected, self._began = [], 0, self.time
+
+    def tested(
+        self, number: int, report: events.Evaluated | None, metrics: MetricRecord | None
+    ) -> None:
+        """Tell what clients have measured of the models of a round, and in which cluster.
+
+        Without a report none of it is an accuracy or a loss.
+        """
+        if report is None:
+            if metrics is not None:
+                _tell(f"\t├── Evaluate round {number}: {shown(metrics)}")
+            return
+        self._last = report
+        found = shown(metrics or {report.measure.name: report.accuracy})
+        of = f"{report.answered} of {report.asked} clients"
+        _tell(f"\t├── Evaluate round {number} ({of}): {found}")
+        if len(means := _by_cluster(report)) > 1:
+            named = [
+                f"{cluster}: {report.measure.shown(mean)} ({count})"
+                for cluster, (mean, count) in sorted(means.items())
+            ]
+            more = f" and {len(named) - _MOST_CLUSTERS} more" if len(named) > _MOST_CLUSTERS else ""
+            listed = ", ".join(named[:_MOST_CLUSTERS])
+            _tell(f"\t│\t{report.measure.word} by cluster (clients): {listed}{more}")
+
+    def tested_centrally(
+        self, number: int, mean: MetricRecord, clusters: Mapping[int, MetricRecord]
+    ) -> None:
+        """Tell what the server has measured itself, of each cluster's model."""
+        if not number:
+            _tell(f"Initial global evaluation results: {shown(mean)}")
+            return
+        if len(clusters) > 1:
+            for cluster, metrics in sorted(clusters.items())[:_MOST_CLUSTERS]:
+                _tell(f"\t│\tcluster {cluster}: {shown(metrics)}")
+        _tell(f"\t└── Global evaluation: {shown(mean)}")
+
+    def ended(self, result: RunResult, seconds: float) -> None:
+        """Tell what a run has come to: a table of the clusters, and the result."""
+        last = self._last
+        sizes = Counter(
+            max(weights, key=lambda cluster: weights[cluster])
+            for weights in result.client_clusters.values()
+            if weights
+        )
+        means = {} if last is None else _by_cluster(last)
+        _tell("", f"Strategy execution finished in {seconds:.2f}s", "")
+        _tell(f"\t{'cluster':<8} {'clients':>8}  {last.measure.word if last else ''}")
+        for cluster in sorted(result.clusters):
+            score = last.measure.shown(means[cluster][0]) if last and cluster in means else "-"
+            _tell(f"\t{cluster:<8} {sizes[cluster]:>8}  {score}")
+        _tell("", "Final results:", "", *(f"\t{line}" for line in str(result).splitlines()), "")
+
+
+def _tell(*lines: str) -> None:
+    for line in lines:
+        log.info("%s", line)
+
+
+def tell_start(name: str, arguments: FlowerArguments, told: FlowerRun) -> None:
+    """Tell with what a strategy begins, as Flower's own do."""
+    size = sum(len(values.data) for values in told.initial_arrays.values()) / _MEGABYTE
+    _tell(
+        f"Starting {name} strategy:",
+        f"\t├── {told.length}",
+        f"\t├── ArrayRecord ({size:.2f} MB)",
+    )
+    for what, config in (("train", told.train_config), ("evaluate", told.evaluate_config)):
+        values = {key: "<bytes>" if isinstance(v, bytes) else v for key, v in config.items()}
+        _tell(f"\t├── ConfigRecord ({what}): {values or '(empty!)'}")
+    fractions = arguments.fraction_train, arguments.fraction_evaluate
+    least = arguments.min_train_nodes, arguments.min_evaluate_nodes
+    _tell(
+        "\t├──> Sampling:",
+        f"\t│\t├── Fraction: train ({fractions[0]:.2f}) | evaluate ({fractions[1]:.2f})",
+        f"\t│\t├── Minimum nodes: train ({least[0]}) | evaluate ({least[1]})",
+        f"\t│\t└── Minimum available nodes: {arguments.min_available_nodes}",
+        "\t└──> Keys in records:",
+        f"\t\t├── Weighted by: '{arguments.weighted_by_key}'",
+        f"\t\t├── ArrayRecord key: '{arguments.arrayrecord_key}'",
+        f"\t\t└── ConfigRecord key: '{arguments.configrecord_key}'",
+    )
+
+
+def _by_cluster(report: events.Evaluated) -> dict[int, tuple[float, int]]:
+    """Return the mean of the clients' scores and their number, by cluster."""
+    scores: dict[int, list[float]] = {}
+    for cluster, score, _ in report.per_client.values():
+        scores.setdefault(cluster, []).append(score)
+    return {k: (math.fsum(each) / len(each), len(each)) for k, each in scores.items()}
+
+
+class _ToFlower(logging.Handler):
+    """Hands Raceme's log lines on to Flower's logger."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        log.log(record.levelno, record.getMessage())
+
+
+@contextmanager
+def through_flower() -> Iterator[None]:
+    """Let what Raceme logs be seen with Flower's lines, unless it is seen already."""
+    logger = logging.getLogger("raceme")
+    if logger.handlers:
+        yield
+        return
+    handler, before = _ToFlower(), (logger.level, logger.propagate)
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.level, logger.propagate = before
+
+
+# -----------------------------------------------------------------------------
+# A method in a user's own Flower app, in the place of one of Flower's strategies.
+# -----------------------------------------------------------------------------
+
+
+_LOOK_SECONDS = 1.0
+"""From one look at who is connected to the next, before a run."""
+_ASKING_SECONDS = 60.0
+"""How long the first client is waited for that says what its ClientApp can do."""
+_FEWEST_USELESS, _USELESS_EACH = 12, 3
+"""Replies of no use, in all and for each client, after which no client is taken to be able."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlowerRun:
+    """What the `start` of one of Flower's strategies is told, and a little more.
+
+    Attributes
+    ----------
+    grid, initial_arrays, num_rounds, timeout, train_config, evaluate_config, evaluate_fn
+        As for Flower's own strategies.
+    max_updates : int or None
+        Updates after which the run ends, instead of rounds.
+    max_time : float or None
+        Time at which it ends at the latest, in seconds.
+    greet : bool
+        Whether clients are asked who they are, as Raceme's own ClientApp expects.
+    """
+
+    grid: Grid
+    initial_arrays: ArrayRecord
+    num_rounds: int = 3
+    timeout: float = 3600.0
+    train_config: ConfigRecord = field(default_factory=ConfigRecord)
+    evaluate_config: ConfigRecord = field(default_factory=ConfigRecord)
+    evaluate_fn: EvaluateFn | None = None
+    max_updates: int | None = None
+    max_time: float | None = None
+    greet: bool = False
+    observe: events.Observer = events.ignore
+    stop_check: StopCheck = never_stop
+    probe: Probe | None = None
+    starts: Sequence[Vector] = ()
+
+    def check(self) -> None:
+        """Raise UserError if the run could not begin, or would never end."""
+        if not isinstance(self.initial_arrays, ArrayRecord) or not self.initial_arrays:
+            raise UserError(
+                "initial_arrays must be an ArrayRecord with the model's arrays, e.g. "
+                "ArrayRecord(model.state_dict()): they say what a model looks like."
+            )
+        name = "max_updates" if self.max_updates is not None else "num_rounds"
+        count = getattr(self, name)
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise UserError(f"{name} must be a whole number of at least 1, got {count!r}.")
+
+    @property
+    def length(self) -> str:
+        """How long the run is, in words."""
+        if self.max_updates is not None:
+            return f"Number of updates: {self.max_updates}"
+        return f"Number of rounds: {self.num_rounds}"
+
+
+def flower_run(**told: Any) -> FlowerRun:
+    """Take what a `start` is told.
+
+    Raises
+    ------
+    UserError
+        There is no such argument.
+    """
+    known = [item.name for item in fields(FlowerRun)]
+    for name in told:
+        if name not in known:
+            raise unknown_name("argument of start()", name, known)
+    return FlowerRun(**told)
+
+
+def start(
+    method: Method,
+    arguments: FlowerArguments,
+    told: FlowerRun,
+    run: Callable[..., RunResult],
+) -> RunResult:
+    """Run a method with ClientApps that know nothing of Raceme.
+
+    Parameters
+    ----------
+    method : Method
+        The method.
+    arguments : FlowerArguments
+        What it was made with.
+    told : FlowerRun
+        What it is started with.
+    run : Callable
+        The method's own `run`.
+
+    Raises
+    ------
+    UserError
+        The run cannot begin; the ClientApp cannot train, or cannot do what the method asks for; no
+        client has returned anything of use.
+    """
+    told.check()
+    began = time.monotonic()
+    with through_flower():
+        made = _Run(method, arguments, told)
+        online = made.prepare()
+        result = made.result(run, online)
+    made.log.ended(result, time.monotonic() - began)
+    return result
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class FlowerPlan(Plan):
+    """A plan by rounds: when to stop, when to test, and with which clients.
+
+    Attributes
+    ----------
+    run : _Run
+        The run that it belongs to.
+    """
+
+    run: _Run
+
+    def places(self, online: int) -> int | None:
+        """Return how many clients train at a time; None stands for all."""
+        taking_part = self.run.arguments.trained(online)
+        return None if self.run.rounds.are_of_method or taking_part >= online else taking_part
+
+    def limit(self, updates: int, num_updates: int, now: float, rounds: int | None = None) -> str:
+        """Return which limit is reached, in words."""
+        over = self.run.look()
+        if self.run.told.max_updates is None and over >= self.run.told.num_rounds:
+            return rounds_over(self.run.told.num_rounds)
+        return super().limit(updates, num_updates, now, rounds)
+
+    def is_tested(self, progress: Progress, rounds: int | None) -> bool:
+        """Return whether the next evaluation is due: after each round that changed a model."""
+        counted = self.run.rounds
+        counted.look()
+        return progress.updates > progress.evaluated_at and counted.over > counted.last_test
+
+    def testers(self, online: Sequence[Client]) -> Sequence[Client]:
+        """Return who tests models now; as with Flower, nobody before the first round."""
+        rounds = self.run.rounds
+        number = rounds.over
+        if not number or number in rounds.tests:
+            # Before the first round, or what comes after the last whole one, at the end.
+            number = rounds.number
+        self.run.begin_test(number)
+        count = self.run.arguments.tested(len(online)) if number and self.run.grid.tests else 0
+        return sample(online, count, self.run.rng) if count else []
+
+
+class _Run:
+    """The parts of a run, and how they hear of each other."""
+
+    def __init__(self, method: Method, arguments: FlowerArguments, told: FlowerRun) -> None:
+        self._method, self._name = method, type(method).__name__
+        self.arguments, self.told = arguments, told
+        self._clock = timeline_of(told.grid)
+        self._dtypes = DtypeAdapter(told.initial_arrays)
+        length = f"/{told.num_rounds}" if told.max_updates is None else ""
+        self.log = FlowerLog(length, self._clock.is_virtual)
+        self.rounds = Rounds(method, arguments, self.log.round_over)
+        self.grid = FlowerGrid(
+            told.grid,
+            self._clock,
+            arguments,
+            self._dtypes,
+            self.rounds,
+            greets=told.greet or bool(method.needs.kinds),
+            heard=self._heard,
+        )
+        self.rng = method.rng.spawn(1)[0]
+        # The round whose models the server has tested last.
+        self._tested = -1
+        self._useless = 0
+
+    def prepare(self) -> int:
+        """Tell what begins, and wait for nodes enough; return how many are connected.
+
+        Raises
+        ------
+        UserError
+            The run cannot begin.
+        """
+        told, method = self.told, self._method
+        self._check_server()
+        tell_start(self._name, self.arguments, told)
+        if carried := ", ".join(self._dtypes.carried):
+            _tell(f"\t├── Sent along unchanged, since nothing of it can be averaged: {carried}")
+        online = self._wait_for_nodes()
+        if self._clock.is_virtual:
+            method.check(online)
+        if method.needs.kinds:
+            patience = min(_ASKING_SECONDS, told.timeout)
+            check_kinds(told.grid, self._clock, self._name, method.needs.kinds, patience)
+        return online
+
+    def result(self, run: Callable[..., RunResult], online: int) -> RunResult:
+        """Run; return what it leaves, by rounds, with models that load, and clients' own names."""
+        told, method, dtypes = self.told, self._method, self._dtypes
+        if isinstance(method.scheduling, InRounds):
+            method.scheduling.least = self.arguments.min_train_nodes
+        before = method.progress.updates
+        limit = 0 if told.max_updates is None else before + told.max_updates
+        planned = limit or before + told.num_rounds * self.arguments.trained(online)
+        result = run(
+            self.grid,
+            dtypes.initial,
+            max_updates=limit,
+            timeout=told.timeout,
+            train_config=ConfigRecord(dict(told.train_config)),
+            evaluate_config=ConfigRecord(dict(told.evaluate_config)),
+            plan=FlowerPlan(max_time=told.max_time, planned_updates=planned, run=self),
+            observe=self._observe,
+            stop_check=told.stop_check,
+            probe=told.probe,
+            starts=told.starts,
+        )
+        self._close_test(None)
+        self._test_centrally(self.rounds.number)
+        result.train_metrics_clientapp = self.rounds.trained
+        result.evaluate_metrics_clientapp = self.rounds.tested
+        result.clusters = {k: dtypes.sent(model) for k, model in result.clusters.items()}
+        result.arrays = dtypes.sent(result.arrays) if result.arrays else told.initial_arrays
+        names = self.grid.names
+        result.client_clusters = {
+            names.told(client): weights
+            for client, weights in result.client_clusters.items()
+            if client not in names.mistaken
+        }
+        return result
+
+    # The beginning.
+
+    def _check_server(self) -> None:
+        """Raise UserError if the method measures models on samples of the server's and has none."""
+        probe, starts = self.told.probe, self.told.starts
+        try:
+            self._method.check_server(0 if probe is None else probe.sets, bool(starts))
+        except UserError as error:
+            if probe is not None or starts:
+                raise
+            raise UserError(
+                f"{self._name} measures models on the server's own samples: give its "
+                "start(probe=...) a raceme.core.strategy.Probe. In `raceme run` it is an option: "
+                f"{error}"
+            ) from None
+
+    def _wait_for_nodes(self) -> int:
+        """Wait until nodes enough are connected; return how many are.
+
+        Raises
+        ------
+        UserError
+            On virtual time they do not come.
+        """
+        clock, timeout = self._clock, self.told.timeout
+        wanted, last, began = max(1, self.arguments.min_available_nodes), -1, clock.now()
+        while (online := len(list(self.told.grid.get_node_ids()))) < wanted:
+            if online != last:
+                _tell(
+                    f"Waiting for nodes to connect: {online} connected (minimum required: "
+                    f"{wanted})."
+                )
+                last = online
+            if clock.is_virtual and clock.now() >= began + timeout:
+                raise UserError(
+                    f"Only {online} of min_available_nodes={wanted} nodes have come in "
+                    f"{timeout:g} virtual seconds: simulate more, or ask for fewer."
+                )
+            clock.wait((), clock.now() + _LOOK_SECONDS)
+        return online
+
+    # What clients and the loop report.
+
+    def _heard(self, name: str, examples: int) -> None:
+        """Note a client's number of examples, which no greeting has told."""
+        client = self._method.progress.fleet.clients.get(name)
+        if client is not None and client.num_examples != examples:
+            client.num_examples = examples
+
+    def _observe(self, event: events.Event) -> None:
+        """Take note of an event, and pass it on under the clients' own names."""
+        if isinstance(event, events.UpdateApplied):
+            self.rounds.applied(event.client)
+            self._useless = -1
+        elif isinstance(event, events.UpdateRejected):
+            self.rounds.refused(event.client)
+            self._check_use(event)
+        shown = self.grid.names.shown(event)
+        self.log.observe(shown)
+        if isinstance(shown, events.Evaluated):
+            self._close_test(shown)
+        self.told.observe(shown)
+
+    def _check_use(self, event: events.UpdateRejected) -> None:
+        """Raise UserError if no client is able to return anything of use."""
+        if self._useless < 0:
+            return
+        self._useless += 1
+        clients = len(self._method.progress.fleet.clients)
+        if self._useless >= max(_FEWEST_USELESS, _USELESS_EACH * clients):
+            # The refusal of that reply is still being handled: it is not shown beside this.
+            raise UserError(
+                f"None of {self._useless} replies could be used; the last one, of {event.client}: "
+                f"{event.reason}"
+            ) from None
+
+    # Rounds and tests.
+
+    def look(self) -> int:
+        """Notice what is over by now, test on the server if a round is; return how many are."""
+        self.rounds.look()
+        self._test_centrally(self.rounds.over)
+        return self.rounds.over
+
+    def begin_test(self, number: int) -> None:
+        """Gather the tests of the models of a round from now on."""
+        self._close_test(None)
+        self.rounds.tests.append(number)
+
+    def _close_test(self, report: events.Evaluated | None) -> None:
+        """Aggregate and tell the test under way; without a report it has no score."""
+        self.log.tested(self.rounds.last_test, report, self.rounds.close_test())
+
+    def _test_centrally(self, number: int) -> None:
+        """Let the user's function test the models of a round, unless it has: 0 at the start."""
+        test = self.told.evaluate_fn
+        if test is None or number <= self._tested:
+            return
+        self._tested = number
+        if self._method.models:
+            packer = Packer(self._method.spec)
+            mean, clusters = tested_by_server(
+                self._method, packer, lambda arrays: test(number, self._dtypes.sent(arrays))
+            )
+        else:
+            # A method whose clusters begin with their clients.
+            mean, clusters = test(number, self.told.initial_arrays), {}
+        if mean is not None:
+            result = self._method.result
+            result.evaluate_metrics_serverapp[number] = mean
+            result.evaluate_metrics_clusters[number] = clusters
+            self.log.tested_centrally(number, mean, clusters)
