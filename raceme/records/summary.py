@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import math
 import platform
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Protocol
 
 import numpy as np
@@ -37,7 +38,9 @@ from raceme.core.events import (
     TaskScore,
     TasksTested,
     UpdateApplied,
+    UpdateJudged,
     UpdateRejected,
+    Verdict,
 )
 from raceme.core.files import atomic_write
 from raceme.core.membership import Membership, home
@@ -1036,3 +1039,88 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+# -----------------------------------------------------------------------------
+# What a run's protection has done.
+# -----------------------------------------------------------------------------
+
+
+class ProtectionSummary:
+    """How often which client's updates were accepted, scaled and refused: an observer of a run.
+
+    Parameters
+    ----------
+    attackers : Collection[str]
+        Clients that attack, where that is known: those that are left out of the honest accuracy.
+    """
+
+    def __init__(self, attackers: Collection[str] = ()) -> None:
+        self.attackers = frozenset(attackers)
+        self._counts: defaultdict[str, Counter[Verdict]] = defaultdict(Counter)
+        self._excluded: dict[str, bool] = {}
+        self._last: float | None = None
+        self._measure = ACCURACY
+        self._honest: list[Evaluated] = []
+
+    def observe(self, event: Event) -> None:
+        """Take note of an event."""
+        if isinstance(event, UpdateApplied):
+            self._counts[event.client][Verdict.ACCEPTED] += 1
+        elif isinstance(event, UpdateJudged):
+            self._judged(event)
+        elif isinstance(event, Evaluated):
+            self._evaluated(event)
+
+    def _evaluated(self, event: Evaluated) -> None:
+        scores = [
+            score for name, (_, score, _) in event.per_client.items() if name not in self.attackers
+        ]
+        self._last, self._measure = fmean(scores) if scores else None, event.measure
+        if self.attackers and event.counts and scores:
+            found = Evaluated(event.time, event.updates, fmean(scores), math.nan, event.clusters)
+            self._honest.append(replace(found, measure=event.measure))
+
+    def _judged(self, event: UpdateJudged) -> None:
+        counts = self._counts[event.client]
+        if event.verdict is Verdict.SCALED:
+            # It is reported as applied, too.
+            counts[Verdict.SCALED] += 1
+            counts[Verdict.ACCEPTED] -= 1
+        elif event.verdict.keeps_out:
+            counts[Verdict.REFUSED] += 1
+        if event.verdict is Verdict.EXCLUDED:
+            self._excluded[event.client] = True
+        elif event.verdict is Verdict.READMITTED:
+            self._excluded.pop(event.client, None)
+
+    @property
+    def _has_judged(self) -> bool:
+        return any(
+            counts[Verdict.SCALED] or counts[Verdict.REFUSED] for counts in self._counts.values()
+        )
+
+    def result(self, target: float | None = None) -> dict[str, Any]:
+        """Return what the summary of a run has of it; nothing where nobody attacked or was judged.
+
+        ``protection`` has the counts by client, ``excluded_clients`` who was excluded at the end,
+        ``attackers`` who attacked, ``honest_accuracy`` the mean accuracy of all others at the last
+        evaluation, and ``honest_time_to_target`` when it first was as good as the target.
+        """
+        found: dict[str, Any] = {}
+        if self._has_judged:
+            kinds = (Verdict.ACCEPTED, Verdict.SCALED, Verdict.REFUSED)
+            found["protection"] = {
+                client: {kind.value: counts[kind] for kind in kinds}
+                for client, counts in sorted(self._counts.items())
+            }
+            found["excluded_clients"] = sorted(self._excluded)
+        if self.attackers and self._last is not None:
+            found["attackers"] = sorted(self.attackers)
+            found[f"honest_{self._measure.name}"] = self._last
+            found["honest_time_to_target"] = time_to_target(self._honest, target)
+        return found
+
+
+# -----------------------------------------------------------------------------
+# The tables of a run store with what only some methods report; they came with format 6.

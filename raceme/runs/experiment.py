@@ -37,8 +37,8 @@ from raceme.records.folder import (
     resumed_folder,
 )
 from raceme.records.record import WallTimes
-from raceme.records.store import ProtectionSummary, RunStore, read_events
-from raceme.records.summary import RunSummary
+from raceme.records.store import RunStore, read_events
+from raceme.records.summary import ProtectionSummary, RunSummary
 from raceme.reporting.artefacts import write_all
 from raceme.runs import trackers as tracking
 from raceme.runs.checkpoints import CheckpointFolder, Keeper, only_writer, restore, resuming

@@ -22,7 +22,8 @@ from raceme.core.protection import (
 from raceme.experiments.results import Run
 from raceme.experiments.suites import Score, load_suite
 from raceme.records.record import RunRecord
-from raceme.records.store import ProtectionSummary, read_events
+from raceme.records.store import read_events
+from raceme.records.summary import ProtectionSummary
 from raceme.reporting.console import summary_rows
 from raceme.reporting.run_page import judged_clients_table, run_page, verdicts_table
 from raceme.runs import experiment

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sqlite3
@@ -98,10 +99,8 @@ def transaction(tmp_path: Path) -> Iterator[sqlite3.Connection]:
         connection.execute("PRAGMA cache_size = 1")
         connection.execute("PRAGMA cache_spill = 1")
         connection.execute("BEGIN EXCLUSIVE")
-        rows = [(seq, f"client {seq}" * 20) for seq in range(2, 400)]
-        connection.executemany(
-            "INSERT INTO client_events VALUES (?, 0.0, ?, 'joined', 1, NULL)", rows
-        )
+        rows = [(seq, json.dumps({"client": f"client {seq}" * 20})) for seq in range(2, 400)]
+        connection.executemany("INSERT INTO events VALUES (?, 0.0, 'ClientLeft', ?)", rows)
         yield connection
         connection.rollback()
 

@@ -36,7 +36,7 @@ def files_up_to(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def run(out: Path, full_at: int = 0, size: int = 30_000, **keys: int) -> Outcome:
+def run(out: Path, full_at: int = 0, size: int = 25_000, **keys: int) -> Outcome:
     """Run; from some update on no file grows beyond a size."""
     named = {key.replace("_", "-"): value for key, value in keys.items()}
 

@@ -457,24 +457,46 @@ def test_another_database_is_refused(tmp_path: Path) -> None:
     assert path.read_bytes() == before
 
 
-@pytest.mark.parametrize(
-    ("table", "column"), [("cluster_changes", "change"), ("endings", "ending")]
-)
+@pytest.mark.parametrize(("kind", "field"), [("ClustersChanged", "change"), ("RunEnded", "ending")])
 def test_a_word_that_does_not_exist_is_said_to_be_damage(
-    tmp_path: Path, table: str, column: str
+    tmp_path: Path, kind: str, field: str
 ) -> None:
     path = write(tmp_path, ONE_OF_EACH)
     with closing(sqlite3.connect(path)) as connection:
-        connection.execute(f"UPDATE {table} SET {column} = 'explode'")
+        connection.execute(
+            f"UPDATE events SET body = json_set(body, '$.{field}', 'explode') WHERE kind = ?",
+            (kind,),
+        )
         connection.commit()
     with pytest.raises(UserError, match=r"damaged.*explode"):
+        read_events(path)
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        ("kind", "Explosion"),
+        ("body", "{"),
+        ("body", "[]"),
+        ("body", "{}"),
+        ("body", '{"nothing": 1}'),
+    ],
+)
+def test_a_row_that_is_no_event_is_said_to_be_damage(
+    tmp_path: Path, column: str, value: str
+) -> None:
+    path = write(tmp_path, ONE_OF_EACH)
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute(f"UPDATE events SET {column} = ? WHERE event = 5", (value,))
+        connection.commit()
+    with pytest.raises(UserError, match="damaged"):
         read_events(path)
 
 
 def test_a_store_without_its_tables_is_said_to_be_damaged(tmp_path: Path) -> None:
     path = write(tmp_path, ONE_OF_EACH)
     with closing(sqlite3.connect(path)) as connection:
-        connection.execute("DROP TABLE endings")
+        connection.execute("DROP TABLE events")
         connection.commit()
     with pytest.raises(UserError, match="damaged"):
         read_events(path)

@@ -97,12 +97,12 @@ def test_mlflow_has_one_run_with_parameters_metrics_and_files(
 OPENS = """
 import sys
 from pathlib import Path
-from raceme.runs.trackers import open_tracker
+from raceme.runs.trackers import Mlflow
 out = Path(sys.argv[1])
 out.mkdir()
 print("ready", flush=True)
 sys.stdin.readline()
-open_tracker(out, out.name, {"lr": 0.1}, None).close(failed=False)
+Mlflow(out, out.name, {"lr": 0.1}, None).close(failed=False)
 """
 
 
