@@ -7,7 +7,7 @@ declare their own as dataclasses, which :meth:`RunConfig.read` fills with the va
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields, replace
 from functools import cache, lru_cache
 from pathlib import Path
@@ -34,7 +34,9 @@ from raceme.core.options import (
 from raceme.core.registry import (
     ATTACKS,
     DATASETS,
+    DEVICES,
     DRIFTS,
+    MODELS,
     PARTITIONERS,
     PROTECTIONS,
     STRATEGIES,
@@ -415,14 +417,30 @@ class RunConfig:
         values: dict[str, Any] = {name: whole_path(getattr(self, name)) for name in paths}
         return replace(self, options=options, **values)
 
-    def check_options(self) -> None:
-        """Find out whether somebody reads every option that is set.
+    def check_names(self) -> None:
+        """Find out whether every name exists; nothing is imported.
 
         Raises
         ------
         UserError
-            Nobody does.
+            There is no such strategy, dataset, model or the like, or a name means two things.
         """
+        for item in general_keys().values():
+            if item.metadata["names"] is not None:
+                item.metadata["names"].check(getattr(self, item.name))
+        MODELS.check(self.model or "mlp")
+        if not self.devices.endswith(".toml"):
+            DEVICES.check(self.devices)
+
+    def check_options(self) -> None:
+        """Find out whether every name exists, and every option that is set is read.
+
+        Raises
+        ------
+        UserError
+            One is not.
+        """
+        self.check_names()
         for name, item in general_keys().items():
             if getattr(self, item.name) != item.default and self._is_unread(item):
                 other, _ = item.metadata["unless"]
@@ -486,10 +504,11 @@ class RunConfig:
 
     def _refuse(self, name: str, value: Any) -> None:
         """Raise UserError for a key that this run does not read, unless it has its default."""
-        key, converted = check_key(name, value)
+        read = tuple(self._readers())
+        key, converted = check_key(name, value, read)
         if written(converted) == key.default:
             return
-        chosen = {registry.kind: of for registry, of in self._readers()}
+        chosen = {registry.kind: of for registry, of in read}
         having = [
             f"{kind} {chosen[kind]}" if kind in chosen else f"no {kind} (dataset {self.dataset})"
             for kind in key.readers
@@ -506,8 +525,13 @@ def general_keys() -> dict[str, Field[Any]]:
     return {key_of(item.name): item for item in fields(RunConfig) if item.name != "options"}
 
 
-def all_keys() -> dict[str, Key]:
+def all_keys(further: Iterable[tuple[Registry, str]] = ()) -> dict[str, Key]:
     """Return every key: of all runs, and of every strategy, dataset and partition.
+
+    Parameters
+    ----------
+    further : Iterable[tuple[Registry, str]]
+        Registries and names in them that may be none of those that are listed: ``module:Class``.
 
     Raises
     ------
@@ -515,20 +539,23 @@ def all_keys() -> dict[str, Key]:
         Two declare the same key in different ways: they have to share the declaration.
     """
     known = {name: _key(item) for name, item in general_keys().items()}
-    for general in general_keys().values():
-        registry = general.metadata["names"]
-        for of in registry if registry is not None else ():
-            for name, item in _declared_by(registry, of).items():
-                before = known.get(name)
-                if before is not None and not _same(before.item, item):
-                    raise TypeError(f"{registry.kind} {of} declares {name} unlike others.")
-                readers = {} if before is None else dict(before.readers)
-                readers[registry.kind] = (*readers.get(registry.kind, ()), of)
-                known[name] = _key(item, readers)
+    registries = [item.metadata["names"] for item in general_keys().values()]
+    every = [(registry, of) for registry in registries if registry is not None for of in registry]
+    every += [pair for pair in further if pair not in every]
+    for registry, of in every:
+        for name, item in _declared_by(registry, of).items():
+            before = known.get(name)
+            if before is not None and not _same(before.item, item):
+                raise TypeError(f"{registry.kind} {of} declares {name} unlike others.")
+            readers = {} if before is None else dict(before.readers)
+            readers[registry.kind] = (*readers.get(registry.kind, ()), of)
+            known[name] = _key(item, readers)
     return known
 
 
-def check_key(name: str, value: Any) -> tuple[Key, Any]:
+def check_key(
+    name: str, value: Any, further: Iterable[tuple[Registry, str]] = ()
+) -> tuple[Key, Any]:
     """Return what is known of a key, whoever reads it, and its value in the right type.
 
     Raises
@@ -536,7 +563,7 @@ def check_key(name: str, value: Any) -> tuple[Key, Any]:
     UserError
         There is no such key, or the value is of another type or out of the range.
     """
-    known = all_keys()
+    known = all_keys(further)
     if name not in known:
         strategy = name.partition(".")[0]
         own = [key for key in known if key.startswith(f"{strategy}.")]
