@@ -364,6 +364,11 @@ class RunConfig:
         return self.read(parameters_type, STRATEGIES.prefix(self.strategy))
 
     @property
+    def short_name(self) -> str:
+        """The method and the dataset, as the name of a folder has them."""
+        return f"{STRATEGIES.short(self.strategy)}-{DATASETS.short(self.dataset)}"
+
+    @property
     def num_clients(self) -> int:
         """Number of clients of a configuration that has been filled in."""
         assert self.clients is not None, "raceme.datasets.with_clients fills it in"

@@ -214,6 +214,10 @@ class Registry(Mapping[str, Any]):
         targets = self._targets | {name: entry.value for name, entry in self._installed.items()}
         return {name: summary_of(target) for name, target in targets.items()}
 
+    def installed(self) -> set[str]:
+        """Return what installed packages register, as ``module:attribute``."""
+        return {entry.value for entry in entry_points(group=self.group)}
+
     @cached_property
     def _installed(self) -> Mapping[str, EntryPoint]:
         """The entry points of installed packages, by name."""
@@ -267,7 +271,7 @@ class Registry(Mapping[str, Any]):
 
     @property
     def _word(self) -> str:
-        return "Class" if "class" in self._expected else "function"
+        return "Class" if "subclass" in self._expected else "function"
 
 
 _PACKAGE = Path(__file__).parent.parent
@@ -306,7 +310,9 @@ def _reason(error: BaseException) -> str:
         if frame.filename != __file__ and not frame.filename.startswith("<frozen")
         if not Path(frame.filename).is_relative_to(Path(ast.__file__).parent / "importlib")
     ]
-    return f"{said} ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else said
+    if not frames:
+        return said
+    return f"{said} ({Path(frames[-1].filename).name}, line {frames[-1].lineno})"
 
 
 # -----------------------------------------------------------------------------

@@ -39,6 +39,7 @@ from raceme.datasets.source import (
     ClientData,
     Dataset,
     DataShape,
+    Loaded,
     Source,
     generator,
     suited,
@@ -65,7 +66,10 @@ def source_of(config: RunConfig) -> Source:
     UserError
         There is no such dataset.
     """
-    chosen: Source = DATASETS[config.dataset]()
+    found = DATASETS[config.dataset]
+    if not isinstance(found, type):
+        return Loaded(config.dataset, found)
+    chosen: Source = DATASETS.make(config.dataset)
     return chosen
 
 

@@ -453,9 +453,7 @@ def prepare(keys: Mapping[str, Value]) -> RunConfig:
         check_new(out)
         return config.with_values(out=str(out))
     stamp = time.strftime("%Y%m%d-%H%M%S")
-    return config.with_values(
-        out=str(Path("runs").resolve() / f"{stamp}-up-{config.strategy}-{config.dataset}")
-    )
+    return config.with_values(out=str(Path("runs").resolve() / f"{stamp}-up-{config.short_name}"))
 
 
 def shapes_from(config: RunConfig, profile: str, delay: float, loss: float) -> list[Shape]:

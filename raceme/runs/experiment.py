@@ -117,8 +117,7 @@ def build_strategy(config: RunConfig) -> Method:
     UserError
         There is no such strategy, or it works in no rounds that could be counted.
     """
-    method = STRATEGIES[config.strategy]
-    strategy: Method = method(config.parameters(), seed=config.seed)
+    strategy: Method = STRATEGIES.make(config.strategy, config.parameters(), seed=config.seed)
     strategy.protection = protection_of(config)
     drift = schedule_of(config)
     if drift is not None and drift.in_rounds and strategy.dispatch.rounds is None:
