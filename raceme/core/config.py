@@ -18,6 +18,7 @@ import tomli_w
 from raceme.core.errors import UserError, unknown_name
 from raceme.core.files import ReadingError, parse_toml, read_text, whole_path
 from raceme.core.options import (
+    AUTO,
     SECONDS,
     Key,
     Value,
@@ -146,6 +147,8 @@ _MAX_UPDATES = 500
 """Client updates of a run for which neither max-updates nor max-rounds is given."""
 
 _Options = TypeVar("_Options")
+_Reader = tuple[Registry, str]
+"""What reads options: a registry and a name in it."""
 
 
 @dataclass(frozen=True)
@@ -422,21 +425,6 @@ class RunConfig:
         values: dict[str, Any] = {name: whole_path(getattr(self, name)) for name in paths}
         return replace(self, options=options, **values)
 
-    def check_names(self) -> None:
-        """Find out whether every name exists; nothing is imported.
-
-        Raises
-        ------
-        UserError
-            There is no such strategy, dataset, model or the like, or a name means two things.
-        """
-        for item in general_keys().values():
-            if item.metadata["names"] is not None:
-                item.metadata["names"].check(getattr(self, item.name))
-        MODELS.check(self.model or "mlp")
-        if not self.devices.endswith(".toml"):
-            DEVICES.check(self.devices)
-
     def check_options(self) -> None:
         """Find out whether every name exists, and every option that is set is read.
 
@@ -445,7 +433,7 @@ class RunConfig:
         UserError
             One is not.
         """
-        self.check_names()
+        check_names({name: getattr(self, item.name) for name, item in general_keys().items()})
         for name, item in general_keys().items():
             if getattr(self, item.name) != item.default and self._is_unread(item):
                 other, _ = item.metadata["unless"]
@@ -477,7 +465,7 @@ class RunConfig:
                 self._refuse(name, value)
         return replace(self, options=options)
 
-    def _readers(self, attributes: tuple[str, ...] = ()) -> Iterator[tuple[Registry, str]]:
+    def _readers(self, attributes: tuple[str, ...] = ()) -> Iterator[_Reader]:
         """Return who reads options in this run: the registry and the name."""
         for item in general_keys().values():
             registry, chosen = item.metadata["names"], getattr(self, item.name)
@@ -524,56 +512,89 @@ class RunConfig:
         )
 
 
+def check_names(keys: Mapping[str, Any]) -> None:
+    """Find out whether every name among some keys' values exists; nothing is imported.
+
+    Raises
+    ------
+    UserError
+        There is no such strategy, dataset, model or the like, or a name means two things.
+    """
+    for key, item in general_keys().items():
+        registry = {"model": MODELS, "devices": DEVICES}.get(key, item.metadata["names"])
+        name = keys.get(key)
+        is_file = key == "devices" and str(name).endswith(".toml")
+        if registry is not None and name not in (None, AUTO) and not is_file:
+            registry.check(str(name))
+
+
 @cache
 def general_keys() -> dict[str, Field[Any]]:
     """Return the options that every run has, by key."""
     return {key_of(item.name): item for item in fields(RunConfig) if item.name != "options"}
 
 
-def all_keys(further: Iterable[tuple[Registry, str]] = ()) -> dict[str, Key]:
+def all_keys() -> dict[str, Key]:
     """Return every key: of all runs, and of every strategy, dataset and partition.
-
-    Parameters
-    ----------
-    further : Iterable[tuple[Registry, str]]
-        Registries and names in them that may be none of those that are listed: ``module:Class``.
 
     Raises
     ------
     TypeError
         Two declare the same key in different ways: they have to share the declaration.
     """
-    known = {name: _key(item) for name, item in general_keys().items()}
-    registries = [item.metadata["names"] for item in general_keys().values()]
-    every = [(registry, of) for registry in registries if registry is not None for of in registry]
-    every += [pair for pair in further if pair not in every]
-    for registry, of in every:
-        for name, item in _declared_by(registry, of).items():
-            before = known.get(name)
-            if before is not None and not _same(before.item, item):
-                raise TypeError(f"{registry.kind} {of} declares {name} unlike others.")
-            readers = {} if before is None else dict(before.readers)
-            readers[registry.kind] = (*readers.get(registry.kind, ()), of)
-            known[name] = _key(item, readers)
-    return known
+    return _keys_of(_all_readers())
 
 
-def check_key(
-    name: str, value: Any, further: Iterable[tuple[Registry, str]] = ()
-) -> tuple[Key, Any]:
+def check_key(name: str, value: Any, further: Iterable[_Reader] = ()) -> tuple[Key, Any]:
     """Return what is known of a key, whoever reads it, and its value in the right type.
+
+    Parameters
+    ----------
+    name : str
+        The key.
+    value : Any
+        As a person wrote it.
+    further : Iterable[tuple[Registry, str]]
+        Readers that are not listed: a strategy that is given as ``module:Class``.
 
     Raises
     ------
     UserError
         There is no such key, or the value is of another type or out of the range.
     """
-    known = all_keys(further)
+    # To know the keys of a strategy it has to be imported: no more of them than need be.
+    strategy, dot, _ = name.partition(".")
+    readers = dict.fromkeys([*_all_readers(), *further])
+    known = _keys_of(
+        (registry, of)
+        for registry, of in readers
+        if (registry.prefix(of) == f"{strategy}." if dot else not registry.prefixed)
+    )
     if name not in known:
-        strategy = name.partition(".")[0]
         own = [key for key in known if key.startswith(f"{strategy}.")]
-        raise unknown_name("key", name, own or known, "raceme list --keys")
+        valid = own or (_keys_of(readers) if dot else known)
+        raise unknown_name("key", name, valid, "raceme list --keys")
     return known[name], convert(name, value, known[name].item)
+
+
+def _all_readers() -> list[_Reader]:
+    """Return what may declare options: registries, and names in them."""
+    registries = [item.metadata["names"] for item in general_keys().values()]
+    return [(registry, of) for registry in registries if registry is not None for of in registry]
+
+
+def _keys_of(readers: Iterable[_Reader]) -> dict[str, Key]:
+    """Return the keys of all runs, and of some that declare options."""
+    known = {name: _key(item) for name, item in general_keys().items()}
+    for registry, of in readers:
+        for name, item in _declared_by(registry, of).items():
+            before = known.get(name)
+            if before is not None and not _same(before.item, item):
+                raise TypeError(f"{registry.kind} {of} declares {name} unlike others.")
+            names = {} if before is None else dict(before.readers)
+            names[registry.kind] = (*names.get(registry.kind, ()), of)
+            known[name] = _key(item, names)
+    return known
 
 
 def _declared_by(registry: Registry, name: str) -> dict[str, Field[Any]]:

@@ -146,6 +146,13 @@ class Registry(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(self._targets) + len(self._installed)
 
+    def __eq__(self, other: object) -> bool:
+        # Not as a mapping: to compare the objects would import all of them.
+        return self is other
+
+    def __hash__(self) -> int:
+        return id(self)
+
     def __contains__(self, name: object) -> bool:
         if name in self._targets or name in self._aliases:
             return True
