@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import Field, dataclass, field, fields, replace
 from functools import cache, lru_cache
 from pathlib import Path
@@ -543,6 +544,19 @@ def all_keys() -> dict[str, Key]:
         Two declare the same key in different ways: they have to share the declaration.
     """
     return _keys_of(_all_readers())
+
+
+def keys_of(keys: Mapping[str, Any]) -> dict[str, Key]:
+    """Return what is known of the keys of one run, by the names that these hold.
+
+    What is not installed here, a method of a user's own for example, is left out.
+    """
+    known = _keys_of(())
+    for name, item in general_keys().items():
+        if item.metadata["names"] is not None:
+            with suppress(UserError):
+                known |= _keys_of([(item.metadata["names"], str(keys.get(name, item.default)))])
+    return known
 
 
 def check_key(name: str, value: Any, further: Iterable[_Reader] = ()) -> tuple[Key, Any]:
