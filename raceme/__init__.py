@@ -1,7 +1,7 @@
 """Raceme: asynchronous, clustered federated learning on Flower.
 
-`run`, `compare`, `load` and `open` are what a script or a notebook calls. Everything else is private
-by its place, except what ``docs/extending.md`` names for a user's own methods and data.
+`run`, `compare`, `load` and `open` are what a script or a notebook calls. Everything else is
+private by its place, except what ``docs/extending.md`` names for a user's own methods and data.
 """
 
 from __future__ import annotations

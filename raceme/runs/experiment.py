@@ -40,7 +40,6 @@ from raceme.records.folder import (
 from raceme.records.record import WallTimes
 from raceme.records.store import ProtectionSummary, RunStore, read_events
 from raceme.records.summary import RunSummary
-from raceme.reporting.artefacts import write_all
 from raceme.runs import trackers as tracking
 from raceme.runs.checkpoints import CheckpointFolder, Keeper, only_writer, restore, resuming
 from raceme.runs.observers import Beside, ClientMap, models_in_use, scores_beside
@@ -369,6 +368,9 @@ def conduct(
             target=config.target_accuracy,
         )
         result |= protection.result(config.target_accuracy)
+        # Only now: a run draws nothing before its end.
+        from raceme.reporting.artefacts import write_all
+
         used = models_in_use(strategy) if config.client_models else ()
         unwritten = write_all(
             out,
