@@ -10,7 +10,7 @@ from functools import lru_cache
 
 from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
-from raceme.core.registry import DATASETS, PARTITIONERS
+from raceme.core.registry import DATASETS, PARTITIONERS, explained
 from raceme.datasets.dealt import (
     Dealt,
     Held,
@@ -272,7 +272,10 @@ _BY_LABEL = (LabelGroupOptions, DirichletOptions, ClassesOptions, ScenarioPartit
 
 @lru_cache(maxsize=2)
 def _load(config: RunConfig) -> Dataset:
-    return source_of(config).load(config)
+    try:
+        return source_of(config).load(config)
+    except ModuleNotFoundError as error:
+        raise explained(error) from None
 
 
 @lru_cache(maxsize=16)

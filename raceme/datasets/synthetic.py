@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 
 from raceme.core.config import RunConfig
 from raceme.core.options import option
-from raceme.core.registry import explained
 from raceme.datasets.source import Dataset, DataShape, Source, generator
 
 FEATURES = 60
@@ -130,7 +129,7 @@ class Digits(Source):
         # The file itself, as `load_digits` reads it: to import scikit-learn takes a second.
         package = find_spec("sklearn")
         if package is None or package.origin is None:
-            raise explained(ModuleNotFoundError(name="sklearn"))
+            raise ModuleNotFoundError("No module named 'sklearn'", name="sklearn")
         path = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
         numbers = np.loadtxt(path, delimiter=",")
         x = (numbers[:, :-1] / _BRIGHTEST).astype(np.float32).reshape(-1, 1, 8, 8)
