@@ -42,7 +42,7 @@ def raceme(folder: Path, *arguments: str, site: Path | None = None) -> str:
 def run(
     folder: Path, *arguments: str, site: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
-    script = folder / "bin" / "raceme.py"
+    script = folder / "bin" / "command.py"
     script.parent.mkdir(exist_ok=True)
     script.write_text("from raceme.cli import main\n\nif __name__ == '__main__':\n    main()\n")
     paths = [str(ROOT), *([str(site)] if site else [])]
@@ -111,10 +111,6 @@ def test_keys_of_ones_own_and_the_configuration_that_repeats_them(folder: Path) 
     assert one["accuracy"] == two["accuracy"]
     wrong = run(folder, "run", "--strategy", "my_method:Mine", "--mine.alfa", "0.3")
     assert "Did you mean 'mine.alpha'?" in wrong.stderr
-    # Where nothing is given a name of its own, it is none of the others' folder either.
-    raceme(folder, "run", "--strategy", "my_method:Mine", *SMALL)
-    (made,) = (folder / "runs").iterdir()
-    assert made.name.endswith("-mine-digits")
 
 
 def test_data_of_ones_own_reach_worker_processes(folder: Path) -> None:
