@@ -15,7 +15,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from processes import ROOT
+from processes import ROOT, loopback
 
 from raceme.core.config import read_toml
 from raceme.experiments.suites import load_suite, variants
@@ -163,6 +163,22 @@ def test_what_is_installed_has_names_everywhere(tmp_path: Path, site: Path) -> N
     )
     wrong = run(tmp_path, "run", "--strategy", "kmean-async", site=site)
     assert "Did you mean 'kmeans-async'?" in wrong.stderr
+
+
+@pytest.mark.slow
+def test_what_is_installed_runs_on_flowers_engine(tmp_path: Path, site: Path) -> None:
+    named = "strategy=kmeans-async kmeans-async.every=6 dataset=iris partition=halves"
+    keys = f'max-updates=12 clients=2 out="{tmp_path / "out"}" set="{named}"'
+    fleet = "num-supernodes=2 client-resources-num-cpus=1"
+    with loopback(tmp_path) as place:
+        place.paths = (str(site),)
+        place.superlink("--insecure", "--simulation")
+        typed = ["run", str(ROOT), "--stream", "--federation-config", fleet, "--run-config", keys]
+        run = place.flwr(*typed)
+        run.wait(240)
+        assert (tmp_path / "out").is_dir(), run.text()
+    found = summary(tmp_path / "out")
+    assert (found["strategy"], found["updates"]) == ("kmeans-async", 12)
 
 
 def test_the_suite_of_the_page(tmp_path: Path) -> None:
