@@ -83,6 +83,7 @@ class Loopback:
     processes: list[Process] = field(default_factory=list)
     http_port: int = 0
     fleet_port: int = 0
+    paths: tuple[str, ...] = ()
 
     @property
     def fleet_address(self) -> str:
@@ -110,7 +111,7 @@ class Loopback:
         return {
             **os.environ,
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": os.pathsep.join([str(ROOT), *self.paths]),
             "PYTHONUNBUFFERED": "1",
             "FLWR_HOME": str(self.home / "flwr"),
             "FLWR_TELEMETRY_ENABLED": "0",

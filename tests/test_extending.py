@@ -1,81 +1,188 @@
-"""The examples of docs/extending.md do what the page says."""
+"""The examples of docs/extending.md do what the page says: in files of a user's own, and installed.
+
+Commands run in processes, as the console script does: it does not search the current folder.
+"""
 
 from __future__ import annotations
 
+import json
 import math
+import os
 import re
+import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+from processes import ROOT, loopback
 
-from raceme import datasets
-from raceme.core.config import RunConfig, all_keys
-from raceme.core.registry import DATASETS, Registry
-from raceme.core.strategy import Method
+from raceme.core.config import read_toml
 from raceme.experiments.suites import load_suite, variants
-from raceme.runs.experiment import simulate
-from raceme.strategies import STRATEGIES
 
-PAGE = Path(__file__).parent.parent / "docs" / "extending.md"
+PAGE = ROOT / "docs" / "extending.md"
+MOST_LINES = 70
+SMALL = ["--clients", "6", "--max-updates", "12", "--workers", "2"]
 
 
 def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S)
 
 
-def registered(registry: Registry, line: str, package: str) -> str:
-    """Register the line of the page as it stands there; return the name of its module."""
-    name, module, attribute = re.fullmatch(r'\s*"(.+)": "(.+):(.+)",\s*', line).groups()
-    assert module.startswith(f"raceme.{package}.")
-    registry._targets[name] = f"{module.rpartition('.')[2]}:{attribute}"
-    return module.rpartition(".")[2]
+METHOD, DATA, *_ = blocks("python")
+
+
+def raceme(folder: Path, *arguments: str, site: Path | None = None) -> str:
+    """Type a command in a folder; return what it prints, after a check that it went well."""
+    done = run(folder, *arguments, site=site)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def run(
+    folder: Path, *arguments: str, site: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    script = folder / "bin" / "command.py"
+    script.parent.mkdir(exist_ok=True)
+    script.write_text("from raceme.cli import main\n\nif __name__ == '__main__':\n    main()\n")
+    paths = [str(ROOT), *([str(site)] if site else [])]
+    return subprocess.run(
+        [sys.executable, str(script), *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "COLUMNS": "150"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+
+
+def summary(out: Path) -> dict[str, object]:
+    loaded: dict[str, object] = json.loads((out / "summary.json").read_text())
+    return loaded
 
 
 @pytest.fixture
-def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The page's Python blocks; what they register is forgotten afterwards."""
-    monkeypatch.syspath_prepend(str(tmp_path))
-    for registry in (STRATEGIES, DATASETS):
-        monkeypatch.setattr(registry, "_targets", dict(registry._targets))
-    return blocks("python")
+def folder(tmp_path: Path) -> Path:
+    """The folder in which the page's two files lie, and commands are typed."""
+    (tmp_path / "my_method.py").write_text(METHOD)
+    (tmp_path / "my_data.py").write_text(DATA)
+    return tmp_path
 
 
-def test_the_strategy_of_the_page(
-    page: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source, line, *_ = page
-    module = registered(STRATEGIES, line, "strategies")
-    (tmp_path / f"{module}.py").write_text(source)
-    assert "latest-mean.speed" in all_keys()
-    keys = {"strategy": "latest-mean", "latest-mean.speed": 0.5, "clients": 10, "partition": "iid"}
-    config = RunConfig.from_mapping({**keys, "max-updates": 120, "out": str(tmp_path / "run")})
-    outcome = simulate(config)
-    assert outcome.complete
-    assert outcome.summary["updates"] == 120
-    assert outcome.summary["accuracy"] > 0.7
-    strategy = STRATEGIES["latest-mean"]
-    assert issubclass(strategy, Method)
-    monkeypatch.delitem(sys.modules, module)
+@pytest.fixture
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A scratch environment in which the page's distribution is installed, as pip leaves it."""
+    site = tmp_path_factory.mktemp("site")
+    (site / "my_method.py").write_text(METHOD)
+    (site / "my_data.py").write_text(DATA)
+    project = tomllib.loads(blocks("toml")[0])["project"]
+    info = site / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
+    )
+    lines: list[str] = []
+    for group, entries in project["entry-points"].items():
+        lines += [f"[{group}]", *(f"{name} = {value}" for name, value in entries.items())]
+    (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
+    return site
 
 
-def test_the_dataset_of_the_page(
-    page: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source, line = page[2:4]
-    module = registered(DATASETS, line, "datasets")
-    (tmp_path / f"{module}.py").write_text(source)
-    keys = {"dataset": "iris", "strategy": "fedasync", "clients": 5, "partition": "iid"}
-    config = RunConfig.from_mapping({**keys, "max-updates": 50, "out": str(tmp_path / "run")})
-    assert datasets.data_shape(config).input_shape == (4,)
-    narrow = RunConfig.from_mapping({**keys, "set": "measurements=2"})
-    assert datasets.data_shape(narrow).input_shape == (2,)
-    assert simulate(config).summary["updates"] == 50
-    monkeypatch.delitem(sys.modules, module)
+def test_the_method_of_the_page_in_a_file_of_ones_own(folder: Path) -> None:
+    assert len(METHOD.splitlines()) <= MOST_LINES
+    limits = ["--max-updates", "800", "--workers", "0", "--eval-every", "200"]
+    raceme(folder, "run", "--strategy", "my_method:Mine", *limits, "--out", "run")
+    found = summary(folder / "run")
+    assert found["accuracy"] >= 0.98
+    assert found["purity"] == 1.0
+    keys = read_toml(folder / "run" / "config.toml")
+    assert (keys["strategy"], keys["mine.every"]) == ("my_method:Mine", 200)
+    raceme(folder, "report", "run")
+    assert "updates between two groupings" in (folder / "run" / "report.html").read_text()
+
+
+def test_keys_of_ones_own_and_the_configuration_that_repeats_them(folder: Path) -> None:
+    own = ["--strategy", "my_method:Mine", "--mine.alpha", "0.3", "--set", "mine.every=6"]
+    raceme(folder, "run", *own, *SMALL, "--out", "one")
+    assert read_toml(folder / "one" / "config.toml")["mine.alpha"] == 0.3
+    raceme(folder, "run", "--config", "one/config.toml", "--out", "two")
+    one, two = (summary(folder / name) for name in ("one", "two"))
+    assert one["accuracy"] == two["accuracy"]
+    wrong = run(folder, "run", "--strategy", "my_method:Mine", "--mine.alfa", "0.3")
+    assert "Did you mean 'mine.alpha'?" in wrong.stderr
+
+
+def test_data_of_ones_own_reach_worker_processes(folder: Path) -> None:
+    dealt = ["--partition", "my_data:halves", "--first-half", "0.34"]
+    changing = ["--drift", "my_data:Mirror", "--drift-at", "6 updates"]
+    chosen = ["--strategy", "fedasync", *SMALL, *dealt, *changing]
+    raceme(folder, "run", *chosen, "--dataset", "my_data:Iris", "--measurements", "2", "--out", "a")
+    keys = read_toml(folder / "a" / "config.toml")
+    assert (keys["measurements"], keys["model"], keys["first-half"]) == (2, "mclr", 0.34)
+    assert summary(folder / "a")["updates"] == 12
+    raceme(folder, "run", *chosen, "--dataset", "my_data:blobs", "--out", "b")
+    assert summary(folder / "b")["dataset"] == "my_data:blobs"
+
+
+def test_a_fleet_and_a_model_of_ones_own(folder: Path) -> None:
+    (folder / "my_fleet.py").write_text(
+        "from raceme.simulation import Device\n\n"
+        "def devices(clients, seed):\n"
+        "    return [Device(seconds_per_round=2.0) for _ in range(clients)]\n"
+    )
+    (folder / "my_models.py").write_text(
+        "from math import prod\n\nfrom torch import nn\n\n"
+        "def build(input_shape, num_classes):\n"
+        "    linear = nn.Linear(prod(input_shape), num_classes)\n"
+        "    return nn.Sequential(nn.Flatten(), linear)\n"
+    )
+    chosen = ["--devices", "my_fleet:devices", "--model", "my_models:build", *SMALL]
+    raceme(folder, "run", "--strategy", "fedasync", *chosen, "--out", "run")
+    assert summary(folder / "run")["virtual_time"] == 4.0
+
+
+def test_what_is_installed_has_names_everywhere(tmp_path: Path, site: Path) -> None:
+    listed = raceme(tmp_path, "list", site=site)
+    for name in ("kmeans-async", "iris", "blobs", "halves", "mirror"):
+        assert re.search(rf"^ *{name}  +\S", listed, re.M), name
+    assert "updates between two groupings" in raceme(
+        tmp_path, "list", "kmeans-async.every", "--keys", site=site
+    )
+    # In runs that a comparison starts in processes of their own.
+    chosen = ["--dataset", "iris", "--set", "kmeans-async.every=6", "--partition", "halves"]
+    limits = ["--clients", "4", "--max-updates", "8", "--processes", "2"]
+    compared = raceme(
+        tmp_path, "compare", "kmeans-async", "fedasync", *chosen, *limits, "--out", "out", site=site
+    )
+    assert "kmeans-async" in compared
+    keys = read_toml(tmp_path / "out" / "kmeans-async" / "seed-0" / "config.toml")
+    assert (keys["kmeans-async.every"], keys["dataset"]) == (6, "iris")
+    assert "kmeans-async.every" not in read_toml(
+        tmp_path / "out" / "fedasync" / "seed-0" / "config.toml"
+    )
+    wrong = run(tmp_path, "run", "--strategy", "kmean-async", site=site)
+    assert "Did you mean 'kmeans-async'?" in wrong.stderr
+
+
+@pytest.mark.slow
+def test_what_is_installed_runs_on_flowers_engine(tmp_path: Path, site: Path) -> None:
+    named = "strategy=kmeans-async kmeans-async.every=6 dataset=iris partition=halves"
+    keys = f'max-updates=12 clients=2 out="{tmp_path / "out"}" set="{named}"'
+    fleet = "num-supernodes=2 client-resources-num-cpus=1"
+    with loopback(tmp_path) as place:
+        place.paths = (str(site),)
+        place.superlink("--insecure", "--simulation")
+        typed = ["run", str(ROOT), "--stream", "--federation-config", fleet, "--run-config", keys]
+        run = place.flwr(*typed)
+        run.wait(240)
+        assert (tmp_path / "out").is_dir(), run.text()
+    found = summary(tmp_path / "out")
+    assert (found["strategy"], found["updates"]) == ("kmeans-async", 12)
 
 
 def test_the_suite_of_the_page(tmp_path: Path) -> None:
-    text, _ = blocks("toml")
+    text = blocks("toml")[1]
     (tmp_path / "suite.toml").write_text(text)
     suite = load_suite(tmp_path / "suite.toml")
     patient, grouped, hasty = suite.methods
@@ -90,7 +197,7 @@ def test_the_suite_of_the_page(tmp_path: Path) -> None:
 
 def test_the_suite_with_variants_of_the_page(tmp_path: Path) -> None:
     path = tmp_path / "suite.toml"
-    path.write_text(blocks("toml")[1])
+    path.write_text(blocks("toml")[2])
     found = variants(path)
     assert set(found) == {"digits-even", "digits-slow", "synthetic-even"}
     slow, synthetic = load_suite(found["digits-slow"]), load_suite(found["synthetic-even"])

@@ -12,23 +12,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from raceme.cli.report import ADDRESS, Address, Watch, watched
 from raceme.core.errors import UserError, unknown_name
 from raceme.core.options import Value
-from raceme.experiments.suites import Suite
+from raceme.core.registry import STRATEGIES
 
 if TYPE_CHECKING:
     from raceme.experiments.compare import RunAll
     from raceme.experiments.results import Comparison
+    from raceme.experiments.suites import Suite
     from raceme.reporting.console import PlainTable
-
-SHARED = (
-    *("data-root", "download", "clients", "devices"),
-    *("max-updates", "max-rounds", "max-time", "eval-every"),
-)
-"""Keys of a run that the help of both commands shows."""
 
 Out = Annotated[
     Path | None,
@@ -69,6 +63,8 @@ def run_suites(
     out : Path, optional
         With which option ``--out`` the same command goes on; None: as it was typed.
     """
+    from rich.console import Console
+
     from raceme.core.signals import interrupted_by_signals
     from raceme.experiments.compare import compare as run_suite
     from raceme.experiments.compare import prepare
@@ -177,10 +173,6 @@ def with_seeds(suite: Suite, text: str | None) -> Suite:
 # -----------------------------------------------------------------------------
 
 
-SHOWN = ("dataset", "model", "partition", "target-accuracy", "workers", *SHARED)
-"""Keys of a run that the help shows."""
-
-
 def compare(
     keys: Mapping[str, Value],
     methods: Annotated[
@@ -207,11 +199,15 @@ def compare(
     The target accuracy is recorded and does not end a run. Runs that are finished in --out are
     kept.
     """
+    if suite is not None and every:
+        raise UserError("Give --suite or --all, not both.")
+    if suite is None:
+        for method in methods or ():
+            STRATEGIES.check(method)
+
     from raceme.experiments.results import regret_table
     from raceme.experiments.suites import load_suite, of_names, variants
 
-    if suite is not None and every:
-        raise UserError("Give --suite or --all, not both.")
     stamp = time.strftime("%Y%m%d-%H%M%S")
     if suite is not None and (cases := variants(suite)):
         folder = out or Path("runs") / f"{stamp}-compare-{suite.name.removesuffix('.toml')}"
@@ -231,17 +227,11 @@ def compare(
         chosen = load_suite(suite)
         chosen = (chosen.only(methods) if methods else chosen).with_settings(keys)
     else:
-        chosen = of_names(_all_strategies() if every else methods or [], keys)
+        chosen = of_names([*STRATEGIES] if every else methods or [], keys)
     chosen = with_seeds(chosen, seeds)
     folder = out or Path("runs") / f"{stamp}-compare-{chosen.dataset}"
     with watched(watch, folder, watch_address, comparison=True):
         run_suites([(chosen, folder)], processes, workers=keys.get("workers", ""), out=folder)
-
-
-def _all_strategies() -> list[str]:
-    from raceme.core.registry import STRATEGIES
-
-    return list(STRATEGIES)
 
 
 # -----------------------------------------------------------------------------
@@ -290,7 +280,6 @@ def reproduce(
 
 def _variants(name: str, dataset: str | None, only: str) -> list[str]:
     """Return the suites of a reproduction: the parts that are named, or all of one dataset."""
-    from raceme.core.errors import unknown_name
     from raceme.experiments.suites import load_suite, shipped
 
     variants = parts(name, shipped(name), only)

@@ -66,7 +66,7 @@ def device(
         typer.Option(
             "--trusted-model",
             metavar="MODULE:FUNCTION",
-            help="let a run's key model import this; may be repeated",
+            help="let a run's key model, dataset, partition or drift import this; may be repeated",
             show_default=False,
         ),
     ] = None,
@@ -146,12 +146,7 @@ def device(
 def _endpoint(
     kind: type[Endpoint], address: str, insecure: bool, root_certificates: Path | None
 ) -> Endpoint:
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise UserError(
-            f"'{address}' is not an address: expected HOST:PORT, for example "
-            "--superlink server.example.org:9092"
-        )
+    _check_address("--superlink", address, "server.example.org:9092")
     from raceme.fleet.connection import read_authority
 
     authority = None if root_certificates is None else read_authority(root_certificates)
@@ -205,10 +200,6 @@ def _log_to_stderr(level: int) -> None:
 # -----------------------------------------------------------------------------
 # `raceme serve`: this host holds the run, and devices connect to it.
 # -----------------------------------------------------------------------------
-
-
-SERVE_SHOWN = ("strategy", "dataset", "model", "max-updates", "seed", "out")
-"""Keys of a run that the help of `raceme serve` shows."""
 
 
 def serve(
@@ -316,10 +307,6 @@ def _log_to_standard_output() -> None:
 # -----------------------------------------------------------------------------
 # `raceme up`: a run on real processes on this machine.
 # -----------------------------------------------------------------------------
-
-
-UP_SHOWN = ("strategy", "dataset", "max-updates", "seed", "resume", "out")
-"""Keys of a run that the help of `raceme up` shows."""
 
 
 def up(

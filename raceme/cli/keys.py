@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from raceme.core.config import general_keys, parse_assignment, read_toml
+from raceme.core.config import check_names, general_keys, parse_assignment, read_toml
 from raceme.core.options import Value, shown_type
 
 _CONFIG = Annotated[
@@ -27,6 +27,21 @@ _SET = Annotated[
         show_default=False,
     ),
 ]
+
+
+_COMPARED = ("data-root", "download", "clients", "devices")
+_LIMITS = ("max-updates", "max-rounds", "max-time", "eval-every")
+SHOWN: Mapping[str, Sequence[str]] = {
+    "compare": (
+        *("dataset", "model", "partition", "target-accuracy", "workers"),
+        *_COMPARED,
+        *_LIMITS,
+    ),
+    "reproduce": (*_COMPARED, *_LIMITS),
+    "serve": ("strategy", "dataset", "model", "max-updates", "seed", "out"),
+    "up": ("strategy", "dataset", "max-updates", "seed", "resume", "out"),
+}
+"""Keys of a run that the help of a command shows; that of `raceme run` shows all."""
 
 
 class KeyCommand(TyperCommand):
@@ -104,6 +119,8 @@ def with_keys(
         keys.update(read_toml(config, pipe=True) if config else {})
         keys.update({name: value for name, value in given.items() if value is not None})
         keys.update(parse_assignment(text) for text in assignments or [])
+        # What is mistyped is said before the imports that the command needs.
+        check_names(keys)
         command(keys, **values)
 
     own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]

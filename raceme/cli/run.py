@@ -7,7 +7,7 @@ import math
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,9 +15,9 @@ from raceme.cli.report import ADDRESS, Address, Watch, watched
 from raceme.core.config import RunConfig, parse_assignment
 from raceme.core.errors import UserError
 from raceme.core.options import Value
-from raceme.reporting.artefacts import missing_line
-from raceme.reporting.console import print_summary
-from raceme.runs.experiment import Outcome
+
+if TYPE_CHECKING:
+    from raceme.runs.experiment import Outcome
 
 
 def run(keys: Mapping[str, Value], watch: Watch = False, watch_address: Address = ADDRESS) -> None:
@@ -26,14 +26,15 @@ def run(keys: Mapping[str, Value], watch: Watch = False, watch_address: Address 
     Keys come from --config, then the options, then --set; the later one wins. With --resume they
     are those of the earlier run.
     """
-    from raceme.core.signals import StopRequest
+    # What is mistyped is said before the imports that a run needs.
+    config = RunConfig.from_mapping(keys)
 
-    pass  # import of this module itself
+    from raceme.core.signals import StopRequest
     from raceme.records.folder import new_folder
     from raceme.reporting.console import RunProgress
     from raceme.runs.experiment import resolve, simulate
 
-    settings = resolve(RunConfig.from_mapping(keys))
+    settings = resolve(config)
 
     _quiet_flower()
     if watch and not (settings.out or settings.resume):
@@ -71,6 +72,9 @@ def end_with(outcome: Outcome) -> None:
     typer.Exit
         It is not all that it should be: 130 if it was interrupted, else 1.
     """
+    from raceme.reporting.artefacts import missing_line
+    from raceme.reporting.console import print_summary
+
     print_summary(outcome.summary, outcome.out)
     if outcome.unwritten:
         print(f"raceme: {missing_line(outcome.out, outcome.unwritten)}", file=sys.stderr)

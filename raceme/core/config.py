@@ -7,7 +7,8 @@ declare their own as dataclasses, which :meth:`RunConfig.read` fills with the va
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import Field, dataclass, field, fields, replace
 from functools import cache, lru_cache
 from pathlib import Path
@@ -18,6 +19,7 @@ import tomli_w
 from raceme.core.errors import UserError, unknown_name
 from raceme.core.files import ReadingError, parse_toml, read_text, whole_path
 from raceme.core.options import (
+    AUTO,
     SECONDS,
     Key,
     Value,
@@ -34,7 +36,9 @@ from raceme.core.options import (
 from raceme.core.registry import (
     ATTACKS,
     DATASETS,
+    DEVICES,
     DRIFTS,
+    MODELS,
     PARTITIONERS,
     PROTECTIONS,
     STRATEGIES,
@@ -144,6 +148,8 @@ _MAX_UPDATES = 500
 """Client updates of a run for which neither max-updates nor max-rounds is given."""
 
 _Options = TypeVar("_Options")
+_Reader = tuple[Registry, str]
+"""What reads options: a registry and a name in it."""
 
 
 @dataclass(frozen=True)
@@ -362,6 +368,11 @@ class RunConfig:
         return self.read(parameters_type, STRATEGIES.prefix(self.strategy))
 
     @property
+    def short_name(self) -> str:
+        """The method and the dataset, as the name of a folder has them."""
+        return f"{STRATEGIES.short(self.strategy)}-{DATASETS.short(self.dataset)}"
+
+    @property
     def num_clients(self) -> int:
         """Number of clients of a configuration that has been filled in."""
         assert self.clients is not None, "raceme.datasets.with_clients fills it in"
@@ -416,13 +427,14 @@ class RunConfig:
         return replace(self, options=options, **values)
 
     def check_options(self) -> None:
-        """Find out whether somebody reads every option that is set.
+        """Find out whether every name exists, and every option that is set is read.
 
         Raises
         ------
         UserError
-            Nobody does.
+            One is not.
         """
+        check_names({name: getattr(self, item.name) for name, item in general_keys().items()})
         for name, item in general_keys().items():
             if getattr(self, item.name) != item.default and self._is_unread(item):
                 other, _ = item.metadata["unless"]
@@ -454,7 +466,7 @@ class RunConfig:
                 self._refuse(name, value)
         return replace(self, options=options)
 
-    def _readers(self, attributes: tuple[str, ...] = ()) -> Iterator[tuple[Registry, str]]:
+    def _readers(self, attributes: tuple[str, ...] = ()) -> Iterator[_Reader]:
         """Return who reads options in this run: the registry and the name."""
         for item in general_keys().values():
             registry, chosen = item.metadata["names"], getattr(self, item.name)
@@ -486,10 +498,11 @@ class RunConfig:
 
     def _refuse(self, name: str, value: Any) -> None:
         """Raise UserError for a key that this run does not read, unless it has its default."""
-        key, converted = check_key(name, value)
+        read = tuple(self._readers())
+        key, converted = check_key(name, value, read)
         if written(converted) == key.default:
             return
-        chosen = {registry.kind: of for registry, of in self._readers()}
+        chosen = {registry.kind: of for registry, of in read}
         having = [
             f"{kind} {chosen[kind]}" if kind in chosen else f"no {kind} (dataset {self.dataset})"
             for kind in key.readers
@@ -498,6 +511,22 @@ class RunConfig:
         raise UserError(
             f"{name} is read by {' and by '.join(readers)}; this run has {' and '.join(having)}."
         )
+
+
+def check_names(keys: Mapping[str, Any]) -> None:
+    """Find out whether every name among some keys' values exists; nothing is imported.
+
+    Raises
+    ------
+    UserError
+        There is no such strategy, dataset, model or the like, or a name means two things.
+    """
+    for key, item in general_keys().items():
+        registry = {"model": MODELS, "devices": DEVICES}.get(key, item.metadata["names"])
+        name = keys.get(key)
+        is_file = key == "devices" and str(name).endswith(".toml")
+        if registry is not None and name not in (None, AUTO) and not is_file:
+            registry.check(str(name))
 
 
 @cache
@@ -514,34 +543,72 @@ def all_keys() -> dict[str, Key]:
     TypeError
         Two declare the same key in different ways: they have to share the declaration.
     """
-    known = {name: _key(item) for name, item in general_keys().items()}
-    for general in general_keys().values():
-        registry = general.metadata["names"]
-        for of in registry if registry is not None else ():
-            for name, item in _declared_by(registry, of).items():
-                before = known.get(name)
-                if before is not None and not _same(before.item, item):
-                    raise TypeError(f"{registry.kind} {of} declares {name} unlike others.")
-                readers = {} if before is None else dict(before.readers)
-                readers[registry.kind] = (*readers.get(registry.kind, ()), of)
-                known[name] = _key(item, readers)
+    return _keys_of(_all_readers())
+
+
+def keys_of(keys: Mapping[str, Any]) -> dict[str, Key]:
+    """Return what is known of the keys of one run, by the names that these hold.
+
+    What is not installed here, a method of a user's own for example, is left out.
+    """
+    known = _keys_of(())
+    for name, item in general_keys().items():
+        if item.metadata["names"] is not None:
+            with suppress(UserError):
+                known |= _keys_of([(item.metadata["names"], str(keys.get(name, item.default)))])
     return known
 
 
-def check_key(name: str, value: Any) -> tuple[Key, Any]:
+def check_key(name: str, value: Any, further: Iterable[_Reader] = ()) -> tuple[Key, Any]:
     """Return what is known of a key, whoever reads it, and its value in the right type.
+
+    Parameters
+    ----------
+    name : str
+        The key.
+    value : Any
+        As a person wrote it.
+    further : Iterable[tuple[Registry, str]]
+        Readers that are not listed: a strategy that is given as ``module:Class``.
 
     Raises
     ------
     UserError
         There is no such key, or the value is of another type or out of the range.
     """
-    known = all_keys()
+    # To know the keys of a strategy it has to be imported: no more of them than need be.
+    strategy, dot, _ = name.partition(".")
+    readers = dict.fromkeys([*_all_readers(), *further])
+    known = _keys_of(
+        (registry, of)
+        for registry, of in readers
+        if (registry.prefix(of) == f"{strategy}." if dot else not registry.prefixed)
+    )
     if name not in known:
-        strategy = name.partition(".")[0]
         own = [key for key in known if key.startswith(f"{strategy}.")]
-        raise unknown_name("key", name, own or known, "raceme list --keys")
+        valid = own or (_keys_of(readers) if dot else known)
+        raise unknown_name("key", name, valid, "raceme list --keys")
     return known[name], convert(name, value, known[name].item)
+
+
+def _all_readers() -> list[_Reader]:
+    """Return what may declare options: registries, and names in them."""
+    registries = [item.metadata["names"] for item in general_keys().values()]
+    return [(registry, of) for registry in registries if registry is not None for of in registry]
+
+
+def _keys_of(readers: Iterable[_Reader]) -> dict[str, Key]:
+    """Return the keys of all runs, and of some that declare options."""
+    known = {name: _key(item) for name, item in general_keys().items()}
+    for registry, of in readers:
+        for name, item in _declared_by(registry, of).items():
+            before = known.get(name)
+            if before is not None and not _same(before.item, item):
+                raise TypeError(f"{registry.kind} {of} declares {name} unlike others.")
+            names = {} if before is None else dict(before.readers)
+            names[registry.kind] = (*names.get(registry.kind, ()), of)
+            known[name] = _key(item, names)
+    return known
 
 
 def _declared_by(registry: Registry, name: str) -> dict[str, Field[Any]]:

@@ -146,7 +146,7 @@ def unknown_name(kind: str, name: str, valid: Iterable[str], listed_by: str = ""
     hint = f" Did you mean '{nearest[0]}'?" if nearest else ""
     name = name if len(name) <= 80 else f"{name[:80]}…"
     if listed_by and len(names) > _MANY:
-        every = f"`{listed_by}` lists all {len(names)}."
+        every = f"`{listed_by}` lists them all."
     else:
         every = f"Valid: {', '.join(names)}."
     return UserError(f"Unknown {kind} '{name}'.{hint} {every}")

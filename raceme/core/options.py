@@ -139,7 +139,7 @@ def declared(options_type: type[Any], prefix: str = "") -> dict[str, Field[Any]]
 
 def is_path(item: Field[Any]) -> bool:
     """Return whether the value of an option is a path."""
-    return bool(item.metadata["path"])
+    return bool(item.metadata.get("path"))
 
 
 def written(value: Value | None) -> Value:

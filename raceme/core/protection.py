@@ -353,6 +353,7 @@ def protection_of(config: RunConfig) -> Guard:
     UserError
         There is no such protection, or an option is out of its range.
     """
-    kind: type[Guard] = PROTECTIONS[config.protection]
-    options_type = kind.options_type
-    return kind() if options_type is None else kind(config.read(options_type))
+    options_type = PROTECTIONS.options_type(config.protection)
+    options = () if options_type is None else (config.read(options_type),)
+    guard: Guard = PROTECTIONS.make(config.protection, *options)
+    return guard

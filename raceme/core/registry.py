@@ -1,13 +1,27 @@
 """Names that users type, and the objects they stand for.
 
-A new strategy, dataset, partition, drift or model is one line in a table here. What has a name is
-imported when it is first asked for, so that this module needs none of them.
+Each kind of thing that a run can choose (a strategy, a dataset, a partition, ...) has one
+`Registry`: a table of Raceme's own names, the entry points of installed packages, and any
+``module:attribute`` that can be imported. This module imports none of the objects. Looking one up
+imports the module that defines it and what that module imports, and nothing else; listing names,
+their summaries and the nearest match of a mistyped name imports no module at all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import ast
+import os
+import re
+import sys
+import tomllib
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache, cached_property
 from importlib import import_module
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from raceme.core.errors import UserError, unknown_name
@@ -65,12 +79,21 @@ def explained(error: ModuleNotFoundError) -> Exception:
 class Registry(Mapping[str, Any]):
     """A read-only map from names to objects that are imported when first asked for.
 
+    Iterating yields Raceme's own names and those of installed packages. ``module:attribute`` is
+    found too, and counts as contained: whether it can be imported shows when it is looked up.
+
     Parameters
     ----------
     kind : str
         What is registered, in the singular, for error messages: ``"strategy"``.
     targets : Mapping[str, str]
-        Name to ``"module:attribute"``.
+        Name to ``"module:attribute"``, or to the path of a TOML file in the package.
+    group : str
+        Installed packages register objects of this kind as entry points of this group.
+    expected : str
+        What an object of this kind is, for error messages; ``{name}`` is its attribute's name.
+    fits : Callable
+        Returns whether a user's object can be one of this kind.
     declares : str
         The attribute of such an object that is the dataclass of its options.
     prefixed : bool
@@ -84,42 +107,89 @@ class Registry(Mapping[str, Any]):
         kind: str,
         targets: Mapping[str, str],
         *,
+        group: str,
+        expected: str,
+        fits: Callable[[Any], bool] = callable,
         declares: str = "options_type",
         prefixed: bool = False,
         aliases: Mapping[str, str] | None = None,
     ) -> None:
-        self.kind = kind
-        self.prefixed = prefixed
-        self._targets = dict(targets)
-        self._declares = declares
-        self._aliases = dict(aliases or {})
+        self.kind, self.group, self.prefixed = kind, group, prefixed
+        self._targets, self._aliases = dict(targets), dict(aliases or {})
+        self._expected, self._fits, self._declares = expected, fits, declares
 
     def __getitem__(self, name: str) -> Any:
-        """Return the object registered under `name`.
+        """Return the object that `name` stands for.
 
         Raises
         ------
         UserError
-            When no such name exists; it lists the valid names and the nearest match. Or when it
-            needs a package that a device's installation has not.
+            When no such name exists; it lists the valid names and the nearest match. When a user's
+            object cannot be imported or is none of this kind. When it needs a package that a
+            device's installation has not.
         """
         name = self._aliases.get(name, name)
-        if name not in self._targets:
-            raise unknown_name(self.kind, name, self._targets)
-        module, attribute = self._targets[name].split(":")
+        own = self._targets.get(name)
+        if own is None:
+            return self._users_own(name)
+        if own.endswith(".toml"):
+            return (_PACKAGE / own).read_text(encoding="utf-8")
+        module, attribute = own.split(":")
         try:
             return getattr(import_module(module), attribute)
         except ModuleNotFoundError as error:
             raise explained(error) from None
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._targets)
+        return iter([*self._targets, *self._installed])
 
     def __len__(self) -> int:
-        return len(self._targets)
+        return len(self._targets) + len(self._installed)
+
+    def __eq__(self, other: object) -> bool:
+        # Not as a mapping: to compare the objects would import all of them.
+        return self is other
+
+    def __hash__(self) -> int:
+        return id(self)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._targets or name in self._aliases
+        if name in self._targets or name in self._aliases:
+            return True
+        return isinstance(name, str) and (":" in name or name in self._installed)
+
+    def check(self, name: str) -> None:
+        """Find out, without importing anything, whether a name exists and means one object.
+
+        Raises
+        ------
+        UserError
+            It does not.
+        """
+        # Read for a name of ours, too: an installed package may claim the same one.
+        names = [*self]
+        if name not in self:
+            raise unknown_name(self.kind, name, names)
+
+    def make(self, name: str, *arguments: Any, **named: Any) -> Any:
+        """Call the object that `name` stands for: make a strategy, build a model.
+
+        Raises
+        ------
+        UserError
+            There is no such object, or a user's own raises an exception.
+        """
+        found = self[name]
+        if name in self._targets or name in self._aliases:
+            return found(*arguments, **named)
+        try:
+            return found(*arguments, **named)
+        except UserError:
+            raise
+        except Exception as error:
+            raise UserError(
+                f"{self.kind.capitalize()} '{name}' cannot be made: {_reason(error)}."
+            ) from error
 
     def options_type(self, name: str) -> type[Any] | None:
         """Return the dataclass of the options that `name` reads; None if it reads none.
@@ -134,14 +204,190 @@ class Registry(Mapping[str, Any]):
 
     def prefix(self, name: str) -> str:
         """Return what stands in front of the keys of the options that `name` reads."""
-        return f"{name}." if self.prefixed else ""
+        return f"{self.short(name)}." if self.prefixed else ""
+
+    def short(self, name: str) -> str:
+        """Return a name without the module: of ``my_methods:LatestMean`` that is latest-mean."""
+        attribute = name.rpartition(":")[2]
+        return kebab(attribute) if attribute != name else name
+
+    def modules(self) -> dict[str, str]:
+        """Return the module of each of Raceme's own objects, by its name in Python."""
+        found = (target.split(":") for target in self._targets.values())
+        return {attribute: module for module, attribute in found}
 
     def summaries(self) -> dict[str, str]:
-        """Return the first line of each object's docstring, by name."""
-        return {
-            name: (self[name].__doc__ or "").strip().splitlines()[0] if self[name].__doc__ else ""
-            for name in self
-        }
+        """Return the first line of each object's docstring, by name; nothing is imported."""
+        targets = self._targets | {name: entry.value for name, entry in self._installed.items()}
+        return {name: summary_of(target) for name, target in targets.items()}
+
+    def installed(self) -> set[str]:
+        """Return what installed packages register, as ``module:attribute``."""
+        return {entry.value for entry in entry_points(group=self.group)}
+
+    @cached_property
+    def _installed(self) -> Mapping[str, EntryPoint]:
+        """The entry points of installed packages, by name."""
+        found: dict[str, EntryPoint] = {}
+        for entry in entry_points(group=self.group):
+            package = "an installed package" if entry.dist is None else f"package {entry.dist.name}"
+            where = f"{self.kind.capitalize()} '{entry.name}', an entry point of {package},"
+            same = found.get(entry.name, entry).value == entry.value
+            if not same or entry.name in self._targets or entry.name in self._aliases:
+                raise UserError(f"{where} has the name of another: give it one of its own.")
+            if not _WORD.fullmatch(entry.name):
+                raise UserError(f"{where} may have letters, digits and hyphens in its name only.")
+            found[entry.name] = entry
+        return found
+
+    def _users_own(self, name: str) -> Any:
+        """Import what a user, or an installed package, has written."""
+        self.check(name)
+        target = name if ":" in name else self._installed[name].value
+        module, _, attribute = target.partition(":")
+        expected = f"expected {self._expected.format(name=attribute or 'build')}"
+        see_current_folder()
+        try:
+            found: Any = import_module(module)
+        except (Exception, SystemExit) as error:
+            few = len(self._targets) <= _FEW
+            known = f"one of {', '.join(sorted(self._targets))}" if few else "one of `raceme list`"
+            raise UserError(
+                f"Cannot import '{module}' of {self.kind} '{name}': {_reason(error)}. "
+                f"Expected {known}, or module:{self._word}."
+            ) from error
+        for part in attribute.split("."):
+            found = getattr(found, part, None)
+        if not callable(found):
+            raise UserError(
+                f"Module '{module}' has no {self._word} '{attribute}' for {self.kind} '{name}': "
+                f"{expected}."
+            )
+        if not self._fits(found):
+            raise UserError(f"'{name}' is no {self.kind}: {expected}.")
+        other = self.short(name)
+        if self.prefixed and other != name and other in self and self._target(other) != target:
+            raise UserError(
+                f"The keys of '{name}' would be {other}.KEY, as those of the {self.kind} {other}: "
+                "give the class another name."
+            )
+        return found
+
+    def _target(self, name: str) -> str:
+        return self._targets.get(name) or self._installed[name].value
+
+    @property
+    def _word(self) -> str:
+        return "Class" if "subclass" in self._expected else "function"
+
+
+_PACKAGE = Path(__file__).parent.parent
+_FEW = 20
+"""So many names are read in an error that is about another matter."""
+_WORD = re.compile(r"[A-Za-z0-9][\w-]*")
+_HUMPS = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])|_")
+
+
+def kebab(name: str) -> str:
+    """Return the name of a class or function in lower case with hyphens: LatestMean, latest-mean.
+
+    Letters in a row belong together: CASAPlus is casa-plus.
+    """
+    return _HUMPS.sub("-", name).lower()
+
+
+def see_current_folder() -> None:
+    """Let modules in the current folder be imported.
+
+    ``python3 -m`` does so by itself; a console script and Flower's processes do not.
+    """
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.append(os.getcwd())
+
+
+def _reason(error: BaseException) -> str:
+    """Return what went wrong in a user's module in one line, and where."""
+    first = (str(error).strip().splitlines() or [""])[0].rstrip(".")
+    # To be told that a module is not there needs no name of an exception.
+    missing = isinstance(error, ImportError)
+    said = first if missing else ": ".join(filter(None, (type(error).__name__, first)))
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename != __file__ and not frame.filename.startswith("<frozen")
+        if not Path(frame.filename).is_relative_to(Path(ast.__file__).parent / "importlib")
+    ]
+    if not frames:
+        return said
+    return f"{said} ({Path(frames[-1].filename).name}, line {frames[-1].lineno})"
+
+
+# -----------------------------------------------------------------------------
+# What an object says of itself, read off its module's source.
+# -----------------------------------------------------------------------------
+
+
+def summary_of(target: str) -> str:
+    """Return the first line of an object's docstring without importing it; empty if it has none.
+
+    Parameters
+    ----------
+    target : str
+        ``"module:attribute"``, or the path of a TOML file in the package with a ``description``.
+    """
+    if target.endswith(".toml"):
+        text = (_PACKAGE / target).read_text(encoding="utf-8")
+        return str(tomllib.loads(text).get("description", ""))
+    return (docstring_of(target).strip().splitlines() or [""])[0]
+
+
+def docstring_of(target: str) -> str:
+    """Return an object's docstring without importing it; empty if it has none.
+
+    What is made by a call, as a method's `Variant` is, has the last text among the arguments.
+    """
+    module, _, attribute = target.partition(":")
+    return _docstrings(module).get(attribute, "")
+
+
+@cache
+def _docstrings(module: str) -> Mapping[str, str]:
+    """Return the docstrings of what a module defines, by name."""
+    found: dict[str, str] = {}
+    for node in _tree(module).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            found[node.name] = ast.get_docstring(node) or ""
+        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+            given = [*node.value.args, *(keyword.value for keyword in node.value.keywords)]
+            texts = [item.value for item in given if isinstance(item, ast.Constant)]
+            names = [name.id for name in node.targets if isinstance(name, ast.Name)]
+            found |= {name: text for name in names for text in texts if isinstance(text, str)}
+    return found
+
+
+def _tree(module: str) -> ast.Module:
+    """Return a module's syntax; an empty one where there is no source to be read."""
+    parts = module.split(".")
+    try:
+        # A module at the top is found without importing anything, those below it in its folder.
+        spec: ModuleSpec | None = find_spec(parts[0])
+        for end in range(2, len(parts) + 1):
+            places = None if spec is None else spec.submodule_search_locations
+            spec = None if places is None else PathFinder.find_spec(".".join(parts[:end]), places)
+        source = spec.loader.get_source(module)  # type: ignore[union-attr]
+        return ast.parse(source or "")
+    except (ImportError, AttributeError, SyntaxError, ValueError):
+        return ast.Module([], [])
+
+
+# -----------------------------------------------------------------------------
+# The tables.
+# -----------------------------------------------------------------------------
+
+
+def _is_class_with(attribute: str) -> Callable[[Any], bool]:
+    """Return the test whether an object is, or makes, what has an attribute."""
+    return lambda found: callable(found) and hasattr(found, attribute)
 
 
 STRATEGIES = Registry(
@@ -202,6 +448,9 @@ STRATEGIES = Registry(
         "t-fedavg": "raceme.strategies.csafl:TFedAvg",
         "ta-fedavg": "raceme.strategies.csafl:TAFedAvg",
     },
+    group="raceme.strategies",
+    expected="a subclass of raceme.core.strategy.Method",
+    fits=_is_class_with("parameters_type"),
     declares="parameters_type",
     prefixed=True,
     aliases={"local": "standalone"},
@@ -233,6 +482,9 @@ DATASETS = Registry(
         "hit-bearing": "raceme.datasets.sensors:HitBearing",
         "digits-by-origin": "raceme.datasets.images:DigitsByOrigin",
     },
+    group="raceme.datasets",
+    expected="a subclass of raceme.datasets.source.Source, or def {name}(config)",
+    fits=lambda found: hasattr(found, "load") if isinstance(found, type) else callable(found),
     aliases={"har": "npz-folder"},
 )
 
@@ -247,6 +499,8 @@ PARTITIONERS = Registry(
         "noise-groups": "raceme.datasets.partition:noise_groups",
         "scenario": "raceme.datasets.partition:scenario",
     },
+    group="raceme.partitions",
+    expected="def {name}(labels, config, rng)",
 )
 
 DRIFTS = Registry(
@@ -265,6 +519,9 @@ DRIFTS = Registry(
         "in-order": "raceme.datasets.drift:InOrder",
         "scenario-stream": "raceme.datasets.drift:ScenarioStream",
     },
+    group="raceme.drifts",
+    expected="a subclass of raceme.datasets.drift.Drift",
+    fits=_is_class_with("default_schedule"),
 )
 """How data change during a run."""
 
@@ -275,6 +532,9 @@ PROTECTIONS = Registry(
         "norm": "raceme.core.protection:NormProtection",
         "filter": "raceme.core.protection:FilterProtection",
     },
+    group="raceme.protections",
+    expected="a subclass of raceme.core.protection.Guard",
+    fits=_is_class_with("options_type"),
 )
 """What stands between clients' updates and a method."""
 
@@ -287,6 +547,9 @@ ATTACKS = Registry(
         "label-flip": "raceme.simulation.attacks:LabelFlip",
         "noise": "raceme.simulation.attacks:Noise",
     },
+    group="raceme.attacks",
+    expected="a subclass of raceme.simulation.attacks.Attack",
+    fits=_is_class_with("options_type"),
 )
 """What some simulated clients do to harm a run."""
 
@@ -307,4 +570,17 @@ MODELS = Registry(
         "cnn5x5-wide": "raceme.training.models:cnn5x5_wide",
         "resnet18": "raceme.training.models:resnet18",
     },
+    group="raceme.models",
+    expected="def {name}(input_shape, num_classes)",
 )
+
+DEVICES = Registry(
+    "device profile",
+    {
+        path.stem: f"simulation/profiles/{path.name}"
+        for path in sorted((_PACKAGE / "simulation" / "profiles").glob("*.toml"))
+    },
+    group="raceme.devices",
+    expected="def {name}(clients, seed), which returns a Device for each client",
+)
+"""Built-in profiles are files; a user's own is one too, or a function that makes the devices."""

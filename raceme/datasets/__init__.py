@@ -10,7 +10,7 @@ from functools import lru_cache
 
 from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
-from raceme.core.registry import DATASETS, PARTITIONERS
+from raceme.core.registry import DATASETS, PARTITIONERS, explained
 from raceme.datasets.dealt import (
     Dealt,
     Held,
@@ -39,6 +39,7 @@ from raceme.datasets.source import (
     ClientData,
     Dataset,
     DataShape,
+    Loaded,
     Source,
     generator,
     suited,
@@ -65,7 +66,10 @@ def source_of(config: RunConfig) -> Source:
     UserError
         There is no such dataset.
     """
-    chosen: Source = DATASETS[config.dataset]()
+    found = DATASETS[config.dataset]
+    if not isinstance(found, type):
+        return Loaded(config.dataset, found)
+    chosen: Source = DATASETS.make(config.dataset)
     return chosen
 
 
@@ -268,7 +272,10 @@ _BY_LABEL = (LabelGroupOptions, DirichletOptions, ClassesOptions, ScenarioPartit
 
 @lru_cache(maxsize=2)
 def _load(config: RunConfig) -> Dataset:
-    return source_of(config).load(config)
+    try:
+        return source_of(config).load(config)
+    except ModuleNotFoundError as error:
+        raise explained(error) from None
 
 
 @lru_cache(maxsize=16)

@@ -1334,9 +1334,10 @@ def drift_of(config: RunConfig, dealt: Dealt) -> Drift:
     UserError
         There is no such drift, or an option is out of its range.
     """
-    chosen = drift_type(config)
-    declared = chosen.options_type
-    return chosen(dealt, None if declared is None else config.read(declared))
+    declared = drift_type(config).options_type
+    options = None if declared is None else config.read(declared)
+    drift: Drift = DRIFTS.make(config.drift, dealt, options)
+    return drift
 
 
 def schedule_of(config: RunConfig) -> Schedule | None:

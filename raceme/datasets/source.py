@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 from zlib import crc32
@@ -10,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raceme.core.config import RunConfig
+from raceme.core.errors import UserError
 
 Indices = NDArray[np.int64]
 """Positions of samples in a dataset."""
@@ -218,6 +220,46 @@ class Source:
     def for_client(self, config: RunConfig, client: int) -> tuple[RunConfig, int]:
         """Narrow a configuration to what one client has to load, and its position therein."""
         return config, client
+
+
+class Loaded(Source):
+    """The source of a user's function that returns a dataset.
+
+    Parameters
+    ----------
+    name : str
+        As a run names it.
+    function : Callable
+        Takes the configuration and returns a `Dataset`.
+    """
+
+    default_model = None
+    default_lr = 0.05
+    target_accuracy = 0.9
+
+    def __init__(self, name: str, function: Callable[[RunConfig], Dataset]) -> None:
+        self._name, self._function = name, function
+
+    def load(self, config: RunConfig) -> Dataset:
+        """Return what the function returns.
+
+        Raises
+        ------
+        UserError
+            That is no dataset.
+        """
+        found: object = self._function(config)
+        if not isinstance(found, Dataset):
+            raise UserError(
+                f"Dataset '{self._name}' must return a raceme.datasets.Dataset, got "
+                f"{type(found).__name__}."
+            )
+        return found
+
+    def count_clients(self, config: RunConfig) -> int:
+        """Return the number of clients that come with the data, if any do."""
+        users = self.load(config.with_values(clients=self.default_clients)).users
+        return self.default_clients if users is None else len(users)
 
 
 def generator(seed: int, purpose: str, client: int = 0) -> np.random.Generator:

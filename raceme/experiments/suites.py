@@ -202,12 +202,12 @@ class Method:
     @cached_property
     def asynchronous(self) -> bool:
         """Whether it acts on every update at once, not on rounds of them."""
-        return not getattr(STRATEGIES[self.strategy].parameters_type, "in_rounds", False)
+        return not getattr(STRATEGIES.options_type(self.strategy), "in_rounds", False)
 
     @cached_property
     def has_rounds(self) -> bool:
         """Whether it works in rounds or windows that can be counted."""
-        return STRATEGIES[self.strategy]().scheduling.rounds is not None
+        return STRATEGIES.make(self.strategy).scheduling.rounds is not None
 
 
 @dataclass(frozen=True)
@@ -330,7 +330,8 @@ class Suite:
                 raise UserError(f"The key '{name}' does not belong in settings: {hint}.")
         if keys.get("stop-at-target", "auto") not in ("auto", "false", False):
             raise UserError("In a comparison the target is recorded: leave stop-at-target out.")
-        keys |= {f"{method.strategy}.{name}": value for name, value in method.options.items()}
+        prefix = STRATEGIES.prefix(method.strategy)
+        keys |= {f"{prefix}{name}": value for name, value in method.options.items()}
         updates = self.async_updates if method.asynchronous else self.sync_updates
         if self.rounds is not None and method.has_rounds:
             keys |= {"max-rounds": self.rounds, "max-updates": "auto"}
@@ -351,10 +352,10 @@ class Suite:
     def _settings_for(self, method: Method) -> dict[str, Value]:
         """Return the settings without the hyper-parameters of other methods, after a check."""
         own: dict[str, Value] = {}
+        read = [(STRATEGIES, other.strategy) for other in self.methods]
         for name, value in self.settings.items():
-            strategy, dot, _ = name.partition(".")
-            if dot and strategy != method.strategy:
-                check_key(name, value)
+            if "." in name and not name.startswith(STRATEGIES.prefix(method.strategy)):
+                check_key(name, value, read)
             else:
                 own[name] = value
         return own
@@ -381,7 +382,7 @@ class Suite:
         UserError
             A hyper-parameter of a strategy that is not compared.
         """
-        compared = {method.strategy for method in self.methods}
+        compared = {STRATEGIES.short(method.strategy) for method in self.methods}
         for name, value in settings.items():
             strategy, dot, _ = name.partition(".")
             if not dot or strategy in compared:
@@ -448,9 +449,12 @@ def of_names(strategies: Sequence[str], settings: Mapping[str, Value] | None = N
         There is no such strategy.
     """
     for name in strategies:
-        if name not in STRATEGIES:
-            raise unknown_name("strategy", name, STRATEGIES)
-    suite = Suite("Comparison", tuple(Method(name, name) for name in strategies))
+        STRATEGIES.check(name)
+    short = [STRATEGIES.short(name) for name in strategies]
+    # Of classes of one name in two modules the modules tell them apart.
+    labels = short if len(set(short)) == len(set(strategies)) else strategies
+    methods = zip(labels, strategies, strict=True)
+    suite = Suite("Comparison", tuple(Method(label, name) for label, name in methods))
     suite = suite.with_settings(settings or {})
     return replace(suite, title=f"Comparison on {suite.dataset}")
 
@@ -782,8 +786,7 @@ def _method(path: Path, label: str, table: Any) -> Method:
     entry = _table(path, where, table)
     _check_keys(path, where, entry, _METHOD_KEYS)
     strategy = str(entry.get("strategy", label))
-    if strategy not in STRATEGIES:
-        raise unknown_name("strategy", strategy, STRATEGIES)
+    STRATEGIES.check(strategy)
     return Method(
         label=label,
         strategy=strategy,

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from pathlib import Path
 from types import FrameType
 
@@ -26,6 +25,7 @@ from raceme.core.config import RunConfig, expanded
 from raceme.core.errors import UserError
 from raceme.core.messages import CONFIG, INVITATION, KIND, LOSSES, NUMBERS, ON, TASK, from_array
 from raceme.core.options import Value
+from raceme.core.registry import ATTACKS, DATASETS, DRIFTS, MODELS, PARTITIONERS, PROTECTIONS
 from raceme.datasets.npz import Stamp, stamp_of
 from raceme.fleet.connection import Link, RejoinError
 from raceme.flower import fleet_client as fleet
@@ -46,11 +46,18 @@ from raceme.flower.messages import (
 
 
 OWN_APP = "raceme/raceme"
-MODEL_GROUP = "raceme.models"
-"""Entry points of installed packages in this group name functions that build models."""
 
 _MODEL = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _LONGEST = 100
+_IMPORTED = {
+    "model": MODELS,
+    "dataset": DATASETS,
+    "partition": PARTITIONERS,
+    "drift": DRIFTS,
+    "protection": PROTECTIONS,
+    "attack": ATTACKS,
+}
+"""Keys whose value, ``module:function``, a device would import; strategies stay with the server."""
 _OWNERS = ("data-root", "data-file", "download")
 """Keys that say what is read of a device's files, and whether more are fetched."""
 
@@ -72,7 +79,8 @@ class Trust:
     apps : tuple[str, ...]
         The apps that may run, as publisher/name; empty allows everything.
     models : tuple[str, ...]
-        Models beside Raceme's own, as ``module:function``.
+        What a run may have imported beside Raceme's own models, datasets and the like, and those
+        that installed packages declare: as ``module:function``.
 
     Raises
     ------
@@ -133,12 +141,15 @@ class Trust:
         if not self.apps:
             return
         keys = expanded(run)
-        model = RunConfig.from_mapping(keys, lenient=True).model or ""
-        if ":" in model and model not in self.models and model not in _installed():
-            raise UntrustedError(
-                f"the model {_shown(model)} is not trusted on this device: its owner allows one "
-                "with --trusted-model MODULE:FUNCTION"
-            )
+        for key, registry in _IMPORTED.items():
+            name = str(keys.get(key, ""))
+            if ":" in name and name not in self.models and name not in registry.installed():
+                raise UntrustedError(
+                    f"the {key} {_shown(name)} is not trusted on this device: its owner allows one "
+                    "with --trusted-model MODULE:FUNCTION"
+                )
+        # Only now: to read the options of a dataset imports it.
+        RunConfig.from_mapping(keys, lenient=True)
         for key in _OWNERS:
             if keys.get(key) not in (None, "", False, "false") and key not in node:
                 raise UntrustedError(
@@ -150,11 +161,6 @@ class Trust:
 def _shown(value: object) -> str:
     """Return what a server wrote as it may stand in a log."""
     return repr(value)[:_LONGEST]
-
-
-def _installed() -> set[str]:
-    """Return the models that installed packages declare."""
-    return {entry.value for entry in entry_points(group=MODEL_GROUP)}
 
 
 # -----------------------------------------------------------------------------

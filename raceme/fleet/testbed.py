@@ -453,9 +453,7 @@ def prepare(keys: Mapping[str, Value]) -> RunConfig:
         check_new(out)
         return config.with_values(out=str(out))
     stamp = time.strftime("%Y%m%d-%H%M%S")
-    return config.with_values(
-        out=str(Path("runs").resolve() / f"{stamp}-up-{config.strategy}-{config.dataset}")
-    )
+    return config.with_values(out=str(Path("runs").resolve() / f"{stamp}-up-{config.short_name}"))
 
 
 def shapes_from(config: RunConfig, profile: str, delay: float, loss: float) -> list[Shape]:
@@ -567,7 +565,8 @@ def _device(index: int, clients: int, host: str, port: int) -> list[str]:
 
 def _environment(home: Path) -> dict[str, str]:
     package_root = str(Path(raceme.__file__).parent.parent)
-    paths = [package_root, os.environ.get("PYTHONPATH", "")]
+    # A user's own methods and data are looked for where the command was typed.
+    paths = [package_root, os.environ.get("PYTHONPATH", ""), os.getcwd()]
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),

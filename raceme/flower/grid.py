@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeGuard
 
 from flwr.app import Error, Message, Metadata, RecordDict
 from flwr.app.message import make_message
@@ -19,7 +20,9 @@ from flwr.supercore.constant import SYSTEM_MESSAGE_TYPE
 from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 from flwr.supercore.run import Run
-from flwr.superlink.grid.http_grid import HttpGrid
+
+if TYPE_CHECKING:
+    from flwr.superlink.grid.http_grid import HttpGrid
 
 
 class OwnGrid(Grid):
@@ -222,7 +225,7 @@ class PromptGrid(OwnGrid):
 
 def prompt(grid: Grid) -> Grid:
     """Return a grid on which no reply waits for the rest of another one: itself, if it is such."""
-    return PromptGrid(grid) if isinstance(grid, HttpGrid) else grid
+    return PromptGrid(grid) if _is_http(grid) else grid
 
 
 def _parts(tree: ObjectTree) -> Iterator[str]:
@@ -247,7 +250,17 @@ def _unavailable(upload: _Upload, run_id: int, reason: str) -> Message:
 
 def has_devices(grid: Grid) -> bool:
     """Return whether a grid's nodes are processes that connect to a SuperLink."""
-    return isinstance(grid, HttpGrid | PromptGrid)
+    return isinstance(grid, PromptGrid) or _is_http(grid)
+
+
+def _is_http(grid: Grid) -> TypeGuard[HttpGrid]:
+    """Return whether a grid is Flower's connection to a SuperLink.
+
+    Its module imports a database and a web framework, half a second; where it was not imported yet
+    there is no such grid.
+    """
+    module = sys.modules.get("flwr.superlink.grid.http_grid")
+    return module is not None and isinstance(grid, module.HttpGrid)
 
 
 def told_parent(arguments: Sequence[str] | None = None) -> int | None:

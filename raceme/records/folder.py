@@ -44,7 +44,7 @@ def new_folder(config: RunConfig) -> Path:
         make_folder(out)
         return out
     stamp = time.strftime("%Y%m%d-%H%M%S")
-    return made_anew(Path("runs").resolve() / f"{stamp}-{config.strategy}-{config.dataset}")
+    return made_anew(Path("runs").resolve() / f"{stamp}-{config.short_name}")
 
 
 def check_new(out: Path) -> None:

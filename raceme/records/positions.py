@@ -18,9 +18,6 @@ from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.linalg import orthogonal_procrustes
-from scipy.spatial.distance import pdist, squareform
-from sklearn.manifold import smacof
 
 from raceme.core.errors import UserError
 from raceme.core.files import atomic_write
@@ -152,6 +149,9 @@ def aligned(
     if len(shared) < 2:
         return points
     old = np.array([before[clients[index]] for index in shared], np.float64)
+    # Imported where it is used, as scikit-learn below: a run needs neither before its first map.
+    from scipy.linalg import orthogonal_procrustes
+
     turned, _ = orthogonal_procrustes(points[shared], old - old.mean(axis=0))
     return np.asarray(points @ turned)
 
@@ -186,6 +186,9 @@ def flattened(
         flat[known] = [before[clients[index]] for index in known]
     if not (np.ptp(points, axis=0).any() and np.ptp(flat, axis=0).any()):
         return np.zeros_like(flat)  # All in one place, or beginning there: no step parts them.
+    from scipy.spatial.distance import pdist, squareform
+    from sklearn.manifold import smacof
+
     wanted = squareform(pdist(points))
     flat, _ = smacof(wanted, init=flat, n_init=1, max_iter=_TURNS, eps=0.0, normalized_stress=False)
     return aligned(flat, clients, before)

@@ -15,8 +15,6 @@ from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import linear_sum_assignment
-from scipy.special import rel_entr
 
 import raceme
 from raceme.core.events import (
@@ -596,6 +594,8 @@ def divergence(true: Sequence[float], estimate: Sequence[float]) -> float:
     estimate : Sequence[float]
         Shares q of the same distributions; taken to be 1e-12 at least.
     """
+    from scipy.special import rel_entr
+
     return float(rel_entr(true, np.maximum(estimate, FLOOR)).sum())
 
 
@@ -645,6 +645,8 @@ def matching(
     # A distribution may be left without a cluster, at the cost of an estimate of nothing.
     weights = np.hstack([weights, np.zeros((len(pairs), count))])
     cost = -true.T @ np.log(np.maximum(weights, FLOOR))
+    from scipy.optimize import linear_sum_assignment
+
     rows, columns = linear_sum_assignment(cost)
     return {
         clusters[column]: int(row)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import tomli_w
 
-from raceme.core.config import parse_assignment, read_toml
+from raceme.core.config import keys_of, parse_assignment, read_toml
 from raceme.core.errors import UserError
 from raceme.core.events import ClusterChange, ClustersChanged, Measure, UpdateJudged, Verdict
 from raceme.core.files import ReadingError, parse_json, read_text
@@ -673,7 +673,7 @@ def run_page(folder: Path, links: str) -> str:
         ) from None
     similarity, without = _similarity(folder, record, str(summary["strategy"]))
     members = membership(record)
-    keys = _described_keys()
+    keys = {name: (key.default, key.help) for name, key in keys_of(config).items()}
     return render(
         "run.html",
         frozen=frozen_run(folder),
@@ -845,12 +845,6 @@ def _rejections(record: RunRecord) -> PageTable | None:
     shown = f", the {_MOST_REASONS} most common reasons" if len(counts) > _MOST_REASONS else ""
     title = f"{total:,} replies of {of} client{'' if of == 1 else 's'} were not used{shown}"
     return PageTable(title, ("reason", "replies"), rows)
-
-
-def _described_keys() -> dict[str, tuple[Value, str]]:
-    from raceme.core.config import all_keys
-
-    return {name: (key.default, key.help) for name, key in all_keys().items()}
 
 
 def _settings(

@@ -39,7 +39,6 @@ from raceme.records.folder import (
 from raceme.records.record import WallTimes
 from raceme.records.store import RunStore, read_events
 from raceme.records.summary import ProtectionSummary, RunSummary
-from raceme.reporting.artefacts import write_all
 from raceme.runs import trackers as tracking
 from raceme.runs.checkpoints import CheckpointFolder, Keeper, only_writer, restore, resuming
 from raceme.runs.observers import Beside, ClientMap, models_in_use, scores_beside
@@ -116,8 +115,7 @@ def build_strategy(config: RunConfig) -> Method:
     UserError
         There is no such strategy, or it works in no rounds that could be counted.
     """
-    method = STRATEGIES[config.strategy]
-    strategy: Method = method(config.parameters(), seed=config.seed)
+    strategy: Method = STRATEGIES.make(config.strategy, config.parameters(), seed=config.seed)
     strategy.protection = protection_of(config)
     drift = schedule_of(config)
     if drift is not None and drift.in_rounds and strategy.scheduling.rounds is None:
@@ -369,6 +367,9 @@ def conduct(
             target=config.target_accuracy,
         )
         result |= protection.result(config.target_accuracy)
+        # Only now: a run draws nothing before its end.
+        from raceme.reporting.artefacts import write_all
+
         used = models_in_use(strategy) if config.client_models else ()
         unwritten = write_all(
             out,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
 from raceme.simulation import pool
-from raceme.simulation.devices import PROFILES, Device, fleet
+from raceme.simulation.devices import Device, fleet
 from raceme.simulation.executor import Executor, InProcess
 from raceme.simulation.pool import Pool, load
 from raceme.simulation.virtual_grid import Node, VirtualGrid, communication_of, nodes_of
@@ -176,7 +176,6 @@ def _cores() -> int:
 
 
 __all__ = [
-    "PROFILES",
     "Device",
     "Executor",
     "InProcess",

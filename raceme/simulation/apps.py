@@ -280,7 +280,7 @@ def build_method(name: str, parameters: Mapping[str, Value], seed: int) -> Metho
         )
     config = RunConfig.from_mapping({"strategy": name, "seed": seed, **parameters})
     config.check_options()
-    method: Method = STRATEGIES[name](config.parameters(), seed=seed)
+    method: Method = STRATEGIES.make(name, config.parameters(), seed=seed)
     return method
 
 

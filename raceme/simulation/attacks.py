@@ -146,9 +146,10 @@ def attack_of(config: RunConfig) -> Attack:
     UserError
         There is no such attack.
     """
-    kind: type[Attack] = ATTACKS[config.attack]
-    options_type = kind.options_type
-    return kind(None if options_type is None else config.read(options_type))
+    options_type = ATTACKS.options_type(config.attack)
+    options = None if options_type is None else config.read(options_type)
+    attack: Attack = ATTACKS.make(config.attack, options)
+    return attack
 
 
 @lru_cache(maxsize=8)

@@ -21,10 +21,8 @@ Built-in profiles are the files in the folder ``profiles``; a new one is a new f
 from __future__ import annotations
 
 import math
-import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -36,6 +34,7 @@ from flwr.app import ConfigRecord, Context, Message, MessageType, RecordDict
 from raceme.core.errors import UserError, unknown_name
 from raceme.core.files import ReadingError, absolute, parse_toml, read_text
 from raceme.core.messages import COMPUTE_SCALE, CONFIG, KIND, TASK_SHARE, TRAIN, TRAINING, passes
+from raceme.core.registry import DEVICES
 from raceme.records.record import RunRecord, read_run
 
 # -----------------------------------------------------------------------------
@@ -267,31 +266,14 @@ class Device:
                 yield time
 
 
-def _profile_files() -> dict[str, str]:
-    folder = files("raceme.simulation") / "profiles"
-    return {
-        item.name.removesuffix(".toml"): item.read_text(encoding="utf-8")
-        for item in sorted(folder.iterdir(), key=lambda item: item.name)
-        if item.name.endswith(".toml")
-    }
-
-
-PROFILES: Mapping[str, str] = _profile_files()
-"""Text of the built-in profiles by name."""
-
-
-def summaries() -> dict[str, str]:
-    """Return the one-line description of each built-in profile."""
-    return {name: tomllib.loads(text).get("description", "") for name, text in PROFILES.items()}
-
-
 def fleet(profile: str, clients: int, seed: int) -> list[Device]:
     """Make the devices of a profile.
 
     Parameters
     ----------
     profile : str
-        Name of a built-in profile, or path of a TOML file.
+        Name of a built-in profile, path of a TOML file, or ``module:function``: a function of
+        `clients` and `seed` that returns the devices.
     clients : int
         Number of devices.
     seed : int
@@ -302,20 +284,32 @@ def fleet(profile: str, clients: int, seed: int) -> list[Device]:
     UserError
         Unknown name, unreadable file, unknown key, impossible value.
     """
-    if profile in PROFILES:
-        text = PROFILES[profile]
-    elif profile.endswith(".toml"):
+    if profile.endswith(".toml"):
         try:
             text = read_text(absolute(profile))
         except ReadingError as error:
             raise UserError(f"Cannot read the device profile {profile}: {error}.") from None
     else:
-        raise unknown_name("device profile", profile, PROFILES)
+        text = DEVICES[profile]
+        if not isinstance(text, str):
+            return _made(profile, clients, seed)
     try:
         tree = parse_toml(text)
     except ReadingError as error:
         raise UserError(f"Device profile {profile} is not valid TOML: {error}.") from None
     return _build(profile, tree, clients, np.random.default_rng([seed, 0xDE71CE]))
+
+
+def _made(profile: str, clients: int, seed: int) -> list[Device]:
+    """Return the devices that a user's function makes."""
+    made: object = DEVICES.make(profile, clients, seed)
+    devices = list(made) if isinstance(made, Sequence) else []
+    if len(devices) != clients or not all(isinstance(item, Device) for item in devices):
+        raise UserError(
+            f"Device profile '{profile}' must return a list of {clients} Device, one for each "
+            f"client, got {type(made).__name__} of {len(devices)}."
+        )
+    return devices
 
 
 def _build(

@@ -1,110 +1,116 @@
-"""Methods: one file each, as Flower strategies.
+"""Methods: one file or folder each, as Flower strategies; each is imported when it is asked for.
 
-A new method is a new file and one line in `STRATEGIES`, in `raceme/core/registry.py`.
+``from raceme.strategies import FedAsync`` imports :mod:`raceme.strategies.fedasync` and no other
+method. Where each is defined says `STRATEGIES`, in :mod:`raceme.core.registry`.
 """
 
 from __future__ import annotations
 
-from raceme.core.progress import Plan
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from raceme.core.registry import STRATEGIES
-from raceme.core.scheduling import RoundsParameters
-from raceme.core.strategy import Method
-from raceme.strategies.ace import ACE, ACED, ACEDParameters, ACEParameters
-from raceme.strategies.casa.strategy import (
-    CASA,
-    CASAC,
-    CASAD,
-    CASAParameters,
-    CASAPlus,
-    CASAPlusParameters,
-)
-from raceme.strategies.cdfl.fedsoft import (
-    FedSoft,
-    FedSoftAsync,
-    FedSoftAsyncParameters,
-    FedSoftParameters,
-)
-from raceme.strategies.cdfl.strategy import CDFL, CDFLParameters
-from raceme.strategies.cfl import CFL, CFLAsync, CFLAsyncParameters, CFLParameters
-from raceme.strategies.cfl_gp import CFLGP, CFLGPParameters
-from raceme.strategies.continual import (
-    APD,
-    EWC,
-    APDParameters,
-    EWCParameters,
-    FedWeIT,
-    FedWeITParameters,
-    StableSGD,
-    StableSGDParameters,
-)
-from raceme.strategies.csafl import (
-    CSAFL,
-    CSAFLParameters,
-    GAFedAvg,
-    GFedAvg,
-    NoGFedAvg,
-    RFedAvg,
-    TAFedAvg,
-    TFedAvg,
-)
-from raceme.strategies.faacl.continual import CFAACL, CFAACLParameters
-from raceme.strategies.faacl.strategy import (
-    FAACL,
-    FAACLAsync,
-    FAACLAsyncParameters,
-    FAACLParameters,
-)
-from raceme.strategies.fedasync import FedAsync, FedAsyncParameters
-from raceme.strategies.fedavg import (
-    FedAvg,
-    FedAvgParameters,
-    FedMedian,
-    FedMedianParameters,
-    FedProx,
-    FedProxParameters,
-    FedTrimmedAvg,
-    FedTrimmedAvgParameters,
-    FlowerRounds,
-    Krum,
-    KrumParameters,
-    MultiKrum,
-    MultiKrumParameters,
-)
-from raceme.strategies.fedbuff import (
-    CA2FL,
-    FADAS,
-    PORT,
-    CA2FLParameters,
-    FADASParameters,
-    FedBuff,
-    FedBuffParameters,
-    PORTParameters,
-)
-from raceme.strategies.fedcompass import FedCompass, FedCompassParameters
-from raceme.strategies.feddrift import (
-    FedDrift,
-    FedDriftAsync,
-    FedDriftAsyncParameters,
-    FedDriftEager,
-    FedDriftEagerParameters,
-    FedDriftParameters,
-)
-from raceme.strategies.fedrc import FedRC, FedRCParameters
-from raceme.strategies.fesem import FeSEM, FeSEMParameters
-from raceme.strategies.flexcfl import (
-    FedGroup,
-    FedGroupParameters,
-    FlexCFL,
-    FlexCFLAsync,
-    FlexCFLAsyncParameters,
-    FlexCFLParameters,
-)
-from raceme.strategies.flux import FLUX, FLUXParameters
-from raceme.strategies.icfl import ICFL, ICFLAsync, ICFLAsyncParameters, ICFLParameters
-from raceme.strategies.ifca import IFCA, IFCAAsync, IFCAAsyncParameters, IFCAParameters
-from raceme.strategies.pacfl import PACFL, PACFLParameters
-from raceme.strategies.panicle.strategy import Panicle, PanicleParameters
-from raceme.strategies.standalone import Standalone
+
+if TYPE_CHECKING:
+    from raceme.core.progress import Plan
+    from raceme.core.scheduling import RoundsParameters
+    from raceme.core.strategy import Method
+    from raceme.strategies.ace import ACE, ACED, ACEDParameters, ACEParameters
+    from raceme.strategies.casa.strategy import (
+        CASA,
+        CASAC,
+        CASAD,
+        CASAParameters,
+        CASAPlus,
+        CASAPlusParameters,
+    )
+    from raceme.strategies.cdfl.fedsoft import (
+        FedSoft,
+        FedSoftAsync,
+        FedSoftAsyncParameters,
+        FedSoftParameters,
+    )
+    from raceme.strategies.cdfl.strategy import CDFL, CDFLParameters
+    from raceme.strategies.cfl import CFL, CFLAsync, CFLAsyncParameters, CFLParameters
+    from raceme.strategies.cfl_gp import CFLGP, CFLGPParameters
+    from raceme.strategies.continual import (
+        APD,
+        EWC,
+        APDParameters,
+        EWCParameters,
+        FedWeIT,
+        FedWeITParameters,
+        StableSGD,
+        StableSGDParameters,
+    )
+    from raceme.strategies.csafl import (
+        CSAFL,
+        CSAFLParameters,
+        GAFedAvg,
+        GFedAvg,
+        NoGFedAvg,
+        RFedAvg,
+        TAFedAvg,
+        TFedAvg,
+    )
+    from raceme.strategies.faacl.continual import CFAACL, CFAACLParameters
+    from raceme.strategies.faacl.strategy import (
+        FAACL,
+        FAACLAsync,
+        FAACLAsyncParameters,
+        FAACLParameters,
+    )
+    from raceme.strategies.fedasync import FedAsync, FedAsyncParameters
+    from raceme.strategies.fedavg import (
+        FedAvg,
+        FedAvgParameters,
+        FedMedian,
+        FedMedianParameters,
+        FedProx,
+        FedProxParameters,
+        FedTrimmedAvg,
+        FedTrimmedAvgParameters,
+        FlowerRounds,
+        Krum,
+        KrumParameters,
+        MultiKrum,
+        MultiKrumParameters,
+    )
+    from raceme.strategies.fedbuff import (
+        CA2FL,
+        FADAS,
+        PORT,
+        CA2FLParameters,
+        FADASParameters,
+        FedBuff,
+        FedBuffParameters,
+        PORTParameters,
+    )
+    from raceme.strategies.fedcompass import FedCompass, FedCompassParameters
+    from raceme.strategies.feddrift import (
+        FedDrift,
+        FedDriftAsync,
+        FedDriftAsyncParameters,
+        FedDriftEager,
+        FedDriftEagerParameters,
+        FedDriftParameters,
+    )
+    from raceme.strategies.fedrc import FedRC, FedRCParameters
+    from raceme.strategies.fesem import FeSEM, FeSEMParameters
+    from raceme.strategies.flexcfl import (
+        FedGroup,
+        FedGroupParameters,
+        FlexCFL,
+        FlexCFLAsync,
+        FlexCFLAsyncParameters,
+        FlexCFLParameters,
+    )
+    from raceme.strategies.flux import FLUX, FLUXParameters
+    from raceme.strategies.icfl import ICFL, ICFLAsync, ICFLAsyncParameters, ICFLParameters
+    from raceme.strategies.ifca import IFCA, IFCAAsync, IFCAAsyncParameters, IFCAParameters
+    from raceme.strategies.pacfl import PACFL, PACFLParameters
+    from raceme.strategies.panicle.strategy import Panicle, PanicleParameters
+    from raceme.strategies.standalone import Standalone
 
 __all__ = [
     "ACE",
@@ -212,3 +218,22 @@ __all__ = [
     "TAFedAvg",
     "TFedAvg",
 ]
+
+_MODULES = STRATEGIES.modules() | {
+    "FlowerRounds": "raceme.strategies.fedavg",
+    "Method": "raceme.core.strategy",
+    "Plan": "raceme.core.progress",
+    "RoundsParameters": "raceme.core.scheduling",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a method, or its hyper-parameters, which stand beside it."""
+    module = _MODULES.get(name) or _MODULES.get(name.removesuffix("Parameters"))
+    if name not in __all__ or module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(module), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -15,10 +15,6 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.linalg import eigh
-from scipy.optimize import linear_sum_assignment
-from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigsh
-from sklearn.cluster import AgglomerativeClustering, SpectralClustering
 
 from raceme.core.clusters import Clusters
 from raceme.core.messages import Vector
@@ -194,6 +190,10 @@ def largest_gap(weights: Matrix) -> Gap | None:
     count = min(_EIGENVALUES, len(weights))
     if count < 3:
         return None
+    # Imported where they are used, as scikit-learn below: most methods group no clients.
+    from scipy.linalg import eigh
+    from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigsh
+
     if len(weights) < _LARGE:
         values = eigh(laplacian(weights), eigvals_only=True, driver="ev")[:count]
     else:
@@ -256,6 +256,8 @@ def partition(weights: Matrix, parts: int, seed: int) -> NDArray[np.int64]:
     if parts == len(weights):
         # scikit-learn warns that it cannot look for so many eigenvectors as it usually does.
         return np.arange(parts)
+    from sklearn.cluster import SpectralClustering
+
     method = SpectralClustering(n_clusters=parts, affinity="precomputed", random_state=seed)
     return numbered(method.fit_predict(weights))
 
@@ -346,6 +348,8 @@ def linkage(
     NDArray[np.int64]
         A label in 0 … parts − 1 per client, numbered in order of first appearance. Shape (m,).
     """
+    from sklearn.cluster import AgglomerativeClustering
+
     method = AgglomerativeClustering(
         n_clusters=parts, metric="precomputed", linkage=how, distance_threshold=below
     )
@@ -374,6 +378,8 @@ def kept_homes(
     homes : Mapping[str, int]
         Cluster of those of them that have one.
     """
+    from scipy.optimize import linear_sum_assignment
+
     clusters = sorted(set(homes.values()))
     common = np.zeros((int(labels.max()) + 1, len(clusters)), np.int64)
     for client, label in zip(clients, labels, strict=True):

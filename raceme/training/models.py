@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from importlib import import_module
 from inspect import signature
 from math import prod
 
@@ -486,7 +483,7 @@ def build(
     Parameters
     ----------
     name : str
-        A registered name, or ``module:function``: a function that takes `input_shape` and
+        A name of the registry, or ``module:function``: a function that takes `input_shape` and
         `num_classes`, and `tokens` if it has a parameter of that name, and returns a network. The
         current folder is searched for the module too.
     input_shape : tuple[int, ...]
@@ -503,7 +500,7 @@ def build(
     UserError
         There is no such network, or it does not fit the data.
     """
-    builder: _Builder = _own_builder(name) if ":" in name else MODELS[name]
+    builder: _Builder = MODELS[name]
     vocabulary = {"tokens": tokens} if "tokens" in signature(builder).parameters else {}
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
@@ -543,29 +540,6 @@ def initial_arrays(config: RunConfig, shape: DataShape | None = None) -> ArrayRe
         )
     state = module.state_dict()
     return array_record({name: to_array(values.numpy()) for name, values in state.items()})
-
-
-def _own_builder(name: str) -> _Builder:
-    """Import a user's function."""
-    module_name, _, function_name = name.partition(":")
-    # A console script, unlike `python3 -m`, does not search the folder where it is started.
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.append(os.getcwd())
-    try:
-        module = import_module(module_name)
-    except Exception as error:
-        raise UserError(
-            f"Cannot import '{module_name}' of model '{name}': {_first_line(error)}. "
-            f"A model is one of {', '.join(sorted(MODELS))}, or module:function."
-        ) from error
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        raise UserError(
-            f"Module '{module_name}' has no function '{function_name}' to build model '{name}': "
-            f"write def {function_name or 'build'}(input_shape, num_classes)."
-        )
-    builder: _Builder = function
-    return builder
 
 
 def _probe(name: str, module: nn.Module, input_shape: tuple[int, ...], num_classes: int) -> None:

@@ -29,7 +29,7 @@ sys.meta_path.insert(0, Absent())
 DEVICE = """
 import raceme.cli, raceme.fleet.device
 from flwr.app import ArrayRecord, Context, Message, RecordDict
-from raceme import models
+from raceme.training import models
 from raceme.client_app import app
 from raceme.flower.messages import identify_process
 
@@ -68,13 +68,19 @@ def test_a_device_with_its_own_file_trains_without_the_packages_of_a_host(tmp_pa
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("command", ["run", "serve", "list"])
+@pytest.mark.parametrize("command", ["run", "serve", "list --keys"])
 def test_a_host_without_the_extra_is_told_in_one_line_what_to_type(command: str) -> None:
     done = python(f"{WITHOUT}\nfrom raceme.cli import main\nmain()", *command.split())
     (line,) = done.stderr.splitlines()
     assert line.startswith("raceme: ")
     assert line.endswith(INSTALL)
     assert done.returncode == 2
+
+
+def test_names_are_listed_without_the_packages_of_a_host() -> None:
+    done = python(f"{WITHOUT}\nfrom raceme.cli import main\nmain()", "list")
+    assert done.returncode == 0, done.stderr
+    assert "fedasync" in done.stdout
 
 
 ONLINE = """
@@ -102,8 +108,8 @@ def test_a_device_is_online_when_it_can_begin_to_work() -> None:
 
 def test_a_device_is_told_which_package_a_dataset_would_need() -> None:
     done = python(
-        f"{WITHOUT}\nfrom raceme.core.registry import DATASETS\n"
-        "try:\n    DATASETS['digits']\nexcept Exception as error:\n    print(error)"
+        f"{WITHOUT}\nfrom raceme import load\n"
+        "try:\n    load('digits')\nexcept Exception as error:\n    print(error)"
     )
     assert done.stdout.startswith("scikit-learn is not installed")
 

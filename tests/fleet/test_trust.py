@@ -42,6 +42,12 @@ HOSTILE_MODELS = [
     "set = 'model=backup:x'",
     "model = 'mlp'\nset = 'seed=1 model=backup:x'",
     "set = 'model=\"backup:x\"'",
+    "dataset = 'backup:x'",
+    "set = 'dataset=backup:x groups=0.5,0.5'",
+    "partition = 'backup:x'\ngroups = '0.5,0.5'",
+    "drift = 'backup:x'",
+    "protection = 'backup:x'",
+    "attack = 'backup:x'",
 ]
 
 

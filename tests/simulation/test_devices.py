@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from raceme.core.errors import UserError
-from raceme.simulation import PROFILES, Device, fleet
-from raceme.simulation.devices import DROPPED, TOO_SLOW, DeviceModel, Outcome, Workload, summaries
+from raceme.core.registry import DEVICES
+from raceme.simulation import Device, fleet
+from raceme.simulation.devices import DROPPED, TOO_SLOW, DeviceModel, Outcome, Workload
 
 
 def profile(folder: Path, text: str) -> str:
@@ -29,8 +30,8 @@ def speeds(devices: list[Device]) -> Counter[float]:
 
 
 def test_the_built_in_profiles_have_one_line_of_description_each() -> None:
-    assert set(PROFILES) == {*("uniform", "slow30x5", "slow30x10", "range1to5", "fdma", "churn")}
-    assert all(text and "\n" not in text for text in summaries().values())
+    assert set(DEVICES) == {*("uniform", "slow30x5", "slow30x10", "range1to5", "fdma", "churn")}
+    assert all(text and "\n" not in text for text in DEVICES.summaries().values())
 
 
 @pytest.mark.parametrize(

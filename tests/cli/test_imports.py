@@ -1,0 +1,128 @@
+"""What a command, or a name, imports: no more than it needs. Counted in processes of their own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+from processes import ROOT
+
+from raceme.cli import COMMANDS
+from raceme.core.registry import (
+    ATTACKS,
+    DATASETS,
+    DEVICES,
+    DRIFTS,
+    MODELS,
+    PARTITIONERS,
+    PROTECTIONS,
+    STRATEGIES,
+    Registry,
+    docstring_of,
+)
+
+HEAVY = {"flwr", "matplotlib", "numpy", "pandas", "scipy", "sklearn", "sqlalchemy", "torch"}
+REGISTRIES = [STRATEGIES, DATASETS, PARTITIONERS, DRIFTS, PROTECTIONS, ATTACKS, MODELS]
+
+
+def imported(code: str, folder: Path) -> set[str]:
+    """Return the modules that a process has imported at its end, however it ends."""
+    told = "import atexit, sys\natexit.register(lambda: print('IMPORTED', *sorted(sys.modules)))\n"
+    done = subprocess.run(
+        [sys.executable, "-c", told + code],
+        cwd=folder,
+        env={"PYTHONPATH": str(ROOT), "PATH": "", "COLUMNS": "100"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("IMPORTED ")]
+    assert lines, done.stderr
+    return set(lines[-1].split()[1:])
+
+
+def command(*arguments: str) -> str:
+    return f"sys.argv = {['raceme', *arguments]!r}\nfrom raceme.cli import main\nmain()"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--help",),
+        ("list",),
+        ("run", "--strategy", "fedasinc"),
+        ("run", "--dataset", "minst"),
+        ("run", "--model", "cnnn"),
+        ("run", "--devices", "slow30"),
+        ("compare", "fedasinc"),
+        ("rnu",),
+    ],
+)
+def test_help_lists_and_mistyped_names_need_none_of_what_a_run_needs(
+    arguments: tuple[str, ...], tmp_path: Path
+) -> None:
+    found = imported(command(*arguments), tmp_path)
+    assert not {name.partition(".")[0] for name in found} & HEAVY
+    rooms = {name.split(".")[1] for name in found if name.startswith("raceme.")}
+    assert rooms <= {"cli", "core"}
+
+
+def test_the_help_of_all_commands_imports_none_of_them(tmp_path: Path) -> None:
+    modules = {target.partition(":")[0] for target in COMMANDS.values()}
+    assert not imported(command("--help"), tmp_path) & modules
+
+
+def test_a_method_is_imported_without_any_other(tmp_path: Path) -> None:
+    code = "from raceme.core.registry import STRATEGIES\nSTRATEGIES['fedasync']"
+    found = imported(code, tmp_path)
+    own = {name for name in found if name.startswith("raceme.strategies.")}
+    assert own == {"raceme.strategies.fedasync", "raceme.strategies.shared"}
+    assert not {"scipy", "sklearn", "torch", "matplotlib", "sqlalchemy"} & found
+    rooms = {name.split(".")[1] for name in found if name.startswith("raceme.")}
+    assert rooms == {"core", "flower", "strategies"}
+
+
+def test_the_package_imports_nothing_of_itself(tmp_path: Path) -> None:
+    found = imported("import raceme", tmp_path)
+    assert {name for name in found if name.startswith("raceme.")} == set()
+
+
+def test_a_run_draws_and_groups_nothing_before_its_first_update(tmp_path: Path) -> None:
+    code = """
+from raceme.core.config import RunConfig
+from raceme.core.events import UpdateApplied
+from raceme.runs.experiment import simulate
+
+def seen(event):
+    if isinstance(event, UpdateApplied):
+        raise SystemExit
+
+keys = {"strategy": "fedasync", "workers": 0, "clients": 4, "out": "out"}
+simulate(RunConfig.from_mapping(keys), seen)
+"""
+    found = imported(code, tmp_path)
+    assert "torch" in found
+    assert not {"matplotlib", "scipy", "sklearn", "pandas", "sqlalchemy", "fastapi"} & found
+
+
+@pytest.mark.parametrize("registry", REGISTRIES, ids=lambda registry: registry.kind)
+def test_summaries_are_those_of_the_objects(registry: Registry) -> None:
+    summaries = registry.summaries()
+    for name in registry:
+        lines = (registry[name].__doc__ or "").strip().splitlines()
+        assert summaries[name] == (lines[0] if lines else ""), name
+
+
+def test_commands_have_the_docstrings_of_their_functions() -> None:
+    for target in COMMANDS.values():
+        module, name = target.split(":")
+        function = getattr(import_module(module), name)
+        assert docstring_of(target).split() == function.__doc__.split()
+
+
+def test_device_profiles_describe_themselves() -> None:
+    assert all(DEVICES.summaries().values())
