@@ -12,8 +12,8 @@ from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
 from raceme.simulation import pool
 from raceme.simulation.devices import PROFILES, Device, fleet
-from raceme.simulation.executor import Executor, InProcess
-from raceme.simulation.pool import Pool, load
+from raceme.simulation.executor import Executor, InProcess, load
+from raceme.simulation.pool import Pool
 from raceme.simulation.virtual_grid import Node, VirtualGrid, communication_of, nodes_of
 
 # -----------------------------------------------------------------------------

@@ -35,7 +35,15 @@ from raceme.simulation.devices import (
     training_cost,
 )
 from raceme.simulation.event_queue import EventQueue, Key
-from raceme.simulation.executor import Executor, InProcess, Packed, pack, unpack
+from raceme.simulation.executor import (
+    Executor,
+    InProcess,
+    Packed,
+    head_of,
+    message_of,
+    pack,
+    unpack,
+)
 
 # -----------------------------------------------------------------------------
 # What the virtual grid keeps of its clients, and of messages without a reply yet.
@@ -127,70 +135,34 @@ def exchange_of(pending: Pending, answered: float, reply: Message | None) -> Exc
 Tree = dict[str, Any]
 
 
-def records_to_tree(records: RecordDict) -> Tree:
-    """Take records apart; arrays' data are not copied."""
-    packed = pack(records)
-    return {"records": packed.records, "data": packed.data}
-
-
-def records_from_tree(tree: Tree) -> RecordDict:
-    """Put records together again."""
-    records = [(name, kind, _content(content)) for name, kind, content in tree["records"]]
-    return unpack(Packed(records, tree["data"]))
-
-
-def message_to_tree(message: Message) -> Tree:
+def _message_tree(message: Message) -> Tree:
     """Take a message apart that has no reply yet."""
-    metadata = message.metadata
-    return {
-        "id": metadata.message_id,
-        "node": metadata.dst_node_id,
-        "type": metadata.message_type,
-        "ttl": metadata.ttl,
-        "group": metadata.group_id,
-        "content": records_to_tree(message.content),
-    }
+    return {**head_of(message), "content": pack(message.content)._asdict()}
 
 
-def message_from_tree(tree: Tree) -> Message:
+def _message_from(tree: Tree) -> Message:
     """Put a message together again, with its id."""
-    return _message(tree, records_from_tree(tree["content"]))
+    return message_of(tree, unpack(Packed(**tree["content"])))
 
 
-def reply_to_tree(reply: Message) -> Tree:
-    """Take a reply apart."""
-    metadata = reply.metadata
-    failed = reply.has_error()
+def _reply_tree(reply: Message) -> Tree:
+    """Take a reply apart; the head is that of the message that it answers."""
+    metadata, failed = reply.metadata, reply.has_error()
     return {
+        **head_of(reply),
         "id": metadata.reply_to_message_id,
         "node": metadata.src_node_id,
-        "type": metadata.message_type,
-        "ttl": metadata.ttl,
-        "group": metadata.group_id,
         "error": [reply.error.code, reply.error.reason] if failed else None,
-        "content": None if failed else records_to_tree(reply.content),
+        "content": None if failed else pack(reply.content)._asdict(),
     }
 
 
-def reply_from_tree(tree: Tree) -> Message:
+def _reply_from(tree: Tree) -> Message:
     """Put a reply together again."""
-    asked = _message(tree, RecordDict())
+    asked = message_of(tree, RecordDict())
     if tree["error"] is not None:
         return Message(Error(*tree["error"]), reply_to=asked, ttl=tree["ttl"])
-    return Message(records_from_tree(tree["content"]), reply_to=asked, ttl=tree["ttl"])
-
-
-def _message(tree: Tree, content: RecordDict) -> Message:
-    message = Message(content, tree["node"], tree["type"], ttl=tree["ttl"], group_id=tree["group"])
-    set_message_id(message, tree["id"])
-    return message
-
-
-def _content(content: Any) -> Any:
-    """Return a record's content, or of an array record tuples with the arrays' shapes as such."""
-    if isinstance(content, dict):
-        return content
-    return [(key, dtype, tuple(shape), *rest) for key, dtype, shape, *rest in content]
+    return Message(unpack(Packed(**tree["content"])), reply_to=asked, ttl=tree["ttl"])
 
 
 # -----------------------------------------------------------------------------
@@ -300,10 +272,11 @@ class VirtualGrid(OwnGrid):
                 self._schedule_switch(node.node_id)
         identify_process(self._run.run_id)
 
-    def _client(self, node_id: int) -> Client | None:
+    def _client(self, node_id: int) -> Client:
         """Return what is kept of a node, from the first time on that it is asked for."""
         client = self._clients.get(node_id)
-        if client is None and (node := self._by_id.get(node_id)) is not None:
+        if client is None:
+            node = self._by_id[node_id]
             context = Context(
                 run_id=self._first_run_id,
                 node_id=node_id,
@@ -315,11 +288,10 @@ class VirtualGrid(OwnGrid):
             client = self._clients[node_id] = Client(device, context)
         return client
 
-    def _known(self, node_id: int) -> Client:
-        """Return what is kept of a node that exists."""
-        client = self._client(node_id)
-        assert client is not None, "a node of this fleet"
-        return client
+    def _client_of(self, message: Message) -> Client | None:
+        """Return the client that a message is for, if there is such a node."""
+        node_id = message.metadata.dst_node_id
+        return self._client(node_id) if node_id in self._by_id else None
 
     def now(self) -> float:
         """Return the virtual time in seconds."""
@@ -433,7 +405,7 @@ class VirtualGrid(OwnGrid):
             "pushed": self._pushed,
             "pending": [
                 {
-                    "message": message_to_tree(pending.message),
+                    "message": _message_tree(pending.message),
                     "expires": pending.expires,
                     "due": pending.due,
                     "lost": pending.lost,
@@ -442,12 +414,12 @@ class VirtualGrid(OwnGrid):
                 }
                 for pending in self._pending.values()
             ],
-            "arrived": [reply_to_tree(reply) for _, reply in self._arrived.values()],
+            "arrived": [_reply_tree(reply) for _, reply in self._arrived.values()],
             "online": list(self._online),
             "clients": {
                 str(node_id): {
                     "device": client.device.state_dict(),
-                    "state": records_to_tree(client.context.state),
+                    "state": pack(client.context.state)._asdict(),
                 }
                 for node_id, client in self._clients.items()
             },
@@ -459,16 +431,16 @@ class VirtualGrid(OwnGrid):
         self._pushed = tree["pushed"]
         self._online = dict.fromkeys(tree["online"])
         for name, known in tree["clients"].items():
-            client = self._known(int(name))
+            client = self._client(int(name))
             client.device.load_state_dict(known["device"])
-            client.context.state = records_from_tree(known["state"])
+            client.context.state = unpack(Packed(**known["state"]))
         for reply in tree["arrived"]:
-            self._keep(reply["id"], reply_from_tree(reply))
+            self._keep(reply["id"], _reply_from(reply))
         for saved in tree["pending"]:
-            message = message_from_tree(saved["message"])
+            message = _message_from(saved["message"])
             pending = Pending(
                 message,
-                self._client(message.metadata.dst_node_id),
+                self._client_of(message),
                 expires=saved["expires"],
                 due=saved["due"],
                 lost=saved["lost"],
@@ -484,7 +456,7 @@ class VirtualGrid(OwnGrid):
         """Decide when a message will be answered, and hand its work to the executor."""
         now, metadata = self._queue.now, message.metadata
         node_id, expires = metadata.dst_node_id, now + metadata.ttl
-        client = self._client(node_id)
+        client = self._client_of(message)
         pending = self._pending[message_id] = Pending(
             message, client, expires, due=now, sent=now, begun=now, ended=now
         )
@@ -508,7 +480,7 @@ class VirtualGrid(OwnGrid):
 
     def _work_on(self, message_id: str, pending: Pending) -> None:
         """Hand the work of a message to the executor."""
-        assert pending.client is not None, "a message to nobody is lost"
+        assert pending.client is not None, "a message to no node is lost"
         pending.client.at_work[message_id] = None
         self._executor.submit(pending.message, pending.client.context, pending.due)
 
@@ -573,7 +545,7 @@ class VirtualGrid(OwnGrid):
             code = NODE_UNAVAILABLE if client is None else REPLY_MESSAGE_UNAVAILABLE
             reply = error_reply(pending.message, code, pending.lost)
         else:
-            assert client is not None, "a message to nobody is lost"
+            assert client is not None, "a message to no node is lost"
             del client.at_work[message_id]
             reply = self._executor.result(message_id)
             if client.device.is_new and not client.at_work and not client.context.state:
@@ -588,7 +560,7 @@ class VirtualGrid(OwnGrid):
         pending = self._pending.pop(message_id)
         self._queue.cancel(pending.event)
         if pending.lost is None:
-            assert pending.client is not None, "a message to nobody is lost"
+            assert pending.client is not None, "a message to no node is lost"
             del pending.client.at_work[message_id]
             self._executor.cancel(message_id)
         if self._observe is not None:
@@ -598,7 +570,7 @@ class VirtualGrid(OwnGrid):
         """Let a device come online, or go offline with all that it was working on."""
         if node_id in self._online:
             del self._online[node_id]
-            self._lose_work(self._known(node_id))
+            self._lose_work(self._client(node_id))
         else:
             self._online[node_id] = None
         if self._observe is not None:
@@ -625,7 +597,7 @@ class VirtualGrid(OwnGrid):
         client.at_work.clear()
 
     def _schedule_switch(self, node_id: int) -> None:
-        time = self._known(node_id).device.next_switch()
+        time = self._client(node_id).device.next_switch()
         if time is not None:
             self._queue.schedule(time, _SWITCH, node_id)
 
@@ -678,16 +650,10 @@ def nodes_of(profile: str, examples: Sequence[int], seed: int) -> list[Node]:
         devices, names = traced_fleet(profile.removeprefix(PREFIX), len(examples))
     else:
         devices = fleet(profile, len(examples), seed)
-    return [
-        Node(
-            node_id=_FIRST_NODE_ID + index,
-            device=device,
-            config={
-                "partition-id": index,
-                "num-partitions": len(examples),
-                **({"device-id": names[index]} if names else {}),
-            },
-            examples=count,
-        )
-        for index, (device, count) in enumerate(zip(devices, examples, strict=True))
-    ]
+    nodes = []
+    for index, (device, count) in enumerate(zip(devices, examples, strict=True)):
+        config: dict[str, Value] = {"partition-id": index, "num-partitions": len(examples)}
+        if names:
+            config["device-id"] = names[index]
+        nodes.append(Node(_FIRST_NODE_ID + index, device, config, count))
+    return nodes
