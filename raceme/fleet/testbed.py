@@ -28,7 +28,7 @@ from raceme.core.files import absolute
 from raceme.core.options import Value
 from raceme.records.folder import check_new
 from raceme.reporting.artefacts import missing_line
-from raceme.simulation.devices import Device
+from raceme.simulation.devices import Device, Workload, fleet
 
 # -----------------------------------------------------------------------------
 # The logs of `raceme up`: every line in files, and on the terminal those that a person reads.
@@ -130,7 +130,7 @@ class Shape:
 
 def shapes_of(devices: Sequence[Device], delay: float, loss: float) -> list[Shape]:
     """Turn simulated devices into shapes: the fastest has a whole core, the others their share."""
-    seconds = [device.mean_duration(1, 1, bytes_down=0, bytes_up=0) for device in devices]
+    seconds = [device.mean_duration(Workload(examples=1)) for device in devices]
     fastest = min((value for value in seconds if value > 0), default=1.0)
     return [
         Shape(
@@ -466,8 +466,6 @@ def shapes_from(config: RunConfig, profile: str, delay: float, loss: float) -> l
     UserError
         There is no such profile, or this machine or user cannot shape devices.
     """
-    from raceme.simulation.devices import fleet
-
     check(config.num_clients)
     return shapes_of(fleet(profile, config.num_clients, config.seed), delay, loss)
 
