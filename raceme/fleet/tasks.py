@@ -29,7 +29,7 @@ from raceme.core.options import Value
 from raceme.datasets.npz import Stamp, stamp_of
 from raceme.fleet.connection import Link, RejoinError
 from raceme.flower import fleet_client as fleet
-from raceme.flower.app import load_client_app
+from raceme.flower.app import load_app
 from raceme.flower.messages import (
     CLIENT_APP_RAISED_EXCEPTION,
     INVALID_APP,
@@ -275,7 +275,7 @@ class Apps:
         self._folder = tempfile.TemporaryDirectory(prefix="raceme-app-")
         try:
             folder = fleet.install_app(bundle, Path(self._folder.name))
-            app = load_client_app(reference, folder)
+            app = load_app(reference, folder, ClientApp)
         # An app may raise anything while it is imported, SystemExit included.
         except (Exception, SystemExit) as error:
             reason = f"the app cannot be loaded: {type(error).__name__}: {error}"

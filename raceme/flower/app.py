@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 import flwr.serverapp
@@ -19,22 +19,9 @@ from flwr.common.constant import HEARTBEAT_DEFAULT_INTERVAL, HEARTBEAT_PATIENCE
 from flwr.serverapp import ServerApp
 from flwr.serverapp.server_app import LoadServerAppError
 from flwr.serverapp.strategy import strategy_utils
-from flwr.supercore.object_ref import load_app
+from flwr.supercore.object_ref import load_app as load_object
 
 from raceme.flower.messages import SERVER_NODE_ID
-
-# -----------------------------------------------------------------------------
-# Importing somebody's ClientApp.
-# -----------------------------------------------------------------------------
-
-
-def load_client_app(reference: str, folder: Path) -> ClientApp:
-    """Import a ClientApp from a folder, which is put on the module search path."""
-    app = load_app(reference, LoadClientAppError, folder)
-    if not isinstance(app, ClientApp):
-        raise LoadClientAppError(f"'{reference}' is not a ClientApp")
-    return app
-
 
 # -----------------------------------------------------------------------------
 # Flower App Bundles, made as `flwr run` makes them.
@@ -70,7 +57,13 @@ def build_bundle(folder: Path) -> bytes:
 
 Value = str | int | float | bool
 
-LoadAppError = (LoadServerAppError, LoadClientAppError)
+Part = TypeVar("Part", ServerApp, ClientApp)
+
+_LOAD_ERRORS: dict[type, type[Exception]] = {
+    ServerApp: LoadServerAppError,
+    ClientApp: LoadClientAppError,
+}
+LoadAppError = tuple(_LOAD_ERRORS.values())
 """Raised where a reference leads to no app."""
 
 MISSED_AFTER = float(HEARTBEAT_DEFAULT_INTERVAL * HEARTBEAT_PATIENCE)
@@ -112,11 +105,12 @@ def parse_overrides(texts: list[str]) -> dict[str, Value]:
         raise ValueError(error.message) from None
 
 
-def load_server_app(reference: str, folder: Path) -> ServerApp:
-    """Import a ServerApp from a folder, which is put on the module search path."""
-    app = load_app(reference, LoadServerAppError, folder)
-    if not isinstance(app, ServerApp):
-        raise LoadServerAppError(f"'{reference}' is not a ServerApp")
+def load_app(reference: str, folder: Path, kind: type[Part]) -> Part:
+    """Import a ServerApp or a ClientApp from a folder, which is put on the module search path."""
+    error = _LOAD_ERRORS[kind]
+    app = load_object(reference, error, folder)
+    if not isinstance(app, kind):
+        raise error(f"'{reference}' is not a {kind.__name__}")
     return app
 
 

@@ -12,12 +12,13 @@ import sys
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import wraps
-from logging import INFO, getLogger
+from functools import partial, wraps
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
@@ -35,7 +36,6 @@ from raceme.core.files import absolute
 from raceme.core.messages import CONFIG, KIND
 from raceme.core.registry import STRATEGIES
 from raceme.core.strategy import Method
-from raceme.core.timeline import ExchangeObserver
 from raceme.datasets.cache import without_operators
 from raceme.flower import app as compat
 from raceme.records.exchanges import (
@@ -56,7 +56,7 @@ from raceme.reporting.plots import accuracy_figure
 from raceme.reporting.style import save_figure
 from raceme.reporting.waiting import timeline_figure, waiting_figure
 from raceme.simulation import executor_for, prepare
-from raceme.simulation.devices import Cost, Workload, bytes_of, category, copy_of, training_cost
+from raceme.simulation.devices import Workload, bytes_of, category, copy_of, training_cost
 from raceme.simulation.executor import Executor, Packed, own_randomness, pack, seed_process, unpack
 from raceme.simulation.virtual_grid import Node, VirtualGrid, nodes_of
 
@@ -104,7 +104,7 @@ class FlowerApp:
         UserError
             It cannot be imported, or needs Flower's older interface.
         """
-        app = self._load(self.server, compat.load_server_app)
+        app = self._load(self.server, ServerApp)
         if not compat.takes_a_grid(app):
             raise UserError(
                 f"The ServerApp of {self.folder} is made with server_fn, Flower's older interface, "
@@ -121,11 +121,11 @@ class FlowerApp:
         UserError
             It cannot be imported.
         """
-        return self._load(self.client, compat.load_client_app)
+        return self._load(self.client, ClientApp)
 
-    def _load(self, reference: str, load: Callable[[str, Path], App]) -> App:
+    def _load(self, reference: str, kind: type[App]) -> App:
         try:
-            return without_operators(lambda: load(reference, self.folder))
+            return without_operators(lambda: compat.load_app(reference, self.folder, kind))
         except compat.LoadAppError as error:
             reason = str(error).strip().splitlines()[0].rstrip(".")
             raise UserError(f"{self.folder}/pyproject.toml: {reason}.") from None
@@ -148,7 +148,11 @@ class FlowerApp:
                 f"'{module}' in {self.folder}."
             )
         wanted = self._distribution(module.partition(".")[0])
-        install = f"python3 -m pip install '{wanted}'" if wanted else self._install_all()
+        install = (
+            f"python3 -m pip install '{wanted}'"
+            if wanted
+            else f"python3 -m pip install -e {self.folder} (all that its pyproject.toml asks for)"
+        )
         return UserError(
             f"The app in {self.folder} needs the module '{module}', which is not installed: "
             f"{install}"
@@ -161,9 +165,6 @@ class FlowerApp:
             if name and _plain(name.group()) in (_plain(module), f"scikit_{_plain(module)[2:]}"):
                 return dependency
         return None
-
-    def _install_all(self) -> str:
-        return f"python3 -m pip install -e {self.folder} (all that its pyproject.toml asks for)"
 
 
 def read_app(folder: Path, overrides: Sequence[str] = ()) -> FlowerApp:
@@ -202,19 +203,15 @@ def read_app(folder: Path, overrides: Sequence[str] = ()) -> FlowerApp:
             f"{folder}/pyproject.toml names no serverapp and clientapp in "
             "[tool.flwr.app.components]; other apps have nothing to simulate."
         )
+    listed = project["project"].get("dependencies")
     return FlowerApp(
         folder=folder,
         name=str(project["project"]["name"]),
         server=components["serverapp"],
         client=components["clientapp"],
         run_config={**known, **_overrides(overrides, known)},
-        dependencies=tuple(map(str, _dependencies(project))),
+        dependencies=tuple(map(str, listed)) if isinstance(listed, list) else (),
     )
-
-
-def _dependencies(project: Mapping[str, Any]) -> list[Any]:
-    listed = project["project"].get("dependencies", [])
-    return listed if isinstance(listed, list) else []
 
 
 def _overrides(texts: Sequence[str], known: Mapping[str, Value]) -> dict[str, Value]:
@@ -327,8 +324,8 @@ class Replacement:
                 return start(strategy, *arguments, **named)
             method = self._make()
             self.methods.append(method)
-            getLogger("flwr").log(
-                INFO, "%s takes the place of %s.", self._name, type(strategy).__name__
+            logging.getLogger("flwr").info(
+                "%s takes the place of %s.", self._name, type(strategy).__name__
             )
             # An app's own start may have names for Flower's arguments in another order, and more.
             given = dict(inspect.signature(start).bind_partial(strategy, *arguments).arguments)
@@ -415,7 +412,7 @@ class AppGrid(VirtualGrid):
 
     Parameters
     ----------
-    client_app, nodes, run_config, seed, executor, cost, observe
+    client_app, nodes, grid
         See :class:`~raceme.simulation.VirtualGrid`.
     max_time : float
         Virtual time in seconds at which the ServerApp is ended.
@@ -432,18 +429,12 @@ class AppGrid(VirtualGrid):
         self,
         client_app: ClientApp,
         nodes: Sequence[Node],
-        run_config: Mapping[str, Value] | None = None,
-        seed: int = 0,
-        executor: Executor | None = None,
-        cost: Cost = training_cost,
-        observe: ExchangeObserver | None = None,
+        *,
         max_time: float = math.inf,
         free_evaluation: bool = True,
+        **grid: Any,
     ) -> None:
-        super().__init__(
-            *(client_app, nodes, run_config, seed, executor, cost, observe),
-            notice=compat.MISSED_AFTER,
-        )
+        super().__init__(client_app, nodes, notice=compat.MISSED_AFTER, **grid)
         self.free_evaluation = free_evaluation
         self.max_time = max_time
         self.thread = threading.get_ident()
@@ -587,10 +578,8 @@ class AppGrid(VirtualGrid):
 # -----------------------------------------------------------------------------
 # The clock that a ServerApp reads: Python's own functions of time, on virtual time.
 #
-# While the ServerApp runs, `time.sleep` moves the virtual clock, and `time.time`,
-# `time.monotonic`
-# and `time.perf_counter` read it, for code of the app itself and of Flower's strategies. All
-# others
+# While the ServerApp runs, `time.sleep` moves the virtual clock, and `time.time`, `time.monotonic`
+# and `time.perf_counter` read it, for code of the app itself and of Flower's strategies. All others
 # (a library that waits for a socket, a ClientApp that measures itself) have the machine's clock.
 # -----------------------------------------------------------------------------
 
@@ -599,11 +588,7 @@ EPOCH = 1_767_225_600.0
 """What `time.time()` says when the simulation begins: 2026-01-01, 00:00 UTC, in every run."""
 
 _NANOSECONDS = 1_000_000_000
-_CLOCKS = {
-    "time": EPOCH,
-    "monotonic": 0.0,
-    "perf_counter": 0.0,
-}
+_CLOCKS = {"time": EPOCH, "monotonic": 0.0, "perf_counter": 0.0}
 """Functions that tell the time, and what they say at the beginning."""
 
 
@@ -632,12 +617,11 @@ class AppClock:
 
         What imports them meanwhile by name keeps them; afterwards they do what Python's do.
         """
-        before = {name: getattr(time, name) for name in ("sleep", *_time_functions())}
         replaced: dict[str, Callable[..., Any]] = {"sleep": self._sleep(time.sleep)}
         for name, start in _CLOCKS.items():
-            replaced[name] = self._clock(before[name], start, 1)
-            nanoseconds = f"{name}_ns"
-            replaced[nanoseconds] = self._clock(before[nanoseconds], start, _NANOSECONDS)
+            for function, factor in ((name, 1), (f"{name}_ns", _NANOSECONDS)):
+                replaced[function] = self._clock(getattr(time, function), start, factor)
+        before = {name: getattr(time, name) for name in replaced}
         self._is_running = True
         try:
             with compat.strategies_pause(self._pause_for_nodes):
@@ -677,9 +661,9 @@ class AppClock:
         A ClientApp has the same folder, but is called by the grid.
         """
         grid = self.grid
-        if grid is None or grid.is_working or threading.get_ident() != grid.thread:
+        if grid is None or not self._is_running:
             return None
-        if not self._is_running:
+        if grid.is_working or threading.get_ident() != grid.thread:
             return None
         return grid if sys._getframe(2).f_code.co_filename.startswith(self._folders) else None
 
@@ -701,10 +685,6 @@ class AppClock:
                 "min_train_nodes or min_evaluate_nodes"
             )
         grid.pause(seconds)
-
-
-def _time_functions() -> list[str]:
-    return [name for clock in _CLOCKS for name in (clock, f"{clock}_ns")]
 
 
 def _put(functions: dict[str, Callable[..., Any]]) -> None:
@@ -761,10 +741,10 @@ class Learned:
     ----------
     executor : Executor
         Does the work.
-    per_sample : dict[int, bool]
-        For each node, whether its device's time depends on the number of examples.
+    nodes : Sequence[Node]
+        The fleet.
     examples : int or None
-        That number, if it is not to be learned.
+        Training examples of a client, if that is not to be learned.
     evaluation_share : float or None
         What an evaluation computes, as a share of a training task; None if it takes no time at all.
     """
@@ -772,13 +752,12 @@ class Learned:
     def __init__(
         self,
         executor: Executor,
-        per_sample: dict[int, bool],
+        nodes: Sequence[Node],
         examples: int | None = None,
         evaluation_share: float | None = None,
     ) -> None:
-        self._executor = executor
-        self._per_sample = per_sample
-        self._examples = examples
+        self._executor, self._examples = executor, examples
+        self._per_sample = {node.node_id: node.device.is_per_sample for node in nodes}
         self._evaluation_share = evaluation_share
         self._known: dict[int, _Known] = {}
         self._early: dict[str, _Early] = {}
@@ -850,20 +829,14 @@ class Learned:
 
     def _do_early(self, message: Message, context: Context) -> None:
         """Do the work of a message before its time, on a copy of its client's state."""
-        before = pack(context.state)
-        copy = Context(
-            run_id=context.run_id,
-            node_id=context.node_id,
-            node_config=context.node_config,
-            state=unpack(before),
-            run_config=context.run_config,
-        )
+        before, early = pack(context.state), copy(context)
+        early.state = unpack(before)
         message_id, content = message.metadata.message_id, copy_of(message.content)
-        self._executor.submit(message, copy, 0.0)
+        self._executor.submit(message, early, 0.0)
         reply = self._executor.result(message_id)
         # The client may have changed what it was sent, and may have to do it again.
         message.content = content
-        self._early[message_id] = _Early(before, reply, copy.state)
+        self._early[message_id] = _Early(before, reply, early.state)
         self._learn(message, reply)
 
     def _learn(self, message: Message, reply: Message) -> None:
@@ -882,7 +855,7 @@ class Learned:
         reply = self._early[message.metadata.message_id].reply
         if reply.has_error():
             # It takes no longer than its transfers and what is fixed.
-            return Workload(1.0, bytes_of(message.content), 0, 1.0, examples=0)
+            return Workload(bytes_down=bytes_of(message.content), examples=0)
         raise UserError(
             "The device profile has times per sample, and the ClientApp's replies do not state "
             f"'{NUM_EXAMPLES[0]}' in their metrics: say how many there are with --examples N."
@@ -891,8 +864,7 @@ class Learned:
 
 def _epochs(message: Message, context: Context) -> float:
     """Return the passes over a client's samples that a task takes, where that can be known."""
-    settings: list[Mapping[str, object]] = [*message.content.config_records.values()]
-    for values in (*settings, context.run_config):
+    for values in (*message.content.config_records.values(), context.run_config):
         for name in LOCAL_EPOCHS:
             value = values.get(name)
             if isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
@@ -1021,7 +993,12 @@ def simulate(settings: Settings) -> Simulated:
         Anything that cannot work is said before the ServerApp is called, as far as it can be known.
     """
     app = read_app(settings.folder, settings.run_config)
-    _check(settings)
+    make = None
+    if settings.strategy is not None:
+        make = partial(build_method, settings.strategy, settings.parameters, settings.seed)
+        make()
+    elif settings.parameters:
+        raise UserError("--set takes keys of a strategy: name one with --strategy.")
     nodes = nodes_of(settings.devices, [settings.examples or 0] * settings.clients, settings.seed)
     prepare(settings.workers)
     started = time.perf_counter()
@@ -1031,29 +1008,35 @@ def simulate(settings: Settings) -> Simulated:
         stack.enter_context(clock.running())
         server_app = app.load_server()
         client_app = app.load_client()
-        _one_thread()
+        if "torch" in sys.modules:
+            # As in worker processes: numbers would otherwise depend on how many of them there are.
+            sys.modules["torch"].set_num_threads(1)
         executor = executor_for(app.client, settings.workers, seed=settings.seed)
-        learned = _learned(settings, nodes, executor)
+        learned = Learned(executor, nodes, settings.examples, settings.evaluation_share)
         stack.callback(learned.close)
         out = prepare_folder(settings.out, app.name)
-        names = _names(nodes)
+        # What a trace calls the clients, or else their number.
+        names = {
+            node.node_id: str(node.config.get("device-id", f"client-{index}"))
+            for index, node in enumerate(nodes)
+        }
         online = [node.node_id for node in nodes if node.device.starts_online()]
         log = stack.enter_context(ExchangeLog(out / MESSAGES, names, online))
         grid = clock.grid = AppGrid(
             client_app,
             nodes,
-            app.run_config,
-            settings.seed,
-            learned,
+            run_config=app.run_config,
+            seed=settings.seed,
+            executor=learned,
             cost=learned.cost,
             observe=log.observe,
             max_time=settings.max_time,
             free_evaluation=settings.evaluation_share is None,
         )
         replacement = None
-        if settings.strategy is not None:
+        if make is not None:
             store = stack.enter_context(_store(out))
-            replacement = _replacement(settings.strategy, settings, store.observe)
+            replacement = Replacement(str(settings.strategy), make, store.observe)
             stack.enter_context(replacement.in_place())
         # What importing drew is not part of what the ServerApp draws.
         seed_process([settings.seed, _SERVER])
@@ -1073,31 +1056,6 @@ def simulate(settings: Settings) -> Simulated:
     )
 
 
-def _check(settings: Settings) -> None:
-    """Check what the command line cannot."""
-    if settings.strategy is not None:
-        build_method(settings.strategy, settings.parameters, settings.seed)
-    elif settings.parameters:
-        raise UserError("--set takes keys of a strategy: name one with --strategy.")
-
-
-def _learned(settings: Settings, nodes: list[Node], executor: Executor) -> Learned:
-    """Return the executor that knows what messages cost."""
-    per_sample = {
-        node.node_id: node.device.seconds_per_sample > 0 or node.device.exponential_rate > 0
-        for node in nodes
-    }
-    return Learned(executor, per_sample, settings.examples, settings.evaluation_share)
-
-
-def _names(nodes: list[Node]) -> dict[int, str]:
-    """Return what clients are called in results: what a trace calls them, or by their number."""
-    return {
-        node.node_id: str(node.config.get("device-id", f"client-{index}"))
-        for index, node in enumerate(nodes)
-    }
-
-
 @contextmanager
 def _store(out: Path) -> Iterator[RunStore]:
     """Open the run store of a method; an error of the user's leaves none."""
@@ -1107,13 +1065,6 @@ def _store(out: Path) -> Iterator[RunStore]:
     except UserError:
         (out / FILE_NAME).unlink(missing_ok=True)
         raise
-
-
-def _replacement(name: str, settings: Settings, observe: Observer) -> Replacement:
-    """Return what starts a method in the place of the app's strategy."""
-    return Replacement(
-        name, lambda: build_method(name, settings.parameters, settings.seed), observe
-    )
 
 
 def _call(app: FlowerApp, server_app: Any) -> tuple[AppEnding, str]:
@@ -1140,22 +1091,13 @@ def _call(app: FlowerApp, server_app: Any) -> tuple[AppEnding, str]:
 
 
 def _show(error: Exception, folder: Path) -> None:
-    """Print where in the app an exception came up; what is above the app is no use to anybody."""
+    """Print where in the app an exception came up, without the frames above the app."""
     frames = error.__traceback__
     own = frames
     while own is not None and not own.tb_frame.f_code.co_filename.startswith(str(folder)):
         own = own.tb_next
     sys.stdout.flush()
     traceback.print_exception(type(error), error, own or frames)
-
-
-def _one_thread() -> None:
-    """Let torch use one thread in this process too, as clients do in worker processes.
-
-    The numbers would otherwise depend on how many workers there are.
-    """
-    if "torch" in sys.modules:
-        sys.modules["torch"].set_num_threads(1)
 
 
 @contextmanager
@@ -1209,7 +1151,7 @@ def write_results(simulated: Simulated) -> tuple[dict[str, Any], list[str]]:
     if simulated.settings.strategy is not None:
         record = read_run(out)
         writers["accuracy.png"] = lambda: save_figure(
-            accuracy_figure(record, title=f"{simulated.settings.strategy}"), out / "accuracy.png"
+            accuracy_figure(record, title=str(simulated.settings.strategy)), out / "accuracy.png"
         )
         writers["clusters.png"] = lambda: save_figure(clusters_figure(record), out / "clusters.png")
     for name, write in writers.items():
@@ -1229,8 +1171,6 @@ def _summary(simulated: Simulated, accounts: list[ClientAccount]) -> dict[str, A
         for name in ("busy", "idle", "offline")
     )
     whole = busy + idle + offline
-    failures = [task for task in fleet.tasks if task.failure is not None]
-    moments, awaited = fleet.moments(), fleet.awaited()
     return {
         "app": simulated.app.name,
         "strategy": settings.strategy,
@@ -1241,10 +1181,10 @@ def _summary(simulated: Simulated, accounts: list[ClientAccount]) -> dict[str, A
         "wall_time": simulated.wall_time,
         "clients": len(fleet.clients),
         "messages": len(fleet.tasks),
-        "messages_by_kind": _by_kind(fleet),
+        "messages_by_kind": dict(Counter(task.kind for task in fleet.tasks)),
         "tasks": sum(task.takes_time for task in fleet.tasks),
         "replies": sum(task.answered < math.inf for task in fleet.tasks),
-        "failures": len(failures),
+        "failures": sum(task.failure is not None for task in fleet.tasks),
         "first_failure": _first_failure(fleet),
         "trains_in_vain": _trains_in_vain(fleet),
         "bytes_down": sum(task.bytes_down for task in fleet.tasks),
@@ -1255,8 +1195,8 @@ def _summary(simulated: Simulated, accounts: list[ClientAccount]) -> dict[str, A
         "busy_share": busy / whole if whole else None,
         "idle_share": idle / whole if whole else None,
         "offline_share": offline / whole if whole else None,
-        "times_work_was_given": len(moments) - 1,
-        "times_waited_for": _times_awaited(awaited),
+        "times_work_was_given": len(fleet.moments()) - 1,
+        "times_waited_for": sum(map(bool, fleet.awaited())),
         "most_waited_for": {
             account.client: account.held_up
             for account in sorted(accounts, key=lambda a: -a.held_up)[:5]
@@ -1303,24 +1243,12 @@ def _command(simulated: Simulated) -> str:
     return shlex.join(words)
 
 
-def _by_kind(fleet: Fleet) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for task in fleet.tasks:
-        counts[task.kind] = counts.get(task.kind, 0) + 1
-    return counts
-
-
 def _trains_in_vain(fleet: Fleet) -> bool:
     """Return whether there was training, and no usable reply to it at all."""
     tasks = [task for task in fleet.tasks if task.kind.startswith(MessageType.TRAIN)]
     failed = [task for task in tasks if task.failure is not None]
     usable = [task for task in tasks if task.failure is None and task.answered < math.inf]
     return bool(failed) and not usable
-
-
-def _times_awaited(awaited: list[list[str]]) -> int:
-    """Return how often the server could go on because a reply had come."""
-    return sum(bool(clients) for clients in awaited)
 
 
 def _first_failure(fleet: Fleet) -> str | None:

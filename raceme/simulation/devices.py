@@ -235,6 +235,11 @@ class Device:
         return False
 
     @property
+    def is_per_sample(self) -> bool:
+        """Whether the time of a task depends on the number of examples."""
+        return self.seconds_per_sample > 0 or self.exponential_rate > 0
+
+    @property
     def comes_and_goes(self) -> bool:
         """Whether the device may ever go offline, or come online."""
         return bool(self.online) or self.mean_online > 0
