@@ -162,10 +162,10 @@ def _node_config(
     text: str, device_id: str | None, processors: Mapping[str, str]
 ) -> Mapping[str, Value]:
     """Return the node config with the device's id in it, and on what it trains."""
-    from raceme.flower.fleet_client import parse_node_config
+    from raceme.flower.app import parse_pairs
 
     try:
-        config = parse_node_config(text)
+        config = parse_pairs([text])
     except Exception:
         config = {}
     if text.strip() and not config:

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import random
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import grpc
 from cryptography import x509
-from flwr.app import Message
 
 from raceme.core.errors import UserError, printable
 from raceme.core.signals import StopSignal
 from raceme.flower import fleet_client as fleet
-from raceme.flower.fleet_client import Endpoint, Keys
-from raceme.flower.messages import Run
+from raceme.flower.fleet_client import Endpoint, Keys, Link, RejoinError
 
 # -----------------------------------------------------------------------------
 # TLS from a device's side: whom it believes, and what it means when no connection comes about.
@@ -201,63 +199,8 @@ class RunOverError(Exception):
     """The SuperLink takes nothing more for this run."""
 
 
-class RejoinError(Exception):
-    """The node has to join again; the message says why."""
-
-
 class NotAcceptedError(Exception):
     """The SuperLink knows the node's key, if at all, as that of a node that is online."""
-
-
-class Link:
-    """Messages of one node that is online.
-
-    Attributes
-    ----------
-    node_id : int
-        The node.
-    """
-
-    def __init__(self, connection: fleet.Fleet, calls: PatientCalls) -> None:
-        self.node_id = connection.node_id
-        self._connection = connection
-        self._calls = calls
-
-    @property
-    def waited(self) -> bool:
-        """Whether the server lets devices wait for work: then it may be asked again at once."""
-        return self._connection.waited
-
-    def receive(self, patience: float = 0.0) -> tuple[Message, Callable[[], Message]] | None:
-        """Return the next message without its content, and a function that fetches it whole.
-
-        Parameters
-        ----------
-        patience : float
-            Seconds to wait for it, if the server can let a device wait.
-
-        Raises
-        ------
-        RejoinError
-            A message may have been lost on its way: only a new start makes that known.
-        """
-        received = self._connection.receive(patience)
-        doubtful, self._calls.pull_failed = self._calls.pull_failed, False
-        if received is None and doubtful and not self._connection.hands_out_again:
-            raise RejoinError("the network failed while it asked for work")
-        return received
-
-    def send(self, reply: Message, seconds: float) -> None:
-        """Send a reply, and how long it took to compute."""
-        self._connection.send(reply, seconds)
-
-    def run(self, run_id: int) -> Run:
-        """Return what the SuperLink says about a run."""
-        return self._connection.run(run_id)
-
-    def bundle(self, run: Run) -> bytes:
-        """Fetch the app bundle of a run."""
-        return self._connection.bundle(run)
 
 
 class PatientCalls:
@@ -389,7 +332,6 @@ class PatientCalls:
             raise StoppedError
 
 
-@contextlib.contextmanager
 def join(
     endpoint: Endpoint,
     keys: Keys,
@@ -397,7 +339,7 @@ def join(
     *,
     register: bool,
     answered: Callable[[], None] = lambda: None,
-) -> Iterator[Link]:
+) -> AbstractContextManager[Link]:
     """Go online as one node of a SuperLink, and offline on the way out.
 
     Parameters
@@ -414,8 +356,7 @@ def join(
         Called after every answer of the SuperLink, from several threads.
     """
     calls = PatientCalls(stop, endpoint, answered)
-    with fleet.connect(endpoint, keys, calls, register=register) as connection:
-        yield Link(connection, calls)
+    return fleet.connect(endpoint, keys, calls, register=register)
 
 
 def _never_sent(error: grpc.RpcError) -> bool:

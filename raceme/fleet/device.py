@@ -19,18 +19,17 @@ from types import FrameType
 from raceme.core.errors import UserError
 from raceme.core.options import Value
 from raceme.core.signals import StopSignal, heeds_hang_up
-from raceme.fleet.connection import (
-    Link,
-    NotAcceptedError,
-    Pause,
-    RejoinError,
-    RunOverError,
-    StoppedError,
-    join,
-)
+from raceme.fleet.connection import NotAcceptedError, Pause, RunOverError, StoppedError, join
 from raceme.fleet.tasks import Apps, Interrupter, Invitations, Tasks, Trust, When
 from raceme.flower import fleet_client as fleet
-from raceme.flower.fleet_client import LONGEST_WAIT, Endpoint, Keys, knows_key
+from raceme.flower.fleet_client import (
+    LONGEST_WAIT,
+    Endpoint,
+    Keys,
+    Link,
+    RejoinError,
+    knows_key,
+)
 
 # -----------------------------------------------------------------------------
 # A file that is touched while the SuperLink answers, for a container's health check.

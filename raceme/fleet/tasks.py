@@ -27,9 +27,9 @@ from raceme.core.errors import UserError
 from raceme.core.messages import CONFIG, INVITATION, KIND, LOSSES, NUMBERS, ON, TASK, from_array
 from raceme.core.options import Value
 from raceme.datasets.npz import Stamp, stamp_of
-from raceme.fleet.connection import Link, RejoinError
 from raceme.flower import fleet_client as fleet
 from raceme.flower.app import load_app
+from raceme.flower.fleet_client import Link, RejoinError
 from raceme.flower.messages import (
     CLIENT_APP_RAISED_EXCEPTION,
     INVALID_APP,

@@ -91,8 +91,8 @@ def default_config(project: Mapping[str, Any]) -> dict[str, Value]:
     return dict(flatten_dict(project["tool"]["flwr"]["app"].get("config", {})))
 
 
-def parse_overrides(texts: list[str]) -> dict[str, Value]:
-    """Read what is typed after ``--run-config`` as ``flwr run`` does.
+def parse_pairs(texts: list[str]) -> dict[str, Value]:
+    """Read ``key=value key='text'`` as ``flwr run`` and SuperNodes do.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""The calls that Raceme's devices make at Raceme's server, beside those of Flower's Fleet API.
+"""A device's side of Flower's Fleet API (gRPC), and the calls that Raceme's devices make beside it.
 
 A device greets the server before it goes online; a server of Flower's own does not know the call,
 and both then keep to Flower's. `Next` asks for a message, waits for it at the server, and brings it
@@ -28,7 +28,6 @@ from flwr.common.config import (
     get_fab_config,
     get_fused_config_from_fab,
     get_metadata_from_config,
-    parse_config_args,
 )
 from flwr.common.serde import message_from_proto
 from flwr.proto.fleet_pb2 import (
@@ -223,49 +222,46 @@ class Direct:
         invoke: Callable[..., Any],
         wait_for: Callable[[grpc.Future], bool],
     ) -> None:
-        self._invoke, self._wait_for = invoke, wait_for
+        self._invoke = invoke
         self._greeting = channel.unary_unary(f"/{SERVICE}/{GREET}")
-        self._next = channel.unary_unary(f"/{SERVICE}/{NEXT}")
+        self._next = _interruptible(channel.unary_unary(f"/{SERVICE}/{NEXT}"), wait_for, None)
         self._send = channel.unary_unary(f"/{SERVICE}/{SEND}")
         self._have = ""
         self.waited = False
 
     def greet(self) -> bool:
         """Greet the server; return whether it is Raceme's."""
-        return bool(self._invoke(self._greet, Greeting(PROTOCOL, __version__).to_bytes()))
 
-    def _greet(self, request: bytes, timeout: float | None = None) -> bool:
-        try:
-            self._greeting(request, timeout=timeout)
-        except grpc.RpcError as error:
-            if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
-                raise
-            return False
-        return True
+        def greet(request: bytes, timeout: float | None = None) -> bool:
+            try:
+                self._greeting(request, timeout=timeout)
+            except grpc.RpcError as error:
+                if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
+                    raise
+                return False
+            return True
+
+        return bool(self._invoke(greet, Greeting(PROTOCOL, __version__).to_bytes()))
 
     def next(self, node_id: int, patience: float) -> tuple[Message, ObjectTree | None] | None:
         """Return the next message: whole, or its head and the tree of its objects."""
         patience = min(max(patience, 0.0), LONGEST_WAIT)
         request = NextRequest(node_id, patience, self._have).to_bytes()
-        answer = self._invoke(self._ask, request, timeout=patience + _SLACK_SECONDS)
+        answer = self._invoke(self._next, request, timeout=patience + _SLACK_SECONDS)
         parts = split(answer) if answer is not None else []
         self.waited = answer is not None and not parts
         if not parts:
             return None
         form, data = parts
+        tree: ObjectTree | None = None
         if form == b"whole":
-            message, tree = decode(data), None
+            message = decode(data)
         else:
             pulled = PullMessagesResponse.FromString(data)
-            message, tree = message_from_proto(pulled.messages_list[0]), pulled
+            message = message_from_proto(pulled.messages_list[0])
+            tree = pulled.message_object_trees[0]
         self._have = message.metadata.message_id
-        return message, None if tree is None else tree.message_object_trees[0]
-
-    def _ask(self, request: bytes, timeout: float | None = None) -> bytes | None:
-        call = self._next.future(request, timeout=timeout)
-        if not self._wait_for(call):
-            return None
-        return cast(bytes, call.result())
+        return message, tree
 
     def send(self, node_id: int, reply: Message) -> bool:
         """Send a whole reply; return whether it was small enough for that."""
@@ -280,9 +276,8 @@ class Direct:
 # A SuperNode's side of Flower's Fleet protocol (gRPC, request and response).
 #
 # Calls, authentication, heartbeats and objects are Flower's own code. What differs from a stock
-# SuperNode is who decides about failures: every call goes through the caller's `Calls`, and
-# nothing
-# in here ends the process.
+# SuperNode is how failures are decided about: every call goes through the caller's `Calls`, and
+# nothing in here ends the process.
 # -----------------------------------------------------------------------------
 
 
@@ -327,9 +322,13 @@ class Calls(Protocol):
     ----------
     max_tries : int or None
         Flower sets it to 1 when the connection is given up.
+    pull_failed : bool
+        True if a request for the next message failed after it may have reached the SuperLink,
+        which hands a message out only once.
     """
 
     max_tries: int | None
+    pull_failed: bool
 
     def invoke(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call `target`, again and again if need be."""
@@ -351,9 +350,16 @@ ANNOUNCED_SECONDS = 30.0
 would wait for two hours; the device is deaf meanwhile."""
 
 
-@dataclass(frozen=True)
-class Fleet:
-    """An open connection on behalf of one node, as Flower's code yields it."""
+class RejoinError(Exception):
+    """The node has to join again; the message says why."""
+
+
+@dataclass
+class Link:
+    """An open connection on behalf of one node that is online.
+
+    Its calls but for those of `direct` are Flower's, as its code yields them.
+    """
 
     node_id: int
     _receive: Callable[[], tuple[Message, ObjectTree] | None]
@@ -363,17 +369,13 @@ class Fleet:
     _pull_object: Callable[[int, str], bytes]
     _push_object: Callable[[int, str, str, bytes], None]
     _confirm: Callable[[int, str], None]
-    _direct: Direct | None = None
+    _calls: Calls
+    _direct: Direct | None
 
     @property
     def waited(self) -> bool:
         """Whether the server has let the device wait for work: it may be asked again at once."""
         return self._direct is not None and self._direct.waited
-
-    @property
-    def hands_out_again(self) -> bool:
-        """Whether a message whose way here failed is there for the asking: the server is ours."""
-        return self._direct is not None
 
     def receive(self, patience: float = 0.0) -> tuple[Message, Callable[[], Message]] | None:
         """Return the next message without its content, and a function that fetches it whole.
@@ -382,20 +384,26 @@ class Fleet:
         ----------
         patience : float
             Seconds to wait for it, if the server can let a device wait.
+
+        Raises
+        ------
+        RejoinError
+            A message may have been lost on its way: only a new start makes that known. A server of
+            ours hands it out again.
         """
-        if self._direct is None:
-            pulled = self._receive()
-            if pulled is None:
-                return None
-            message, tree = pulled
-            return message, partial(self._inflate, message.metadata.run_id, tree)
-        received = self._direct.next(self.node_id, patience)
+        if self._direct is not None:
+            received = self._direct.next(self.node_id, patience)
+        else:
+            received = self._receive()
+            doubtful, self._calls.pull_failed = self._calls.pull_failed, False
+            if received is None and doubtful:
+                raise RejoinError("the network failed while it asked for work")
         if received is None:
             return None
-        message, objects = received
-        if objects is None:
+        message, tree = received
+        if tree is None:
             return message, lambda: message
-        return message, partial(self._inflate, message.metadata.run_id, objects)
+        return message, partial(self._inflate, message.metadata.run_id, tree)
 
     def _inflate(self, run_id: int, tree: ObjectTree) -> Message:
         message = pull_and_inflate_object_from_tree(
@@ -467,7 +475,7 @@ class _Guard:
         self._calls.max_tries = value
 
     def invoke(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if args and is_heartbeat(args[0]):
+        if args and isinstance(args[0], SendNodeHeartbeatRequest):
             return self._beat(target, *args, **kwargs)
         try:
             return self._calls.invoke(target, *args, **kwargs)
@@ -488,19 +496,16 @@ class _Guard:
         return response
 
 
-class _Pull:
-    """Asks for the next message in a way that a reason to stop can end."""
+def _interruptible(
+    method: grpc.UnaryUnaryMultiCallable, wait_for: Callable[[grpc.Future], bool], instead: Any
+) -> Callable[..., Any]:
+    """Return a call that a reason to stop can end; it then returns something else."""
 
-    def __init__(self, calls: Calls, method: grpc.UnaryUnaryMultiCallable) -> None:
-        self._calls, self._method = calls, method
+    def call(request: Any, timeout: float | None = None) -> Any:
+        made = method.future(request, timeout=timeout)
+        return made.result() if wait_for(made) else instead
 
-    def __call__(
-        self, request: PullMessagesRequest, timeout: float | None = None
-    ) -> PullMessagesResponse:
-        call = self._method.future(request, timeout=timeout)
-        if not self._calls.wait_for(call):
-            return PullMessagesResponse()
-        return cast(PullMessagesResponse, call.result())
+    return call
 
 
 class _Signer(NodeAuthClientInterceptor):
@@ -528,7 +533,7 @@ class _Signer(NodeAuthClientInterceptor):
 
 
 @contextlib.contextmanager
-def connect(endpoint: Endpoint, keys: Keys, calls: Calls, *, register: bool) -> Iterator[Fleet]:
+def connect(endpoint: Endpoint, keys: Keys, calls: Calls, *, register: bool) -> Iterator[Link]:
     """Join a SuperLink; on the way out the node goes offline.
 
     Parameters
@@ -560,7 +565,8 @@ def connect(endpoint: Endpoint, keys: Keys, calls: Calls, *, register: bool) -> 
         stub = FleetStub(grpc.intercept_channel(plain, versions, signer))
         # Flower's check of versions blocks until a call has ended; one that waits must not.
         signed = grpc.intercept_channel(plain, signer)
-        stub.PullMessages = _Pull(calls, FleetStub(signed).PullMessages)
+        pull = FleetStub(signed).PullMessages
+        stub.PullMessages = _interruptible(pull, calls.wait_for, PullMessagesResponse())
         if register:
             request = RegisterNodeFleetRequest(public_key=public_key)
             guard.invoke(stub.RegisterNode, request)
@@ -581,7 +587,7 @@ def connect(endpoint: Endpoint, keys: Keys, calls: Calls, *, register: bool) -> 
         ) as connection:
             guard.connecting = False
             try:
-                yield Fleet(*connection, directs[0])
+                yield Link(*connection, _calls=calls, _direct=directs[0])
             # Flower's code swallows what is raised here; it is raised again below.
             except BaseException as error:
                 failure = error
@@ -608,11 +614,6 @@ def open_channel(endpoint: Endpoint) -> grpc.Channel:
     return grpc.secure_channel(endpoint.address, credentials, options=_CHANNEL_OPTIONS)
 
 
-def is_heartbeat(request: object) -> bool:
-    """Return whether a request is a heartbeat."""
-    return isinstance(request, SendNodeHeartbeatRequest)
-
-
 def is_pull(request: object) -> bool:
     """Return whether a request asks for the next message, which is handed out only once."""
     return isinstance(request, PullMessagesRequest)
@@ -635,17 +636,6 @@ def generate_keys() -> Keys:
     return generate_key_pairs()
 
 
-def parse_node_config(text: str) -> dict[str, str | int | float | bool]:
-    """Read ``key=value key='text'`` as SuperNodes do.
-
-    Raises
-    ------
-    Exception
-        Of whatever type Flower chooses, if the text cannot be read.
-    """
-    return dict(parse_config_args([text]))
-
-
 def app_metadata(bundle: bytes) -> tuple[str, str, str]:
     """Return publisher/name, version, and the reference of the ClientApp in an app bundle."""
     config = get_fab_config(bundle)
@@ -666,7 +656,7 @@ def install_app(bundle: bytes, folder: Path) -> Path:
 
 
 # -----------------------------------------------------------------------------
-# Whether a SuperLink knows a key, which it does not say to a device that it keeps waiting.
+# The key probe: whether a SuperLink knows a key, which it does not say to a device that waits.
 # -----------------------------------------------------------------------------
 
 

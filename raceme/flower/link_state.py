@@ -56,7 +56,7 @@ from raceme.flower.messages import (
 )
 
 # -----------------------------------------------------------------------------
-# Messages with their content, as long as they may be asked for.
+# The message cache: messages with their content, as long as they may be asked for.
 # -----------------------------------------------------------------------------
 
 
@@ -64,7 +64,7 @@ MOST_BYTES = 64 * 1024 * 1024
 """Bytes of arrays that are kept of messages that were handed out already."""
 
 
-class Contents:
+class MessageCache:
     """Whole messages by their ids.
 
     A message that was handed out is kept in case that it gets lost on its way: the latest of them,
@@ -78,21 +78,20 @@ class Contents:
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
         self._most = most_bytes
-        self._waiting: dict[str, tuple[Message, int]] = {}
-        self._handed_out: dict[str, tuple[Message, int]] = {}
+        self._waiting: dict[str, Message] = {}
+        self._handed_out: dict[str, Message] = {}
         self._bytes = 0
 
     def __contains__(self, message_id: str) -> bool:
         return message_id in self._waiting or message_id in self._handed_out
 
-    def put(self, message_id: str, message: Message, size: int) -> None:
-        """Keep a message, whose arrays have so many bytes, until it is handed out."""
-        self._waiting[message_id] = (message, size)
+    def put(self, message_id: str, message: Message) -> None:
+        """Keep a message until it is handed out."""
+        self._waiting[message_id] = message
 
     def get(self, message_id: str) -> Message | None:
         """Return a message."""
-        found = self._waiting.get(message_id) or self._handed_out.get(message_id)
-        return None if found is None else found[0]
+        return self._waiting.get(message_id) or self._handed_out.get(message_id)
 
     def hand_out(self, message_id: str) -> Message | None:
         """Return a message that is on its way from now on."""
@@ -100,21 +99,21 @@ class Contents:
         if found is None:
             return self.get(message_id)
         self._handed_out[message_id] = found
-        self._bytes += found[1]
+        self._bytes += size_of(found)
         while self._bytes > self._most:
             self.drop(next(iter(self._handed_out)))
-        return found[0]
+        return found
 
     def drop(self, message_id: str) -> None:
         """Forget a message."""
         self._waiting.pop(message_id, None)
         found = self._handed_out.pop(message_id, None)
         if found is not None:
-            self._bytes -= found[1]
+            self._bytes -= size_of(found)
 
 
 # -----------------------------------------------------------------------------
-# A wall clock that is set while a server runs.
+# Clock skew: a wall clock that is set while a server runs.
 # -----------------------------------------------------------------------------
 
 
@@ -124,7 +123,7 @@ _LEAST_SECONDS = 10.0
 """What clocks are corrected by without a jump comes in smaller steps."""
 
 
-class ClockJumps:
+class ClockSkew:
     """Compares the wall clock, by which Flower knows who is online, with one that never jumps.
 
     Parameters
@@ -163,16 +162,19 @@ class ClockJumps:
 # -----------------------------------------------------------------------------
 
 
+RECONNECT_SECONDS = 90.0
+"""How long a node that was online may take to find a server that has been started again."""
+_ISO_TIME = "%Y-%m-%dT%H:%M:%S+00:00"
 _LOOK_SECONDS = 1.0
 """How often it is looked for messages whose replies will never come."""
 
-Parcel = list[bytes]
+Encoded = list[bytes]
 """A whole message: its head, the tree of its objects, then the objects; or, of a reply that came
 whole, nothing, the id of the message that it answers, and itself."""
 
 
-class MessageState(InMemoryLinkState):
-    """Nodes, messages and replies of one run.
+class LinkState(InMemoryLinkState):
+    """Nodes, messages and replies of one run, which can be saved and restored.
 
     Parameters
     ----------
@@ -189,13 +191,17 @@ class MessageState(InMemoryLinkState):
         Called when a reply is there, or a node has come or gone.
     on_reply : Callable
         Called with a whole reply before its sender is told that it has arrived.
+    reconnect : float
+        Seconds that nodes which were online count as such after :meth:`load_state_dict`.
     """
+
+    reconnect = RECONNECT_SECONDS
 
     def __init__(self, app: App) -> None:
         super().__init__(NoOpFederationManager(), InMemoryObjectStore())
         self.on_work: Callable[[int], None] = _ignore
         self.on_news: Callable[[], None] = _ignore
-        self.on_reply: Callable[[str, Callable[[], Parcel]], None] = _ignore
+        self.on_reply: Callable[[str, Callable[[], Encoded]], None] = _ignore
         self._undelivered: dict[int, deque[str]] = {}
         self._handed_out: dict[int, str] = {}
         # Objects that are still to come of replies that have been announced.
@@ -205,15 +211,20 @@ class MessageState(InMemoryLinkState):
         # Of Raceme's devices: who they are, messages to them, and replies as they came.
         self._greeted: set[int] = set()
         self._direct: set[int] = set()
-        self._contents = Contents()
+        self._cache = MessageCache()
         self._bodies: dict[str, bytes] = {}
         self._lost: dict[str, None] = {}
         self._looked_at = 0.0
-        self._jumps = ClockJumps()
+        self._skew = ClockSkew()
         digest = hashlib.sha256(app.bundle).hexdigest()
         self.store_fab(Fab(digest, app.bundle, {}))
         self.run_id = self.create_run(
-            *(app.name, app.version, digest, {}, NOOP_FEDERATION_ID, None),
+            app.name,
+            app.version,
+            digest,
+            {},
+            NOOP_FEDERATION_ID,
+            None,
             flwr_aid=NOOP_FLWR_AID,
             primary_task_type=TaskType.SERVER_APP,
         )
@@ -246,7 +257,7 @@ class MessageState(InMemoryLinkState):
         set_message_id(message, message_id)
         if self.store_message_ins(remove_content_from_message(message)) is None:
             return None
-        self._contents.put(message_id, copied(message), size_of(message))
+        self._cache.put(message_id, copied(message))
         return message_id
 
     def _push_objects(self, message: Message) -> str | None:
@@ -297,7 +308,7 @@ class MessageState(InMemoryLinkState):
             for message_id in message_ids:
                 self._lost.pop(message_id, None)
                 self._arrived.pop(message_id, None)
-                self._contents.drop(message_id)
+                self._cache.drop(message_id)
                 self._bodies.pop(message_id, None)
                 reply_id = self.message_ins_id_to_message_res_id.get(message_id, "")
                 for key in self._missing.pop(reply_id, ()):
@@ -322,7 +333,7 @@ class MessageState(InMemoryLinkState):
                 message_id = queue.popleft()
                 message = self.message_ins_store.get(message_id)
                 if message and not self._is_answered(message_id) and message_id not in self._lost:
-                    message.metadata.delivered_at = _timestamp()
+                    message.metadata.delivered_at = time.strftime(_ISO_TIME, time.gmtime())
                     self._handed_out[node_id] = message_id
                     return [message]
             self._undelivered.pop(node_id, None)
@@ -359,7 +370,7 @@ class MessageState(InMemoryLinkState):
                 self._take_back(self._handed_out.pop(node_id))
             while found := self.get_message_ins(node_id, 1):
                 message_id = found[0].metadata.message_id
-                whole = self._contents.hand_out(message_id)
+                whole = self._cache.hand_out(message_id)
                 if whole is not None:
                     return whole, None
                 if message_id in self.object_store:
@@ -372,7 +383,7 @@ class MessageState(InMemoryLinkState):
         message = self.message_ins_store.get(message_id)
         if message is None or self._is_answered(message_id):
             return
-        if message_id in self._contents or message_id in self.object_store:
+        if message_id in self._cache or message_id in self.object_store:
             message.metadata.delivered_at = ""
             queue = self._undelivered.setdefault(message.metadata.dst_node_id, deque())
             queue.appendleft(message_id)
@@ -399,7 +410,7 @@ class MessageState(InMemoryLinkState):
                 return False
             self.on_reply(asked, lambda: [b"", asked.encode(), body])
             self._bodies[asked] = body
-            self._contents.drop(asked)
+            self._cache.drop(asked)
             self._lost.pop(asked, None)
             self._arrived[asked] = ""
         self.on_news()
@@ -448,7 +459,7 @@ class MessageState(InMemoryLinkState):
     def _check_and_tag_offline_nodes(self, node_ids: list[int] | None = None) -> None:
         """Note who has not been heard of for too long; a clock that is set does not count."""
         with self.lock:
-            jump = self._jumps.seconds()
+            jump = self._skew.seconds()
             if jump:
                 for node in self.nodes.values():
                     if node.HasField("online_until"):
@@ -520,15 +531,20 @@ class MessageState(InMemoryLinkState):
         if reply is None:
             return
         asked = reply.metadata.reply_to_message_id
-        self.on_reply(asked, lambda: self._parcel(reply))
+        self.on_reply(asked, lambda: self._encoded(reply))
         self._lost.pop(asked, None)
         self._arrived[asked] = reply_id
         self.on_news()
 
-    def _parcel(self, message: Message) -> Parcel:
-        tree = self.object_store.get_object_tree(message.metadata.message_id)
-        contents = [self.object_store.get(node.object_id) or b"" for node in _unique(tree)]
-        return [head_of(message), tree.SerializeToString(), *contents]
+    def _encoded(self, message: Message) -> Encoded:
+        tree, contents = self._objects(message.metadata.message_id)
+        return [head_of(message), tree.SerializeToString(), *contents.values()]
+
+    def _objects(self, message_id: str) -> tuple[ObjectTree, dict[str, bytes]]:
+        """Return the tree of the objects of a message; their contents by id, children first."""
+        tree = self.object_store.get_object_tree(message_id)
+        ids = dict.fromkeys(node.object_id for node in iterate_object_tree(tree))
+        return tree, {key: self.object_store.get(key) or b"" for key in ids}
 
     def _inflated(self, message_id: str) -> Message:
         """Return the reply to a message with its content."""
@@ -538,25 +554,19 @@ class MessageState(InMemoryLinkState):
             if message_id in self._bodies:
                 reply = decode(self._bodies[message_id])
             else:
-                reply = self._from_objects(reply_id)
+                _, contents = self._objects(reply_id)
+                reply = parted(cast(Message, inflate_object_from_contents(reply_id, contents)))
             stated = reply.metadata
-            same = (stated.reply_to_message_id, stated.src_node_id) == (*(message_id, sender),)
+            same = (stated.reply_to_message_id, stated.src_node_id) == (message_id, sender)
         # A device may send anything.
         except Exception as error:
             reason = f"the reply cannot be read: {type(error).__name__}"
             return self._error(message_id, REPLY_MESSAGE_UNAVAILABLE, reason)
-        if not same:
-            reason = "the reply is not what was announced"
-            return self._error(message_id, REPLY_MESSAGE_UNAVAILABLE, reason)
-        set_message_id(reply, reply_id)
-        return reply
-
-    def _from_objects(self, reply_id: str) -> Message:
-        tree = self.object_store.get_object_tree(reply_id)
-        contents = {
-            node.object_id: self.object_store.get(node.object_id) or b"" for node in _unique(tree)
-        }
-        return parted(cast(Message, inflate_object_from_contents(reply_id, contents)))
+        if same:
+            set_message_id(reply, reply_id)
+            return reply
+        reason = "the reply is not what was announced"
+        return self._error(message_id, REPLY_MESSAGE_UNAVAILABLE, reason)
 
     def _look_for_lost(self, message_ids: Collection[str]) -> list[str]:
         """Note which messages will never be answered: their node has left, or time is up.
@@ -585,45 +595,7 @@ class MessageState(InMemoryLinkState):
     def _error(self, message_id: str, code: int, reason: str) -> Message:
         return error_reply(self.message_ins_store[message_id], code, reason)
 
-
-def _unavailable(message_id: str) -> Message:
-    asked = Message(RecordDict(), 1, "query")
-    set_message_id(asked, message_id)
-    return error_reply(asked, MESSAGE_UNAVAILABLE, "the message has expired")
-
-
-def _ignore(*_arguments: object) -> None:
-    """Do nothing."""
-
-
-def _timestamp() -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime())
-
-
-def head_of(message: Message) -> bytes:
-    """Return a message without its content, as it travels."""
-    return bytes(message_to_proto(message).SerializeToString())
-
-
-def _unique(tree: ObjectTree) -> list[ObjectTree]:
-    """Return the nodes of a tree, children first, each object once."""
-    return list({node.object_id: node for node in iterate_object_tree(tree)}.values())
-
-
-# -----------------------------------------------------------------------------
-# The state of a SuperLink with one run, that can be saved and restored.
-# -----------------------------------------------------------------------------
-
-
-RECONNECT_SECONDS = 90.0
-"""How long a node that was online may take to find a server that has been started again."""
-
-
-class LinkState(MessageState):
-    """Nodes, messages and replies, and what of them has to survive a restart."""
-
-    reconnect = RECONNECT_SECONDS
-    """Seconds that nodes which were online count as such after :meth:`load_state_dict`."""
+    # Checkpoints and figures.
 
     def admit(self, keys: Collection[bytes]) -> None:
         """Let the nodes with these public keys in, and no others: they are the registered ones."""
@@ -656,7 +628,7 @@ class LinkState(MessageState):
                 "nodes": [node.SerializeToString() for node in self.nodes.values()],
                 "direct": sorted(self._direct),
                 "messages": [self._message_tree(key) for key in self.message_ins_store],
-                "replies": [self._reply_parcel(key) for key in self._arrived],
+                "replies": [self._encoded_reply(key) for key in self._arrived],
             }
 
     def load_state_dict(self, tree: Mapping[str, Any]) -> None:
@@ -678,7 +650,7 @@ class LinkState(MessageState):
             for parcel in tree["replies"]:
                 self.receive(parcel)
 
-    def receive(self, parcel: Parcel) -> bool:
+    def receive(self, parcel: Encoded) -> bool:
         """Take a whole reply, as if its node had just sent it; return whether it is wanted."""
         with self.lock:
             if not parcel[0]:
@@ -700,12 +672,12 @@ class LinkState(MessageState):
         message = self.message_ins_store[message_id]
         # The objects go when the node confirms that it has them.
         whole = message_id in self.object_store
-        content = None if message.metadata.delivered_at else self._contents.get(message_id)
+        content = None if message.metadata.delivered_at else self._cache.get(message_id)
         return {
             "delivered": message.metadata.delivered_at,
             "whole": whole,
             "body": b"" if content is None else encode(content),
-            "parcel": self._parcel(message) if whole else [head_of(message)],
+            "parcel": self._encoded(message) if whole else [head_of(message)],
         }
 
     def _restore_node(self, node: NodeInfo) -> None:
@@ -722,8 +694,7 @@ class LinkState(MessageState):
         message.metadata.delivered_at = saved["delivered"]
         self.message_ins_store[message_id] = message
         if saved["body"]:
-            content = decode(saved["body"])
-            self._contents.put(message_id, content, size_of(content))
+            self._cache.put(message_id, decode(saved["body"]))
         if saved["whole"]:
             tree = ObjectTree.FromString(parcel[1])
             self.object_store.preregister(self.run_id, tree)
@@ -734,7 +705,22 @@ class LinkState(MessageState):
         else:
             self._undelivered.setdefault(node, deque()).append(message_id)
 
-    def _reply_parcel(self, asked: str) -> Parcel:
+    def _encoded_reply(self, asked: str) -> Encoded:
         if asked in self._bodies:
             return [b"", asked.encode(), self._bodies[asked]]
-        return self._parcel(self.message_res_store[self._arrived[asked]])
+        return self._encoded(self.message_res_store[self._arrived[asked]])
+
+
+def _unavailable(message_id: str) -> Message:
+    asked = Message(RecordDict(), 1, "query")
+    set_message_id(asked, message_id)
+    return error_reply(asked, MESSAGE_UNAVAILABLE, "the message has expired")
+
+
+def _ignore(*_arguments: object) -> None:
+    """Do nothing."""
+
+
+def head_of(message: Message) -> bytes:
+    """Return a message without its content, as it travels."""
+    return bytes(message_to_proto(message).SerializeToString())

@@ -217,7 +217,7 @@ def read_app(folder: Path, overrides: Sequence[str] = ()) -> FlowerApp:
 def _overrides(texts: Sequence[str], known: Mapping[str, Value]) -> dict[str, Value]:
     """Read what is typed after ``--run-config``; keys must be the app's, as Flower has it."""
     try:
-        given = compat.parse_overrides(list(texts))
+        given = compat.parse_pairs(list(texts))
     except (ValueError, OSError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"--run-config cannot be read: {reason}") from None
@@ -864,7 +864,8 @@ class Learned:
 
 def _epochs(message: Message, context: Context) -> float:
     """Return the passes over a client's samples that a task takes, where that can be known."""
-    for values in (*message.content.config_records.values(), context.run_config):
+    settings: list[Mapping[str, object]] = [*message.content.config_records.values()]
+    for values in (*settings, context.run_config):
         for name in LOCAL_EPOCHS:
             value = values.get(name)
             if isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
