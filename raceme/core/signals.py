@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 
@@ -58,18 +58,13 @@ class StopSignal:
 
 
 # -----------------------------------------------------------------------------
-# Whether a process ends with its terminal.
+# Signals that end a process, or a run without losing anything: at the next moment it can be saved.
 # -----------------------------------------------------------------------------
 
 
 def heeds_hang_up() -> bool:
     """Return whether the end of its terminal ends this process: ``nohup`` has it ignored."""
     return signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
-
-
-# -----------------------------------------------------------------------------
-# Ending a run from outside without losing anything: at the next moment when it can be saved.
-# -----------------------------------------------------------------------------
 
 
 log = logging.getLogger("raceme.checkpoints")
@@ -115,12 +110,7 @@ class StopRequest:
                     self._before[number] = signal.signal(number, self._on_signal)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_raised: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before.clear()
@@ -186,15 +176,15 @@ def end_with_parent(parent: int, grace: float) -> None:
     grace : float
         Seconds for an orderly end, should the SuperLink be back by then.
     """
-    threading.Thread(target=_watch, args=(parent, grace), daemon=True).start()
 
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_LOOK_SECONDS)
+        log.warning("The SuperLink of this run has died: the run ends within %.0f s", grace)
+        time.sleep(grace)
+        log.error("The run is given up; it can be resumed from its last checkpoint")
+        logging.shutdown()
+        # Not sys.exit: other threads wait for the SuperLink, and would have to be waited for.
+        os._exit(1)
 
-def _watch(parent: int, grace: float) -> None:
-    while os.getppid() == parent:
-        time.sleep(_LOOK_SECONDS)
-    log.warning("The SuperLink of this run has died: the run ends within %.0f s", grace)
-    time.sleep(grace)
-    log.error("The run is given up; it can be resumed from its last checkpoint")
-    logging.shutdown()
-    # Not sys.exit: other threads wait for the SuperLink, and would have to be waited for.
-    os._exit(1)
+    threading.Thread(target=watch, daemon=True).start()

@@ -191,8 +191,15 @@ def run_device(options: DeviceOptions) -> None:
     UserError
         The SuperLink will never take this device, or an option cannot be met.
     """
+    # A device is online when it can begin to work, not some seconds before; what cannot work is
+    # said at once. Torch is most of what the process holds: it counts in the memory's limit.
+    import raceme.client_app  # noqa: F401
+    from raceme.training.machine import ways_of
+
     apps = Apps(options.trust, options.node_config)
-    _load(options)
+    if options.memory_limit is not None:
+        limit_memory(options.memory_limit)
+    ways_of(options.node_config)
     stop, hurry = StopSignal(), StopSignal()
     interrupter = Interrupter(options.grace)
 
@@ -213,20 +220,6 @@ def run_device(options: DeviceOptions) -> None:
         tasks = Tasks(apps, options.node_config, interrupter, invitations)
         _stay_online(options, tasks, stop, hurry)
     log.info("offline")
-
-
-def _load(options: DeviceOptions) -> None:
-    """Load torch and Raceme's ClientApp, and see that it can train as it was told.
-
-    A device is online when it can begin to work, not some seconds before; what cannot work is said
-    at once. Torch is the largest part of what the process holds: it counts in the memory's limit.
-    """
-    import raceme.client_app  # noqa: F401
-    from raceme.training.machine import ways_of
-
-    if options.memory_limit is not None:
-        limit_memory(options.memory_limit)
-    ways_of(options.node_config)
 
 
 def _stay_online(options: DeviceOptions, tasks: Tasks, stop: StopSignal, hurry: StopSignal) -> None:

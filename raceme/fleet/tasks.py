@@ -55,8 +55,18 @@ _OWNERS = ("data-root", "data-file", "download")
 """Keys that say what is read of a device's files, and whether more are fetched."""
 
 
-class UntrustedError(Exception):
-    """A run wants of a device what its owner has not allowed; the message says what that is."""
+class RefusedAppError(Exception):
+    """An app is not run on this device.
+
+    Attributes
+    ----------
+    code : int
+        Flower's code for the error reply.
+    """
+
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(reason)
+        self.code = code
 
 
 @dataclass(frozen=True)
@@ -107,11 +117,11 @@ class Trust:
 
         Raises
         ------
-        UntrustedError
+        RefusedAppError
             It may not.
         """
         if self.apps and name not in self.apps:
-            raise UntrustedError(f"the app {name} is not trusted on this device")
+            raise RefusedAppError(INVALID_APP, f"the app {name} is not trusted on this device")
 
     def check_run(self, run: Mapping[str, Value], node: Mapping[str, Value]) -> None:
         """Refuse a run of Raceme's own app that would import or read what its owner never named.
@@ -125,7 +135,7 @@ class Trust:
 
         Raises
         ------
-        UntrustedError
+        RefusedAppError
             It would.
         UserError
             The configuration cannot be read.
@@ -134,16 +144,19 @@ class Trust:
             return
         keys = expanded(run)
         model = RunConfig.from_mapping(keys, lenient=True).model or ""
-        if ":" in model and model not in self.models and model not in _installed():
-            raise UntrustedError(
+        installed = {entry.value for entry in entry_points(group=MODEL_GROUP)}
+        if ":" in model and model not in {*self.models, *installed}:
+            raise RefusedAppError(
+                INVALID_APP,
                 f"the model {_shown(model)} is not trusted on this device: its owner allows one "
-                "with --trusted-model MODULE:FUNCTION"
+                "with --trusted-model MODULE:FUNCTION",
             )
         for key in _OWNERS:
             if keys.get(key) not in (None, "", False, "false") and key not in node:
-                raise UntrustedError(
+                raise RefusedAppError(
+                    INVALID_APP,
                     f"{key} is for the owner of this device to say, in its --node-config: this "
-                    f"run says {_shown(keys[key])}"
+                    f"run says {_shown(keys[key])}",
                 )
 
 
@@ -152,28 +165,9 @@ def _shown(value: object) -> str:
     return repr(value)[:_LONGEST]
 
 
-def _installed() -> set[str]:
-    """Return the models that installed packages declare."""
-    return {entry.value for entry in entry_points(group=MODEL_GROUP)}
-
-
 # -----------------------------------------------------------------------------
 # The ClientApps that a device runs: which may, whether they are genuine, loaded once.
 # -----------------------------------------------------------------------------
-
-
-class RefusedAppError(Exception):
-    """An app is not run on this device.
-
-    Attributes
-    ----------
-    code : int
-        Flower's code for the error reply.
-    """
-
-    def __init__(self, code: int, reason: str) -> None:
-        super().__init__(reason)
-        self.code = code
 
 
 @dataclass(frozen=True)
@@ -249,17 +243,13 @@ class Apps:
             config = fleet.run_config(bundle, run)
             if name == OWN_APP:
                 self._trust.check_run(config, self._node)
-        except UntrustedError as error:
-            raise RefusedAppError(INVALID_APP, str(error)) from None
+        except RefusedAppError:
+            raise
         # A server may write anything into it.
         except Exception as error:
             reason = f"the run's configuration cannot be read: {type(error).__name__}: {error}"
             raise RefusedAppError(INVALID_APP, reason) from error
         return config
-
-    def close(self) -> None:
-        """Remove what was unpacked."""
-        self._forget_foreign()
 
     def _load(
         self, name: str, version: str, reference: str, bundle: bytes, digest: str
@@ -267,7 +257,7 @@ class Apps:
         if name == OWN_APP:
             return _own_app(version)
         if self._foreign is None or self._foreign[0] != digest:
-            self._forget_foreign()
+            self.close()
             self._foreign = (digest, self._load_foreign(reference, bundle))
         return self._foreign[1]
 
@@ -288,7 +278,7 @@ class Apps:
             )
         return app
 
-    def _forget_foreign(self) -> None:
+    def close(self) -> None:
         """Drop the foreign app, its runs and its modules: the next may use the same names."""
         if self._folder is None:
             return
@@ -337,8 +327,7 @@ def _own_app(version: str) -> ClientApp:
 # -----------------------------------------------------------------------------
 # Invitations to train, which a device holds until it wishes to: by the clock, or by its loss.
 #
-# A server that lets devices decide sends training with the setting ``invitation``. The model
-# that
+# A server that lets devices decide sends training with the setting ``invitation``. The model that
 # comes with it is the one that the device holds from then on.
 # -----------------------------------------------------------------------------
 
@@ -792,7 +781,6 @@ class Tasks:
 
     def _call(self, link: Link, message: Message, keeps_state: bool = True) -> Message:
         loaded = self._apps.of_run(message.metadata.run_id, link.run, link.bundle)
-        series = loaded.series_id
         state = self._state_of(loaded)
         context = Context(
             run_id=message.metadata.run_id,
@@ -800,7 +788,7 @@ class Tasks:
             node_config=dict(self._node_config),
             state=state if keeps_state else RecordDict(dict(state)),
             run_config=dict(loaded.config),
-            series_id=series,
+            series_id=loaded.series_id,
         )
         try:
             reply = loaded.app(message, context)
@@ -810,7 +798,7 @@ class Tasks:
             reason = f"{type(error)}:<'{error}'>"
             return _error(message, CLIENT_APP_RAISED_EXCEPTION, reason)
         if keeps_state:
-            self._states[series] = context.state
+            self._states[loaded.series_id] = context.state
         return reply
 
     def _state_of(self, loaded: LoadedRun) -> RecordDict:

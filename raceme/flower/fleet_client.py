@@ -315,6 +315,21 @@ class Endpoint:
     root_certificates: bytes | None = None
 
 
+@dataclass(frozen=True)
+class Certificates:
+    """What proves who the server is, all in PEM.
+
+    Attributes
+    ----------
+    authority, certificate, key : bytes
+        Certificate of the authority, the server's own, and its private key.
+    """
+
+    authority: bytes
+    certificate: bytes
+    key: bytes
+
+
 class Calls(Protocol):
     """Makes remote calls, and decides how often and with which deadline.
 

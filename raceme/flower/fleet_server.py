@@ -11,9 +11,8 @@ import logging
 import threading
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
-from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace, TracebackType
+from types import SimpleNamespace
 from typing import Any, NamedTuple, NoReturn, cast
 
 import grpc
@@ -33,6 +32,7 @@ from flwr.supercore.interceptors import (
 
 from raceme import __version__
 from raceme.flower import fleet_client as wire
+from raceme.flower.fleet_client import Certificates
 from raceme.flower.link_state import LinkState
 from raceme.flower.messages import encode, join
 
@@ -63,21 +63,6 @@ _OPTIONS = [
 
 class PortInUseError(Exception):
     """The address cannot be listened at; the message says why, if that is known."""
-
-
-@dataclass(frozen=True)
-class Certificates:
-    """What proves who the server is, all in PEM.
-
-    Attributes
-    ----------
-    authority, certificate, key : bytes
-        Certificate of the authority, the server's own, and its private key.
-    """
-
-    authority: bytes
-    certificate: bytes
-    key: bytes
 
 
 class FleetApi:
@@ -133,12 +118,7 @@ class FleetApi:
         self._admit()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_raised: object) -> None:
         self._await(self._stop())
         self._end_loop()
 
