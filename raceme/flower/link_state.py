@@ -38,22 +38,9 @@ from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_conte
 from flwr.supercore.object_store.in_memory_object_store import InMemoryObjectStore
 from flwr.superlink.federation import NoOpFederationManager
 
+from raceme.flower import messages
 from raceme.flower.app import App
 from raceme.flower.fleet_client import LARGEST
-from raceme.flower.messages import (
-    MESSAGE_UNAVAILABLE,
-    NODE_UNAVAILABLE,
-    REPLY_MESSAGE_UNAVAILABLE,
-    copied,
-    decode,
-    encode,
-    error_reply,
-    identify_process,
-    joined,
-    parted,
-    set_message_id,
-    size_of,
-)
 
 # -----------------------------------------------------------------------------
 # The message cache: messages with their content, as long as they may be asked for.
@@ -99,7 +86,7 @@ class MessageCache:
         if found is None:
             return self.get(message_id)
         self._handed_out[message_id] = found
-        self._bytes += size_of(found)
+        self._bytes += messages.size_of(found)
         while self._bytes > self._most:
             self.drop(next(iter(self._handed_out)))
         return found
@@ -109,7 +96,7 @@ class MessageCache:
         self._waiting.pop(message_id, None)
         found = self._handed_out.pop(message_id, None)
         if found is not None:
-            self._bytes -= size_of(found)
+            self._bytes -= messages.size_of(found)
 
 
 # -----------------------------------------------------------------------------
@@ -231,7 +218,7 @@ class LinkState(InMemoryLinkState):
         # Claiming the task, as Flower's own server apps do, would begin a lease on it.
         task = self.task_store[cast(int, self.run_ids[self.run_id].run.primary_task_id)]
         task.status.CopyFrom(TaskStatus(status=Status.RUNNING, sub_status="", details=""))
-        identify_process(self.run_id)
+        messages.identify_process(self.run_id)
 
     # What a grid does.
 
@@ -241,10 +228,10 @@ class LinkState(InMemoryLinkState):
         with self.lock:
             if node not in self._direct:
                 stored = self._push_objects(message)
-            elif size_of(message) <= LARGEST:
+            elif messages.size_of(message) <= LARGEST:
                 stored = self._push_whole(message)
             else:
-                stored = self._push_objects(joined(message))
+                stored = self._push_objects(messages.joined(message))
             if stored is None:
                 return None
             self._undelivered.setdefault(node, deque()).append(stored)
@@ -254,16 +241,16 @@ class LinkState(InMemoryLinkState):
     def _push_whole(self, message: Message) -> str | None:
         # As hard to guess as a hash: who names it may answer it.
         message_id = secrets.token_hex(32)
-        set_message_id(message, message_id)
+        messages.set_message_id(message, message_id)
         if self.store_message_ins(remove_content_from_message(message)) is None:
             return None
-        self._cache.put(message_id, copied(message))
+        self._cache.put(message_id, messages.copied(message))
         return message_id
 
     def _push_objects(self, message: Message) -> str | None:
         with no_object_id_recompute():
             message_id = str(message.object_id)
-            set_message_id(message, message_id)
+            messages.set_message_id(message, message_id)
             head = remove_content_from_message(message)
             session = self.start_session(self.run_id)
             tree = get_object_tree(message)
@@ -297,7 +284,9 @@ class LinkState(InMemoryLinkState):
             ready = list(islice((key for key in self._arrived if key in message_ids), most))
             replies = [self._inflated(key) for key in ready]
             gone = [key for key in self._lost if key in message_ids]
-            replies += [self._error(key, NODE_UNAVAILABLE, "the node went offline") for key in gone]
+            replies += [
+                self._error(key, messages.NODE_UNAVAILABLE, "the node went offline") for key in gone
+            ]
             replies += [_unavailable(key) for key in unknown]
             self.forget([*ready, *gone])
         return replies
@@ -552,21 +541,23 @@ class LinkState(InMemoryLinkState):
         sender = self.message_ins_store[message_id].metadata.dst_node_id
         try:
             if message_id in self._bodies:
-                reply = decode(self._bodies[message_id])
+                reply = messages.decode(self._bodies[message_id])
             else:
                 _, contents = self._objects(reply_id)
-                reply = parted(cast(Message, inflate_object_from_contents(reply_id, contents)))
+                reply = messages.parted(
+                    cast(Message, inflate_object_from_contents(reply_id, contents))
+                )
             stated = reply.metadata
             same = (stated.reply_to_message_id, stated.src_node_id) == (message_id, sender)
         # A device may send anything.
         except Exception as error:
             reason = f"the reply cannot be read: {type(error).__name__}"
-            return self._error(message_id, REPLY_MESSAGE_UNAVAILABLE, reason)
+            return self._error(message_id, messages.REPLY_MESSAGE_UNAVAILABLE, reason)
         if same:
-            set_message_id(reply, reply_id)
+            messages.set_message_id(reply, reply_id)
             return reply
         reason = "the reply is not what was announced"
-        return self._error(message_id, REPLY_MESSAGE_UNAVAILABLE, reason)
+        return self._error(message_id, messages.REPLY_MESSAGE_UNAVAILABLE, reason)
 
     def _look_for_lost(self, message_ids: Collection[str]) -> list[str]:
         """Note which messages will never be answered: their node has left, or time is up.
@@ -593,7 +584,7 @@ class LinkState(InMemoryLinkState):
         return [key for key in message_ids if key not in self.message_ins_store]
 
     def _error(self, message_id: str, code: int, reason: str) -> Message:
-        return error_reply(self.message_ins_store[message_id], code, reason)
+        return messages.error_reply(self.message_ins_store[message_id], code, reason)
 
     # Checkpoints and figures.
 
@@ -639,7 +630,7 @@ class LinkState(InMemoryLinkState):
             self.task_store[cast(int, record.run.primary_task_id)].run_id = tree["run"]
             self.run_id = tree["run"]
             self.run_ids[self.run_id] = record
-            identify_process(self.run_id)
+            messages.identify_process(self.run_id)
             for known in (self.nodes, self.node_public_key_to_node_id, self.owner_to_node_ids):
                 known.clear()
             for data in tree["nodes"]:
@@ -676,7 +667,7 @@ class LinkState(InMemoryLinkState):
         return {
             "delivered": message.metadata.delivered_at,
             "whole": whole,
-            "body": b"" if content is None else encode(content),
+            "body": b"" if content is None else messages.encode(content),
             "parcel": self._encoded(message) if whole else [head_of(message)],
         }
 
@@ -694,7 +685,7 @@ class LinkState(InMemoryLinkState):
         message.metadata.delivered_at = saved["delivered"]
         self.message_ins_store[message_id] = message
         if saved["body"]:
-            self._cache.put(message_id, decode(saved["body"]))
+            self._cache.put(message_id, messages.decode(saved["body"]))
         if saved["whole"]:
             tree = ObjectTree.FromString(parcel[1])
             self.object_store.preregister(self.run_id, tree)
@@ -713,8 +704,8 @@ class LinkState(InMemoryLinkState):
 
 def _unavailable(message_id: str) -> Message:
     asked = Message(RecordDict(), 1, "query")
-    set_message_id(asked, message_id)
-    return error_reply(asked, MESSAGE_UNAVAILABLE, "the message has expired")
+    messages.set_message_id(asked, message_id)
+    return messages.error_reply(asked, messages.MESSAGE_UNAVAILABLE, "the message has expired")
 
 
 def _ignore(*_arguments: object) -> None:

@@ -26,15 +26,7 @@ from flwr.clientapp import ClientApp
 
 from raceme.core.errors import UserError
 from raceme.datasets.cache import without_operators
-from raceme.flower.messages import (
-    CLIENT_APP_RAISED_EXCEPTION,
-    array,
-    array_record,
-    error_reply,
-    identify_process,
-    set_message_id,
-    start_now,
-)
+from raceme.flower import messages as flower
 
 # -----------------------------------------------------------------------------
 # The contract, and work in this process.
@@ -123,7 +115,7 @@ def answer(
         Decides, with the client and the message, what the app draws from the process's own random
         numbers, for apps that are not known to leave them alone.
     """
-    start_now(message)
+    flower.start_now(message)
     try:
         if seed is None:
             reply = client_app(message, context)
@@ -137,7 +129,7 @@ def answer(
         return reply
     except Exception as error:
         reason = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
-        return error_reply(message, CLIENT_APP_RAISED_EXCEPTION, reason)
+        return flower.error_reply(message, flower.CLIENT_APP_RAISED_EXCEPTION, reason)
 
 
 # -----------------------------------------------------------------------------
@@ -204,7 +196,13 @@ def pack(records: RecordDict) -> Packed:
     for name, record in records.items():
         if isinstance(record, ArrayRecord):
             arrays = [
-                (key, array.dtype, array.shape, array.stype, len(array.data))
+                (
+                    key,
+                    array.dtype,
+                    array.shape,
+                    array.stype,
+                    len(array.data),
+                )
                 for key, array in record.items()
             ]
             packed.records.append((name, _ARRAYS, arrays))
@@ -230,10 +228,10 @@ def _record(
         return MetricRecord(content)
     if kind == _CONFIG:
         return ConfigRecord(content)
-    return array_record(
+    return flower.array_record(
         {
             # A checkpoint brings lists back.
-            key: array(dtype, tuple(shape), stype, next(data))
+            key: flower.array(dtype, tuple(shape), stype, next(data))
             for key, dtype, shape, stype, _ in content
         }
     )
@@ -259,7 +257,7 @@ def head_of(message: Message) -> dict[str, Any]:
 def message_of(head: Mapping[str, Any], content: RecordDict) -> Message:
     """Put a message together again, with its id."""
     message = Message(content, head["node"], head["type"], ttl=head["ttl"], group_id=head["group"])
-    set_message_id(message, head["id"])
+    flower.set_message_id(message, head["id"])
     return message
 
 
@@ -350,7 +348,7 @@ class Desk:
             state=RecordDict() if request.state is None else unpack(request.state),
             run_config=dict(node.run_config),
         )
-        identify_process(*request.sender)
+        flower.identify_process(*request.sender)
         message = message_of(request.head, unpack(Packed(request.content, data)))
         reply = answer(self._app, message, context, self._seed)
         state = pack(context.state)
@@ -620,7 +618,7 @@ class WorkingAhead(ABC, Generic[W]):
         task = worker.tasks.pop(response.message_id)
         if self._tasks.get(task.message_id) is not task:
             return
-        start_now(task.message)
+        flower.start_now(task.message)
         if response.error is None:
             content = unpack(Packed(response.content, list(data)))
             reply = Message(content, reply_to=task.message)

@@ -12,16 +12,8 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 
 from raceme.core.timeline import Exchange, ExchangeObserver, Switched
+from raceme.flower import messages as flower
 from raceme.flower.grid import OwnGrid
-from raceme.flower.messages import (
-    NODE_UNAVAILABLE,
-    REPLY_MESSAGE_UNAVAILABLE,
-    Run,
-    empty_run,
-    error_reply,
-    identify_process,
-    set_message_id,
-)
 from raceme.records.record import Communication
 from raceme.simulation.devices import (
     PREFIX,
@@ -251,7 +243,7 @@ class VirtualGrid(OwnGrid):
     ) -> None:
         self.nodes = tuple(nodes)
         self._cost, self._observe, self._notice = cost, observe, notice
-        self._run = empty_run()
+        self._run = flower.empty_run()
         self._first_run_id = self._run.run_id
         self._executor = executor or InProcess(client_app)
         self._queue = EventQueue()
@@ -270,7 +262,7 @@ class VirtualGrid(OwnGrid):
                 self._online[node.node_id] = None
             if node.device.comes_and_goes:
                 self._schedule_switch(node.node_id)
-        identify_process(self._run.run_id)
+        flower.identify_process(self._run.run_id)
 
     def _client(self, node_id: int) -> Client:
         """Return what is kept of a node, from the first time on that it is asked for."""
@@ -331,7 +323,7 @@ class VirtualGrid(OwnGrid):
             message_id = f"{self._pushed:08d}"
             self._pushed += 1
             message.content = copy_of(message.content)
-            set_message_id(message, message_id)
+            flower.set_message_id(message, message_id)
             self._dispatch(message_id, message)
             message_ids.append(message_id)
         return message_ids
@@ -381,13 +373,13 @@ class VirtualGrid(OwnGrid):
         """Return what is known of the messages that have no reply yet."""
         return [exchange_of(pending, math.inf, None) for pending in self._pending.values()]
 
-    def set_run(self, run: Run) -> None:
+    def set_run(self, run: flower.Run) -> None:
         """Set the run that messages belong to."""
         self._run = run
-        identify_process(run.run_id)
+        flower.identify_process(run.run_id)
 
     @property
-    def run(self) -> Run:
+    def run(self) -> flower.Run:
         """The run that messages belong to."""
         return self._run
 
@@ -542,8 +534,8 @@ class VirtualGrid(OwnGrid):
         pending = self._pending.pop(message_id)
         client = pending.client
         if pending.lost is not None:
-            code = NODE_UNAVAILABLE if client is None else REPLY_MESSAGE_UNAVAILABLE
-            reply = error_reply(pending.message, code, pending.lost)
+            code = flower.NODE_UNAVAILABLE if client is None else flower.REPLY_MESSAGE_UNAVAILABLE
+            reply = flower.error_reply(pending.message, code, pending.lost)
         else:
             assert client is not None, "a message to no node is lost"
             del client.at_work[message_id]
