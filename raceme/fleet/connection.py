@@ -28,7 +28,10 @@ from raceme.flower.fleet_client import Endpoint, Keys, Link, RejoinError
 
 _FAILED = ("handshake failed", "certificate_verify_failed", "hostname verification check failed")
 """What gRPC says when a connection fails for good, until somebody changes something."""
-_OVER, _EARLY = "certificate has expired", "certificate is not yet valid"
+_BY_TIME = (
+    ("certificate has expired", "has expired", "make a new one on the server"),
+    ("certificate is not yet valid", "is not valid yet", "set the time"),
+)
 _PLAIN, _FORGED = "wrong_version_number", "bad_signature"
 
 
@@ -85,16 +88,10 @@ def passing_trouble(text: str, address: str) -> str | None:
         The connection will never come about with the device as it is.
     """
     said, now = text.lower(), f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
-    if _OVER in said:
-        return (
-            f"the certificate of {address} has expired (it is {now} by this device's clock): "
-            "make a new one on the server"
-        )
-    if _EARLY in said:
-        return (
-            f"the certificate of {address} is not valid yet (it is {now} by this device's clock): "
-            "set the time"
-        )
+    for trouble, what, remedy in _BY_TIME:
+        if trouble in said:
+            clock = f"it is {now} by this device's clock"
+            return f"the certificate of {address} {what} ({clock}): {remedy}"
     if not any(part in said for part in _FAILED):
         return None
     if _PLAIN in said:
@@ -250,7 +247,10 @@ class PatientCalls:
                 reason = self._judge(error, tries)
                 arrived |= not _never_sent(error)
                 self.pull_failed |= pull and arrived
-                self._wait(pause.next(), reason, tries)
+                if tries == 1:
+                    log.warning("%s", reason)
+                if self._stop.wait(pause.next()):
+                    raise StoppedError from None
             else:
                 if tries > 1:
                     log.info("%s can be reached again", self._address)
@@ -275,7 +275,7 @@ class PatientCalls:
             stopped = self._stop.wait_or(reader)
             if stopped:
                 call.cancel()
-            # Not before the callback has run is the pipe nobody's.
+            # The callback writes to the pipe, which is closed only then.
             done.wait()
             return not stopped
         finally:
@@ -291,7 +291,12 @@ class PatientCalls:
         if code is _Code.PERMISSION_DENIED:
             raise RunOverError(text)
         if code is _Code.UNAUTHENTICATED:
-            return self._unauthenticated(text)
+            if "timestamp" in text.lower():
+                # Boards without a battery start with a wrong clock, until they hear from a server.
+                return f"{self._address} does not accept this device's clock: set the time"
+            if "node id" in text.lower():
+                raise RejoinError(f"{self._address} does not know this node any more")
+            raise UserError(f"{self._address} refuses this device's key: {_one_line(text)}")
         if code is _Code.FAILED_PRECONDITION:
             if "must be registered" in text:
                 raise UserError(
@@ -307,29 +312,12 @@ class PatientCalls:
                 f"{self._address} is not a Fleet API over gRPC: start the SuperLink with "
                 "--fleet-api-type grpc-rere, and give its --fleet-api-address."
             )
-        if code in _PASSING or (code in _PUZZLING and tries < _PUZZLING_TRIES):
-            return self._unreachable(text)
-        raise RejoinError(f"{code.name}: {_one_line(text)}")
-
-    def _unauthenticated(self, text: str) -> str:
-        if "timestamp" in text.lower():
-            # Boards without a battery start with a wrong clock, until they hear from a time server.
-            return f"{self._address} does not accept this device's clock: set the time"
-        if "node id" in text.lower():
-            raise RejoinError(f"{self._address} does not know this node any more")
-        raise UserError(f"{self._address} refuses this device's key: {_one_line(text)}")
-
-    def _unreachable(self, text: str) -> str:
         reason = _one_line(text)
+        if code not in _PASSING and (code not in _PUZZLING or tries >= _PUZZLING_TRIES):
+            raise RejoinError(f"{code.name}: {reason}")
         if self._endpoint.insecure and not self._answered and "Socket closed" in reason:
             reason += "; perhaps it wants TLS: then leave out --insecure"
         return f"{self._address} cannot be reached, trying again: {reason}"
-
-    def _wait(self, seconds: float, reason: str, tries: int) -> None:
-        if tries == 1:
-            log.warning("%s", reason)
-        if self._stop.wait(seconds):
-            raise StoppedError
 
 
 def join(

@@ -13,12 +13,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import tomli_w
 
 import raceme
-from raceme.core.config import RunConfig, read_toml
+from raceme.core.config import RunConfig, as_tables, read_toml
 from raceme.core.errors import UserError
 from raceme.core.events import Observer, RunEnded
 from raceme.core.interface import StopCheck, never_stop
@@ -45,14 +44,8 @@ def app_of(config: RunConfig) -> App:
     """Return this package as the app bundle that the devices of a run fetch."""
     # The folder is the server's own affair, and the same run must have the same bundle again.
     keys = config.with_values(out="", resume="").to_mapping()
-    tree: dict[str, Any] = {}
-    for name, value in keys.items():
-        # Tables hold hyper-parameters.
-        table, _, option = name.rpartition(".")
-        inner = tree.setdefault(table, {}) if table else tree
-        inner[option] = value
     components = {"serverapp": "raceme.server_app:app", "clientapp": "raceme.client_app:app"}
-    app = {"publisher": "raceme", "components": components, "config": tree}
+    app = {"publisher": "raceme", "components": components, "config": as_tables(keys)}
     project = {
         "project": {
             "name": "raceme",

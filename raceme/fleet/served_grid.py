@@ -21,8 +21,7 @@ from raceme.flower.messages import Run, join, split
 # -----------------------------------------------------------------------------
 # Replies since the last checkpoint, on disk before their devices are told that they arrived.
 #
-# A reply is an entry of a few byte strings. An entry that was not written wholly, because the
-# power
+# A reply is an entry of a few byte strings. An entry that was not written wholly, because the power
 # failed, and whatever comes after it, is not there.
 # -----------------------------------------------------------------------------
 
@@ -68,7 +67,9 @@ class Journal:
         if self._file is None:
             return
         try:
-            self._file.write(_encoded(parts()))
+            body = join(parts())
+            digest = hashlib.sha256(body).digest()
+            self._file.write(_LENGTH.pack(len(body)) + body + digest)
             self._file.flush()
         except OSError as error:
             if not self._failed:
@@ -96,11 +97,6 @@ class Journal:
 
     def _path(self, number: int) -> Path:
         return self._folder / f"replies-{number:08d}.bin"
-
-
-def _encoded(parts: Sequence[bytes]) -> bytes:
-    body = join(parts)
-    return _LENGTH.pack(len(body)) + body + hashlib.sha256(body).digest()
 
 
 def _entries(file: BinaryIO) -> Iterator[list[bytes]]:

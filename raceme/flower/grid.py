@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 
 from flwr.app import Error, Message, Metadata, RecordDict
 from flwr.app.message import make_message
-from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode
-from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, ObjectTree, PullObjectRequest
+from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, PullObjectRequest
 from flwr.proto.runtime_pb2 import PullAppMessagesRequest
 from flwr.serverapp import Grid
 from flwr.supercore.constant import SYSTEM_MESSAGE_TYPE
@@ -20,6 +19,8 @@ from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 from flwr.supercore.run import Run
 from flwr.superlink.grid.http_grid import HttpGrid
+
+from raceme.flower.messages import MESSAGE_UNAVAILABLE, SERVER_NODE_ID, set_message_id
 
 
 class OwnGrid(Grid):
@@ -150,11 +151,14 @@ class PromptGrid(OwnGrid):
         now = self._clock()
         for head, tree in zip(answer.messages_list, answer.message_object_trees, strict=True):
             stated = head.metadata
-            parts = deque(dict.fromkeys(_parts(tree)))
-            upload = _Upload(
-                stated.message_id, stated.reply_to_message_id, stated.src_node_id, parts, now
+            parts = dict.fromkeys(part.object_id for part in iterate_object_tree(tree))
+            self._uploads[stated.reply_to_message_id] = _Upload(
+                message_id=stated.message_id,
+                reply_to=stated.reply_to_message_id,
+                sender=stated.src_node_id,
+                missing=deque(parts),
+                progressed_at=now,
             )
-            self._uploads[upload.reply_to] = upload
 
     def _complete(self, wanted: set[str]) -> Iterator[Message]:
         """Yield those of the wanted replies that are complete, or will never be."""
@@ -168,7 +172,7 @@ class PromptGrid(OwnGrid):
                     node=self._grid.node, run_id=self._run_id, message_object_id=upload.message_id
                 )
                 self._grid._runtime_client.ConfirmMessageReceived(request)
-            yield _unavailable(upload, self._run_id, reason) if reason else self._read(upload)
+            yield self._unavailable(upload, reason) if reason else self._read(upload)
 
     def _fetch(self, upload: _Upload) -> str:
         """Fetch what has arrived of a reply; return why the rest of it never will, or nothing."""
@@ -200,20 +204,34 @@ class PromptGrid(OwnGrid):
 
     def _read(self, upload: _Upload) -> Message:
         """Return a reply whose parts have all arrived."""
+        reason = "The reply says that it is another one than was announced"
         try:
             message = inflate_object_from_contents(upload.message_id, upload.contents)
             if not isinstance(message, Message):
                 raise TypeError(f"it is a {type(message).__name__}")
             stated = message.metadata
+            if (stated.src_node_id, stated.reply_to_message_id) == (upload.sender, upload.reply_to):
+                set_message_id(message, upload.message_id)
+                return message
         # A device may send anything in place of a part: what that raises is not known beforehand.
         except Exception as error:
             reason = f"The reply cannot be read: {type(error).__name__}: {error}"
-            return _unavailable(upload, self._run_id, reason)
-        if (stated.src_node_id, stated.reply_to_message_id) != (upload.sender, upload.reply_to):
-            reason = "The reply says that it is another one than was announced"
-            return _unavailable(upload, self._run_id, reason)
-        stated.__dict__["_message_id"] = upload.message_id
-        return message
+        return self._unavailable(upload, reason)
+
+    def _unavailable(self, upload: _Upload, reason: str) -> Message:
+        """Return the error reply that stands for a reply that will never be seen."""
+        metadata = Metadata(
+            run_id=self._run_id,
+            message_id="",
+            src_node_id=upload.sender,
+            dst_node_id=SERVER_NODE_ID,
+            reply_to_message_id=upload.reply_to,
+            group_id="",
+            created_at=time.time(),
+            ttl=0,
+            message_type=SYSTEM_MESSAGE_TYPE,
+        )
+        return make_message(metadata=metadata, error=Error(MESSAGE_UNAVAILABLE, reason))
 
     @property
     def _run_id(self) -> int:
@@ -223,26 +241,6 @@ class PromptGrid(OwnGrid):
 def prompt(grid: Grid) -> Grid:
     """Return a grid on which no reply waits for the rest of another one: itself, if it is such."""
     return PromptGrid(grid) if isinstance(grid, HttpGrid) else grid
-
-
-def _parts(tree: ObjectTree) -> Iterator[str]:
-    return (part.object_id for part in iterate_object_tree(tree))
-
-
-def _unavailable(upload: _Upload, run_id: int, reason: str) -> Message:
-    """Return the error reply that stands for a reply that nobody will ever see."""
-    metadata = Metadata(
-        run_id=run_id,
-        message_id="",
-        src_node_id=upload.sender,
-        dst_node_id=SUPERLINK_NODE_ID,
-        reply_to_message_id=upload.reply_to,
-        group_id="",
-        created_at=time.time(),
-        ttl=0,
-        message_type=SYSTEM_MESSAGE_TYPE,
-    )
-    return make_message(metadata=metadata, error=Error(ErrorCode.MESSAGE_UNAVAILABLE, reason))
 
 
 def has_devices(grid: Grid) -> bool:

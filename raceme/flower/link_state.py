@@ -539,24 +539,21 @@ class LinkState(InMemoryLinkState):
         """Return the reply to a message with its content."""
         reply_id = self._arrived[message_id]
         sender = self.message_ins_store[message_id].metadata.dst_node_id
+        reason = "the reply is not what was announced"
         try:
             if message_id in self._bodies:
                 reply = messages.decode(self._bodies[message_id])
             else:
                 _, contents = self._objects(reply_id)
-                reply = messages.parted(
-                    cast(Message, inflate_object_from_contents(reply_id, contents))
-                )
+                found = inflate_object_from_contents(reply_id, contents)
+                reply = messages.parted(cast(Message, found))
             stated = reply.metadata
-            same = (stated.reply_to_message_id, stated.src_node_id) == (message_id, sender)
+            if (stated.reply_to_message_id, stated.src_node_id) == (message_id, sender):
+                messages.set_message_id(reply, reply_id)
+                return reply
         # A device may send anything.
         except Exception as error:
             reason = f"the reply cannot be read: {type(error).__name__}"
-            return self._error(message_id, messages.REPLY_MESSAGE_UNAVAILABLE, reason)
-        if same:
-            messages.set_message_id(reply, reply_id)
-            return reply
-        reason = "the reply is not what was announced"
         return self._error(message_id, messages.REPLY_MESSAGE_UNAVAILABLE, reason)
 
     def _look_for_lost(self, message_ids: Collection[str]) -> list[str]:

@@ -127,16 +127,6 @@ def exchange_of(pending: Pending, answered: float, reply: Message | None) -> Exc
 Tree = dict[str, Any]
 
 
-def _message_tree(message: Message) -> Tree:
-    """Take a message apart that has no reply yet."""
-    return {**head_of(message), "content": pack(message.content)._asdict()}
-
-
-def _message_from(tree: Tree) -> Message:
-    """Put a message together again, with its id."""
-    return message_of(tree, unpack(Packed(**tree["content"])))
-
-
 def _reply_tree(reply: Message) -> Tree:
     """Take a reply apart; the head is that of the message that it answers."""
     metadata, failed = reply.metadata, reply.has_error()
@@ -397,7 +387,10 @@ class VirtualGrid(OwnGrid):
             "pushed": self._pushed,
             "pending": [
                 {
-                    "message": _message_tree(pending.message),
+                    "message": {
+                        **head_of(pending.message),
+                        "content": pack(pending.message.content)._asdict(),
+                    },
                     "expires": pending.expires,
                     "due": pending.due,
                     "lost": pending.lost,
@@ -429,7 +422,8 @@ class VirtualGrid(OwnGrid):
         for reply in tree["arrived"]:
             self._keep(reply["id"], _reply_from(reply))
         for saved in tree["pending"]:
-            message = _message_from(saved["message"])
+            head = saved["message"]
+            message = message_of(head, unpack(Packed(**head["content"])))
             pending = Pending(
                 message,
                 self._client_of(message),
