@@ -10,13 +10,12 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import struct
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, Self, cast, get_type_hints
 
 import grpc
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -64,7 +63,7 @@ from raceme.flower.messages import decode, encode, joined, parted, set_message_i
 
 SERVICE = "raceme.Fleet"
 GREET, NEXT, SEND = "Greet", "Next", "Send"
-PROTOCOL = 1
+PROTOCOL = 2
 """Raised when calls, or what travels in them, change."""
 LONGEST_WAIT = 15.0
 """Seconds that `Next` may take to be answered; routers drop connections on which nothing happens
@@ -73,12 +72,40 @@ LARGEST = 1024 * 1024
 """Bytes of the arrays of a message that travels whole; a larger one does in Flower's objects, each
 of which can be sent again. One call has to get through a slow link."""
 
-_NEXT, _SEND = struct.Struct(">Qd64s"), struct.Struct(">Q64s")
+_LONGEST_HEAD = 1000
+"""Bytes of all that a call states beside its body."""
+
+
+class _Travelling:
+    """What is said in a call: fields as JSON, then, behind a zero byte, a body if there is one."""
+
+    def to_bytes(self) -> bytes:
+        """Return it as it travels."""
+        stated = dict(vars(self))
+        body: bytes = stated.pop("body", b"")
+        return json.dumps(stated).encode() + b"\0" + body
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Self:
+        """Read it; what else later versions say is left out.
+
+        Raises
+        ------
+        ValueError
+            It is none.
+        """
+        head, _, body = data.partition(b"\0")
+        read = json.loads(head) if len(head) < _LONGEST_HEAD else None
+        stated = {**read, "body": body} if isinstance(read, dict) else {}
+        kinds = get_type_hints(cls)
+        if any(type(stated.get(name)) is not kind for name, kind in kinds.items()):
+            raise ValueError(f"no {cls.__name__}")
+        return cls(**{name: stated[name] for name in kinds})
 
 
 @dataclass(frozen=True)
-class Greeting:
-    """Who greets, or answers a greeting.
+class Greeting(_Travelling):
+    """A device greets, or a server answers its greeting.
 
     Attributes
     ----------
@@ -91,36 +118,15 @@ class Greeting:
     protocol: int
     version: str
 
-    def to_bytes(self) -> bytes:
-        """Return it as it travels."""
-        return json.dumps({"protocol": self.protocol, "version": self.version}).encode()
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> Greeting:
-        """Read it; what else later versions say is left out.
-
-        Raises
-        ------
-        ValueError
-            It is none.
-        """
-        read = json.loads(data) if len(data) < 10_000 else None
-        if not isinstance(read, dict):
-            raise ValueError("no greeting")
-        protocol, version = read.get("protocol"), read.get("version")
-        if type(protocol) is not int or not isinstance(version, str):
-            raise ValueError("no greeting")
-        return cls(protocol, version)
-
 
 @dataclass(frozen=True)
-class NextRequest:
+class NextRequest(_Travelling):
     """A node asks for its next message.
 
     Attributes
     ----------
     node : int
-        Who asks.
+        The node.
     patience : float
         Seconds that the answer may take.
     have : str
@@ -131,31 +137,15 @@ class NextRequest:
     patience: float = 0.0
     have: str = ""
 
-    def to_bytes(self) -> bytes:
-        """Return it as it travels."""
-        return _NEXT.pack(self.node, self.patience, self.have.encode())
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> NextRequest:
-        """Read it.
-
-        Raises
-        ------
-        ValueError
-            It is none.
-        """
-        node, patience, have = _unpacked(_NEXT, data)
-        return cls(node, patience, have.rstrip(b"\0").decode("ascii"))
-
 
 @dataclass(frozen=True)
-class SendRequest:
+class SendRequest(_Travelling):
     """A node answers a message.
 
     Attributes
     ----------
     node : int
-        Who answers.
+        The node.
     asked : str
         Id of the message.
     body : bytes
@@ -165,28 +155,6 @@ class SendRequest:
     node: int
     asked: str
     body: bytes
-
-    def to_bytes(self) -> bytes:
-        """Return it as it travels."""
-        return _SEND.pack(self.node, self.asked.encode()) + self.body
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> SendRequest:
-        """Read it.
-
-        Raises
-        ------
-        ValueError
-            It is none.
-        """
-        node, asked = _unpacked(_SEND, data[: _SEND.size])
-        return cls(node, asked.rstrip(b"\0").decode("ascii"), data[_SEND.size :])
-
-
-def _unpacked(form: struct.Struct, data: bytes) -> tuple[Any, ...]:
-    if len(data) != form.size:
-        raise ValueError(f"{len(data)} bytes instead of {form.size}")
-    return form.unpack(data)
 
 
 # -----------------------------------------------------------------------------

@@ -35,6 +35,7 @@ from raceme.core.events import Observer, ignore
 from raceme.core.files import absolute
 from raceme.core.messages import CONFIG, KIND
 from raceme.core.registry import STRATEGIES
+from raceme.core.signals import handled_by
 from raceme.core.strategy import Method
 from raceme.datasets.cache import without_operators
 from raceme.flower import app as compat
@@ -281,8 +282,9 @@ def build_method(name: str, parameters: Mapping[str, Value], seed: int) -> Metho
     return method
 
 
-class Replacement:
-    """Starts a method where an app starts a strategy.
+@contextmanager
+def replaced(name: str, make: Callable[[], Method], observe: Observer) -> Iterator[list[Method]]:
+    """Start a method in the place of every strategy that is started meanwhile, the app's own too.
 
     Parameters
     ----------
@@ -293,49 +295,40 @@ class Replacement:
     observe : Observer
         Called with everything that happens to the first of them.
 
-    Attributes
-    ----------
-    methods : list[Method]
-        Those that were started.
+    Returns
+    -------
+    list[Method]
+        Those that were started; grows.
     """
+    methods: list[Method] = []
 
-    def __init__(self, name: str, make: Callable[[], Method], observe: Observer) -> None:
-        self._name, self._make, self._observe = name, make, observe
-        self.methods: list[Method] = []
-
-    @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Take the place of every strategy that is started meanwhile, the app's own too."""
-        starts = {kind: kind.__dict__["start"] for kind in _kinds(Strategy)}
-        try:
-            for kind, start in starts.items():
-                setattr(kind, "start", self._instead_of(start))  # noqa: B010
-            yield
-        finally:
-            for kind, start in starts.items():
-                setattr(kind, "start", start)  # noqa: B010
-
-    def _instead_of(self, start: Callable[..., Any]) -> Callable[..., Any]:
-        """Return what is called in the place of a strategy's `start`."""
-
+    def instead_of(start: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(start)
         def instead(strategy: Strategy, *arguments: Any, **named: Any) -> Any:
-            if any(strategy is method for method in self.methods):
+            if any(strategy is method for method in methods):
                 return start(strategy, *arguments, **named)
-            method = self._make()
-            self.methods.append(method)
+            method = make()
+            methods.append(method)
             logging.getLogger("flwr").info(
-                "%s takes the place of %s.", self._name, type(strategy).__name__
+                "%s takes the place of %s.", name, type(strategy).__name__
             )
             # An app's own start may have names for Flower's arguments in another order, and more.
             given = dict(inspect.signature(start).bind_partial(strategy, *arguments).arguments)
             given = {**dict(list(given.items())[1:]), **named}
             known = inspect.signature(method.start).parameters
             passed = {name: value for name, value in given.items() if name in known}
-            observe = self._observe if len(self.methods) == 1 else ignore
-            return method.start(**{**passed, "observe": observe})
+            return method.start(**{**passed, "observe": observe if len(methods) == 1 else ignore})
 
         return instead
+
+    starts = {kind: kind.__dict__["start"] for kind in _kinds(Strategy)}
+    try:
+        for kind, start in starts.items():
+            setattr(kind, "start", instead_of(start))  # noqa: B010
+        yield methods
+    finally:
+        for kind, start in starts.items():
+            setattr(kind, "start", start)  # noqa: B010
 
 
 def _kinds(kind: type[Any]) -> Iterator[type[Any]]:
@@ -1034,17 +1027,16 @@ def simulate(settings: Settings) -> Simulated:
             max_time=settings.max_time,
             free_evaluation=settings.evaluation_share is None,
         )
-        replacement = None
+        methods = None
         if make is not None:
-            store = stack.enter_context(_store(out))
-            replacement = Replacement(str(settings.strategy), make, store.observe)
-            stack.enter_context(replacement.in_place())
+            observe = stack.enter_context(_store(out)).observe
+            methods = stack.enter_context(replaced(str(settings.strategy), make, observe))
         # What importing drew is not part of what the ServerApp draws.
         seed_process([settings.seed, _SERVER])
         context = compat.server_context(grid.run.run_id, app.run_config)
         with _wall_limit(settings.max_wall_time):
             ending, reason = _call(app, lambda: server_app(grid, context))
-        if replacement is not None and ending is AppEnding.RETURNED and not replacement.methods:
+        if methods == [] and ending is AppEnding.RETURNED:
             raise UserError(
                 f"The ServerApp of {app.folder} starts no strategy of Flower's (Strategy.start): "
                 f"{settings.strategy} cannot take its place. Leave --strategy out."
@@ -1114,13 +1106,12 @@ def _wall_limit(seconds: float) -> Iterator[None]:
             "(--max-wall-time)"
         )
 
-    before = signal.signal(signal.SIGALRM, halt)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
-        signal.signal(signal.SIGALRM, before)
+    with handled_by(halt, signal.SIGALRM):
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
 
 
 # -----------------------------------------------------------------------------

@@ -13,7 +13,6 @@ import shutil
 import signal
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from types import ModuleType
 from typing import Any
 
 from raceme.core.errors import UserError
+from raceme.core.signals import handled_by
 from raceme.simulation.executor import (
     QUEUED,
     Request,
@@ -337,7 +337,8 @@ class Pool(WorkingAhead[_Process]):
             daemon=True,
         )
         try:
-            with _interrupts_ignored(), _script_hidden(self._target):
+            # From its first moment on it ignores what all get at once.
+            with handled_by(signal.SIG_IGN, *_SENT_TO_ALL), _script_hidden(self._target):
                 process.start()
         except (OSError, EOFError) as error:
             reason = getattr(error, "strerror", None) or "the process that forks it has ended"
@@ -371,7 +372,7 @@ def prepare() -> None:
     Pools do it themselves; before other work that takes time, it is done meanwhile.
     """
     if _pool_context().get_start_method() == "forkserver":
-        with _interrupts_ignored():
+        with handled_by(signal.SIG_IGN, *_SENT_TO_ALL):
             forkserver.ensure_running()
 
 
@@ -405,20 +406,3 @@ def _script_hidden(target: str) -> Iterator[None]:
         yield
     finally:
         sys.modules["__main__"] = script
-
-
-@contextmanager
-def _interrupts_ignored() -> Iterator[None]:
-    """Let a process that is started here ignore, from its first moment on, what all get at once.
-
-    Ctrl-C, and the end of the terminal.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in _SENT_TO_ALL}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

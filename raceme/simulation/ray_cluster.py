@@ -8,10 +8,9 @@ import os
 import queue
 import signal
 import sys
-import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -23,6 +22,7 @@ from raceme import datasets
 from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
 from raceme.core.options import Value
+from raceme.core.signals import handled_by
 from raceme.simulation.executor import (
     Desk,
     Request,
@@ -50,6 +50,7 @@ _ENVIRONMENT = {
 }
 """Ray tells nobody of the run, and prints nothing; what a person has set stays."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals whose handlers are put back: Ray sets its own for SIGTERM."""
 
 
 class Cluster:
@@ -84,7 +85,7 @@ class Cluster:
             if workers != NAME:
                 _check_listens(workers)
         else:
-            with _own_signal_handlers():
+            with handled_by(None, *_SIGNALS):
                 _connect(workers, cores)
             self._connected = True
         try:
@@ -111,7 +112,7 @@ class Cluster:
             import ray
 
             self._connected = False
-            with _own_signal_handlers():
+            with handled_by(None, *_SIGNALS):
                 ray.shutdown()
 
 
@@ -263,21 +264,6 @@ def _alive() -> dict[str, str]:
 def _name(node: Mapping[str, Any]) -> str:
     """Return what a node is called: its address, and which of several with the same one."""
     return f"{node['NodeManagerAddress']} ({node['NodeID'][:8]})"
-
-
-@contextmanager
-def _own_signal_handlers() -> Iterator[None]:
-    """Put signal handlers back afterwards: Ray sets its own for SIGTERM."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.getsignal(number) for number in _SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            if handler is not None:
-                signal.signal(number, handler)
 
 
 # -----------------------------------------------------------------------------

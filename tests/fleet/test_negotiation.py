@@ -85,7 +85,7 @@ def test_both_kinds_of_devices_work_side_by_side(
 @pytest.mark.parametrize(
     ("protocol", "version", "said"),
     [
-        (wire.PROTOCOL + 1, "9.9", "this device has raceme 9.9 (protocol 2)"),
+        (wire.PROTOCOL + 1, "9.9", "this device has raceme 9.9 (protocol 3)"),
         (wire.PROTOCOL, "0.0.9", "pip install raceme=="),
     ],
 )
