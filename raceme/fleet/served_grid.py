@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 from flwr.app import Message
 
-from raceme.flower.grid import OwnGrid
+from raceme.flower.grid import PatientGrid
 from raceme.flower.link_state import LinkState
 from raceme.flower.messages import Run, join, split
 
@@ -123,7 +123,7 @@ all that are there, a reply that just came too late for them would wait for two 
 _KIND = "served"
 
 
-class ServedGrid(OwnGrid):
+class ServedGrid(PatientGrid):
     """Messages go to the link state and come from it; a reply wakes whoever waits for it.
 
     It keeps the wall clock, which stands until there are enough clients. Saved in a checkpoint and
@@ -255,19 +255,10 @@ class ServedGrid(OwnGrid):
         """Return the replies that are there."""
         return self._state.take(frozenset(message_ids))
 
-    def send_and_receive(
-        self, messages: Iterable[Message], *, timeout: float | None = None
-    ) -> Iterable[Message]:
-        """Send messages and wait until all are answered, or for `timeout` seconds."""
-        still_open = set(self.push_messages(messages))
-        deadline = None if timeout is None else self.now() + timeout
-        replies: list[Message] = []
-        while still_open and not self._stopping():
-            replies += self.wait(still_open, deadline)
-            still_open -= {reply.metadata.reply_to_message_id for reply in replies}
-            if deadline is not None and self.now() >= deadline:
-                break
-        return replies
+    def _more(self, message_ids: Collection[str], deadline: float | None) -> list[Message] | None:
+        if self._stopping() or (deadline is not None and self.now() >= deadline):
+            return None
+        return self.wait(message_ids, deadline)
 
     def get_node_ids(self) -> Iterable[int]:
         """Return the nodes that are online, as soon as there are enough of them."""

@@ -230,7 +230,13 @@ class Apps:
             bundle = fetch(run)
             name, version, reference = _checked(bundle, run)
             config = self._checked_config(name, bundle, run)
-            app = self._load(name, version, reference, bundle, run.fab_hash)
+            if name == OWN_APP:
+                app = _own_app(version)
+            else:
+                if self._foreign is None or self._foreign[0] != run.fab_hash:
+                    self.close()
+                    self._foreign = (run.fab_hash, self._load_foreign(reference, bundle))
+                app = self._foreign[1]
             if len(self._runs) >= 8:
                 del self._runs[next(iter(self._runs))]
             self._runs[run_id] = LoadedRun(app, config, run.series_id)
@@ -250,16 +256,6 @@ class Apps:
             reason = f"the run's configuration cannot be read: {type(error).__name__}: {error}"
             raise RefusedAppError(INVALID_APP, reason) from error
         return config
-
-    def _load(
-        self, name: str, version: str, reference: str, bundle: bytes, digest: str
-    ) -> ClientApp:
-        if name == OWN_APP:
-            return _own_app(version)
-        if self._foreign is None or self._foreign[0] != digest:
-            self.close()
-            self._foreign = (digest, self._load_foreign(reference, bundle))
-        return self._foreign[1]
 
     def _load_foreign(self, reference: str, bundle: bytes) -> ClientApp:
         self._folder = tempfile.TemporaryDirectory(prefix="raceme-app-")

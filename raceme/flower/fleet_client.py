@@ -448,18 +448,12 @@ class _Guard:
     def __init__(self, calls: Calls) -> None:
         self._calls = calls
         self.connecting = True
-
-    @property
-    def max_tries(self) -> int | None:
-        return self._calls.max_tries
-
-    @max_tries.setter
-    def max_tries(self, value: int | None) -> None:
-        self._calls.max_tries = value
+        self.max_tries: int | None = None
 
     def invoke(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if args and isinstance(args[0], SendNodeHeartbeatRequest):
             return self._beat(target, *args, **kwargs)
+        self._calls.max_tries = self.max_tries
         try:
             return self._calls.invoke(target, *args, **kwargs)
         except Exception as error:
@@ -574,7 +568,7 @@ def connect(endpoint: Endpoint, keys: Keys, calls: Calls, *, register: bool) -> 
             # Flower's code swallows what is raised here; it is raised again below.
             except BaseException as error:
                 failure = error
-            calls.max_tries = 1
+            guard.max_tries = 1
             if register:
                 request = UnregisterNodeFleetRequest(node_id=connection[0])
                 with contextlib.suppress(grpc.RpcError):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -38,6 +39,33 @@ class OwnGrid(Grid):
         return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
 
 
+class PatientGrid(OwnGrid, ABC):
+    """A grid on whose clock it is waited for replies, one or a few after the other."""
+
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> Iterable[Message]:
+        """Send messages and wait until all are answered, or for `timeout` seconds."""
+        open_ids = dict.fromkeys(self.push_messages(messages))
+        deadline = None if timeout is None else self.now() + timeout
+        replies: list[Message] = []
+        while open_ids and (found := self._more(open_ids, deadline)) is not None:
+            replies += found
+            for reply in found:
+                open_ids.pop(reply.metadata.reply_to_message_id, None)
+        return replies
+
+    @abstractmethod
+    def now(self) -> float:
+        """Return the time in seconds."""
+
+    @abstractmethod
+    def _more(
+        self, message_ids: Collection[str], deadline: float | None
+    ) -> Sequence[Message] | None:
+        """Wait for more replies and return them; None if there will be none by the deadline."""
+
+
 # -----------------------------------------------------------------------------
 # The ServerApp's side of Flower's message exchange.
 # -----------------------------------------------------------------------------
@@ -45,6 +73,7 @@ class OwnGrid(Grid):
 
 _UPLOAD_SECONDS = 60.0
 """Longest wait for the next part of a reply that was announced."""
+_POLL_SECONDS = 0.2
 _AT_ONCE = 8
 """Parts that are fetched at the same time."""
 
@@ -75,7 +104,7 @@ class _Upload:
     contents: dict[str, bytes] = field(default_factory=dict)
 
 
-class PromptGrid(OwnGrid):
+class PromptGrid(PatientGrid):
     """Flower's grid, on which no reply waits for the rest of another.
 
     A reply is announced before its arrays have arrived. Flower's grid, which finds them missing,
@@ -128,19 +157,19 @@ class PromptGrid(OwnGrid):
         for message_id in message_ids:
             self._uploads.pop(message_id, None)
 
-    def send_and_receive(
-        self, messages: Iterable[Message], *, timeout: float | None = None
-    ) -> list[Message]:
-        """Send messages and wait for their replies."""
-        until = None if timeout is None else self._clock() + timeout
-        open_ids, replies = set(self.push_messages(messages)), list[Message]()
-        while open_ids and (until is None or self._clock() < until):
-            found = self.pull_messages(open_ids)
-            replies.extend(found)
-            open_ids -= {reply.metadata.reply_to_message_id for reply in found}
-            if open_ids and not found:
-                time.sleep(0.2)
-        return replies
+    def now(self) -> float:
+        """Return the time of a clock that never jumps."""
+        return self._clock()
+
+    def _more(
+        self, message_ids: Collection[str], deadline: float | None
+    ) -> Sequence[Message] | None:
+        if deadline is not None and self._clock() >= deadline:
+            return None
+        found = self.pull_messages(message_ids)
+        if not found:
+            time.sleep(_POLL_SECONDS)
+        return found
 
     def _take_announced(self, message_ids: list[str]) -> None:
         """Ask which replies were announced."""

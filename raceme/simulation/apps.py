@@ -148,7 +148,11 @@ class FlowerApp:
                 f"{self.folder}/pyproject.toml names '{reference}', and there is no module "
                 f"'{module}' in {self.folder}."
             )
-        wanted = self._distribution(module.partition(".")[0])
+        top = _plain(module.partition(".")[0])
+        # sklearn is in scikit-learn.
+        names = (top, f"scikit_{top[2:]}")
+        stated = ((_DISTRIBUTION.match(text), text) for text in self.dependencies)
+        wanted = next((text for name, text in stated if name and _plain(name[0]) in names), None)
         install = (
             f"python3 -m pip install '{wanted}'"
             if wanted
@@ -158,14 +162,6 @@ class FlowerApp:
             f"The app in {self.folder} needs the module '{module}', which is not installed: "
             f"{install}"
         )
-
-    def _distribution(self, module: str) -> str | None:
-        """Return the dependency that has a module's name, as the app states it."""
-        for dependency in self.dependencies:
-            name = _DISTRIBUTION.match(dependency)
-            if name and _plain(name.group()) in (_plain(module), f"scikit_{_plain(module)[2:]}"):
-                return dependency
-        return None
 
 
 def read_app(folder: Path, overrides: Sequence[str] = ()) -> FlowerApp:

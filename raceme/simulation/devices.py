@@ -269,16 +269,11 @@ class Device:
                 yield time
 
 
-def _profile_files() -> dict[str, str]:
-    folder = files("raceme.simulation") / "profiles"
-    return {
-        item.name.removesuffix(".toml"): item.read_text(encoding="utf-8")
-        for item in sorted(folder.iterdir(), key=lambda item: item.name)
-        if item.name.endswith(".toml")
-    }
-
-
-PROFILES: Mapping[str, str] = _profile_files()
+PROFILES: Mapping[str, str] = {
+    item.name.removesuffix(".toml"): item.read_text(encoding="utf-8")
+    for item in sorted((files(__package__) / "profiles").iterdir(), key=lambda item: item.name)
+    if item.name.endswith(".toml")
+}
 """Text of the built-in profiles by name."""
 
 

@@ -13,7 +13,7 @@ from flwr.serverapp import Grid
 
 from raceme.core.timeline import Exchange, ExchangeObserver, Switched
 from raceme.flower import messages as flower
-from raceme.flower.grid import OwnGrid
+from raceme.flower.grid import PatientGrid
 from raceme.records.record import Communication
 from raceme.simulation.devices import (
     PREFIX,
@@ -182,7 +182,7 @@ class Node:
 _SWITCH, _REPLY = 0, 1
 
 
-class VirtualGrid(OwnGrid):
+class VirtualGrid(PatientGrid):
     """Simulates devices behind Flower's own Grid interface, on a clock of its own.
 
     A training message is answered after the time that its device needs for download, computation
@@ -324,21 +324,8 @@ class VirtualGrid(OwnGrid):
         ready = [self._arrived.pop(key)[1] for key in self._ready(wanted)]
         return ready or self._advance(wanted, None, stop_on_switch=False)
 
-    def send_and_receive(
-        self, messages: Iterable[Message], *, timeout: float | None = None
-    ) -> Iterable[Message]:
-        """Send messages and move the clock until all are answered, or by `timeout` seconds."""
-        open_ids = dict.fromkeys(self.push_messages(messages))
-        deadline = None if timeout is None else self.now() + timeout
-        replies: list[Message] = []
-        while open_ids:
-            arrived = self._advance(open_ids, deadline, stop_on_switch=False)
-            if not arrived:
-                break
-            replies.extend(arrived)
-            for reply in arrived:
-                del open_ids[reply.metadata.reply_to_message_id]
-        return replies
+    def _more(self, message_ids: Collection[str], deadline: float | None) -> list[Message] | None:
+        return self._advance(message_ids, deadline, stop_on_switch=False) or None
 
     def get_node_ids(self) -> Iterable[int]:
         """Return the ids of the nodes that are online now."""
