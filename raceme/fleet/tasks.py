@@ -27,8 +27,8 @@ from raceme.core.errors import UserError
 from raceme.core.messages import CONFIG, INVITATION, KIND, LOSSES, NUMBERS, ON, TASK, from_array
 from raceme.core.options import Value
 from raceme.datasets.npz import Stamp, stamp_of
+from raceme.flower import app as bundles
 from raceme.flower import fleet_client as fleet
-from raceme.flower.app import load_app
 from raceme.flower.fleet_client import Link, RejoinError
 from raceme.flower.messages import (
     CLIENT_APP_RAISED_EXCEPTION,
@@ -246,7 +246,7 @@ class Apps:
         """Return the configuration of a run that the device's owner allows."""
         try:
             self._trust.check_app(name)
-            config = fleet.run_config(bundle, run)
+            config = bundles.run_config(bundle, run)
             if name == OWN_APP:
                 self._trust.check_run(config, self._node)
         except RefusedAppError:
@@ -260,8 +260,8 @@ class Apps:
     def _load_foreign(self, reference: str, bundle: bytes) -> ClientApp:
         self._folder = tempfile.TemporaryDirectory(prefix="raceme-app-")
         try:
-            folder = fleet.install_app(bundle, Path(self._folder.name))
-            app = load_app(reference, folder, ClientApp)
+            folder = bundles.install_app(bundle, Path(self._folder.name))
+            app = bundles.load_app(reference, folder, ClientApp)
         # An app may raise anything while it is imported, SystemExit included.
         except (Exception, SystemExit) as error:
             reason = f"the app cannot be loaded: {type(error).__name__}: {error}"
@@ -296,7 +296,7 @@ def _checked(bundle: bytes, run: Run) -> tuple[str, str, str]:
     if hashlib.sha256(bundle).hexdigest() != run.fab_hash:
         raise RefusedAppError(INVALID_APP, "the app's hash is not the one that its run announced")
     try:
-        name, version, reference = fleet.app_metadata(bundle)
+        name, version, reference = bundles.app_metadata(bundle)
     except Exception as error:
         raise RefusedAppError(INVALID_APP, f"the app bundle cannot be read: {error}") from error
     if (name, version) != (run.fab_id, run.fab_version):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,19 +13,29 @@ import click
 import flwr.serverapp
 from flwr.app import Context, RecordDict
 from flwr.cli.build import build_fab_from_disk
+from flwr.cli.install import install_from_fab
 from flwr.clientapp import ClientApp
 from flwr.clientapp.client_app import LoadClientAppError
-from flwr.common.config import flatten_dict, get_project_config, parse_config_args
+from flwr.common.config import (
+    flatten_dict,
+    get_fab_config,
+    get_fused_config_from_fab,
+    get_metadata_from_config,
+    get_project_config,
+    parse_config_args,
+)
 from flwr.common.constant import HEARTBEAT_DEFAULT_INTERVAL, HEARTBEAT_PATIENCE
 from flwr.serverapp import ServerApp
 from flwr.serverapp.server_app import LoadServerAppError
 from flwr.serverapp.strategy import strategy_utils
 from flwr.supercore.object_ref import load_app as load_object
 
-from raceme.flower.messages import SERVER_NODE_ID
+from raceme.flower.messages import SERVER_NODE_ID, Run
+
+Value = str | int | float | bool
 
 # -----------------------------------------------------------------------------
-# Flower App Bundles, made as `flwr run` makes them.
+# Flower App Bundles, made and read as `flwr run` and SuperNodes do.
 # -----------------------------------------------------------------------------
 
 
@@ -50,12 +61,29 @@ def build_bundle(folder: Path) -> bytes:
     return bytes(build_fab_from_disk(folder))
 
 
+def app_metadata(bundle: bytes) -> tuple[str, str, str]:
+    """Return publisher/name, version, and the reference of the ClientApp in an app bundle."""
+    config = get_fab_config(bundle)
+    name, version = get_metadata_from_config(config)
+    components = config["tool"]["flwr"]["app"]["components"]
+    return name, version, str(components.get("clientapp", ""))
+
+
+def run_config(bundle: bytes, run: Run) -> dict[str, Value]:
+    """Return an app's configuration as a run overrides it."""
+    return dict(get_fused_config_from_fab(bundle, run))
+
+
+def install_app(bundle: bytes, folder: Path) -> Path:
+    """Unpack an app bundle, checking the hash of every file in it."""
+    with redirect_stdout(io.StringIO()):
+        return install_from_fab(bundle, folder, skip_prompt=True)
+
+
 # -----------------------------------------------------------------------------
 # What it takes to run somebody's Flower app: its configuration, its two parts, its pauses.
 # -----------------------------------------------------------------------------
 
-
-Value = str | int | float | bool
 
 Part = TypeVar("Part", ServerApp, ClientApp)
 

@@ -8,26 +8,18 @@ whole; `Send` takes a whole reply: two calls for an update. Like all calls they 
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Protocol, Self, cast, get_type_hints
 
 import grpc
 from cryptography.hazmat.primitives.asymmetric import ec
 from flwr.app import Message
-from flwr.cli.install import install_from_fab
 from flwr.client.grpc_rere_client.connection import grpc_request_response
 from flwr.client.grpc_rere_client.node_auth_client_interceptor import NodeAuthClientInterceptor
-from flwr.common.config import (
-    get_fab_config,
-    get_fused_config_from_fab,
-    get_metadata_from_config,
-)
 from flwr.common.serde import message_from_proto
 from flwr.proto.fleet_pb2 import (
     ActivateNodeRequest,
@@ -611,25 +603,6 @@ def error_text(error: grpc.RpcError) -> str:
 def generate_keys() -> Keys:
     """Make a key pair for a node that registers itself."""
     return generate_key_pairs()
-
-
-def app_metadata(bundle: bytes) -> tuple[str, str, str]:
-    """Return publisher/name, version, and the reference of the ClientApp in an app bundle."""
-    config = get_fab_config(bundle)
-    name, version = get_metadata_from_config(config)
-    components = config["tool"]["flwr"]["app"]["components"]
-    return name, version, str(components.get("clientapp", ""))
-
-
-def run_config(bundle: bytes, run: Run) -> dict[str, str | int | float | bool]:
-    """Return an app's configuration as a run overrides it."""
-    return dict(get_fused_config_from_fab(bundle, run))
-
-
-def install_app(bundle: bytes, folder: Path) -> Path:
-    """Unpack an app bundle, checking the hash of every file in it."""
-    with contextlib.redirect_stdout(io.StringIO()):
-        return install_from_fab(bundle, folder, skip_prompt=True)
 
 
 # -----------------------------------------------------------------------------

@@ -64,6 +64,44 @@ class Executor(Protocol):
         ...
 
 
+@dataclass(eq=False)
+class Job:
+    """A message whose reply has not been asked for.
+
+    Attributes
+    ----------
+    due : float
+        When it will be asked for.
+    order : int
+        Its place among those of the same time.
+    queued : bool
+        It waits to be handed to a worker.
+    state : RecordDict or None
+        The client's state that it was last handed out with.
+    deaths : int
+        Workers that died at it.
+    """
+
+    message: Message
+    context: Context
+    due: float
+    order: int = 0
+    queued: bool = False
+    state: RecordDict | None = None
+    deaths: int = 0
+
+    @property
+    def message_id(self) -> str:
+        """The id of the message."""
+        return self.message.metadata.message_id
+
+    def __str__(self) -> str:
+        metadata = self.message.metadata
+        return (
+            f"message {metadata.message_id}, {metadata.message_type} on node {metadata.dst_node_id}"
+        )
+
+
 class InProcess:
     """Runs the ClientApp in this process at the moment when the reply is needed.
 
@@ -414,40 +452,6 @@ _AHEAD, _AHEAD_PER_WORKER = 64, 8
 
 
 @dataclass(eq=False)
-class Task:
-    """A message whose reply has not been asked for.
-
-    Attributes
-    ----------
-    queued : bool
-        It waits to be handed to a worker.
-    state : RecordDict or None
-        The client's state that it was last handed out with.
-    deaths : int
-        Workers that died at it.
-    """
-
-    message: Message
-    context: Context
-    due: float
-    order: int
-    queued: bool = False
-    state: RecordDict | None = None
-    deaths: int = 0
-
-    @property
-    def message_id(self) -> str:
-        """The id of the message."""
-        return self.message.metadata.message_id
-
-    def __str__(self) -> str:
-        metadata = self.message.metadata
-        return (
-            f"message {metadata.message_id}, {metadata.message_type} on node {metadata.dst_node_id}"
-        )
-
-
-@dataclass(eq=False)
 class Worker:
     """A worker as the simulator sees it.
 
@@ -455,14 +459,14 @@ class Worker:
     ----------
     ready : bool
         It has loaded the ClientApp.
-    tasks : dict[str, Task]
+    jobs : dict[str, Job]
         What it has to do, by message id, in its order.
     nodes : dict[int, NodeSettings]
         The clients that it knows.
     """
 
     ready: bool = False
-    tasks: dict[str, Task] = field(default_factory=dict)
+    jobs: dict[str, Job] = field(default_factory=dict)
     nodes: dict[int, NodeSettings] = field(default_factory=dict)
 
 
@@ -486,14 +490,14 @@ class WorkingAhead(ABC, Generic[W]):
     """
 
     never_ready = "Workers end before they have loaded the ClientApp {target}: {how}"
-    deadly = "{deaths} workers died at the same task: {task}. {how}"
+    deadly = "{deaths} workers died at the same task: {job}. {how}"
     """What a person is told if workers cannot start, or die again and again at the same task."""
 
     def __init__(self, target: str, workers: int, seed: int | None) -> None:
         self._target, self._seed = target, seed
         self._workers: list[W] = []
         self._failed_starts = 0
-        self._tasks: dict[str, Task] = {}
+        self._jobs: dict[str, Job] = {}
         # Reply, and the client's state if it has changed.
         self._results: dict[str, tuple[Message, RecordDict | None]] = {}
         # Heap of (due, order, message id); an entry counts only while it states the task's due
@@ -505,47 +509,47 @@ class WorkingAhead(ABC, Generic[W]):
     def submit(self, message: Message, context: Context, due: float) -> None:
         """Take on the work of a message, and start it if a worker is free."""
         self._order += 1
-        task = Task(message, context, due, self._order)
-        self._tasks[task.message_id] = task
-        self._queue(task)
+        job = Job(message, context, due, self._order)
+        self._jobs[job.message_id] = job
+        self._queue(job)
         self._receive(wait=False)
         self._hand_out()
 
     def result(self, message_id: str) -> Message:
         """Return the reply to a submitted message; wait for it if need be."""
-        task = self._tasks[message_id]
+        job = self._jobs[message_id]
         self._receive(wait=False)
-        while not self._is_done(task):
-            if task.due > -math.inf:
-                task.due = -math.inf
-                if task.queued:
-                    self._queue(task)
-            self._hand_out(urgent=task)
+        while not self._is_done(job):
+            if job.due > -math.inf:
+                job.due = -math.inf
+                if job.queued:
+                    self._queue(job)
+            self._hand_out(urgent=job)
             self._receive(wait=True)
         reply, state = self._results.pop(message_id)
-        del self._tasks[message_id]
+        del self._jobs[message_id]
         if state is not None:
-            task.context.state = state
+            job.context.state = state
         self._hand_out()
         return reply
 
     def cancel(self, message_id: str) -> None:
         """Drop a submitted message; if a worker is at it, what it makes of it is thrown away."""
-        self._tasks.pop(message_id, None)
+        self._jobs.pop(message_id, None)
         self._results.pop(message_id, None)
 
     def close(self) -> None:
         """End the workers."""
         self._end_workers()
         self._workers = []
-        self._tasks, self._results, self._waiting = {}, {}, []
+        self._jobs, self._results, self._waiting = {}, {}, []
 
     @abstractmethod
     def _start(self) -> W:
         """Start a worker."""
 
     @abstractmethod
-    def _send(self, worker: W, task: Task) -> bool:
+    def _send(self, worker: W, job: Job) -> bool:
         """Send a task to a worker; return False if it cannot take it now.
 
         The request is made by :meth:`_request`; once it is sent, :meth:`_begin` is called.
@@ -567,36 +571,36 @@ class WorkingAhead(ABC, Generic[W]):
 
     # Handing work out.
 
-    def _queue(self, task: Task) -> None:
+    def _queue(self, job: Job) -> None:
         """Let a task wait for a worker; if it does already, its new due time counts."""
-        task.queued = True
-        heapq.heappush(self._waiting, (task.due, task.order, task.message_id))
+        job.queued = True
+        heapq.heappush(self._waiting, (job.due, job.order, job.message_id))
 
-    def _hand_out(self, urgent: Task | None = None) -> None:
+    def _hand_out(self, urgent: Job | None = None) -> None:
         """Give waiting tasks to workers that have room, but not too far ahead of the results."""
         while self._waiting:
             due, _, message_id = self._waiting[0]
-            task = self._tasks.get(message_id)
-            if task is None or not task.queued or due != task.due:
+            job = self._jobs.get(message_id)
+            if job is None or not job.queued or due != job.due:
                 heapq.heappop(self._waiting)
                 continue
-            ahead = len(self._results) + sum(len(worker.tasks) for worker in self._workers)
-            if ahead >= self._bound and task is not urgent:
+            ahead = len(self._results) + sum(len(worker.jobs) for worker in self._workers)
+            if ahead >= self._bound and job is not urgent:
                 return
-            free = [w for w in self._workers if w.ready and len(w.tasks) < QUEUED]
-            if not free or not self._send(min(free, key=lambda w: len(w.tasks)), task):
+            free = [w for w in self._workers if w.ready and len(w.jobs) < QUEUED]
+            if not free or not self._send(min(free, key=lambda w: len(w.jobs)), job):
                 return
             heapq.heappop(self._waiting)
 
     def _request(
-        self, worker: W, task: Task, content: Records, data: list[bytes] | None, slot: int = 0
+        self, worker: W, job: Job, content: Records, data: list[bytes] | None, slot: int = 0
     ) -> Request:
         """Make the request of a task, of its message and what the worker does not know."""
-        context, metadata = task.context, task.message.metadata
+        context, metadata = job.context, job.message.metadata
         node = NodeSettings(context.run_id, dict(context.node_config), dict(context.run_config))
         return Request(
             slot=slot,
-            head=head_of(task.message),
+            head=head_of(job.message),
             sender=(metadata.run_id, metadata.src_node_id),
             content=content,
             data=data,
@@ -604,41 +608,41 @@ class WorkingAhead(ABC, Generic[W]):
             state=pack(context.state) if context.state else None,
         )
 
-    def _begin(self, worker: W, task: Task, request: Request) -> None:
+    def _begin(self, worker: W, job: Job, request: Request) -> None:
         """Note that a worker has a task."""
         if request.node is not None:
-            worker.nodes[task.context.node_id] = request.node
-        worker.tasks[task.message_id] = task
-        task.queued, task.state = False, task.context.state
+            worker.nodes[job.context.node_id] = request.node
+        worker.jobs[job.message_id] = job
+        job.queued, job.state = False, job.context.state
 
     # Taking results in.
 
     def _finish(self, worker: W, response: Response, data: Sequence[bytes]) -> None:
         """Keep what a worker has made of a task, if it is still wanted."""
-        task = worker.tasks.pop(response.message_id)
-        if self._tasks.get(task.message_id) is not task:
+        job = worker.jobs.pop(response.message_id)
+        if self._jobs.get(job.message_id) is not job:
             return
-        flower.start_now(task.message)
+        flower.start_now(job.message)
         if response.error is None:
             content = unpack(Packed(response.content, list(data)))
-            reply = Message(content, reply_to=task.message)
+            reply = Message(content, reply_to=job.message)
         else:
-            reply = Message(Error(*response.error), reply_to=task.message)
+            reply = Message(Error(*response.error), reply_to=job.message)
         state = None if response.state is None else unpack(response.state)
-        self._results[task.message_id] = reply, state
+        self._results[job.message_id] = reply, state
 
-    def _is_done(self, task: Task) -> bool:
+    def _is_done(self, job: Job) -> bool:
         """Return whether a task's result can be given out.
 
         One that started from another state than its client now has is done again: an earlier
         message has changed it since.
         """
-        if task.message_id not in self._results:
+        if job.message_id not in self._results:
             return False
-        if task.state is task.context.state:
+        if job.state is job.context.state:
             return True
-        del self._results[task.message_id]
-        self._queue(task)
+        del self._results[job.message_id]
+        self._queue(job)
         return False
 
     # Workers' lives.
@@ -663,11 +667,11 @@ class WorkingAhead(ABC, Generic[W]):
         if self._failed_starts >= _MOST_DEATHS:
             raise UserError(self.never_ready.format(target=self._target, **told))
         fatal = None
-        for position, task in enumerate(worker.tasks.values()):
+        for position, job in enumerate(worker.jobs.values()):
             # It died at the first one.
-            task.deaths += position == 0
-            fatal = task if task.deaths >= _MOST_DEATHS else fatal
-            self._queue(task)
+            job.deaths += position == 0
+            fatal = job if job.deaths >= _MOST_DEATHS else fatal
+            self._queue(job)
         if fatal is not None:
-            raise UserError(self.deadly.format(deaths=fatal.deaths, task=fatal, **told))
+            raise UserError(self.deadly.format(deaths=fatal.deaths, job=fatal, **told))
         self._workers.insert(index, self._start())

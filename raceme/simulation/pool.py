@@ -27,9 +27,9 @@ from raceme.core.errors import UserError
 from raceme.core.signals import handled_by
 from raceme.simulation.executor import (
     QUEUED,
+    Job,
     Request,
     Response,
-    Task,
     Worker,
     WorkingAhead,
     open_desk,
@@ -229,7 +229,7 @@ class Pool(WorkingAhead[_Process]):
         "print says why. With --workers 0 there are none."
     )
     deadly = (
-        "{deaths} worker processes died ({how}) at the same task: {task}. Signal 9 means that "
+        "{deaths} worker processes died ({how}) at the same task: {job}. Signal 9 means that "
         "memory ran out, as a rule: try fewer --workers; --workers 0 does all work in one process."
     )
 
@@ -250,30 +250,27 @@ class Pool(WorkingAhead[_Process]):
             _bury(worker)
         self._selector.close()
 
-    def _send(self, worker: _Process, task: Task) -> bool:
+    def _send(self, worker: _Process, job: Job) -> bool:
         """Send a task to a worker; return False if it cannot take it now."""
+        content = pack(job.message.content)
+        if content.data and self._slot_bytes is None:
+            self._slot_bytes = math.ceil(_ROOM * sum(sizes(content.records)))
+        slot = next(slot for slot in range(QUEUED) if slot not in worker.slots.values())
         try:
-            return self._try_to_send(worker, task)
+            if content.data and worker.memory is None:
+                self._share_memory(worker)
+            shared = worker.memory is not None and worker.memory.write(slot, content.data)
+            data = None if shared else content.data
+            request = self._request(worker, job, content.records, data, slot)
+            pickled = pickle.dumps(request, pickle.HIGHEST_PROTOCOL)
+            if len(pickled) > _PIPE_BYTES and worker.jobs:
+                return False
+            worker.connection.send_bytes(pickled)
         except OSError:
             # It has died; the next look at the workers finds out.
             return False
-
-    def _try_to_send(self, worker: _Process, task: Task) -> bool:
-        content = pack(task.message.content)
-        if content.data and self._slot_bytes is None:
-            self._slot_bytes = math.ceil(_ROOM * sum(sizes(content.records)))
-        if content.data and worker.memory is None:
-            self._share_memory(worker)
-        slot = next(slot for slot in range(QUEUED) if slot not in worker.slots.values())
-        shared = worker.memory is not None and worker.memory.write(slot, content.data)
-        data = None if shared else content.data
-        request = self._request(worker, task, content.records, data, slot)
-        pickled = pickle.dumps(request, pickle.HIGHEST_PROTOCOL)
-        if len(pickled) > _PIPE_BYTES and worker.tasks:
-            return False
-        worker.connection.send_bytes(pickled)
-        worker.slots[task.message_id] = slot
-        self._begin(worker, task, request)
+        worker.slots[job.message_id] = slot
+        self._begin(worker, job, request)
         return True
 
     def _share_memory(self, worker: _Process) -> None:

@@ -25,9 +25,9 @@ from raceme.core.options import Value
 from raceme.core.signals import handled_by
 from raceme.simulation.executor import (
     Desk,
+    Job,
     Request,
     Response,
-    Task,
     Worker,
     WorkingAhead,
     open_desk,
@@ -492,7 +492,7 @@ class RayActors(WorkingAhead[_Actor]):
         "there are none."
     )
     deadly = (
-        "{deaths} of Ray's actors died at the same task, the last on node {node}: {task}. As a "
+        "{deaths} of Ray's actors died at the same task, the last on node {node}: {job}. As a "
         "rule memory ran out: start nodes with fewer CPUs (ray start --num-cpus). Ray says: {how}."
     )
 
@@ -537,13 +537,13 @@ class RayActors(WorkingAhead[_Actor]):
         self._versions.clear()
         self._cluster.close()
 
-    def _send(self, worker: _Actor, task: Task) -> bool:
+    def _send(self, worker: _Actor, job: Job) -> bool:
         """Send a task to an actor; it can always take it."""
-        content = task.message.content
+        content = job.message.content
         held = [self._versions.hold(record) for record in content.array_records.values()]
-        request = self._request(worker, task, pack(content).records, None)
-        worker.versions[task.message_id] = [key for key, _ in held if key is not None]
-        self._begin(worker, task, request)
+        request = self._request(worker, job, pack(content).records, None)
+        worker.versions[job.message_id] = [key for key, _ in held if key is not None]
+        self._begin(worker, job, request)
         data = [data for _, data in held]
         self._expect(worker, worker.actor.respond.remote(request, *data))
         return True

@@ -22,7 +22,7 @@ from torch.func import functional_call, grad_and_value, vmap
 from raceme import client_app
 from raceme.core import messages as keys
 from raceme.core.errors import UserError
-from raceme.simulation.executor import answer
+from raceme.simulation.executor import Job, answer
 from raceme.training.clients import Client
 from raceme.training.kinds import evaluation_answer, training_answer
 from raceme.training.local import TrainingSettings, epochs, torch_seed
@@ -132,15 +132,6 @@ _Gradients = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, eq=False)
-class _Job:
-    """A message whose work is not done."""
-
-    message: Message
-    context: Context
-    due: float
-
-
-@dataclass(frozen=True, eq=False)
 class _Training:
     """A training task, ready to be stacked with others.
 
@@ -195,7 +186,7 @@ class Vectorised:
             )
         self._device = torch.device(device)
         self._memory = memory
-        self._jobs: dict[str, _Job] = {}
+        self._jobs: dict[str, Job] = {}
         self._replies: dict[str, Message] = {}
         self._train_data = SampleStore(self._device)
         self._test_data = SampleStore(self._device)
@@ -203,7 +194,7 @@ class Vectorised:
 
     def submit(self, message: Message, context: Context, due: float) -> None:
         """Keep the message until a reply is asked for."""
-        self._jobs[message.metadata.message_id] = _Job(message, context, due)
+        self._jobs[message.metadata.message_id] = Job(message, context, due)
 
     def result(self, message_id: str) -> Message:
         """Return a reply; all work of the same kind that is pending is done with it."""
@@ -444,7 +435,7 @@ class Vectorised:
             self._replies[message_id] = client_app.reply_to(message, work, answered)
 
 
-def _work(job: _Job) -> ClientWork | None:
+def _work(job: Job) -> ClientWork | None:
     """Return the work of a message, its client's network holding the model; None if that fails.
 
     What is wrong is for the ClientApp to say, when it is asked to answer.

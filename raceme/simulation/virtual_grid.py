@@ -43,7 +43,7 @@ from raceme.simulation.executor import (
 
 
 @dataclass(eq=False, slots=True)
-class Client:
+class NodeState:
     """A node as the grid keeps it.
 
     Attributes
@@ -67,7 +67,7 @@ class Pending:
 
     Attributes
     ----------
-    client : Client or None
+    client : NodeState or None
         Whom it was sent to; None if there is no such node.
     expires : float
         When its time to live ends.
@@ -86,7 +86,7 @@ class Pending:
     """
 
     message: Message
-    client: Client | None
+    client: NodeState | None
     expires: float
     due: float
     lost: str | None = None
@@ -245,7 +245,7 @@ class VirtualGrid(PatientGrid):
         self._seed, self._run_config = seed, dict(run_config or {})
         self._by_id = {node.node_id: node for node in self.nodes}
         # Those that have worked or have a state, or come and go: the others are as they were made.
-        self._clients: dict[int, Client] = {}
+        self._clients: dict[int, NodeState] = {}
         self._online: dict[int, None] = {}
         for node in self.nodes:
             if node.device.starts_online():
@@ -254,7 +254,7 @@ class VirtualGrid(PatientGrid):
                 self._schedule_switch(node.node_id)
         flower.identify_process(self._run.run_id)
 
-    def _client(self, node_id: int) -> Client:
+    def _client(self, node_id: int) -> NodeState:
         """Return what is kept of a node, from the first time on that it is asked for."""
         client = self._clients.get(node_id)
         if client is None:
@@ -267,10 +267,10 @@ class VirtualGrid(PatientGrid):
                 run_config=dict(self._run_config),
             )
             device = DeviceModel(node.device, node.examples, (self._seed, node_id))
-            client = self._clients[node_id] = Client(device, context)
+            client = self._clients[node_id] = NodeState(device, context)
         return client
 
-    def _client_of(self, message: Message) -> Client | None:
+    def _client_of(self, message: Message) -> NodeState | None:
         """Return the client that a message is for, if there is such a node."""
         node_id = message.metadata.dst_node_id
         return self._client(node_id) if node_id in self._by_id else None
@@ -550,7 +550,7 @@ class VirtualGrid(PatientGrid):
             self._observe(Switched(node_id, self._queue.now, node_id in self._online))
         self._schedule_switch(node_id)
 
-    def _lose_work(self, client: Client) -> None:
+    def _lose_work(self, client: NodeState) -> None:
         """Let what a device was working on be answered by errors, when it is missed."""
         client.device.stop()
         for message_id in list(client.at_work):
