@@ -48,7 +48,7 @@ from processes import (  # noqa: E402
 )
 
 from raceme.core.signals import StopSignal  # noqa: E402
-from raceme.fleet.connection import (  # noqa: E402
+from raceme.fleet.device import (  # noqa: E402
     Pause,
     RunOverError,
     StoppedError,

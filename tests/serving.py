@@ -13,7 +13,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from processes import free_port
 
 from raceme.core.signals import StopSignal
-from raceme.fleet.connection import join
+from raceme.fleet.device import join
 from raceme.fleet.served_grid import ServedGrid
 from raceme.flower.app import App
 from raceme.flower.fleet_client import Certificates, Endpoint, Keys, Link, generate_keys

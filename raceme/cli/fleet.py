@@ -152,7 +152,7 @@ def _endpoint(
             f"'{address}' is not an address: expected HOST:PORT, for example "
             "--superlink server.example.org:9092"
         )
-    from raceme.fleet.connection import read_authority
+    from raceme.fleet.device import read_authority
 
     authority = None if root_certificates is None else read_authority(root_certificates)
     return kind(address, insecure, authority)

@@ -34,11 +34,7 @@ from flwr.proto.message_pb2 import ObjectTree, PushObjectRequest
 from flwr.supercore.error import ApiErrorCode, FlowerError
 from flwr.supercore.fab import Fab
 from flwr.supercore.grpc import GRPC_MAX_MESSAGE_LENGTH, on_channel_state_change
-from flwr.supercore.inflatable.inflatable_object import (
-    get_all_nested_objects,
-    get_object_tree,
-    no_object_id_recompute,
-)
+from flwr.supercore.inflatable import inflatable_object as inflatable
 from flwr.supercore.inflatable.inflatable_utils import ObjectPullError as ObjectPullError
 from flwr.supercore.inflatable.inflatable_utils import ObjectPushError as ObjectPushError
 from flwr.supercore.inflatable.inflatable_utils import (
@@ -402,10 +398,10 @@ class Link:
                 return
             reply = joined(reply)
         set_message_id(reply, reply.object_id)
-        with no_object_id_recompute():
-            missing, session = self._send(reply, get_object_tree(reply), seconds)
+        with inflatable.no_object_id_recompute():
+            missing, session = self._send(reply, inflatable.get_object_tree(reply), seconds)
             push_objects(
-                get_all_nested_objects(reply),
+                inflatable.get_all_nested_objects(reply),
                 partial(self._push_object, reply.metadata.run_id, session),
                 object_ids_to_push=missing,
             )

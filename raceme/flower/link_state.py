@@ -27,13 +27,7 @@ from flwr.proto.task_pb2 import TaskStatus
 from flwr.server.superlink.linkstate.in_memory_linkstate import InMemoryLinkState
 from flwr.supercore.constant import NOOP_FEDERATION_ID, NodeStatus, TaskType
 from flwr.supercore.fab import Fab
-from flwr.supercore.inflatable.inflatable_object import (
-    get_all_nested_objects,
-    get_object_id,
-    get_object_tree,
-    iterate_object_tree,
-    no_object_id_recompute,
-)
+from flwr.supercore.inflatable import inflatable_object as inflatable
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 from flwr.supercore.object_store.in_memory_object_store import InMemoryObjectStore
 from flwr.superlink.federation import NoOpFederationManager
@@ -248,16 +242,16 @@ class LinkState(InMemoryLinkState):
         return message_id
 
     def _push_objects(self, message: Message) -> str | None:
-        with no_object_id_recompute():
+        with inflatable.no_object_id_recompute():
             message_id = str(message.object_id)
             messages.set_message_id(message, message_id)
             head = remove_content_from_message(message)
             session = self.start_session(self.run_id)
-            tree = get_object_tree(message)
+            tree = inflatable.get_object_tree(message)
             stored, missing = self.store_message_and_object_tree(head, tree, session)
             if not stored:
                 return None
-            objects = get_all_nested_objects(message)
+            objects = inflatable.get_all_nested_objects(message)
             # Their ids have just been computed from them.
             store = cast(InMemoryObjectStore, self.object_store)
             store.verify = False
@@ -532,7 +526,7 @@ class LinkState(InMemoryLinkState):
     def _objects(self, message_id: str) -> tuple[ObjectTree, dict[str, bytes]]:
         """Return the tree of the objects of a message; their contents by id, children first."""
         tree = self.object_store.get_object_tree(message_id)
-        ids = dict.fromkeys(node.object_id for node in iterate_object_tree(tree))
+        ids = dict.fromkeys(node.object_id for node in inflatable.iterate_object_tree(tree))
         return tree, {key: self.object_store.get(key) or b"" for key in ids}
 
     def _inflated(self, message_id: str) -> Message:
@@ -651,7 +645,7 @@ class LinkState(InMemoryLinkState):
             tree = ObjectTree.FromString(parcel[1])
             session = self.start_session(self.run_id)
             stored, missing = self.store_message_and_object_tree(head, tree, session)
-            contents = {get_object_id(content): content for content in parcel[2:]}
+            contents = {inflatable.get_object_id(content): content for content in parcel[2:]}
             for object_id in missing:
                 self.store_object(self.run_id, session, object_id, contents[object_id])
         return stored
@@ -687,7 +681,7 @@ class LinkState(InMemoryLinkState):
             tree = ObjectTree.FromString(parcel[1])
             self.object_store.preregister(self.run_id, tree)
             for content in parcel[2:]:
-                self.object_store.put(get_object_id(content), content)
+                self.object_store.put(inflatable.get_object_id(content), content)
         if saved["delivered"]:
             self._handed_out[node] = message_id
         else:

@@ -170,11 +170,6 @@ def _cores() -> int:
     return os.cpu_count() or 1
 
 
-# -----------------------------------------------------------------------------
-# Virtual time: a Flower Grid that simulates a fleet of devices, event by event.
-# -----------------------------------------------------------------------------
-
-
 __all__ = [
     "PROFILES",
     "Device",

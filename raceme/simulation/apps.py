@@ -39,15 +39,7 @@ from raceme.core.signals import handled_by
 from raceme.core.strategy import Method
 from raceme.datasets.cache import without_operators
 from raceme.flower import app as compat
-from raceme.records.exchanges import (
-    CLIENTS,
-    MESSAGES,
-    SUMMARY,
-    ClientAccount,
-    ExchangeLog,
-    Fleet,
-    write_accounts,
-)
+from raceme.records import exchanges
 from raceme.records.folder import check_new, made_anew, make_folder
 from raceme.records.record import read_run
 from raceme.records.store import FILE_NAME, RunStore
@@ -359,7 +351,7 @@ def prepare_folder(out: Path | None, name: str) -> Path:
         stamp = time.strftime("%Y%m%d-%H%M%S")
         return made_anew(Path("runs").resolve() / f"{stamp}-{name}")
     folder = absolute(out)
-    if (folder / MESSAGES).exists():
+    if (folder / exchanges.MESSAGES).exists():
         raise UserError(f"{folder} holds a run already; choose another folder with --out.")
     check_new(folder)
     make_folder(folder)
@@ -968,7 +960,7 @@ class Simulated:
     app: FlowerApp
     settings: Settings
     out: Path
-    fleet: Fleet
+    fleet: exchanges.Fleet
     ending: AppEnding
     reason: str
     wall_time: float
@@ -1011,7 +1003,7 @@ def simulate(settings: Settings) -> Simulated:
             for index, node in enumerate(nodes)
         }
         online = [node.node_id for node in nodes if node.device.starts_online()]
-        log = stack.enter_context(ExchangeLog(out / MESSAGES, names, online))
+        log = stack.enter_context(exchanges.ExchangeLog(out / exchanges.MESSAGES, names, online))
         grid = clock.grid = AppGrid(
             client_app,
             nodes,
@@ -1131,8 +1123,8 @@ def write_results(simulated: Simulated) -> tuple[dict[str, Any], list[str]]:
     summary = _summary(simulated, accounts)
     failed = []
     writers: dict[str, Callable[[], None]] = {
-        CLIENTS: lambda: write_accounts(out / CLIENTS, accounts),
-        SUMMARY: lambda: write_summary(out / SUMMARY, summary),
+        exchanges.CLIENTS: lambda: exchanges.write_accounts(out / exchanges.CLIENTS, accounts),
+        exchanges.SUMMARY: lambda: write_summary(out / exchanges.SUMMARY, summary),
         "timeline.png": lambda: save_figure(timeline_figure(fleet), out / "timeline.png"),
         "waiting.png": lambda: save_figure(waiting_figure(fleet, accounts), out / "waiting.png"),
     }
@@ -1151,7 +1143,7 @@ def write_results(simulated: Simulated) -> tuple[dict[str, Any], list[str]]:
     return summary, failed
 
 
-def _summary(simulated: Simulated, accounts: list[ClientAccount]) -> dict[str, Any]:
+def _summary(simulated: Simulated, accounts: list[exchanges.ClientAccount]) -> dict[str, Any]:
     """Return all numbers of a simulation, ready for JSON."""
     fleet, settings = simulated.fleet, simulated.settings
     busy, idle, offline = (
@@ -1231,7 +1223,7 @@ def _command(simulated: Simulated) -> str:
     return shlex.join(words)
 
 
-def _trains_in_vain(fleet: Fleet) -> bool:
+def _trains_in_vain(fleet: exchanges.Fleet) -> bool:
     """Return whether there was training, and no usable reply to it at all."""
     tasks = [task for task in fleet.tasks if task.kind.startswith(MessageType.TRAIN)]
     failed = [task for task in tasks if task.failure is not None]
@@ -1239,7 +1231,7 @@ def _trains_in_vain(fleet: Fleet) -> bool:
     return bool(failed) and not usable
 
 
-def _first_failure(fleet: Fleet) -> str | None:
+def _first_failure(fleet: exchanges.Fleet) -> str | None:
     """Return what went wrong first, in one line."""
     for task in fleet.tasks:
         if task.failure is not None:

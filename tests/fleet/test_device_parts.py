@@ -27,14 +27,15 @@ import raceme as package
 from raceme.core.errors import UserError
 from raceme.core.messages import CLIENT_ID, CONFIG
 from raceme.core.signals import StopSignal
-from raceme.fleet.connection import (
+from raceme.fleet.device import (
     NotAcceptedError,
     PatientCalls,
     Pause,
     RunOverError,
     StoppedError,
+    data_memory,
+    limit_memory,
 )
-from raceme.fleet.device import data_memory, limit_memory
 from raceme.fleet.tasks import (
     Apps,
     InterruptedTaskError,
