@@ -48,9 +48,8 @@ from processes import (  # noqa: E402
 )
 
 from raceme.core.signals import StopSignal  # noqa: E402
-from raceme.fleet.connection import (  # noqa: E402
+from raceme.fleet.device import (  # noqa: E402
     Pause,
-    RejoinError,
     RunOverError,
     StoppedError,
     join,
@@ -60,6 +59,7 @@ from raceme.flower.app import App  # noqa: E402
 from raceme.flower.fleet_client import (  # noqa: E402
     LONGEST_WAIT,
     Endpoint,
+    RejoinError,
     generate_keys,
 )
 from raceme.flower.fleet_server import FleetApi  # noqa: E402

@@ -13,11 +13,11 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from processes import free_port
 
 from raceme.core.signals import StopSignal
-from raceme.fleet.connection import Link, join
+from raceme.fleet.device import join
 from raceme.fleet.served_grid import ServedGrid
 from raceme.flower.app import App
-from raceme.flower.fleet_client import Endpoint, Keys, generate_keys
-from raceme.flower.fleet_server import Certificates, FleetApi
+from raceme.flower.fleet_client import Certificates, Endpoint, Keys, Link, generate_keys
+from raceme.flower.fleet_server import FleetApi
 from raceme.flower.link_state import RECONNECT_SECONDS, LinkState
 from raceme.flower.messages import SERVER_NODE_ID, identify_process
 

@@ -147,7 +147,7 @@ def _endpoint(
     kind: type[Endpoint], address: str, insecure: bool, root_certificates: Path | None
 ) -> Endpoint:
     _check_address("--superlink", address, "server.example.org:9092")
-    from raceme.fleet.connection import read_authority
+    from raceme.fleet.device import read_authority
 
     authority = None if root_certificates is None else read_authority(root_certificates)
     return kind(address, insecure, authority)
@@ -157,10 +157,10 @@ def _node_config(
     text: str, device_id: str | None, processors: Mapping[str, str]
 ) -> Mapping[str, Value]:
     """Return the node config with the device's id in it, and on what it trains."""
-    from raceme.flower.fleet_client import parse_node_config
+    from raceme.flower.app import parse_pairs
 
     try:
-        config = parse_node_config(text)
+        config = parse_pairs([text])
     except Exception:
         config = {}
     if text.strip() and not config:

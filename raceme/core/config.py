@@ -88,14 +88,16 @@ def read_toml(path: Path, pipe: bool = False) -> dict[str, Value]:
 
 def write_toml(keys: Mapping[str, Value], path: Path) -> None:
     """Write dotted keys so that :func:`read_toml` gives them again."""
+    path.write_text(tomli_w.dumps(as_tables(keys)), encoding="utf-8")
+
+
+def as_tables(keys: Mapping[str, Value]) -> dict[str, Any]:
+    """Return dotted keys as TOML has them: what is before the dot is a table."""
     tree: dict[str, Any] = {}
     for name, value in keys.items():
-        if "." in name:
-            table, inner = name.split(".", 1)
-            tree.setdefault(table, {})[inner] = value
-        else:
-            tree[name] = value
-    path.write_text(tomli_w.dumps(tree), encoding="utf-8")
+        table, _, inner = name.rpartition(".")
+        (tree.setdefault(table, {}) if table else tree)[inner] = value
+    return tree
 
 
 def parse_assignment(text: str) -> tuple[str, Value]:

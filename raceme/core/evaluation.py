@@ -21,7 +21,7 @@ from raceme.core.messages import ModelSpec, StatementError, Vector
 from raceme.core.progress import PRESENT, ClientScore, Evaluation, Steps
 from raceme.core.strategy import Method
 from raceme.core.timeline import Timeline, push
-from raceme.flower.spill import BUDGET, Shelf, Spill, park
+from raceme.flower.spill import BUDGET, Shelf, SpillFile, spill_arrays
 
 log = getLogger("raceme")
 
@@ -46,7 +46,7 @@ class Packer:
     """
 
     def __init__(self, spec: ModelSpec, budget: int = BUDGET) -> None:
-        self._spec, self._spill = spec, Spill(budget)
+        self._spec, self._spill = spec, SpillFile(budget)
         self._packed: dict[int, tuple[Model, int, ArrayRecord, int]] = {}
 
     def pack(self, cluster: int, model: Model) -> tuple[ArrayRecord, int]:
@@ -98,7 +98,7 @@ class Packer:
             _, _, record, _ = self._packed.pop(cluster)
             arrays = [weakref.ref(array) for array in record.values()]
             del record
-            park(arrays, self._spill)
+            spill_arrays(arrays, self._spill)
 
 
 # -----------------------------------------------------------------------------

@@ -10,8 +10,8 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from types import FrameType, TracebackType
+from contextlib import ExitStack, contextmanager, suppress
+from types import FrameType
 from typing import Any
 
 
@@ -58,7 +58,7 @@ class StopSignal:
 
 
 # -----------------------------------------------------------------------------
-# Whether a process ends with its terminal.
+# Signals that end a process, or a run without losing anything: at the next moment it can be saved.
 # -----------------------------------------------------------------------------
 
 
@@ -67,9 +67,30 @@ def heeds_hang_up() -> bool:
     return signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
 
 
-# -----------------------------------------------------------------------------
-# Ending a run from outside without losing anything: at the next moment when it can be saved.
-# -----------------------------------------------------------------------------
+@contextmanager
+def handled_by(handler: Any, *numbers: int) -> Iterator[None]:
+    """Let a handler have some signals meanwhile, or leave them as they are and put them back later.
+
+    Only the main thread may set handlers: in another one nothing is done.
+
+    Parameters
+    ----------
+    handler : Callable or signal.Handlers or None
+        As `signal.signal` takes it; None sets none, for others that do so meanwhile.
+    numbers : int
+        The signals.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        numbers = ()
+    before = {number: signal.getsignal(number) for number in numbers}
+    try:
+        for number in numbers if handler is not None else ():
+            signal.signal(number, handler)
+        yield
+    finally:
+        for number, former in before.items():
+            if former is not None:
+                signal.signal(number, former)
 
 
 log = logging.getLogger("raceme.checkpoints")
@@ -101,29 +122,19 @@ class StopRequest:
         self._numbers = numbers or tuple(_REASONS)
         self._reason = ""
         self._told = 0
-        self._before: dict[signal.Signals, Any] = {}
+        self._handlers = ExitStack()
 
     def __call__(self) -> str:
         """Return why the run is to end; nothing if it is not."""
         return self._reason
 
     def __enter__(self) -> StopRequest:
-        # Only the main thread may set handlers; elsewhere signals are someone else's.
-        if threading.current_thread() is threading.main_thread():
-            for number in self._numbers:
-                if number is not signal.SIGHUP or heeds_hang_up():
-                    self._before[number] = signal.signal(number, self._on_signal)
+        numbers = [n for n in self._numbers if n is not signal.SIGHUP or heeds_hang_up()]
+        self._handlers.enter_context(handled_by(self._on_signal, *numbers))
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        self._before.clear()
+    def __exit__(self, *_raised: object) -> None:
+        self._handlers.close()
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         self._told += number != signal.SIGHUP
@@ -144,8 +155,6 @@ def interrupted_by_signals() -> Iterator[None]:
     disturb the orderly end that the first began. A SIGTERM that comes later hurries it.
     """
     numbers = [signal.SIGTERM, *([signal.SIGHUP] if heeds_hang_up() else [])]
-    if threading.current_thread() is not threading.main_thread():
-        numbers = []
     first: float | None = None
 
     def interrupt(number: int, _frame: FrameType | None) -> None:
@@ -156,12 +165,8 @@ def interrupted_by_signals() -> Iterator[None]:
         first = now if first is None else first
         raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, interrupt) for number in numbers}
-    try:
+    with handled_by(interrupt, *numbers):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 # -----------------------------------------------------------------------------
@@ -186,15 +191,15 @@ def end_with_parent(parent: int, grace: float) -> None:
     grace : float
         Seconds for an orderly end, should the SuperLink be back by then.
     """
-    threading.Thread(target=_watch, args=(parent, grace), daemon=True).start()
 
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_LOOK_SECONDS)
+        log.warning("The SuperLink of this run has died: the run ends within %.0f s", grace)
+        time.sleep(grace)
+        log.error("The run is given up; it can be resumed from its last checkpoint")
+        logging.shutdown()
+        # Not sys.exit: other threads wait for the SuperLink, and would have to be waited for.
+        os._exit(1)
 
-def _watch(parent: int, grace: float) -> None:
-    while os.getppid() == parent:
-        time.sleep(_LOOK_SECONDS)
-    log.warning("The SuperLink of this run has died: the run ends within %.0f s", grace)
-    time.sleep(grace)
-    log.error("The run is given up; it can be resumed from its last checkpoint")
-    logging.shutdown()
-    # Not sys.exit: other threads wait for the SuperLink, and would have to be waited for.
-    os._exit(1)
+    threading.Thread(target=watch, daemon=True).start()

@@ -7,14 +7,15 @@ whose public half the server has (a stock SuperLink: by `flwr supernode register
 from __future__ import annotations
 
 import ipaddress
+import logging
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from cryptography import x509
-from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import (
@@ -24,10 +25,12 @@ from cryptography.hazmat.primitives.serialization import (
     PublicFormat,
     load_pem_private_key,
     load_ssh_private_key,
+    load_ssh_public_key,
 )
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from raceme.core.errors import UserError
+from raceme.flower.fleet_client import Certificates
 
 DEVICE_KEYS = "device-keys"
 """The file with the ids and the public keys of all devices."""
@@ -40,6 +43,7 @@ _HOST_NAME = re.compile(rf"(\*\.{_LABEL}\.)?({_LABEL}\.)*(?!\d+$){_LABEL}")
 """Names of hosts, as DNS and Docker give them, or all those of a domain; no numbers with dots."""
 _LONGEST_NAME = 253
 _LARGEST_KEY = 65536
+_PRIVATE = 0o600
 
 
 def make_certificates(
@@ -192,15 +196,15 @@ def _make_server(folder: Path, hosts: Sequence[str], days: int) -> list[Path]:
         authority_key = ec.generate_private_key(ec.SECP384R1())
         authority = _authority_certificate(authority_key)
         written += [
-            _write_private(authority_key_path, _private_pem(authority_key)),
-            _write_public(authority_path, authority.public_bytes(Encoding.PEM)),
+            _write(authority_key_path, _private_pem(authority_key), _PRIVATE),
+            _write(authority_path, authority.public_bytes(Encoding.PEM)),
         ]
     key = ec.generate_private_key(ec.SECP384R1())
     certificate = _server_certificate(key, hosts, days, authority, authority_key)
     return [
         *written,
-        _write_private(folder / "server.key", _private_pem(key)),
-        _write_public(folder / "server.crt", certificate.public_bytes(Encoding.PEM)),
+        _write(folder / "server.key", _private_pem(key), _PRIVATE),
+        _write(folder / "server.crt", certificate.public_bytes(Encoding.PEM)),
     ]
 
 
@@ -226,8 +230,8 @@ def _make_device(path: Path) -> list[Path]:
     private = key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
     public = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
     return [
-        _write_private(path, private),
-        _write_public(_public(path), public + b" " + path.name.encode() + b"\n"),
+        _write(path, private, _PRIVATE),
+        _write(_public(path), public + b" " + path.name.encode() + b"\n"),
     ]
 
 
@@ -237,7 +241,7 @@ def _list_keys(path: Path, added: Sequence[Path]) -> Path:
     keys = [_public(key) for key in added] if former else sorted(added[0].parent.glob("*.pub"))
     lines = b"".join(key.read_bytes().rstrip(b"\n") + b"\n" for key in keys)
     if not former:
-        return _write_public(path, lines)
+        return _write(path, lines)
     try:
         # An editor may have left the last line without an end.
         ended = path.read_bytes().endswith(b"\n") or not path.stat().st_size
@@ -341,16 +345,8 @@ def _private_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
     return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
 
 
-def _write_private(path: Path, data: bytes) -> Path:
-    return _write_new(path, data, 0o600)
-
-
-def _write_public(path: Path, data: bytes) -> Path:
-    return _write_new(path, data, 0o644)
-
-
-def _write_new(path: Path, data: bytes, mode: int) -> Path:
-    """Write a file that does not exist yet; nobody else can read a private one at any time."""
+def _write(path: Path, data: bytes, mode: int = 0o644) -> Path:
+    """Write a file that does not exist yet; no other user can read a private one at any time."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
@@ -361,3 +357,79 @@ def _write_new(path: Path, data: bytes, mode: int) -> Path:
     except OSError as error:
         raise UserError(f"'{path}' cannot be written: {error.strerror}.") from None
     return path
+
+
+# -----------------------------------------------------------------------------
+# What a server takes from the folder, checked before use.
+# -----------------------------------------------------------------------------
+
+
+log = logging.getLogger("raceme.serve")
+
+
+def read_certificates(folder: Path) -> Certificates:
+    """Read ``ca.crt``, ``server.crt`` and ``server.key``.
+
+    Raises
+    ------
+    UserError
+        One is missing, unreadable or out of date, or they do not belong together.
+    """
+    try:
+        authority, certificate, key = (
+            (folder / name).read_bytes() for name in ("ca.crt", "server.crt", "server.key")
+        )
+    except OSError as error:
+        raise UserError(
+            f"{error.filename} cannot be read: {error.strerror}. `raceme certs --out {folder} "
+            "--host NAME` makes certificates."
+        ) from None
+    try:
+        issuer = x509.load_pem_x509_certificate(authority)
+        own = x509.load_pem_x509_certificate(certificate)
+        private = load_pem_private_key(key, password=None)
+    except (ValueError, TypeError) as error:
+        raise UserError(f"The certificates in {folder} cannot be read: {error}.") from None
+    again = "remove server.crt and server.key there and run `raceme certs` again."
+    if _plain(private.public_key()) != _plain(own.public_key()):
+        raise UserError(f"server.key in {folder} is not the key of server.crt: {again}")
+    try:
+        own.verify_directly_issued_by(issuer)
+    except (ValueError, TypeError, InvalidSignature):
+        raise UserError(
+            f"server.crt in {folder} does not come from the authority in ca.crt: {again}"
+        ) from None
+    until = own.not_valid_after_utc
+    if until <= datetime.now(UTC):
+        raise UserError(f"server.crt in {folder} was valid until {until:%Y-%m-%d}: {again}")
+    return Certificates(authority, certificate, key)
+
+
+def registered_keys(folder: Path) -> Collection[bytes]:
+    """Return the public keys of the devices, ``devices/*.pub``, in PEM; leave out unreadable ones.
+
+    Parameters
+    ----------
+    folder : Path
+        The folder of `raceme certs`.
+    """
+    keys = set()
+    for path in sorted((folder / "devices").glob("*.pub")):
+        try:
+            key = load_ssh_public_key(path.read_bytes())
+        except (OSError, ValueError, TypeError) as error:
+            log.warning("The key %s cannot be read and is left out: %s", path, error)
+            continue
+        if isinstance(key, ec.EllipticCurvePublicKey):
+            keys.add(_plain(key))
+        else:
+            log.warning("The key %s is not an elliptic-curve key and is left out", path)
+    return keys
+
+
+def _plain(key: object) -> bytes:
+    return bytes(
+        key.public_bytes(  # type: ignore[attr-defined]
+            Encoding.PEM, PublicFormat.SubjectPublicKeyInfo
+        )
+    )

@@ -7,30 +7,39 @@ with them. A SuperNode starts a new Python process for every message; this one d
 from __future__ import annotations
 
 import logging
+import os
+import random
+import re
 import resource
 import signal
+import threading
 import time
-from collections.abc import Mapping
-from contextlib import closing, suppress
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
-from raceme.core.errors import UserError
+import grpc
+from cryptography import x509
+
+from raceme.core.errors import UserError, printable
 from raceme.core.options import Value
 from raceme.core.signals import StopSignal, heeds_hang_up
-from raceme.fleet.connection import (
-    Link,
-    NotAcceptedError,
-    Pause,
-    RejoinError,
-    RunOverError,
-    StoppedError,
-    join,
-)
 from raceme.fleet.tasks import Apps, Interrupter, Invitations, Tasks, Trust, When
 from raceme.flower import fleet_client as fleet
-from raceme.flower.fleet_client import LONGEST_WAIT, Endpoint, Keys, knows_key
+from raceme.flower.fleet_client import (
+    LONGEST_WAIT,
+    Endpoint,
+    Keys,
+    Link,
+    RejoinError,
+    knows_key,
+)
+
+log = logging.getLogger("raceme.device")
 
 # -----------------------------------------------------------------------------
 # A file that is touched while the SuperLink answers, for a container's health check.
@@ -126,11 +135,343 @@ def data_memory() -> int:
 
 
 # -----------------------------------------------------------------------------
-# `raceme device`: one process that keeps its ClientApp, torch and data, and answers messages.
+# TLS from a device's side: whom it believes, and what it means when no connection comes about.
 # -----------------------------------------------------------------------------
 
 
-log = logging.getLogger("raceme.device")
+_FAILED = ("handshake failed", "certificate_verify_failed", "hostname verification check failed")
+"""What gRPC says when a connection fails for good, until somebody changes something."""
+_BY_TIME = (
+    ("certificate has expired", "has expired", "make a new one on the server"),
+    ("certificate is not yet valid", "is not valid yet", "set the time"),
+)
+_PLAIN, _FORGED = "wrong_version_number", "bad_signature"
+
+
+def read_authority(path: Path) -> bytes:
+    """Read the certificates of the authorities that a device believes.
+
+    gRPC takes no offence at a file that holds none: it fails at every attempt to connect.
+
+    Parameters
+    ----------
+    path : Path
+        Holds them in PEM format.
+
+    Raises
+    ------
+    UserError
+        It cannot be read, has no certificate in it, or something that is none.
+    """
+    try:
+        data = path.expanduser().read_bytes()
+    except OSError as error:
+        raise UserError(f"The certificate '{path}' cannot be read: {error.strerror}.") from None
+    try:
+        x509.load_pem_x509_certificates(data)
+    except ValueError:
+        raise UserError(
+            f"'{path}' is not a certificate in PEM format: give the ca.crt that `raceme certs` "
+            "wrote, or the PEM file of the authority that signed the SuperLink's."
+        ) from None
+    return data
+
+
+def passing_trouble(text: str, address: str) -> str | None:
+    """Return what is wrong with a server's certificate if it may come right by itself.
+
+    A certificate is renewed on the server, and a board without a battery learns the time a while
+    after its start: a device that waits for it need not be visited.
+
+    Parameters
+    ----------
+    text : str
+        What gRPC says.
+    address : str
+        Of the SuperLink.
+
+    Returns
+    -------
+    str or None
+        None if it says nothing of a time.
+
+    Raises
+    ------
+    UserError
+        The connection will never come about with the device as it is.
+    """
+    said, now = text.lower(), f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
+    for trouble, what, remedy in _BY_TIME:
+        if trouble in said:
+            clock = f"it is {now} by this device's clock"
+            return f"the certificate of {address} {what} ({clock}): {remedy}"
+    if not any(part in said for part in _FAILED):
+        return None
+    if _PLAIN in said:
+        why = "it speaks no TLS: start it with certificates, or for a test use --insecure"
+    elif "hostname" in said:
+        host = address.rpartition(":")[0]
+        why = (
+            f"its certificate does not name '{host}': use a name that it has, or make one with "
+            f"`raceme certs --host {host}`"
+        )
+    elif "certificate" in said or _FORGED in said:
+        why = (
+            "its certificate does not come from the authority in --root-certificates (without "
+            "that option: from a public one)"
+        )
+    else:
+        why = "it takes part in no TLS handshake, which its certificate may be the reason of"
+    raise UserError(f"{address} is not the SuperLink that it should be: {why}. ({_detail(text)})")
+
+
+def _detail(text: str) -> str:
+    """Return the end of what gRPC says, which is the part that differs."""
+    found = re.search(r"(OPENSSL_internal:|Custom verification).*", text, re.DOTALL)
+    return " ".join((found[0] if found else text).split())[:200]
+
+
+# -----------------------------------------------------------------------------
+# How long to wait before asking again.
+# -----------------------------------------------------------------------------
+
+
+class Pause:
+    """A pause that grows each time nothing has come, with jitter, and starts small again.
+
+    Jitter keeps devices that lost their server in the same moment from coming back in one.
+
+    Parameters
+    ----------
+    shortest, longest : float
+        Bounds in seconds, before jitter.
+    growth : float
+        Factor from one pause to the next.
+    jitter : float
+        Largest relative deviation.
+    uniform : Callable
+        Source of chance: takes bounds, returns a number between them.
+    """
+
+    def __init__(
+        self,
+        shortest: float,
+        longest: float,
+        growth: float = 1.5,
+        jitter: float = 0.2,
+        uniform: Callable[[float, float], float] = random.uniform,
+    ) -> None:
+        self._shortest = shortest
+        self._longest = longest
+        self._growth = growth
+        self._jitter = jitter
+        self._uniform = uniform
+        self._next = shortest
+
+    def next(self) -> float:
+        """Return the seconds to wait now."""
+        seconds = self._next
+        self._next = min(seconds * self._growth, self._longest)
+        return seconds * self._uniform(1 - self._jitter, 1 + self._jitter)
+
+    def reset(self) -> None:
+        """Start with the shortest pause again."""
+        self._next = self._shortest
+
+
+# -----------------------------------------------------------------------------
+# A device's connection to a SuperLink, which outlives network loss and restarts.
+# -----------------------------------------------------------------------------
+
+
+_DEADLINE_SECONDS = 120.0
+"""Longest time for one call; the largest object of a model has to get through a slow link."""
+_PULL_DEADLINE_SECONDS = 20.0
+_LEAVE_DEADLINE_SECONDS = 3.0
+
+_Code = grpc.StatusCode
+_PASSING = {_Code.UNAVAILABLE, _Code.DEADLINE_EXCEEDED, _Code.RESOURCE_EXHAUSTED, _Code.ABORTED}
+# gRPC's server cancels calls that it has no time for: to join anew would give it more to do.
+_PASSING |= {_Code.CANCELLED}
+_PUZZLING = {_Code.INTERNAL, _Code.UNKNOWN, _Code.DATA_LOSS}
+_PUZZLING_TRIES = 5
+"""Tries of a call that fails for no stated reason; the node then joins anew."""
+_NEVER_SENT = ("failed to connect", "connection refused", "resolution", "no route", "unreachable")
+
+
+class StoppedError(Exception):
+    """The device was told to stop while it waited for the network."""
+
+
+class RunOverError(Exception):
+    """The SuperLink takes nothing more for this run."""
+
+
+class NotAcceptedError(Exception):
+    """The SuperLink knows the node's key, if at all, as that of a node that is online."""
+
+
+class PatientCalls:
+    """Repeats calls that failed for a passing reason, until the device is told to stop.
+
+    Attributes
+    ----------
+    max_tries : int or None
+        1 once the connection is being given up.
+    pull_failed : bool
+        True if a request for the next message failed after it may have reached the SuperLink,
+        which hands a message out only once.
+    answered : Callable
+        Called after every answer of the SuperLink.
+    """
+
+    def __init__(
+        self, stop: StopSignal, endpoint: Endpoint, answered: Callable[[], None] = lambda: None
+    ) -> None:
+        self.max_tries: int | None = None
+        self.pull_failed = False
+        self._stop = stop
+        self._endpoint = endpoint
+        self._address = endpoint.address
+        self._answered = False
+        self.answered = answered
+
+    def invoke(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call `target` with a deadline; see `raceme.flower.fleet_client.Calls`."""
+        # Flower hands requests over in both ways.
+        request = args[0] if args else kwargs.get("request")
+        pull = fleet.is_pull(request)
+        pause = Pause(0.5, 20.0, growth=1.7)
+        tries, arrived = 0, False
+        while True:
+            tries += 1
+            leaving = self.max_tries == 1
+            if leaving:
+                kwargs["timeout"] = _LEAVE_DEADLINE_SECONDS
+            else:
+                kwargs.setdefault("timeout", _PULL_DEADLINE_SECONDS if pull else _DEADLINE_SECONDS)
+            try:
+                result = target(*args, **kwargs)
+            except grpc.RpcError as error:
+                if leaving:
+                    raise
+                reason = self._judge(error, tries)
+                arrived |= not _never_sent(error)
+                self.pull_failed |= pull and arrived
+                if tries == 1:
+                    log.warning("%s", reason)
+                if self._stop.wait(pause.next()):
+                    raise StoppedError from None
+            else:
+                if tries > 1:
+                    log.info("%s can be reached again", self._address)
+                if arrived and fleet.is_object_push(request):
+                    # A part that arrived before its answer got lost is not taken a second time.
+                    result.stored = True
+                self._answered = True
+                self.answered()
+                return result
+
+    def wait_for(self, call: grpc.Future) -> bool:
+        """Wait for the end of a call; return whether it has come, not a reason to stop."""
+        reader, writer = os.pipe()
+        try:
+            done = threading.Event()
+
+            def tell(_call: grpc.Future) -> None:
+                os.write(writer, b"!")
+                done.set()
+
+            call.add_done_callback(tell)
+            stopped = self._stop.wait_or(reader)
+            if stopped:
+                call.cancel()
+            # The callback writes to the pipe, which is closed only then.
+            done.wait()
+            return not stopped
+        finally:
+            os.close(reader)
+            os.close(writer)
+
+    def _judge(self, error: grpc.RpcError, tries: int) -> str:
+        """Return what failed if a call is worth another try; else raise what that means."""
+        code, text = error.code(), fleet.error_text(error)
+        trouble = passing_trouble(text, self._address)
+        if trouble is not None:
+            return trouble
+        if code is _Code.PERMISSION_DENIED:
+            raise RunOverError(text)
+        if code is _Code.UNAUTHENTICATED:
+            if "timestamp" in text.lower():
+                # Boards without a battery start with a wrong clock, until they hear from a server.
+                return f"{self._address} does not accept this device's clock: set the time"
+            if "node id" in text.lower():
+                raise RejoinError(f"{self._address} does not know this node any more")
+            raise UserError(f"{self._address} refuses this device's key: {_one_line(text)}")
+        if code is _Code.FAILED_PRECONDITION:
+            if "must be registered" in text:
+                raise UserError(
+                    f"{self._address} takes only devices with a registered key: pass --key FILE, "
+                    "and give the server its public key (of a stock SuperLink: "
+                    "'flwr supernode register')."
+                )
+            if "activate" in text:
+                raise NotAcceptedError(text)
+            raise UserError(f"{self._address} refuses this device: {_one_line(text)}")
+        if code is _Code.UNIMPLEMENTED:
+            raise UserError(
+                f"{self._address} is not a Fleet API over gRPC: start the SuperLink with "
+                "--fleet-api-type grpc-rere, and give its --fleet-api-address."
+            )
+        reason = _one_line(text)
+        if code not in _PASSING and (code not in _PUZZLING or tries >= _PUZZLING_TRIES):
+            raise RejoinError(f"{code.name}: {reason}")
+        if self._endpoint.insecure and not self._answered and "Socket closed" in reason:
+            reason += "; perhaps it wants TLS: then leave out --insecure"
+        return f"{self._address} cannot be reached, trying again: {reason}"
+
+
+def join(
+    endpoint: Endpoint,
+    keys: Keys,
+    stop: StopSignal,
+    *,
+    register: bool,
+    answered: Callable[[], None] = lambda: None,
+) -> AbstractContextManager[Link]:
+    """Go online as one node of a SuperLink, and offline on the way out.
+
+    Parameters
+    ----------
+    endpoint : Endpoint
+        The SuperLink.
+    keys : Keys
+        The node's own.
+    stop : StopSignal
+        Ends every wait for the network.
+    register : bool
+        Make the node known to the SuperLink first, and forget it on the way out.
+    answered : Callable
+        Called after every answer of the SuperLink, from several threads.
+    """
+    calls = PatientCalls(stop, endpoint, answered)
+    return fleet.connect(endpoint, keys, calls, register=register)
+
+
+def _never_sent(error: grpc.RpcError) -> bool:
+    """Return whether a call failed before anything left this machine."""
+    text = fleet.error_text(error).lower()
+    return error.code() is _Code.UNAVAILABLE and any(part in text for part in _NEVER_SENT)
+
+
+def _one_line(text: str) -> str:
+    return printable(" ".join(text[:1000].split()), 200)
+
+
+# -----------------------------------------------------------------------------
+# `raceme device`: one process that keeps its ClientApp, torch and data, and answers messages.
+# -----------------------------------------------------------------------------
+
 
 _SHORTEST_PAUSE = 0.02
 _LONGEST_PAUSE = 2.0
@@ -192,8 +533,15 @@ def run_device(options: DeviceOptions) -> None:
     UserError
         The SuperLink will never take this device, or an option cannot be met.
     """
+    # A device is online when it can begin to work, not some seconds before; what cannot work is
+    # said at once. Torch is most of what the process holds: it counts in the memory's limit.
+    import raceme.client_app  # noqa: F401
+    from raceme.training.machine import ways_of
+
     apps = Apps(options.trust, options.node_config)
-    _load(options)
+    if options.memory_limit is not None:
+        limit_memory(options.memory_limit)
+    ways_of(options.node_config)
     stop, hurry = StopSignal(), StopSignal()
     interrupter = Interrupter(options.grace)
 
@@ -214,20 +562,6 @@ def run_device(options: DeviceOptions) -> None:
         tasks = Tasks(apps, options.node_config, interrupter, invitations)
         _stay_online(options, tasks, stop, hurry)
     log.info("offline")
-
-
-def _load(options: DeviceOptions) -> None:
-    """Load torch and Raceme's ClientApp, and see that it can train as it was told.
-
-    A device is online when it can begin to work, not some seconds before; what cannot work is said
-    at once. Torch is the largest part of what the process holds: it counts in the memory's limit.
-    """
-    import raceme.client_app  # noqa: F401
-    from raceme.training.machine import ways_of
-
-    if options.memory_limit is not None:
-        limit_memory(options.memory_limit)
-    ways_of(options.node_config)
 
 
 def _stay_online(options: DeviceOptions, tasks: Tasks, stop: StopSignal, hurry: StopSignal) -> None:

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import TracebackType
+from typing import Self
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import GaugeMetricFamily
@@ -46,7 +46,7 @@ REASONS = {
 _PROTECTION, _OTHER = "protection", "other"
 
 
-class Metrics:
+class Metrics(Collector):
     """Counts what happens, and looks at the fleet when it is asked.
 
     An observer of a run. Counts begin at 0 when the process does, as Prometheus expects.
@@ -91,8 +91,13 @@ class Metrics:
         found = Gauge("raceme_clusters", "Cluster models", registry=self._registry)
         found.set_function(clusters)
         self._judged: tuple[str, str] | None = None
-        self._fleet = _Fleet(state, names, clock)
-        self._registry.register(self._fleet)
+        self._state, self._present, self._clock = state, names, clock
+        self._started = clock()
+        # When nodes, and devices whose nodes are no more, have last spoken; which devices they are.
+        self._heard: dict[int, float] = {}
+        self._last: dict[str, float] = {}
+        self._names: dict[int, str] = {}
+        self._registry.register(self)
 
     def observe(self, event: Event) -> None:
         """Count an event of the run."""
@@ -108,41 +113,18 @@ class Metrics:
         elif isinstance(event, ClaimRefused):
             self._refused_claims.inc()
 
-    def hear(self, node_id: int) -> None:
-        """Note that a node has made a call."""
-        self._fleet.hear(node_id)
-
     def page(self) -> bytes:
         """Return all figures in OpenMetrics' text."""
         return bytes(generate_latest(self._registry))  # type: ignore[no-untyped-call]
 
-
-def label_of(reason: str) -> str:
-    """Return the label under which a rejection is counted."""
-    return next((label for start, label in REASONS.items() if reason.startswith(start)), _OTHER)
-
-
-class _Fleet(Collector):
-    """Figures of the fleet, and of single devices, computed when they are asked for."""
-
-    def __init__(
-        self,
-        state: LinkState,
-        names: Callable[[], Mapping[int, str]],
-        clock: Callable[[], float],
-    ) -> None:
-        self._state, self._present, self._clock = state, names, clock
-        self._started = clock()
-        self._heard: dict[int, float] = {}
-        self._names: dict[int, str] = {}
-        self._last: dict[str, float] = {}
+    # The fleet and single devices, computed when they are asked for.
 
     def hear(self, node_id: int) -> None:
         """Note that a node has made a call."""
         self._heard[node_id] = self._clock()
         if node_id not in self._names and (name := self._present().get(node_id)) is not None:
             self._names[node_id] = name
-        # Who is not registered is a new node each time it joins.
+        # A device that is not registered is a new node each time it joins.
         if len(self._heard) > 2 * len(self._state.nodes) + MOST_DEVICES:
             self._forget_nodes()
 
@@ -159,7 +141,7 @@ class _Fleet(Collector):
         """Return the seconds since the last word of each device, and the device."""
         self._forget_nodes()
         last, present = dict(self._last), self._present()
-        # Who belongs to a resumed run has said nothing to this process yet: since its start.
+        # Devices of a resumed run may have said nothing to this process yet: since its start.
         silent = dict.fromkeys(present, self._started)
         for node, heard in {**silent, **self._heard}.items():
             # One that waits for work may have called before the method knew who it is.
@@ -172,17 +154,15 @@ class _Fleet(Collector):
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """Yield the figures."""
-        online = GaugeMetricFamily("raceme_devices_online", "Devices that are online")
-        online.add_metric([], len(self._state.online()))
-        yield online
+        online = len(self._state.online())
+        yield GaugeMetricFamily("raceme_devices_online", "Devices that are online", online)
         queue = GaugeMetricFamily("raceme_messages", "Messages to devices", labels=["state"])
         for name, count in self._state.counts().items():
             queue.add_metric([name], count)
         yield queue
         silences = self._silences()
-        known = GaugeMetricFamily("raceme_devices_known", "Devices that were heard of so far")
-        known.add_metric([], len(silences))
-        yield known
+        known = len(silences)
+        yield GaugeMetricFamily("raceme_devices_known", "Devices that were heard of so far", known)
         words = GaugeMetricFamily(
             "raceme_device_silence_seconds",
             f"Since a device's last word; of the {MOST_DEVICES} that are silent for longest",
@@ -197,6 +177,11 @@ class _Fleet(Collector):
         yield words
 
 
+def label_of(reason: str) -> str:
+    """Return the label under which a rejection is counted."""
+    return next((label for start, label in REASONS.items() if reason.startswith(start)), _OTHER)
+
+
 # -----------------------------------------------------------------------------
 # A second port, for whoever watches the server: `/healthz` and `/metrics`.
 # -----------------------------------------------------------------------------
@@ -209,7 +194,7 @@ Health = Callable[[], tuple[bool, Mapping[str, object]]]
 """Returns whether all is well, and what is said about it."""
 
 
-class StatusPort:
+class StatusPort(ThreadingHTTPServer):
     """Answers while it is entered.
 
     Parameters
@@ -232,46 +217,38 @@ class StatusPort:
         The address cannot be listened at.
     """
 
+    daemon_threads = True
+
     def __init__(self, address: str, page: Callable[[], bytes], health: Health) -> None:
-        self.address = address
+        self.address, self._page, self._health = address, page, health
         host, _, port = address.rpartition(":")
-
-        def healthz() -> tuple[int, str, bytes]:
-            well, said = health()
-            text = json.dumps({"status": "ok" if well else "failing", **said})
-            return 200 if well else 503, "application/json", text.encode() + b"\n"
-
         try:
-            self._server = _Server((host.strip("[]"), int(port)), _Handler)
+            super().__init__((host.strip("[]"), int(port)), _Handler)
         except OSError as error:
             raise UserError(
                 f"{address} cannot be listened at for /metrics: {error.strerror}. Choose another "
                 "with --metrics HOST:PORT, or do without: --metrics off."
             ) from None
-        self._server.answers = {
-            "/metrics": lambda: (200, CONTENT_TYPE, page()),
-            "/healthz": healthz,
-        }
-        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread = threading.Thread(target=self.serve_forever, daemon=True)
 
-    def __enter__(self) -> StatusPort:
+    def __enter__(self) -> Self:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+    def __exit__(self, *_raised: object) -> None:
+        self.shutdown()
+        self.server_close()
         self._thread.join()
 
-
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    answers: Mapping[str, Callable[[], tuple[int, str, bytes]]]
+    def answer(self, path: str) -> tuple[int, str, bytes]:
+        """Return status, type and body of what is at a path."""
+        if path == "/metrics":
+            return 200, CONTENT_TYPE, self._page()
+        if path != "/healthz":
+            return 404, "text/plain", b"/metrics, /healthz\n"
+        well, said = self._health()
+        text = json.dumps({"status": "ok" if well else "failing", **said})
+        return 200 if well else 503, "application/json", text.encode() + b"\n"
 
     def handle_error(self, _request: object, _address: object) -> None:
         """Say nothing of callers that break off."""
@@ -279,13 +256,12 @@ class _Server(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     timeout = _SLOWEST_SECONDS
-    server: _Server
+    server: StatusPort
     server_version, sys_version = "raceme", ""
 
     def do_GET(self) -> None:
         """Answer a request."""
-        answer = self.server.answers.get(self.path.partition("?")[0])
-        status, kind, body = answer() if answer else (404, "text/plain", b"/metrics, /healthz\n")
+        status, kind, body = self.server.answer(self.path.partition("?")[0])
         self.send_response(status)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))

@@ -11,32 +11,24 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
 import tomli_w
-from cryptography import x509
-from cryptography.exceptions import InvalidSignature
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import (
-    Encoding,
-    PublicFormat,
-    load_pem_private_key,
-    load_ssh_public_key,
-)
 
 import raceme
-from raceme.core.config import RunConfig, read_toml
+from raceme.core.config import RunConfig, as_tables, read_toml
 from raceme.core.errors import UserError
 from raceme.core.events import Observer, RunEnded
 from raceme.core.options import Value
 from raceme.core.strategy import StopCheck, never_stop
-from raceme.fleet.certificates import DEVICE_KEYS
+from raceme.fleet.certificates import DEVICE_KEYS, read_certificates, registered_keys
 from raceme.fleet.metrics import Health, Metrics, StatusPort
 from raceme.fleet.served_grid import ServedGrid
+from raceme.fleet.tasks import OWN_APP
 from raceme.flower.app import App, build_bundle
-from raceme.flower.fleet_server import Certificates, FleetApi, PortInUseError
+from raceme.flower.fleet_client import Certificates
+from raceme.flower.fleet_server import FleetApi, PortInUseError
 from raceme.flower.link_state import RECONNECT_SECONDS, LinkState
 from raceme.records.store import read_events
 from raceme.runs import experiment
@@ -44,112 +36,16 @@ from raceme.runs.checkpoints import CHECKPOINTS
 from raceme.runs.experiment import Outcome
 
 # -----------------------------------------------------------------------------
-# What `raceme serve` takes from the folder that `raceme certs` has made, checked before use.
-# -----------------------------------------------------------------------------
-
-
-log = logging.getLogger("raceme.serve")
-
-
-def read_certificates(folder: Path) -> Certificates:
-    """Read ``ca.crt``, ``server.crt`` and ``server.key``.
-
-    Raises
-    ------
-    UserError
-        One is missing, unreadable or out of date, or they do not belong together.
-    """
-    authority, certificate, key = (
-        _read(folder / name) for name in ("ca.crt", "server.crt", "server.key")
-    )
-    try:
-        issuer = x509.load_pem_x509_certificate(authority)
-        own = x509.load_pem_x509_certificate(certificate)
-        private = load_pem_private_key(key, password=None)
-    except (ValueError, TypeError) as error:
-        raise UserError(f"The certificates in {folder} cannot be read: {error}.") from None
-    again = "remove server.crt and server.key there and run `raceme certs` again."
-    if _plain(private.public_key()) != _plain(own.public_key()):
-        raise UserError(f"server.key in {folder} is not the key of server.crt: {again}")
-    try:
-        own.verify_directly_issued_by(issuer)
-    except (ValueError, TypeError, InvalidSignature):
-        raise UserError(
-            f"server.crt in {folder} does not come from the authority in ca.crt: {again}"
-        ) from None
-    until = own.not_valid_after_utc
-    if until <= datetime.now(UTC):
-        raise UserError(f"server.crt in {folder} was valid until {until:%Y-%m-%d}: {again}")
-    return Certificates(authority, certificate, key)
-
-
-def registered_keys(folder: Path) -> Collection[bytes]:
-    """Return the public keys of the devices, ``devices/*.pub``, in PEM; leave out unreadable ones.
-
-    Parameters
-    ----------
-    folder : Path
-        The folder of `raceme certs`.
-    """
-    keys = set()
-    for path in sorted((folder / "devices").glob("*.pub")):
-        try:
-            key = load_ssh_public_key(path.read_bytes())
-        except (OSError, ValueError, TypeError) as error:
-            log.warning("The key %s cannot be read and is left out: %s", path, error)
-            continue
-        if isinstance(key, ec.EllipticCurvePublicKey):
-            keys.add(_plain(key))
-        else:
-            log.warning("The key %s is not an elliptic-curve key and is left out", path)
-    return keys
-
-
-def _plain(key: object) -> bytes:
-    return bytes(
-        key.public_bytes(  # type: ignore[attr-defined]
-            Encoding.PEM, PublicFormat.SubjectPublicKeyInfo
-        )
-    )
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise UserError(
-            f"{path} cannot be read: {error.strerror}. `raceme certs --out {path.parent} "
-            "--host NAME` makes certificates."
-        ) from None
-
-
-# -----------------------------------------------------------------------------
 # Raceme itself as a Flower app with a configuration of its own.
 # -----------------------------------------------------------------------------
-
-
-_NAME = "raceme/raceme"
 
 
 def app_of(config: RunConfig) -> App:
     """Return this package as the app bundle that the devices of a run fetch."""
     # The folder is the server's own affair, and the same run must have the same bundle again.
     keys = config.with_values(out="", resume="").to_mapping()
-    with tempfile.TemporaryDirectory(prefix="raceme-serve-") as folder:
-        bundle = build_bundle(_write_app(Path(folder) / "raceme", keys))
-    return App(_NAME, raceme.__version__, bundle)
-
-
-def _write_app(folder: Path, keys: Mapping[str, Value]) -> Path:
-    """Write the package, with a configuration, as a Flower app in a folder."""
-    source = Path(raceme.__file__).parent
-    shutil.copytree(source, folder / "raceme", ignore=shutil.ignore_patterns("__pycache__"))
-    tree: dict[str, object] = {}
-    for name, value in keys.items():
-        table, _, option = name.rpartition(".")
-        inner = tree.setdefault(table, {}) if table else tree
-        assert isinstance(inner, dict), "tables hold hyper-parameters only"
-        inner[option] = value
+    components = {"serverapp": "raceme.server_app:app", "clientapp": "raceme.client_app:app"}
+    app = {"publisher": "raceme", "components": components, "config": as_tables(keys)}
     project = {
         "project": {
             "name": "raceme",
@@ -158,27 +54,22 @@ def _write_app(folder: Path, keys: Mapping[str, Value]) -> Path:
             "license": "Apache-2.0",
             "dependencies": [],
         },
-        "tool": {
-            "flwr": {
-                "app": {
-                    "publisher": "raceme",
-                    "components": {
-                        "serverapp": "raceme.server_app:app",
-                        "clientapp": "raceme.client_app:app",
-                    },
-                    "config": tree,
-                }
-            }
-        },
+        "tool": {"flwr": {"app": app}},
     }
-    (folder / "pyproject.toml").write_text(tomli_w.dumps(project), encoding="utf-8")
-    return folder
+    source, unwanted = Path(raceme.__file__).parent, shutil.ignore_patterns("__pycache__")
+    with tempfile.TemporaryDirectory(prefix="raceme-serve-") as folder:
+        root = Path(folder) / "raceme"
+        shutil.copytree(source, root / "raceme", ignore=unwanted)
+        (root / "pyproject.toml").write_text(tomli_w.dumps(project), encoding="utf-8")
+        return App(OWN_APP, raceme.__version__, build_bundle(root))
 
 
 # -----------------------------------------------------------------------------
-# `raceme serve`: one process that devices connect to and that holds the strategy.
+# One process that devices connect to and that holds the strategy.
 # -----------------------------------------------------------------------------
 
+
+log = logging.getLogger("raceme.serve")
 
 _ANSWER_SECONDS = 2.0
 _TURN_SECONDS = 300.0
@@ -301,8 +192,9 @@ def serve(
             port = _status_port(options, metrics.page, partial(_health, api, grid, state))
             if port is not None:
                 stack.enter_context(port)
-            told = (*observers, metrics.observe)
-            return experiment.conduct(config, strategy, grid, *told, stop=stop)
+            return experiment.conduct(
+                config, strategy, grid, *observers, metrics.observe, stop=stop
+            )
     except PortInUseError:
         raise UserError(
             f"{options.address} cannot be listened at: another process has the port, or the "
@@ -330,7 +222,7 @@ def _status_port(
     except (UserError, OverflowError) as error:
         if options.metrics:
             raise
-        # Somebody who has not asked for it can do without.
+        # It was not asked for.
         log.warning("No figures for a monitor: %s", error)
         return None
     log.info("Figures for a monitor: http://%s/metrics", made.address)

@@ -14,15 +14,14 @@ from typing import Any, BinaryIO
 
 from flwr.app import Message
 
-from raceme.flower.grid import OwnGrid
+from raceme.flower.grid import PatientGrid
 from raceme.flower.link_state import LinkState
 from raceme.flower.messages import Run, join, split
 
 # -----------------------------------------------------------------------------
 # Replies since the last checkpoint, on disk before their devices are told that they arrived.
 #
-# A reply is an entry of a few byte strings. An entry that was not written wholly, because the
-# power
+# A reply is an entry of a few byte strings. An entry that was not written wholly, because the power
 # failed, and whatever comes after it, is not there.
 # -----------------------------------------------------------------------------
 
@@ -68,7 +67,9 @@ class Journal:
         if self._file is None:
             return
         try:
-            self._file.write(_encoded(parts()))
+            body = join(parts())
+            digest = hashlib.sha256(body).digest()
+            self._file.write(_LENGTH.pack(len(body)) + body + digest)
             self._file.flush()
         except OSError as error:
             if not self._failed:
@@ -98,11 +99,6 @@ class Journal:
         return self._folder / f"replies-{number:08d}.bin"
 
 
-def _encoded(parts: Sequence[bytes]) -> bytes:
-    body = join(parts)
-    return _LENGTH.pack(len(body)) + body + hashlib.sha256(body).digest()
-
-
 def _entries(file: BinaryIO) -> Iterator[list[bytes]]:
     while len(head := file.read(_LENGTH.size)) == _LENGTH.size:
         (length,) = _LENGTH.unpack(head)
@@ -127,7 +123,7 @@ all that are there, a reply that just came too late for them would wait for two 
 _KIND = "served"
 
 
-class ServedGrid(OwnGrid):
+class ServedGrid(PatientGrid):
     """Messages go to the link state and come from it; a reply wakes whoever waits for it.
 
     It keeps the wall clock, which stands until there are enough clients. Saved in a checkpoint and
@@ -259,19 +255,10 @@ class ServedGrid(OwnGrid):
         """Return the replies that are there."""
         return self._state.take(frozenset(message_ids))
 
-    def send_and_receive(
-        self, messages: Iterable[Message], *, timeout: float | None = None
-    ) -> Iterable[Message]:
-        """Send messages and wait until all are answered, or for `timeout` seconds."""
-        still_open = set(self.push_messages(messages))
-        deadline = None if timeout is None else self.now() + timeout
-        replies: list[Message] = []
-        while still_open and not self._stopping():
-            replies += self.wait(still_open, deadline)
-            still_open -= {reply.metadata.reply_to_message_id for reply in replies}
-            if deadline is not None and self.now() >= deadline:
-                break
-        return replies
+    def _more(self, message_ids: Collection[str], deadline: float | None) -> list[Message] | None:
+        if self._stopping() or (deadline is not None and self.now() >= deadline):
+            return None
+        return self.wait(message_ids, deadline)
 
     def get_node_ids(self) -> Iterable[int]:
         """Return the nodes that are online, as soon as there are enough of them."""

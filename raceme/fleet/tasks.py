@@ -27,9 +27,9 @@ from raceme.core.messages import CONFIG, INVITATION, KIND, LOSSES, NUMBERS, ON, 
 from raceme.core.options import Value
 from raceme.core.registry import ATTACKS, DATASETS, DRIFTS, MODELS, PARTITIONERS, PROTECTIONS
 from raceme.datasets.npz import Stamp, stamp_of
-from raceme.fleet.connection import Link, RejoinError
+from raceme.flower import app as bundles
 from raceme.flower import fleet_client as fleet
-from raceme.flower.app import load_client_app
+from raceme.flower.fleet_client import Link, RejoinError
 from raceme.flower.messages import (
     CLIENT_APP_RAISED_EXCEPTION,
     INVALID_APP,
@@ -62,8 +62,18 @@ _OWNERS = ("data-root", "data-file", "download")
 """Keys that say what is read of a device's files, and whether more are fetched."""
 
 
-class UntrustedError(Exception):
-    """A run wants of a device what its owner has not allowed; the message says what that is."""
+class RefusedAppError(Exception):
+    """An app is not run on this device.
+
+    Attributes
+    ----------
+    code : int
+        Flower's code for the error reply.
+    """
+
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(reason)
+        self.code = code
 
 
 @dataclass(frozen=True)
@@ -115,11 +125,11 @@ class Trust:
 
         Raises
         ------
-        UntrustedError
+        RefusedAppError
             It may not.
         """
         if self.apps and name not in self.apps:
-            raise UntrustedError(f"the app {name} is not trusted on this device")
+            raise RefusedAppError(INVALID_APP, f"the app {name} is not trusted on this device")
 
     def check_run(self, run: Mapping[str, Value], node: Mapping[str, Value]) -> None:
         """Refuse a run of Raceme's own app that would import or read what its owner never named.
@@ -133,7 +143,7 @@ class Trust:
 
         Raises
         ------
-        UntrustedError
+        RefusedAppError
             It would.
         UserError
             The configuration cannot be read.
@@ -144,17 +154,19 @@ class Trust:
         for key, registry in _IMPORTED.items():
             name = str(keys.get(key, ""))
             if ":" in name and name not in self.models and name not in registry.installed():
-                raise UntrustedError(
+                raise RefusedAppError(
+                    INVALID_APP,
                     f"the {key} {_shown(name)} is not trusted on this device: its owner allows one "
-                    "with --trusted-model MODULE:FUNCTION"
+                    "with --trusted-model MODULE:FUNCTION",
                 )
         # Only now: to read the options of a dataset imports it.
         RunConfig.from_mapping(keys, lenient=True)
         for key in _OWNERS:
             if keys.get(key) not in (None, "", False, "false") and key not in node:
-                raise UntrustedError(
+                raise RefusedAppError(
+                    INVALID_APP,
                     f"{key} is for the owner of this device to say, in its --node-config: this "
-                    f"run says {_shown(keys[key])}"
+                    f"run says {_shown(keys[key])}",
                 )
 
 
@@ -166,20 +178,6 @@ def _shown(value: object) -> str:
 # -----------------------------------------------------------------------------
 # The ClientApps that a device runs: which may, whether they are genuine, loaded once.
 # -----------------------------------------------------------------------------
-
-
-class RefusedAppError(Exception):
-    """An app is not run on this device.
-
-    Attributes
-    ----------
-    code : int
-        Flower's code for the error reply.
-    """
-
-    def __init__(self, code: int, reason: str) -> None:
-        super().__init__(reason)
-        self.code = code
 
 
 @dataclass(frozen=True)
@@ -242,7 +240,13 @@ class Apps:
             bundle = fetch(run)
             name, version, reference = _checked(bundle, run)
             config = self._checked_config(name, bundle, run)
-            app = self._load(name, version, reference, bundle, run.fab_hash)
+            if name == OWN_APP:
+                app = _own_app(version)
+            else:
+                if self._foreign is None or self._foreign[0] != run.fab_hash:
+                    self.close()
+                    self._foreign = (run.fab_hash, self._load_foreign(reference, bundle))
+                app = self._foreign[1]
             if len(self._runs) >= 8:
                 del self._runs[next(iter(self._runs))]
             self._runs[run_id] = LoadedRun(app, config, run.series_id)
@@ -252,36 +256,22 @@ class Apps:
         """Return the configuration of a run that the device's owner allows."""
         try:
             self._trust.check_app(name)
-            config = fleet.run_config(bundle, run)
+            config = bundles.run_config(bundle, run)
             if name == OWN_APP:
                 self._trust.check_run(config, self._node)
-        except UntrustedError as error:
-            raise RefusedAppError(INVALID_APP, str(error)) from None
+        except RefusedAppError:
+            raise
         # A server may write anything into it.
         except Exception as error:
             reason = f"the run's configuration cannot be read: {type(error).__name__}: {error}"
             raise RefusedAppError(INVALID_APP, reason) from error
         return config
 
-    def close(self) -> None:
-        """Remove what was unpacked."""
-        self._forget_foreign()
-
-    def _load(
-        self, name: str, version: str, reference: str, bundle: bytes, digest: str
-    ) -> ClientApp:
-        if name == OWN_APP:
-            return _own_app(version)
-        if self._foreign is None or self._foreign[0] != digest:
-            self._forget_foreign()
-            self._foreign = (digest, self._load_foreign(reference, bundle))
-        return self._foreign[1]
-
     def _load_foreign(self, reference: str, bundle: bytes) -> ClientApp:
         self._folder = tempfile.TemporaryDirectory(prefix="raceme-app-")
         try:
-            folder = fleet.install_app(bundle, Path(self._folder.name))
-            app = load_client_app(reference, folder)
+            folder = bundles.install_app(bundle, Path(self._folder.name))
+            app = bundles.load_app(reference, folder, ClientApp)
         # An app may raise anything while it is imported, SystemExit included.
         except (Exception, SystemExit) as error:
             reason = f"the app cannot be loaded: {type(error).__name__}: {error}"
@@ -294,7 +284,7 @@ class Apps:
             )
         return app
 
-    def _forget_foreign(self) -> None:
+    def close(self) -> None:
         """Drop the foreign app, its runs and its modules: the next may use the same names."""
         if self._folder is None:
             return
@@ -316,7 +306,7 @@ def _checked(bundle: bytes, run: Run) -> tuple[str, str, str]:
     if hashlib.sha256(bundle).hexdigest() != run.fab_hash:
         raise RefusedAppError(INVALID_APP, "the app's hash is not the one that its run announced")
     try:
-        name, version, reference = fleet.app_metadata(bundle)
+        name, version, reference = bundles.app_metadata(bundle)
     except Exception as error:
         raise RefusedAppError(INVALID_APP, f"the app bundle cannot be read: {error}") from error
     if (name, version) != (run.fab_id, run.fab_version):
@@ -343,8 +333,7 @@ def _own_app(version: str) -> ClientApp:
 # -----------------------------------------------------------------------------
 # Invitations to train, which a device holds until it wishes to: by the clock, or by its loss.
 #
-# A server that lets devices decide sends training with the setting ``invitation``. The model
-# that
+# A server that lets devices decide sends training with the setting ``invitation``. The model that
 # comes with it is the one that the device holds from then on.
 # -----------------------------------------------------------------------------
 
@@ -798,7 +787,6 @@ class Tasks:
 
     def _call(self, link: Link, message: Message, keeps_state: bool = True) -> Message:
         loaded = self._apps.of_run(message.metadata.run_id, link.run, link.bundle)
-        series = loaded.series_id
         state = self._state_of(loaded)
         context = Context(
             run_id=message.metadata.run_id,
@@ -806,7 +794,7 @@ class Tasks:
             node_config=dict(self._node_config),
             state=state if keeps_state else RecordDict(dict(state)),
             run_config=dict(loaded.config),
-            series_id=series,
+            series_id=loaded.series_id,
         )
         try:
             reply = loaded.app(message, context)
@@ -816,7 +804,7 @@ class Tasks:
             reason = f"{type(error)}:<'{error}'>"
             return _error(message, CLIENT_APP_RAISED_EXCEPTION, reason)
         if keeps_state:
-            self._states[series] = context.state
+            self._states[loaded.series_id] = context.state
         return reply
 
     def _state_of(self, loaded: LoadedRun) -> RecordDict:

@@ -28,7 +28,7 @@ from raceme.core.files import absolute
 from raceme.core.options import Value
 from raceme.records.folder import check_new
 from raceme.reporting.artefacts import missing_line
-from raceme.simulation.devices import Device
+from raceme.simulation.devices import Device, Workload, fleet
 
 # -----------------------------------------------------------------------------
 # The logs of `raceme up`: every line in files, and on the terminal those that a person reads.
@@ -93,10 +93,8 @@ def readable(line: str) -> str | None:
 # Slow devices and bad networks on one machine: a network namespace and a CPU share per device.
 #
 # A device's namespace is joined to the host by a pair of virtual interfaces, whose two ends are
-# slowed down by the kernel's netem, one for each direction. Its CPU share is kept by stopping
-# its
-# process for a part of every tenth of a second. Needs root and iproute2; what was set up is
-# taken
+# slowed down by the kernel's netem, one for each direction. Its CPU share is kept by stopping its
+# process for a part of every tenth of a second. Needs root and iproute2; what was set up is taken
 # down again at the end.
 # -----------------------------------------------------------------------------
 
@@ -130,7 +128,7 @@ class Shape:
 
 def shapes_of(devices: Sequence[Device], delay: float, loss: float) -> list[Shape]:
     """Turn simulated devices into shapes: the fastest has a whole core, the others their share."""
-    seconds = [device.mean_duration(1, 1, bytes_down=0, bytes_up=0) for device in devices]
+    seconds = [device.mean_duration(Workload(examples=1)) for device in devices]
     fastest = min((value for value in seconds if value > 0), default=1.0)
     return [
         Shape(
@@ -327,7 +325,8 @@ class _Process:
                 self.handle.wait(_GRACE_SECONDS)
         self.signal(signal.SIGKILL)
         for child in children:
-            _send(child, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
         self.handle.wait()
         self.reader.join(1.0)
 
@@ -464,8 +463,6 @@ def shapes_from(config: RunConfig, profile: str, delay: float, loss: float) -> l
     UserError
         There is no such profile, or this machine or user cannot shape devices.
     """
-    from raceme.simulation.devices import fleet
-
     check(config.num_clients)
     return shapes_of(fleet(profile, config.num_clients, config.seed), delay, loss)
 
@@ -519,17 +516,11 @@ def run_testbed(config: RunConfig, show: Show, shapes: Sequence[Shape] | None = 
         keys = home / "run.toml"
         write_toml(config.with_values(out=str(out)).to_mapping(), keys)
         port, address = _free_port(), "127.0.0.1" if shapes is None else "0.0.0.0"
-        bed.start(
-            _SERVER,
-            [
-                *(*_RACEME, "serve", "--config", str(keys)),
-                *("--address", f"{address}:{port}", "--metrics", "off"),
-                # Its devices end with it: whoever resumes starts others.
-                *("--reconnect", "0"),
-                # Which device is ready first is chance.
-                *("--clients-min", str(config.num_clients)),
-            ],
-        )
+        # Its devices end with it: a run that is resumed has others. All of them are waited for, as
+        # which one is ready first is chance.
+        serve = f"serve --config {keys} --address {address}:{port} --metrics off --reconnect 0"
+        wanted = ["--clients-min", str(config.num_clients)]
+        bed.start(_SERVER, [*_RACEME, *serve.split(), *wanted])
         bed.wait_for_port(port, _SERVER)
         for index, room in enumerate(rooms):
             command = _device(index, config.num_clients, room.host if room else address, port)
@@ -556,11 +547,9 @@ def run_testbed(config: RunConfig, show: Show, shapes: Sequence[Shape] | None = 
 
 
 def _device(index: int, clients: int, host: str, port: int) -> list[str]:
-    return [
-        *(*_RACEME, "device", "--insecure"),
-        *("--superlink", f"{host}:{port}"),
-        *("--node-config", f"partition-id={index} num-partitions={clients}"),
-    ]
+    node = f"partition-id={index} num-partitions={clients}"
+    options = ["--insecure", "--superlink", f"{host}:{port}", "--node-config", node]
+    return [*_RACEME, "device", *options]
 
 
 def _environment(home: Path) -> dict[str, str]:
@@ -590,11 +579,6 @@ def descendants(process_id: int) -> list[int]:
     for parent in family:
         family.extend(child for child, of in parents.items() if of == parent)
     return family[1:]
-
-
-def _send(process_id: int, number: int) -> None:
-    with suppress(ProcessLookupError):
-        os.kill(process_id, number)
 
 
 def _free_port() -> int:

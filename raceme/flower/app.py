@@ -2,42 +2,40 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 import flwr.serverapp
 from flwr.app import Context, RecordDict
 from flwr.cli.build import build_fab_from_disk
+from flwr.cli.install import install_from_fab
 from flwr.clientapp import ClientApp
 from flwr.clientapp.client_app import LoadClientAppError
-from flwr.common.config import flatten_dict, get_project_config, parse_config_args
+from flwr.common.config import (
+    flatten_dict,
+    get_fab_config,
+    get_fused_config_from_fab,
+    get_metadata_from_config,
+    get_project_config,
+    parse_config_args,
+)
 from flwr.common.constant import HEARTBEAT_DEFAULT_INTERVAL, HEARTBEAT_PATIENCE
 from flwr.serverapp import ServerApp
 from flwr.serverapp.server_app import LoadServerAppError
 from flwr.serverapp.strategy import strategy_utils
-from flwr.supercore.object_ref import load_app
+from flwr.supercore.object_ref import load_app as load_object
 
-from raceme.flower.messages import SERVER_NODE_ID
+from raceme.flower.messages import SERVER_NODE_ID, Run
 
-# -----------------------------------------------------------------------------
-# Importing somebody's ClientApp.
-# -----------------------------------------------------------------------------
-
-
-def load_client_app(reference: str, folder: Path) -> ClientApp:
-    """Import a ClientApp from a folder, which is put on the module search path."""
-    app = load_app(reference, LoadClientAppError, folder)
-    if not isinstance(app, ClientApp):
-        raise LoadClientAppError(f"'{reference}' is not a ClientApp")
-    return app
-
+Value = str | int | float | bool
 
 # -----------------------------------------------------------------------------
-# Flower App Bundles, made as `flwr run` makes them.
+# Flower App Bundles, made and read as `flwr run` and SuperNodes do.
 # -----------------------------------------------------------------------------
 
 
@@ -63,14 +61,37 @@ def build_bundle(folder: Path) -> bytes:
     return bytes(build_fab_from_disk(folder))
 
 
+def app_metadata(bundle: bytes) -> tuple[str, str, str]:
+    """Return publisher/name, version, and the reference of the ClientApp in an app bundle."""
+    config = get_fab_config(bundle)
+    name, version = get_metadata_from_config(config)
+    components = config["tool"]["flwr"]["app"]["components"]
+    return name, version, str(components.get("clientapp", ""))
+
+
+def run_config(bundle: bytes, run: Run) -> dict[str, Value]:
+    """Return an app's configuration as a run overrides it."""
+    return dict(get_fused_config_from_fab(bundle, run))
+
+
+def install_app(bundle: bytes, folder: Path) -> Path:
+    """Unpack an app bundle, checking the hash of every file in it."""
+    with redirect_stdout(io.StringIO()):
+        return install_from_fab(bundle, folder, skip_prompt=True)
+
+
 # -----------------------------------------------------------------------------
 # What it takes to run somebody's Flower app: its configuration, its two parts, its pauses.
 # -----------------------------------------------------------------------------
 
 
-Value = str | int | float | bool
+Part = TypeVar("Part", ServerApp, ClientApp)
 
-LoadAppError = (LoadServerAppError, LoadClientAppError)
+_LOAD_ERRORS: dict[type, type[Exception]] = {
+    ServerApp: LoadServerAppError,
+    ClientApp: LoadClientAppError,
+}
+LoadAppError = tuple(_LOAD_ERRORS.values())
 """Raised where a reference leads to no app."""
 
 MISSED_AFTER = float(HEARTBEAT_DEFAULT_INTERVAL * HEARTBEAT_PATIENCE)
@@ -98,8 +119,8 @@ def default_config(project: Mapping[str, Any]) -> dict[str, Value]:
     return dict(flatten_dict(project["tool"]["flwr"]["app"].get("config", {})))
 
 
-def parse_overrides(texts: list[str]) -> dict[str, Value]:
-    """Read what is typed after ``--run-config`` as ``flwr run`` does.
+def parse_pairs(texts: list[str]) -> dict[str, Value]:
+    """Read ``key=value key='text'`` as ``flwr run`` and SuperNodes do.
 
     Raises
     ------
@@ -112,11 +133,12 @@ def parse_overrides(texts: list[str]) -> dict[str, Value]:
         raise ValueError(error.message) from None
 
 
-def load_server_app(reference: str, folder: Path) -> ServerApp:
-    """Import a ServerApp from a folder, which is put on the module search path."""
-    app = load_app(reference, LoadServerAppError, folder)
-    if not isinstance(app, ServerApp):
-        raise LoadServerAppError(f"'{reference}' is not a ServerApp")
+def load_app(reference: str, folder: Path, kind: type[Part]) -> Part:
+    """Import a ServerApp or a ClientApp from a folder, which is put on the module search path."""
+    error = _LOAD_ERRORS[kind]
+    app = load_object(reference, error, folder)
+    if not isinstance(app, kind):
+        raise error(f"'{reference}' is not a {kind.__name__}")
     return app
 
 

@@ -1,4 +1,4 @@
-"""The calls that Raceme's devices make at Raceme's server, beside those of Flower's Fleet API.
+"""A device's side of Flower's Fleet API (gRPC), and the calls that Raceme's devices make beside it.
 
 A device greets the server before it goes online; a server of Flower's own does not know the call,
 and both then keep to Flower's. `Next` asks for a message, waits for it at the server, and brings it
@@ -8,28 +8,18 @@ whole; `Send` takes a whole reply: two calls for an update. Like all calls they 
 from __future__ import annotations
 
 import contextlib
-import io
 import json
-import struct
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, Self, cast, get_type_hints
 
 import grpc
 from cryptography.hazmat.primitives.asymmetric import ec
 from flwr.app import Message
-from flwr.cli.install import install_from_fab
 from flwr.client.grpc_rere_client.connection import grpc_request_response
 from flwr.client.grpc_rere_client.node_auth_client_interceptor import NodeAuthClientInterceptor
-from flwr.common.config import (
-    get_fab_config,
-    get_fused_config_from_fab,
-    get_metadata_from_config,
-    parse_config_args,
-)
 from flwr.common.serde import message_from_proto
 from flwr.proto.fleet_pb2 import (
     ActivateNodeRequest,
@@ -44,11 +34,7 @@ from flwr.proto.message_pb2 import ObjectTree, PushObjectRequest
 from flwr.supercore.error import ApiErrorCode, FlowerError
 from flwr.supercore.fab import Fab
 from flwr.supercore.grpc import GRPC_MAX_MESSAGE_LENGTH, on_channel_state_change
-from flwr.supercore.inflatable.inflatable_object import (
-    get_all_nested_objects,
-    get_object_tree,
-    no_object_id_recompute,
-)
+from flwr.supercore.inflatable import inflatable_object as inflatable
 from flwr.supercore.inflatable.inflatable_utils import ObjectPullError as ObjectPullError
 from flwr.supercore.inflatable.inflatable_utils import ObjectPushError as ObjectPushError
 from flwr.supercore.inflatable.inflatable_utils import (
@@ -65,7 +51,7 @@ from raceme.flower.messages import decode, encode, joined, parted, set_message_i
 
 SERVICE = "raceme.Fleet"
 GREET, NEXT, SEND = "Greet", "Next", "Send"
-PROTOCOL = 1
+PROTOCOL = 2
 """Raised when calls, or what travels in them, change."""
 LONGEST_WAIT = 15.0
 """Seconds that `Next` may take to be answered; routers drop connections on which nothing happens
@@ -74,12 +60,40 @@ LARGEST = 1024 * 1024
 """Bytes of the arrays of a message that travels whole; a larger one does in Flower's objects, each
 of which can be sent again. One call has to get through a slow link."""
 
-_NEXT, _SEND = struct.Struct(">Qd64s"), struct.Struct(">Q64s")
+_LONGEST_HEAD = 1000
+"""Bytes of all that a call states beside its body."""
+
+
+class _Travelling:
+    """What is said in a call: fields as JSON, then, behind a zero byte, a body if there is one."""
+
+    def to_bytes(self) -> bytes:
+        """Return it as it travels."""
+        stated = dict(vars(self))
+        body: bytes = stated.pop("body", b"")
+        return json.dumps(stated).encode() + b"\0" + body
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Self:
+        """Read it; what else later versions say is left out.
+
+        Raises
+        ------
+        ValueError
+            It is none.
+        """
+        head, _, body = data.partition(b"\0")
+        read = json.loads(head) if len(head) < _LONGEST_HEAD else None
+        stated = {**read, "body": body} if isinstance(read, dict) else {}
+        kinds = get_type_hints(cls)
+        if any(type(stated.get(name)) is not kind for name, kind in kinds.items()):
+            raise ValueError(f"no {cls.__name__}")
+        return cls(**{name: stated[name] for name in kinds})
 
 
 @dataclass(frozen=True)
-class Greeting:
-    """Who greets, or answers a greeting.
+class Greeting(_Travelling):
+    """A device greets, or a server answers its greeting.
 
     Attributes
     ----------
@@ -92,36 +106,15 @@ class Greeting:
     protocol: int
     version: str
 
-    def to_bytes(self) -> bytes:
-        """Return it as it travels."""
-        return json.dumps({"protocol": self.protocol, "version": self.version}).encode()
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> Greeting:
-        """Read it; what else later versions say is left out.
-
-        Raises
-        ------
-        ValueError
-            It is none.
-        """
-        read = json.loads(data) if len(data) < 10_000 else None
-        if not isinstance(read, dict):
-            raise ValueError("no greeting")
-        protocol, version = read.get("protocol"), read.get("version")
-        if type(protocol) is not int or not isinstance(version, str):
-            raise ValueError("no greeting")
-        return cls(protocol, version)
-
 
 @dataclass(frozen=True)
-class NextRequest:
+class NextRequest(_Travelling):
     """A node asks for its next message.
 
     Attributes
     ----------
     node : int
-        Who asks.
+        The node.
     patience : float
         Seconds that the answer may take.
     have : str
@@ -132,31 +125,15 @@ class NextRequest:
     patience: float = 0.0
     have: str = ""
 
-    def to_bytes(self) -> bytes:
-        """Return it as it travels."""
-        return _NEXT.pack(self.node, self.patience, self.have.encode())
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> NextRequest:
-        """Read it.
-
-        Raises
-        ------
-        ValueError
-            It is none.
-        """
-        node, patience, have = _unpacked(_NEXT, data)
-        return cls(node, patience, have.rstrip(b"\0").decode("ascii"))
-
 
 @dataclass(frozen=True)
-class SendRequest:
+class SendRequest(_Travelling):
     """A node answers a message.
 
     Attributes
     ----------
     node : int
-        Who answers.
+        The node.
     asked : str
         Id of the message.
     body : bytes
@@ -166,28 +143,6 @@ class SendRequest:
     node: int
     asked: str
     body: bytes
-
-    def to_bytes(self) -> bytes:
-        """Return it as it travels."""
-        return _SEND.pack(self.node, self.asked.encode()) + self.body
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> SendRequest:
-        """Read it.
-
-        Raises
-        ------
-        ValueError
-            It is none.
-        """
-        node, asked = _unpacked(_SEND, data[: _SEND.size])
-        return cls(node, asked.rstrip(b"\0").decode("ascii"), data[_SEND.size :])
-
-
-def _unpacked(form: struct.Struct, data: bytes) -> tuple[Any, ...]:
-    if len(data) != form.size:
-        raise ValueError(f"{len(data)} bytes instead of {form.size}")
-    return form.unpack(data)
 
 
 # -----------------------------------------------------------------------------
@@ -223,49 +178,46 @@ class Direct:
         invoke: Callable[..., Any],
         wait_for: Callable[[grpc.Future], bool],
     ) -> None:
-        self._invoke, self._wait_for = invoke, wait_for
+        self._invoke = invoke
         self._greeting = channel.unary_unary(f"/{SERVICE}/{GREET}")
-        self._next = channel.unary_unary(f"/{SERVICE}/{NEXT}")
+        self._next = _interruptible(channel.unary_unary(f"/{SERVICE}/{NEXT}"), wait_for, None)
         self._send = channel.unary_unary(f"/{SERVICE}/{SEND}")
         self._have = ""
         self.waited = False
 
     def greet(self) -> bool:
         """Greet the server; return whether it is Raceme's."""
-        return bool(self._invoke(self._greet, Greeting(PROTOCOL, __version__).to_bytes()))
 
-    def _greet(self, request: bytes, timeout: float | None = None) -> bool:
-        try:
-            self._greeting(request, timeout=timeout)
-        except grpc.RpcError as error:
-            if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
-                raise
-            return False
-        return True
+        def greet(request: bytes, timeout: float | None = None) -> bool:
+            try:
+                self._greeting(request, timeout=timeout)
+            except grpc.RpcError as error:
+                if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
+                    raise
+                return False
+            return True
+
+        return bool(self._invoke(greet, Greeting(PROTOCOL, __version__).to_bytes()))
 
     def next(self, node_id: int, patience: float) -> tuple[Message, ObjectTree | None] | None:
         """Return the next message: whole, or its head and the tree of its objects."""
         patience = min(max(patience, 0.0), LONGEST_WAIT)
         request = NextRequest(node_id, patience, self._have).to_bytes()
-        answer = self._invoke(self._ask, request, timeout=patience + _SLACK_SECONDS)
+        answer = self._invoke(self._next, request, timeout=patience + _SLACK_SECONDS)
         parts = split(answer) if answer is not None else []
         self.waited = answer is not None and not parts
         if not parts:
             return None
         form, data = parts
+        tree: ObjectTree | None = None
         if form == b"whole":
-            message, tree = decode(data), None
+            message = decode(data)
         else:
             pulled = PullMessagesResponse.FromString(data)
-            message, tree = message_from_proto(pulled.messages_list[0]), pulled
+            message = message_from_proto(pulled.messages_list[0])
+            tree = pulled.message_object_trees[0]
         self._have = message.metadata.message_id
-        return message, None if tree is None else tree.message_object_trees[0]
-
-    def _ask(self, request: bytes, timeout: float | None = None) -> bytes | None:
-        call = self._next.future(request, timeout=timeout)
-        if not self._wait_for(call):
-            return None
-        return cast(bytes, call.result())
+        return message, tree
 
     def send(self, node_id: int, reply: Message) -> bool:
         """Send a whole reply; return whether it was small enough for that."""
@@ -280,9 +232,8 @@ class Direct:
 # A SuperNode's side of Flower's Fleet protocol (gRPC, request and response).
 #
 # Calls, authentication, heartbeats and objects are Flower's own code. What differs from a stock
-# SuperNode is who decides about failures: every call goes through the caller's `Calls`, and
-# nothing
-# in here ends the process.
+# SuperNode is how failures are decided about: every call goes through the caller's `Calls`, and
+# nothing in here ends the process.
 # -----------------------------------------------------------------------------
 
 
@@ -320,6 +271,21 @@ class Endpoint:
     root_certificates: bytes | None = None
 
 
+@dataclass(frozen=True)
+class Certificates:
+    """What proves who the server is, all in PEM.
+
+    Attributes
+    ----------
+    authority, certificate, key : bytes
+        Certificate of the authority, the server's own, and its private key.
+    """
+
+    authority: bytes
+    certificate: bytes
+    key: bytes
+
+
 class Calls(Protocol):
     """Makes remote calls, and decides how often and with which deadline.
 
@@ -327,9 +293,13 @@ class Calls(Protocol):
     ----------
     max_tries : int or None
         Flower sets it to 1 when the connection is given up.
+    pull_failed : bool
+        True if a request for the next message failed after it may have reached the SuperLink,
+        which hands a message out only once.
     """
 
     max_tries: int | None
+    pull_failed: bool
 
     def invoke(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call `target`, again and again if need be."""
@@ -351,9 +321,16 @@ ANNOUNCED_SECONDS = 30.0
 would wait for two hours; the device is deaf meanwhile."""
 
 
-@dataclass(frozen=True)
-class Fleet:
-    """An open connection on behalf of one node, as Flower's code yields it."""
+class RejoinError(Exception):
+    """The node has to join again; the message says why."""
+
+
+@dataclass
+class Link:
+    """An open connection on behalf of one node that is online.
+
+    Its calls but for those of `direct` are Flower's, as its code yields them.
+    """
 
     node_id: int
     _receive: Callable[[], tuple[Message, ObjectTree] | None]
@@ -363,17 +340,13 @@ class Fleet:
     _pull_object: Callable[[int, str], bytes]
     _push_object: Callable[[int, str, str, bytes], None]
     _confirm: Callable[[int, str], None]
-    _direct: Direct | None = None
+    _calls: Calls
+    _direct: Direct | None
 
     @property
     def waited(self) -> bool:
         """Whether the server has let the device wait for work: it may be asked again at once."""
         return self._direct is not None and self._direct.waited
-
-    @property
-    def hands_out_again(self) -> bool:
-        """Whether a message whose way here failed is there for the asking: the server is ours."""
-        return self._direct is not None
 
     def receive(self, patience: float = 0.0) -> tuple[Message, Callable[[], Message]] | None:
         """Return the next message without its content, and a function that fetches it whole.
@@ -382,20 +355,26 @@ class Fleet:
         ----------
         patience : float
             Seconds to wait for it, if the server can let a device wait.
+
+        Raises
+        ------
+        RejoinError
+            A message may have been lost on its way: only a new start makes that known. A server of
+            ours hands it out again.
         """
-        if self._direct is None:
-            pulled = self._receive()
-            if pulled is None:
-                return None
-            message, tree = pulled
-            return message, partial(self._inflate, message.metadata.run_id, tree)
-        received = self._direct.next(self.node_id, patience)
+        if self._direct is not None:
+            received = self._direct.next(self.node_id, patience)
+        else:
+            received = self._receive()
+            doubtful, self._calls.pull_failed = self._calls.pull_failed, False
+            if received is None and doubtful:
+                raise RejoinError("the network failed while it asked for work")
         if received is None:
             return None
-        message, objects = received
-        if objects is None:
+        message, tree = received
+        if tree is None:
             return message, lambda: message
-        return message, partial(self._inflate, message.metadata.run_id, objects)
+        return message, partial(self._inflate, message.metadata.run_id, tree)
 
     def _inflate(self, run_id: int, tree: ObjectTree) -> Message:
         message = pull_and_inflate_object_from_tree(
@@ -419,10 +398,10 @@ class Fleet:
                 return
             reply = joined(reply)
         set_message_id(reply, reply.object_id)
-        with no_object_id_recompute():
-            missing, session = self._send(reply, get_object_tree(reply), seconds)
+        with inflatable.no_object_id_recompute():
+            missing, session = self._send(reply, inflatable.get_object_tree(reply), seconds)
             push_objects(
-                get_all_nested_objects(reply),
+                inflatable.get_all_nested_objects(reply),
                 partial(self._push_object, reply.metadata.run_id, session),
                 object_ids_to_push=missing,
             )
@@ -457,18 +436,12 @@ class _Guard:
     def __init__(self, calls: Calls) -> None:
         self._calls = calls
         self.connecting = True
-
-    @property
-    def max_tries(self) -> int | None:
-        return self._calls.max_tries
-
-    @max_tries.setter
-    def max_tries(self, value: int | None) -> None:
-        self._calls.max_tries = value
+        self.max_tries: int | None = None
 
     def invoke(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if args and is_heartbeat(args[0]):
+        if args and isinstance(args[0], SendNodeHeartbeatRequest):
             return self._beat(target, *args, **kwargs)
+        self._calls.max_tries = self.max_tries
         try:
             return self._calls.invoke(target, *args, **kwargs)
         except Exception as error:
@@ -488,19 +461,16 @@ class _Guard:
         return response
 
 
-class _Pull:
-    """Asks for the next message in a way that a reason to stop can end."""
+def _interruptible(
+    method: grpc.UnaryUnaryMultiCallable, wait_for: Callable[[grpc.Future], bool], instead: Any
+) -> Callable[..., Any]:
+    """Return a call that a reason to stop can end; it then returns something else."""
 
-    def __init__(self, calls: Calls, method: grpc.UnaryUnaryMultiCallable) -> None:
-        self._calls, self._method = calls, method
+    def call(request: Any, timeout: float | None = None) -> Any:
+        made = method.future(request, timeout=timeout)
+        return made.result() if wait_for(made) else instead
 
-    def __call__(
-        self, request: PullMessagesRequest, timeout: float | None = None
-    ) -> PullMessagesResponse:
-        call = self._method.future(request, timeout=timeout)
-        if not self._calls.wait_for(call):
-            return PullMessagesResponse()
-        return cast(PullMessagesResponse, call.result())
+    return call
 
 
 class _Signer(NodeAuthClientInterceptor):
@@ -528,7 +498,7 @@ class _Signer(NodeAuthClientInterceptor):
 
 
 @contextlib.contextmanager
-def connect(endpoint: Endpoint, keys: Keys, calls: Calls, *, register: bool) -> Iterator[Fleet]:
+def connect(endpoint: Endpoint, keys: Keys, calls: Calls, *, register: bool) -> Iterator[Link]:
     """Join a SuperLink; on the way out the node goes offline.
 
     Parameters
@@ -560,7 +530,8 @@ def connect(endpoint: Endpoint, keys: Keys, calls: Calls, *, register: bool) -> 
         stub = FleetStub(grpc.intercept_channel(plain, versions, signer))
         # Flower's check of versions blocks until a call has ended; one that waits must not.
         signed = grpc.intercept_channel(plain, signer)
-        stub.PullMessages = _Pull(calls, FleetStub(signed).PullMessages)
+        pull = FleetStub(signed).PullMessages
+        stub.PullMessages = _interruptible(pull, calls.wait_for, PullMessagesResponse())
         if register:
             request = RegisterNodeFleetRequest(public_key=public_key)
             guard.invoke(stub.RegisterNode, request)
@@ -581,11 +552,11 @@ def connect(endpoint: Endpoint, keys: Keys, calls: Calls, *, register: bool) -> 
         ) as connection:
             guard.connecting = False
             try:
-                yield Fleet(*connection, directs[0])
+                yield Link(*connection, _calls=calls, _direct=directs[0])
             # Flower's code swallows what is raised here; it is raised again below.
             except BaseException as error:
                 failure = error
-            calls.max_tries = 1
+            guard.max_tries = 1
             if register:
                 request = UnregisterNodeFleetRequest(node_id=connection[0])
                 with contextlib.suppress(grpc.RpcError):
@@ -606,11 +577,6 @@ def open_channel(endpoint: Endpoint) -> grpc.Channel:
         return grpc.insecure_channel(endpoint.address, options=_CHANNEL_OPTIONS)
     credentials = grpc.ssl_channel_credentials(endpoint.root_certificates)
     return grpc.secure_channel(endpoint.address, credentials, options=_CHANNEL_OPTIONS)
-
-
-def is_heartbeat(request: object) -> bool:
-    """Return whether a request is a heartbeat."""
-    return isinstance(request, SendNodeHeartbeatRequest)
 
 
 def is_pull(request: object) -> bool:
@@ -635,38 +601,8 @@ def generate_keys() -> Keys:
     return generate_key_pairs()
 
 
-def parse_node_config(text: str) -> dict[str, str | int | float | bool]:
-    """Read ``key=value key='text'`` as SuperNodes do.
-
-    Raises
-    ------
-    Exception
-        Of whatever type Flower chooses, if the text cannot be read.
-    """
-    return dict(parse_config_args([text]))
-
-
-def app_metadata(bundle: bytes) -> tuple[str, str, str]:
-    """Return publisher/name, version, and the reference of the ClientApp in an app bundle."""
-    config = get_fab_config(bundle)
-    name, version = get_metadata_from_config(config)
-    components = config["tool"]["flwr"]["app"]["components"]
-    return name, version, str(components.get("clientapp", ""))
-
-
-def run_config(bundle: bytes, run: Run) -> dict[str, str | int | float | bool]:
-    """Return an app's configuration as a run overrides it."""
-    return dict(get_fused_config_from_fab(bundle, run))
-
-
-def install_app(bundle: bytes, folder: Path) -> Path:
-    """Unpack an app bundle, checking the hash of every file in it."""
-    with contextlib.redirect_stdout(io.StringIO()):
-        return install_from_fab(bundle, folder, skip_prompt=True)
-
-
 # -----------------------------------------------------------------------------
-# Whether a SuperLink knows a key, which it does not say to a device that it keeps waiting.
+# The key probe: whether a SuperLink knows a key, which it does not say to a device that waits.
 # -----------------------------------------------------------------------------
 
 

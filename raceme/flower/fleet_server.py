@@ -11,10 +11,9 @@ import logging
 import threading
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
-from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
-from typing import Any, NoReturn, cast
+from types import SimpleNamespace
+from typing import Any, NamedTuple, NoReturn, cast
 
 import grpc
 from flwr.common.constant import PUBLIC_KEY_HEADER, SIGNATURE_HEADER, TIMESTAMP_HEADER
@@ -33,6 +32,7 @@ from flwr.supercore.interceptors import (
 
 from raceme import __version__
 from raceme.flower import fleet_client as wire
+from raceme.flower.fleet_client import Certificates
 from raceme.flower.link_state import LinkState
 from raceme.flower.messages import encode, join
 
@@ -63,21 +63,6 @@ _OPTIONS = [
 
 class PortInUseError(Exception):
     """The address cannot be listened at; the message says why, if that is known."""
-
-
-@dataclass(frozen=True)
-class Certificates:
-    """What proves who the server is, all in PEM.
-
-    Attributes
-    ----------
-    authority, certificate, key : bytes
-        Certificate of the authority, the server's own, and its private key.
-    """
-
-    authority: bytes
-    certificate: bytes
-    key: bytes
 
 
 class FleetApi:
@@ -114,12 +99,11 @@ class FleetApi:
     ) -> None:
         self._state, self._address, self._certificates = state, address, certificates
         self._registered = registered
-        self.on_call: Callable[[int], None] = _ignore
+        self.on_call: Callable[[int], None] = lambda _node: None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._waiting: dict[int, asyncio.Future[bool]] = {}
-        self._signatures = _Signatures(_StateFactory(state))
-        self._calls = _calls(state, self._signatures, registered is not None)
+        self._calls = _Calls(state, registered is not None)
         self._server: grpc.aio.Server | None = None
 
     def __enter__(self) -> FleetApi:
@@ -134,12 +118,7 @@ class FleetApi:
         self._admit()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_raised: object) -> None:
         self._await(self._stop())
         self._end_loop()
 
@@ -177,24 +156,20 @@ class FleetApi:
 
     async def _bind(self) -> None:
         server = grpc.aio.server(options=_OPTIONS)
-        handlers = {
+        flowers = {
             name: grpc.unary_unary_rpc_method_handler(
                 partial(self._answer, name), call.request_deserializer, call.response_serializer
             )
             for name, call in self._calls.handlers.items()
         }
+        answers = {wire.GREET: self._greet, wire.NEXT: self._next, wire.SEND: self._send}
         own = {
             name: grpc.unary_unary_rpc_method_handler(partial(self._answer_own, answer))
-            for name, answer in (
-                (wire.GREET, self._greet),
-                (wire.NEXT, self._next),
-                (wire.SEND, self._send),
-            )
+            for name, answer in answers.items()
         }
-        for service, methods in ((_SERVICE, handlers), (wire.SERVICE, own)):
-            server.add_generic_rpc_handlers(
-                (grpc.method_handlers_generic_handler(service, methods),)
-            )
+        for service, methods in ((_SERVICE, flowers), (wire.SERVICE, own)):
+            handler = grpc.method_handlers_generic_handler(service, methods)
+            server.add_generic_rpc_handlers((handler,))
         try:
             if self._certificates is None:
                 server.add_insecure_port(self._address)
@@ -227,7 +202,8 @@ class FleetApi:
     ) -> bytes:
         """Answer a call of Raceme's devices: with the public key that has signed it."""
         try:
-            return await answer(self._signatures.key_of(context.invocation_metadata()), request)
+            key = self._calls.signatures.key_of(context.invocation_metadata())
+            return await answer(key, request)
         except _AbortedError as aborted:
             await context.abort(aborted.code, aborted.details)
         except ValueError as error:
@@ -310,10 +286,6 @@ class FleetApi:
             future.set_result(True)
 
 
-def _ignore(_node: int) -> None:
-    """Do nothing."""
-
-
 def _give_up(future: asyncio.Future[bool]) -> None:
     if not future.done():
         future.set_result(False)
@@ -344,8 +316,7 @@ class _Context:
         """Leave out what nobody reads."""
 
 
-@dataclass(frozen=True)
-class _Details:
+class _Details(NamedTuple):
     """What interceptors are told about a call."""
 
     method: str
@@ -353,16 +324,41 @@ class _Details:
 
 
 class _Calls:
-    """Flower's method handlers behind its interceptors."""
+    """Flower's method handlers behind its interceptors; a server to what adds its servicer.
 
-    def __init__(
-        self, handlers: Mapping[str, Any], interceptors: Collection[grpc.ServerInterceptor]
-    ) -> None:
-        self.handlers = handlers
+    Parameters
+    ----------
+    state : LinkState
+        What the calls are about.
+    registered_only : bool
+        Nodes do not register themselves.
+
+    Attributes
+    ----------
+    handlers : dict[str, RpcMethodHandler]
+        Flower's own.
+    signatures : _Signatures
+        The check of signatures among the interceptors.
+    """
+
+    def __init__(self, state: LinkState, registered_only: bool) -> None:
+        # What Flower takes factories of states for.
+        factory: Any = SimpleNamespace(state=lambda: state, store=lambda: state.object_store)
+        self.handlers: dict[str, Any] = {}
+        self.signatures = _Signatures(factory)
         self._chains: dict[str, Callable[[Any], Any]] = {}
+        add_FleetServicer_to_server(_Servicer(factory, factory, registered_only), self)
+
+    def add_generic_rpc_handlers(self, handlers: object) -> None:
+        """Ignore what `add_registered_method_handlers` gets too."""
+
+    def add_registered_method_handlers(self, _service: str, handlers: Mapping[str, Any]) -> None:
+        """Put each handler behind all interceptors."""
+        versions = create_fleet_runtime_version_server_interceptor()
+        self.handlers.update(handlers)
         for name, handler in handlers.items():
             chain: Callable[[Any], Any] = partial(_constant, handler)
-            for interceptor in reversed(list(interceptors)):
+            for interceptor in (versions, self.signatures, RpcErrorTranslationServerInterceptor()):
                 chain = partial(interceptor.intercept_service, chain)
             self._chains[name] = chain
 
@@ -374,32 +370,6 @@ class _Calls:
 
 def _constant(value: object, _details: object) -> object:
     return value
-
-
-class _Collector:
-    """Takes the place of a gRPC server to which Flower adds its servicer."""
-
-    def __init__(self) -> None:
-        self.handlers: dict[str, Any] = {}
-
-    def add_generic_rpc_handlers(self, handlers: object) -> None:
-        """Ignore what `add_registered_method_handlers` gets too."""
-
-    def add_registered_method_handlers(self, _service: str, handlers: Mapping[str, Any]) -> None:
-        self.handlers.update(handlers)
-
-
-class _StateFactory:
-    """Hands out one state."""
-
-    def __init__(self, state: LinkState) -> None:
-        self._state = state
-
-    def state(self) -> LinkState:
-        return self._state
-
-    def store(self) -> Any:
-        return self._state.object_store
 
 
 class _Signatures(NodeAuthServerInterceptor):
@@ -454,18 +424,6 @@ class _Servicer(FleetServicer):
             if message.metadata.src_node_id != request.node.node_id:
                 context.abort(grpc.StatusCode.PERMISSION_DENIED, _FOREIGN_REPLY)
         return super().PushMessages(request, context)
-
-
-def _calls(state: LinkState, signatures: _Signatures, registered_only: bool) -> _Calls:
-    factory = cast(Any, _StateFactory(state))
-    collector = _Collector()
-    add_FleetServicer_to_server(_Servicer(factory, factory, registered_only), collector)
-    interceptors = [
-        RpcErrorTranslationServerInterceptor(),
-        signatures,
-        create_fleet_runtime_version_server_interceptor(),
-    ]
-    return _Calls(collector.handlers, interceptors)
 
 
 def _other_version(device: wire.Greeting, server: wire.Greeting) -> str:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeGuard
 
 from flwr.app import Error, Message, Metadata, RecordDict
 from flwr.app.message import make_message
-from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode
-from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, ObjectTree, PullObjectRequest
+from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, PullObjectRequest
 from flwr.proto.runtime_pb2 import PullAppMessagesRequest
 from flwr.serverapp import Grid
 from flwr.supercore.constant import SYSTEM_MESSAGE_TYPE
@@ -23,6 +23,8 @@ from flwr.supercore.run import Run
 
 if TYPE_CHECKING:
     from flwr.superlink.grid.http_grid import HttpGrid
+
+from raceme.flower.messages import MESSAGE_UNAVAILABLE, SERVER_NODE_ID, set_message_id
 
 
 class OwnGrid(Grid):
@@ -40,6 +42,33 @@ class OwnGrid(Grid):
         return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
 
 
+class PatientGrid(OwnGrid, ABC):
+    """A grid on whose clock it is waited for replies, one or a few after the other."""
+
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> Iterable[Message]:
+        """Send messages and wait until all are answered, or for `timeout` seconds."""
+        open_ids = dict.fromkeys(self.push_messages(messages))
+        deadline = None if timeout is None else self.now() + timeout
+        replies: list[Message] = []
+        while open_ids and (found := self._more(open_ids, deadline)) is not None:
+            replies += found
+            for reply in found:
+                open_ids.pop(reply.metadata.reply_to_message_id, None)
+        return replies
+
+    @abstractmethod
+    def now(self) -> float:
+        """Return the time in seconds."""
+
+    @abstractmethod
+    def _more(
+        self, message_ids: Collection[str], deadline: float | None
+    ) -> Sequence[Message] | None:
+        """Wait for more replies and return them; None if there will be none by the deadline."""
+
+
 # -----------------------------------------------------------------------------
 # The ServerApp's side of Flower's message exchange.
 # -----------------------------------------------------------------------------
@@ -47,6 +76,7 @@ class OwnGrid(Grid):
 
 _UPLOAD_SECONDS = 60.0
 """Longest wait for the next part of a reply that was announced."""
+_POLL_SECONDS = 0.2
 _AT_ONCE = 8
 """Parts that are fetched at the same time."""
 
@@ -77,7 +107,7 @@ class _Upload:
     contents: dict[str, bytes] = field(default_factory=dict)
 
 
-class PromptGrid(OwnGrid):
+class PromptGrid(PatientGrid):
     """Flower's grid, on which no reply waits for the rest of another.
 
     A reply is announced before its arrays have arrived. Flower's grid, which finds them missing,
@@ -130,19 +160,19 @@ class PromptGrid(OwnGrid):
         for message_id in message_ids:
             self._uploads.pop(message_id, None)
 
-    def send_and_receive(
-        self, messages: Iterable[Message], *, timeout: float | None = None
-    ) -> list[Message]:
-        """Send messages and wait for their replies."""
-        until = None if timeout is None else self._clock() + timeout
-        open_ids, replies = set(self.push_messages(messages)), list[Message]()
-        while open_ids and (until is None or self._clock() < until):
-            found = self.pull_messages(open_ids)
-            replies.extend(found)
-            open_ids -= {reply.metadata.reply_to_message_id for reply in found}
-            if open_ids and not found:
-                time.sleep(0.2)
-        return replies
+    def now(self) -> float:
+        """Return the time of a clock that never jumps."""
+        return self._clock()
+
+    def _more(
+        self, message_ids: Collection[str], deadline: float | None
+    ) -> Sequence[Message] | None:
+        if deadline is not None and self._clock() >= deadline:
+            return None
+        found = self.pull_messages(message_ids)
+        if not found:
+            time.sleep(_POLL_SECONDS)
+        return found
 
     def _take_announced(self, message_ids: list[str]) -> None:
         """Ask which replies were announced."""
@@ -153,11 +183,14 @@ class PromptGrid(OwnGrid):
         now = self._clock()
         for head, tree in zip(answer.messages_list, answer.message_object_trees, strict=True):
             stated = head.metadata
-            parts = deque(dict.fromkeys(_parts(tree)))
-            upload = _Upload(
-                stated.message_id, stated.reply_to_message_id, stated.src_node_id, parts, now
+            parts = dict.fromkeys(part.object_id for part in iterate_object_tree(tree))
+            self._uploads[stated.reply_to_message_id] = _Upload(
+                message_id=stated.message_id,
+                reply_to=stated.reply_to_message_id,
+                sender=stated.src_node_id,
+                missing=deque(parts),
+                progressed_at=now,
             )
-            self._uploads[upload.reply_to] = upload
 
     def _complete(self, wanted: set[str]) -> Iterator[Message]:
         """Yield those of the wanted replies that are complete, or will never be."""
@@ -171,7 +204,7 @@ class PromptGrid(OwnGrid):
                     node=self._grid.node, run_id=self._run_id, message_object_id=upload.message_id
                 )
                 self._grid._runtime_client.ConfirmMessageReceived(request)
-            yield _unavailable(upload, self._run_id, reason) if reason else self._read(upload)
+            yield self._unavailable(upload, reason) if reason else self._read(upload)
 
     def _fetch(self, upload: _Upload) -> str:
         """Fetch what has arrived of a reply; return why the rest of it never will, or nothing."""
@@ -203,20 +236,34 @@ class PromptGrid(OwnGrid):
 
     def _read(self, upload: _Upload) -> Message:
         """Return a reply whose parts have all arrived."""
+        reason = "The reply says that it is another one than was announced"
         try:
             message = inflate_object_from_contents(upload.message_id, upload.contents)
             if not isinstance(message, Message):
                 raise TypeError(f"it is a {type(message).__name__}")
             stated = message.metadata
+            if (stated.src_node_id, stated.reply_to_message_id) == (upload.sender, upload.reply_to):
+                set_message_id(message, upload.message_id)
+                return message
         # A device may send anything in place of a part: what that raises is not known beforehand.
         except Exception as error:
             reason = f"The reply cannot be read: {type(error).__name__}: {error}"
-            return _unavailable(upload, self._run_id, reason)
-        if (stated.src_node_id, stated.reply_to_message_id) != (upload.sender, upload.reply_to):
-            reason = "The reply says that it is another one than was announced"
-            return _unavailable(upload, self._run_id, reason)
-        stated.__dict__["_message_id"] = upload.message_id
-        return message
+        return self._unavailable(upload, reason)
+
+    def _unavailable(self, upload: _Upload, reason: str) -> Message:
+        """Return the error reply that stands for a reply that will never be seen."""
+        metadata = Metadata(
+            run_id=self._run_id,
+            message_id="",
+            src_node_id=upload.sender,
+            dst_node_id=SERVER_NODE_ID,
+            reply_to_message_id=upload.reply_to,
+            group_id="",
+            created_at=time.time(),
+            ttl=0,
+            message_type=SYSTEM_MESSAGE_TYPE,
+        )
+        return make_message(metadata=metadata, error=Error(MESSAGE_UNAVAILABLE, reason))
 
     @property
     def _run_id(self) -> int:
@@ -226,26 +273,6 @@ class PromptGrid(OwnGrid):
 def prompt(grid: Grid) -> Grid:
     """Return a grid on which no reply waits for the rest of another one: itself, if it is such."""
     return PromptGrid(grid) if _is_http(grid) else grid
-
-
-def _parts(tree: ObjectTree) -> Iterator[str]:
-    return (part.object_id for part in iterate_object_tree(tree))
-
-
-def _unavailable(upload: _Upload, run_id: int, reason: str) -> Message:
-    """Return the error reply that stands for a reply that nobody will ever see."""
-    metadata = Metadata(
-        run_id=run_id,
-        message_id="",
-        src_node_id=upload.sender,
-        dst_node_id=SUPERLINK_NODE_ID,
-        reply_to_message_id=upload.reply_to,
-        group_id="",
-        created_at=time.time(),
-        ttl=0,
-        message_type=SYSTEM_MESSAGE_TYPE,
-    )
-    return make_message(metadata=metadata, error=Error(ErrorCode.MESSAGE_UNAVAILABLE, reason))
 
 
 def has_devices(grid: Grid) -> bool:

@@ -27,36 +27,17 @@ from flwr.proto.task_pb2 import TaskStatus
 from flwr.server.superlink.linkstate.in_memory_linkstate import InMemoryLinkState
 from flwr.supercore.constant import NOOP_FEDERATION_ID, NodeStatus, TaskType
 from flwr.supercore.fab import Fab
-from flwr.supercore.inflatable.inflatable_object import (
-    get_all_nested_objects,
-    get_object_id,
-    get_object_tree,
-    iterate_object_tree,
-    no_object_id_recompute,
-)
+from flwr.supercore.inflatable import inflatable_object as inflatable
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 from flwr.supercore.object_store.in_memory_object_store import InMemoryObjectStore
 from flwr.superlink.federation import NoOpFederationManager
 
+from raceme.flower import messages
 from raceme.flower.app import App
 from raceme.flower.fleet_client import LARGEST
-from raceme.flower.messages import (
-    MESSAGE_UNAVAILABLE,
-    NODE_UNAVAILABLE,
-    REPLY_MESSAGE_UNAVAILABLE,
-    copied,
-    decode,
-    encode,
-    error_reply,
-    identify_process,
-    joined,
-    parted,
-    set_message_id,
-    size_of,
-)
 
 # -----------------------------------------------------------------------------
-# Messages with their content, as long as they may be asked for.
+# The message cache: messages with their content, as long as they may be asked for.
 # -----------------------------------------------------------------------------
 
 
@@ -64,7 +45,7 @@ MOST_BYTES = 64 * 1024 * 1024
 """Bytes of arrays that are kept of messages that were handed out already."""
 
 
-class Contents:
+class MessageCache:
     """Whole messages by their ids.
 
     A message that was handed out is kept in case that it gets lost on its way: the latest of them,
@@ -78,21 +59,20 @@ class Contents:
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
         self._most = most_bytes
-        self._waiting: dict[str, tuple[Message, int]] = {}
-        self._handed_out: dict[str, tuple[Message, int]] = {}
+        self._waiting: dict[str, Message] = {}
+        self._handed_out: dict[str, Message] = {}
         self._bytes = 0
 
     def __contains__(self, message_id: str) -> bool:
         return message_id in self._waiting or message_id in self._handed_out
 
-    def put(self, message_id: str, message: Message, size: int) -> None:
-        """Keep a message, whose arrays have so many bytes, until it is handed out."""
-        self._waiting[message_id] = (message, size)
+    def put(self, message_id: str, message: Message) -> None:
+        """Keep a message until it is handed out."""
+        self._waiting[message_id] = message
 
     def get(self, message_id: str) -> Message | None:
         """Return a message."""
-        found = self._waiting.get(message_id) or self._handed_out.get(message_id)
-        return None if found is None else found[0]
+        return self._waiting.get(message_id) or self._handed_out.get(message_id)
 
     def hand_out(self, message_id: str) -> Message | None:
         """Return a message that is on its way from now on."""
@@ -100,21 +80,21 @@ class Contents:
         if found is None:
             return self.get(message_id)
         self._handed_out[message_id] = found
-        self._bytes += found[1]
+        self._bytes += messages.size_of(found)
         while self._bytes > self._most:
             self.drop(next(iter(self._handed_out)))
-        return found[0]
+        return found
 
     def drop(self, message_id: str) -> None:
         """Forget a message."""
         self._waiting.pop(message_id, None)
         found = self._handed_out.pop(message_id, None)
         if found is not None:
-            self._bytes -= found[1]
+            self._bytes -= messages.size_of(found)
 
 
 # -----------------------------------------------------------------------------
-# A wall clock that is set while a server runs.
+# Clock skew: a wall clock that is set while a server runs.
 # -----------------------------------------------------------------------------
 
 
@@ -124,7 +104,7 @@ _LEAST_SECONDS = 10.0
 """What clocks are corrected by without a jump comes in smaller steps."""
 
 
-class ClockJumps:
+class ClockSkew:
     """Compares the wall clock, by which Flower knows who is online, with one that never jumps.
 
     Parameters
@@ -163,16 +143,19 @@ class ClockJumps:
 # -----------------------------------------------------------------------------
 
 
+RECONNECT_SECONDS = 90.0
+"""How long a node that was online may take to find a server that has been started again."""
+_ISO_TIME = "%Y-%m-%dT%H:%M:%S+00:00"
 _LOOK_SECONDS = 1.0
 """How often it is looked for messages whose replies will never come."""
 
-Parcel = list[bytes]
+Encoded = list[bytes]
 """A whole message: its head, the tree of its objects, then the objects; or, of a reply that came
 whole, nothing, the id of the message that it answers, and itself."""
 
 
-class MessageState(InMemoryLinkState):
-    """Nodes, messages and replies of one run.
+class LinkState(InMemoryLinkState):
+    """Nodes, messages and replies of one run, which can be saved and restored.
 
     Parameters
     ----------
@@ -189,13 +172,17 @@ class MessageState(InMemoryLinkState):
         Called when a reply is there, or a node has come or gone.
     on_reply : Callable
         Called with a whole reply before its sender is told that it has arrived.
+    reconnect : float
+        Seconds that nodes which were online count as such after :meth:`load_state_dict`.
     """
+
+    reconnect = RECONNECT_SECONDS
 
     def __init__(self, app: App) -> None:
         super().__init__(NoOpFederationManager(), InMemoryObjectStore())
         self.on_work: Callable[[int], None] = _ignore
         self.on_news: Callable[[], None] = _ignore
-        self.on_reply: Callable[[str, Callable[[], Parcel]], None] = _ignore
+        self.on_reply: Callable[[str, Callable[[], Encoded]], None] = _ignore
         self._undelivered: dict[int, deque[str]] = {}
         self._handed_out: dict[int, str] = {}
         # Objects that are still to come of replies that have been announced.
@@ -205,22 +192,27 @@ class MessageState(InMemoryLinkState):
         # Of Raceme's devices: who they are, messages to them, and replies as they came.
         self._greeted: set[int] = set()
         self._direct: set[int] = set()
-        self._contents = Contents()
+        self._cache = MessageCache()
         self._bodies: dict[str, bytes] = {}
         self._lost: dict[str, None] = {}
         self._looked_at = 0.0
-        self._jumps = ClockJumps()
+        self._skew = ClockSkew()
         digest = hashlib.sha256(app.bundle).hexdigest()
         self.store_fab(Fab(digest, app.bundle, {}))
         self.run_id = self.create_run(
-            *(app.name, app.version, digest, {}, NOOP_FEDERATION_ID, None),
+            app.name,
+            app.version,
+            digest,
+            {},
+            NOOP_FEDERATION_ID,
+            None,
             flwr_aid=NOOP_FLWR_AID,
             primary_task_type=TaskType.SERVER_APP,
         )
         # Claiming the task, as Flower's own server apps do, would begin a lease on it.
         task = self.task_store[cast(int, self.run_ids[self.run_id].run.primary_task_id)]
         task.status.CopyFrom(TaskStatus(status=Status.RUNNING, sub_status="", details=""))
-        identify_process(self.run_id)
+        messages.identify_process(self.run_id)
 
     # What a grid does.
 
@@ -230,10 +222,10 @@ class MessageState(InMemoryLinkState):
         with self.lock:
             if node not in self._direct:
                 stored = self._push_objects(message)
-            elif size_of(message) <= LARGEST:
+            elif messages.size_of(message) <= LARGEST:
                 stored = self._push_whole(message)
             else:
-                stored = self._push_objects(joined(message))
+                stored = self._push_objects(messages.joined(message))
             if stored is None:
                 return None
             self._undelivered.setdefault(node, deque()).append(stored)
@@ -243,23 +235,23 @@ class MessageState(InMemoryLinkState):
     def _push_whole(self, message: Message) -> str | None:
         # As hard to guess as a hash: who names it may answer it.
         message_id = secrets.token_hex(32)
-        set_message_id(message, message_id)
+        messages.set_message_id(message, message_id)
         if self.store_message_ins(remove_content_from_message(message)) is None:
             return None
-        self._contents.put(message_id, copied(message), size_of(message))
+        self._cache.put(message_id, messages.copied(message))
         return message_id
 
     def _push_objects(self, message: Message) -> str | None:
-        with no_object_id_recompute():
+        with inflatable.no_object_id_recompute():
             message_id = str(message.object_id)
-            set_message_id(message, message_id)
+            messages.set_message_id(message, message_id)
             head = remove_content_from_message(message)
             session = self.start_session(self.run_id)
-            tree = get_object_tree(message)
+            tree = inflatable.get_object_tree(message)
             stored, missing = self.store_message_and_object_tree(head, tree, session)
             if not stored:
                 return None
-            objects = get_all_nested_objects(message)
+            objects = inflatable.get_all_nested_objects(message)
             # Their ids have just been computed from them.
             store = cast(InMemoryObjectStore, self.object_store)
             store.verify = False
@@ -286,7 +278,9 @@ class MessageState(InMemoryLinkState):
             ready = list(islice((key for key in self._arrived if key in message_ids), most))
             replies = [self._inflated(key) for key in ready]
             gone = [key for key in self._lost if key in message_ids]
-            replies += [self._error(key, NODE_UNAVAILABLE, "the node went offline") for key in gone]
+            replies += [
+                self._error(key, messages.NODE_UNAVAILABLE, "the node went offline") for key in gone
+            ]
             replies += [_unavailable(key) for key in unknown]
             self.forget([*ready, *gone])
         return replies
@@ -297,7 +291,7 @@ class MessageState(InMemoryLinkState):
             for message_id in message_ids:
                 self._lost.pop(message_id, None)
                 self._arrived.pop(message_id, None)
-                self._contents.drop(message_id)
+                self._cache.drop(message_id)
                 self._bodies.pop(message_id, None)
                 reply_id = self.message_ins_id_to_message_res_id.get(message_id, "")
                 for key in self._missing.pop(reply_id, ()):
@@ -322,7 +316,7 @@ class MessageState(InMemoryLinkState):
                 message_id = queue.popleft()
                 message = self.message_ins_store.get(message_id)
                 if message and not self._is_answered(message_id) and message_id not in self._lost:
-                    message.metadata.delivered_at = _timestamp()
+                    message.metadata.delivered_at = time.strftime(_ISO_TIME, time.gmtime())
                     self._handed_out[node_id] = message_id
                     return [message]
             self._undelivered.pop(node_id, None)
@@ -359,7 +353,7 @@ class MessageState(InMemoryLinkState):
                 self._take_back(self._handed_out.pop(node_id))
             while found := self.get_message_ins(node_id, 1):
                 message_id = found[0].metadata.message_id
-                whole = self._contents.hand_out(message_id)
+                whole = self._cache.hand_out(message_id)
                 if whole is not None:
                     return whole, None
                 if message_id in self.object_store:
@@ -372,7 +366,7 @@ class MessageState(InMemoryLinkState):
         message = self.message_ins_store.get(message_id)
         if message is None or self._is_answered(message_id):
             return
-        if message_id in self._contents or message_id in self.object_store:
+        if message_id in self._cache or message_id in self.object_store:
             message.metadata.delivered_at = ""
             queue = self._undelivered.setdefault(message.metadata.dst_node_id, deque())
             queue.appendleft(message_id)
@@ -399,7 +393,7 @@ class MessageState(InMemoryLinkState):
                 return False
             self.on_reply(asked, lambda: [b"", asked.encode(), body])
             self._bodies[asked] = body
-            self._contents.drop(asked)
+            self._cache.drop(asked)
             self._lost.pop(asked, None)
             self._arrived[asked] = ""
         self.on_news()
@@ -448,7 +442,7 @@ class MessageState(InMemoryLinkState):
     def _check_and_tag_offline_nodes(self, node_ids: list[int] | None = None) -> None:
         """Note who has not been heard of for too long; a clock that is set does not count."""
         with self.lock:
-            jump = self._jumps.seconds()
+            jump = self._skew.seconds()
             if jump:
                 for node in self.nodes.values():
                     if node.HasField("online_until"):
@@ -520,43 +514,41 @@ class MessageState(InMemoryLinkState):
         if reply is None:
             return
         asked = reply.metadata.reply_to_message_id
-        self.on_reply(asked, lambda: self._parcel(reply))
+        self.on_reply(asked, lambda: self._encoded(reply))
         self._lost.pop(asked, None)
         self._arrived[asked] = reply_id
         self.on_news()
 
-    def _parcel(self, message: Message) -> Parcel:
-        tree = self.object_store.get_object_tree(message.metadata.message_id)
-        contents = [self.object_store.get(node.object_id) or b"" for node in _unique(tree)]
-        return [head_of(message), tree.SerializeToString(), *contents]
+    def _encoded(self, message: Message) -> Encoded:
+        tree, contents = self._objects(message.metadata.message_id)
+        return [head_of(message), tree.SerializeToString(), *contents.values()]
+
+    def _objects(self, message_id: str) -> tuple[ObjectTree, dict[str, bytes]]:
+        """Return the tree of the objects of a message; their contents by id, children first."""
+        tree = self.object_store.get_object_tree(message_id)
+        ids = dict.fromkeys(node.object_id for node in inflatable.iterate_object_tree(tree))
+        return tree, {key: self.object_store.get(key) or b"" for key in ids}
 
     def _inflated(self, message_id: str) -> Message:
         """Return the reply to a message with its content."""
         reply_id = self._arrived[message_id]
         sender = self.message_ins_store[message_id].metadata.dst_node_id
+        reason = "the reply is not what was announced"
         try:
             if message_id in self._bodies:
-                reply = decode(self._bodies[message_id])
+                reply = messages.decode(self._bodies[message_id])
             else:
-                reply = self._from_objects(reply_id)
+                _, contents = self._objects(reply_id)
+                found = inflate_object_from_contents(reply_id, contents)
+                reply = messages.parted(cast(Message, found))
             stated = reply.metadata
-            same = (stated.reply_to_message_id, stated.src_node_id) == (*(message_id, sender),)
+            if (stated.reply_to_message_id, stated.src_node_id) == (message_id, sender):
+                messages.set_message_id(reply, reply_id)
+                return reply
         # A device may send anything.
         except Exception as error:
             reason = f"the reply cannot be read: {type(error).__name__}"
-            return self._error(message_id, REPLY_MESSAGE_UNAVAILABLE, reason)
-        if not same:
-            reason = "the reply is not what was announced"
-            return self._error(message_id, REPLY_MESSAGE_UNAVAILABLE, reason)
-        set_message_id(reply, reply_id)
-        return reply
-
-    def _from_objects(self, reply_id: str) -> Message:
-        tree = self.object_store.get_object_tree(reply_id)
-        contents = {
-            node.object_id: self.object_store.get(node.object_id) or b"" for node in _unique(tree)
-        }
-        return parted(cast(Message, inflate_object_from_contents(reply_id, contents)))
+        return self._error(message_id, messages.REPLY_MESSAGE_UNAVAILABLE, reason)
 
     def _look_for_lost(self, message_ids: Collection[str]) -> list[str]:
         """Note which messages will never be answered: their node has left, or time is up.
@@ -583,47 +575,9 @@ class MessageState(InMemoryLinkState):
         return [key for key in message_ids if key not in self.message_ins_store]
 
     def _error(self, message_id: str, code: int, reason: str) -> Message:
-        return error_reply(self.message_ins_store[message_id], code, reason)
+        return messages.error_reply(self.message_ins_store[message_id], code, reason)
 
-
-def _unavailable(message_id: str) -> Message:
-    asked = Message(RecordDict(), 1, "query")
-    set_message_id(asked, message_id)
-    return error_reply(asked, MESSAGE_UNAVAILABLE, "the message has expired")
-
-
-def _ignore(*_arguments: object) -> None:
-    """Do nothing."""
-
-
-def _timestamp() -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime())
-
-
-def head_of(message: Message) -> bytes:
-    """Return a message without its content, as it travels."""
-    return bytes(message_to_proto(message).SerializeToString())
-
-
-def _unique(tree: ObjectTree) -> list[ObjectTree]:
-    """Return the nodes of a tree, children first, each object once."""
-    return list({node.object_id: node for node in iterate_object_tree(tree)}.values())
-
-
-# -----------------------------------------------------------------------------
-# The state of a SuperLink with one run, that can be saved and restored.
-# -----------------------------------------------------------------------------
-
-
-RECONNECT_SECONDS = 90.0
-"""How long a node that was online may take to find a server that has been started again."""
-
-
-class LinkState(MessageState):
-    """Nodes, messages and replies, and what of them has to survive a restart."""
-
-    reconnect = RECONNECT_SECONDS
-    """Seconds that nodes which were online count as such after :meth:`load_state_dict`."""
+    # Checkpoints and figures.
 
     def admit(self, keys: Collection[bytes]) -> None:
         """Let the nodes with these public keys in, and no others: they are the registered ones."""
@@ -656,7 +610,7 @@ class LinkState(MessageState):
                 "nodes": [node.SerializeToString() for node in self.nodes.values()],
                 "direct": sorted(self._direct),
                 "messages": [self._message_tree(key) for key in self.message_ins_store],
-                "replies": [self._reply_parcel(key) for key in self._arrived],
+                "replies": [self._encoded_reply(key) for key in self._arrived],
             }
 
     def load_state_dict(self, tree: Mapping[str, Any]) -> None:
@@ -667,7 +621,7 @@ class LinkState(MessageState):
             self.task_store[cast(int, record.run.primary_task_id)].run_id = tree["run"]
             self.run_id = tree["run"]
             self.run_ids[self.run_id] = record
-            identify_process(self.run_id)
+            messages.identify_process(self.run_id)
             for known in (self.nodes, self.node_public_key_to_node_id, self.owner_to_node_ids):
                 known.clear()
             for data in tree["nodes"]:
@@ -678,7 +632,7 @@ class LinkState(MessageState):
             for parcel in tree["replies"]:
                 self.receive(parcel)
 
-    def receive(self, parcel: Parcel) -> bool:
+    def receive(self, parcel: Encoded) -> bool:
         """Take a whole reply, as if its node had just sent it; return whether it is wanted."""
         with self.lock:
             if not parcel[0]:
@@ -691,7 +645,7 @@ class LinkState(MessageState):
             tree = ObjectTree.FromString(parcel[1])
             session = self.start_session(self.run_id)
             stored, missing = self.store_message_and_object_tree(head, tree, session)
-            contents = {get_object_id(content): content for content in parcel[2:]}
+            contents = {inflatable.get_object_id(content): content for content in parcel[2:]}
             for object_id in missing:
                 self.store_object(self.run_id, session, object_id, contents[object_id])
         return stored
@@ -700,12 +654,12 @@ class LinkState(MessageState):
         message = self.message_ins_store[message_id]
         # The objects go when the node confirms that it has them.
         whole = message_id in self.object_store
-        content = None if message.metadata.delivered_at else self._contents.get(message_id)
+        content = None if message.metadata.delivered_at else self._cache.get(message_id)
         return {
             "delivered": message.metadata.delivered_at,
             "whole": whole,
-            "body": b"" if content is None else encode(content),
-            "parcel": self._parcel(message) if whole else [head_of(message)],
+            "body": b"" if content is None else messages.encode(content),
+            "parcel": self._encoded(message) if whole else [head_of(message)],
         }
 
     def _restore_node(self, node: NodeInfo) -> None:
@@ -722,19 +676,33 @@ class LinkState(MessageState):
         message.metadata.delivered_at = saved["delivered"]
         self.message_ins_store[message_id] = message
         if saved["body"]:
-            content = decode(saved["body"])
-            self._contents.put(message_id, content, size_of(content))
+            self._cache.put(message_id, messages.decode(saved["body"]))
         if saved["whole"]:
             tree = ObjectTree.FromString(parcel[1])
             self.object_store.preregister(self.run_id, tree)
             for content in parcel[2:]:
-                self.object_store.put(get_object_id(content), content)
+                self.object_store.put(inflatable.get_object_id(content), content)
         if saved["delivered"]:
             self._handed_out[node] = message_id
         else:
             self._undelivered.setdefault(node, deque()).append(message_id)
 
-    def _reply_parcel(self, asked: str) -> Parcel:
+    def _encoded_reply(self, asked: str) -> Encoded:
         if asked in self._bodies:
             return [b"", asked.encode(), self._bodies[asked]]
-        return self._parcel(self.message_res_store[self._arrived[asked]])
+        return self._encoded(self.message_res_store[self._arrived[asked]])
+
+
+def _unavailable(message_id: str) -> Message:
+    asked = Message(RecordDict(), 1, "query")
+    messages.set_message_id(asked, message_id)
+    return messages.error_reply(asked, messages.MESSAGE_UNAVAILABLE, "the message has expired")
+
+
+def _ignore(*_arguments: object) -> None:
+    """Do nothing."""
+
+
+def head_of(message: Message) -> bytes:
+    """Return a message without its content, as it travels."""
+    return bytes(message_to_proto(message).SerializeToString())

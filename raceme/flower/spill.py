@@ -21,10 +21,10 @@ from raceme.flower.messages import array
 Vector = NDArray[np.float32]
 
 BUDGET = 1 << 30
-"""Bytes of models that are held in memory by each of those who hold many."""
+"""Bytes of models that are that each holder of many keeps in memory."""
 
 
-class Spill:
+class SpillFile:
     """A budget of memory, and a temporary file for what does not fit.
 
     The file lies where the system keeps temporary files (``TMPDIR``), has no name, and is gone with
@@ -100,7 +100,7 @@ class Place:
 
     __slots__ = ("_offset", "_size", "_spill")
 
-    def __init__(self, spill: Spill, offset: int, size: int) -> None:
+    def __init__(self, spill: SpillFile, offset: int, size: int) -> None:
         self._spill, self._offset, self._size = spill, offset, size
 
     def read(self) -> bytes:
@@ -125,7 +125,7 @@ class Shelf(MutableMapping[str, Vector]):
     def __init__(
         self, vectors: MutableMapping[str, Vector] | None = None, budget: int = BUDGET
     ) -> None:
-        self._spill = Spill(budget)
+        self._spill = SpillFile(budget)
         self._held: dict[str, Vector | Place] = {}
         self.update(vectors or {})
 
@@ -163,11 +163,11 @@ class Shelf(MutableMapping[str, Vector]):
 
 
 # -----------------------------------------------------------------------------
-# Arrays of messages whose bytes wait in a file until somebody reads them.
+# Arrays of messages whose bytes wait in the file until they are read.
 # -----------------------------------------------------------------------------
 
 
-class ParkedArray(Array):
+class SpilledArray(Array):
     """An array whose bytes lie in a file. It was an ordinary one: whoever has it has it still."""
 
     @property
@@ -178,17 +178,17 @@ class ParkedArray(Array):
 
     @data.setter
     def data(self, value: bytes) -> None:
-        raise AttributeError("the bytes of a parked array are not to be changed")
+        raise AttributeError("the bytes of a spilled array are not to be changed")
 
     def __reduce__(self) -> tuple[object, ...]:
         return array, (self.dtype, self.shape, self.stype, self.data)
 
 
-def park(arrays: Iterable[weakref.ref[Array]], spill: Spill) -> None:
+def spill_arrays(arrays: Iterable[weakref.ref[Array]], spill: SpillFile) -> None:
     """Move the bytes of arrays that somebody still has out of memory, as far as they do not fit."""
     for reference in arrays:
         found = reference()
-        if found is None or isinstance(found, ParkedArray):
+        if found is None or isinstance(found, SpilledArray):
             continue
         data = found.__dict__["data"]
         if spill.fits(len(data)):
@@ -196,4 +196,4 @@ def park(arrays: Iterable[weakref.ref[Array]], spill: Spill) -> None:
             continue
         found.__dict__["_place"] = spill.write(data)
         del found.__dict__["data"]
-        found.__class__ = ParkedArray
+        found.__class__ = SpilledArray

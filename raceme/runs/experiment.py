@@ -45,7 +45,7 @@ from raceme.runs.observers import Beside, ClientMap, models_in_use, scores_besid
 from raceme.simulation import executor_for, prepare, training_seconds
 from raceme.simulation.attacks import NONE, attackers_of
 from raceme.simulation.devices import PREFIX, fleet, traced_fleet
-from raceme.simulation.pool import load
+from raceme.simulation.executor import load
 from raceme.simulation.virtual_grid import VirtualGrid, communication_of, nodes_of
 from raceme.training import models
 from raceme.training.server import probe_of, starts_of

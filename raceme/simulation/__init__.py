@@ -12,8 +12,8 @@ from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
 from raceme.simulation import pool
 from raceme.simulation.devices import Device, fleet
-from raceme.simulation.executor import Executor, InProcess
-from raceme.simulation.pool import Pool, load
+from raceme.simulation.executor import Executor, InProcess, load
+from raceme.simulation.pool import Pool
 from raceme.simulation.virtual_grid import Node, VirtualGrid, communication_of, nodes_of
 
 # -----------------------------------------------------------------------------
@@ -168,11 +168,6 @@ def _cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-# -----------------------------------------------------------------------------
-# Virtual time: a Flower Grid that simulates a fleet of devices, event by event.
-# -----------------------------------------------------------------------------
 
 
 __all__ = [

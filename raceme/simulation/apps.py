@@ -12,12 +12,13 @@ import sys
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import wraps
-from logging import INFO, getLogger
+from functools import partial, wraps
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
@@ -34,19 +35,11 @@ from raceme.core.events import Observer, ignore
 from raceme.core.files import absolute
 from raceme.core.messages import CONFIG, KIND
 from raceme.core.registry import STRATEGIES
+from raceme.core.signals import handled_by
 from raceme.core.strategy import Method
-from raceme.core.timeline import ExchangeObserver
 from raceme.datasets.cache import without_operators
 from raceme.flower import app as compat
-from raceme.records.exchanges import (
-    CLIENTS,
-    MESSAGES,
-    SUMMARY,
-    ClientAccount,
-    ExchangeLog,
-    Fleet,
-    write_accounts,
-)
+from raceme.records import exchanges
 from raceme.records.folder import check_new, made_anew, make_folder
 from raceme.records.record import read_run
 from raceme.records.store import FILE_NAME, RunStore
@@ -56,7 +49,7 @@ from raceme.reporting.plots import accuracy_figure
 from raceme.reporting.style import save_figure
 from raceme.reporting.waiting import timeline_figure, waiting_figure
 from raceme.simulation import executor_for, prepare
-from raceme.simulation.devices import Cost, Workload, bytes_of, category, copy_of, training_cost
+from raceme.simulation.devices import Workload, bytes_of, category, copy_of, training_cost
 from raceme.simulation.executor import Executor, Packed, own_randomness, pack, seed_process, unpack
 from raceme.simulation.virtual_grid import Node, VirtualGrid, nodes_of
 
@@ -104,7 +97,7 @@ class FlowerApp:
         UserError
             It cannot be imported, or needs Flower's older interface.
         """
-        app = self._load(self.server, compat.load_server_app)
+        app = self._load(self.server, ServerApp)
         if not compat.takes_a_grid(app):
             raise UserError(
                 f"The ServerApp of {self.folder} is made with server_fn, Flower's older interface, "
@@ -121,11 +114,11 @@ class FlowerApp:
         UserError
             It cannot be imported.
         """
-        return self._load(self.client, compat.load_client_app)
+        return self._load(self.client, ClientApp)
 
-    def _load(self, reference: str, load: Callable[[str, Path], App]) -> App:
+    def _load(self, reference: str, kind: type[App]) -> App:
         try:
-            return without_operators(lambda: load(reference, self.folder))
+            return without_operators(lambda: compat.load_app(reference, self.folder, kind))
         except compat.LoadAppError as error:
             reason = str(error).strip().splitlines()[0].rstrip(".")
             raise UserError(f"{self.folder}/pyproject.toml: {reason}.") from None
@@ -147,23 +140,20 @@ class FlowerApp:
                 f"{self.folder}/pyproject.toml names '{reference}', and there is no module "
                 f"'{module}' in {self.folder}."
             )
-        wanted = self._distribution(module.partition(".")[0])
-        install = f"python3 -m pip install '{wanted}'" if wanted else self._install_all()
+        top = _plain(module.partition(".")[0])
+        # sklearn is in scikit-learn.
+        names = (top, f"scikit_{top[2:]}")
+        stated = ((_DISTRIBUTION.match(text), text) for text in self.dependencies)
+        wanted = next((text for name, text in stated if name and _plain(name[0]) in names), None)
+        install = (
+            f"python3 -m pip install '{wanted}'"
+            if wanted
+            else f"python3 -m pip install -e {self.folder} (all that its pyproject.toml asks for)"
+        )
         return UserError(
             f"The app in {self.folder} needs the module '{module}', which is not installed: "
             f"{install}"
         )
-
-    def _distribution(self, module: str) -> str | None:
-        """Return the dependency that has a module's name, as the app states it."""
-        for dependency in self.dependencies:
-            name = _DISTRIBUTION.match(dependency)
-            if name and _plain(name.group()) in (_plain(module), f"scikit_{_plain(module)[2:]}"):
-                return dependency
-        return None
-
-    def _install_all(self) -> str:
-        return f"python3 -m pip install -e {self.folder} (all that its pyproject.toml asks for)"
 
 
 def read_app(folder: Path, overrides: Sequence[str] = ()) -> FlowerApp:
@@ -202,25 +192,21 @@ def read_app(folder: Path, overrides: Sequence[str] = ()) -> FlowerApp:
             f"{folder}/pyproject.toml names no serverapp and clientapp in "
             "[tool.flwr.app.components]; other apps have nothing to simulate."
         )
+    listed = project["project"].get("dependencies")
     return FlowerApp(
         folder=folder,
         name=str(project["project"]["name"]),
         server=components["serverapp"],
         client=components["clientapp"],
         run_config={**known, **_overrides(overrides, known)},
-        dependencies=tuple(map(str, _dependencies(project))),
+        dependencies=tuple(map(str, listed)) if isinstance(listed, list) else (),
     )
-
-
-def _dependencies(project: Mapping[str, Any]) -> list[Any]:
-    listed = project["project"].get("dependencies", [])
-    return listed if isinstance(listed, list) else []
 
 
 def _overrides(texts: Sequence[str], known: Mapping[str, Value]) -> dict[str, Value]:
     """Read what is typed after ``--run-config``; keys must be the app's, as Flower has it."""
     try:
-        given = compat.parse_overrides(list(texts))
+        given = compat.parse_pairs(list(texts))
     except (ValueError, OSError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"--run-config cannot be read: {reason}") from None
@@ -284,8 +270,9 @@ def build_method(name: str, parameters: Mapping[str, Value], seed: int) -> Metho
     return method
 
 
-class Replacement:
-    """Starts a method where an app starts a strategy.
+@contextmanager
+def replaced(name: str, make: Callable[[], Method], observe: Observer) -> Iterator[list[Method]]:
+    """Start a method in the place of every strategy that is started meanwhile, the app's own too.
 
     Parameters
     ----------
@@ -296,49 +283,40 @@ class Replacement:
     observe : Observer
         Called with everything that happens to the first of them.
 
-    Attributes
-    ----------
-    methods : list[Method]
-        Those that were started.
+    Returns
+    -------
+    list[Method]
+        Those that were started; grows.
     """
+    methods: list[Method] = []
 
-    def __init__(self, name: str, make: Callable[[], Method], observe: Observer) -> None:
-        self._name, self._make, self._observe = name, make, observe
-        self.methods: list[Method] = []
-
-    @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Take the place of every strategy that is started meanwhile, the app's own too."""
-        starts = {kind: kind.__dict__["start"] for kind in _kinds(Strategy)}
-        try:
-            for kind, start in starts.items():
-                setattr(kind, "start", self._instead_of(start))  # noqa: B010
-            yield
-        finally:
-            for kind, start in starts.items():
-                setattr(kind, "start", start)  # noqa: B010
-
-    def _instead_of(self, start: Callable[..., Any]) -> Callable[..., Any]:
-        """Return what is called in the place of a strategy's `start`."""
-
+    def instead_of(start: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(start)
         def instead(strategy: Strategy, *arguments: Any, **named: Any) -> Any:
-            if any(strategy is method for method in self.methods):
+            if any(strategy is method for method in methods):
                 return start(strategy, *arguments, **named)
-            method = self._make()
-            self.methods.append(method)
-            getLogger("flwr").log(
-                INFO, "%s takes the place of %s.", self._name, type(strategy).__name__
+            method = make()
+            methods.append(method)
+            logging.getLogger("flwr").info(
+                "%s takes the place of %s.", name, type(strategy).__name__
             )
             # An app's own start may have names for Flower's arguments in another order, and more.
             given = dict(inspect.signature(start).bind_partial(strategy, *arguments).arguments)
             given = {**dict(list(given.items())[1:]), **named}
             known = inspect.signature(method.start).parameters
             passed = {name: value for name, value in given.items() if name in known}
-            observe = self._observe if len(self.methods) == 1 else ignore
-            return method.start(**{**passed, "observe": observe})
+            return method.start(**{**passed, "observe": observe if len(methods) == 1 else ignore})
 
         return instead
+
+    starts = {kind: kind.__dict__["start"] for kind in _kinds(Strategy)}
+    try:
+        for kind, start in starts.items():
+            setattr(kind, "start", instead_of(start))  # noqa: B010
+        yield methods
+    finally:
+        for kind, start in starts.items():
+            setattr(kind, "start", start)  # noqa: B010
 
 
 def _kinds(kind: type[Any]) -> Iterator[type[Any]]:
@@ -373,7 +351,7 @@ def prepare_folder(out: Path | None, name: str) -> Path:
         stamp = time.strftime("%Y%m%d-%H%M%S")
         return made_anew(Path("runs").resolve() / f"{stamp}-{name}")
     folder = absolute(out)
-    if (folder / MESSAGES).exists():
+    if (folder / exchanges.MESSAGES).exists():
         raise UserError(f"{folder} holds a run already; choose another folder with --out.")
     check_new(folder)
     make_folder(folder)
@@ -415,7 +393,7 @@ class AppGrid(VirtualGrid):
 
     Parameters
     ----------
-    client_app, nodes, run_config, seed, executor, cost, observe
+    client_app, nodes, grid
         See :class:`~raceme.simulation.VirtualGrid`.
     max_time : float
         Virtual time in seconds at which the ServerApp is ended.
@@ -432,18 +410,12 @@ class AppGrid(VirtualGrid):
         self,
         client_app: ClientApp,
         nodes: Sequence[Node],
-        run_config: Mapping[str, Value] | None = None,
-        seed: int = 0,
-        executor: Executor | None = None,
-        cost: Cost = training_cost,
-        observe: ExchangeObserver | None = None,
+        *,
         max_time: float = math.inf,
         free_evaluation: bool = True,
+        **grid: Any,
     ) -> None:
-        super().__init__(
-            *(client_app, nodes, run_config, seed, executor, cost, observe),
-            notice=compat.MISSED_AFTER,
-        )
+        super().__init__(client_app, nodes, notice=compat.MISSED_AFTER, **grid)
         self.free_evaluation = free_evaluation
         self.max_time = max_time
         self.thread = threading.get_ident()
@@ -587,10 +559,8 @@ class AppGrid(VirtualGrid):
 # -----------------------------------------------------------------------------
 # The clock that a ServerApp reads: Python's own functions of time, on virtual time.
 #
-# While the ServerApp runs, `time.sleep` moves the virtual clock, and `time.time`,
-# `time.monotonic`
-# and `time.perf_counter` read it, for code of the app itself and of Flower's strategies. All
-# others
+# While the ServerApp runs, `time.sleep` moves the virtual clock, and `time.time`, `time.monotonic`
+# and `time.perf_counter` read it, for code of the app itself and of Flower's strategies. All others
 # (a library that waits for a socket, a ClientApp that measures itself) have the machine's clock.
 # -----------------------------------------------------------------------------
 
@@ -599,11 +569,7 @@ EPOCH = 1_767_225_600.0
 """What `time.time()` says when the simulation begins: 2026-01-01, 00:00 UTC, in every run."""
 
 _NANOSECONDS = 1_000_000_000
-_CLOCKS = {
-    "time": EPOCH,
-    "monotonic": 0.0,
-    "perf_counter": 0.0,
-}
+_CLOCKS = {"time": EPOCH, "monotonic": 0.0, "perf_counter": 0.0}
 """Functions that tell the time, and what they say at the beginning."""
 
 
@@ -632,12 +598,11 @@ class AppClock:
 
         What imports them meanwhile by name keeps them; afterwards they do what Python's do.
         """
-        before = {name: getattr(time, name) for name in ("sleep", *_time_functions())}
         replaced: dict[str, Callable[..., Any]] = {"sleep": self._sleep(time.sleep)}
         for name, start in _CLOCKS.items():
-            replaced[name] = self._clock(before[name], start, 1)
-            nanoseconds = f"{name}_ns"
-            replaced[nanoseconds] = self._clock(before[nanoseconds], start, _NANOSECONDS)
+            for function, factor in ((name, 1), (f"{name}_ns", _NANOSECONDS)):
+                replaced[function] = self._clock(getattr(time, function), start, factor)
+        before = {name: getattr(time, name) for name in replaced}
         self._is_running = True
         try:
             with compat.strategies_pause(self._pause_for_nodes):
@@ -677,9 +642,9 @@ class AppClock:
         A ClientApp has the same folder, but is called by the grid.
         """
         grid = self.grid
-        if grid is None or grid.is_working or threading.get_ident() != grid.thread:
+        if grid is None or not self._is_running:
             return None
-        if not self._is_running:
+        if grid.is_working or threading.get_ident() != grid.thread:
             return None
         return grid if sys._getframe(2).f_code.co_filename.startswith(self._folders) else None
 
@@ -701,10 +666,6 @@ class AppClock:
                 "min_train_nodes or min_evaluate_nodes"
             )
         grid.pause(seconds)
-
-
-def _time_functions() -> list[str]:
-    return [name for clock in _CLOCKS for name in (clock, f"{clock}_ns")]
 
 
 def _put(functions: dict[str, Callable[..., Any]]) -> None:
@@ -761,10 +722,10 @@ class Learned:
     ----------
     executor : Executor
         Does the work.
-    per_sample : dict[int, bool]
-        For each node, whether its device's time depends on the number of examples.
+    nodes : Sequence[Node]
+        The fleet.
     examples : int or None
-        That number, if it is not to be learned.
+        Training examples of a client, if that is not to be learned.
     evaluation_share : float or None
         What an evaluation computes, as a share of a training task; None if it takes no time at all.
     """
@@ -772,13 +733,12 @@ class Learned:
     def __init__(
         self,
         executor: Executor,
-        per_sample: dict[int, bool],
+        nodes: Sequence[Node],
         examples: int | None = None,
         evaluation_share: float | None = None,
     ) -> None:
-        self._executor = executor
-        self._per_sample = per_sample
-        self._examples = examples
+        self._executor, self._examples = executor, examples
+        self._per_sample = {node.node_id: node.device.is_per_sample for node in nodes}
         self._evaluation_share = evaluation_share
         self._known: dict[int, _Known] = {}
         self._early: dict[str, _Early] = {}
@@ -850,20 +810,14 @@ class Learned:
 
     def _do_early(self, message: Message, context: Context) -> None:
         """Do the work of a message before its time, on a copy of its client's state."""
-        before = pack(context.state)
-        copy = Context(
-            run_id=context.run_id,
-            node_id=context.node_id,
-            node_config=context.node_config,
-            state=unpack(before),
-            run_config=context.run_config,
-        )
+        before, early = pack(context.state), copy(context)
+        early.state = unpack(before)
         message_id, content = message.metadata.message_id, copy_of(message.content)
-        self._executor.submit(message, copy, 0.0)
+        self._executor.submit(message, early, 0.0)
         reply = self._executor.result(message_id)
         # The client may have changed what it was sent, and may have to do it again.
         message.content = content
-        self._early[message_id] = _Early(before, reply, copy.state)
+        self._early[message_id] = _Early(before, reply, early.state)
         self._learn(message, reply)
 
     def _learn(self, message: Message, reply: Message) -> None:
@@ -882,7 +836,7 @@ class Learned:
         reply = self._early[message.metadata.message_id].reply
         if reply.has_error():
             # It takes no longer than its transfers and what is fixed.
-            return Workload(1.0, bytes_of(message.content), 0, 1.0, examples=0)
+            return Workload(bytes_down=bytes_of(message.content), examples=0)
         raise UserError(
             "The device profile has times per sample, and the ClientApp's replies do not state "
             f"'{NUM_EXAMPLES[0]}' in their metrics: say how many there are with --examples N."
@@ -1006,7 +960,7 @@ class Simulated:
     app: FlowerApp
     settings: Settings
     out: Path
-    fleet: Fleet
+    fleet: exchanges.Fleet
     ending: AppEnding
     reason: str
     wall_time: float
@@ -1021,7 +975,12 @@ def simulate(settings: Settings) -> Simulated:
         Anything that cannot work is said before the ServerApp is called, as far as it can be known.
     """
     app = read_app(settings.folder, settings.run_config)
-    _check(settings)
+    make = None
+    if settings.strategy is not None:
+        make = partial(build_method, settings.strategy, settings.parameters, settings.seed)
+        make()
+    elif settings.parameters:
+        raise UserError("--set takes keys of a strategy: name one with --strategy.")
     nodes = nodes_of(settings.devices, [settings.examples or 0] * settings.clients, settings.seed)
     prepare(settings.workers)
     started = time.perf_counter()
@@ -1031,36 +990,41 @@ def simulate(settings: Settings) -> Simulated:
         stack.enter_context(clock.running())
         server_app = app.load_server()
         client_app = app.load_client()
-        _one_thread()
+        if "torch" in sys.modules:
+            # As in worker processes: numbers would otherwise depend on how many of them there are.
+            sys.modules["torch"].set_num_threads(1)
         executor = executor_for(app.client, settings.workers, seed=settings.seed)
-        learned = _learned(settings, nodes, executor)
+        learned = Learned(executor, nodes, settings.examples, settings.evaluation_share)
         stack.callback(learned.close)
         out = prepare_folder(settings.out, app.name)
-        names = _names(nodes)
+        # What a trace calls the clients, or else their number.
+        names = {
+            node.node_id: str(node.config.get("device-id", f"client-{index}"))
+            for index, node in enumerate(nodes)
+        }
         online = [node.node_id for node in nodes if node.device.starts_online()]
-        log = stack.enter_context(ExchangeLog(out / MESSAGES, names, online))
+        log = stack.enter_context(exchanges.ExchangeLog(out / exchanges.MESSAGES, names, online))
         grid = clock.grid = AppGrid(
             client_app,
             nodes,
-            app.run_config,
-            settings.seed,
-            learned,
+            run_config=app.run_config,
+            seed=settings.seed,
+            executor=learned,
             cost=learned.cost,
             observe=log.observe,
             max_time=settings.max_time,
             free_evaluation=settings.evaluation_share is None,
         )
-        replacement = None
-        if settings.strategy is not None:
-            store = stack.enter_context(_store(out))
-            replacement = _replacement(settings.strategy, settings, store.observe)
-            stack.enter_context(replacement.in_place())
+        methods = None
+        if make is not None:
+            observe = stack.enter_context(_store(out)).observe
+            methods = stack.enter_context(replaced(str(settings.strategy), make, observe))
         # What importing drew is not part of what the ServerApp draws.
         seed_process([settings.seed, _SERVER])
         context = compat.server_context(grid.run.run_id, app.run_config)
         with _wall_limit(settings.max_wall_time):
             ending, reason = _call(app, lambda: server_app(grid, context))
-        if replacement is not None and ending is AppEnding.RETURNED and not replacement.methods:
+        if methods == [] and ending is AppEnding.RETURNED:
             raise UserError(
                 f"The ServerApp of {app.folder} starts no strategy of Flower's (Strategy.start): "
                 f"{settings.strategy} cannot take its place. Leave --strategy out."
@@ -1073,31 +1037,6 @@ def simulate(settings: Settings) -> Simulated:
     )
 
 
-def _check(settings: Settings) -> None:
-    """Check what the command line cannot."""
-    if settings.strategy is not None:
-        build_method(settings.strategy, settings.parameters, settings.seed)
-    elif settings.parameters:
-        raise UserError("--set takes keys of a strategy: name one with --strategy.")
-
-
-def _learned(settings: Settings, nodes: list[Node], executor: Executor) -> Learned:
-    """Return the executor that knows what messages cost."""
-    per_sample = {
-        node.node_id: node.device.seconds_per_sample > 0 or node.device.exponential_rate > 0
-        for node in nodes
-    }
-    return Learned(executor, per_sample, settings.examples, settings.evaluation_share)
-
-
-def _names(nodes: list[Node]) -> dict[int, str]:
-    """Return what clients are called in results: what a trace calls them, or by their number."""
-    return {
-        node.node_id: str(node.config.get("device-id", f"client-{index}"))
-        for index, node in enumerate(nodes)
-    }
-
-
 @contextmanager
 def _store(out: Path) -> Iterator[RunStore]:
     """Open the run store of a method; an error of the user's leaves none."""
@@ -1107,13 +1046,6 @@ def _store(out: Path) -> Iterator[RunStore]:
     except UserError:
         (out / FILE_NAME).unlink(missing_ok=True)
         raise
-
-
-def _replacement(name: str, settings: Settings, observe: Observer) -> Replacement:
-    """Return what starts a method in the place of the app's strategy."""
-    return Replacement(
-        name, lambda: build_method(name, settings.parameters, settings.seed), observe
-    )
 
 
 def _call(app: FlowerApp, server_app: Any) -> tuple[AppEnding, str]:
@@ -1140,22 +1072,13 @@ def _call(app: FlowerApp, server_app: Any) -> tuple[AppEnding, str]:
 
 
 def _show(error: Exception, folder: Path) -> None:
-    """Print where in the app an exception came up; what is above the app is no use to anybody."""
+    """Print where in the app an exception came up, without the frames above the app."""
     frames = error.__traceback__
     own = frames
     while own is not None and not own.tb_frame.f_code.co_filename.startswith(str(folder)):
         own = own.tb_next
     sys.stdout.flush()
     traceback.print_exception(type(error), error, own or frames)
-
-
-def _one_thread() -> None:
-    """Let torch use one thread in this process too, as clients do in worker processes.
-
-    The numbers would otherwise depend on how many workers there are.
-    """
-    if "torch" in sys.modules:
-        sys.modules["torch"].set_num_threads(1)
 
 
 @contextmanager
@@ -1171,13 +1094,12 @@ def _wall_limit(seconds: float) -> Iterator[None]:
             "(--max-wall-time)"
         )
 
-    before = signal.signal(signal.SIGALRM, halt)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
-        signal.signal(signal.SIGALRM, before)
+    with handled_by(halt, signal.SIGALRM):
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
 
 
 # -----------------------------------------------------------------------------
@@ -1201,15 +1123,15 @@ def write_results(simulated: Simulated) -> tuple[dict[str, Any], list[str]]:
     summary = _summary(simulated, accounts)
     failed = []
     writers: dict[str, Callable[[], None]] = {
-        CLIENTS: lambda: write_accounts(out / CLIENTS, accounts),
-        SUMMARY: lambda: write_summary(out / SUMMARY, summary),
+        exchanges.CLIENTS: lambda: exchanges.write_accounts(out / exchanges.CLIENTS, accounts),
+        exchanges.SUMMARY: lambda: write_summary(out / exchanges.SUMMARY, summary),
         "timeline.png": lambda: save_figure(timeline_figure(fleet), out / "timeline.png"),
         "waiting.png": lambda: save_figure(waiting_figure(fleet, accounts), out / "waiting.png"),
     }
     if simulated.settings.strategy is not None:
         record = read_run(out)
         writers["accuracy.png"] = lambda: save_figure(
-            accuracy_figure(record, title=f"{simulated.settings.strategy}"), out / "accuracy.png"
+            accuracy_figure(record, title=str(simulated.settings.strategy)), out / "accuracy.png"
         )
         writers["clusters.png"] = lambda: save_figure(clusters_figure(record), out / "clusters.png")
     for name, write in writers.items():
@@ -1221,7 +1143,7 @@ def write_results(simulated: Simulated) -> tuple[dict[str, Any], list[str]]:
     return summary, failed
 
 
-def _summary(simulated: Simulated, accounts: list[ClientAccount]) -> dict[str, Any]:
+def _summary(simulated: Simulated, accounts: list[exchanges.ClientAccount]) -> dict[str, Any]:
     """Return all numbers of a simulation, ready for JSON."""
     fleet, settings = simulated.fleet, simulated.settings
     busy, idle, offline = (
@@ -1229,8 +1151,6 @@ def _summary(simulated: Simulated, accounts: list[ClientAccount]) -> dict[str, A
         for name in ("busy", "idle", "offline")
     )
     whole = busy + idle + offline
-    failures = [task for task in fleet.tasks if task.failure is not None]
-    moments, awaited = fleet.moments(), fleet.awaited()
     return {
         "app": simulated.app.name,
         "strategy": settings.strategy,
@@ -1241,10 +1161,10 @@ def _summary(simulated: Simulated, accounts: list[ClientAccount]) -> dict[str, A
         "wall_time": simulated.wall_time,
         "clients": len(fleet.clients),
         "messages": len(fleet.tasks),
-        "messages_by_kind": _by_kind(fleet),
+        "messages_by_kind": dict(Counter(task.kind for task in fleet.tasks)),
         "tasks": sum(task.takes_time for task in fleet.tasks),
         "replies": sum(task.answered < math.inf for task in fleet.tasks),
-        "failures": len(failures),
+        "failures": sum(task.failure is not None for task in fleet.tasks),
         "first_failure": _first_failure(fleet),
         "trains_in_vain": _trains_in_vain(fleet),
         "bytes_down": sum(task.bytes_down for task in fleet.tasks),
@@ -1255,8 +1175,8 @@ def _summary(simulated: Simulated, accounts: list[ClientAccount]) -> dict[str, A
         "busy_share": busy / whole if whole else None,
         "idle_share": idle / whole if whole else None,
         "offline_share": offline / whole if whole else None,
-        "times_work_was_given": len(moments) - 1,
-        "times_waited_for": _times_awaited(awaited),
+        "times_work_was_given": len(fleet.moments()) - 1,
+        "times_waited_for": sum(map(bool, fleet.awaited())),
         "most_waited_for": {
             account.client: account.held_up
             for account in sorted(accounts, key=lambda a: -a.held_up)[:5]
@@ -1303,14 +1223,7 @@ def _command(simulated: Simulated) -> str:
     return shlex.join(words)
 
 
-def _by_kind(fleet: Fleet) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for task in fleet.tasks:
-        counts[task.kind] = counts.get(task.kind, 0) + 1
-    return counts
-
-
-def _trains_in_vain(fleet: Fleet) -> bool:
+def _trains_in_vain(fleet: exchanges.Fleet) -> bool:
     """Return whether there was training, and no usable reply to it at all."""
     tasks = [task for task in fleet.tasks if task.kind.startswith(MessageType.TRAIN)]
     failed = [task for task in tasks if task.failure is not None]
@@ -1318,12 +1231,7 @@ def _trains_in_vain(fleet: Fleet) -> bool:
     return bool(failed) and not usable
 
 
-def _times_awaited(awaited: list[list[str]]) -> int:
-    """Return how often the server could go on because a reply had come."""
-    return sum(bool(clients) for clients in awaited)
-
-
-def _first_failure(fleet: Fleet) -> str | None:
+def _first_failure(fleet: exchanges.Fleet) -> str | None:
     """Return what went wrong first, in one line."""
     for task in fleet.tasks:
         if task.failure is not None:

@@ -21,9 +21,8 @@ Built-in profiles are the files in the folder ``profiles``; a new one is a new f
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -40,14 +39,11 @@ from raceme.records.record import RunRecord, read_run
 # -----------------------------------------------------------------------------
 # The radio uplink of a device under frequency division (FDMA): how fast it sends.
 #
-# Every device has a band of its own. Shannon's rate of a band of B hertz is B log2(1 + SNR)
-# bit/s
-# with SNR = p g(d) / σ²: transmit power, path gain over the distance d, noise in the band. The
-# path
+# Every device has a band of its own. Shannon's rate of a band of B hertz is B log2(1 + SNR) bit/s
+# with SNR = p g(d) / σ²: transmit power, path gain over the distance d, noise in the band. The path
 # loss is that of 3GPP's urban macro cell, PL(d) = 128.1 + 37.6 log10(d / km) dB.
 #
-# Source: Zhang et al., "CSAFL: A Clustered Semi-Asynchronous Federated Learning Framework",
-# IJCNN
+# Source: Zhang et al., "CSAFL: A Clustered Semi-Asynchronous Federated Learning Framework", IJCNN
 # 2021, section on latency. The downlink is ignored there, as the base station has power enough.
 # -----------------------------------------------------------------------------
 
@@ -117,6 +113,31 @@ def path_loss(distance_km: float) -> float:
 # -----------------------------------------------------------------------------
 
 
+class Workload(NamedTuple):
+    """What a task costs a device.
+
+    Attributes
+    ----------
+    epochs : float
+        Passes over the device's training examples.
+    bytes_down, bytes_up : int
+        Size of the transfers.
+    scale : float
+        Factor on the compute time, e.g. the share of a model that is trained.
+    examples : int or None
+        Number of the training examples; None stands for as many as the device has.
+    share : float
+        Mini-batches, of those of an ordinary task: a factor on what any task takes.
+    """
+
+    epochs: float = 1.0
+    bytes_down: int = 0
+    bytes_up: int = 0
+    scale: float = 1.0
+    examples: int | None = None
+    share: float = 1.0
+
+
 @dataclass(frozen=True)
 class Device:
     """What the simulator knows of one device. Times are in seconds of virtual time.
@@ -172,69 +193,50 @@ class Device:
         if (self.mean_online > 0) != (self.mean_offline > 0):
             raise UserError("Device: mean-online and mean-offline go together.")
 
-    def duration(
-        self,
-        examples: int,
-        epochs: float,
-        bytes_down: int,
-        bytes_up: int,
-        scale: float,
-        rng: np.random.Generator,
-        task: int = 0,
-        share: float = 1.0,
-    ) -> float:
+    def duration(self, load: Workload, rng: np.random.Generator, task: int = 0) -> float:
         """Return the seconds from sending a training task to having its reply.
 
         Parameters
         ----------
-        examples, epochs : int, float
-            Size of the work: training examples, and passes over them.
-        bytes_down, bytes_up : int
-            Size of the transfers.
-        scale : float
-            Factor on the compute time, e.g. the share of a model that is trained.
+        load : Workload
+            What the task costs.
         rng : numpy.random.Generator
             The device's own; one number is drawn, so that jitter does not change later draws, and
             a second one by a device with a random part.
         task : int
             Number of the task among those that the device was given, from 0.
-        share : float
-            Factor on what a task takes whatever its size, e.g. of a few mini-batches only.
         """
-        compute = share * self.seconds_per_round + self.seconds_per_sample * examples * epochs
         jitter = rng.uniform(-1.0, 1.0)
-        if self.exponential_rate:
-            compute += rng.standard_exponential() * examples * epochs / self.exponential_rate
-        compute *= scale * (1.0 + self.jitter * jitter)
-        return self._with_transfers(bytes_down, bytes_up, compute)
+        drawn = rng.standard_exponential() if self.exponential_rate else 0.0
+        return self._seconds(load, drawn, 1.0 + self.jitter * jitter)
 
-    def mean_duration(
-        self, examples: int, epochs: float, bytes_down: int, bytes_up: int, scale: float = 1.0
-    ) -> float:
+    def mean_duration(self, load: Workload) -> float:
         """Return the mean of :meth:`duration`, in seconds."""
-        per_sample = self.seconds_per_sample
-        if self.exponential_rate:
-            per_sample += 1.0 / self.exponential_rate
-        compute = scale * (self.seconds_per_round + per_sample * examples * epochs)
-        return self._with_transfers(bytes_down, bytes_up, compute)
+        return self._seconds(load, 1.0, 1.0)
 
     def communication(self, bytes_down: int, bytes_up: int) -> float:
         """Return the seconds of a task that go into its transfers."""
-        return sum(self._transfers(bytes_down, bytes_up))
+        return self._seconds(Workload(0.0, bytes_down, bytes_up, scale=0.0), 0.0, 0.0)
 
-    def _with_transfers(self, bytes_down: int, bytes_up: int, compute: float) -> float:
-        """Return a task's time with the transfers before and after the computation."""
-        down, up = self._transfers(bytes_down, bytes_up)
-        return down + compute + up
-
-    def _transfers(self, bytes_down: int, bytes_up: int) -> tuple[float, float]:
-        down = bytes_down / self.bandwidth_down if self.bandwidth_down else 0.0
-        up = bytes_up / self.bandwidth_up if self.bandwidth_up else 0.0
-        return down, up
+    def _seconds(self, load: Workload, drawn: float, jitter: float) -> float:
+        """Return the time of a task, given a standard exponential number and a factor."""
+        examples = load.examples or 0
+        compute = load.share * self.seconds_per_round
+        compute += self.seconds_per_sample * examples * load.epochs
+        if self.exponential_rate:
+            compute += drawn * examples * load.epochs / self.exponential_rate
+        down = load.bytes_down / self.bandwidth_down if self.bandwidth_down else 0.0
+        up = load.bytes_up / self.bandwidth_up if self.bandwidth_up else 0.0
+        return down + compute * (load.scale * jitter) + up
 
     def fails(self, task: int) -> bool:
         """Return whether the reply to a task of this number is an error."""
         return False
+
+    @property
+    def is_per_sample(self) -> bool:
+        """Whether the time of a task depends on the number of examples."""
+        return self.seconds_per_sample > 0 or self.exponential_rate > 0
 
     @property
     def comes_and_goes(self) -> bool:
@@ -297,7 +299,7 @@ def fleet(profile: str, clients: int, seed: int) -> list[Device]:
         tree = parse_toml(text)
     except ReadingError as error:
         raise UserError(f"Device profile {profile} is not valid TOML: {error}.") from None
-    return _build(profile, tree, clients, np.random.default_rng([seed, 0xDE71CE]))
+    return _Profile(profile, np.random.default_rng([seed, 0xDE71CE])).build(tree, clients)
 
 
 def _made(profile: str, clients: int, seed: int) -> list[Device]:
@@ -312,47 +314,120 @@ def _made(profile: str, clients: int, seed: int) -> list[Device]:
     return devices
 
 
-def _build(
-    profile: str, tree: Mapping[str, Any], clients: int, rng: np.random.Generator
-) -> list[Device]:
-    """Turn a parsed profile into devices."""
-    for name in tree:
-        if name not in ("description", "device", "group"):
-            raise unknown_name(f"key in device profile {profile}:", name, ["device", "group"])
-    common = dict(_section(profile, tree.get("device", {})))
-    groups = _groups(profile, tree.get("group", []))
-    counts = iter(_shared_out(_shares(profile, groups), clients))
-    settings = [dict(common) for _ in range(clients)]
-    free = [int(client) for client in rng.permutation(clients)]
-    for group in groups:
-        if "share" in group:
-            count = next(counts)
-            chosen, free = free[:count], free[count:]
-        else:
-            # A profile may name more clients than a run has.
-            chosen = [c for c in _clients(profile, group["clients"]) if c < clients]
-        special = dict(
-            _section(profile, {k: v for k, v in group.items() if k not in ("share", "clients")})
-        )
-        # A mistake is reported even where the group is too small to have a client in this run.
-        _device(profile, {**common, **special}, np.random.default_rng(0))
-        for client in chosen:
-            settings[client].update(special)
-    return [_device(profile, values, rng) for values in settings]
+class _Profile:
+    """A profile as it is read: its mistakes are told with its name.
 
+    Parameters
+    ----------
+    name : str
+        As it was typed.
+    rng : numpy.random.Generator
+        Draws which devices a group has, and from ranges.
+    """
 
-def _shares(profile: str, groups: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Return the shares of the groups that have one, which are at most 1 together."""
-    if any(("share" in group) == ("clients" in group) for group in groups):
-        raise UserError(f"Device profile {profile}: a [[group]] takes either share or clients.")
-    shares = [_share(profile, group["share"]) for group in groups if "share" in group]
-    # The tolerance is for sums such as 0.1 + 0.2 + 0.7.
-    if sum(shares) > 1 + 1e-9:
-        raise UserError(
-            f"Device profile {profile}: the shares of the groups must not exceed 1 together, "
-            f"got {sum(shares):g}."
-        )
-    return shares
+    def __init__(self, name: str, rng: np.random.Generator) -> None:
+        self._name, self._rng = name, rng
+
+    def build(self, tree: Mapping[str, Any], clients: int) -> list[Device]:
+        """Turn a parsed profile into devices."""
+        for name in tree:
+            if name not in ("description", "device", "group"):
+                raise self._unknown(name, ["device", "group"])
+        common = self._section(tree.get("device", {}))
+        groups = tree.get("group", [])
+        if not isinstance(groups, list) or any(not isinstance(group, dict) for group in groups):
+            raise self._wrong("groups are written as [[group]] tables")
+        counts = iter(_shared_out(self._shares(groups), clients))
+        settings = [dict(common) for _ in range(clients)]
+        free = [int(client) for client in self._rng.permutation(clients)]
+        for group in groups:
+            if "share" in group:
+                count = next(counts)
+                chosen, free = free[:count], free[count:]
+            else:
+                # A profile may name more clients than a run has.
+                chosen = [c for c in self._clients(group["clients"]) if c < clients]
+            special = self._section(
+                {key: value for key, value in group.items() if key not in ("share", "clients")}
+            )
+            # A mistake is reported even where the group is too small to have a client in this run.
+            _Profile(self._name, np.random.default_rng(0))._device({**common, **special})
+            for client in chosen:
+                settings[client].update(special)
+        return [self._device(values) for values in settings]
+
+    def _wrong(self, what: str) -> UserError:
+        return UserError(f"Device profile {self._name}: {what}.")
+
+    def _unknown(self, key: str, known: Iterable[str]) -> UserError:
+        return unknown_name(f"key in device profile {self._name}:", key, known)
+
+    def _shares(self, groups: Sequence[Mapping[str, Any]]) -> list[float]:
+        """Return the shares of the groups that have one, which are at most 1 together."""
+        if any(("share" in group) == ("clients" in group) for group in groups):
+            raise self._wrong("a [[group]] takes either share or clients")
+        shares = [self._number("share", group["share"]) for group in groups if "share" in group]
+        for share in shares:
+            if not 0 <= share <= 1:
+                raise self._wrong(f"share must be between 0 and 1, got {share:g}")
+        # The tolerance is for sums such as 0.1 + 0.2 + 0.7.
+        if sum(shares) > 1 + 1e-9:
+            raise self._wrong(
+                f"the shares of the groups must not exceed 1 together, got {sum(shares):g}"
+            )
+        return shares
+
+    def _clients(self, value: Any) -> list[int]:
+        if not isinstance(value, list) or any(type(c) is not int or c < 0 for c in value):
+            raise self._wrong(f"clients takes a list of numbers from 0 on, got {value!r}")
+        return value
+
+    def _section(self, section: Any) -> dict[str, Any]:
+        """Return a table of a profile under the names of attributes."""
+        if not isinstance(section, Mapping):
+            raise self._wrong(f"device must be a table, got {section!r}")
+        known = {_kebab(item.name): item.name for item in (*fields(Device), *fields(Uplink))}
+        for name in section:
+            if name not in known:
+                raise self._unknown(name, known)
+        return {known[name]: value for name, value in section.items()}
+
+    def _device(self, values: Mapping[str, Any]) -> Device:
+        """Make one device; what describes a radio uplink becomes its bandwidth."""
+        drawn = {name: self._drawn(name, value) for name, value in values.items()}
+        names = [item.name for item in fields(Uplink)]
+        given = {name: drawn.pop(name) for name in names if name in drawn}
+        if not given:
+            return Device(**drawn)
+        if len(given) < len(names) or "bandwidth_up" in drawn:
+            shown = ", ".join(map(_kebab, names))
+            raise self._wrong(f"a device takes either bandwidth-up or all of {shown}")
+        return Device(**drawn, bandwidth_up=Uplink(**given).bytes_per_second)
+
+    def _drawn(self, name: str, value: Any) -> Any:
+        """Return the value of a key: of a range a number drawn from it."""
+        if name == "online":
+            return self._periods(value)
+        if not isinstance(value, list):
+            return self._number(name, value)
+        if len(value) != 2:
+            raise self._wrong(f"{_kebab(name)} takes [low, high]")
+        low, high = (self._number(name, bound) for bound in value)
+        if not low <= high < math.inf:
+            raise self._wrong(f"{_kebab(name)} takes [low, high], got {value}")
+        return float(self._rng.uniform(low, high))
+
+    def _periods(self, value: Any) -> tuple[tuple[float, ...], ...]:
+        if not isinstance(value, list) or any(
+            not isinstance(period, list) or len(period) != 2 for period in value
+        ):
+            raise self._wrong("online takes [[from, to], …] in seconds")
+        return tuple(tuple(self._number("online", end) for end in period) for period in value)
+
+    def _number(self, name: str, value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self._wrong(f"{_kebab(name)} must be a number, got {value!r}")
+        return float(value)
 
 
 def _shared_out(shares: Sequence[float], clients: int) -> list[int]:
@@ -360,7 +435,7 @@ def _shared_out(shares: Sequence[float], clients: int) -> list[int]:
 
     Each share gets the whole part of what it is due; the clients that are left go one each to the
     largest fractions, at a tie to the earlier share. What the shares leave of 1 takes part as the
-    last one. So no count is off by a whole client, and shares that add up to 1 leave nobody out.
+    last one. So no count is off by a whole client, and shares that add up to 1 leave no client out.
     """
     # Rounded, so that 0.3 · 10 is 3, and ties are ties whatever the binary fractions are.
     quotas = [round(share * clients, 6) for share in shares]
@@ -370,93 +445,6 @@ def _shared_out(shares: Sequence[float], clients: int) -> list[int]:
     for index in by_fraction[: clients - sum(counts)]:
         counts[index] += 1
     return counts[:-1]
-
-
-def _groups(profile: str, groups: Any) -> list[Mapping[str, Any]]:
-    if not isinstance(groups, list) or any(not isinstance(group, dict) for group in groups):
-        raise UserError(f"Device profile {profile}: groups are written as [[group]] tables.")
-    return groups
-
-
-def _share(profile: str, value: Any) -> float:
-    share = _number(profile, "share", value)
-    if not 0 <= share <= 1:
-        raise UserError(f"Device profile {profile}: share must be between 0 and 1, got {share:g}.")
-    return share
-
-
-def _clients(profile: str, value: Any) -> list[int]:
-    if not isinstance(value, list) or any(
-        isinstance(client, bool) or not isinstance(client, int) or client < 0 for client in value
-    ):
-        raise UserError(
-            f"Device profile {profile}: clients takes a list of numbers from 0 on, got {value!r}."
-        )
-    return value
-
-
-def _section(profile: str, section: Any) -> Iterator[tuple[str, Any]]:
-    """Check the keys of a table of a profile."""
-    if not isinstance(section, Mapping):
-        raise UserError(f"Device profile {profile}: device must be a table, got {section!r}.")
-    known = {_kebab(item.name): item.name for item in (*fields(Device), *fields(Uplink))}
-    for name, value in section.items():
-        if name not in known:
-            raise unknown_name(f"key in device profile {profile}:", name, known)
-        yield known[name], value
-
-
-def _device(profile: str, values: Mapping[str, Any], rng: np.random.Generator) -> Device:
-    """Make one device; what describes a radio uplink becomes its bandwidth."""
-    drawn = _draw(profile, values, rng)
-    names = [item.name for item in fields(Uplink)]
-    given = {name: drawn.pop(name) for name in names if name in drawn}
-    if not given:
-        return Device(**drawn)
-    if len(given) < len(names) or "bandwidth_up" in drawn:
-        shown = ", ".join(map(_kebab, names))
-        raise UserError(
-            f"Device profile {profile}: a device takes either bandwidth-up or all of {shown}."
-        )
-    return Device(**drawn, bandwidth_up=Uplink(**given).bytes_per_second)
-
-
-def _draw(profile: str, values: Mapping[str, Any], rng: np.random.Generator) -> dict[str, Any]:
-    """Replace ranges by a number drawn from them."""
-    drawn: dict[str, Any] = {}
-    for name, value in values.items():
-        if name == "online":
-            drawn[name] = _periods(profile, value)
-        elif isinstance(value, list):
-            if len(value) != 2:
-                raise UserError(f"Device profile {profile}: {_kebab(name)} takes [low, high].")
-            low, high = (_number(profile, name, bound) for bound in value)
-            if not low <= high < math.inf:
-                raise UserError(
-                    f"Device profile {profile}: {_kebab(name)} takes [low, high], got {value}."
-                )
-            drawn[name] = float(rng.uniform(low, high))
-        else:
-            drawn[name] = _number(profile, name, value)
-    return drawn
-
-
-def _periods(profile: str, value: Any) -> tuple[tuple[float, float], ...]:
-    if not isinstance(value, list) or any(
-        not isinstance(period, list) or len(period) != 2 for period in value
-    ):
-        raise UserError(f"Device profile {profile}: online takes [[from, to], …] in seconds.")
-    return tuple(
-        (_number(profile, "online", start), _number(profile, "online", end)) for start, end in value
-    )
-
-
-def _number(profile: str, name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise UserError(
-            f"Device profile {profile}: {_kebab(name)} must be a number, got {value!r}."
-        )
-    return float(value)
 
 
 def _kebab(name: str) -> str:
@@ -471,31 +459,6 @@ def _kebab(name: str) -> str:
 DROPPED = "the task was lost on the way"
 TOO_SLOW = "the task took longer than its time to live"
 LOST_BEFORE = "the reply was unusable in the recorded run too"
-
-
-class Workload(NamedTuple):
-    """What a task costs a device.
-
-    Attributes
-    ----------
-    epochs : float
-        Passes over the device's training examples.
-    bytes_down, bytes_up : int
-        Size of the transfers.
-    scale : float
-        Factor on the compute time, e.g. the share of a model that is trained.
-    examples : int or None
-        Number of the training examples; None stands for as many as the device has.
-    share : float
-        Mini-batches, of those of an ordinary task: a factor on what any task takes.
-    """
-
-    epochs: float
-    bytes_down: int
-    bytes_up: int
-    scale: float
-    examples: int | None = None
-    share: float = 1.0
 
 
 class Outcome(NamedTuple):
@@ -539,8 +502,14 @@ class DeviceModel:
     """
 
     __slots__ = (
-        *("device", "examples", "busy_until", "_entropy", "_state", "_tasks"),
-        *("_switches", "_switched"),
+        "_entropy",
+        "_state",
+        "_switched",
+        "_switches",
+        "_tasks",
+        "busy_until",
+        "device",
+        "examples",
     )
 
     def __init__(self, device: Device, examples: int, entropy: tuple[int, ...]) -> None:
@@ -599,16 +568,9 @@ class DeviceModel:
         """
         number, rng = self._tasks, self._draws()
         self._tasks += 1
-        duration = self.device.duration(
-            examples=self.examples if load.examples is None else load.examples,
-            epochs=load.epochs,
-            bytes_down=load.bytes_down,
-            bytes_up=load.bytes_up,
-            scale=load.scale,
-            rng=rng,
-            task=number,
-            share=load.share,
-        )
+        if load.examples is None:
+            load = load._replace(examples=self.examples)
+        duration = self.device.duration(load, rng, number)
         # Drawn whether it can happen or not, so that one setting does not change other draws.
         dropped = rng.uniform() < self.device.drop
         self._keep(rng.bit_generator.state)
@@ -657,31 +619,19 @@ Cost = Callable[[Message, Context, int], Workload | None]
 training examples. None stands for no time at all."""
 
 
-def training_cost(message: Message, context: Context, examples: int) -> Workload | None:
-    """Return what a training message costs; queries and evaluation cost nothing."""
-    if category(message) != MessageType.TRAIN:
-        return None
-    return workload_of(message, examples)
-
-
 def category(message: Message) -> str:
     """Return a message's type without the name of the action: train, evaluate or query."""
     return message.metadata.message_type.partition(".")[0]
 
 
-def workload_of(message: Message, examples: int) -> Workload:
-    """Return what a training message costs the device that it is sent to.
+def training_cost(message: Message, context: Context, examples: int) -> Workload | None:
+    """Return what a training message costs; queries and evaluation cost nothing.
 
     All arrays go down. What comes back of training is one model, as large as the first one that
     went; the numbers that answer other work are small, and take no time.
-
-    Parameters
-    ----------
-    message : Message
-        Work that takes a device's time.
-    examples : int
-        Training examples of the device.
     """
+    if category(message) != MessageType.TRAIN:
+        return None
     config = message.content.config_records.get(CONFIG, ConfigRecord())
     sizes = [record.count_bytes() for record in message.content.array_records.values()]
     return Workload(
@@ -704,20 +654,15 @@ def copy_of(content: RecordDict) -> RecordDict:
     Without it what a client writes into its message would show in the others', and what the
     server writes later would show in work that is not done yet.
     """
-    copied = RecordDict()
-    for name, record in content.items():
-        copied[name] = record.copy()
-    return copied
+    return RecordDict({name: record.copy() for name, record in content.items()})
 
 
 # -----------------------------------------------------------------------------
 # Traces: what an earlier run has recorded of its devices, played again on virtual time.
 #
 # Each client takes for its tasks as long as it took then, one after the other, from sending to
-# reply,
-# and is online when it was online then. What is sent and what is learned from it may be
-# something
-# else entirely: so another method can be tried on the fleet that one has.
+# reply, and is online when it was online then. What is sent and what is learned from it may be
+# something else entirely: so another method can be tried on the fleet that one has.
 # -----------------------------------------------------------------------------
 
 
@@ -757,23 +702,11 @@ class TracedDevice(Device):
 
     legs: tuple[Leg, ...] = ()
 
-    def duration(
-        self,
-        examples: int,
-        epochs: float,
-        bytes_down: int,
-        bytes_up: int,
-        scale: float,
-        rng: np.random.Generator,
-        task: int = 0,
-        share: float = 1.0,
-    ) -> float:
+    def duration(self, load: Workload, rng: np.random.Generator, task: int = 0) -> float:
         """Return the recorded time of a task, whatever its size."""
         return self.legs[task % len(self.legs)].seconds
 
-    def mean_duration(
-        self, examples: int, epochs: float, bytes_down: int, bytes_up: int, scale: float = 1.0
-    ) -> float:
+    def mean_duration(self, load: Workload) -> float:
         """Return the mean of the recorded times."""
         return fmean(leg.seconds for leg in self.legs)
 
@@ -858,16 +791,14 @@ def _legs(record: RunRecord, name: str) -> tuple[Leg, ...]:
     return tuple(legs)
 
 
-def _online(
-    periods: Sequence[tuple[float, float | None]],
-) -> tuple[tuple[float, float], ...]:
+def _online(periods: Sequence[tuple[float, float | None]]) -> tuple[tuple[float, float], ...]:
     """Return when a client was online; empty if it always was."""
-    spans = [(start, math.inf if end is None else end) for start, end in periods]
-    spans = [(start, end) for start, end in spans if end > start]
-    if spans == [(0.0, math.inf)]:
-        return ()
-    # Two periods that touch are one.
-    gaps = [(end, start) for (_, end), (start, _) in pairwise(spans) if start > end]
-    starts = [spans[0][0], *(start for _, start in gaps)] if spans else []
-    ends = [*(end for end, _ in gaps), spans[-1][1]] if spans else []
-    return tuple(zip(starts, ends, strict=True))
+    spans: list[tuple[float, float]] = []
+    for start, stop in periods:
+        end = math.inf if stop is None else stop
+        if end > start:
+            # Two periods that touch are one.
+            if spans and start <= spans[-1][1]:
+                start = spans.pop()[0]
+            spans.append((start, end))
+    return () if spans == [(0.0, math.inf)] else tuple(spans)

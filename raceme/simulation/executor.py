@@ -1,4 +1,4 @@
-"""Where simulated clients' work is done.
+"""Where simulated clients' work is done: the contract, one process, and what many workers share.
 
 A message's result depends only on its content and on its client's state, so an executor may work
 early, in any order, and side by side; the outcome of a run does not change.
@@ -7,508 +7,29 @@ early, in any order, and side by side; the outcome of a run does not change.
 from __future__ import annotations
 
 import heapq
+import logging
 import math
-import mmap
-import os
 import random
-import shutil
 import sys
-import tempfile
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib import import_module
+from operator import attrgetter
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
 from raceme.core.errors import UserError
-from raceme.flower.messages import CLIENT_APP_RAISED_EXCEPTION, array_record, error_reply, start_now
-from raceme.flower.messages import array as flower_array
+from raceme.datasets.cache import without_operators
+from raceme.flower import messages as flower
 
 # -----------------------------------------------------------------------------
-# The process's own random numbers, for ClientApps that draw from them: one seed decides all.
-#
-# An app may draw from Python's, numpy's and torch's generators, which are one each for a
-# process. In
-# a simulation several clients and the server share a process, or clients are spread over
-# several;
-# what one of them draws must not depend on who else is there.
-# -----------------------------------------------------------------------------
-
-
-def seed_process(entropy: Sequence[int]) -> None:
-    """Seed Python's, numpy's and, if it is loaded, torch's generator of this process."""
-    words = [int(word) for word in np.random.SeedSequence(entropy).generate_state(3)]
-    random.seed(words[0])
-    np.random.seed(words[1])
-    torch = sys.modules.get("torch")
-    if torch is not None:
-        # `torch.manual_seed` takes a millisecond where there is no GPU: it keeps the call's trace.
-        torch.default_generator.manual_seed(words[2])
-        if torch.cuda.is_initialized():
-            torch.cuda.manual_seed_all(words[2])
-
-
-@contextmanager
-def own_randomness(entropy: Sequence[int]) -> Iterator[None]:
-    """Give what happens meanwhile random numbers of its own, and bring back those from before."""
-    torch = sys.modules.get("torch")
-    states = random.getstate(), np.random.get_state()
-    drawn = torch.get_rng_state() if torch is not None else None
-    seed_process(entropy)
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        if torch is not None:
-            torch.set_rng_state(drawn)
-
-
-# -----------------------------------------------------------------------------
-# How messages travel between the simulator and its worker processes.
-#
-# What is small goes through a pipe. Arrays' data are written into memory that both processes
-# see, and
-# are never pickled, unless there is more than fits there.
-# -----------------------------------------------------------------------------
-
-
-Value = str | int | float | bool
-
-Records = list[tuple[str, str, Any]]
-"""Records without their arrays' data: name, kind, content."""
-
-_ARRAYS, _METRICS, _CONFIG = "arrays", "metrics", "config"
-_FOLDERS = ("/dev/shm", tempfile.gettempdir())
-"""Where shared memory is looked for; what lies in the first is never written to a disk."""
-_MEGABYTE = 1e6
-
-
-class Packed(NamedTuple):
-    """Records, and the data of their arrays one after the other."""
-
-    records: Records
-    data: list[bytes]
-
-
-class Node(NamedTuple):
-    """What a worker has to know of a client: its context but for the state."""
-
-    run_id: int
-    node_config: Mapping[str, Value]
-    run_config: Mapping[str, Value]
-
-
-class Request(NamedTuple):
-    """A message on its way to a worker.
-
-    Attributes
-    ----------
-    slot : int
-        Of the shared memory; the response uses the same one.
-    sender : tuple[int, int]
-        Run and node on whose behalf the message was made.
-    data : list[bytes] or None
-        The arrays' data; None if they are in the slot.
-    node : Node or None
-        None if the worker knows the client already.
-    state : Packed or None
-        The client's state; None if it is empty.
-    """
-
-    slot: int
-    message_id: str
-    message_type: str
-    node_id: int
-    group_id: str
-    ttl: float
-    sender: tuple[int, int]
-    content: Records
-    data: list[bytes] | None
-    node: Node | None
-    state: Packed | None
-
-
-class Response(NamedTuple):
-    """A reply on its way back.
-
-    Attributes
-    ----------
-    error : tuple[int, str | None] or None
-        Code and reason of an error reply.
-    state : Packed or None
-        The client's state; None if it is what it was.
-    """
-
-    message_id: str
-    error: tuple[int, str | None] | None
-    content: Records
-    data: list[bytes] | None
-    state: Packed | None
-
-
-def request_of(
-    message: Message,
-    context: Context,
-    content: Records,
-    data: list[bytes] | None,
-    node: Node | None,
-    slot: int = 0,
-) -> Request:
-    """Make a request of a message, its client, and what is sent of both."""
-    metadata = message.metadata
-    return Request(
-        slot=slot,
-        message_id=metadata.message_id,
-        message_type=metadata.message_type,
-        node_id=metadata.dst_node_id,
-        group_id=metadata.group_id,
-        ttl=metadata.ttl,
-        sender=(metadata.run_id, metadata.src_node_id),
-        content=content,
-        data=data,
-        node=node,
-        state=pack(context.state) if context.state else None,
-    )
-
-
-def node_of(context: Context) -> Node:
-    """Return what a worker has to know of a client."""
-    return Node(context.run_id, dict(context.node_config), dict(context.run_config))
-
-
-def pack(records: RecordDict) -> Packed:
-    """Take records apart. Arrays' data are not copied."""
-    packed = Packed([], [])
-    for name, record in records.items():
-        if isinstance(record, ArrayRecord):
-            arrays = [
-                (key, array.dtype, array.shape, array.stype, len(array.data))
-                for key, array in record.items()
-            ]
-            packed.records.append((name, _ARRAYS, arrays))
-            packed.data.extend(array.data for array in record.values())
-        else:
-            kind = _METRICS if isinstance(record, MetricRecord) else _CONFIG
-            packed.records.append((name, kind, dict(record)))
-    return packed
-
-
-def unpack(packed: Packed) -> RecordDict:
-    """Put records together again. Arrays' data are not copied."""
-    data = iter(packed.data)
-    return RecordDict(
-        {name: _record(kind, content, data) for name, kind, content in packed.records}
-    )
-
-
-def sizes(records: Records) -> list[int]:
-    """Return the number of bytes of each array's data."""
-    return [array[-1] for _, kind, content in records if kind == _ARRAYS for array in content]
-
-
-class SharedMemory:
-    """Memory that two processes see, divided into slots of equal size.
-
-    Parameters
-    ----------
-    handle : int
-        File descriptor of the memory, `slots` times `slot_bytes` long; owned by this object.
-    slots : int
-        Number of slots.
-    slot_bytes : int
-        Size of each.
-    """
-
-    def __init__(self, handle: int, slots: int, slot_bytes: int) -> None:
-        self.handle = handle
-        self.slots = slots
-        self.slot_bytes = slot_bytes
-        self._memory = mmap.mmap(handle, slots * slot_bytes)
-
-    @classmethod
-    def create(cls, slots: int, slot_bytes: int) -> SharedMemory:
-        """Set memory aside.
-
-        Raises
-        ------
-        UserError
-            There is not so much.
-        """
-        size = slots * slot_bytes
-        for folder in _FOLDERS:
-            if _free(folder) >= size:
-                with suppress(OSError):
-                    return cls(_reserve(folder, size), slots, slot_bytes)
-        free = ", ".join(f"{folder} {_free(folder) / _MEGABYTE:,.0f} MB" for folder in _FOLDERS)
-        raise UserError(
-            f"Each worker process needs {size / _MEGABYTE:,.0f} MB of shared memory to exchange "
-            f"models, and there is less (free: {free}). Make room, or run with --workers 0, which "
-            "needs none."
-        )
-
-    def write(self, slot: int, data: Sequence[bytes]) -> bool:
-        """Write into a slot; return False, with nothing written, if it does not fit."""
-        if sum(len(part) for part in data) > self.slot_bytes:
-            return False
-        start = slot * self.slot_bytes
-        for part in data:
-            self._memory[start : start + len(part)] = part
-            start += len(part)
-        return True
-
-    def read(self, slot: int, lengths: Sequence[int]) -> list[bytes]:
-        """Copy what was written into a slot, by the length of each part."""
-        start, data = slot * self.slot_bytes, []
-        for length in lengths:
-            data.append(self._memory[start : start + length])
-            start += length
-        return data
-
-    def close(self) -> None:
-        """Let go of the memory."""
-        self._memory.close()
-        os.close(self.handle)
-
-
-def _reserve(folder: str, size: int) -> int:
-    """Return the descriptor of a new file without a name: it is gone when nobody has it open."""
-    with tempfile.TemporaryFile(prefix="raceme-", dir=folder) as file:
-        os.ftruncate(file.fileno(), size)
-        if hasattr(os, "posix_fallocate"):
-            # Without it, room that is missing is found out when it is written to, and that kills.
-            os.posix_fallocate(file.fileno(), 0, size)
-        return os.dup(file.fileno())
-
-
-def _free(folder: str) -> int:
-    usable = Path(folder).is_dir() and os.access(folder, os.W_OK)
-    return shutil.disk_usage(folder).free if usable else 0
-
-
-def _record(
-    kind: str, content: Any, data: Iterator[bytes]
-) -> ArrayRecord | MetricRecord | ConfigRecord:
-    if kind == _METRICS:
-        return MetricRecord(content)
-    if kind == _CONFIG:
-        return ConfigRecord(content)
-    return array_record(
-        {
-            key: flower_array(dtype, shape, stype, next(data))
-            for key, dtype, shape, stype, _ in content
-        }
-    )
-
-
-# -----------------------------------------------------------------------------
-# What executors have in common that let others work ahead of when a result is needed.
-# -----------------------------------------------------------------------------
-
-
-QUEUED = 2
-"""Tasks that a worker has at a time: one that it works on, and one so that it need not wait."""
-MOST_DEATHS = 3
-"""Workers that may die at the same task, or one after the other before they are ready."""
-_AHEAD, _AHEAD_PER_WORKER = 64, 8
-"""Results that may wait to be asked for: so many, or so many per worker if that is more."""
-
-
-@dataclass(eq=False)
-class Task:
-    """A message whose reply has not been asked for.
-
-    Attributes
-    ----------
-    queued : bool
-        It waits to be handed to a worker.
-    state : RecordDict or None
-        The client's state that it was last handed out with.
-    deaths : int
-        Workers that died at it.
-    """
-
-    message: Message
-    context: Context
-    due: float
-    order: int
-    queued: bool = False
-    state: RecordDict | None = None
-    deaths: int = 0
-
-    @property
-    def message_id(self) -> str:
-        """What it is known by."""
-        return self.message.metadata.message_id
-
-    def __str__(self) -> str:
-        metadata = self.message.metadata
-        return (
-            f"message {metadata.message_id}, {metadata.message_type} on node {metadata.dst_node_id}"
-        )
-
-
-@dataclass(frozen=True)
-class _Result:
-    """A reply, and the client's state if it has changed."""
-
-    reply: Message
-    state: RecordDict | None
-
-
-class WorkingAhead(ABC):
-    """An executor whose workers begin as soon as work is submitted; what is due first comes first.
-
-    Replies are those of :class:`~raceme.simulation.executor.InProcess`: work that was done on
-    another state than its client then has is done again, and so is what a worker died at.
-
-    Parameters
-    ----------
-    workers : int
-        Number of workers.
-    """
-
-    def __init__(self, workers: int) -> None:
-        self._tasks: dict[str, Task] = {}
-        self._results: dict[str, _Result] = {}
-        # Heap of (due, order, message id); an entry counts only while it states the task's due
-        # time, so that a task can be put first without a search.
-        self._waiting: list[tuple[float, int, str]] = []
-        self._order = 0
-        self._bound = max(_AHEAD, _AHEAD_PER_WORKER * workers)
-
-    def submit(self, message: Message, context: Context, due: float) -> None:
-        """Take on the work of a message, and start it if a worker is free."""
-        self._order += 1
-        task = Task(message, context, due, self._order)
-        self._tasks[task.message_id] = task
-        self._queue(task)
-        self._receive(wait=False)
-        self._hand_out()
-
-    def result(self, message_id: str) -> Message:
-        """Return the reply to a submitted message; wait for it if need be."""
-        task = self._tasks[message_id]
-        self._receive(wait=False)
-        while not self._is_done(task):
-            if task.due > -math.inf:
-                task.due = -math.inf
-                if task.queued:
-                    self._queue(task)
-            self._hand_out(urgent=task)
-            self._receive(wait=True)
-        result = self._results.pop(message_id)
-        del self._tasks[message_id]
-        if result.state is not None:
-            task.context.state = result.state
-        self._hand_out()
-        return result.reply
-
-    def cancel(self, message_id: str) -> None:
-        """Drop a submitted message; if a worker is at it, what it makes of it is thrown away."""
-        self._tasks.pop(message_id, None)
-        self._results.pop(message_id, None)
-
-    def close(self) -> None:
-        """End the workers."""
-        self._end_workers()
-        self._tasks, self._results, self._waiting = {}, {}, []
-
-    @abstractmethod
-    def _end_workers(self) -> None:
-        """End the workers."""
-
-    @abstractmethod
-    def _receive(self, wait: bool) -> None:
-        """Take in what has come from the workers; with `wait`, at least one thing."""
-
-    @abstractmethod
-    def _give(self, task: Task) -> bool:
-        """Give a task to a worker that has room; return False if none has.
-
-        A task that is given is told so with :meth:`_begin`.
-        """
-
-    @abstractmethod
-    def _at_work(self) -> int:
-        """Return how many tasks the workers have."""
-
-    def _begin(self, task: Task) -> None:
-        """Note that a worker has a task."""
-        task.queued, task.state = False, task.context.state
-
-    def _finish(self, task: Task, response: Response, data: Sequence[bytes]) -> None:
-        """Keep what a worker has made of a task, if anybody still wants it."""
-        if self._tasks.get(task.message_id) is task:
-            self._results[task.message_id] = _result(task.message, response, data)
-
-    def _redo(self, tasks: Iterable[Task]) -> Task | None:
-        """Let the tasks of a worker that has died wait again.
-
-        Returns
-        -------
-        Task or None
-            The one that it died at, if too many have by now.
-        """
-        fatal = None
-        for position, task in enumerate(tasks):
-            task.deaths += position == 0
-            if task.deaths >= MOST_DEATHS:
-                fatal = task
-            self._queue(task)
-        return fatal
-
-    def _is_done(self, task: Task) -> bool:
-        """Return whether a task's result can be given out.
-
-        One that started from another state than its client now has is done again: an earlier
-        message has changed it since.
-        """
-        if task.message_id not in self._results:
-            return False
-        if task.state is task.context.state:
-            return True
-        del self._results[task.message_id]
-        self._queue(task)
-        return False
-
-    def _queue(self, task: Task) -> None:
-        """Let a task wait for a worker; if it does already, its new due time counts."""
-        task.queued = True
-        heapq.heappush(self._waiting, (task.due, task.order, task.message_id))
-
-    def _hand_out(self, urgent: Task | None = None) -> None:
-        """Give waiting tasks to workers that have room, but not too far ahead of the results."""
-        while self._waiting:
-            due, _, message_id = self._waiting[0]
-            task = self._tasks.get(message_id)
-            if task is None or not task.queued or due != task.due:
-                heapq.heappop(self._waiting)
-                continue
-            ahead = len(self._results) + self._at_work()
-            if (ahead >= self._bound and task is not urgent) or not self._give(task):
-                return
-            heapq.heappop(self._waiting)
-
-
-def _result(message: Message, response: Response, data: Sequence[bytes]) -> _Result:
-    """Make of a response what the ClientApp would have returned in this process."""
-    state = None if response.state is None else unpack(response.state)
-    start_now(message)
-    if response.error is not None:
-        return _Result(Message(Error(*response.error), reply_to=message), state)
-    content = unpack(Packed(response.content, list(data)))
-    return _Result(Message(content, reply_to=message), state)
-
-
-# -----------------------------------------------------------------------------
-# Where simulated clients' work is done.
+# The contract, and work in this process.
 # -----------------------------------------------------------------------------
 
 
@@ -541,6 +62,44 @@ class Executor(Protocol):
     def close(self) -> None:
         """Release what the executor holds."""
         ...
+
+
+@dataclass(eq=False)
+class Job:
+    """A message whose reply has not been asked for.
+
+    Attributes
+    ----------
+    due : float
+        When it will be asked for.
+    order : int
+        Its place among those of the same time.
+    queued : bool
+        It waits to be handed to a worker.
+    state : RecordDict or None
+        The client's state that it was last handed out with.
+    deaths : int
+        Workers that died at it.
+    """
+
+    message: Message
+    context: Context
+    due: float
+    order: int = 0
+    queued: bool = False
+    state: RecordDict | None = None
+    deaths: int = 0
+
+    @property
+    def message_id(self) -> str:
+        """The id of the message."""
+        return self.message.metadata.message_id
+
+    def __str__(self) -> str:
+        metadata = self.message.metadata
+        return (
+            f"message {metadata.message_id}, {metadata.message_type} on node {metadata.dst_node_id}"
+        )
 
 
 class InProcess:
@@ -594,7 +153,7 @@ def answer(
         Decides, with the client and the message, what the app draws from the process's own random
         numbers, for apps that are not known to leave them alone.
     """
-    start_now(message)
+    flower.start_now(message)
     try:
         if seed is None:
             reply = client_app(message, context)
@@ -608,4 +167,511 @@ def answer(
         return reply
     except Exception as error:
         reason = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
-        return error_reply(message, CLIENT_APP_RAISED_EXCEPTION, reason)
+        return flower.error_reply(message, flower.CLIENT_APP_RAISED_EXCEPTION, reason)
+
+
+# -----------------------------------------------------------------------------
+# The process's own random numbers, for ClientApps that draw from them: one seed decides all.
+#
+# An app may draw from Python's, numpy's and torch's generators, which are one each for a process.
+# In a simulation several clients and the server share a process, or clients are spread over
+# several; what one of them draws must not depend on which others are there.
+# -----------------------------------------------------------------------------
+
+
+def seed_process(entropy: Sequence[int]) -> None:
+    """Seed Python's, numpy's and, if it is loaded, torch's generator of this process."""
+    words = [int(word) for word in np.random.SeedSequence(entropy).generate_state(3)]
+    random.seed(words[0])
+    np.random.seed(words[1])
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        # `torch.manual_seed` takes a millisecond where there is no GPU: it keeps the call's trace.
+        torch.default_generator.manual_seed(words[2])
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed_all(words[2])
+
+
+@contextmanager
+def own_randomness(entropy: Sequence[int]) -> Iterator[None]:
+    """Give what happens meanwhile random numbers of its own, and bring back those from before."""
+    torch = sys.modules.get("torch")
+    states = random.getstate(), np.random.get_state()
+    drawn = torch.get_rng_state() if torch is not None else None
+    seed_process(entropy)
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        if torch is not None:
+            torch.set_rng_state(drawn)
+
+
+# -----------------------------------------------------------------------------
+# Messages and records as plain values: for workers, for checkpoints, and for comparing them.
+# -----------------------------------------------------------------------------
+
+
+Value = str | int | float | bool
+
+Records = list[tuple[str, str, Any]]
+"""Records without their arrays' data: name, kind, content."""
+
+_ARRAYS, _METRICS, _CONFIG = "arrays", "metrics", "config"
+
+
+class Packed(NamedTuple):
+    """Records, and the data of their arrays one after the other."""
+
+    records: Records
+    data: list[bytes]
+
+
+def pack(records: RecordDict) -> Packed:
+    """Take records apart. Arrays' data are not copied."""
+    packed = Packed([], [])
+    for name, record in records.items():
+        if isinstance(record, ArrayRecord):
+            arrays = [
+                (
+                    key,
+                    array.dtype,
+                    array.shape,
+                    array.stype,
+                    len(array.data),
+                )
+                for key, array in record.items()
+            ]
+            packed.records.append((name, _ARRAYS, arrays))
+            packed.data.extend(array.data for array in record.values())
+        else:
+            kind = _METRICS if isinstance(record, MetricRecord) else _CONFIG
+            packed.records.append((name, kind, dict(record)))
+    return packed
+
+
+def unpack(packed: Packed) -> RecordDict:
+    """Put records together again. Arrays' data are not copied."""
+    data = iter(packed.data)
+    return RecordDict(
+        {name: _record(kind, content, data) for name, kind, content in packed.records}
+    )
+
+
+def _record(
+    kind: str, content: Any, data: Iterator[bytes]
+) -> ArrayRecord | MetricRecord | ConfigRecord:
+    if kind == _METRICS:
+        return MetricRecord(content)
+    if kind == _CONFIG:
+        return ConfigRecord(content)
+    return flower.array_record(
+        {
+            # A checkpoint brings lists back.
+            key: flower.array(dtype, tuple(shape), stype, next(data))
+            for key, dtype, shape, stype, _ in content
+        }
+    )
+
+
+def sizes(records: Records) -> list[int]:
+    """Return the number of bytes of each array's data."""
+    return [array[-1] for _, kind, content in records if kind == _ARRAYS for array in content]
+
+
+def head_of(message: Message) -> dict[str, Any]:
+    """Return all of a message but its content."""
+    metadata = message.metadata
+    return {
+        "id": metadata.message_id,
+        "node": metadata.dst_node_id,
+        "type": metadata.message_type,
+        "ttl": metadata.ttl,
+        "group": metadata.group_id,
+    }
+
+
+def message_of(head: Mapping[str, Any], content: RecordDict) -> Message:
+    """Put a message together again, with its id."""
+    message = Message(content, head["node"], head["type"], ttl=head["ttl"], group_id=head["group"])
+    flower.set_message_id(message, head["id"])
+    return message
+
+
+# -----------------------------------------------------------------------------
+# A worker's side: it answers requests with a ClientApp, in another process or on another machine.
+# -----------------------------------------------------------------------------
+
+
+class NodeSettings(NamedTuple):
+    """What a worker has to know of a client: its context but for the state."""
+
+    run_id: int
+    node_config: Mapping[str, Value]
+    run_config: Mapping[str, Value]
+
+
+class Request(NamedTuple):
+    """A message on its way to a worker.
+
+    Attributes
+    ----------
+    slot : int
+        Of the shared memory, if there is any; the response uses the same one.
+    sender : tuple[int, int]
+        Run and node on whose behalf the message was made.
+    data : list[bytes] or None
+        The arrays' data; None if they are in the slot.
+    node : NodeSettings or None
+        None if the worker knows the client already.
+    state : Packed or None
+        The client's state; None if it is empty.
+    """
+
+    slot: int
+    head: dict[str, Any]
+    sender: tuple[int, int]
+    content: Records
+    data: list[bytes] | None
+    node: NodeSettings | None
+    state: Packed | None
+
+
+class Response(NamedTuple):
+    """A reply on its way back.
+
+    Attributes
+    ----------
+    error : tuple[int, str | None] or None
+        Code and reason of an error reply.
+    data : list[bytes] or None
+        The arrays' data; None if they are in the request's slot.
+    state : Packed or None
+        The client's state; None if it is what it was.
+    """
+
+    message_id: str
+    error: tuple[int, str | None] | None
+    content: Records
+    data: list[bytes] | None
+    state: Packed | None
+
+
+class Desk:
+    """Where requests become messages, and replies responses.
+
+    Parameters
+    ----------
+    app : ClientApp
+        Answers.
+    seed : int or None
+        See :func:`answer`.
+    """
+
+    def __init__(self, app: ClientApp, seed: int | None) -> None:
+        self._app, self._seed = app, seed
+        self._nodes: dict[int, NodeSettings] = {}
+
+    def respond(self, request: Request, data: list[bytes]) -> Response:
+        """Answer a request whose arrays have these data."""
+        node_id = request.head["node"]
+        if request.node is not None:
+            self._nodes[node_id] = request.node
+        node = self._nodes[node_id]
+        context = Context(
+            run_id=node.run_id,
+            node_id=node_id,
+            node_config=dict(node.node_config),
+            state=RecordDict() if request.state is None else unpack(request.state),
+            run_config=dict(node.run_config),
+        )
+        flower.identify_process(*request.sender)
+        message = message_of(request.head, unpack(Packed(request.content, data)))
+        reply = answer(self._app, message, context, self._seed)
+        state = pack(context.state)
+        content = Packed([], []) if reply.has_error() else pack(reply.content)
+        return Response(
+            message_id=message.metadata.message_id,
+            error=(reply.error.code, reply.error.reason) if reply.has_error() else None,
+            content=content.records,
+            data=content.data,
+            state=None if state == (request.state or Packed([], [])) else state,
+        )
+
+
+def load(target: str) -> ClientApp:
+    """Import a ClientApp.
+
+    Raises
+    ------
+    Exception
+        Whatever the import raises; TypeError if it is no ClientApp.
+    """
+    module, _, attribute = target.partition(":")
+    app = attrgetter(attribute)(without_operators(lambda: import_module(module)))
+    if not isinstance(app, ClientApp):
+        raise TypeError(f"{target} must be a flwr.clientapp.ClientApp, got {type(app).__name__}")
+    return app
+
+
+def open_desk(target: str, seed: int | None, log_level: int) -> Desk | str:
+    """Make ready to answer requests in this process; return why it cannot be, if so.
+
+    Parameters
+    ----------
+    target : str
+        The ClientApp, as ``module:attribute``.
+    seed : int, optional
+        See :func:`answer`.
+    log_level : int
+        Of Flower's logger.
+    """
+    logging.getLogger("flwr").setLevel(log_level)
+    try:
+        app = load(target)
+    except (Exception, SystemExit) as error:
+        reason = " ".join(str(error).split()) or "no reason given"
+        return f"{type(error).__name__}: {reason}"
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
+    return Desk(app, seed)
+
+
+# -----------------------------------------------------------------------------
+# The simulator's side: work is handed out ahead of when its result is needed.
+# -----------------------------------------------------------------------------
+
+
+QUEUED = 2
+"""Tasks that a worker has at a time: one that it works on, and one so that it need not wait."""
+_MOST_DEATHS = 3
+"""Workers that may die at the same task, or one after the other before they are ready."""
+_AHEAD, _AHEAD_PER_WORKER = 64, 8
+"""Results that may wait to be asked for: so many, or so many per worker if that is more."""
+
+
+@dataclass(eq=False)
+class Worker:
+    """A worker as the simulator sees it.
+
+    Attributes
+    ----------
+    ready : bool
+        It has loaded the ClientApp.
+    jobs : dict[str, Job]
+        What it has to do, by message id, in its order.
+    nodes : dict[int, NodeSettings]
+        The clients that it knows.
+    """
+
+    ready: bool = False
+    jobs: dict[str, Job] = field(default_factory=dict)
+    nodes: dict[int, NodeSettings] = field(default_factory=dict)
+
+
+W = TypeVar("W", bound=Worker)
+
+
+class WorkingAhead(ABC, Generic[W]):
+    """An executor whose workers begin as soon as work is submitted; what is due first comes first.
+
+    Replies are those of :class:`InProcess`: work that was done on another state than its client
+    then has is done again, and so is what a worker died at, after another has taken its place.
+
+    Parameters
+    ----------
+    target : str
+        The ClientApp, as ``module:attribute``; every worker imports it.
+    workers : int
+        Number of workers.
+    seed : int, optional
+        See :func:`answer`.
+    """
+
+    never_ready = "Workers end before they have loaded the ClientApp {target}: {how}"
+    deadly = "{deaths} workers died at the same task: {job}. {how}"
+    """What a person is told if workers cannot start, or die again and again at the same task."""
+
+    def __init__(self, target: str, workers: int, seed: int | None) -> None:
+        self._target, self._seed = target, seed
+        self._workers: list[W] = []
+        self._failed_starts = 0
+        self._jobs: dict[str, Job] = {}
+        # Reply, and the client's state if it has changed.
+        self._results: dict[str, tuple[Message, RecordDict | None]] = {}
+        # Heap of (due, order, message id); an entry counts only while it states the task's due
+        # time, so that a task can be put first without a search.
+        self._waiting: list[tuple[float, int, str]] = []
+        self._order = 0
+        self._bound = max(_AHEAD, _AHEAD_PER_WORKER * workers)
+
+    def submit(self, message: Message, context: Context, due: float) -> None:
+        """Take on the work of a message, and start it if a worker is free."""
+        self._order += 1
+        job = Job(message, context, due, self._order)
+        self._jobs[job.message_id] = job
+        self._queue(job)
+        self._receive(wait=False)
+        self._hand_out()
+
+    def result(self, message_id: str) -> Message:
+        """Return the reply to a submitted message; wait for it if need be."""
+        job = self._jobs[message_id]
+        self._receive(wait=False)
+        while not self._is_done(job):
+            if job.due > -math.inf:
+                job.due = -math.inf
+                if job.queued:
+                    self._queue(job)
+            self._hand_out(urgent=job)
+            self._receive(wait=True)
+        reply, state = self._results.pop(message_id)
+        del self._jobs[message_id]
+        if state is not None:
+            job.context.state = state
+        self._hand_out()
+        return reply
+
+    def cancel(self, message_id: str) -> None:
+        """Drop a submitted message; if a worker is at it, what it makes of it is thrown away."""
+        self._jobs.pop(message_id, None)
+        self._results.pop(message_id, None)
+
+    def close(self) -> None:
+        """End the workers."""
+        self._end_workers()
+        self._workers = []
+        self._jobs, self._results, self._waiting = {}, {}, []
+
+    @abstractmethod
+    def _start(self) -> W:
+        """Start a worker."""
+
+    @abstractmethod
+    def _send(self, worker: W, job: Job) -> bool:
+        """Send a task to a worker; return False if it cannot take it now.
+
+        The request is made by :meth:`_request`; once it is sent, :meth:`_begin` is called.
+        """
+
+    @abstractmethod
+    def _receive(self, wait: bool) -> None:
+        """Take in what has come from the workers; with `wait`, at least one thing.
+
+        Raises
+        ------
+        UserError
+            Workers cannot start, or die again and again at the same task.
+        """
+
+    @abstractmethod
+    def _end_workers(self) -> None:
+        """End the workers."""
+
+    # Handing work out.
+
+    def _queue(self, job: Job) -> None:
+        """Let a task wait for a worker; if it does already, its new due time counts."""
+        job.queued = True
+        heapq.heappush(self._waiting, (job.due, job.order, job.message_id))
+
+    def _hand_out(self, urgent: Job | None = None) -> None:
+        """Give waiting tasks to workers that have room, but not too far ahead of the results."""
+        while self._waiting:
+            due, _, message_id = self._waiting[0]
+            job = self._jobs.get(message_id)
+            if job is None or not job.queued or due != job.due:
+                heapq.heappop(self._waiting)
+                continue
+            ahead = len(self._results) + sum(len(worker.jobs) for worker in self._workers)
+            if ahead >= self._bound and job is not urgent:
+                return
+            free = [w for w in self._workers if w.ready and len(w.jobs) < QUEUED]
+            if not free or not self._send(min(free, key=lambda w: len(w.jobs)), job):
+                return
+            heapq.heappop(self._waiting)
+
+    def _request(
+        self, worker: W, job: Job, content: Records, data: list[bytes] | None, slot: int = 0
+    ) -> Request:
+        """Make the request of a task, of its message and what the worker does not know."""
+        context, metadata = job.context, job.message.metadata
+        node = NodeSettings(context.run_id, dict(context.node_config), dict(context.run_config))
+        return Request(
+            slot=slot,
+            head=head_of(job.message),
+            sender=(metadata.run_id, metadata.src_node_id),
+            content=content,
+            data=data,
+            node=None if worker.nodes.get(context.node_id) == node else node,
+            state=pack(context.state) if context.state else None,
+        )
+
+    def _begin(self, worker: W, job: Job, request: Request) -> None:
+        """Note that a worker has a task."""
+        if request.node is not None:
+            worker.nodes[job.context.node_id] = request.node
+        worker.jobs[job.message_id] = job
+        job.queued, job.state = False, job.context.state
+
+    # Taking results in.
+
+    def _finish(self, worker: W, response: Response, data: Sequence[bytes]) -> None:
+        """Keep what a worker has made of a task, if it is still wanted."""
+        job = worker.jobs.pop(response.message_id)
+        if self._jobs.get(job.message_id) is not job:
+            return
+        flower.start_now(job.message)
+        if response.error is None:
+            content = unpack(Packed(response.content, list(data)))
+            reply = Message(content, reply_to=job.message)
+        else:
+            reply = Message(Error(*response.error), reply_to=job.message)
+        state = None if response.state is None else unpack(response.state)
+        self._results[job.message_id] = reply, state
+
+    def _is_done(self, job: Job) -> bool:
+        """Return whether a task's result can be given out.
+
+        One that started from another state than its client now has is done again: an earlier
+        message has changed it since.
+        """
+        if job.message_id not in self._results:
+            return False
+        if job.state is job.context.state:
+            return True
+        del self._results[job.message_id]
+        self._queue(job)
+        return False
+
+    # Workers' lives.
+
+    def _welcome(self, worker: W) -> None:
+        """Note that a worker is ready."""
+        worker.ready, self._failed_starts = True, 0
+
+    def _replace(self, worker: W, **told: str) -> None:
+        """Start a worker in the place of one that has died, and let its tasks wait again.
+
+        Parameters
+        ----------
+        worker : Worker
+            It.
+        told : str
+            How it died, and what else the messages of this class tell.
+        """
+        index = self._workers.index(worker)
+        del self._workers[index]
+        self._failed_starts += not worker.ready
+        if self._failed_starts >= _MOST_DEATHS:
+            raise UserError(self.never_ready.format(target=self._target, **told))
+        fatal = None
+        for position, job in enumerate(worker.jobs.values()):
+            # It died at the first one.
+            job.deaths += position == 0
+            fatal = job if job.deaths >= _MOST_DEATHS else fatal
+            self._queue(job)
+        if fatal is not None:
+            raise UserError(self.deadly.format(deaths=fatal.deaths, job=fatal, **told))
+        self._workers.insert(index, self._start())

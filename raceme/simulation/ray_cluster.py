@@ -1,4 +1,4 @@
-"""The Ray cluster that a run's work is spread over: found or started, checked, and left again."""
+"""A Ray cluster that a run's work is spread over: found or started, checked, and left again."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ import os
 import queue
 import signal
 import sys
-import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -23,19 +22,17 @@ from raceme import datasets
 from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
 from raceme.core.options import Value
+from raceme.core.signals import handled_by
 from raceme.simulation.executor import (
-    MOST_DEATHS,
-    QUEUED,
-    Node,
+    Desk,
+    Job,
     Request,
     Response,
-    Task,
+    Worker,
     WorkingAhead,
-    node_of,
+    open_desk,
     pack,
-    request_of,
 )
-from raceme.simulation.pool import Desk, load
 
 NAME = "ray"
 ADDRESS = "ray://"
@@ -53,6 +50,7 @@ _ENVIRONMENT = {
 }
 """Ray tells nobody of the run, and prints nothing; what a person has set stays."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals whose handlers are put back: Ray sets its own for SIGTERM."""
 
 
 class Cluster:
@@ -87,7 +85,7 @@ class Cluster:
             if workers != NAME:
                 _check_listens(workers)
         else:
-            with _own_signal_handlers():
+            with handled_by(None, *_SIGNALS):
                 _connect(workers, cores)
             self._connected = True
         try:
@@ -114,7 +112,7 @@ class Cluster:
             import ray
 
             self._connected = False
-            with _own_signal_handlers():
+            with handled_by(None, *_SIGNALS):
                 ray.shutdown()
 
 
@@ -268,21 +266,6 @@ def _name(node: Mapping[str, Any]) -> str:
     return f"{node['NodeManagerAddress']} ({node['NodeID'][:8]})"
 
 
-@contextmanager
-def _own_signal_handlers() -> Iterator[None]:
-    """Put signal handlers back afterwards: Ray sets its own for SIGTERM."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.getsignal(number) for number in _SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            if handler is not None:
-                signal.signal(number, handler)
-
-
 # -----------------------------------------------------------------------------
 # Arrays that many messages carry, once in Ray's object store.
 # -----------------------------------------------------------------------------
@@ -395,12 +378,8 @@ class RayWorker:
 
         Parameters
         ----------
-        target : str
-            The ClientApp, as ``module:attribute``.
-        seed : int, optional
-            See :func:`~raceme.simulation.executor.answer`.
-        log_level : int
-            Of Flower's logger.
+        target, seed, log_level
+            See :func:`~raceme.simulation.executor.open_desk`.
         path : Sequence[str]
             Where the simulator finds modules, the ClientApp's among them; looked at here, too.
         run : Mapping[str, Value], optional
@@ -409,30 +388,22 @@ class RayWorker:
         import ray
 
         node_id = ray.get_runtime_context().get_node_id()
-        logging.getLogger("flwr").setLevel(log_level)
         sys.path[:] = dict.fromkeys([*path, *sys.path])
         try:
             data = "" if run is None else _data_here(RunConfig.from_mapping(run))
         except UserError as error:
             return Started(node_id, f"has not the data: {error}")
-        try:
-            app = load(target)
-        except (Exception, SystemExit) as error:
-            reason = " ".join(str(error).split()) or "no reason given"
-            return Started(
-                node_id, f"cannot load the ClientApp {target}: {type(error).__name__}: {reason}"
-            )
-        self._desk = Desk(app, seed)
+        desk = open_desk(target, seed, log_level)
+        if isinstance(desk, str):
+            return Started(node_id, f"cannot load the ClientApp {target}: {desk}")
+        self._desk: Desk = desk
         torch = sys.modules.get("torch")
-        if torch is None:
-            return Started(node_id, data=data)
-        torch.set_num_threads(1)
-        return Started(node_id, "", torch.backends.cpu.get_cpu_capability(), data)
+        instructions = "" if torch is None else torch.backends.cpu.get_cpu_capability()
+        return Started(node_id, "", instructions, data)
 
     def respond(self, request: Request, *data: list[bytes]) -> Response:
         """Answer a request whose arrays' data come beside it, one record's after another's."""
-        parts = [part for record in data for part in record]
-        return self._desk.respond(request._replace(data=parts))
+        return self._desk.respond(request, [part for record in data for part in record])
 
 
 def _data_here(config: RunConfig) -> str:
@@ -460,7 +431,7 @@ def fingerprint(config: RunConfig) -> str:
 
 
 # -----------------------------------------------------------------------------
-# Actors on a Ray cluster that do simulated clients' work, ahead of when it is needed.
+# Actors on a Ray cluster, one per CPU, that keep models and data.
 # -----------------------------------------------------------------------------
 
 
@@ -471,54 +442,42 @@ _READY_SECONDS = 300.0
 """Time for the cluster to have room for any actor at all, and for that to load app and data."""
 
 
-@dataclass(eq=False)
-class _Worker:
+@dataclass(eq=False, kw_only=True)
+class _Actor(Worker):
     """An actor as the simulator sees it.
 
     Attributes
     ----------
+    actor : ActorHandle
+        Ray's.
     node_id : str
         Ray's id of the node that it is on; empty until it is ready.
-    tasks : dict[str, Task]
-        What it has to do, by message id, in its order.
     versions : dict[str, list[Key]]
         What its tasks hold of the object store, by message id.
-    nodes : dict[int, Node]
-        The clients that it knows.
     """
 
     actor: Any
     node_id: str = ""
-    tasks: dict[str, Task] = field(default_factory=dict)
     versions: dict[str, list[Key]] = field(default_factory=dict)
-    nodes: dict[int, Node] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class _Arrival:
-    """Something has come from an actor: its start, or the reply to a message."""
-
-    worker: _Worker
-    message_id: str | None
-    value: Callable[[], Any]
+Arrival = tuple[_Actor, Callable[[], "Started | Response"]]
+"""An actor, and what returns what has come from it, or raises how it was lost."""
 
 
-class RayActors(WorkingAhead):
-    """An executor of actors on a Ray cluster, one per CPU, that keep models and data.
+class RayActors(WorkingAhead[_Actor]):
+    """An executor of actors on a Ray cluster.
 
-    Replies are those of :class:`~raceme.simulation.executor.InProcess`: an actor that is lost, with
-    its node or alone, is replaced where there is room, and what it had to do is done again.
+    An actor that is lost, with its node or alone, is replaced where there is room.
 
     Parameters
     ----------
-    target : str
-        The ClientApp, as ``module:attribute``; every actor imports it.
+    target, seed
+        See :class:`~raceme.simulation.executor.WorkingAhead`.
     workers : str
-        Which cluster; see :class:`~raceme.simulation.ray_cluster.Cluster`.
+        Which cluster; see :class:`Cluster`.
     cores : int
         CPUs of a cluster that is started here.
-    seed : int, optional
-        See :func:`~raceme.simulation.executor.answer`.
     config : RunConfig, optional
         Of a run whose data all nodes need; it is checked that they have the same.
 
@@ -528,6 +487,15 @@ class RayActors(WorkingAhead):
         There is no such cluster, or its nodes do not fit.
     """
 
+    never_ready = (
+        "Ray's actors end before they have loaded the ClientApp {target}: {how}. With --workers 0 "
+        "there are none."
+    )
+    deadly = (
+        "{deaths} of Ray's actors died at the same task, the last on node {node}: {job}. As a "
+        "rule memory ran out: start nodes with fewer CPUs (ray start --num-cpus). Ray says: {how}."
+    )
+
     def __init__(
         self,
         target: str,
@@ -536,81 +504,62 @@ class RayActors(WorkingAhead):
         seed: int | None = None,
         config: RunConfig | None = None,
     ) -> None:
-        self._target, self._seed = target, seed
         self._run = None if config is None else config.to_mapping()
         self._data = "" if config is None else fingerprint(config)
         self._versions = Versions()
-        self._arrivals: queue.SimpleQueue[_Arrival] = queue.SimpleQueue()
-        self._failed_starts = 0
+        self._arrivals: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
         self._instructions = ""
         self._troubled: set[str] = set()
-        self._workers: list[_Worker] = []
         self._cluster = Cluster(workers, cores)
         count = min(self._cluster.cpus, _MOST_ACTORS)
-        super().__init__(count)
+        super().__init__(target, count, seed)
         try:
             self._workers.extend(self._start() for _ in range(count))
         except BaseException:
             self.close()
             raise
 
+    def _start(self) -> _Actor:
+        """Start an actor; Ray places it where a CPU is free, now or later."""
+        import ray
+
+        made = ray.remote(num_cpus=1, max_restarts=0, max_task_retries=0)(RayWorker)
+        worker = _Actor(actor=made.remote())
+        level = logging.getLogger("flwr").level
+        started = worker.actor.start.remote(self._target, self._seed, level, sys.path, self._run)
+        self._expect(worker, started)
+        return worker
+
     def _end_workers(self) -> None:
         """End the actors, and leave the cluster."""
         for worker in self._workers:
             _kill(worker)
-        self._workers = []
         self._versions.clear()
         self._cluster.close()
 
-    # Handing work out.
-
-    def _at_work(self) -> int:
-        return sum(len(worker.tasks) for worker in self._workers)
-
-    def _give(self, task: Task) -> bool:
-        """Give a task to an actor that has room; return False if none has."""
-        free = [w for w in self._workers if w.node_id and len(w.tasks) < QUEUED]
-        if not free:
-            return False
-        worker = min(free, key=lambda worker: len(worker.tasks))
-        message, context = task.message, task.context
-        held = [
-            self._versions.hold(record)
-            for record in message.content.values()
-            if isinstance(record, ArrayRecord)
-        ]
-        node = node_of(context)
-        known = worker.nodes.get(context.node_id) == node
-        content = pack(message.content).records
-        request = request_of(message, context, content, None, None if known else node)
-        worker.nodes[context.node_id] = node
-        worker.tasks[task.message_id] = task
-        worker.versions[task.message_id] = [key for key, _ in held if key is not None]
-        self._begin(task)
-        reply = worker.actor.respond.remote(request, *(data for _, data in held))
-        self._expect(worker, task.message_id, reply)
+    def _send(self, worker: _Actor, job: Job) -> bool:
+        """Send a task to an actor; it can always take it."""
+        content = job.message.content
+        held = [self._versions.hold(record) for record in content.array_records.values()]
+        request = self._request(worker, job, pack(content).records, None)
+        worker.versions[job.message_id] = [key for key, _ in held if key is not None]
+        self._begin(worker, job, request)
+        data = [data for _, data in held]
+        self._expect(worker, worker.actor.respond.remote(request, *data))
         return True
 
-    def _expect(self, worker: _Worker, message_id: str | None, reply: Any) -> None:
+    def _expect(self, worker: _Actor, coming: Any) -> None:
         """Let what an actor returns be taken in when it is there; another thread says so."""
-        reply.future().add_done_callback(
-            lambda done: self._arrivals.put(_Arrival(worker, message_id, done.result))
-        )
-
-    # Taking results in.
+        coming.future().add_done_callback(lambda done: self._arrivals.put((worker, done.result)))
 
     def _receive(self, wait: bool) -> None:
-        """Take in what has come from the actors; with `wait`, at least one thing.
-
-        Raises
-        ------
-        UserError
-            Actors cannot start, or die again and again at the same task.
-        """
+        """Take in what has come from the actors; with `wait`, at least one thing."""
+        # For work it is waited as long as it takes.
+        at_work = any(worker.ready for worker in self._workers)
+        patience = None if at_work else _READY_SECONDS
         while True:
             try:
-                arrival = self._arrivals.get(timeout=self._patience()) if wait else None
-                arrival = arrival or self._arrivals.get_nowait()
+                worker, value = self._arrivals.get(block=wait, timeout=patience if wait else None)
             except queue.Empty:
                 if not wait:
                     return
@@ -620,36 +569,29 @@ class RayActors(WorkingAhead):
                 ) from None
             wait = False
             # One that is not there any more is done with, whatever still comes from it.
-            if arrival.worker in self._workers:
-                self._take(arrival)
+            if worker in self._workers:
+                self._take(worker, value)
 
-    def _patience(self) -> float | None:
-        """Return how long to wait for something: for work as long as it takes."""
-        return None if any(worker.node_id for worker in self._workers) else _READY_SECONDS
-
-    def _take(self, arrival: _Arrival) -> None:
+    def _take(self, worker: _Actor, value: Callable[[], Started | Response]) -> None:
         """Take in what has come from an actor, or that it is lost."""
         from ray.exceptions import RayError, RayTaskError
 
-        worker = arrival.worker
         try:
-            value = arrival.value()
+            came = value()
         except RayTaskError:
             # Nothing that an actor's end explains.
             raise
         except RayError as error:
-            self._replace(worker, first_line(error))
+            self._lose(worker, first_line(error))
             return
-        if arrival.message_id is None:
-            self._welcome(worker, value)
+        if isinstance(came, Started):
+            self._admit(worker, came)
             return
-        response: Response = value
-        task = worker.tasks.pop(arrival.message_id)
-        self._release(worker, arrival.message_id)
-        assert response.data is not None, "actors share no memory with this process"
-        self._finish(task, response, response.data)
+        self._release(worker, came.message_id)
+        assert came.data is not None, "actors share no memory with this process"
+        self._finish(worker, came, came.data)
 
-    def _welcome(self, worker: _Worker, started: Started) -> None:
+    def _admit(self, worker: _Actor, started: Started) -> None:
         """Take in that an actor is ready.
 
         Raises
@@ -669,60 +611,33 @@ class RayActors(WorkingAhead):
         if started.instructions != known:
             log.warning(
                 "Node %s computes with %s, others with %s: sums may differ in their last digits.",
-                *(name, started.instructions, known),
+                name,
+                started.instructions,
+                known,
             )
-        self._instructions = known
-        worker.node_id, self._failed_starts = started.node_id, 0
+        self._instructions, worker.node_id = known, started.node_id
+        self._welcome(worker)
 
-    def _release(self, worker: _Worker, message_id: str) -> None:
+    def _release(self, worker: _Actor, message_id: str) -> None:
         for key in worker.versions.pop(message_id):
             self._versions.release(key)
 
-    # Actors' lives.
-
-    def _start(self) -> _Worker:
-        """Start an actor; Ray places it where a CPU is free, now or later."""
-        import ray
-
-        made = ray.remote(num_cpus=1, max_restarts=0, max_task_retries=0)(RayWorker)
-        worker = _Worker(made.remote())
-        level = logging.getLogger("flwr").level
-        told = self._target, self._seed, level, sys.path, self._run
-        self._expect(worker, None, worker.actor.start.remote(*told))
-        return worker
-
-    def _replace(self, worker: _Worker, how: str) -> None:
-        """Start an actor in the place of one that is lost, and let its tasks wait again."""
-        index = self._workers.index(worker)
-        del self._workers[index]
+    def _lose(self, worker: _Actor, how: str) -> None:
+        """Take in that an actor is lost."""
         # It may be there still, and only not be reached.
         _kill(worker)
         for message_id in list(worker.versions):
             self._release(worker, message_id)
-        if not worker.node_id:
-            self._failed_starts += 1
-        if self._failed_starts >= MOST_DEATHS:
-            raise UserError(
-                f"Ray's actors end before they have loaded the ClientApp {self._target}: {how}. "
-                "With --workers 0 there are none."
-            )
-        name = self._cluster.name(worker.node_id) if worker.node_id else "not known yet"
-        if worker.node_id and worker.node_id not in self._troubled:
+        node = self._cluster.name(worker.node_id) if worker.ready else "not known yet"
+        if worker.ready and worker.node_id not in self._troubled:
             self._troubled.add(worker.node_id)
             log.warning(
-                "Ray has lost work on node %s, which is done again elsewhere: %s.", name, how
+                "Ray has lost work on node %s, which is done again elsewhere: %s.", node, how
             )
-        fatal = self._redo(worker.tasks.values())
-        if fatal is not None:
-            raise UserError(
-                f"{fatal.deaths} of Ray's actors died at the same task, the last on node {name}: "
-                f"{fatal}. As a rule memory ran out: start nodes with fewer CPUs (ray start "
-                f"--num-cpus). Ray says: {how}."
-            )
-        self._workers.insert(index, self._start())
+        self._replace(worker, how=how, node=node)
 
 
-def _kill(worker: _Worker) -> None:
+def _kill(worker: _Actor) -> None:
     """End an actor, if it can be reached."""
     import ray
 

@@ -20,30 +20,9 @@ from torch import Tensor
 from torch.func import functional_call, grad_and_value, vmap
 
 from raceme import client_app
+from raceme.core import messages as keys
 from raceme.core.errors import UserError
-from raceme.core.messages import (
-    ARRAYS,
-    BATCH_SIZE,
-    COMPUTE_SCALE,
-    CONFIG,
-    EVALUATE,
-    INVITATION,
-    KIND,
-    LOCAL_EPOCHS,
-    LOCAL_STEPS,
-    LR,
-    MASK,
-    PROXIMAL_MU,
-    ROUND,
-    STEP,
-    TASK,
-    TASK_SHARE,
-    TRAIN,
-    TRAIN_LOSS,
-    VERSION,
-    ModelSpec,
-)
-from raceme.simulation.executor import answer
+from raceme.simulation.executor import Job, answer
 from raceme.training.clients import Client
 from raceme.training.kinds import evaluation_answer, training_answer
 from raceme.training.local import TrainingSettings, epochs, torch_seed
@@ -139,29 +118,17 @@ _ACTIVATIONS = 64
 """Memory that a network takes for one sample, in sizes of its input: a generous guess."""
 _TEST_BATCH = 2048
 
+_PLACE = {keys.KIND, keys.STEP, keys.TASK, keys.VERSION, keys.ROUND}
+_COST = {keys.COMPUTE_SCALE, keys.TASK_SHARE, keys.INVITATION}
+_SGD = {keys.LR, keys.BATCH_SIZE, keys.LOCAL_EPOCHS, keys.LOCAL_STEPS, keys.PROXIMAL_MU}
 _STACKED = {
-    TRAIN: (
-        {ARRAYS, MASK},
-        {
-            *(KIND, STEP, TASK, VERSION, ROUND, COMPUTE_SCALE, TASK_SHARE, INVITATION),
-            *(LR, BATCH_SIZE, LOCAL_EPOCHS, LOCAL_STEPS, PROXIMAL_MU),
-        },
-    ),
-    EVALUATE: ({ARRAYS}, {KIND, STEP, TASK, VERSION, ROUND}),
+    keys.TRAIN: ({keys.ARRAYS, keys.MASK}, _PLACE | _COST | _SGD),
+    keys.EVALUATE: ({keys.ARRAYS}, _PLACE),
 }
 """Kinds of work that can be stacked, with the array records and the settings that are known here.
 A message with anything else is the ClientApp's."""
 
 _Gradients = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-
-
-@dataclass(frozen=True, eq=False)
-class _Job:
-    """A message whose work is not done."""
-
-    message: Message
-    context: Context
-    due: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,7 +150,7 @@ class _Training:
     message: Message
     work: ClientWork
     settings: TrainingSettings
-    spec: ModelSpec
+    spec: keys.ModelSpec
     start: Tensor
     mask: Tensor | None
     indices: NDArray[np.int64]
@@ -219,7 +186,7 @@ class Vectorised:
             )
         self._device = torch.device(device)
         self._memory = memory
-        self._jobs: dict[str, _Job] = {}
+        self._jobs: dict[str, Job] = {}
         self._replies: dict[str, Message] = {}
         self._train_data = SampleStore(self._device)
         self._test_data = SampleStore(self._device)
@@ -227,7 +194,7 @@ class Vectorised:
 
     def submit(self, message: Message, context: Context, due: float) -> None:
         """Keep the message until a reply is asked for."""
-        self._jobs[message.metadata.message_id] = _Job(message, context, due)
+        self._jobs[message.metadata.message_id] = Job(message, context, due)
 
     def result(self, message_id: str) -> Message:
         """Return a reply; all work of the same kind that is pending is done with it."""
@@ -248,49 +215,42 @@ class Vectorised:
 
     def _exactness(self) -> AbstractContextManager[None]:
         """Let a GPU calculate as exactly as a CPU: convolutions would round inputs to 10 bits."""
-        if self._device.type != "cuda":
-            return nullcontext()
-        exact: AbstractContextManager[None] = torch.backends.cudnn.flags(
-            enabled=True, benchmark=False, deterministic=True, allow_tf32=False
-        )
+        exact: AbstractContextManager[None] = nullcontext()
+        if self._device.type == "cuda":
+            exact = torch.backends.cudnn.flags(
+                enabled=True, benchmark=False, deterministic=True, allow_tf32=False
+            )
         return exact
 
     def _work(self, message_id: str) -> None:
         """Do the work of a message, and with it whatever can be done at once."""
         asked = self._jobs[message_id]
-        client = self._client_that_can_be_stacked(asked)
-        if client is None:
+        kind = _stacked_kind(asked.message)
+        work = None if kind is None else _work(asked)
+        if work is None or not self._can_stack(work.client):
             self._answer(message_id)
             return
-        kind = _stacked_kind(asked.message)
+        network = work.client.network
         pending = sorted(
             (key for key, job in self._jobs.items() if _stacked_kind(job.message) == kind),
             key=lambda key: (key != message_id, self._jobs[key].due),
         )
-        if kind == TRAIN:
-            self._train(pending, client.network)
+        if kind == keys.TRAIN:
+            self._train(pending, network)
         else:
             same = _models_identity(asked.message)
-            self._evaluate(
-                [key for key in pending if _models_identity(self._jobs[key].message) == same],
-                client.network,
-            )
+            alike = [key for key in pending if _models_identity(self._jobs[key].message) == same]
+            self._evaluate(alike, network)
 
     def _answer(self, message_id: str) -> None:
         job = self._jobs.pop(message_id)
         self._replies[message_id] = answer(client_app.app, job.message, job.context)
 
-    def _client_that_can_be_stacked(self, job: _Job) -> Client | None:
-        """Return the client of a message that can be worked on together with others."""
-        if _stacked_kind(job.message) is None:
-            return None
-        work = _work(job)
-        if work is None:
-            return None
-        client = work.client
+    def _can_stack(self, client: Client) -> bool:
+        """Return whether a client can be worked on together with others."""
         if client.network not in self._gradients:
             self._gradients[client.network] = self._gradients_of(client)
-        return None if self._gradients[client.network] is None else client
+        return self._gradients[client.network] is not None
 
     def _gradients_of(self, client: Client) -> _Gradients | None:
         """Return the function for the gradients of many clients, None if there cannot be one."""
@@ -352,7 +312,7 @@ class Vectorised:
         for (message_id, training), (weights, loss) in zip(chosen.items(), trained, strict=True):
             network.weights.copy_(weights)
             answered = training_answer(
-                training.work, network.write(training.spec), {TRAIN_LOSS: loss}
+                training.work, network.write(training.spec), {keys.TRAIN_LOSS: loss}
             )
             self._replies[message_id] = client_app.reply_to(
                 training.message, training.work, answered
@@ -475,7 +435,7 @@ class Vectorised:
             self._replies[message_id] = client_app.reply_to(message, work, answered)
 
 
-def _work(job: _Job) -> ClientWork | None:
+def _work(job: Job) -> ClientWork | None:
     """Return the work of a message, its client's network holding the model; None if that fails.
 
     What is wrong is for the ClientApp to say, when it is asked to answer.
@@ -508,7 +468,7 @@ def _prepare(message: Message, context: Context) -> _Training:
         settings=settings,
         spec=spec,
         start=network.weights.clone(),
-        mask=network.read_mask(work.arrays[MASK]) if MASK in work.arrays else None,
+        mask=network.read_mask(work.arrays[keys.MASK]) if keys.MASK in work.arrays else None,
         indices=indices,
         shares=shares,
     )
@@ -556,17 +516,17 @@ def _stacked_kind(message: Message) -> str | None:
     """Return which kind of work a message asks for, if it is one that can be stacked."""
     content = message.content
     asked, _, action = message.metadata.message_type.partition(".")
-    if action not in ("", "default") or not {CONFIG} >= set(content.config_records):
+    if action not in ("", "default") or not {keys.CONFIG} >= set(content.config_records):
         return None
-    settings = content.config_records.get(CONFIG, ConfigRecord())
-    kind = settings.get(KIND, asked)
+    settings = content.config_records.get(keys.CONFIG, ConfigRecord())
+    kind = settings.get(keys.KIND, asked)
     known_arrays, known_settings = _STACKED.get(str(kind), (set(), set()))
     records = set(content.array_records)
-    fits = ARRAYS in records and records <= known_arrays and set(settings) <= known_settings
+    fits = keys.ARRAYS in records and records <= known_arrays and set(settings) <= known_settings
     return str(kind) if fits else None
 
 
 def _models_identity(message: Message) -> tuple[int, ...]:
     """Return what only messages with the very same model have in common."""
-    record = message.content.array_records.get(ARRAYS)
+    record = message.content.array_records.get(keys.ARRAYS)
     return () if record is None else tuple(id(array) for array in record.values())

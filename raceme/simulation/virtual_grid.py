@@ -12,16 +12,8 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 
 from raceme.core.timeline import Exchange, ExchangeObserver, Switched
-from raceme.flower.grid import OwnGrid
-from raceme.flower.messages import (
-    NODE_UNAVAILABLE,
-    REPLY_MESSAGE_UNAVAILABLE,
-    Run,
-    empty_run,
-    error_reply,
-    identify_process,
-    set_message_id,
-)
+from raceme.flower import messages as flower
+from raceme.flower.grid import PatientGrid
 from raceme.records.record import Communication
 from raceme.simulation.devices import (
     PREFIX,
@@ -35,7 +27,15 @@ from raceme.simulation.devices import (
     training_cost,
 )
 from raceme.simulation.event_queue import EventQueue, Key
-from raceme.simulation.executor import Executor, InProcess, Packed, pack, unpack
+from raceme.simulation.executor import (
+    Executor,
+    InProcess,
+    Packed,
+    head_of,
+    message_of,
+    pack,
+    unpack,
+)
 
 # -----------------------------------------------------------------------------
 # What the virtual grid keeps of its clients, and of messages without a reply yet.
@@ -43,7 +43,7 @@ from raceme.simulation.executor import Executor, InProcess, Packed, pack, unpack
 
 
 @dataclass(eq=False, slots=True)
-class Client:
+class NodeState:
     """A node as the grid keeps it.
 
     Attributes
@@ -67,7 +67,7 @@ class Pending:
 
     Attributes
     ----------
-    client : Client or None
+    client : NodeState or None
         Whom it was sent to; None if there is no such node.
     expires : float
         When its time to live ends.
@@ -86,7 +86,7 @@ class Pending:
     """
 
     message: Message
-    client: Client | None
+    client: NodeState | None
     expires: float
     due: float
     lost: str | None = None
@@ -127,70 +127,24 @@ def exchange_of(pending: Pending, answered: float, reply: Message | None) -> Exc
 Tree = dict[str, Any]
 
 
-def records_to_tree(records: RecordDict) -> Tree:
-    """Take records apart; arrays' data are not copied."""
-    packed = pack(records)
-    return {"records": packed.records, "data": packed.data}
-
-
-def records_from_tree(tree: Tree) -> RecordDict:
-    """Put records together again."""
-    records = [(name, kind, _content(content)) for name, kind, content in tree["records"]]
-    return unpack(Packed(records, tree["data"]))
-
-
-def message_to_tree(message: Message) -> Tree:
-    """Take a message apart that has no reply yet."""
-    metadata = message.metadata
+def _reply_tree(reply: Message) -> Tree:
+    """Take a reply apart; the head is that of the message that it answers."""
+    metadata, failed = reply.metadata, reply.has_error()
     return {
-        "id": metadata.message_id,
-        "node": metadata.dst_node_id,
-        "type": metadata.message_type,
-        "ttl": metadata.ttl,
-        "group": metadata.group_id,
-        "content": records_to_tree(message.content),
-    }
-
-
-def message_from_tree(tree: Tree) -> Message:
-    """Put a message together again, with its id."""
-    return _message(tree, records_from_tree(tree["content"]))
-
-
-def reply_to_tree(reply: Message) -> Tree:
-    """Take a reply apart."""
-    metadata = reply.metadata
-    failed = reply.has_error()
-    return {
+        **head_of(reply),
         "id": metadata.reply_to_message_id,
         "node": metadata.src_node_id,
-        "type": metadata.message_type,
-        "ttl": metadata.ttl,
-        "group": metadata.group_id,
         "error": [reply.error.code, reply.error.reason] if failed else None,
-        "content": None if failed else records_to_tree(reply.content),
+        "content": None if failed else pack(reply.content)._asdict(),
     }
 
 
-def reply_from_tree(tree: Tree) -> Message:
+def _reply_from(tree: Tree) -> Message:
     """Put a reply together again."""
-    asked = _message(tree, RecordDict())
+    asked = message_of(tree, RecordDict())
     if tree["error"] is not None:
         return Message(Error(*tree["error"]), reply_to=asked, ttl=tree["ttl"])
-    return Message(records_from_tree(tree["content"]), reply_to=asked, ttl=tree["ttl"])
-
-
-def _message(tree: Tree, content: RecordDict) -> Message:
-    message = Message(content, tree["node"], tree["type"], ttl=tree["ttl"], group_id=tree["group"])
-    set_message_id(message, tree["id"])
-    return message
-
-
-def _content(content: Any) -> Any:
-    """Return a record's content, or of an array record tuples with the arrays' shapes as such."""
-    if isinstance(content, dict):
-        return content
-    return [(key, dtype, tuple(shape), *rest) for key, dtype, shape, *rest in content]
+    return Message(unpack(Packed(**tree["content"])), reply_to=asked, ttl=tree["ttl"])
 
 
 # -----------------------------------------------------------------------------
@@ -228,7 +182,7 @@ class Node:
 _SWITCH, _REPLY = 0, 1
 
 
-class VirtualGrid(OwnGrid):
+class VirtualGrid(PatientGrid):
     """Simulates devices behind Flower's own Grid interface, on a clock of its own.
 
     A training message is answered after the time that its device needs for download, computation
@@ -279,7 +233,7 @@ class VirtualGrid(OwnGrid):
     ) -> None:
         self.nodes = tuple(nodes)
         self._cost, self._observe, self._notice = cost, observe, notice
-        self._run = empty_run()
+        self._run = flower.empty_run()
         self._first_run_id = self._run.run_id
         self._executor = executor or InProcess(client_app)
         self._queue = EventQueue()
@@ -291,19 +245,20 @@ class VirtualGrid(OwnGrid):
         self._seed, self._run_config = seed, dict(run_config or {})
         self._by_id = {node.node_id: node for node in self.nodes}
         # Those that have worked or have a state, or come and go: the others are as they were made.
-        self._clients: dict[int, Client] = {}
+        self._clients: dict[int, NodeState] = {}
         self._online: dict[int, None] = {}
         for node in self.nodes:
             if node.device.starts_online():
                 self._online[node.node_id] = None
             if node.device.comes_and_goes:
                 self._schedule_switch(node.node_id)
-        identify_process(self._run.run_id)
+        flower.identify_process(self._run.run_id)
 
-    def _client(self, node_id: int) -> Client | None:
+    def _client(self, node_id: int) -> NodeState:
         """Return what is kept of a node, from the first time on that it is asked for."""
         client = self._clients.get(node_id)
-        if client is None and (node := self._by_id.get(node_id)) is not None:
+        if client is None:
+            node = self._by_id[node_id]
             context = Context(
                 run_id=self._first_run_id,
                 node_id=node_id,
@@ -312,14 +267,13 @@ class VirtualGrid(OwnGrid):
                 run_config=dict(self._run_config),
             )
             device = DeviceModel(node.device, node.examples, (self._seed, node_id))
-            client = self._clients[node_id] = Client(device, context)
+            client = self._clients[node_id] = NodeState(device, context)
         return client
 
-    def _known(self, node_id: int) -> Client:
-        """Return what is kept of a node that exists."""
-        client = self._client(node_id)
-        assert client is not None, "a node of this fleet"
-        return client
+    def _client_of(self, message: Message) -> NodeState | None:
+        """Return the client that a message is for, if there is such a node."""
+        node_id = message.metadata.dst_node_id
+        return self._client(node_id) if node_id in self._by_id else None
 
     def now(self) -> float:
         """Return the virtual time in seconds."""
@@ -359,7 +313,7 @@ class VirtualGrid(OwnGrid):
             message_id = f"{self._pushed:08d}"
             self._pushed += 1
             message.content = copy_of(message.content)
-            set_message_id(message, message_id)
+            flower.set_message_id(message, message_id)
             self._dispatch(message_id, message)
             message_ids.append(message_id)
         return message_ids
@@ -370,21 +324,8 @@ class VirtualGrid(OwnGrid):
         ready = [self._arrived.pop(key)[1] for key in self._ready(wanted)]
         return ready or self._advance(wanted, None, stop_on_switch=False)
 
-    def send_and_receive(
-        self, messages: Iterable[Message], *, timeout: float | None = None
-    ) -> Iterable[Message]:
-        """Send messages and move the clock until all are answered, or by `timeout` seconds."""
-        open_ids = dict.fromkeys(self.push_messages(messages))
-        deadline = None if timeout is None else self.now() + timeout
-        replies: list[Message] = []
-        while open_ids:
-            arrived = self._advance(open_ids, deadline, stop_on_switch=False)
-            if not arrived:
-                break
-            replies.extend(arrived)
-            for reply in arrived:
-                del open_ids[reply.metadata.reply_to_message_id]
-        return replies
+    def _more(self, message_ids: Collection[str], deadline: float | None) -> list[Message] | None:
+        return self._advance(message_ids, deadline, stop_on_switch=False) or None
 
     def get_node_ids(self) -> Iterable[int]:
         """Return the ids of the nodes that are online now."""
@@ -409,13 +350,13 @@ class VirtualGrid(OwnGrid):
         """Return what is known of the messages that have no reply yet."""
         return [exchange_of(pending, math.inf, None) for pending in self._pending.values()]
 
-    def set_run(self, run: Run) -> None:
+    def set_run(self, run: flower.Run) -> None:
         """Set the run that messages belong to."""
         self._run = run
-        identify_process(run.run_id)
+        flower.identify_process(run.run_id)
 
     @property
-    def run(self) -> Run:
+    def run(self) -> flower.Run:
         """The run that messages belong to."""
         return self._run
 
@@ -433,7 +374,10 @@ class VirtualGrid(OwnGrid):
             "pushed": self._pushed,
             "pending": [
                 {
-                    "message": message_to_tree(pending.message),
+                    "message": {
+                        **head_of(pending.message),
+                        "content": pack(pending.message.content)._asdict(),
+                    },
                     "expires": pending.expires,
                     "due": pending.due,
                     "lost": pending.lost,
@@ -442,12 +386,12 @@ class VirtualGrid(OwnGrid):
                 }
                 for pending in self._pending.values()
             ],
-            "arrived": [reply_to_tree(reply) for _, reply in self._arrived.values()],
+            "arrived": [_reply_tree(reply) for _, reply in self._arrived.values()],
             "online": list(self._online),
             "clients": {
                 str(node_id): {
                     "device": client.device.state_dict(),
-                    "state": records_to_tree(client.context.state),
+                    "state": pack(client.context.state)._asdict(),
                 }
                 for node_id, client in self._clients.items()
             },
@@ -459,16 +403,17 @@ class VirtualGrid(OwnGrid):
         self._pushed = tree["pushed"]
         self._online = dict.fromkeys(tree["online"])
         for name, known in tree["clients"].items():
-            client = self._known(int(name))
+            client = self._client(int(name))
             client.device.load_state_dict(known["device"])
-            client.context.state = records_from_tree(known["state"])
+            client.context.state = unpack(Packed(**known["state"]))
         for reply in tree["arrived"]:
-            self._keep(reply["id"], reply_from_tree(reply))
+            self._keep(reply["id"], _reply_from(reply))
         for saved in tree["pending"]:
-            message = message_from_tree(saved["message"])
+            head = saved["message"]
+            message = message_of(head, unpack(Packed(**head["content"])))
             pending = Pending(
                 message,
-                self._client(message.metadata.dst_node_id),
+                self._client_of(message),
                 expires=saved["expires"],
                 due=saved["due"],
                 lost=saved["lost"],
@@ -484,7 +429,7 @@ class VirtualGrid(OwnGrid):
         """Decide when a message will be answered, and hand its work to the executor."""
         now, metadata = self._queue.now, message.metadata
         node_id, expires = metadata.dst_node_id, now + metadata.ttl
-        client = self._client(node_id)
+        client = self._client_of(message)
         pending = self._pending[message_id] = Pending(
             message, client, expires, due=now, sent=now, begun=now, ended=now
         )
@@ -508,7 +453,7 @@ class VirtualGrid(OwnGrid):
 
     def _work_on(self, message_id: str, pending: Pending) -> None:
         """Hand the work of a message to the executor."""
-        assert pending.client is not None, "a message to nobody is lost"
+        assert pending.client is not None, "a message to no node is lost"
         pending.client.at_work[message_id] = None
         self._executor.submit(pending.message, pending.client.context, pending.due)
 
@@ -570,10 +515,10 @@ class VirtualGrid(OwnGrid):
         pending = self._pending.pop(message_id)
         client = pending.client
         if pending.lost is not None:
-            code = NODE_UNAVAILABLE if client is None else REPLY_MESSAGE_UNAVAILABLE
-            reply = error_reply(pending.message, code, pending.lost)
+            code = flower.NODE_UNAVAILABLE if client is None else flower.REPLY_MESSAGE_UNAVAILABLE
+            reply = flower.error_reply(pending.message, code, pending.lost)
         else:
-            assert client is not None, "a message to nobody is lost"
+            assert client is not None, "a message to no node is lost"
             del client.at_work[message_id]
             reply = self._executor.result(message_id)
             if client.device.is_new and not client.at_work and not client.context.state:
@@ -588,7 +533,7 @@ class VirtualGrid(OwnGrid):
         pending = self._pending.pop(message_id)
         self._queue.cancel(pending.event)
         if pending.lost is None:
-            assert pending.client is not None, "a message to nobody is lost"
+            assert pending.client is not None, "a message to no node is lost"
             del pending.client.at_work[message_id]
             self._executor.cancel(message_id)
         if self._observe is not None:
@@ -598,14 +543,14 @@ class VirtualGrid(OwnGrid):
         """Let a device come online, or go offline with all that it was working on."""
         if node_id in self._online:
             del self._online[node_id]
-            self._lose_work(self._known(node_id))
+            self._lose_work(self._client(node_id))
         else:
             self._online[node_id] = None
         if self._observe is not None:
             self._observe(Switched(node_id, self._queue.now, node_id in self._online))
         self._schedule_switch(node_id)
 
-    def _lose_work(self, client: Client) -> None:
+    def _lose_work(self, client: NodeState) -> None:
         """Let what a device was working on be answered by errors, when it is missed."""
         client.device.stop()
         for message_id in list(client.at_work):
@@ -625,7 +570,7 @@ class VirtualGrid(OwnGrid):
         client.at_work.clear()
 
     def _schedule_switch(self, node_id: int) -> None:
-        time = self._known(node_id).device.next_switch()
+        time = self._client(node_id).device.next_switch()
         if time is not None:
             self._queue.schedule(time, _SWITCH, node_id)
 
@@ -678,16 +623,10 @@ def nodes_of(profile: str, examples: Sequence[int], seed: int) -> list[Node]:
         devices, names = traced_fleet(profile.removeprefix(PREFIX), len(examples))
     else:
         devices = fleet(profile, len(examples), seed)
-    return [
-        Node(
-            node_id=_FIRST_NODE_ID + index,
-            device=device,
-            config={
-                "partition-id": index,
-                "num-partitions": len(examples),
-                **({"device-id": names[index]} if names else {}),
-            },
-            examples=count,
-        )
-        for index, (device, count) in enumerate(zip(devices, examples, strict=True))
-    ]
+    nodes = []
+    for index, (device, count) in enumerate(zip(devices, examples, strict=True)):
+        config: dict[str, Value] = {"partition-id": index, "num-partitions": len(examples)}
+        if names:
+            config["device-id"] = names[index]
+        nodes.append(Node(_FIRST_NODE_ID + index, device, config, count))
+    return nodes

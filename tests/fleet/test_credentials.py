@@ -12,8 +12,7 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.serialization import Encoding, load_pem_private_key
 
 from raceme.core.errors import UserError
-from raceme.fleet.certificates import make_certificates
-from raceme.fleet.serve import read_certificates, registered_keys
+from raceme.fleet.certificates import make_certificates, read_certificates, registered_keys
 
 
 @pytest.fixture

@@ -27,16 +27,15 @@ import raceme as package
 from raceme.core.errors import UserError
 from raceme.core.messages import CLIENT_ID, CONFIG
 from raceme.core.signals import StopSignal
-from raceme.fleet.connection import (
-    Link,
+from raceme.fleet.device import (
     NotAcceptedError,
     PatientCalls,
     Pause,
-    RejoinError,
     RunOverError,
     StoppedError,
+    data_memory,
+    limit_memory,
 )
-from raceme.fleet.device import data_memory, limit_memory
 from raceme.fleet.tasks import (
     Apps,
     InterruptedTaskError,
@@ -47,6 +46,7 @@ from raceme.fleet.tasks import (
     Trust,
 )
 from raceme.flower import fleet_client as fleet
+from raceme.flower.fleet_client import RejoinError
 from raceme.flower.messages import INVALID_APP, LOAD_APP_EXCEPTION, identify_process
 from raceme.training import machine as hardware
 
@@ -223,7 +223,7 @@ def test_a_part_of_a_reply_that_arrived_the_first_time_has_arrived(
 
 
 def test_a_device_whose_reply_cannot_be_delivered_joins_again(tmp_path: Path) -> None:
-    class Undeliverable(Link):
+    class Undeliverable(fleet.Link):
         def __init__(self) -> None:
             self.node_id = 5
 
@@ -411,7 +411,7 @@ def test_a_message_whose_sender_died_half_way_is_given_up(
     def unused(*_: object) -> None:
         raise AssertionError
 
-    link = fleet.Fleet(
+    link = fleet.Link(
         7,
         _receive=lambda: (message, tree),
         _send=unused,  # type: ignore[arg-type]
@@ -420,6 +420,8 @@ def test_a_message_whose_sender_died_half_way_is_given_up(
         _pull_object=not_there_yet,
         _push_object=unused,
         _confirm=unused,
+        _calls=calls(),
+        _direct=None,
     )
     monkeypatch.setattr(fleet, "ANNOUNCED_SECONDS", 0.1)
     received = link.receive()

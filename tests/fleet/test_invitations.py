@@ -20,8 +20,8 @@ from nodes import write_device
 import raceme as package
 from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
-from raceme.fleet.connection import Link
 from raceme.fleet.tasks import Apps, Interrupter, Invitations, Tasks, When, parse_when
+from raceme.flower.fleet_client import Link
 from raceme.flower.messages import NODE_UNAVAILABLE, Run, identify_process, set_message_id
 from raceme.training import models
 

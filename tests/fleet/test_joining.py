@@ -12,8 +12,7 @@ from fleet_api import FleetApi, fleet_api
 from processes import wait_until
 
 from raceme.core.signals import StopSignal
-from raceme.fleet.connection import PatientCalls
-from raceme.fleet.device import DeviceOptions, _stay_online
+from raceme.fleet.device import DeviceOptions, PatientCalls, _stay_online
 from raceme.fleet.tasks import Apps, Interrupter, Tasks
 from raceme.flower import fleet_client as fleet
 

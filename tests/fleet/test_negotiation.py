@@ -21,7 +21,7 @@ from raceme.flower import fleet_client as direct
 from raceme.flower import fleet_client as wire
 from raceme.flower import link_state as message_state
 from raceme.flower.fleet_client import Direct
-from raceme.flower.link_state import Contents
+from raceme.flower.link_state import MessageCache
 from raceme.flower.messages import NODE_UNAVAILABLE, SERVER_NODE_ID, encode, identify_process
 
 
@@ -57,7 +57,7 @@ def test_negotiated_and_stock_arrays_are_the_same_bit_for_bit(
     whole = sent_and_answered(server)
     # Larger than one call: Flower's objects, the model in one array.
     with monkeypatch.context() as patch:
-        patch.setattr("raceme.flower.link_state.LARGEST", 10)
+        patch.setattr(message_state, "LARGEST", 10)
         patch.setattr(direct, "LARGEST", 10)
         large = sent_and_answered(server)
     with monkeypatch.context() as patch:
@@ -85,7 +85,7 @@ def test_both_kinds_of_devices_work_side_by_side(
 @pytest.mark.parametrize(
     ("protocol", "version", "said"),
     [
-        (wire.PROTOCOL + 1, "9.9", "this device has raceme 9.9 (protocol 2)"),
+        (wire.PROTOCOL + 1, "9.9", "this device has raceme 9.9 (protocol 3)"),
         (wire.PROTOCOL, "0.0.9", "pip install raceme=="),
     ],
 )
@@ -117,7 +117,7 @@ def test_calls_that_are_none_are_refused(
     server: Server, method: str, request_bytes: bytes, code: grpc.StatusCode
 ) -> None:
     with light_device(server) as link:
-        own = link._connection._direct
+        own = link._direct
         assert own is not None
         call = {wire.GREET: own._greeting, wire.NEXT: own._next, wire.SEND: own._send}[method]
         with pytest.raises(grpc.RpcError) as refused:
@@ -152,7 +152,7 @@ def test_a_reply_that_cannot_be_read_is_an_error_reply(server: Server) -> None:
 
 def test_what_nobody_has_any_more_is_told_as_lost(server: Server) -> None:
     with light_device(server) as link:
-        server.state._contents = Contents(most_bytes=0)
+        server.state._cache = MessageCache(most_bytes=0)
         key = server.push(link.node_id, 1)
         # The answer gets lost on its way, and so many others were sent that it is not kept.
         assert server.state.next_for(link.node_id, "") is not None
@@ -193,7 +193,7 @@ def test_a_clock_that_is_set_sends_nobody_offline_and_loses_no_message(
         clock.strftime, clock.gmtime = time.strftime, time.gmtime
         monkeypatch.setattr(message_state, "time", clock)
         monkeypatch.setattr(in_memory_linkstate, "now", lambda: date.now() + jump)
-        monkeypatch.setattr(server.state._jumps, "_wall", wall)
+        monkeypatch.setattr(server.state._skew, "_wall", wall)
         server.state._looked_at = 0.0
         assert server.state.online() == [link.node_id]
         assert server.grid.pull_messages([key]) == []

@@ -15,7 +15,7 @@ from processes import free_port
 from serving import APP, Later, Server, answer, fetch, light_device, number_of, serving
 
 from raceme.core.timeline import Resumable, Timeline
-from raceme.fleet.connection import RunOverError
+from raceme.fleet.device import RunOverError
 from raceme.fleet.served_grid import ServedGrid
 from raceme.flower import fleet_client as direct
 from raceme.flower import link_state as message_state

@@ -22,7 +22,7 @@ from cryptography.x509.oid import NameOID
 from raceme.core.errors import UserError
 from raceme.core.signals import StopSignal
 from raceme.fleet.certificates import make_certificates
-from raceme.fleet.connection import PatientCalls, StoppedError, read_authority
+from raceme.fleet.device import PatientCalls, StoppedError, read_authority
 from raceme.flower import fleet_client as fleet
 
 NOW = datetime.now(UTC)

@@ -11,7 +11,7 @@ from flwr.proto.node_pb2 import Node
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 
 from raceme.core.signals import StopSignal
-from raceme.fleet.connection import NotAcceptedError, PatientCalls
+from raceme.fleet.device import NotAcceptedError, PatientCalls
 from raceme.flower import fleet_client as fleet
 from raceme.flower.fleet_client import knows_key, signed_channel
 

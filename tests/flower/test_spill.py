@@ -10,7 +10,7 @@ from raceme.core.clusters import Model
 from raceme.core.evaluation import Packer
 from raceme.core.messages import ModelSpec
 from raceme.core.scheduling import from_tree, to_tree
-from raceme.flower.spill import Shelf, Spill
+from raceme.flower.spill import Shelf, SpillFile
 from raceme.strategies.panicle.averaging import ClientMemory
 
 SPEC = ModelSpec(("a", "b"), ((3,), (2, 2)), ("float32", "float32"))
@@ -21,7 +21,7 @@ def vector(seed: int) -> np.ndarray:
 
 
 def test_room_in_the_file_is_used_again() -> None:
-    spill = Spill(budget=0)
+    spill = SpillFile(budget=0)
     places = [spill.write(bytes([number]) * 10) for number in range(3)]
     assert [place.read()[0] for place in places] == [0, 1, 2]
     del places[1]

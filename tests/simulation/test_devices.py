@@ -70,7 +70,9 @@ def test_fleets_and_durations_are_those_of_earlier_versions() -> None:
     for name, durations in expected.items():
         rng = np.random.default_rng(1)
         devices = fleet(name, 6, 3)
-        assert [d.duration(62, 10, 1000, 1000, 1.0, rng) for d in devices][:3] == durations
+        assert [d.duration(Workload(10, 1000, 1000, examples=62), rng) for d in devices][
+            :3
+        ] == durations
         assert rng.uniform() == 0.8277025938204418
 
 
@@ -81,10 +83,11 @@ def test_the_random_part_is_a_shifted_exponential() -> None:
     # D = 62 examples times 10 epochs; shift a D = 0.62 s; mean of the rest D / μ = 0.31 s.
     device = Device(seconds_per_round=0.0, seconds_per_sample=0.001, exponential_rate=2000.0)
     rng = np.random.default_rng(0)
-    times = np.array([device.duration(62, 10, 0, 0, 1.0, rng) for _ in range(20_000)])
+    load = Workload(epochs=10, examples=62)
+    times = np.array([device.duration(load, rng) for _ in range(20_000)])
     assert times.min() > 0.62
     assert times.mean() == pytest.approx(0.93, abs=0.01)
-    assert device.mean_duration(62, 10, 0, 0) == pytest.approx(0.93)
+    assert device.mean_duration(load) == pytest.approx(0.93)
     for share in (0.1, 0.5, 0.9, 0.99):
         # P[T <= t] = 1 - exp(-(μ/D)(t - aD)), solved for t.
         quantile = 0.62 - math.log(1.0 - share) * 0.31
@@ -101,16 +104,17 @@ def test_the_mean_duration_by_hand() -> None:
         jitter=0.5,
     )
     # Half of 2 + 0.01 · 200 + 200 / 50, then 2 s down and 6 s up.
-    assert device.mean_duration(100, 2, 2000, 3000, scale=0.5) == 4.0 + 2.0 + 6.0
+    load = Workload(2, 2000, 3000, scale=0.5, examples=100)
+    assert device.mean_duration(load) == 4.0 + 2.0 + 6.0
     rng = np.random.default_rng(0)
-    times = [device.duration(100, 2, 2000, 3000, 0.5, rng) for _ in range(20_000)]
+    times = [device.duration(load, rng) for _ in range(20_000)]
     assert np.mean(times) == pytest.approx(12.0, abs=0.05)
-    assert Device().mean_duration(100, 2, 2000, 3000) == 1.0
+    assert Device().mean_duration(load._replace(scale=1.0)) == 1.0
 
 
 def test_work_without_samples_has_no_random_part() -> None:
     device = Device(seconds_per_round=3.0, exponential_rate=10.0)
-    assert device.duration(0, 5, 0, 0, 1.0, np.random.default_rng(0)) == 3.0
+    assert device.duration(Workload(epochs=5, examples=0), np.random.default_rng(0)) == 3.0
 
 
 def test_a_radio_uplink_becomes_a_bandwidth(tmp_path: Path) -> None:
@@ -135,7 +139,8 @@ def test_a_radio_uplink_becomes_a_bandwidth(tmp_path: Path) -> None:
 def test_an_update_of_the_papers_budgets_takes_seconds_on_fdma() -> None:
     # A client of the papers' MNIST: 62 training samples, 10 epochs, 7,850 weights of 4 bytes.
     devices = fleet("fdma", 1000, 0)
-    means = np.array([device.mean_duration(62, 10, 31_400, 31_400) for device in devices])
+    load = Workload(10, 31_400, 31_400, examples=62)
+    means = np.array([device.mean_duration(load) for device in devices])
     assert 0.3 < means.min() < 0.5 < 5.0 < means.max() < 10.0
     assert 1.0 < np.median(means) < 2.0
     # Stragglers: one in a hundred takes more than three times as long as the usual device.
@@ -240,7 +245,7 @@ def test_random_periods_have_their_means() -> None:
 def test_jitter_takes_one_number_whether_it_is_used_or_not() -> None:
     for device in (Device(), Device(jitter=0.5)):
         rng = np.random.default_rng(7)
-        device.duration(10, 1, 100, 100, 1.0, rng)
+        device.duration(Workload(1, 100, 100, examples=10), rng)
         assert rng.uniform() == np.random.default_rng(7).uniform(size=2)[1]
 
 
@@ -377,5 +382,6 @@ def test_mistakes_in_a_profile_are_explained(tmp_path: Path, text: str, message:
 def test_a_short_task_takes_a_share_of_what_any_task_takes() -> None:
     device = Device(seconds_per_round=2.0, seconds_per_sample=0.01)
     # A quarter of 2 s, and a quarter of the passes: 100 samples half once.
-    time = device.duration(100, 0.5, 0, 0, 1.0, np.random.default_rng(0), share=0.25)
+    load = Workload(epochs=0.5, examples=100, share=0.25)
+    time = device.duration(load, np.random.default_rng(0))
     assert time == pytest.approx(0.5 + 0.5)

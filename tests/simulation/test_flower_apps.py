@@ -10,7 +10,7 @@ from flwr.clientapp import ClientApp
 
 from raceme.core.errors import UserError
 from raceme.simulation.apps import AppEnding, FlowerApp, Settings, Simulated, read_app, simulate
-from raceme.simulation.pool import load
+from raceme.simulation.executor import load
 
 
 def run(app: Path, **options: object) -> Simulated:

@@ -11,7 +11,7 @@ from raceme.core.errors import UserError
 from raceme.records.record import RunRecord, read_run
 from raceme.records.store import RunStore, read_events
 from raceme.runs.experiment import simulate
-from raceme.simulation.devices import Leg, TracedDevice, traced_fleet
+from raceme.simulation.devices import Leg, TracedDevice, Workload, traced_fleet
 
 CHURN = """
 [device]
@@ -77,7 +77,7 @@ def test_a_longer_run_begins_again_with_the_first_recorded_task(tmp_path: Path) 
 
 def test_the_mean_duration_is_that_of_the_recorded_tasks() -> None:
     device = TracedDevice(legs=(Leg(1.0, False), Leg(3.0, True)))
-    assert device.mean_duration(10, 1, 0, 0) == 2.0
+    assert device.mean_duration(Workload(examples=10)) == 2.0
 
 
 def test_devices_keep_the_names_that_they_had(tmp_path: Path) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from raceme.flower.link_state import ClockJumps
+from raceme.flower.link_state import ClockSkew
 
 
 def test_a_jump_is_told_once_and_small_corrections_are_none(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     wall, steady = 1000.0, 5.0
-    jumps = ClockJumps(lambda: wall, lambda: steady)
+    jumps = ClockSkew(lambda: wall, lambda: steady)
     wall, steady = wall + 3600 + 1, steady + 1
     assert jumps.seconds() == 3600
     assert jumps.seconds() == 0
