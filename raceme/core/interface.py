@@ -334,7 +334,7 @@ class Questions(ABC):
     pulls : Pulls, optional
         Where clients pull the models, for a map of them; kept if whoever starts the run sets it.
     report : Observer
-        Called by the method with what only it can know, e.g. `ClientIdled`; the loop sets it. What
+        Called by the method with what only it can know, a `Measured`; the loop sets it. What
         is reported while updates are acted on comes after them.
     """
 

@@ -11,6 +11,7 @@ import pytest
 from fleets import MODEL, grid_of, pulled_app
 from flwr.app import ConfigRecord, Context, Message, MessageType
 from flwr.clientapp import ClientApp
+from runs import ONES, devices, half, of, run
 
 from raceme.core import evaluation, events
 from raceme.core.evaluation import score_from
@@ -20,7 +21,6 @@ from raceme.core.scheduling import Dispatch
 from raceme.simulation import Device, Node, VirtualGrid
 from raceme.strategies import FedAsync, FedAvg, Plan
 from raceme.strategies.cdfl.scheduling import OnRequest, RequestParameters
-from runs import ONES, devices, half, of, run
 
 
 def costly(grid: VirtualGrid) -> VirtualGrid:
