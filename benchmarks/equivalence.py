@@ -58,7 +58,7 @@ from raceme.runs.experiment import simulate
 
 # The present names: what a redesign of the code adapts, so that hashes stay comparable.
 
-RENAMED: dict[str, str] = {}
+RENAMED: dict[str, str] = {"Measured:idle": "ClientIdled", "Measured:support": "SupportChanged"}
 """Names of events that are called otherwise now, to those in the committed file.
 
 An event ``Measured`` is named after its measure: ``{"Measured:idle": "ClientIdled"}``.
@@ -81,7 +81,9 @@ def described(event: Any) -> tuple[str, dict[str, Any]]:
     kind = type(event).__name__
     if kind == "Measured":
         name = f"Measured:{event.name}"
-        return RENAMED.get(name, name), {"time": event.time, **event.values}
+        # Idle times had no number of updates when they were an event of their own.
+        number = {} if event.name == "idle" else {"updates": event.updates}
+        return RENAMED.get(name, name), {"time": event.time, **number, **event.values}
     return RENAMED.get(kind, kind), {item.name: getattr(event, item.name) for item in fields(event)}
 
 

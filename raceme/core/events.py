@@ -542,49 +542,107 @@ class DataChanged:
 
 
 @dataclass(frozen=True)
-class ClientIdled:
-    """A window of time is over, in which a client had to wait for others.
+class MeasureSchema:
+    """Declares once what a method measures beside what every run reports.
 
-    Reported by methods in windows, for every client that took part; one that never waited has 0
-    seconds.
+    From it come the rows and the SQL view of the run store, the line of the summary, the table of
+    the dashboard, a CSV file and a figure.
 
     Attributes
     ----------
-    window : int
-        Number of the window, from 1.
-    seconds : float
-        How long the client waited in it for others, in all.
-    budget : float
-        Length of the window in seconds.
+    name : str
+        Short name, an identifier: part of file names and of the view ``measure_<name>``.
+    title : str
+        Name for people.
+    columns : tuple[str, ...]
+        The values of an event. With `per` there is one column, which maps keys to values.
+    value : str
+        The column that is summarised and drawn; by default the last one.
+    unit : str
+        Unit of the value.
+    per : str
+        ``"client"`` or ``"cluster"``: what the keys of the column are. Empty for single values.
+    summary : str
+        How a run's values become one number (or one per key): ``"last"``, ``"mean"`` or ``"max"``;
+        ``"none"`` leaves it out of the summary.
+    figure : str
+        The default figure over time: ``"line"``, ``"steps"`` or ``"points"``; ``"none"`` where
+        none is drawn, or one of its own.
+
+    Raises
+    ------
+    ValueError
+        The declaration contradicts itself.
     """
 
-    time: float
-    client: str
-    window: int
-    seconds: float
-    budget: float
+    name: str
+    title: str
+    columns: tuple[str, ...]
+    value: str = ""
+    unit: str = ""
+    per: str = ""
+    summary: str = "last"
+    figure: str = "line"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "columns", tuple(self.columns))
+        object.__setattr__(self, "value", self.value or self.columns[-1])
+        names = (self.name, *self.columns)
+        if not all(name.isidentifier() and name.isascii() for name in names):
+            raise ValueError(f"Names of a measure are identifiers, not {names}.")
+        if {"event", "time", "updates"} & set(self.columns):
+            raise ValueError(f"{self.name}: event, time and updates are columns of every measure.")
+        if self.value not in self.columns:
+            raise ValueError(f"{self.name} has no column {self.value}.")
+        if self.per and len(self.columns) != 1:
+            raise ValueError(f"{self.name} is measured per {self.per}: expected one column.")
+        for value, allowed in (
+            (self.per, ("", "client", "cluster")),
+            (self.summary, ("last", "mean", "max", "none")),
+            (self.figure, ("line", "steps", "points", "none")),
+        ):
+            if value not in allowed:
+                raise ValueError(f"{self.name}: expected one of {allowed}, not {value!r}.")
 
     @property
-    def share(self) -> float:
-        """Share of the window that was spent waiting."""
-        return self.seconds / self.budget
+    def label(self) -> str:
+        """The title with its unit."""
+        return f"{self.title} ({self.unit})" if self.unit else self.title
 
 
 @dataclass(frozen=True)
-class SupportChanged:
-    """Which clusters' members train the models of which others has changed.
-
-    Reported by methods in which support is one-sided, such as FAACL.
+class Measured:
+    """A method measured something.
 
     Attributes
     ----------
-    supporters : Mapping[int, tuple[int, ...]]
-        Each cluster that has supporters from now on, to them, ascending.
+    schema : MeasureSchema
+        What, as the method declares it.
+    values : Mapping[str, Any]
+        Column to its value: a number, a text, or with `MeasureSchema.per` a mapping from clients
+        or clusters to numbers or tuples of numbers.
     """
 
     time: float
     updates: int
-    supporters: Mapping[int, tuple[int, ...]]
+    schema: MeasureSchema
+    values: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        if set(self.values) != set(self.schema.columns):
+            raise ValueError(
+                f"{self.name} has the columns {self.schema.columns}, not {tuple(self.values)}."
+            )
+
+    @property
+    def name(self) -> str:
+        """Short name of the measure."""
+        return self.schema.name
+
+    @property
+    def value(self) -> Any:
+        """The value of the column that is summarised and drawn."""
+        return self.values[self.schema.value]
 
 
 class Ending(StrEnum):
@@ -640,8 +698,7 @@ Event = (
     | ClustersScored
     | ClustersChanged
     | DataChanged
-    | ClientIdled
-    | SupportChanged
+    | Measured
     | RunEnded
 )
 Observer = Callable[[Event], None]

@@ -258,7 +258,7 @@ class Method(Strategy):
     starts : Sequence[Vector]
         Models that the server has pre-trained, for `initialize`: one for each distribution.
     report : Observer
-        Called by the method with what only it can know, e.g. `ClientIdled`; the loop sets it. What
+        Called by the method with what only it can know, a `Measured`; the loop sets it. What
         is reported while updates are acted on comes after them.
     """
 

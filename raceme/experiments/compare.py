@@ -362,7 +362,7 @@ def write(comparison: Comparison, out: Path) -> dict[str, str]:
             records, target=comparison.target, title=title
         )
         plots["staleness.png"] = lambda: staleness_figure(records)
-    if any(len(record.idle_times.share) for record in records.values()):
+    if any(len(record.idle_shares) for record in records.values()):
         plots["idle.png"] = lambda: idle_figure(records)
     suite = comparison.suite
     for name, draw in score_plots(records, suite.scores, suite.shows_mixtures).items():

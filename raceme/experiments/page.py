@@ -85,7 +85,7 @@ def _plots(comparison: Comparison, records: Mapping[str, RunRecord]) -> list[Plo
     plots.append(plot(figures.purity_figure(comparison), "purity"))
     if records:
         plots.append(plot(staleness_figure(records), "staleness"))
-    if any(len(record.idle_times.share) for record in records.values()):
+    if any(len(record.idle_shares) for record in records.values()):
         plots.append(plot(idle_figure(records), "idle"))
     suite = comparison.suite
     for name, draw in score_plots(records, suite.scores, suite.shows_mixtures).items():

@@ -6,7 +6,7 @@ import csv
 import io
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import raceme
@@ -292,9 +292,19 @@ def to_csv(comparison: Comparison) -> str:
     names = (*measured, *_CSV)
     honest = [f"honest_{measure}"] if comparison.suite.score is Score.HONEST else []
     first = ["method", "strategy", "options", "seed", "target", time]
-    writer.writerow([*first, *honest, *names])
     done: set[str] = set()
     tried = [result for results in comparison.sweeps.values() for result in results]
+    # What only some methods measure; of values per client or cluster there is no one number.
+    own = sorted(
+        {
+            name
+            for result in (*comparison.results, *tried)
+            for run in result.runs
+            for name, of in run.summary.get("measures", {}).items()
+            if not isinstance(of["value"], Mapping)
+        }
+    )
+    writer.writerow([*first, *honest, *names, *(f"measure_{name}" for name in own)])
     for result in (*comparison.results, *tried):
         for run in result.runs:
             if run.folder not in done:
@@ -303,6 +313,8 @@ def to_csv(comparison: Comparison) -> str:
                 head = [method.label, method.strategy, described(method.options), run.seed]
                 numbers = [run.accuracy] if honest else []
                 numbers += [run.summary.get(name) for name in names]
+                of = run.summary.get("measures", {})
+                numbers += [of[name]["value"] if name in of else None for name in own]
                 writer.writerow([*head, run.summary.get("target"), run.time, *numbers])
     return buffer.getvalue()
 

@@ -25,6 +25,8 @@ _PLOTS = (
     *("accuracy", "clusters", "devices", "similarity", "idle"),
     *("uploads", "mixtures", "tasks", "support"),
 )
+MEASURE = "measure-"
+"""Start of the name of a figure of a method's own measure."""
 MODELS = ("clusters", "clients")
 """Folders of models: one for each cluster, and one for each client."""
 _FOLDERS = {"checkpoint", *MODELS}
@@ -110,7 +112,9 @@ def foreign(folder: Path) -> str:
     for path in sorted(folder.iterdir()):
         stem = path.name.removesuffix("-journal")
         ours = stem in _FILES or _is_partial(path)
-        ours = ours or (path.suffix == ".png" and path.stem in _PLOTS)
+        ours = ours or (
+            path.suffix == ".png" and (path.stem in _PLOTS or path.stem.startswith(MEASURE))
+        )
         if path.is_dir() and not path.is_symlink():
             ours = path.name in _FOLDERS and all(
                 inner.suffix == ".safetensors" or _is_partial(inner) for inner in path.iterdir()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
@@ -19,7 +20,6 @@ from raceme.core.errors import UserError
 from raceme.core.events import (
     ACCURACY,
     AnswerTaken,
-    ClientIdled,
     ClientJoined,
     ClientLeft,
     ClusterChange,
@@ -30,8 +30,8 @@ from raceme.core.events import (
     Evaluated,
     Event,
     Measure,
+    Measured,
     RunEnded,
-    SupportChanged,
     TasksTested,
     UpdateApplied,
     UpdateJudged,
@@ -133,18 +133,6 @@ class ClientEvaluations:
 
 
 @dataclass(frozen=True)
-class IdleTimes:
-    """How long clients waited in windows; see :class:`raceme.core.events.ClientIdled`."""
-
-    time: Floats
-    client: Texts
-    window: Integers
-    seconds: Floats
-    budget: Floats
-    share: Floats
-
-
-@dataclass(frozen=True)
 class Client:
     """A client as it was greeted first.
 
@@ -179,16 +167,14 @@ class RunRecord:
         Every change of a client's clusters, its first ones included, in the order of events.
     data_changes : tuple of DataChanged
         When clients' data moved on to another step.
-    idle_times : IdleTimes
-        How long clients waited in windows, of methods that report it.
+    measured : dict[str, tuple of Measured]
+        What only the method measures, by the name of the measure.
     uploads : Uploads
         How good uploads were, and how well mixtures were estimated.
     cluster_scores : tuple of ClustersScored
         All tests of the clusters' models on the server.
     task_tests : tuple of TasksTested
         All tests on the data of every step so far.
-    support_changes : tuple of SupportChanged
-        Which clusters supported which, whenever that changed.
     judged : tuple of UpdateJudged
         Whatever the run's protection did with updates but accept them.
     end : float
@@ -211,11 +197,10 @@ class RunRecord:
     changes: tuple[ClustersChanged, ...]
     placements: tuple[Placement, ...]
     data_changes: tuple[DataChanged, ...]
-    idle_times: IdleTimes
+    measured: dict[str, tuple[Measured, ...]]
     uploads: Uploads
     cluster_scores: tuple[ClustersScored, ...]
     task_tests: tuple[TasksTested, ...]
-    support_changes: tuple[SupportChanged, ...]
     judged: tuple[UpdateJudged, ...]
     end: float
     reason: str | None
@@ -247,17 +232,22 @@ class RunRecord:
             changes=tuple(event for event in listed if isinstance(event, ClustersChanged)),
             placements=tuple(placements),
             data_changes=tuple(event for event in listed if isinstance(event, DataChanged)),
-            idle_times=_columns(IdleTimes, [e for e in listed if isinstance(e, ClientIdled)]),
+            measured=_by_measure(listed),
             uploads=uploads,
             cluster_scores=tuple(event for event in listed if isinstance(event, ClustersScored)),
             task_tests=tuple(event for event in listed if isinstance(event, TasksTested)),
-            support_changes=tuple(event for event in listed if isinstance(event, SupportChanged)),
             judged=tuple(event for event in listed if isinstance(event, UpdateJudged)),
             end=last,
             reason=endings[-1].reason if endings else None,
             ending=endings[-1].ending if endings else None,
             measure=evaluated[-1].measure if evaluated else ACCURACY,
         )
+
+    @property
+    def idle_shares(self) -> Floats:
+        """Share of a window that a client waited in it for others, of methods in windows."""
+        found = [e.values["seconds"] / e.values["budget"] for e in self.measured.get("idle", ())]
+        return np.array(found, np.float64)
 
     @property
     def on_devices(self) -> bool:
@@ -278,6 +268,14 @@ class RunRecord:
         """Return each client's cluster at a time, of several that with the largest weight."""
         homes = ((client, home(weights)) for client, weights in self.memberships(time).items())
         return {client: cluster for client, cluster in homes if cluster is not None}
+
+
+def _by_measure(events: Iterable[Event]) -> dict[str, tuple[Measured, ...]]:
+    found: defaultdict[str, list[Measured]] = defaultdict(list)
+    for event in events:
+        if isinstance(event, Measured):
+            found[event.name].append(event)
+    return {name: tuple(measured) for name, measured in found.items()}
 
 
 def read_run(path: Path) -> RunRecord:
@@ -444,6 +442,9 @@ def line_of(event: Event, communication: Communication | None = None) -> dict[st
         ``compute`` and ``communication``, where that is known.
     """
     line: dict[str, Any] = {"event": type(event).__name__}
+    if isinstance(event, Measured):
+        values = {"time": event.time, "updates": event.updates, "name": event.name, **event.values}
+        return line | {name: _plain(value) for name, value in values.items()}
     for item in fields(event):
         if item.name not in _LONG:
             line[item.name] = _plain(getattr(event, item.name))

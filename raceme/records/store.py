@@ -46,7 +46,9 @@ CREATE INDEX kinds ON events (kind);
 def _columns(*names: str, **renamed: str) -> str:
     """Return the columns of a view that are fields of the events' JSON."""
     pairs = {**{name: name for name in names}, **renamed}
-    return ", ".join(f"json_extract(body, '$.{path}') AS {name}" for name, path in pairs.items())
+    return ", ".join(
+        f"json_extract(body, '$.{path}') AS \"{name}\"" for name, path in pairs.items()
+    )
 
 
 def _view(kind: str, *names: str, **renamed: str) -> str:
@@ -124,7 +126,7 @@ VIEWS: Mapping[str, str] = {
         "json_each(entry.value) AS inner WHERE kind = 'ClustersChanged'"
     ),
     "data_changes": _view("DataChanged", "updates", "client", "step"),
-    "idle_times": _view("ClientIdled", "client", "window", "seconds", "budget"),
+    "measures": _view("Measured", "updates", "values", name="schema.name"),
     "task_tests": (
         _view("TasksTested", "updates", "step", "clusters", "asked", unit="measure.unit").replace(
             " FROM", ", (SELECT count(*) FROM json_each(body, '$.per_client')) AS answered FROM", 1
@@ -138,12 +140,6 @@ VIEWS: Mapping[str, str] = {
         "FROM events, json_each(body, '$.per_client') AS entry, json_each(entry.value) AS inner "
         "WHERE kind = 'TasksTested'"
     ),
-    "support_changes": _view("SupportChanged", "updates"),
-    "supporters": (
-        "SELECT event, time, CAST(entry.key AS INTEGER) AS cluster, inner.value AS supporter "
-        "FROM events, json_each(body, '$.supporters') AS entry, json_each(entry.value) AS inner "
-        "WHERE kind = 'SupportChanged'"
-    ),
     "verdicts": _view(
         "UpdateJudged", "client", "verdict", "measured", "bound", "reason", "cluster"
     ),
@@ -152,6 +148,19 @@ VIEWS: Mapping[str, str] = {
 """The query of each view, by name."""
 
 _SCHEMA = _TABLE + "".join(f"CREATE VIEW {name} AS {query};\n" for name, query in VIEWS.items())
+
+
+def _view_of(schema: events.MeasureSchema) -> str:
+    """Return the statement that makes a view with the columns of a method's measure."""
+    if schema.per:
+        key = "CAST(entry.key AS INTEGER)" if schema.per == "cluster" else "entry.key"
+        columns = f'{key} AS {schema.per}, entry.value AS "{schema.value}"'
+        query = _each("Measured", f"values.{schema.value}", columns, "updates")
+    else:
+        paths = {name: f"values.{name}" for name in schema.columns}
+        query = _view("Measured", "updates", **paths)
+    chosen = f"json_extract(body, '$.schema.name') = '{schema.name}'"
+    return f"CREATE VIEW IF NOT EXISTS measure_{schema.name} AS {query} AND {chosen}"
 
 
 # -----------------------------------------------------------------------------
@@ -221,6 +230,10 @@ def _event(time: float, kind: str, body: str) -> Event:
                 client: score[4] for client, score in scores.items() if score[4] is not None
             }
             tree["per_client"] = {client: score[:3] for client, score in scores.items()}
+        elif known is events.Measured:
+            schema = events.MeasureSchema(**tree["schema"])
+            values = {name: _measured(x, schema.per) for name, x in tree["values"].items()}
+            return events.Measured(time, tree["updates"], schema, values)
         elif known is events.ClientJoined:
             tree["node_id"] = 0
         elif known is events.ClaimRefused:
@@ -231,6 +244,16 @@ def _event(time: float, kind: str, body: str) -> Event:
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"no {kind} can be read from an event: {error}") from None
     return event
+
+
+def _measured(value: Any, per: str) -> Any:
+    """Return a measured value from what JSON has of it."""
+    if isinstance(value, dict):
+        keyed = int if per == "cluster" else str
+        return {keyed(key): _measured(item, "") for key, item in value.items()}
+    if isinstance(value, list):
+        return tuple(_measured(item, "") for item in value)
+    return math.nan if value is None else value
 
 
 @cache
@@ -331,6 +354,8 @@ class RunStore:
     def __init__(self, folder: Path, *, replace: bool = False, after: int | None = None) -> None:
         self.path = folder / FILE_NAME
         self.failure = ""
+        self._viewed: set[str] = set()
+        self._schemas: list[events.MeasureSchema] = []
         self._event = self._written = after or 0
         self._rows: list[_Row] = []
         self._leaving: list[_Row] = []
@@ -348,6 +373,9 @@ class RunStore:
         if self.failure:
             return
         with self._gathering:
+            if isinstance(event, events.Measured) and event.name not in self._viewed:
+                self._viewed.add(event.name)
+                self._schemas.append(event.schema)
             self._event += 1
             kind = type(event).__name__
             self._rows.append((self._event, float(event.time), kind, _body(event)))
@@ -375,6 +403,8 @@ class RunStore:
                 try:
                     with connection:
                         connection.executemany(_INSERT, self._leaving)
+                        while self._schemas:
+                            connection.execute(_view_of(self._schemas.pop()))
                 except sqlite3.Error as error:
                     self.failure = f"{error}, after {self._written} of {last} events"
             # Ctrl-C before this line leaves the rows for the next time.

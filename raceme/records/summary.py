@@ -6,7 +6,7 @@ import json
 import math
 import platform
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -21,7 +21,6 @@ from raceme.core.events import (
     ACCURACY,
     AnswerTaken,
     ClaimRefused,
-    ClientIdled,
     ClientJoined,
     ClientLeft,
     ClusterChange,
@@ -31,8 +30,9 @@ from raceme.core.events import (
     Evaluated,
     Event,
     Measure,
+    Measured,
+    MeasureSchema,
     RunEnded,
-    SupportChanged,
     TaskScore,
     TasksTested,
     UpdateApplied,
@@ -159,9 +159,11 @@ class IdleShares:
         self._count, self._sum = 0, 0.0
         self._long = dict.fromkeys(LONG, 0)
 
-    def observe(self, event: ClientIdled) -> None:
-        """Count one client in one window."""
-        share = float(event.share)
+    def observe(self, event: Measured) -> None:
+        """Count one client in one window, of a measure ``idle``."""
+        if event.name != "idle":
+            return
+        share = float(event.values["seconds"] / event.values["budget"])
         self._count += 1
         self._sum += share
         for key, bound in LONG.items():
@@ -173,6 +175,73 @@ class IdleShares:
             return {"idle_share_mean": None, **dict.fromkeys(LONG)}
         often = {key: count / self._count for key, count in self._long.items()}
         return {"idle_share_mean": self._sum / self._count, **often}
+
+
+# -----------------------------------------------------------------------------
+# What only a method measures, as its schemas say it is summarised.
+# -----------------------------------------------------------------------------
+
+
+class Measures:
+    """Summarises what methods measure, an observer of the run.
+
+    Attributes
+    ----------
+    last : dict[str, Measured]
+        The latest event of each measure, by name.
+    """
+
+    def __init__(self) -> None:
+        self.last: dict[str, Measured] = {}
+        self._counts: dict[tuple[str, str], tuple[int, float, float]] = {}
+
+    def observe(self, event: Measured) -> None:
+        """Take note of what was measured."""
+        self.last[event.name] = event
+        if event.schema.summary in ("mean", "max"):
+            for key, value in _keyed(event):
+                if math.isfinite(value):
+                    count, total, most = self._counts.get((event.name, key), (0, 0.0, -math.inf))
+                    self._counts[event.name, key] = count + 1, total + value, max(most, value)
+
+    def result(self) -> dict[str, dict[str, Any]]:
+        """Return title, unit and value of each measure with a summary, by name."""
+        return {
+            name: {
+                "title": event.schema.title,
+                "unit": event.schema.unit,
+                "value": self._summarised(event.schema),
+            }
+            for name, event in sorted(self.last.items())
+            if event.schema.summary != "none"
+        }
+
+    def _summarised(self, schema: MeasureSchema) -> Any:
+        if schema.summary == "last":
+            return _plain_value(self.last[schema.name].value)
+        found = {
+            key: most if schema.summary == "max" else total / count
+            for (name, key), (count, total, most) in sorted(self._counts.items())
+            if name == schema.name
+        }
+        return found if schema.per else found.get("")
+
+
+def _keyed(event: Measured) -> Iterator[tuple[str, float]]:
+    """Yield the values of an event with their keys; single ones with an empty key."""
+    values = event.value if event.schema.per else {"": event.value}
+    for key, value in values.items():
+        yield str(key), float(value)
+
+
+def _plain_value(value: Any) -> Any:
+    """Return a measured value as JSON has it."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain_value(item) for key, item in sorted(value.items())}
+    if isinstance(value, tuple | list):
+        return [_plain_value(item) for item in value]
+    value = value.item() if hasattr(value, "item") else value
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 # -----------------------------------------------------------------------------
@@ -775,8 +844,8 @@ class RunSummary:
         The latest test of the clusters' models on the server.
     tasks : TaskAccuracies
         How accurate models are on the data of each step, after each step.
-    supporters : Mapping[int, tuple[int, ...]] or None
-        Clusters to those that support them now; None where no method says so.
+    measures : Measures
+        What only the method measures.
     passes : int or None
         Passes of single samples through a network, where clients state them.
     reason : str or None
@@ -805,7 +874,7 @@ class RunSummary:
         self.uploads = Uploads(self.membership)
         self.cluster_scores: ClustersScored | None = None
         self.tasks = TaskAccuracies()
-        self.supporters: Mapping[int, tuple[int, ...]] | None = None
+        self.measures = Measures()
         self.passes: int | None = None
         self.reason: str | None = None
         self.ending: Ending | None = None
@@ -832,14 +901,13 @@ class RunSummary:
         elif isinstance(event, RunEnded):
             # Tasks that nobody was left to answer may have been given up later than this.
             self.reason, self.ending, self.time = event.reason, event.ending, float(event.time)
-        elif isinstance(event, ClientIdled):
+        elif isinstance(event, Measured):
             self.idle.observe(event)
+            self.measures.observe(event)
         elif isinstance(event, ClustersScored):
             self.cluster_scores = event
         elif isinstance(event, TasksTested):
             self.tasks.observe(event)
-        elif isinstance(event, SupportChanged):
-            self.supporters = event.supporters
         elif isinstance(event, ClustersChanged | ClientJoined):
             self._observe_clusters(event)
         self.uploads.observe(event)
@@ -872,6 +940,7 @@ class RunSummary:
             Target accuracy, or of a regression the target error.
         """
         rate = self.updates / wall_time if wall_time > 0 else None
+        measures = self.measures.result()
         return {
             "strategy": strategy,
             "dataset": dataset,
@@ -910,6 +979,7 @@ class RunSummary:
             **self.uploads.result(),
             **self._cluster_result(),
             "sample_passes": self.passes,
+            **({"measures": measures} if measures else {}),
             "versions": {
                 "raceme": raceme.__version__,
                 "flwr": _version("flwr"),
@@ -929,9 +999,10 @@ class RunSummary:
         }
 
     def _supporters(self) -> dict[str, list[int]] | None:
-        if self.supporters is None:
-            return None
-        return {str(k): [int(s) for s in of] for k, of in sorted(self.supporters.items())}
+        """Return which clusters support which now; None where no method says so."""
+        event = self.measures.last.get("support")
+        found: dict[str, list[int]] | None = None if event is None else _plain_value(event.value)
+        return found
 
     def _scores(self) -> dict[str, float | None]:
         """Return the measure by its name; a run that was not evaluated has accuracies of None."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from safetensors.numpy import save_file
 
 from raceme.core.errors import UserError
 from raceme.core.files import atomic_write
-from raceme.records.folder import model_file, saved_in
+from raceme.records.folder import MEASURE, model_file, saved_in
 from raceme.records.positions import Similarity
 from raceme.records.record import RunRecord, read_run
 from raceme.records.summary import write_summary
@@ -23,11 +24,13 @@ from raceme.reporting.clusters_plot import clusters_figure
 from raceme.reporting.plots import (
     accuracy_figure,
     devices_figure,
+    drawn_measures,
     has_mixtures,
     has_scores,
     has_support,
     has_tasks,
     idle_figure,
+    measure_figure,
     mixtures_figure,
     similarity_figure,
     support_figure,
@@ -100,7 +103,7 @@ def write_all(
         "devices.png": lambda: devices_figure(record, clock=clock),
         "similarity.png": lambda: draw_similarity(record, kept),
     }
-    if len(record.idle_times.share):
+    if len(record.idle_shares):
         figures["idle.png"] = lambda: idle_figure({"": record})
     if has_scores(record):
         figures["uploads.png"] = lambda: uploads_figure(record)
@@ -112,6 +115,8 @@ def write_all(
         figures["tasks.png"] = lambda: tasks_figure(record)
     if has_support(record):
         figures["support.png"] = lambda: support_figure(record, clock=clock)
+    for name in drawn_measures(record):
+        figures[f"{MEASURE}{name}.png"] = partial(measure_figure, record, name, clock=clock)
     for name, draw in figures.items():
         failed |= _attempt(name, lambda n=name, d=draw: save_figure(d(), out / n))  # type: ignore[misc]
     return failed

@@ -281,7 +281,22 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ),
         *_phases_row(summary),
         *_protection_row(summary),
+        *_measures_rows(summary),
     ]
+    return rows
+
+
+def _measures_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return what only the method measures, of clients or clusters the range."""
+    rows = []
+    for of in summary.get("measures", {}).values():
+        value, unit = of["value"], of["unit"]
+        if isinstance(value, Mapping):
+            known = [number for number in value.values() if isinstance(number, int | float)]
+            shown = f"{min(known):.4g} to {max(known):.4g}" if known else "-"
+        else:
+            shown = f"{value:.4g}" if isinstance(value, int | float) else str(value or "-")
+        rows.append((of["title"], f"{shown} {unit}".rstrip()))
     return rows
 
 

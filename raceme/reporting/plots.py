@@ -19,7 +19,7 @@ from matplotlib.patches import Circle, FancyArrowPatch, Patch, Rectangle, Wedge
 from matplotlib.ticker import FixedLocator, Locator, MaxNLocator, PercentFormatter
 from numpy.typing import NDArray
 
-from raceme.core.events import ACCURACY, ClusterChange, ClustersChanged, Measure, SupportChanged
+from raceme.core.events import ACCURACY, ClusterChange, ClustersChanged, Measure, Measured
 from raceme.core.membership import Membership
 from raceme.records.record import ClientEvaluations, Floats, Integers, RunRecord, Updates, read_run
 from raceme.records.summary import FloatArray, TaskAccuracies, Upload, Uploads, shares
@@ -616,6 +616,61 @@ def _draw_bars(
 
 
 # -----------------------------------------------------------------------------
+# Default figures of what only a method measures, drawn as its schemas say.
+# -----------------------------------------------------------------------------
+
+
+_MOST_KEYS = 12
+"""More clients or clusters than this are drawn in one colour, without names."""
+
+
+def drawn_measures(record: RunRecord) -> list[str]:
+    """Return the names of the measures of a run that have a default figure."""
+    return [name for name, seen in record.measured.items() if seen[0].schema.figure != "none"]
+
+
+def measure_figure(record: RunRecord, name: str, *, clock: str = CLOCK) -> Figure:
+    """Draw a measure over time: one curve, or one for each client or cluster.
+
+    Parameters
+    ----------
+    record : RunRecord
+        The run.
+    name : str
+        The measure; see `drawn_measures`.
+    clock : str
+        What the axis of time is called.
+    """
+    seen = record.measured[name]
+    schema = seen[0].schema
+    curves: dict[str, list[tuple[float, float]]] = {}
+    for event in seen:
+        for key, value in (event.value if schema.per else {"": event.value}).items():
+            curves.setdefault(str(key), []).append((event.time, float(value)))
+    with style():
+        figure = new_figure(7.2, 3.2)
+        axes = figure.add_subplot()
+        axes.set_title(schema.title)
+        axes.set_xlabel(f"{clock} (s)")
+        axes.set_ylabel(schema.unit)
+        axes.grid(axis="y")
+        for index, (key, points) in enumerate(curves.items()):
+            few = len(curves) <= _MOST_KEYS
+            axes.plot(
+                [time for time, _ in points],
+                [value for _, value in points],
+                ls="none" if schema.figure == "points" else "-",
+                marker="." if schema.figure == "points" or len(points) == 1 else "",
+                drawstyle="steps-post" if schema.figure == "steps" else "default",
+                color=series_colour(index) if few else MUTED,
+                label=f"{schema.per} {key}" if few and key else None,
+            )
+        if schema.per and len(curves) <= _MOST_KEYS:
+            axes.legend(loc="best")
+        return figure
+
+
+# -----------------------------------------------------------------------------
 # How long clients wait for others in windows of time, of a run or of several.
 # -----------------------------------------------------------------------------
 
@@ -636,7 +691,7 @@ def idle_figure(records: Mapping[str, RunRecord]) -> Figure:
     records : Mapping[str, RunRecord]
         Label to a run. A single run needs no label.
     """
-    shares = {label: record.idle_times.share for label, record in records.items()}
+    shares = {label: record.idle_shares for label, record in records.items()}
     with style():
         figure = new_figure(7.2, 3.6)
         axes = figure.add_subplot()
@@ -867,7 +922,7 @@ _RING = 0.26
 
 def has_support(record: RunRecord) -> bool:
     """Return whether a run tells which clusters support which."""
-    return bool(record.support_changes)
+    return "support" in record.measured
 
 
 def support_figure(record: RunRecord, *, clock: str = CLOCK) -> Figure:
@@ -904,15 +959,15 @@ def counts_over_time(record: RunRecord) -> tuple[list[float], list[int], list[in
     Clusters are those that an event has named; a support is one cluster that supports another.
     """
     membership = Membership()
-    changes: list[ClustersChanged | SupportChanged] = [*record.changes, *record.support_changes]
+    changes: list[ClustersChanged | Measured] = [*record.changes, *record.measured["support"]]
     happened = sorted(changes, key=lambda event: event.time)
     times: list[float] = []
     clusters: list[int] = []
     supports: list[int] = []
     support = 0
     for event in happened:
-        if isinstance(event, SupportChanged):
-            support = sum(map(len, event.supporters.values()))
+        if isinstance(event, Measured):
+            support = sum(map(len, event.value.values()))
         else:
             membership.observe(event)
         if not times or times[-1] != event.time:
@@ -925,7 +980,7 @@ def counts_over_time(record: RunRecord) -> tuple[list[float], list[int], list[in
 
 def _draw_graph(axes: Axes, record: RunRecord) -> list[Artist]:
     """Draw clusters on a circle, and arrows; return the legend's entries."""
-    supporters = record.support_changes[-1].supporters
+    supporters = record.measured["support"][-1].value
     members = _groups_of_members(record)
     named = {k for cluster, of in supporters.items() for k in (cluster, *of)}
     everyone = sorted(members.keys() | named)

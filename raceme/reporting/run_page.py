@@ -40,11 +40,13 @@ from raceme.reporting.page import (
 from raceme.reporting.plots import (
     accuracy_figure,
     devices_figure,
+    drawn_measures,
     has_mixtures,
     has_scores,
     has_support,
     has_tasks,
     idle_figure,
+    measure_figure,
     mixtures_figure,
     staleness_figure,
     support_figure,
@@ -705,6 +707,13 @@ def run_page(folder: Path, links: str) -> str:
         costs=costs_table(record),
         staleness=_staleness(record),
         idle=_idle(record),
+        measures=[
+            (
+                record.measured[name][0].schema.title,
+                plot(measure_figure(record, name, clock=clock), f"measure-{name}"),
+            )
+            for name in drawn_measures(record)
+        ],
         uploads=plot(uploads_figure(record), "uploads") if has_scores(record) else None,
         mixtures=plot(mixtures_figure(record), "mixtures") if has_mixtures(record) else None,
         protection=str(config.get("protection", "none")),
@@ -829,7 +838,7 @@ def _staleness(record: RunRecord) -> Plot | None:
 
 
 def _idle(record: RunRecord) -> Plot | None:
-    if not len(record.idle_times.share):
+    if not len(record.idle_shares):
         return None
     return plot(idle_figure({"": record}), "idle")
 

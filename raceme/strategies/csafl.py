@@ -32,7 +32,7 @@ from scipy.spatial.distance import pdist, squareform
 from raceme.core.clients import Client
 from raceme.core.clusters import Clusters, Model, cosine, cosines, parts_of, unit
 from raceme.core.errors import UserError
-from raceme.core.events import ClientIdled
+from raceme.core.events import Measured, MeasureSchema
 from raceme.core.messages import ARRAYS, LOCAL_EPOCHS, LOCAL_STEPS, Vector
 from raceme.core.options import SECONDS, option
 from raceme.core.requests import InFlight, InvalidReplyError, Outcome, Request, Update
@@ -99,6 +99,19 @@ class WindowState:
     waited: dict[str, float] = field(default_factory=dict)
     done: int = 0
     fruitless: int = 0
+
+
+IDLE = MeasureSchema(
+    "idle",
+    "how long a client waited for others in a window",
+    ("client", "window", "seconds", "budget"),
+    value="seconds",
+    unit="s",
+    # The summary has the shares of the budget; the figure is their distribution.
+    summary="none",
+    figure="none",
+)
+"""One event for every client that took part in a window; one that never waited has 0 seconds."""
 
 
 def _alone(client: str) -> int | None:
@@ -497,7 +510,9 @@ class CSAFL(Method):
 
     def _idled(self, client: str, window: int, seconds: float) -> None:
         """Report how long a client has waited for others in a window."""
-        self.report(ClientIdled(self.now(), client, window, seconds, self.parameters.budget))
+        budget = self.parameters.budget
+        values = {"client": client, "window": window, "seconds": seconds, "budget": budget}
+        self.report(Measured(self.now(), self.progress.updates, IDLE, values))
 
     def _group_of(self, client: str) -> int | None:
         return self.clusters.main(client) if self.clusters.is_placed(client) else None

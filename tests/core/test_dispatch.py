@@ -15,6 +15,7 @@ from raceme.core.scheduling import EveryIdle, InRounds
 from raceme.simulation import Device
 from raceme.strategies import FedAsync
 from raceme.strategies.cdfl.scheduling import OnRequest
+from raceme.strategies.csafl import IDLE
 
 # Rounds.
 
@@ -238,13 +239,14 @@ class Idling(FedAsync):
     """FedAsync that says of every update how long its client has waited."""
 
     def on_update(self, update: Update) -> Outcome:
-        self.report(events.ClientIdled(self.now(), update.task.client, 1, 2.0, 8.0))
+        values = {"client": update.task.client, "window": 1, "seconds": 2.0, "budget": 8.0}
+        self.report(events.Measured(self.now(), 0, IDLE, values))
         return super().on_update(update)
 
 
 def test_what_a_method_reports_comes_after_the_update_that_gave_rise_to_it() -> None:
     seen = run(Idling(), [Device(4.0)], updates=2)
-    kinds = (events.UpdateApplied, events.ClientIdled)
+    kinds = (events.UpdateApplied, events.Measured)
     assert [(type(e), e.time) for e in seen if isinstance(e, kinds)] == [
         (kinds[0], 4.0),
         (kinds[1], 4.0),

@@ -19,7 +19,6 @@ from raceme.core.errors import UserError
 from raceme.core.events import (
     AnswerTaken,
     ClaimRefused,
-    ClientIdled,
     ClientJoined,
     ClientLeft,
     ClusterChange,
@@ -30,8 +29,8 @@ from raceme.core.events import (
     Evaluated,
     Event,
     Measure,
+    Measured,
     RunEnded,
-    SupportChanged,
     TaskScore,
     TasksTested,
     UpdateApplied,
@@ -40,6 +39,8 @@ from raceme.core.events import (
     Verdict,
 )
 from raceme.records.store import FILE_NAME, RunStore, read_events
+from raceme.strategies.csafl import IDLE
+from raceme.strategies.faacl.strategy import SUPPORTERS
 
 UPDATE = UpdateApplied(
     seq=1,
@@ -89,7 +90,7 @@ ONE_OF_EACH: list[Event] = [
     DataChanged(5.0, 2, None, 1),
     DataChanged(5.5, 2, "a", 2),
     replace(UPDATE, seq=3, time=5.75, step=1, accuracy_before=0.5, accuracy_after=0.75),
-    ClientIdled(5.75, "a", 2, 1.25, 5.0),
+    Measured(5.75, 3, IDLE, {"client": "a", "window": 2, "seconds": 1.25, "budget": 5.0}),
     Evaluated(
         5.75,
         3,
@@ -104,8 +105,8 @@ ONE_OF_EACH: list[Event] = [
         Measure("µg/m³"),
     ),
     ClustersScored(5.75, 3, {0: 0.75, 2: 0.5}),
-    SupportChanged(5.8, 3, {1: (0, 2), 4: (1,)}),
-    SupportChanged(5.85, 3, {}),
+    Measured(5.8, 3, SUPPORTERS, {"supporters": {1: (0, 2), 4: (1,)}}),
+    Measured(5.85, 3, SUPPORTERS, {"supporters": {}}),
     TasksTested(
         5.855,
         3,
@@ -227,7 +228,9 @@ def test_numpy_scalars_are_stored_as_numbers(tmp_path: Path) -> None:
     change = ClustersChanged(
         half, one, ClusterChange.SPLIT, {"a": {one: 2 * half}}, (one,), (one,), half, half
     )
-    idled = ClientIdled(half, "a", one, half, 2 * half)
+    idled = Measured(
+        half, one, IDLE, {"client": "a", "window": one, "seconds": half, "budget": 2 * half}
+    )
     drifted = DataChanged(half, one, "a", one)
     path = write(tmp_path, [given_update, evaluated, change, drifted, idled])
     assert read_events(path) == [
@@ -235,7 +238,7 @@ def test_numpy_scalars_are_stored_as_numbers(tmp_path: Path) -> None:
         Evaluated(3.0, 1, 0.5, 1.0, 1, {"a": (1, 0.5, 0.5)}, 1, {"a": 1}),
         ClustersChanged(0.5, 1, ClusterChange.SPLIT, {"a": {1: 1.0}}, (1,), (1,), 0.5, 0.5),
         DataChanged(0.5, 1, "a", 1),
-        ClientIdled(0.5, "a", 1, 0.5, 1.0),
+        Measured(0.5, 1, IDLE, {"client": "a", "window": 1, "seconds": 0.5, "budget": 1.0}),
     ]
 
 
@@ -296,11 +299,17 @@ _EVENTS = st.one_of(
         _COUNTS,
     ),
     st.builds(
-        SupportChanged,
+        Measured,
         _TIMES,
         _COUNTS,
-        st.dictionaries(
-            _COUNTS, st.sets(_COUNTS, min_size=1, max_size=3).map(lambda of: tuple(sorted(of)))
+        st.just(SUPPORTERS),
+        st.fixed_dictionaries(
+            {
+                "supporters": st.dictionaries(
+                    _COUNTS,
+                    st.sets(_COUNTS, min_size=1, max_size=3).map(lambda of: tuple(sorted(of))),
+                )
+            }
         ),
     ),
     st.builds(RunEnded, _TIMES, _COUNTS, _CLIENTS, st.sampled_from(Ending)),

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 import raceme
 from raceme.core.events import (
-    ClientIdled,
     ClientJoined,
     ClientLeft,
     ClusterChange,
@@ -22,12 +21,14 @@ from raceme.core.events import (
     Ending,
     Evaluated,
     Event,
+    Measured,
     RunEnded,
     UpdateApplied,
     UpdateRejected,
 )
 from raceme.core.membership import purity
 from raceme.records.summary import RunSummary, summarise, time_to_target, write_summary
+from raceme.strategies.csafl import IDLE
 
 KEYS = {
     *("strategy", "dataset", "seed", "clients", "updates", "virtual_time", "wall_time"),
@@ -252,7 +253,9 @@ def test_moves_are_counted_by_client_and_only_to_another_main_cluster() -> None:
 def test_shares_of_windows_that_clients_waited() -> None:
     # Shares 0, 0.3, 0.4 and 0.9: their mean is 0.4, two are above 0.3 and one is above 0.5.
     waited = [("a", 1, 0.0, 4.0), ("b", 1, 1.5, 5.0), ("a", 2, 2.0, 5.0), ("b", 2, 4.5, 5.0)]
-    result = summary_of([ClientIdled(9.0, *values) for values in waited])
+    result = summary_of(
+        [Measured(9.0, 0, IDLE, dict(zip(IDLE.columns, values, strict=True))) for values in waited]
+    )
     assert result["idle_share_mean"] == pytest.approx(0.4)
     assert (result["idle_over_30_percent"], result["idle_over_50_percent"]) == (0.5, 0.25)
 

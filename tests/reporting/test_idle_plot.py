@@ -7,15 +7,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from raceme.core.events import ClientIdled, RunEnded
+from raceme.core.events import Measured, RunEnded
 from raceme.records.record import RunRecord
 from raceme.records.store import RunStore
 from raceme.reporting.artefacts import write_all
 from raceme.reporting.plots import idle_figure, longer_than
+from raceme.strategies.csafl import IDLE
+
+
+def idled(time: float, seconds: float, budget: float) -> Measured:
+    values = {"client": "a", "window": 1, "seconds": seconds, "budget": budget}
+    return Measured(time, 0, IDLE, values)
 
 
 def waited(*shares: float) -> RunRecord:
-    return RunRecord.of([ClientIdled(10.0, "a", 1, 10 * share, 10.0) for share in shares])
+    return RunRecord.of([idled(10.0, 10 * share, 10.0) for share in shares])
 
 
 def test_how_often_a_client_waits_longer_by_hand() -> None:
@@ -46,7 +52,7 @@ def test_a_run_without_windows_says_so_and_leaves_no_picture(tmp_path: Path) -> 
     summary = {"strategy": "fedavg", "dataset": "digits", "seed": 0}
     for name, events in (
         ("without", [RunEnded(1.0, 1, "so")]),
-        ("with", [ClientIdled(1.0, "a", 1, 0.5, 1.0), RunEnded(1.0, 1, "so")]),
+        ("with", [idled(1.0, 0.5, 1.0), RunEnded(1.0, 1, "so")]),
     ):
         with RunStore(tmp_path / name) as store:
             for event in events:

@@ -18,8 +18,8 @@ from raceme.core.events import (
     ClustersChanged,
     Evaluated,
     Event,
+    Measured,
     RunEnded,
-    SupportChanged,
 )
 from raceme.core.requests import Outcome, Update
 from raceme.records.record import RunRecord
@@ -30,6 +30,11 @@ from raceme.reporting.plots import counts_over_time, support_figure
 from raceme.reporting.run_page import run_page
 from raceme.reporting.style import cluster_colour
 from raceme.strategies import FedAsync
+from raceme.strategies.faacl.strategy import SUPPORTERS
+
+
+def support_changed(time: float, updates: int, supporters: dict[int, tuple[int, ...]]) -> Measured:
+    return Measured(time, updates, SUPPORTERS, {"supporters": supporters})
 
 
 def change(
@@ -44,9 +49,9 @@ def change(
 RUN: list[Event] = [
     *(ClientJoined(0.0, client, 0, 10, group) for client, group in zip("abcd", (0, 0, 1, 1))),  # noqa: B905
     change(0.0, ClusterChange.ASSIGN, {"a": 0, "b": 1, "c": 2, "d": 2}),
-    SupportChanged(1.0, 1, {0: (1,), 1: (0,), 2: (0, 1)}),
+    support_changed(1.0, 1, {0: (1,), 1: (0,), 2: (0, 1)}),
     change(2.0, ClusterChange.MERGE, {"a": 3, "b": 3}, (0, 1)),
-    SupportChanged(2.0, 2, {2: (3,)}),
+    support_changed(2.0, 2, {2: (3,)}),
     RunEnded(4.0, 4, "so"),
 ]
 
@@ -80,7 +85,7 @@ def test_a_ring_is_divided_by_true_groups_and_the_area_by_clients() -> None:
     events = [
         *RUN[:4],
         change(0.0, ClusterChange.ASSIGN, clusters),
-        SupportChanged(1.0, 1, {5: (6,), 6: (5, 7)}),
+        support_changed(1.0, 1, {5: (6,), 6: (5, 7)}),
     ]
     graph = support_figure(RunRecord.of(events)).axes[0]
     rings = [patch for patch in graph.patches if isinstance(patch, Wedge)]
@@ -105,7 +110,7 @@ def test_of_very_many_clusters_the_largest_are_drawn() -> None:
     events: list[Event] = [
         *(ClientJoined(0.0, client, 0, 10, None) for client in clusters),
         change(0.0, ClusterChange.ASSIGN, clusters),
-        SupportChanged(1.0, 1, {0: (1, 39), 39: (38,)}),
+        support_changed(1.0, 1, {0: (1, 39), 39: (38,)}),
     ]
     graph = support_figure(RunRecord.of(events)).axes[0]
     assert graph.get_title(loc="left") == "Who supports whom at the end (24 of 40 clusters)"
@@ -113,7 +118,7 @@ def test_of_very_many_clusters_the_largest_are_drawn() -> None:
 
 
 def test_the_last_word_may_be_that_nobody_supports_anybody() -> None:
-    graph = support_figure(RunRecord.of([*RUN[:-1], SupportChanged(3.0, 3, {})])).axes[0]
+    graph = support_figure(RunRecord.of([*RUN[:-1], support_changed(3.0, 3, {})])).axes[0]
     assert graph.get_title(loc="left") == "Nobody supports anybody at the end"
 
 
@@ -140,7 +145,7 @@ class Supported(FedAsync):
     def on_update(self, update: Update) -> Outcome:
         if self.progress.updates == 1:
             other = self.clusters.found(Model(ONES), [])
-            self.report(SupportChanged(self.now(), self.progress.updates + 1, {other: (0,)}))
+            self.report(support_changed(self.now(), self.progress.updates + 1, {other: (0,)}))
         return super().on_update(update)
 
 
@@ -148,8 +153,8 @@ def test_what_a_method_reports_of_support_comes_after_its_update_and_is_kept(
     tmp_path: Path,
 ) -> None:
     seen = run(Supported(), grid_of(pulled_app(), devices(1.0)), num_rounds=3)
-    (found,) = of(SupportChanged, seen)
-    assert (found.time, found.updates, found.supporters) == (2.0, 2, {1: (0,)})
+    (found,) = of(Measured, seen)
+    assert (found.time, found.updates, found.value) == (2.0, 2, {1: (0,)})
     assert seen[seen.index(found) - 2].seq == 2
     with RunStore(tmp_path) as store:
         for event in seen:

@@ -150,7 +150,7 @@ def test_variants_on_virtual_time(method: Callable[..., CSAFL], groups: list[int
     has_groups = method in (CSAFL, GFedAvg, GAFedAvg)
     assert len(strategy.models) == (3 if has_groups else 1)
     assert (last_accuracy(seen) > 0.9) == has_groups
-    waited = sum(event.seconds for event in seen if isinstance(event, events.ClientIdled))
+    waited = sum(event.value for event in seen if isinstance(event, events.Measured))
     # Slow clients take five times as long: who updates together waits for them, others never do.
     assert (waited == 0.0) == (method in (GAFedAvg, TAFedAvg))
 
@@ -165,7 +165,7 @@ def test_synchronous_windows_traced_by_hand() -> None:
     seen = run_on(
         TFedAvg(TFedAvg.parameters_type(**{**OPTIONS, "budget": 12.0})), three_groups(), 33
     )
-    idle = {e.client: e.seconds for e in seen if isinstance(e, events.ClientIdled)}
+    idle = {e.values["client"]: e.value for e in seen if isinstance(e, events.Measured)}
     assert idle == {f"c{i}": 0.0 if i % 4 == 0 else 9.0 for i in range(12)}
     lost = [e.reason for e in seen if isinstance(e, events.UpdateRejected)]
     assert lost == ["its window ended first"] * 3

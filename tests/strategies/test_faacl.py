@@ -13,7 +13,7 @@ from supported import SAMPLES, SupportBench
 from raceme.core.clients import Client
 from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
-from raceme.core.events import SupportChanged
+from raceme.core.events import Measured
 from raceme.core.messages import LOSSES
 from raceme.core.requests import InvalidReplyError
 from raceme.runs.experiment import simulate
@@ -63,7 +63,7 @@ def test_flat_faacl_by_hand() -> None:
     made.train(INIT)
     # 2 did not support 3: the merged cluster does not either. Its model is that of one of the two.
     assert homes(made.method) == {"c0": 4, "c1": 4, "c2": 3}
-    said = [event.supporters for event in made.seen if isinstance(event, SupportChanged)]
+    said = [event.value for event in made.seen if isinstance(event, Measured)]
     assert said == [{1: (2,), 2: (1,), 3: (1,)}, {}]
     # Something has changed: the next comparison finds support from one side, and all is settled.
     made.compare(

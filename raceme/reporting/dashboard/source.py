@@ -17,7 +17,6 @@ from raceme.core.config import read_toml
 from raceme.core.errors import UserError
 from raceme.core.events import (
     ClaimRefused,
-    ClientIdled,
     ClientJoined,
     ClientLeft,
     ClustersChanged,
@@ -25,6 +24,7 @@ from raceme.core.events import (
     Evaluated,
     Event,
     Measure,
+    Measured,
     RunEnded,
     UpdateApplied,
     UpdateJudged,
@@ -137,14 +137,8 @@ class Columns:
                 client=client,
                 step=int(event.step),
             )
-        elif isinstance(event, ClientIdled):
-            self._add(
-                "idle",
-                time=_seconds(event.time),
-                client=self._number(event.client),
-                seconds=_short(event.seconds),
-                budget=_short(event.budget),
-            )
+        elif isinstance(event, Measured):
+            self._add_measured(event)
         elif isinstance(event, RunEnded):
             self._ending = {
                 "time": _seconds(event.time),
@@ -208,6 +202,22 @@ class Columns:
         group = None if event.group is None else int(event.group)
         self._add("presence", time=time, client=number, online=1)
         self._add("greetings", time=time, client=number, examples=event.num_examples, group=group)
+
+    def _add_measured(self, event: Measured) -> None:
+        """Add to the table of a measure; a mapping is told as its items."""
+        values: dict[str, Any] = {"updates": int(event.updates)}
+        for name, value in event.values.items():
+            if name == "client":
+                values[name] = self._number(value)
+            elif isinstance(value, Mapping):
+                named = event.schema.per == "client"
+                values[name] = [
+                    (self._number(key) if named else int(key), _told(item))
+                    for key, item in value.items()
+                ]
+            else:
+                values[name] = _told(value)
+        self._add(f"measure_{event.name}", time=_seconds(event.time), **values)
 
     def _add_update(self, event: UpdateApplied) -> None:
         self._on_devices = self._on_devices or event.started_at is not None
@@ -299,6 +309,14 @@ class Columns:
                 clusters=numbers[0],
                 purity=_number(numbers[1]),
             )
+
+
+def _told(value: Any) -> Any:
+    """Return a measured value as a page is told it."""
+    if isinstance(value, tuple | list):
+        return [_told(item) for item in value]
+    value = value.item() if hasattr(value, "item") else value
+    return _short(value) if isinstance(value, float) else value
 
 
 def worst_share(accuracies: Iterable[float], measure: Measure, share: int = WORST) -> float:

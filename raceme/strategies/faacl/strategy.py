@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from raceme.core.clients import Client
 from raceme.core.clusters import Clusters, Model
 from raceme.core.errors import UserError
-from raceme.core.events import SupportChanged
+from raceme.core.events import Measured, MeasureSchema
 from raceme.core.messages import (
     ARRAYS,
     COMPUTE_SCALE,
@@ -238,13 +238,27 @@ class FindsSupport(Method):
         return applied
 
 
+SUPPORTERS = MeasureSchema(
+    "support",
+    "clusters whose members train a cluster's model too",
+    ("supporters",),
+    per="cluster",
+    # The summary has them as `supporters`; the figure is a graph.
+    summary="none",
+    figure="none",
+)
+"""Each cluster that has supporters from now on, to them, ascending."""
+
+
 def report_support(
     method: Method, supported: Supported, before: Mapping[int, tuple[int, ...]]
 ) -> None:
     """Report who supports whom, if that is not as it was."""
     now = supported.listed()
     if now != before:
-        method.report(SupportChanged(method.now(), method.progress.updates, now))
+        method.report(
+            Measured(method.now(), method.progress.updates, SUPPORTERS, {"supporters": now})
+        )
 
 
 # -----------------------------------------------------------------------------

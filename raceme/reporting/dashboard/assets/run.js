@@ -3,7 +3,7 @@
 /** Columns of each table; what a piece brings is appended. */
 const TABLES = [
   "clients", "reasons", "presence", "greetings", "groups", "updates", "rejections", "verdicts",
-  "claims", "evaluations", "changes", "placements", "drifts", "idle", "numbers", "walls",
+  "claims", "evaluations", "changes", "placements", "drifts", "numbers", "walls",
 ];
 
 const STEPS = 2000; // Steps of the map's positions in one unit.
@@ -33,6 +33,8 @@ export class Run {
   add(piece) {
     this.revision += 1;
     for (const [name, columns] of Object.entries(piece)) {
+      // Tables of measures are declared by methods: their names come with their first rows.
+      if (name.startsWith("measure_")) this.tables[name] ??= { rows: 0 };
       if (name in this.tables) this.append(name, columns);
     }
     if (piece.run) this.about = piece.run;

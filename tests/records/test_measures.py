@@ -1,0 +1,167 @@
+"""A measure that a method declares is stored, summarised, told, tabulated and drawn."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fleets import grid_of, pulled_app
+from raceme.core.interface import Applied
+from runs import devices, run
+
+from raceme.core.config import RunConfig, write_toml
+from raceme.core.events import Event, Measured, MeasureSchema
+from raceme.core.requests import Update
+from raceme.experiments.results import Comparison, Result, Run
+from raceme.experiments.suites import load_suite
+from raceme.experiments.tables import to_csv
+from raceme.records.folder import saved_in
+from raceme.records.record import line_of
+from raceme.records.store import RunStore, StoreFollower, read_events
+from raceme.records.summary import summarise
+from raceme.reporting.artefacts import write_all
+from raceme.reporting.console import summary_rows
+from raceme.reporting.dashboard.source import Columns
+from raceme.reporting.run_page import run_page
+from raceme.strategies import FedAsync
+
+GAP = MeasureSchema("gap", "distance to the start", ("client", "gap"), unit="m", summary="max")
+LOAD = MeasureSchema("load", "updates of a cluster", ("load",), per="cluster", figure="steps")
+
+
+class Measuring(FedAsync):
+    """FedAsync that reports two measures of its own with each update: the number as a distance."""
+
+    def on_update(self, update: Update) -> Applied:
+        count = self.progress.updates + 1
+        values = {"client": update.task.client, "gap": np.float64(count / 2)}
+        self.report(Measured(self.now(), count, GAP, values))
+        self.report(Measured(self.now(), count, LOAD, {"load": {0: np.int64(count)}}))
+        return super().on_update(update)
+
+
+@pytest.fixture(scope="module")
+def seen() -> list[Event]:
+    return run(Measuring(), grid_of(pulled_app(), devices(1.0)), num_rounds=3)
+
+
+def stored(folder: Path, events: list[Event]) -> Path:
+    with RunStore(folder) as store:
+        for event in events:
+            store.observe(event)
+    return folder
+
+
+def test_the_store_has_rows_and_a_view_and_gives_the_events_back(
+    seen: list[Event], tmp_path: Path
+) -> None:
+    folder = stored(tmp_path, seen)
+    measured = [event for event in seen if isinstance(event, Measured)]
+    assert len(measured) == 6
+    assert [event for event in read_events(folder) if isinstance(event, Measured)] == measured
+    followed = StoreFollower(folder).read().events
+    assert [event for event in followed if isinstance(event, Measured)] == measured
+    with closing(sqlite3.connect(folder / "run.sqlite")) as connection:
+        gaps = connection.execute("SELECT updates, client, gap FROM measure_gap").fetchall()
+        loads = connection.execute("SELECT updates, cluster, load FROM measure_load").fetchall()
+    client = measured[0].values["client"]
+    assert gaps == [(1, client, 0.5), (2, client, 1.0), (3, client, 1.5)]
+    assert loads == [(1, 0, 1), (2, 0, 2), (3, 0, 3)]
+
+
+def test_the_summary_has_a_line(seen: list[Event]) -> None:
+    summary = summarise(seen, strategy="measuring", dataset="digits", seed=0, wall_time=1.0)
+    assert summary["measures"] == {
+        "gap": {"title": "distance to the start", "unit": "m", "value": 1.5},
+        "load": {"title": "updates of a cluster", "unit": "", "value": {"0": 3}},
+    }
+    rows = dict(summary_rows(summary))
+    assert rows["distance to the start"] == "1.5 m"
+    assert rows["updates of a cluster"] == "3 to 3"
+
+
+def test_the_dashboard_and_the_trace_have_columns(seen: list[Event]) -> None:
+    columns = Columns(1000)
+    for event in seen:
+        columns.observe(event)
+    told = columns.take()
+    assert told["measure_gap"]["gap"] == [0.5, 1.0, 1.5]
+    assert told["measure_load"]["load"] == [[(0, 1)], [(0, 2)], [(0, 3)]]
+    first = next(event for event in seen if isinstance(event, Measured))
+    line = line_of(first)
+    assert (line["event"], line["name"], line["gap"]) == ("Measured", "gap", 0.5)
+
+
+def test_figures_are_drawn_and_shown_on_the_page(seen: list[Event], tmp_path: Path) -> None:
+    folder = stored(tmp_path, seen)
+    write_toml(RunConfig().to_mapping(), folder / "config.toml")
+    summary = summarise(seen, strategy="casa", dataset="digits", seed=0, wall_time=1.0)
+    assert write_all(folder, summary=summary, models={}) == {}
+    assert {"measure-gap.png", "measure-load.png"} <= set(saved_in(folder))
+    page = run_page(folder, "")
+    assert 'id="measures"' in page
+    assert "distance to the start" in page
+
+
+def test_a_comparison_has_a_column_of_single_numbers(seen: list[Event], tmp_path: Path) -> None:
+    suite_file = tmp_path / "suite.toml"
+    suite_file.write_text("[methods.fedasync]\n[methods.casa]\n")
+    suite = load_suite(suite_file)
+    plain, measuring = (
+        summarise(events, strategy="casa", dataset="digits", seed=0, wall_time=1.0)
+        for events in ([], seen)
+    )
+    results = (
+        Result(suite.methods[0], "fedasync", (Run(0, "plain", plain),)),
+        Result(suite.methods[1], "casa", (Run(0, "measuring", measuring),)),
+    )
+    rows = list(csv.DictReader(io.StringIO(to_csv(Comparison(suite, results)))))
+    assert [row["measure_gap"] for row in rows] == ["", "1.5"]
+    assert "measure_load" not in rows[0]
+
+
+def test_what_is_not_finite_comes_back(tmp_path: Path) -> None:
+    values = (math.inf, -math.inf, math.nan)
+    events: list[Event] = [Measured(1.0, 1, GAP, {"client": "a", "gap": value}) for value in values]
+    found = [e.value for e in read_events(stored(tmp_path, events)) if isinstance(e, Measured)]
+    assert found[:2] == [math.inf, -math.inf]
+    assert math.isnan(found[2])
+
+
+def test_a_resumed_run_drops_later_measures(tmp_path: Path) -> None:
+    events: list[Event] = [
+        Measured(float(n), n, GAP, {"client": "a", "gap": float(n)}) for n in (1, 2, 3)
+    ]
+    stored(tmp_path, events)
+    with RunStore(tmp_path, after=2) as store:
+        store.observe(events[2])
+    assert read_events(tmp_path) == events
+
+
+@pytest.mark.parametrize(
+    ("columns", "options", "said"),
+    [
+        (("a b",), {}, "identifiers"),
+        (("time",), {}, "columns of every measure"),
+        (("a",), {"value": "b"}, "no column b"),
+        (("a", "b"), {"per": "client"}, "expected one column"),
+        (("a",), {"summary": "sum"}, "expected one of"),
+        (("a",), {"figure": "pie"}, "expected one of"),
+    ],
+)
+def test_a_declaration_that_contradicts_itself_is_refused(
+    columns: tuple[str, ...], options: dict[str, str], said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        MeasureSchema("m", "title", columns, **options)
+
+
+def test_values_have_to_be_those_declared() -> None:
+    with pytest.raises(ValueError, match="has the columns"):
+        Measured(0.0, 0, GAP, {"gap": 1.0})
