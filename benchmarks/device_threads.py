@@ -21,7 +21,7 @@ from rich.table import Table
 
 from raceme.training import models
 from raceme.training.local import TrainingSettings, train
-from raceme.training.network import Network, Samples
+from raceme.training.models import Network, Samples
 
 SHAPE, CLASSES = (1, 28, 28), 10
 WORK = (("cnn", 10), ("cnn", 64), ("mlp512", 10), ("cnn5x5", 10), ("cnn5x5", 64))

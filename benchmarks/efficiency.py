@@ -37,7 +37,7 @@ from raceme.core.events import Event, UpdateApplied
 from raceme.runs import experiment
 from raceme.training import models
 from raceme.training.local import TrainingSettings, train
-from raceme.training.network import Network, Samples
+from raceme.training.models import Network, Samples
 
 
 def training_seconds(config: RunConfig, clients: list[int]) -> float:

@@ -25,7 +25,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from raceme.training import models
 from raceme.training.local import TrainingSettings, differentiate, train
-from raceme.training.network import Network, Samples
+from raceme.training.models import Network, Samples
 
 STEPS = 24
 SHAPES = {"mlp": (1, 8, 8), "mlp128": (1, 28, 28), "mlp512": (1, 28, 28), "cnn": (1, 28, 28)}

@@ -24,6 +24,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         {"experiments", "fleet", "server_app"},
         {"runs"},
         {"simulation"},
+        {"client halves"},
         {"strategies", "client_app", "reporting"},
         {"training", "records"},
         {"datasets"},
@@ -108,8 +109,15 @@ def imports_of(path: Path, known: Mapping[str, Path]) -> Iterator[tuple[str, boo
 
 
 def room_of(module: str) -> str:
-    """Return the room of a module; empty for `raceme` itself."""
-    return module.split(".")[1] if "." in module else ""
+    """Return the room of a module; empty for `raceme` itself.
+
+    The client halves of methods are a room of their own above `strategies`: they use what both
+    halves of a method share, and `training`; nothing below imports them but by name.
+    """
+    parts = module.split(".")
+    if len(parts) > 3 and (parts[1], parts[-1]) == ("strategies", "client"):
+        return "client halves"
+    return parts[1] if len(parts) > 1 else ""
 
 
 def upward_imports(known: Mapping[str, Path]) -> list[str]:

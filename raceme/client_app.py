@@ -4,9 +4,9 @@ It is the same on every grid, and works with Flower's own strategies. A reply de
 but the content of the message and the client that answers, so that messages may be answered early,
 in any order and in any process.
 
-What a message asks for is its kind of work, one of ``KINDS``. A new kind is one function, of a
-:class:`~raceme.training.work.ClientWork` and returning an
-:class:`~raceme.training.work.Answer`, and its line there.
+What a message asks for is its kind of work: one of :data:`raceme.core.registry.CLIENT_WORK`, loaded
+when it is first asked for, or ``module:function`` for one of a user's own. It is a function of a
+:class:`~raceme.training.work.ClientWork` that returns an :class:`~raceme.training.work.Answer`.
 """
 
 from __future__ import annotations
@@ -14,72 +14,29 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 
 import torch
 from flwr.app import ConfigRecord, Context, Message, MessageType, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import Mod
 
-from raceme.core.messages import (
-    ARRAYS,
-    CLIENT_ID,
-    CONFIG,
-    DESCRIBE,
-    DESCRIPTORS,
-    EVALUATE,
-    FINISHED_AT,
-    GRADIENT,
-    GROUP,
-    KIND,
-    LABEL_COUNTS,
-    LABEL_MASSES,
-    LATENT_MOST,
-    LEARN,
-    LEND,
-    LOSSES,
-    MATCH,
-    METRICS,
-    NUM_EXAMPLES,
-    NUM_TEST_EXAMPLES,
-    NUMBERS,
-    PRINCIPAL_DIRECTIONS,
-    REPORT_TIMING,
-    SCORES,
-    STARTED_AT,
-    STEP,
-    STEPS,
-    TASK,
-    TEST_STEPS,
-    TRAIN,
-    TRAIN_BEST,
-    TRAIN_BORROWING,
-    TRAIN_DECOMPOSED,
-    TRAIN_ELASTIC,
-    TRAIN_MIXED,
-    TRAIN_OWN,
-    TRAIN_WEIGHTED,
-    VALIDATION_SHARE,
-    VERSION,
-    to_array,
-)
+from raceme.core import messages as names
+from raceme.core.messages import to_array
+from raceme.core.registry import CLIENT_WORK
 from raceme.flower.messages import array_record
-from raceme.training import continual, kinds, statistics
-from raceme.training import continual as task_parts
-from raceme.training import kinds as memory
 from raceme.training import machine as hardware
-from raceme.training import statistics as responsibilities
 from raceme.training.clients import Client, ClientCache, OwnData, joined, load
 from raceme.training.machine import Meter, measured, meter_of
 from raceme.training.privacy import check_kind, local_dp, privacy_of
-from raceme.training.work import Answer, ClientWork
+from raceme.training.work import Answer, ClientWork, answer_to
 
 # Clients work side by side, each on one thread: two processes of one thread get through nearly
 # twice the work of one process with two.
 torch.set_num_threads(1)
 
 _UNKNOWN_GROUP = -1
-_ECHOED = (TASK, VERSION, KIND, STEP)
+_ECHOED = (names.TASK, names.VERSION, names.KIND, names.STEP)
 """Settings that a reply states as it was told them, so that it can be told what it answers."""
 
 _clients = ClientCache(load)
@@ -131,39 +88,18 @@ def describe(work: ClientWork) -> Answer:
     """State the client's stable id, its data and their true group, and the machine it runs on."""
     client = work.client
     metrics = {
-        NUM_EXAMPLES: len(client.train),
-        NUM_TEST_EXAMPLES: len(client.test),
-        GROUP: _UNKNOWN_GROUP if client.group is None else client.group,
+        names.NUM_EXAMPLES: len(client.train),
+        names.NUM_TEST_EXAMPLES: len(client.test),
+        names.GROUP: _UNKNOWN_GROUP if client.group is None else client.group,
     }
-    return Answer(metrics, told={CLIENT_ID: client.id, **hardware.describe()})
+    return Answer(metrics, told={names.CLIENT_ID: client.id, **hardware.describe()})
 
 
-KINDS: dict[str, Callable[[ClientWork], Answer]] = {
-    TRAIN: kinds.train,
-    TRAIN_BEST: kinds.train_best,
-    TRAIN_MIXED: kinds.train_mixed,
-    TRAIN_OWN: kinds.train_own,
-    LEARN: memory.learn,
-    MATCH: memory.match,
-    LEND: memory.lend,
-    TRAIN_ELASTIC: continual.train_elastic,
-    TRAIN_DECOMPOSED: task_parts.train_decomposed,
-    TRAIN_BORROWING: task_parts.train_borrowing,
-    EVALUATE: kinds.evaluate,
-    TEST_STEPS: kinds.test_steps,
-    LOSSES: kinds.losses,
-    SCORES: kinds.scores,
-    LABEL_COUNTS: kinds.label_counts,
-    PRINCIPAL_DIRECTIONS: statistics.principal_directions,
-    LATENT_MOST: statistics.latent_most,
-    DESCRIPTORS: statistics.descriptors,
-    GRADIENT: statistics.gradient,
-    LABEL_MASSES: responsibilities.label_masses,
-    TRAIN_WEIGHTED: responsibilities.train_weighted,
-    DESCRIBE: describe,
+_DEFAULTS = {
+    MessageType.TRAIN: names.TRAIN,
+    MessageType.EVALUATE: names.EVALUATE,
+    MessageType.QUERY: names.DESCRIBE,
 }
-
-_DEFAULTS = {MessageType.TRAIN: TRAIN, MessageType.EVALUATE: EVALUATE, MessageType.QUERY: DESCRIBE}
 """Kinds of work where a message states none, as Flower's own strategies do not."""
 
 
@@ -194,14 +130,16 @@ class AddedKinds:
         call_next: Callable[[Message, Context], Message],
     ) -> Message:
         """Answer a message that asks for a kind of work; leave others to the user's functions."""
-        record = message.content.get(CONFIG)
-        asks = isinstance(record, ConfigRecord) and record.get(KIND, TRAIN) != TRAIN
+        record = message.content.get(names.CONFIG)
+        asks = (
+            isinstance(record, ConfigRecord) and record.get(names.KIND, names.TRAIN) != names.TRAIN
+        )
         return self.answer(message, context) if asks else call_next(message, context)
 
     def answer(self, message: Message, context: Context) -> Message:
         """Answer a query, or any message, in Raceme's way."""
         work = work_of(message, context, self._client)
-        return reply_to(message, work, KINDS[work.kind](work))
+        return reply_to(message, work, answer_to(work))
 
     def _client(self, context: Context) -> Client:
         """Return the client that a context is of."""
@@ -231,38 +169,37 @@ def work_of(
     UserError
         The client's data cannot be loaded.
     """
-    record = message.content.get(CONFIG)
+    record = message.content.get(names.CONFIG)
     settings = record if isinstance(record, ConfigRecord) else ConfigRecord()
-    kind = settings.get(KIND, _DEFAULTS[message.metadata.message_type.partition(".")[0]])
-    step = settings.get(STEP, 0)
-    if not isinstance(kind, str) or kind not in KINDS:
-        known = ", ".join(KINDS)
+    kind = settings.get(names.KIND, _DEFAULTS[message.metadata.message_type.partition(".")[0]])
+    step = settings.get(names.STEP, 0)
+    if not isinstance(kind, str) or kind not in CLIENT_WORK:
+        known = ", ".join(CLIENT_WORK)
         raise ValueError(f"This client does no work of the kind {kind!r}; it knows {known}.")
     if not isinstance(step, int) or step < 0:
-        raise ValueError(f"{STEP} must be a whole number of at least 0, got {step!r}.")
-    share = settings.get(VALIDATION_SHARE, 0.0)
+        raise ValueError(f"{names.STEP} must be a whole number of at least 0, got {step!r}.")
+    share = settings.get(names.VALIDATION_SHARE, 0.0)
     if not isinstance(share, int | float):
-        raise ValueError(f"{VALIDATION_SHARE} must be a number, got {share!r}.")
-    if own is not None:
-        mine = _kept(own(context), share)
-        return ClientWork(
-            kind, mine, message.content, settings, context.state, at_step=lambda step: mine
-        )
-    at_step = partial(_client_at, context, share)
-    client = at_step(step)
-    since = _clients.since(context)
-    if STEPS not in settings:
-        records = message.content, settings, context.state
-        return ClientWork(kind, client, *records, at_step, since=since)
-    steps = [_kept(c, share) for c in _clients.clients(context, _several(settings[STEPS]))]
-    client = joined(client, steps)
-    records = message.content, settings, context.state
-    return ClientWork(kind, client, *records, at_step, tuple(steps), since)
+        raise ValueError(f"{names.VALIDATION_SHARE} must be a number, got {share!r}.")
 
+    def at_step(step: int) -> Client:
+        return _kept(_clients.client(context, step) if own is None else own(context), share)
 
-def _client_at(context: Context, share: float, step: int) -> Client:
-    """Return the client that a node is, with its data of a step."""
-    return _kept(_clients.client(context, step), share)
+    client, steps = at_step(step), list[Client]()
+    if own is None and names.STEPS in settings:
+        several = _clients.clients(context, _several(settings[names.STEPS]))
+        steps = [_kept(loaded, share) for loaded in several]
+        client = joined(client, steps)
+    return ClientWork(
+        kind,
+        client,
+        message.content,
+        settings,
+        context.state,
+        at_step,
+        tuple(steps),
+        0 if own is not None else _clients.since(context),
+    )
 
 
 def _kept(client: Client, share: float) -> Client:
@@ -280,7 +217,9 @@ def _several(steps: object) -> list[int]:
     """
     found = [step for step in steps if isinstance(step, int)] if isinstance(steps, list) else []
     if not found or steps != found or min(found) < 0 or len(set(found)) < len(found):
-        raise ValueError(f"{STEPS} must be different whole numbers of at least 0, got {steps!r}.")
+        raise ValueError(
+            f"{names.STEPS} must be different whole numbers of at least 0, got {steps!r}."
+        )
     return found
 
 
@@ -289,13 +228,13 @@ def reply_to(message: Message, work: ClientWork, answer: Answer) -> Message:
     echoed = {name: work.settings[name] for name in _ECHOED if name in work.settings}
     content = RecordDict()
     if answer.model is not None:
-        content[ARRAYS] = answer.model
-    content[METRICS] = MetricRecord(dict(answer.metrics))
+        content[names.ARRAYS] = answer.model
+    content[names.METRICS] = MetricRecord(dict(answer.metrics))
     if answer.numbers:
         arrays = {name: to_array(values) for name, values in answer.numbers.items()}
-        content[NUMBERS] = array_record(arrays)
+        content[names.NUMBERS] = array_record(arrays)
     if echoed or answer.told:
-        content[CONFIG] = ConfigRecord({**echoed, **answer.told})
+        content[names.CONFIG] = ConfigRecord({**echoed, **answer.told})
     return Message(content=content, reply_to=message)
 
 
@@ -310,20 +249,20 @@ def _respond(message: Message, context: Context) -> Message:
     started_at = time.time()
     with measured(_meter()) as cost:
         work, answer = _answered(message, context)
-    times = {STARTED_AT: started_at, FINISHED_AT: time.time(), **cost}
+    times = {names.STARTED_AT: started_at, names.FINISHED_AT: time.time(), **cost}
     return reply_to(message, work, replace(answer, metrics={**answer.metrics, **times}))
 
 
 def _reports(message: Message) -> bool:
     """Return whether a message asks when the work was done and what it cost."""
-    record = message.content.get(CONFIG)
-    return isinstance(record, ConfigRecord) and bool(record.get(REPORT_TIMING, False))
+    record = message.content.get(names.CONFIG)
+    return isinstance(record, ConfigRecord) and bool(record.get(names.REPORT_TIMING, False))
 
 
 def _answered(message: Message, context: Context) -> tuple[ClientWork, Answer]:
     work = work_of(message, context)
     check_kind(work.kind, context)
-    return work, KINDS[work.kind](work)
+    return work, answer_to(work)
 
 
 @cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from raceme.datasets.cache import import_datasets
+from raceme.datasets.source import import_datasets
 
 
 def batch_norm_only(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 from test_feddrift import Bench
 
-from raceme.core.messages import LEND, LOSSES, MATCH
+from raceme.core.messages import LOSSES
 from raceme.core.requests import Answer, InFlight, Request, Update
+from raceme.strategies.faacl import LEND, MATCH
 
 SAMPLES = 8
 SPREAD = np.linspace(0.0, 0.01, SAMPLES)

@@ -36,10 +36,24 @@ def test_no_circle_of_modules() -> None:
 
 def test_methods_know_neither_torch_nor_the_simulator() -> None:
     for module, path in MODULES.items():
-        if structure.room_of(module) in TORCH_IS_FORBIDDEN and not module.endswith(".client"):
+        if structure.room_of(module) in TORCH_IS_FORBIDDEN:
             imported = {name for name, _ in structure.imports_of(path, MODULES)}
             assert "torch" not in {name.split(".")[0] for name in imported}, module
             assert not any(name.startswith("raceme.simulation") for name in imported), module
+
+
+def test_client_halves_are_imported_by_name_only() -> None:
+    """A server needs no torch for a method, and a device none of the server's halves."""
+    halves = {module for module in MODULES if structure.room_of(module) == "client halves"}
+    assert len(halves) >= 5
+    for module, path in MODULES.items():
+        imported = {name for name, _ in structure.imports_of(path, MODULES)}
+        assert not imported & halves, module
+        if module in halves:
+            names, rooms = module.rpartition(".")[0], {"core", "flower", "training"}
+            for name in imported:
+                ours = name.startswith("raceme")
+                assert not ours or name == names or structure.room_of(name) in rooms, module
 
 
 def test_no_more_modules_than_there_are_subjects() -> None:

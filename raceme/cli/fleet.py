@@ -66,7 +66,7 @@ def device(
         typer.Option(
             "--trusted-model",
             metavar="MODULE:FUNCTION",
-            help="let a run's key model, dataset, partition or drift import this; may be repeated",
+            help="let a run import this model, dataset, client work, …; may be repeated",
             show_default=False,
         ),
     ] = None,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property, lru_cache
@@ -208,21 +208,6 @@ KIND = "kind"
 TRAIN = "train"
 TRAIN_BEST = "train-best"
 """Of several models, train the one with the least loss on the training samples."""
-TRAIN_MIXED = "train-mixed"
-"""Train the mixture of several models that fits the training samples: the kind of work."""
-SHARES = "shares"
-"""How much each of several models counts in a mixture: the numbers that answer such work, and the
-record that says what the client has answered last. Float64, shape (models,), sum 1."""
-TRAIN_OWN = "train-own"
-"""Train the client's own model, that it keeps, with a pull towards the received one."""
-TRAIN_WEIGHTED = "train-weighted"
-"""Train with samples weighted by how much they are assigned to the received model (FedRC)."""
-TRAIN_ELASTIC = "train-elastic"
-"""Train, and stay where weights matter for former tasks (EWC): the kind of work."""
-TRAIN_DECOMPOSED = "train-decomposed"
-"""Train weights that are made of a shared part, the model, and of parts for each task (APD)."""
-TRAIN_BORROWING = "train-borrowing"
-"""The same, where parts of other clients' tasks are borrowed (FedWeIT)."""
 LOSSES = "losses"
 """The loss of every sample under each of several models: the kind of work, and the numbers that
 answer it, float32, shape (models, samples)."""
@@ -240,39 +225,6 @@ TESTED_MODELS = "tested-models"
 """which of the received models it is of."""
 LABEL_COUNTS = "label-counts"
 """Training samples per class: the kind of work, and the numbers, int64, shape (classes,)."""
-LEARN = "learn"
-"""Train, and remember a sample of the validation samples."""
-MATCH = "match"
-"""The loss of every sample under each of several models, on several sets of samples: the kind of
-work, answered by an array for each set, float32, shape (models, samples)."""
-LEND = "lend"
-"""Hand out remembered samples: the kind of work, answered by their inputs and labels."""
-REMEMBERED = "remembered"
-"""How many samples of a step a client remembers."""
-MEMORY_STEPS = "memory-steps"
-"""Steps of which a client is to use what it remembers: a list of numbers."""
-MEMORY = "memory"
-"""Remembered samples of a step, numbered by it."""
-BORROWED = "borrowed"
-"""Samples that another client has lent: records numbered from 0."""
-LOCAL = "local"
-"""Models that clients have trained themselves, beside those of clusters: numbered from 0."""
-INPUTS, LABELS = "x", "y"
-"""Arrays of a record of samples."""
-TRAINING = frozenset(
-    {
-        TRAIN,
-        TRAIN_BEST,
-        TRAIN_MIXED,
-        TRAIN_OWN,
-        TRAIN_WEIGHTED,
-        TRAIN_ELASTIC,
-        TRAIN_DECOMPOSED,
-        TRAIN_BORROWING,
-        LEARN,
-    }
-)
-"""Kinds of work whose reply is a trained model."""
 EVALUATE = "evaluate"
 DESCRIBE = "describe"
 """Who the client is and what it has: what every client is asked first."""
@@ -281,6 +233,9 @@ ON = "on"
 ``"validation"``."""
 VALIDATION_SHARE = "validation-share"
 """Share of its training samples that a client keeps to compare models on."""
+
+COMPLETED_BY = "completed-by"
+"""Names what makes, at a client, of a received model the one to be tested: see `COMPLETIONS`."""
 
 TASK = "task"
 """Number of a piece of work, unique in a run; a reply states the one that it answers."""
@@ -326,9 +281,6 @@ LR_SCALE = "lr-scale"
 """Share of the learning rate that is left."""
 DROPOUT = "dropout"
 """Share of the inputs of linear layers that a step leaves out."""
-ELASTIC_STRENGTH = "elastic-strength"
-ELASTIC_MEMORY = "elastic-memory"
-"""Share of former tasks' Fisher information that is left when the next one's is added."""
 COMPUTE_SCALE = "compute-scale"
 """Share of a full local round's computation that a task asks for; only the simulator reads it."""
 TASK_SHARE = "task-share"
@@ -344,31 +296,25 @@ INVITATION = "invitation"
 ROUND = "server-round"
 """Flower's own number of a round, in the messages of round-based strategies."""
 
-SPARSITY = "sparsity"
-"""Strength of the L1 norm of what is a task's own."""
-DRIFT_STRENGTH = "drift-strength"
-"""Strength with which former tasks' weights are held where they were when the task began."""
-DECOMPOSED = "decomposed"
-"""Says that a model to be tested is the shared part of decomposed weights, to which a client adds
-its own part for the task."""
-OTHERS = "others"
-"""Record with the task-adaptive weights of other clients, each as indices and values."""
-ADAPTIVE_INDICES = "adaptive-indices"
-ADAPTIVE_VALUES = "adaptive-values"
-"""Where a client's task-adaptive weights are not 0, int32, and what they are, float32: numbers that
-come back with the shared part. In the record of others' they have the number of each behind them.
-"""
 
 ANCHOR = "anchor"
 """Record with the model towards which the proximal term pulls, if it is not the received one."""
 MASK = "mask"
 """Record with one array of 0 and 1 for each of the model's: which weights a client trains."""
-FISHER = "fisher"
-"""Record of a client: how much each weight matters for its former tasks."""
-FORMER = "former"
-"""Record of a client: its weights at the end of its former task."""
 CHOSEN = "chosen"
 """Which of several models a client has trained, counted from 0; a reply states it."""
+
+
+class _TrainingKinds(Container[object]):
+    """Kinds of work that are answered with a trained model: by their names, a user's own too."""
+
+    def __contains__(self, kind: object) -> bool:
+        return str(kind).rpartition(":")[2].startswith(("train", "learn"))
+
+
+TRAINING = _TrainingKinds()
+"""Kinds of work whose reply is a trained model: those whose name begins with ``train``, or
+``learn``."""
 
 _STYPE = "numpy.ndarray"
 LARGEST_SQUARE = 1e30
@@ -700,47 +646,6 @@ def short_task(settings: Mapping[str, object], examples: int, steps: int) -> dic
     """
     share = passes({**settings, LOCAL_STEPS: steps}, examples) / passes(settings, examples)
     return {LOCAL_STEPS: steps, TASK_SHARE: share}
-
-
-# -----------------------------------------------------------------------------
-# What some methods ask of clients' data beside models: names of these kinds of work.
-#
-# What each of them reveals is listed in ``docs/security.md``.
-# -----------------------------------------------------------------------------
-
-
-PRINCIPAL_DIRECTIONS = "principal-directions"
-"""The main directions of the raw samples of each class (PACFL): the kind of work, and the numbers,
-float32, shape (size of a sample, directions), columns of length 1."""
-PER_CLASS = "directions-per-class"
-"""How many of each class: a setting."""
-IN_ALL = "directions-in-all"
-"""How many together, of each class by its share: a setting; 0 for none of the kind."""
-
-LATENT_MOST = "latent-most"
-"""The largest latent feature of the training samples under the received model (FLUX): the kind of
-work, the metric that answers it, and a setting of the next kind."""
-DESCRIPTORS = "descriptors"
-"""Means and standard deviations of latent features, of all samples and of each class (FLUX): the
-kind of work, and the numbers, float32, shape (1 + classes, 2, dimensions)."""
-LATENT_DIMENSIONS = "latent-dimensions"
-LATENT_SEED = "latent-seed"
-ABSENT = -1.0
-"""What stands for the moments of a class of which a client has no sample."""
-
-GRADIENT = "gradient"
-"""The gradient of the mean loss of all training samples at the received model (CFL-GP): the kind of
-work, and the numbers, float32, shape (weights,), in the order of the model's arrays."""
-
-LABEL_MASSES = "label-masses"
-"""How much of its samples of each class a client assigns to each of several models (FedRC): the
-kind of work, and the numbers, float64, shape (models, classes)."""
-MIXING = "mixing"
-"""Record with ω of the client: share of each model in its samples. Float64, shape (models,)."""
-LABEL_TABLE = "label-table"
-"""Record with C: share of each class in what is assigned to a model. Shape (models, classes)."""
-WEIGHTED_BY = "weighted-by"
-"""By which of the models' shares samples are weighted in training: a setting, from 0."""
 
 
 # -----------------------------------------------------------------------------

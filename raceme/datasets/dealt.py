@@ -13,15 +13,13 @@ from numpy.typing import NDArray
 from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
 from raceme.core.files import absolute
-from raceme.datasets.cache import read_arrays
 from raceme.datasets.npz import (
     LABEL_ARRAYS,
     Quantity,
-    checked_inputs,
-    checked_targets,
+    arrays_of,
+    checked_samples,
     common_quantity,
     described,
-    explained,
     quantity_of,
     standardised_labels,
     target_of,
@@ -566,9 +564,8 @@ class _File:
 
 def _read(path: Path) -> _File:
     """Read and check one file: proxies, and tests and training samples if it has some."""
-    with explained(path, _EXPECTED):
-        samples = {f"{part}{end}" for part in "xy" for end in _SUFFIXES.values()}
-        arrays = read_arrays(path, {*samples, *LABEL_ARRAYS})
+    samples = [f"{part}{suffix}" for suffix in _SUFFIXES.values() for part in "xy"]
+    arrays = arrays_of(path, (), _EXPECTED, (*samples, *LABEL_ARRAYS))
     quantity = quantity_of(path, arrays)
     found: dict[str, Held] = {}
     for part, suffix in _SUFFIXES.items():
@@ -577,7 +574,6 @@ def _read(path: Path) -> _File:
             if part == "proxy" or any(name in arrays for name in names):
                 raise UserError(f"{path} lacks {' or '.join(names)}. {_EXPECTED}.")
             continue
-        x = checked_inputs(path, names[0], arrays[names[0]])
-        y = checked_targets(path, names[1], arrays[names[1]], len(x), quantity)
+        x, y = checked_samples(path, arrays, suffix, quantity)
         found[part] = Held(x, y)
     return _File(found, quantity)

@@ -206,18 +206,23 @@ class Drift:
     needs_others : bool
         Whether one client's data come to depend on those of others. A device that has only its
         own data cannot take part then.
+    planned_steps : int
+        Steps of a run if ``drift-at`` is left open; 0 for a single change in the middle.
     """
 
     options_type: type[DriftOptions] | None = DriftOptions
     needs_others = False
+    planned_steps = 0
 
     def __init__(self, dealt: Dealt, options: Any) -> None:
         self.dealt = dealt
         self.options = options
 
-    @staticmethod
-    def default_schedule(config: RunConfig) -> str:
+    @classmethod
+    def default_schedule(cls, config: RunConfig) -> str:
         """Return when the step moves if ``drift-at`` is left open; the clients are known."""
+        if cls.planned_steps:
+            return f"every {max(1, config.planned_updates // cls.planned_steps)} updates"
         return f"{max(1, config.planned_updates // 2)} updates"
 
     @staticmethod
@@ -270,6 +275,11 @@ class Drift:
         return generator(seed, f"drift: {purpose}", client)
 
 
+def _training(data: ClientData, own: Indices) -> ClientData:
+    """Return data with some of the training samples only."""
+    return replace(data, x_train=data.x_train[own], y_train=data.y_train[own])
+
+
 class NoDrift(Drift):
     """Data that stay as they are."""
 
@@ -315,11 +325,6 @@ _QUARTERS = 4
 """Steps of a gradual drift in a run, if nothing else is asked for."""
 
 
-def gradually(config: RunConfig) -> str:
-    """Return the schedule of a drift that goes on all through a run."""
-    return f"every {max(1, config.planned_updates // _QUARTERS)} updates"
-
-
 @dataclass(frozen=True)
 class ShareOptions(DriftOptions):
     """An option of every drift that may spare some clients."""
@@ -361,11 +366,7 @@ class Rotate(SomeClients):
     """Images turn, anticlockwise, by rotate-degrees per step."""
 
     options_type = RotateOptions
-
-    @staticmethod
-    def default_schedule(config: RunConfig) -> str:
-        """Return a quarter of the run for each step."""
-        return gradually(config)
+    planned_steps = _QUARTERS
 
     def check(self) -> None:
         """Raise UserError if there are no images."""
@@ -431,11 +432,7 @@ class Noise(SomeClients):
     """Gaussian noise grows by noise-growth per step, as in a sensor that wears out."""
 
     options_type = NoiseOptions
-
-    @staticmethod
-    def default_schedule(config: RunConfig) -> str:
-        """Return a quarter of the run for each step."""
-        return gradually(config)
+    planned_steps = _QUARTERS
 
     def check(self) -> None:
         """Raise UserError if the inputs are no quantities."""
@@ -487,11 +484,7 @@ class Incremental(Drift):
     """
 
     options_type = IncrementalOptions
-
-    @staticmethod
-    def default_schedule(config: RunConfig) -> str:
-        """Return a quarter of the run for each step."""
-        return gradually(config)
+    planned_steps = _QUARTERS
 
     def data(self, client: int, step: int) -> ClientData:
         """Return the part that is there by now; what was there stays."""
@@ -501,7 +494,7 @@ class Incremental(Drift):
         if there == count:
             return data
         own = np.sort(self.rng("release", client).permutation(count)[:there])
-        return replace(data, x_train=data.x_train[own], y_train=data.y_train[own])
+        return _training(data, own)
 
     def _share(self, step: int) -> float:
         """Return the share of a client's samples that is there at a step."""
@@ -518,10 +511,8 @@ class Incremental(Drift):
 # Clients that exchange data.
 #
 # "Swap all" and "swap part" of Duan et al., "Flexible Clustered Federated Learning for Client-
-# Level
-# Data Distribution Shift" (FlexCFL), TPDS 2022. At every step all clients are paired at random,
-# and
-# each pair exchanges with the same chance.
+# Level Data Distribution Shift" (FlexCFL), TPDS 2022. At every step all clients are paired at
+# random, and each pair exchanges with the same chance.
 # -----------------------------------------------------------------------------
 
 
@@ -538,8 +529,8 @@ class Swap(Drift):
     options_type = SwapOptions
     needs_others = True
 
-    @staticmethod
-    def default_schedule(config: RunConfig) -> str:
+    @classmethod
+    def default_schedule(cls, config: RunConfig) -> str:
         """Return one step for as many updates as there are clients, the size of a round."""
         return f"every {config.num_clients} updates"
 
@@ -604,13 +595,9 @@ class SwapPart(Swap):
         super().check()
         self.needs_labels()
         has = self._held.at(0)
-        owned = {tuple(row) for row in ((has.train + has.test) > 0).tolist()}
-        if not any(
-            any(a and not b for a, b in zip(one, other, strict=True))
-            and any(b and not a for a, b in zip(one, other, strict=True))
-            for one in owned
-            for other in owned
-        ):
+        owned = {frozenset(np.flatnonzero(row).tolist()) for row in has.train + has.test}
+        # Neither has all that the other has.
+        if all(one <= other or other <= one for one in owned for other in owned):
             raise UserError(
                 "drift swap-part exchanges labels that only one of two clients has, and no two "
                 "clients have such: take partition classes or label-groups, or swap-all."
@@ -624,13 +611,11 @@ class SwapPart(Swap):
         if mine[client].all() and origins.tolist() == [client]:
             return self.dealt.data(client)
         parts = [_of_labels(self.dealt.data(origin), mine[origin]) for origin in origins.tolist()]
-        return ClientData(
-            np.concatenate([part.x_train for part in parts]),
-            np.concatenate([part.y_train for part in parts]),
-            np.concatenate([part.x_test for part in parts]),
-            np.concatenate([part.y_test for part in parts]),
-            self.dealt.group(client),
-        )
+        names = ("x_train", "y_train", "x_test", "y_test")
+        joined: dict[str, Any] = {
+            name: np.concatenate([getattr(part, name) for part in parts]) for name in names
+        }
+        return ClientData(**joined, group=self.dealt.group(client))
 
     @cached_property
     def _held(self) -> Evolution[_Held]:
@@ -684,8 +669,8 @@ def _as_dealt(dealt: Dealt) -> _Held:
 def _of_labels(data: ClientData, wanted: NDArray[np.bool_]) -> ClientData:
     """Return the samples of some labels; `wanted` says which, shape (labels,)."""
     train, test = wanted[data.y_train], wanted[data.y_test]
-    return ClientData(
-        data.x_train[train], data.y_train[train], data.x_test[test], data.y_test[test], data.group
+    return replace(
+        _training(data, np.flatnonzero(train)), x_test=data.x_test[test], y_test=data.y_test[test]
     )
 
 
@@ -748,8 +733,8 @@ class Mixture(Drift):
     options_type = MixtureOptions
     needs_others = True
 
-    @staticmethod
-    def default_schedule(config: RunConfig) -> str:
+    @classmethod
+    def default_schedule(cls, config: RunConfig) -> str:
         """Return a step after every upload of the client."""
         return "every upload"
 
@@ -856,13 +841,10 @@ def _members(groups: NDArray[np.generic], group: int, everybody: bool) -> list[i
 # -----------------------------------------------------------------------------
 # Concepts that come to one client after another: the same inputs with some labels exchanged.
 #
-# After the label-swapping streams of Jothimurugesan et al., "Federated Learning under
-# Distributed
+# After the label-swapping streams of Jothimurugesan et al., "Federated Learning under Distributed
 # Concept Drift" (FedDrift), AISTATS 2023: a client's data of each step follow one concept, the
-# change
-# comes to clients at different steps, and with more than two concepts different new ones come at
-# the
-# same time. Which client changes when is drawn: our reading, as are the labels that are
+# change comes to clients at different steps, and with more than two concepts different new ones
+# come at the same time. Which client changes when is drawn: our reading, as are the labels that are
 # exchanged.
 # -----------------------------------------------------------------------------
 
@@ -891,11 +873,7 @@ class Concepts(Drift):
     """
 
     options_type = ConceptsOptions
-
-    @staticmethod
-    def default_schedule(config: RunConfig) -> str:
-        """Return a tenth of the run for each step."""
-        return f"every {max(1, config.planned_updates // 10)} updates"
+    planned_steps = 10
 
     def check(self) -> None:
         """Raise UserError if there are too few labels, steps or samples."""
@@ -926,7 +904,7 @@ class Concepts(Drift):
             steps = self.options.concept_steps
             order = self.rng("samples of steps", client).permutation(len(data.y_train))
             own = np.sort(np.array_split(order, steps)[step % steps])
-            data = replace(data, x_train=data.x_train[own], y_train=data.y_train[own])
+            data = _training(data, own)
         concept = self.concept(client, step)
         return replace(
             data,
@@ -961,8 +939,6 @@ def exchanged(y: NDArray[np.int64], concept: int) -> NDArray[np.int64]:
 # -----------------------------------------------------------------------------
 
 
-_STEPS = 8
-"""Steps of a run, if nothing else is asked for; what is loaded is not known where it is decided."""
 _SAMPLES = 2
 """A period needs a sample to train with and one to test with."""
 
@@ -986,11 +962,8 @@ class InOrder(Drift):
     """
 
     options_type = InOrderOptions
-
-    @staticmethod
-    def default_schedule(config: RunConfig) -> str:
-        """Return an eighth of the run for each step."""
-        return f"every {max(1, config.planned_updates // _STEPS)} updates"
+    planned_steps = 8
+    """What is loaded, and how many periods it has, is not known where this is decided."""
 
     def check(self) -> None:
         """Raise UserError if the samples have no order, or a client has none of a period."""
@@ -1081,8 +1054,8 @@ class Tasks(Drift):
 
     options_type = TasksOptions
 
-    @staticmethod
-    def default_schedule(config: RunConfig) -> str:
+    @classmethod
+    def default_schedule(cls, config: RunConfig) -> str:
         """Return the same number of updates for each task; for each of five, if none is given."""
         count = config.read(TasksOptions).tasks_count or _MOST
         return f"every {max(1, config.planned_updates // count)} updates"
@@ -1137,12 +1110,9 @@ class Tasks(Drift):
 # Continual streams of two concepts: at every step of its data a client meets one of them again.
 #
 # C-FAACL's experiments (Zhang, Waterloo 2024): ten time steps, each with new data, of the two
-# groups'
-# data in one of the scenarios S1, S2, A1 and A2. In the sequential setting all clients have the
-# same
-# concept at a step; in the multi-task setting each has one of the two. The order is not told:
-# here
-# it is drawn, so that both occur.
+# groups' data in one of the scenarios S1, S2, A1 and A2. In the sequential setting all clients have
+# the same concept at a step; in the multi-task setting each has one of the two. The order is not
+# told: here it is drawn, so that both occur.
 # -----------------------------------------------------------------------------
 
 
@@ -1175,8 +1145,8 @@ class ScenarioStream(Drift):
 
     options_type = StreamOptions
 
-    @staticmethod
-    def default_schedule(config: RunConfig) -> str:
+    @classmethod
+    def default_schedule(cls, config: RunConfig) -> str:
         """Return an equal part of the run for each step; of its rounds, if these limit it."""
         steps = config.read(StreamOptions).stream_steps
         in_rounds = config.max_rounds and config.max_updates is None

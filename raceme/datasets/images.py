@@ -19,8 +19,16 @@ from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
 from raceme.core.files import ReadingError, check_regular, check_room
 from raceme.core.options import option
-from raceme.datasets.cache import Arrays, cached, import_datasets
-from raceme.datasets.source import Dataset, DataShape, Indices, Source, generator
+from raceme.datasets import source
+from raceme.datasets.source import (
+    Arrays,
+    Dataset,
+    DataShape,
+    Indices,
+    Source,
+    cached,
+    import_datasets,
+)
 
 MNIST_FILES = (
     "train-images-idx3-ubyte",
@@ -29,6 +37,21 @@ MNIST_FILES = (
     "t10k-labels-idx1-ubyte",
 )
 """The idx files, uncompressed, in ``<data-root>/<folder>/raw``."""
+_DAMAGED = (OSError, RuntimeError, ValueError, AssertionError, LookupError)
+"""What torchvision raises: it asserts, indexes and reshapes its way through a damaged file."""
+
+
+def _torchvision(name: str, config: RunConfig) -> list[Any]:
+    """Let torchvision read the two parts of a dataset, and fetch them if that is asked for."""
+    torchvision_class = getattr(import_datasets(), name)
+    return [
+        torchvision_class(config.data_root, train=train, download=config.download)
+        for train in (True, False)
+    ]
+
+
+def _how_to_fetch(name: str, data_root: str) -> str:
+    return f"To fetch: raceme run --dataset {name} --data-root {data_root} --download"
 
 
 class Mnist(Source):
@@ -38,6 +61,7 @@ class Mnist(Source):
     default_lr = 0.01
     target_accuracy = 0.95
     default_clients = 100
+    fixed_shape = DataShape((1, 28, 28), 10)
 
     name = "mnist"
     folder = "MNIST"
@@ -59,13 +83,8 @@ class Mnist(Source):
     def _read(self, config: RunConfig) -> dict[str, NDArray[Any]]:
         """Let torchvision read the files, and fetch them first if that is asked for."""
         try:
-            torchvision_class = getattr(import_datasets(), self.folder)
-            parts = [
-                torchvision_class(config.data_root, train=train, download=config.download)
-                for train in (True, False)
-            ]
-        # torchvision asserts, indexes and reshapes its way through a damaged file.
-        except (OSError, RuntimeError, ValueError, AssertionError, LookupError) as error:
+            parts = _torchvision(self.folder, config)
+        except _DAMAGED as error:
             raise UserError(self._unusable(config, error)) from error
         x = np.concatenate([part.data.numpy() for part in parts])[:, np.newaxis]
         y = np.concatenate([part.targets.numpy() for part in parts]).astype(np.int64)
@@ -73,16 +92,12 @@ class Mnist(Source):
             raise UserError(self._unusable(config, f"{x.shape} images and {y.shape} labels"))
         return {"x": x, "y": y}
 
-    def shape(self, config: RunConfig) -> DataShape:
-        """Return the shape without loading: a server has no need of the files."""
-        return DataShape((1, 28, 28), 10)
-
     def _check_files(self, config: RunConfig) -> None:
         """Raise UserError if files are missing and may not be fetched."""
         if not config.data_root:
             raise UserError(
                 f"{self.name} needs the folder that holds {self.folder}/raw/: pass it as "
-                f"--data-root DIR. {self._how_to_fetch('DIR')}"
+                f"--data-root DIR. {_how_to_fetch(self.name, 'DIR')}"
             )
         raw = Path(config.data_root) / self.folder / "raw"
         missing = [name for name in MNIST_FILES if not (raw / name).is_file()]
@@ -90,7 +105,7 @@ class Mnist(Source):
             raise UserError(
                 f"{self.name} is not under {config.data_root}: {raw} must hold "
                 f"{', '.join(MNIST_FILES)} (missing: {', '.join(missing)}). "
-                f"{self._how_to_fetch(config.data_root)}"
+                f"{_how_to_fetch(self.name, config.data_root)}"
             )
 
     def _unusable(self, config: RunConfig, reason: object) -> str:
@@ -99,11 +114,8 @@ class Mnist(Source):
         what = " ".join(str(reason).split()) or type(reason).__name__
         return (
             f"Could not {doing} {self.name} in {raw}: {what}. Expected there: "
-            f"{', '.join(MNIST_FILES)}, uncompressed. {self._how_to_fetch(config.data_root)}"
+            f"{', '.join(MNIST_FILES)}, uncompressed. {_how_to_fetch(self.name, config.data_root)}"
         )
-
-    def _how_to_fetch(self, data_root: str) -> str:
-        return f"To fetch: raceme run --dataset {self.name} --data-root {data_root} --download"
 
 
 class FashionMnist(Mnist):
@@ -122,7 +134,6 @@ class FashionMnist(Mnist):
 # -----------------------------------------------------------------------------
 
 
-_USPS_SIDE = 16
 _BYTES = 0x08
 """The code of unsigned bytes in an idx file's head."""
 _USPS_FOLDERS = ("usps", "USPS", "USPS/raw", "")
@@ -134,35 +145,35 @@ class Usps(Source):
     default_model = "cnn"
     default_lr = 0.01
     target_accuracy = 0.95
+    fixed_shape = DataShape((1, 16, 16), 10)
 
     def load(self, config: RunConfig) -> Dataset:
         """Return train and test images pooled, shape (9298, 1, 16, 16)."""
-        root = Path(config.data_root)
-        for inner in _USPS_FOLDERS:
-            files = [root / inner / name for name in MNIST_FILES]
-            if config.data_root and all(file.is_file() for file in files):
-                arrays = cached("usps", files, (1,), partial(_read_usps, files))
-                y = np.array(arrays["y"], np.int64)
-                return Dataset(arrays["x"], y, num_classes=10, mean=0.2573, std=0.3864)
-        raise UserError(
-            f"usps is not under '{config.data_root}': expected usps/ with "
-            f"{', '.join(MNIST_FILES)}, uncompressed: --data-root DIR."
-        )
+        expected = f"usps/ with {', '.join(MNIST_FILES)}, uncompressed"
+        files = source.found_files(config, "usps", _USPS_FOLDERS, MNIST_FILES, expected)
 
-    def shape(self, config: RunConfig) -> DataShape:
-        """Return the shape without loading."""
-        return DataShape((1, _USPS_SIDE, _USPS_SIDE), 10)
+        def read() -> Arrays:
+            x, y = _pooled(files, 16, 0, 9)
+            return {"x": x[:, np.newaxis], "y": y}
+
+        arrays = cached("usps", files, (1,), read)
+        y = np.array(arrays["y"], np.int64)
+        return Dataset(arrays["x"], y, num_classes=10, mean=0.2573, std=0.3864)
 
 
-def _read_usps(files: list[Path]) -> Arrays:
+def _pooled(
+    files: Sequence[Path], side: int, lowest: int, highest: int
+) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    """Read images and labels for training, and then those for testing, out of four idx files."""
     train_x, train_y, test_x, test_y = (read_idx(file) for file in files)
     x, y = np.concatenate([train_x, test_x]), np.concatenate([train_y, test_y])
-    if x.shape[1:] != (_USPS_SIDE, _USPS_SIDE) or y.shape != (len(x),) or y.max() >= 10:
+    fits = x.shape[1:] == (side, side) and y.shape == (len(x),) and len(y) > 0
+    if not fits or not lowest <= y.min() <= y.max() <= highest:
         raise UserError(
-            f"{files[0].parent} must hold images of {_USPS_SIDE}x{_USPS_SIDE} pixels and as many "
-            f"labels from 0 to 9; got {x.shape} and {y.shape}."
+            f"{files[0].parent} must hold images of {side}x{side} pixels and as many labels from "
+            f"{lowest} to {highest}; got {x.shape} and {y.shape}."
         )
-    return {"x": x[:, np.newaxis], "y": y}
+    return x, y
 
 
 def read_idx(path: Path) -> NDArray[np.uint8]:
@@ -197,8 +208,8 @@ EMNIST_FILES = tuple(
     for part in ("train", "test")
     for kind in ("images-idx3", "labels-idx1")
 )
-_FOLDERS = ("EMNIST/raw", "emnist", "")
-_SIDE, _LETTERS = 28, 10
+_EMNIST_FOLDERS = ("EMNIST/raw", "emnist", "")
+_LETTERS = 10
 
 
 class Emnist(Source):
@@ -207,41 +218,24 @@ class Emnist(Source):
     default_model = "cnn"
     default_lr = 0.01
     target_accuracy = 0.95
+    fixed_shape = DataShape((1, 28, 28), _LETTERS)
 
     def load(self, config: RunConfig) -> Dataset:
         """Return train and test images of ten letters pooled, shape (N, 1, 28, 28)."""
-        root = Path(config.data_root)
-        for inner in _FOLDERS:
-            files = [root / inner / name for name in EMNIST_FILES]
-            if config.data_root and all(file.is_file() for file in files):
-                arrays = cached("emnist", files, (1,), partial(_read, files))
-                x, y = arrays["x"], np.array(arrays["y"], np.int64)
-                mean, std = float(x.mean()) / 255, float(x.std()) / 255
-                return Dataset(x, y, num_classes=_LETTERS, mean=mean, std=std)
-        raise UserError(
-            f"emnist is not under '{config.data_root}': expected EMNIST/raw/ with "
-            f"{', '.join(EMNIST_FILES)}, uncompressed: --data-root DIR."
-        )
+        expected = f"EMNIST/raw/ with {', '.join(EMNIST_FILES)}, uncompressed"
+        files = source.found_files(config, "emnist", _EMNIST_FOLDERS, EMNIST_FILES, expected)
 
-    def shape(self, config: RunConfig) -> DataShape:
-        """Return the shape without loading."""
-        return DataShape((1, _SIDE, _SIDE), _LETTERS)
+        def read() -> Arrays:
+            x, y = _pooled(files, 28, 1, 26)
+            wanted = y <= _LETTERS
+            # Upright: the files have their images turned over.
+            upright = np.ascontiguousarray(x[wanted].transpose(0, 2, 1))
+            return {"x": upright[:, np.newaxis], "y": y[wanted] - 1}
 
-
-def _read(files: list[Path]) -> Arrays:
-    """Read the letters a to j, upright: the files have their images turned over."""
-    train_x, train_y, test_x, test_y = (read_idx(file) for file in files)
-    x, y = np.concatenate([train_x, test_x]), np.concatenate([train_y, test_y])
-    letters = 26
-    fits = x.shape[1:] == (_SIDE, _SIDE) and y.shape == (len(x),) and len(y) > 0
-    if not fits or not 1 <= y.min() <= y.max() <= letters:
-        raise UserError(
-            f"{files[0].parent} must hold images of {_SIDE}x{_SIDE} pixels and as many labels from "
-            f"1 to {letters}; got {x.shape} and {y.shape}."
-        )
-    wanted = y <= _LETTERS
-    upright = np.ascontiguousarray(x[wanted].transpose(0, 2, 1))
-    return {"x": upright[:, np.newaxis], "y": y[wanted] - 1}
+        arrays = cached("emnist", files, (1,), read)
+        x, y = arrays["x"], np.array(arrays["y"], np.int64)
+        mean, std = float(x.mean()) / 255, float(x.std()) / 255
+        return Dataset(x, y, num_classes=_LETTERS, mean=mean, std=std)
 
 
 # -----------------------------------------------------------------------------
@@ -410,7 +404,6 @@ BATCHES = "cifar-10-batches-py"
 IMAGES = "CIFAR10-images"
 """The folder of images under data-root: train/<class>/*.jpg and test/<class>/*.jpg."""
 
-_SHAPE = DataShape((3, 32, 32), 10)
 _MEAN = 0.4734
 _STD = 0.2516
 
@@ -422,6 +415,7 @@ class Cifar10(Source):
     default_lr = 0.01
     target_accuracy = 0.8
     default_clients = 100
+    fixed_shape = DataShape((3, 32, 32), 10)
 
     def load(self, config: RunConfig) -> Dataset:
         """Return train and test images pooled, shape (60000, 3, 32, 32).
@@ -431,23 +425,19 @@ class Cifar10(Source):
         if not config.data_root:
             raise UserError(
                 f"cifar10 needs the folder that holds {BATCHES}/ or {IMAGES}/: pass it as "
-                f"--data-root DIR. {_how_to_fetch('DIR')}"
+                f"--data-root DIR. {_how_to_fetch('cifar10', 'DIR')}"
             )
         root = Path(config.data_root)
         if (root / BATCHES).is_dir() or not (root / IMAGES).is_dir():
             return self._from_torchvision(config)
         tree = read_tree(root / IMAGES)
         x = images(tree)
-        if x.shape[1:] != _SHAPE.input_shape or len(tree.classes) != _SHAPE.num_classes:
+        if x.shape[1:] != (3, 32, 32) or len(tree.classes) != 10:
             raise UserError(
                 f"{root / IMAGES} must hold images of 32x32 pixels in 10 classes, got "
                 f"{x.shape[3]}x{x.shape[2]} in {len(tree.classes)}; other images: image-folder."
             )
         return Dataset(x, tree.labels, num_classes=10, mean=_MEAN, std=_STD)
-
-    def shape(self, config: RunConfig) -> DataShape:
-        """Return the shape without loading."""
-        return _SHAPE
 
     def _from_torchvision(self, config: RunConfig) -> Dataset:
         folder = Path(config.data_root) / BATCHES
@@ -455,35 +445,26 @@ class Cifar10(Source):
             raise UserError(
                 f"cifar10 is not under {config.data_root}: expected {BATCHES}/ (torchvision's "
                 f"files) or {IMAGES}/{{train,test}}/<class>/*.jpg. "
-                f"{_how_to_fetch(config.data_root)}"
+                f"{_how_to_fetch('cifar10', config.data_root)}"
             )
         try:
-            torchvision_class = import_datasets().CIFAR10
-            parts = [
-                torchvision_class(config.data_root, train=train, download=config.download)
-                for train in (True, False)
-            ]
-        # torchvision compares checksums before it unpickles; it raises many things on its way.
-        except (OSError, RuntimeError, ValueError, LookupError) as error:
+            # It compares checksums before it unpickles.
+            parts = _torchvision("CIFAR10", config)
+        except _DAMAGED as error:
             reason = " ".join(str(error).split()) or type(error).__name__
             raise UserError(
                 f"Could not read cifar10 in {folder}: {reason.rstrip('.')}. "
-                f"{_how_to_fetch(config.data_root)}"
+                f"{_how_to_fetch('cifar10', config.data_root)}"
             ) from error
         x = np.concatenate([np.moveaxis(part.data, -1, 1) for part in parts])
         y = np.concatenate([np.asarray(part.targets, np.int64) for part in parts])
         return Dataset(np.ascontiguousarray(x), y, num_classes=10, mean=_MEAN, std=_STD)
 
 
-def _how_to_fetch(data_root: str) -> str:
-    return f"To fetch: raceme run --dataset cifar10 --data-root {data_root} --download"
-
-
 # -----------------------------------------------------------------------------
 # Digits of different origin: the same ten classes, as several sets of images show them.
 #
-# Li and Zhu, "Client-Driven Federated Learning" (CDFL), mix the digits of MNIST and USPS, of
-# SVHN's
+# Li and Zhu, "Client-Driven Federated Learning" (CDFL), mix the digits of MNIST and USPS, of SVHN's
 # house numbers, and of CCPD's number plates.
 # -----------------------------------------------------------------------------
 
@@ -527,31 +508,25 @@ class DigitsByOrigin(Source):
         in it by their sizes.
         """
         groups = _groups(config)
-        if config.num_clients < len(groups):
-            raise UserError(
-                f"digits-by-origin has {len(groups)} groups, of which each is at least one client: "
-                f"take at least {len(groups)} clients, got {config.num_clients}."
-            )
+        what = f"digits-by-origin has {len(groups)} groups, of which each"
+        sharers = source.shared_out(config, len(groups), what)
         shape = self.shape(config).input_shape
         parts = [_READERS[name](config) for names in groups for name in names]
         x = np.concatenate([_shaped(own, shape) for own, _ in parts])
         y = np.concatenate([labels for _, labels in parts])
         sizes = iter([len(labels) for _, labels in parts])
-        counts = [sum(next(sizes) for _ in names) for names in groups]
-        rng, start = generator(config.seed, "digits-by-origin"), 0
+        positions = source.spans([sum(next(sizes) for _ in names) for names in groups])
+        rng = source.generator(config.seed, "digits-by-origin")
         users: list[Indices] = []
-        true: list[int] = []
-        sharers = np.array_split(np.arange(config.num_clients), len(groups))
-        for group, (count, clients) in enumerate(zip(counts, sharers, strict=True)):
-            own = start + rng.permutation(count)
-            start += count
-            if count < 2 * len(clients):
+        for names, own, clients in zip(groups, positions, sharers, strict=True):
+            if len(own) < 2 * len(clients):
                 raise UserError(
-                    f"origin {'+'.join(groups[group])} has {count} digits, too few for "
+                    f"origin {'+'.join(names)} has {len(own)} digits, too few for "
                     f"{len(clients)} clients: take fewer."
                 )
-            users.extend(np.sort(part) for part in np.array_split(own, len(clients)))
-            true.extend([group] * len(clients))
+            shuffled = rng.permutation(own)
+            users.extend(np.sort(part) for part in np.array_split(shuffled, len(clients)))
+        true = np.repeat(np.arange(len(groups)), [len(clients) for clients in sharers]).tolist()
         mean, std = (Mnist.mean, Mnist.std) if shape == _GREY else (0.5, 0.25)
         return Dataset(x, y, _CLASSES, mean, std, users=tuple(users), groups=tuple(true))
 
@@ -574,28 +549,17 @@ def _groups(config: RunConfig) -> list[list[str]]:
     return groups
 
 
-def _mnist(config: RunConfig) -> tuple[_Images, Indices]:
-    data = Mnist().load(config)
-    return np.asarray(data.x, np.uint8), data.y
-
-
-def _usps(config: RunConfig) -> tuple[_Images, Indices]:
-    data = Usps().load(config)
+def _pooled_digits(source: type[Source], config: RunConfig) -> tuple[_Images, Indices]:
+    data = source().load(config)
     return np.asarray(data.x, np.uint8), data.y
 
 
 def _svhn(config: RunConfig) -> tuple[_Images, Indices]:
     """Read SVHN's cropped digits, in torchvision's files."""
-    root = Path(config.data_root)
-    for inner in _SVHN_FOLDERS:
-        files = [root / inner / name for name in _SVHN]
-        if config.data_root and all(file.is_file() for file in files):
-            arrays = cached("svhn", files, (1,), partial(_read_svhn, files))
-            return np.asarray(arrays["x"]), np.array(arrays["y"], np.int64)
-    raise UserError(
-        f"svhn is not under '{config.data_root}': expected SVHN/ with {' and '.join(_SVHN)}, the "
-        "cropped digits: --data-root DIR."
-    )
+    expected = f"SVHN/ with {' and '.join(_SVHN)}, the cropped digits"
+    files = source.found_files(config, "svhn", _SVHN_FOLDERS, _SVHN, expected)
+    arrays = cached("svhn", files, (1,), partial(_read_svhn, files))
+    return np.asarray(arrays["x"]), np.array(arrays["y"], np.int64)
 
 
 def _read_svhn(files: list[Path]) -> Arrays:
@@ -639,8 +603,8 @@ def _ccpd(config: RunConfig) -> tuple[_Images, Indices]:
 
 
 _READERS: dict[str, Callable[[RunConfig], tuple[_Images, Indices]]] = {
-    "mnist": _mnist,
-    "usps": _usps,
+    "mnist": partial(_pooled_digits, Mnist),
+    "usps": partial(_pooled_digits, Usps),
     "svhn": _svhn,
     "ccpd": _ccpd,
 }

@@ -21,10 +21,9 @@ from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
 from raceme.core.files import ReadingError, free_bytes, parse_json, read_text
 from raceme.core.options import option
-from raceme.datasets import npz
-from raceme.datasets.cache import Arrays, cached, read_arrays
+from raceme.datasets import npz, source
 from raceme.datasets.npz import MOST_CLASSES, NpzFolder, standardised
-from raceme.datasets.source import Dataset, DataShape, Indices, Source, generator
+from raceme.datasets.source import Arrays, Dataset, DataShape, Indices, Source, cached
 
 _PARSED = 8
 """Bytes of memory that a byte of JSON takes when it is parsed, at least."""
@@ -82,6 +81,27 @@ class Layout(NamedTuple):
             f"{self.name} is not under {root}: expected train/*.json and test/*.json, or "
             f"all_data/*.json, there or in data/. {self.hint}."
         )
+
+    def load(
+        self,
+        data_root: str,
+        samples: ReadSamples,
+        finish: Callable[[Arrays], Arrays] = lambda arrays: arrays,
+    ) -> tuple[Arrays, NDArray[np.bool_] | None]:
+        """Return all users' samples, and which of them are for testing, if the files say it.
+
+        Raises
+        ------
+        UserError
+            There are no files, or one is not what it should be.
+        """
+        train, test = self.files(data_root)
+
+        def build() -> Arrays:
+            return finish(self.read(train, test, samples))
+
+        arrays = cached(self.name, [*train, *test], (len(train),), build)
+        return arrays, np.asarray(arrays["test"], np.bool_) if test else None
 
     def read(self, train: Sequence[Path], test: Sequence[Path], samples: ReadSamples) -> Arrays:
         """Read all users of the files.
@@ -155,23 +175,21 @@ class Leaf(Source):
 
     def load(self, config: RunConfig) -> Dataset:
         """Return the samples of the users with the most of them, a client for each."""
-        arrays, with_test = self._arrays(config)
+        arrays, test = self._arrays(config)
         sizes = np.bincount(arrays["writer"])
-        if np.count_nonzero(sizes >= _FEWEST) < config.num_clients:
-            raise UserError(
-                f"Too many clients: {config.num_clients}, but the files in {config.data_root} have "
-                f"only {np.count_nonzero(sizes >= _FEWEST)} users with samples enough."
-            )
+        enough = int(np.count_nonzero(sizes >= _FEWEST))
+        there = f"the files in {config.data_root} have only {enough} users with samples enough."
+        source.check_clients(config, enough, there)
         order = np.argsort(-sizes, kind="stable")[: config.num_clients]
         members = [np.flatnonzero(arrays["writer"] == user) for user in order]
-        test = np.asarray(arrays["test"], np.bool_)
+        users, test_users = source.by_test(members, test)
         tokens = int(arrays["tokens"])
         dataset = Dataset(
             x=arrays["x"],
             y=np.array(arrays["y"], np.int64),
             num_classes=tokens or int(arrays["y"].max()) + 1,
-            users=tuple(own[~test[own]] for own in members),
-            test_users=tuple(own[test[own]] for own in members) if with_test else None,
+            users=users,
+            test_users=test_users,
             tokens=tokens,
         )
         return dataset if tokens else standardised(dataset)
@@ -181,14 +199,8 @@ class Leaf(Source):
         sizes = np.bincount(self._arrays(config)[0]["writer"])
         return max(1, min(self.default_clients, int(np.count_nonzero(sizes >= _FEWEST))))
 
-    def _arrays(self, config: RunConfig) -> tuple[Arrays, bool]:
-        """Return all users' samples, and whether some of them are given as test samples."""
-        train, test = self.layout.files(config.data_root)
-
-        def build() -> Arrays:
-            return _numbered(self.layout.read(train, test, _samples))
-
-        return cached("leaf", [*train, *test], (len(train),), build), bool(test)
+    def _arrays(self, config: RunConfig) -> tuple[Arrays, NDArray[np.bool_] | None]:
+        return self.layout.load(config.data_root, _samples, _numbered)
 
 
 def _users(path: Path) -> Mapping[str, Any]:
@@ -375,7 +387,9 @@ def by_writer(
                 # As FedProx's code deals classes: there are as many kinds of clients as classes.
                 row &= (np.arange(len(kept)) - number) % len(kept) < wanted
                 continue
-            own = generator(seed, "characters of a writer", number).permutation(np.flatnonzero(row))
+            own = source.generator(seed, "characters of a writer", number).permutation(
+                np.flatnonzero(row)
+            )
             row[own[wanted:] if len(own) >= wanted else own] = False
         labels = np.where((labels >= 0) & has[writer, labels], labels, -1)
     there = labels >= 0
@@ -490,48 +504,38 @@ class Femnist(Source):
 
     def load(self, config: RunConfig) -> Dataset:
         """Return the samples of the writers with the most of them, a client for each writer."""
-        arrays, with_test = self._arrays(config)
-        chosen = _chosen(arrays, with_test, config)
-        tests = np.asarray(arrays["test"], np.bool_)
+        arrays, test, chosen = self._chosen(config)
         members = [
             np.flatnonzero((arrays["writer"] == writer) & (chosen.labels >= 0))
             for writer in chosen.largest(config.num_clients, "femnist")
         ]
+        users, test_users = source.by_test(members, test)
         return Dataset(
             x=arrays["x"],
             y=chosen.labels,
             num_classes=chosen.num_classes,
             mean=0.9637,
             std=0.1592,
-            users=tuple(own[~tests[own]] for own in members),
-            test_users=tuple(own[tests[own]] for own in members) if with_test else None,
+            users=users,
+            test_users=test_users,
         )
 
-    def _arrays(self, config: RunConfig) -> tuple[Arrays, bool]:
-        """Return all writers' samples, and whether some of them are given as test samples."""
-        train, test = _LAYOUT.files(config.data_root)
-
-        def build() -> Arrays:
-            return _LAYOUT.read(train, test, _femnist_samples)
-
-        return cached("femnist", [*train, *test], (len(train),), build), bool(test)
+    def _chosen(self, config: RunConfig) -> tuple[Arrays, NDArray[np.bool_] | None, Writers]:
+        """Return all writers' samples, which are for testing, and which are kept."""
+        arrays, test = _LAYOUT.load(config.data_root, _femnist_samples)
+        y, writer = np.asarray(arrays["y"], np.int64), np.asarray(arrays["writer"], np.int64)
+        options: CharacterOptions = config.read(CharacterOptions)
+        return arrays, test, by_writer(y, writer, test, options, config.seed)
 
     def count_clients(self, config: RunConfig) -> int:
         """Return 100, the number of the papers' runs, or all writers where there are fewer."""
         if not config.data_root:
             return self.default_clients
-        return max(1, min(self.default_clients, _chosen(*self._arrays(config), config).usable))
+        return max(1, min(self.default_clients, self._chosen(config)[2].usable))
 
     def shape(self, config: RunConfig) -> DataShape:
         """Return the shape without loading."""
         return DataShape((1, 28, 28), len(kinds(config.read(CharacterOptions).characters)))
-
-
-def _chosen(arrays: Arrays, with_test: bool, config: RunConfig) -> Writers:
-    """Return which samples are kept, and how many each writer has of them."""
-    test = np.asarray(arrays["test"], np.bool_) if with_test else None
-    y, writer = np.asarray(arrays["y"], np.int64), np.asarray(arrays["writer"], np.int64)
-    return by_writer(y, writer, test, config.read(CharacterOptions), config.seed)
 
 
 def _femnist_samples(path: Path, name: str, samples: Any) -> tuple[Any, Indices]:
@@ -585,11 +589,8 @@ class Text(Source):
         """Return the samples of the roles that say most; what a role says last is for testing."""
         path, arrays, roles = self._roles(config)
         options = config.read(TextOptions)
-        if len(roles) < config.num_clients:
-            raise UserError(
-                f"Too many clients: {config.num_clients}, but only {len(roles)} roles in {path} "
-                f"have text for a sample to train with and one to test with. Take fewer clients."
-            )
+        there = f"only {len(roles)} roles in {path} have text for a sample to train with and one to"
+        source.check_clients(config, len(roles), f"{there} test with. Take fewer clients.")
         starts, users, test_users = [], [], []
         count = 0
         for role in roles[: config.num_clients].tolist():
@@ -653,11 +654,7 @@ def _starts(length: int, test_fraction: float, options: TextOptions) -> tuple[In
 
 def _read(path: Path) -> Arrays:
     """Read the text; its characters are numbered from 0 in the order of their codes."""
-    with npz.explained(path, _EXPECTED_TEXT):
-        arrays = read_arrays(path, ("text", "offset"))
-    missing = {"text", "offset"} - arrays.keys()
-    if missing:
-        raise UserError(f"{path} lacks {', '.join(sorted(missing))}. {_EXPECTED_TEXT}.")
+    arrays = npz.arrays_of(path, ("offset", "text"), _EXPECTED_TEXT)
     text, offset = arrays["text"], arrays["offset"]
     if not _fit(text, offset):
         raise UserError(

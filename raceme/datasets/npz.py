@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,18 @@ from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
 from raceme.core.files import ReadingError
 from raceme.core.options import option
-from raceme.datasets.cache import Arrays, cached, read_arrays
-from raceme.datasets.source import SPECTRUM, Dataset, DataShape, Indices, Labels, Source, Target
+from raceme.datasets import source
+from raceme.datasets.source import (
+    Arrays,
+    Dataset,
+    DataShape,
+    Indices,
+    Labels,
+    Source,
+    Target,
+    cached,
+    read_arrays,
+)
 
 # -----------------------------------------------------------------------------
 # Labels of .npz files: classes, or a quantity, which a file is of that names a unit.
@@ -187,8 +196,16 @@ def standardised_labels(path: Path, values: Labels, target: Target | None) -> La
     return labels
 
 
-def num_classes_of(path: Path, values: NDArray[np.generic] | None, found: int) -> int:
-    """Return the stated number of classes, or else the one found in the labels."""
+def num_classes_of(
+    path: Path,
+    arrays: Mapping[str, NDArray[np.generic]],
+    largest: float,
+    quantity: Quantity | None,
+) -> int:
+    """Return the stated number of classes, or else that of the largest label; 0 of a quantity."""
+    if quantity is not None:
+        return 0
+    found, values = int(largest) + 1, arrays.get("num_classes")
     if values is None:
         return found
     fits = values.dtype.kind in "iu" and values.size == 1
@@ -208,7 +225,7 @@ def num_classes_of(path: Path, values: NDArray[np.generic] | None, found: int) -
 CLIENT = "{client}"
 """Stands for the number of a client in ``data-file``."""
 
-_NEEDED = ("x_train", "y_train", "x_test", "y_test")
+_FOUR = ("x_train", "y_train", "x_test", "y_test")
 _EXPECTED = (
     "Expected: x_train and x_test, numbers of shape (samples, ...), y_train and y_test, whole "
     "numbers from 0 of shape (samples,), and optionally num_classes; or for a quantity numbers, "
@@ -266,15 +283,7 @@ class Npz(Source):
         paths = [_path(config, client) for client in range(config.num_clients)]
         files = [read(path) for path in paths]
         shape = _common_shape(dict(zip(paths, files, strict=True)))
-        users: list[Indices] = []
-        test_users: list[Indices] = []
-        start = 0
-        for file in files:
-            middle = start + len(file.y_train)
-            end = middle + len(file.y_test)
-            users.append(np.arange(start, middle))
-            test_users.append(np.arange(middle, end))
-            start = end
+        parts = source.spans(len(part) for file in files for part in (file.y_train, file.y_test))
         labels = [
             standardised_labels(path, part, shape.target)
             for path, file in zip(paths, files, strict=True)
@@ -284,8 +293,8 @@ class Npz(Source):
             x=np.concatenate([part for file in files for part in (file.x_train, file.x_test)]),
             y=np.concatenate(labels),
             num_classes=shape.num_classes,
-            users=tuple(users),
-            test_users=tuple(test_users),
+            users=tuple(parts[::2]),
+            test_users=tuple(parts[1::2]),
             target=shape.target,
         )
 
@@ -325,27 +334,18 @@ def read(path: Path) -> _File:
     UserError
         The file or an array in it is missing or not what it should be; names both.
     """
-    with explained(path):
-        arrays = read_arrays(path, (*_NEEDED, *LABEL_ARRAYS))
-    missing = [name for name in _NEEDED if name not in arrays]
-    if missing:
-        raise UserError(f"{path} lacks {', '.join(missing)}. {_EXPECTED}.")
-    x_train, x_test = (checked_inputs(path, name, arrays[name]) for name in ("x_train", "x_test"))
+    arrays = arrays_of(path, _FOUR, _EXPECTED, LABEL_ARRAYS)
+    quantity = quantity_of(path, arrays)
+    x_train, y_train = checked_samples(path, arrays, "_train", quantity)
+    x_test, y_test = checked_samples(path, arrays, "_test", quantity)
     if x_train.shape[1:] != x_test.shape[1:]:
         raise UserError(
             f"{path}: x_train and x_test must hold samples of one shape, "
             f"got {x_train.shape[1:]} and {x_test.shape[1:]}."
         )
-    quantity = quantity_of(path, arrays)
-    y_train, y_test = (
-        checked_targets(path, name, arrays[name], samples, quantity)
-        for name, samples in (("y_train", len(x_train)), ("y_test", len(x_test)))
-    )
-    if quantity is not None:
-        return _File(x_train, y_train, x_test, y_test, 0, quantity)
-    found = int(max(y_train.max(), y_test.max())) + 1
-    num_classes = num_classes_of(path, arrays.get("num_classes"), found)
-    return _File(x_train, y_train, x_test, y_test, num_classes, None)
+    found = max(y_train.max(), y_test.max())
+    num_classes = num_classes_of(path, arrays, float(found), quantity)
+    return _File(x_train, y_train, x_test, y_test, num_classes, quantity)
 
 
 def _path(config: RunConfig, client: int) -> Path:
@@ -358,25 +358,70 @@ def _path(config: RunConfig, client: int) -> Path:
     return Path(data_file.replace(CLIENT, str(client)))
 
 
-@contextmanager
-def explained(path: Path, expected: str = _EXPECTED) -> Iterator[None]:
-    """Turn what numpy raises for a bad file into a UserError that says what is expected."""
+def files_in(
+    config: RunConfig,
+    name: str,
+    folders: Iterable[str],
+    pattern: str,
+    missing: str,
+    expected: str,
+) -> list[Path]:
+    """Return the files of the first of several folders that has any, sorted by name.
+
+    Raises
+    ------
+    UserError
+        There are none: it says what is missing, and what is expected.
+    """
+    for inner in folders if config.data_root else ():
+        found = sorted((Path(config.data_root) / inner).glob(pattern))
+        if found:
+            return found
+    raise UserError(
+        f"{name} is not under '{config.data_root}': {missing}: --data-root DIR. {expected}."
+    )
+
+
+def arrays_of(
+    path: Path, needed: Sequence[str], expected: str, optional: Sequence[str] = ()
+) -> dict[str, NDArray[Any]]:
+    """Return arrays of a file.
+
+    Parameters
+    ----------
+    path : Path
+        The file.
+    needed, optional : Sequence[str]
+        Names of the arrays.
+    expected : str
+        What the file is to hold, for error messages.
+
+    Raises
+    ------
+    UserError
+        The file cannot be read, or lacks an array.
+    """
     try:
-        yield
+        arrays = read_arrays(path, (*needed, *optional))
     except FileNotFoundError:
         raise UserError(f"There is no data file {path}. {expected}.") from None
     except (OSError, ReadingError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"Cannot read {path} as .npz: {reason}. {expected}.") from None
+    if missing := [name for name in needed if name not in arrays]:
+        raise UserError(f"{path} lacks {', '.join(missing)}. {expected}.")
+    return arrays
 
 
-def files_in(data_root: str, folders: Iterable[str], pattern: str = "*.npz") -> list[Path]:
-    """Return the files of the first of several folders that has any, sorted by name."""
-    for inner in folders if data_root else ():
-        found = sorted((Path(data_root) / inner).glob(pattern))
-        if found:
-            return found
-    return []
+def checked_samples(
+    path: Path,
+    arrays: Mapping[str, NDArray[np.generic]],
+    suffix: str,
+    quantity: Quantity | None,
+) -> tuple[NDArray[np.float32], Labels]:
+    """Check inputs and labels that go together: ``x`` and ``y``, ``x_test`` and ``y_test``."""
+    x = checked_inputs(path, f"x{suffix}", arrays[f"x{suffix}"])
+    return x, checked_targets(path, f"y{suffix}", arrays[f"y{suffix}"], len(x), quantity)
 
 
 def labelled(
@@ -389,8 +434,7 @@ def labelled(
     UserError
         It is not what is expected, which it says.
     """
-    with explained(path, expected):
-        arrays = read_arrays(path, ("x", "y"))
+    arrays = arrays_of(path, (), expected, ("x", "y"))
     if len(arrays) < 2:
         raise UserError(f"{path} lacks x or y. {expected}.")
     x = arrays["x"]
@@ -449,7 +493,6 @@ _EXPECTED_FOLDER = (
     "shape (samples,), or for a quantity numbers and unit, a text; optionally heldout, one bool "
     "per sample, and group, one whole number. Or x_train, y_train, x_test and y_test"
 )
-_FOUR = ("x_train", "y_train", "x_test", "y_test")
 _TEXT = 2
 _IMAGES = (3, 4)
 """Axes of what is taken for text and for images, if it holds whole numbers."""
@@ -494,26 +537,23 @@ class NpzFolder(Source):
     def _unscaled(self, config: RunConfig, count: int | None) -> Dataset:
         """Return the samples of the first files, or of all, as they are stored."""
         folder, paths = self._files(config)
-        if count is not None and len(paths) < count:
-            raise UserError(
-                f"Too many clients: {count}, but there are only {len(paths)} .npz "
-                f"files in {folder}. Take fewer clients, or another --data-root."
-            )
+        if count is not None:
+            there = f"there are only {len(paths)} .npz files in {folder}. Take fewer clients, or "
+            source.check_clients(config, len(paths), f"{there}another --data-root.")
         paths = paths[:count]
         arrays = cached("npz-folder", paths, (_LAYOUT,), lambda: _read(paths))
-        starts = np.cumsum([0, *arrays["sizes"].tolist()])
-        spans = [np.arange(a, b) for a, b in itertools.pairwise(starts)]
         test = np.asarray(arrays["test"], np.bool_)
-        with_test = bool(test.any())
         groups = tuple(None if group < 0 else int(group) for group in arrays["groups"])
-        users = tuple(own[~test[own]] for own in spans)
+        users, test_users = source.by_test(
+            source.spans(arrays["sizes"].tolist()), test if test.any() else None
+        )
         target = _target(arrays, users)
         return Dataset(
             x=arrays["x"],
             y=standardised_labels(folder, np.array(arrays["y"]), target),
             num_classes=int(arrays["num_classes"]),
             users=users,
-            test_users=tuple(own[test[own]] for own in spans) if with_test else None,
+            test_users=test_users,
             groups=_groups_by_name(paths) if None in groups else groups,
             tokens=int(arrays["tokens"]),
             target=target,
@@ -583,7 +623,7 @@ def standardised(dataset: Dataset) -> Dataset:
 
 def _channel_axes(shape: tuple[int, ...], bytes_: bool) -> tuple[int, ...]:
     """Return the axes, counted with the samples' one in front, that keep a mean of their own."""
-    if bytes_ or (len(shape) == 1 and shape[0] >= SPECTRUM):
+    if bytes_ or (len(shape) == 1 and shape[0] >= source.SPECTRUM):
         return ()
     if len(shape) == 2:
         return (1,) if shape[0] <= shape[1] else (2,)
@@ -645,11 +685,10 @@ def _said(quantity: Quantity | None) -> dict[str, NDArray[Any]]:
 
 def _part(path: Path) -> _Part:
     """Read and check one file."""
-    with explained(path, _EXPECTED_FOLDER):
-        arrays = read_arrays(path, ("x", "y", *_FOUR, "heldout", "group", *LABEL_ARRAYS))
+    others = ("heldout", "group", *LABEL_ARRAYS)
+    arrays = arrays_of(path, (), _EXPECTED_FOLDER, ("x", "y", *_FOUR, *others))
     wanted = ("x", "y") if "x" in arrays else _FOUR
-    missing = [name for name in wanted if name not in arrays]
-    if missing:
+    if missing := [name for name in wanted if name not in arrays]:
         raise UserError(f"{path} lacks {', '.join(missing)}. {_EXPECTED_FOLDER}.")
     if wanted == _FOUR:
         sizes = [len(arrays[name]) for name in ("x_train", "x_test")]
@@ -673,10 +712,8 @@ def _part(path: Path) -> _Part:
         )
     if len(y) < 2 or (test is not None and test.sum() in (0, len(y))):
         raise UserError(f"{path} needs at least one sample to train with and one to test with.")
-    if quantity is not None:
-        return _Part(x, y, test, _group(path, arrays), 0, quantity)
-    num_classes = num_classes_of(path, arrays.get("num_classes"), int(y.max()) + 1)
-    return _Part(x, y, test, _group(path, arrays), num_classes, None)
+    num_classes = num_classes_of(path, arrays, float(y.max()), quantity)
+    return _Part(x, y, test, _group(path, arrays), num_classes, quantity)
 
 
 def _inputs(path: Path, name: str, values: NDArray[np.generic]) -> NDArray[np.generic]:

@@ -109,15 +109,8 @@ def label_groups(labels: Indices, config: RunConfig, rng: np.random.Generator) -
     shares = parse_groups(options.groups)
     kinds = np.unique(labels)
     _check_groups(len(shares), len(kinds), config.num_clients)
-    client_counts = largest_remainder(config.num_clients, shares)
-    label_counts = largest_remainder(len(kinds), shares)
-    for what, counts in (("client", client_counts), ("label", label_counts)):
-        if counts.min() == 0:
-            share = shares[int(np.argmin(counts))]
-            raise UserError(
-                f"groups '{options.groups}': a share of {share:g} of {counts.sum()} {what}s is not "
-                f"even one {what}. Give larger shares or fewer groups."
-            )
+    client_counts = _shared(config.num_clients, options.groups, "client")
+    label_counts = _shared(len(kinds), options.groups, "label")
     group_labels = np.split(kinds, np.cumsum(label_counts)[:-1])
     weights = np.split(client_weights(config, rng), np.cumsum(client_counts)[:-1])
     indices: list[Indices] = []
@@ -251,6 +244,18 @@ def check_enough(samples: Indices, clients: int, what: str = "the dataset") -> N
         )
 
 
+def _shared(total: int, groups: str, what: str) -> Indices:
+    """Divide clients or labels among groups, of which each needs one at least."""
+    shares = parse_groups(groups)
+    counts = largest_remainder(total, shares)
+    if counts.min() == 0:
+        raise UserError(
+            f"groups '{groups}': a share of {shares[int(np.argmin(counts))]:g} of {total} {what}s "
+            f"is not even one {what}. Give larger shares or fewer groups."
+        )
+    return counts
+
+
 def _check_groups(groups: int, labels: int, clients: int) -> None:
     """Raise UserError if there are more groups than labels or clients to put into them."""
     for what, number in (("labels", labels), ("clients", clients)):
@@ -368,13 +373,11 @@ def _partition(parts: Sequence[Indices], groups: Sequence[int | None] | None = N
 
 
 # -----------------------------------------------------------------------------
-# Feature skew for data without users of their own: groups of clients that see things
-# differently.
+# Feature skew for data without users of their own: groups of clients that see things differently.
 #
 # The samples are dealt out at random, so that all clients have the same labels. The clients are
 # divided into K groups by the shares in ``groups``, and what a client has, training and test
-# samples
-# alike, is changed in the way of its group.
+# samples alike, is changed in the way of its group.
 # -----------------------------------------------------------------------------
 
 
@@ -478,15 +481,8 @@ def rotated(inputs: Inputs, degrees: float, blank: float | Inputs = 0.0) -> Inpu
 
 
 def _in_groups(labels: Indices, config: RunConfig, rng: np.random.Generator) -> Partition:
-    groups_text = config.read(GroupOptions).groups
-    shares = parse_groups(groups_text)
-    counts = largest_remainder(config.num_clients, shares)
-    if counts.min() == 0:
-        raise UserError(
-            f"groups '{groups_text}': a share of {shares[int(np.argmin(counts))]:g} of "
-            f"{config.num_clients} clients is not even one. Give larger shares or fewer groups."
-        )
-    groups = np.repeat(np.arange(len(shares)), counts)
+    counts = _shared(config.num_clients, config.read(GroupOptions).groups, "client")
+    groups = np.repeat(np.arange(len(counts)), counts)
     return Partition(iid(labels, config, rng).indices, tuple(groups.tolist()))
 
 
@@ -530,18 +526,15 @@ _SKEWS: dict[str, _Skew] = {
 # -----------------------------------------------------------------------------
 # The scenarios of FAACL's thesis: two groups of clients that differ in one way.
 #
-# Zhang, "Asymmetric Clustering in Federated Continual Learning" (Waterloo 2024). S0: all alike.
-# S1:
+# Zhang, "Asymmetric Clustering in Federated Continual Learning" (Waterloo 2024). S0: all alike. S1:
 # the first half of the classes, and the second. S2: true labels, and shifted ones. A1: clean
-# images,
-# and noisy ones. A2: much data, and little of a task that is slightly different. The groups are
-# symmetric in S1 and S2; in A1 and A2 the second gains more from the first than it gives.
+# images, and noisy ones. A2: much data, and little of a task that is slightly different. The groups
+# are symmetric in S1 and S2; in A1 and A2 the second gains more from the first than it gives.
 #
 # Our readings, where the thesis is silent: the groups are equal, every other client is of the
-# second;
-# a noisy image has Gaussian noise first and salt and pepper then
-# (``scenario-noise=either``: one of them); a predictor that is "slightly different" differs
-# on some of the classes. Their labels can be learned, as the thesis' table shows that they were.
+# second; a noisy image has Gaussian noise first and salt and pepper then
+# (``scenario-noise=either``: one of them); a predictor that is "slightly different" differs on some
+# of the classes. Their labels can be learned, as the thesis' table shows that they were.
 # -----------------------------------------------------------------------------
 
 

@@ -7,9 +7,8 @@ UCI HAR is taken from .npz files, as any other is by ``npz-folder``.
 
 from __future__ import annotations
 
-import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,10 +20,18 @@ from numpy.typing import NDArray
 from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
 from raceme.core.options import option
-from raceme.datasets import npz
-from raceme.datasets.cache import Arrays, cached, read_arrays
+from raceme.datasets import npz, source
 from raceme.datasets.npz import NpzFolder, standardised
-from raceme.datasets.source import Dataset, DataShape, Indices, Labels, Source, Target, generator
+from raceme.datasets.source import (
+    Arrays,
+    Dataset,
+    DataShape,
+    Indices,
+    Labels,
+    Source,
+    Target,
+    cached,
+)
 
 HAR_WINDOW = 100
 """Readings in a window of HARBox and IMU."""
@@ -65,27 +72,41 @@ class UciHar(NpzFolder):
     inner = ("uci_har_by_person", "uci-har")
 
 
-class HarBox(Source):
-    """HARBox: 5 activities of up to 120 people, from their own phones (files under data-root)."""
+class _Activities(Source):
+    """Windows of people's motion, in text files of one person and one activity each."""
 
     default_model = "mlp"
     default_lr = 0.01
-    target_accuracy = 0.75
-    default_clients = 120
     has_clients = True
 
-    activities = ("Call", "Hop", "typing", "Walk", "Wave")
-    folders = ("large_scale_HARBox", "HARBox", "harbox")
+    name: str
+    activities: tuple[str, ...]
+    folders: tuple[str, ...]
 
     def load(self, config: RunConfig) -> Dataset:
-        """Return the windows of the first people, by number, shape (N, 900).
-
-        Our reading, as the papers say nothing of it: each axis of the sensors is brought to mean 0
-        and deviation 1 over all people, because their units differ by two orders of magnitude.
-        """
-        people = _first(self._people(_folder(config, "harbox", self.folders)), config, "harbox")
-        arrays = _cached("harbox", people, _harbox_windows)
-        return _dataset(standardised_windows(arrays["x"]), arrays, people, len(self.activities))
+        """Return the windows of the first people, shape (N, 900)."""
+        people = self._people(self._folder(config))
+        source.check_clients(
+            config,
+            len(people),
+            f"{self.name} has only {len(people)} people with files under {config.data_root}. Take "
+            f"clients={max(1, len(people))}.",
+        )
+        people = people[: config.num_clients]
+        files = [path for who in people for path in who.files.values()]
+        # Text files take long to read.
+        arrays = cached(self.name, files, (), lambda: self._read(people))
+        users = tuple(np.flatnonzero(arrays["person"] == number) for number in range(len(people)))
+        for who, own in zip(people, users, strict=True):
+            if len(own) < 2:
+                raise UserError(f"'{who.name}' has only {len(own)} windows: at least 2 are needed.")
+        return Dataset(
+            x=self._scaled(arrays["x"]),
+            y=np.array(arrays["y"], np.int64),
+            num_classes=len(self.activities),
+            users=users,
+            groups=tuple(who.group for who in people),
+        )
 
     def shape(self, config: RunConfig) -> DataShape:
         """Return the shape without loading."""
@@ -95,7 +116,63 @@ class HarBox(Source):
         """Return the number of people with files; of all, where files are not needed."""
         if not config.data_root:
             return self.default_clients
-        return len(self._people(_folder(config, "harbox", self.folders)))
+        return len(self._people(self._folder(config)))
+
+    def _folder(self, config: RunConfig) -> Path:
+        """Return the first folder of these under data-root, or data-root if it is one of them."""
+        if not config.data_root:
+            raise UserError(
+                f"{self.name} needs the folder with its files: --data-root DIR (see {_WHERE})."
+            )
+        root = Path(config.data_root)
+        found = [root / inner for inner in self.folders if (root / inner).is_dir()]
+        if root.name in self.folders and root.is_dir():
+            found.append(root)
+        if not found:
+            wanted = " or ".join(f"{inner}/" for inner in self.folders)
+            raise UserError(
+                f"{self.name} is not under {root}: expected {wanted} there, from {_WHERE}."
+            )
+        return found[0]
+
+    def _read(self, people: Sequence[Person]) -> Arrays:
+        parts = [
+            (self._windows(path), label, number)
+            for number, who in enumerate(people)
+            for label, path in who.files.items()
+        ]
+        sizes = [len(windows) for windows, _, _ in parts]
+        return {
+            "x": np.concatenate([windows for windows, _, _ in parts]),
+            "y": np.repeat(np.array([label for _, label, _ in parts], np.int64), sizes),
+            "person": np.repeat(np.array([number for _, _, number in parts], np.int64), sizes),
+        }
+
+    def _people(self, root: Path) -> list[Person]:
+        """Find the files of each person."""
+        raise NotImplementedError
+
+    def _windows(self, path: Path) -> _Window:
+        """Read the windows of a file, shape (n, 900)."""
+        raise NotImplementedError
+
+    def _scaled(self, windows: NDArray[Any]) -> NDArray[Any]:
+        return windows
+
+
+class HarBox(_Activities):
+    """HARBox: 5 activities of up to 120 people, from their own phones (files under data-root).
+
+    Our reading, as the papers say nothing of it: each axis of the sensors is brought to mean 0 and
+    deviation 1 over all people, because their units differ by two orders of magnitude.
+    """
+
+    target_accuracy = 0.75
+    default_clients = 120
+
+    name = "harbox"
+    activities = ("Call", "Hop", "typing", "Walk", "Wave")
+    folders = ("large_scale_HARBox", "HARBox", "harbox")
 
     def _people(self, root: Path) -> list[Person]:
         """Find ``<number>/<activity>_train.txt``."""
@@ -108,37 +185,34 @@ class HarBox(Source):
                 found.append(Person(folder.name, files))
         return found
 
+    def _windows(self, path: Path) -> _Window:
+        """Read lines of ten numbers, the first of them a time; 100 lines are a window."""
+        values = _numbers(path, None)
+        if values.shape[1] != AXES + 1 or len(values) % HAR_WINDOW:
+            raise UserError(
+                f"{path} must hold {AXES + 1} numbers per line and a multiple of {HAR_WINDOW} "
+                f"lines, got {values.shape[1]} and {len(values)}."
+            )
+        windows: _Window = values[:, 1:].reshape(-1, HAR_WINDOW * AXES).astype(np.float32)
+        return windows
 
-class Imu(Source):
-    """IMU: 3 activities of 7 people in 2 groups, from ClusterFL (files under data-root)."""
+    def _scaled(self, windows: NDArray[Any]) -> NDArray[Any]:
+        return standardised_windows(windows)
 
-    default_model = "mlp"
-    default_lr = 0.01
+
+class Imu(_Activities):
+    """IMU: 3 activities of 7 people in 2 groups, from ClusterFL (files under data-root).
+
+    The windows are normalised as published. People whose files begin with the same letters were
+    recorded at one place: a true group.
+    """
+
     target_accuracy = 0.8
     default_clients = 7
-    has_clients = True
 
+    name = "imu"
     activities = ("walk", "up", "down")
     folders = ("imu_data_7", "IMU", "imu")
-
-    def load(self, config: RunConfig) -> Dataset:
-        """Return the windows, which are normalised as published, shape (N, 900).
-
-        People whose files begin with the same letters were recorded at one place: a true group.
-        """
-        people = _first(self._people(_folder(config, "imu", self.folders)), config, "imu")
-        arrays = _cached("imu", people, _imu_windows)
-        return _dataset(arrays["x"], arrays, people, len(self.activities))
-
-    def shape(self, config: RunConfig) -> DataShape:
-        """Return the shape without loading."""
-        return DataShape((HAR_WINDOW * AXES,), len(self.activities))
-
-    def count_clients(self, config: RunConfig) -> int:
-        """Return the number of people with files; of all, where files are not needed."""
-        if not config.data_root:
-            return self.default_clients
-        return len(self._people(_folder(config, "imu", self.folders)))
 
     def _people(self, root: Path) -> list[Person]:
         """Find ``<letters>_<number>_<activity>_nor.txt``."""
@@ -153,6 +227,15 @@ class Imu(Source):
                 places[name] = place
         order = sorted(set(places.values()))
         return [Person(name, files[name], order.index(places[name])) for name in sorted(files)]
+
+    def _windows(self, path: Path) -> _Window:
+        """Read numbers separated by commas; 900 of them are a window."""
+        values = _numbers(path, ",")
+        if values.size % (HAR_WINDOW * AXES):
+            raise UserError(
+                f"{path} must hold a multiple of {HAR_WINDOW * AXES} numbers: {values.size}."
+            )
+        return values.reshape(-1, HAR_WINDOW * AXES).astype(np.float32)
 
 
 def standardised_windows(x: NDArray[Any]) -> _Window:
@@ -170,87 +253,6 @@ def standardised_windows(x: NDArray[Any]) -> _Window:
     scaled = (readings - mean) / np.where(deviation > 0, deviation, 1.0)
     standard: _Window = scaled.reshape(x.shape).astype(np.float32)
     return standard
-
-
-def _folder(config: RunConfig, name: str, candidates: Sequence[str]) -> Path:
-    """Return the first folder of these under data-root, or data-root if it is one of them."""
-    if not config.data_root:
-        raise UserError(f"{name} needs the folder with its files: --data-root DIR (see {_WHERE}).")
-    root = Path(config.data_root)
-    found = [root / inner for inner in candidates if (root / inner).is_dir()]
-    if root.name in candidates and root.is_dir():
-        found.append(root)
-    if not found:
-        wanted = " or ".join(f"{inner}/" for inner in candidates)
-        raise UserError(f"{name} is not under {root}: expected {wanted} there, from {_WHERE}.")
-    return found[0]
-
-
-def _first(people: Sequence[Person], config: RunConfig, name: str) -> Sequence[Person]:
-    if len(people) < config.num_clients:
-        raise UserError(
-            f"Too many clients: {config.num_clients}, but {name} has only {len(people)} people "
-            f"with files under {config.data_root}. Take clients={max(1, len(people))}."
-        )
-    return people[: config.num_clients]
-
-
-def _cached(name: str, people: Sequence[Person], windows: Callable[[Path], _Window]) -> Arrays:
-    """Read the text files of all these people, which takes long, or find that in the cache."""
-
-    def read() -> Arrays:
-        x, y, person = [], [], []
-        for number, who in enumerate(people):
-            for label, path in who.files.items():
-                values = windows(path)
-                x.append(values)
-                y.append(np.full(len(values), label))
-                person.append(np.full(len(values), number))
-        return {
-            "x": np.concatenate(x),
-            "y": np.concatenate(y).astype(np.int64),
-            "person": np.concatenate(person).astype(np.int64),
-        }
-
-    return cached(name, [path for who in people for path in who.files.values()], (), read)
-
-
-def _dataset(
-    x: NDArray[Any], arrays: Arrays, people: Sequence[Person], num_classes: int
-) -> Dataset:
-    users = tuple(np.flatnonzero(arrays["person"] == number) for number in range(len(people)))
-    for who, own in zip(people, users, strict=True):
-        if len(own) < 2:
-            raise UserError(f"'{who.name}' has only {len(own)} windows: at least 2 are needed.")
-    return Dataset(
-        x=x,
-        y=np.array(arrays["y"], np.int64),
-        num_classes=num_classes,
-        users=users,
-        groups=tuple(who.group for who in people),
-    )
-
-
-def _harbox_windows(path: Path) -> _Window:
-    """Read lines of ten numbers, the first of them a time; 100 lines are a window."""
-    values = _numbers(path, None)
-    if values.shape[1] != AXES + 1 or len(values) % HAR_WINDOW:
-        raise UserError(
-            f"{path} must hold {AXES + 1} numbers per line and a multiple of {HAR_WINDOW} lines, "
-            f"got {values.shape[1]} and {len(values)}."
-        )
-    windows: _Window = values[:, 1:].reshape(-1, HAR_WINDOW * AXES).astype(np.float32)
-    return windows
-
-
-def _imu_windows(path: Path) -> _Window:
-    """Read numbers separated by commas; 900 of them are a window."""
-    values = _numbers(path, ",")
-    if values.size % (HAR_WINDOW * AXES):
-        raise UserError(
-            f"{path} must hold a multiple of {HAR_WINDOW * AXES} numbers: {values.size}."
-        )
-    return values.reshape(-1, HAR_WINDOW * AXES).astype(np.float32)
 
 
 def _numbers(path: Path, delimiter: str | None) -> NDArray[np.float64]:
@@ -332,13 +334,11 @@ class BeijingAir(Source):
         """
         options: AirOptions = config.read(AirOptions)
         paths = _stations(config)
-        if len(paths) < config.num_clients:
-            raise UserError(
-                f"Too many clients: {config.num_clients}, but there are only {len(paths)} stations "
-                f"in {paths[0].parent}. Take fewer clients."
-            )
+        where = paths[0].parent
+        there = f"there are only {len(paths)} stations in {where}. Take fewer clients."
+        source.check_clients(config, len(paths), there)
         paths = paths[: config.num_clients]
-        arrays = cached("beijing-air", paths, (1,), partial(_read, paths))
+        arrays = cached("beijing-air", paths, (1,), lambda: npz.stacked(map(_station, paths)))
         hours, sizes = options.air_hours, arrays["sizes"].tolist()
         # A view: no hour is stored more than once, however many windows it is in.
         windows = np.lib.stride_tricks.sliding_window_view(arrays["x"], hours, axis=0)
@@ -346,13 +346,13 @@ class BeijingAir(Source):
         y = np.array(arrays["y"][hours:], np.float32)
         periods = np.concatenate([_periods(size, options.air_period) for size in sizes])[hours:]
         users, test_users = [], []
-        for start, end in itertools.pairwise(np.cumsum([0, *sizes]).tolist()):
-            own = np.arange(start, end - hours, options.air_step)
+        for station in source.spans(sizes):
+            own = station[: len(station) - hours : options.air_step]
             own = own[np.isfinite(y[own])]
             train, test = _divided(own, periods, config.test_fraction, hours)
             if not len(train) or not len(test):
                 raise UserError(
-                    f"A station of {paths[0].parent} has too few hours with readings of fine dust "
+                    f"A station of {where} has too few hours with readings of fine dust "
                     f"for windows of {hours} hours."
                 )
             users.append(train)
@@ -379,23 +379,12 @@ class BeijingAir(Source):
 
 def _stations(config: RunConfig) -> list[Path]:
     """Return the files of the stations in the order of their names."""
-    found = npz.files_in(config.data_root, _FOLDERS)
-    if not found:
-        raise UserError(
-            f"beijing-air is not under '{config.data_root}': there are no files in {_FOLDERS[0]}/: "
-            f"--data-root DIR. {_EXPECTED}."
-        )
-    return found
-
-
-def _read(paths: Sequence[Path]) -> Arrays:
-    """Read the stations one after another: inputs (hours, channels), and the fine dust."""
-    return npz.stacked(map(_station, paths))
+    missing = f"there are no files in {_FOLDERS[0]}/"
+    return npz.files_in(config, "beijing-air", _FOLDERS, "*.npz", missing, _EXPECTED)
 
 
 def _station(path: Path) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    with npz.explained(path, _EXPECTED):
-        arrays = read_arrays(path, ("x", "wind_dir"))
+    arrays = npz.arrays_of(path, (), _EXPECTED, ("x", "wind_dir"))
     x, wind = arrays.get("x"), arrays.get("wind_dir")
     if x is None or wind is None or x.dtype.kind != "f" or x.ndim != 2:
         raise UserError(f"{path} lacks x or wind_dir, or holds others. {_EXPECTED}.")
@@ -442,8 +431,7 @@ def _divided(own: Indices, periods: Labels, share: float, hours: int) -> tuple[I
     tested_until = -1
     for period in np.unique(periods[own]):
         samples = own[periods[own] == period]
-        count = int(np.clip(round(share * len(samples)), 1, max(1, len(samples) - 1)))
-        tested = samples[len(samples) - count :]
+        _, tested = source.with_tail(samples, share)
         apart = (samples + hours < tested[0]) & (samples > tested_until)
         test.append(tested)
         train.append(samples[apart])
@@ -479,6 +467,7 @@ class HitBearing(Source):
     target_accuracy = 0.9
     default_clients = 24
     has_clients = True
+    fixed_shape = DataShape((BEARING_WINDOW,), FAULTS)
 
     def load(self, config: RunConfig) -> Dataset:
         """Return the windows; a client has a stretch of one machine's recordings at one speed.
@@ -487,24 +476,17 @@ class HitBearing(Source):
         of a client the last windows are for testing, since neighbours are alike.
         """
         files = _files(config)
-        if config.num_clients < len(files):
-            raise UserError(
-                f"hit-bearing has {len(files)} machines and speeds, of which each is at least one "
-                f"client: take at least {len(files)} clients, got {config.num_clients}."
-            )
+        what = f"hit-bearing has {len(files)} machines and speeds, of which each"
+        sharers = source.shared_out(config, len(files), what)
         paths = [path for path, _ in files]
         arrays = cached("hit-bearing", paths, (1,), partial(_read_bearing, paths))
         y = np.array(arrays["y"], np.int64)
         machines = sorted({machine for _, machine in files})
-        sharers = np.array_split(np.arange(config.num_clients), len(files))
-        ends = np.cumsum(arrays["sizes"])
         users: list[Indices] = []
         test_users: list[Indices] = []
         groups: list[int] = []
-        for (path, machine), clients, end, size in zip(
-            files, sharers, ends, arrays["sizes"], strict=True
-        ):
-            own = np.arange(end - size, end)
+        positions = source.spans(arrays["sizes"].tolist())
+        for (path, machine), clients, own in zip(files, sharers, positions, strict=True):
             for part in range(len(clients)):
                 train, test = _stretch(own, y, part, len(clients), config.test_fraction)
                 if not len(train):
@@ -523,23 +505,18 @@ class HitBearing(Source):
             groups=tuple(groups),
         )
 
-    def shape(self, config: RunConfig) -> DataShape:
-        """Return the shape without loading."""
-        return DataShape((BEARING_WINDOW,), FAULTS)
-
 
 def _files(config: RunConfig) -> list[tuple[Path, str]]:
     """Return the files, by machine and then by speed, and the machine of each."""
+    missing = f"there is no {_FOLDERS_BEARING[0]}/ with such files"
+    paths = npz.files_in(
+        config, "hit-bearing", _FOLDERS_BEARING, "*_*rpm.npz", missing, _EXPECTED_BEARING
+    )
     named = [
         (match["machine"], int(match["speed"]), path)
-        for path in npz.files_in(config.data_root, _FOLDERS_BEARING, "*rpm.npz")
+        for path in paths
         if (match := _NAME.fullmatch(path.stem))
     ]
-    if not named:
-        raise UserError(
-            f"hit-bearing is not under '{config.data_root}': there is no "
-            f"{_FOLDERS_BEARING[0]}/ with such files: --data-root DIR. {_EXPECTED_BEARING}."
-        )
     return [(path, machine) for machine, _, path in sorted(named)]
 
 
@@ -555,10 +532,9 @@ def _stretch(
     """Return one part of a file, a stretch of each fault: what it begins and what it ends with."""
     train, test = [], []
     for fault in np.unique(y[own]):
-        stretch = np.array_split(own[y[own] == fault], parts)[part]
-        count = int(np.clip(round(share * len(stretch)), 1, max(1, len(stretch) - 1)))
-        train.append(stretch[: len(stretch) - count])
-        test.append(stretch[len(stretch) - count :])
+        kept, tested = source.with_tail(np.array_split(own[y[own] == fault], parts)[part], share)
+        train.append(kept)
+        test.append(tested)
     return np.concatenate(train), np.concatenate(test)
 
 
@@ -590,6 +566,7 @@ class GasDrift(Source):
     target_accuracy = 0.9
     default_clients = 20
     has_clients = True
+    fixed_shape = DataShape((FEATURES,), GASES)
 
     def load(self, config: RunConfig) -> Dataset:
         """Return all batches, of each of which every client has a share; shape (N, 128).
@@ -597,8 +574,17 @@ class GasDrift(Source):
         Each feature is brought to mean 0 and deviation 1 over the first batch: what comes later
         cannot be known when a sensor is put into service, and its drift stays to be seen.
         """
-        paths = _gas_files(config)
-        arrays = cached("gas-drift", paths, (2,), partial(_read_gas, paths))
+        missing = f"there is no {_FOLDERS_GAS[0]}/batch_01.npz"
+        paths = npz.files_in(
+            config, "gas-drift", _FOLDERS_GAS, "batch_*.npz", missing, _EXPECTED_GAS
+        )
+
+        def read() -> Arrays:
+            parts = (npz.labelled(path, (FEATURES,), GASES, _EXPECTED_GAS) for path in paths)
+            return npz.stacked((x.astype(np.float32), y) for x, y in parts)
+
+        # Which of the batches are there does not matter.
+        arrays = cached("gas-drift", paths, (2,), read)
         x, sizes = arrays["x"], arrays["sizes"]
         batch = np.repeat(np.arange(len(sizes)), sizes)
         y = np.array(arrays["y"], np.int64)
@@ -614,30 +600,10 @@ class GasDrift(Source):
             periods=batch,
         )
 
-    def shape(self, config: RunConfig) -> DataShape:
-        """Return the shape without loading."""
-        return DataShape((FEATURES,), GASES)
-
-
-def _gas_files(config: RunConfig) -> list[Path]:
-    """Return the batches in their order; which of them are there does not matter."""
-    found = npz.files_in(config.data_root, _FOLDERS_GAS, "batch_*.npz")
-    if not found:
-        raise UserError(
-            f"gas-drift is not under '{config.data_root}': there is no "
-            f"{_FOLDERS_GAS[0]}/batch_01.npz: --data-root DIR. {_EXPECTED_GAS}."
-        )
-    return found
-
-
-def _read_gas(paths: Sequence[Path]) -> Arrays:
-    parts = (npz.labelled(path, (FEATURES,), GASES, _EXPECTED_GAS) for path in paths)
-    return npz.stacked((x.astype(np.float32), y) for x, y in parts)
-
 
 def _dealt(y: Indices, batch: Indices, config: RunConfig) -> tuple[Indices, ...]:
     """Deal out every batch alike: a client's shares of a batch and of its gases differ by one."""
-    rng = generator(config.seed, "gas-drift")
+    rng = source.generator(config.seed, "gas-drift")
     order = rng.permutation(len(y))
     # Sorted by batch, then by gas, shuffled within both; dealt like cards.
     order = order[np.lexsort((y[order], batch[order]))]
@@ -680,12 +646,7 @@ class Fsdd(NpzFolder):
                 "(recordings, bands, times). Take dataset npz-folder for other data."
             )
         speakers = len(whole.users)
-        if config.num_clients < speakers:
-            raise UserError(
-                f"fsdd has {speakers} speakers, of whom each is at least one client: take at "
-                f"least {speakers} clients, got {config.num_clients}."
-            )
-        sharers = np.array_split(np.arange(config.num_clients), speakers)
+        sharers = source.shared_out(config, speakers, f"fsdd has {speakers} speakers, of whom each")
         parts = [
             (own[number :: len(clients)], speaker)
             for speaker, (own, clients) in enumerate(zip(whole.users, sharers, strict=True))

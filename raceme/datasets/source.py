@@ -1,17 +1,40 @@
-"""What a dataset is, and what a source of one has to offer."""
+"""What a dataset is, what a source of one has to offer, and what sources are made of.
+
+In this order: datasets and sources, helpers of sources, the two sources that need no files, and the
+cache of what takes long to read.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+import io
+import logging
+import math
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from importlib import import_module
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType
+from typing import IO, Any, TypeVar
+from zipfile import BadZipFile, ZipFile
 from zlib import crc32
+from zlib import error as ZlibError  # noqa: N812
 
 import numpy as np
+from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
+from raceme.core.files import ReadingError, check_regular, check_room
+from raceme.core.options import option
+from raceme.core.registry import explained
 
 Indices = NDArray[np.int64]
 """Positions of samples in a dataset."""
@@ -174,6 +197,8 @@ class Source:
         Whether the data come with clients of their own, so that nothing is dealt out.
     target_accuracy : float
         Mean client accuracy that a method is timed to; for a regression the mean absolute error.
+    fixed_shape : DataShape or None
+        What a model has to fit, where that is known without the files.
     options_type : type or None
         Frozen dataclass of the options that the source reads: ``config.read(options_type)``.
     """
@@ -183,6 +208,7 @@ class Source:
     target_accuracy: float
     default_clients: int = 40
     has_clients: bool = False
+    fixed_shape: DataShape | None = None
     options_type: type[Any] | None = None
 
     def load(self, config: RunConfig) -> Dataset:
@@ -200,6 +226,8 @@ class Source:
 
         The configuration's number of clients may be open.
         """
+        if self.fixed_shape is not None:
+            return self.fixed_shape
         clients = self.count_clients(config) if config.clients is None else config.clients
         return self.load(config.with_values(clients=clients)).shape
 
@@ -269,6 +297,80 @@ def generator(seed: int, purpose: str, client: int = 0) -> np.random.Generator:
 
 
 # -----------------------------------------------------------------------------
+# What sources have in common: files that may be missing, samples of each client.
+# -----------------------------------------------------------------------------
+
+
+def found_files(
+    config: RunConfig, name: str, folders: Sequence[str], files: Sequence[str], expected: str
+) -> list[Path]:
+    """Return files, which are read together, in the first folder under data-root that has all.
+
+    Raises
+    ------
+    UserError
+        There is none.
+    """
+    for inner in folders if config.data_root else ():
+        found = [Path(config.data_root) / inner / file for file in files]
+        if all(file.is_file() for file in found):
+            return found
+    raise UserError(
+        f"{name} is not under '{config.data_root}': expected {expected}: --data-root DIR."
+    )
+
+
+def check_clients(config: RunConfig, count: int, there: str) -> None:
+    """Raise UserError if a run has more clients than the data, of which `there` says how many."""
+    if count < config.num_clients:
+        raise UserError(f"Too many clients: {config.num_clients}, but {there}")
+
+
+def shared_out(config: RunConfig, count: int, what: str) -> list[Indices]:
+    """Divide the clients evenly, in order, among groups of which each is at least one client.
+
+    Raises
+    ------
+    UserError
+        There are more groups than clients.
+    """
+    if config.num_clients < count:
+        raise UserError(
+            f"{what} is at least one client: take at least {count} clients, got "
+            f"{config.num_clients}."
+        )
+    return np.array_split(np.arange(config.num_clients), count)
+
+
+def spans(sizes: Iterable[int]) -> list[Indices]:
+    """Return the positions of so many samples each, one after another."""
+    return [np.arange(start, end) for start, end in pairwise(np.cumsum([0, *sizes]).tolist())]
+
+
+def with_tail(own: Indices, share: float) -> tuple[Indices, Indices]:
+    """Divide samples into what they begin with and a share at their end: at least one of each."""
+    count = int(np.clip(round(share * len(own)), 1, max(1, len(own) - 1)))
+    return own[: len(own) - count], own[len(own) - count :]
+
+
+def by_test(
+    members: Sequence[Indices], test: NDArray[np.bool_] | None
+) -> tuple[tuple[Indices, ...], tuple[Indices, ...] | None]:
+    """Divide each client's samples into those for training and those for testing.
+
+    Parameters
+    ----------
+    members : Sequence[Indices]
+        Samples of each client.
+    test : NDArray or None
+        Which samples are for testing, shape (N,); None if the data do not say.
+    """
+    if test is None:
+        return tuple(members), None
+    return tuple(own[~test[own]] for own in members), tuple(own[test[own]] for own in members)
+
+
+# -----------------------------------------------------------------------------
 # What suits data of which only the shape is known: a network, its learning rate, a target.
 # -----------------------------------------------------------------------------
 
@@ -300,3 +402,363 @@ def suited(shape: DataShape) -> tuple[str, float]:
 def suited_target(shape: DataShape, accuracy: float) -> float:
     """Return what a method is timed to: an accuracy, or the mean absolute error of a quantity."""
     return accuracy if shape.target is None else float(f"{_TARGET_ERROR * shape.target.std:.2g}")
+
+
+# -----------------------------------------------------------------------------
+# Synthetic(alpha, beta): clients that differ in their model and in their inputs.
+#
+# Shamir, Srebro and Zhang 2014, as generalised by Li et al. 2020 (FedProx, section 5.1) and used in
+# LEAF. For client k, with every N(mean, standard deviation) as in the authors' code::
+#
+#     u_k ~ N(0, alpha)   W_k, b_k ~ N(u_k, 1)             the client's own linear model
+#     B_k ~ N(0, beta)   v_k ~ N(B_k, 1)                  the centre of its inputs
+#     x ~ N(v_k, S),  S_jj = j^(-1.2)   y = argmax softmax(W_k x + b_k)
+# -----------------------------------------------------------------------------
+
+
+FEATURES = 60
+CLASSES = 10
+_SMALLEST = 50
+
+
+@dataclass(frozen=True)
+class SyntheticOptions:
+    """How unlike the clients are."""
+
+    synthetic_alpha: float = option(1.0, "how far the clients' models differ", low=0)
+    synthetic_beta: float = option(1.0, "how far the clients' inputs differ", low=0)
+    synthetic_most: int = option(
+        1000, "most samples of a client: 1000 in LEAF, unbounded in FedProx", low=50
+    )
+
+
+class Synthetic(Source):
+    """Synthetic(alpha, beta) of FedProx and LEAF: 60 features, 10 classes, unequal clients."""
+
+    default_model = "mclr"
+    default_lr = 0.01
+    target_accuracy = 0.6
+    default_clients = 30
+    has_clients = True
+    fixed_shape = DataShape((FEATURES,), CLASSES)
+    options_type = SyntheticOptions
+
+    def load(self, config: RunConfig) -> Dataset:
+        """Generate every client's samples; a client's do not depend on the number of clients."""
+        options = config.read(SyntheticOptions)
+        clients = [
+            client_samples(
+                options.synthetic_alpha,
+                options.synthetic_beta,
+                generator(config.seed, "synthetic", client),
+                options.synthetic_most,
+            )
+            for client in range(config.num_clients)
+        ]
+        return Dataset(
+            x=np.concatenate([x for x, _ in clients]),
+            y=np.concatenate([y for _, y in clients]),
+            num_classes=CLASSES,
+            users=tuple(spans(len(y) for _, y in clients)),
+        )
+
+
+def client_samples(
+    alpha: float, beta: float, rng: np.random.Generator, most: int = 1000
+) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """Generate one client's samples.
+
+    Parameters
+    ----------
+    alpha : float
+        How far the clients' models differ.
+    beta : float
+        How far the clients' inputs differ.
+    rng : np.random.Generator
+        The client's own generator.
+    most : int
+        Most samples.
+
+    Returns
+    -------
+    tuple[NDArray[np.float32], NDArray[np.int64]]
+        Inputs, shape (n, 60), and labels, shape (n,). n is 50 plus a log-normal number with a
+        heavy tail (median 55), as in the authors' code, and at most `most`, as in LEAF's.
+    """
+    count = min(_SMALLEST + int(rng.lognormal(4.0, 2.0)), most)
+    model_mean = rng.normal(0.0, alpha)
+    weights = rng.normal(model_mean, 1.0, (FEATURES, CLASSES))
+    bias = rng.normal(model_mean, 1.0, CLASSES)
+    centre = rng.normal(rng.normal(0.0, beta), 1.0, FEATURES)
+    deviation = np.arange(1, FEATURES + 1) ** -0.6  # the root of the variance j^(-1.2)
+    x = rng.normal(centre, deviation, (count, FEATURES))
+    # The largest score has the largest softmax.
+    y = np.argmax(x @ weights + bias, axis=1)
+    return x.astype(np.float32), y.astype(np.int64)
+
+
+# -----------------------------------------------------------------------------
+# The handwritten digits that scikit-learn bundles: 1,797 images of 8x8 pixels.
+# -----------------------------------------------------------------------------
+
+
+_BRIGHTEST = 16.0
+_MEAN = 0.3053
+_STD = 0.3760
+
+
+class Digits(Source):
+    """1,797 handwritten digits of 8x8 pixels, bundled with scikit-learn: no download."""
+
+    default_model = "mlp"
+    default_lr = 0.2
+    target_accuracy = 0.95
+    fixed_shape = DataShape((1, 8, 8), 10)
+
+    def load(self, config: RunConfig) -> Dataset:
+        """Return the images, shape (1797, 1, 8, 8), from 0 to 1 before they are normalised."""
+        # The file itself, as `load_digits` reads it: to import scikit-learn takes a second.
+        package = find_spec("sklearn")
+        if package is None or package.origin is None:
+            raise ModuleNotFoundError("No module named 'sklearn'", name="sklearn")
+        path = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
+        numbers = np.loadtxt(path, delimiter=",")
+        x = (numbers[:, :-1] / _BRIGHTEST).astype(np.float32).reshape(-1, 1, 8, 8)
+        labels = numbers[:, -1].astype(np.int64)
+        return Dataset(x, labels, num_classes=10, mean=_MEAN, std=_STD)
+
+
+# -----------------------------------------------------------------------------
+# Arrays that took long to read, kept for the next time: decoded images, parsed text.
+#
+# They are kept in ``$RACEME_CACHE``, or ``raceme`` in ``$XDG_CACHE_HOME`` or ``~/.cache``, and not
+# beside the data, which may lie on a disk that cannot be written. A changed file, by its name, its
+# size or its time, is read anew. Removing the folder is safe at any time.
+# -----------------------------------------------------------------------------
+
+
+log = logging.getLogger("raceme")
+
+Arrays = Mapping[str, NDArray[Any]]
+
+
+def cached(
+    name: str, files: Sequence[Path], settings: Sequence[object], build: Callable[[], Arrays]
+) -> Arrays:
+    """Return the arrays that `build` makes of some files, from the cache if they are there.
+
+    Parameters
+    ----------
+    name : str
+        What the arrays are, for the name of their folder.
+    files : Sequence[Path]
+        The files that `build` reads.
+    settings : Sequence[object]
+        Whatever else decides the outcome.
+    build : Callable
+        Reads the files.
+
+    Returns
+    -------
+    Mapping[str, NDArray]
+        Read-only; from the cache they are mapped, so that processes share the memory.
+    """
+    folder = cache_folder() / f"{name}-{_digest(files, settings)}"
+    found = _load(folder)
+    if found is not None:
+        return found
+    built = build()
+    try:
+        _store(folder, built)
+    except OSError as error:
+        log.warning("%s could not be cached in %s: %s", name, folder, error)
+        return built
+    return _load(folder) or built
+
+
+def cache_folder() -> Path:
+    """Return the folder of the cache."""
+    own = os.environ.get("RACEME_CACHE")
+    if own:
+        return Path(own).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "raceme"
+
+
+def _digest(files: Sequence[Path], settings: Sequence[object]) -> str:
+    digest = hashlib.sha256(repr(list(settings)).encode())
+    for file in files:
+        try:
+            stat = os.stat(file)
+        except OSError as error:
+            raise UserError(f"Cannot read {file}: {error.strerror}.") from None
+        # Not Path.resolve, which takes longer than all the rest for tens of thousands of files.
+        path = os.path.abspath(file)
+        digest.update(f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+def _load(folder: Path) -> Arrays | None:
+    """Return what a folder of the cache holds; None if there is none, or it is damaged."""
+    if not folder.is_dir():
+        return None
+    try:
+        # The view is a plain array that keeps the mapping: no special type leaves this module.
+        return {
+            path.stem: np.load(path, mmap_mode="r", allow_pickle=False).view(np.ndarray)
+            for path in folder.glob("*.npy")
+        }
+    except (OSError, ValueError, EOFError):
+        log.warning("the cache in %s is damaged and is made again", folder)
+        shutil.rmtree(folder, ignore_errors=True)
+        return None
+
+
+def _store(folder: Path, arrays: Arrays) -> None:
+    """Write a folder of arrays atomically."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        for name, values in arrays.items():
+            np.save(partial / f"{name}.npy", values, allow_pickle=False)
+        # Another process may have been first; what it made is as good.
+        if not folder.exists():
+            os.replace(partial, folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+# -----------------------------------------------------------------------------
+# Arrays of .npz files that strangers may have made: sizes are checked before memory is taken.
+# -----------------------------------------------------------------------------
+
+
+_MAGIC = b"\x93NUMPY"
+_HEADER = 65_536
+"""Bytes at the beginning of an array in which its header must end; plain ones have about 100."""
+_KINDS = "biufUS"
+"""Kinds of numbers and text: no objects, which would have to be unpickled, and no records."""
+_COPIES = 2
+"""The array as it is stored, and in the type that is needed."""
+
+
+def read_arrays(path: Path, names: Collection[str] | None = None) -> dict[str, NDArray[Any]]:
+    """Read arrays of an .npz file.
+
+    Parameters
+    ----------
+    path : Path
+        The file.
+    names : Collection[str], optional
+        Those that are wanted; all if not given. What is not there is left out.
+
+    Raises
+    ------
+    ReadingError
+        It is no such file, or is damaged.
+    UserError
+        An array is larger than the memory that is free.
+    OSError
+        It cannot be opened.
+    """
+    check_regular(path)
+    with path.open("rb") as file:
+        if file.read(len(_MAGIC)) == _MAGIC:
+            raise ReadingError("it holds a single array and is no .npz archive")
+    # numpy and zipfile raise whatever they come across first in a file that is not their own.
+    try:
+        with ZipFile(path) as archive:
+            members = {
+                info.filename.removesuffix(".npy"): info
+                for info in archive.infolist()
+                if info.filename.endswith(".npy")
+            }
+            wanted = [name for name in members if names is None or name in names]
+            return {name: _read(path, archive, members[name]) for name in wanted}
+    except (BadZipFile, EOFError, ValueError, TypeError, NotImplementedError) as error:
+        raise ReadingError(" ".join(str(error).split())[:200] or "it is damaged") from None
+    except (SyntaxError, RecursionError, MemoryError, OverflowError, LookupError) as error:
+        raise ReadingError(f"an array's header is malformed ({type(error).__name__})") from None
+    except (RuntimeError, ZlibError) as error:
+        raise ReadingError(f"it is damaged ({' '.join(str(error).split())[:200]})") from None
+
+
+def _read(path: Path, archive: ZipFile, info: Any) -> NDArray[Any]:
+    name = info.filename.removesuffix(".npy")
+    with archive.open(info) as member:
+        start = io.BytesIO(member.read(_HEADER))
+    shape, dtype = _header(start)
+    if dtype.kind not in _KINDS:
+        raise ReadingError(f"{name} holds neither numbers nor text but {dtype}")
+    size = math.prod(shape) * dtype.itemsize
+    if min(shape, default=0) < 0 or start.tell() + size != info.file_size:
+        raise ReadingError(f"the size of {name} is not that of its header, shape {shape}")
+    check_room(_COPIES * size, f"{name} in {path}")
+    with archive.open(info) as member:
+        array: NDArray[Any] = npy.read_array(member, allow_pickle=False)
+    return array
+
+
+def _header(start: IO[bytes]) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    version = npy.read_magic(start)
+    if version == (1, 0):
+        shape, _, dtype = npy.read_array_header_1_0(start)
+    elif version == (2, 0):
+        shape, _, dtype = npy.read_array_header_2_0(start)
+    else:
+        raise ReadingError(f"an array has format {version[0]}.{version[1]}; 1.0 and 2.0 are known")
+    return shape, dtype
+
+
+# -----------------------------------------------------------------------------
+# Importing torchvision where its compiled operators do not match the installed torch.
+#
+# torch's CPU wheel together with the package index's torchvision is such a pair: torchvision's
+# operators are built for CUDA, are not loaded, and ``import torchvision`` fails when it declares
+# their shapes for the compiler. Datasets and transforms need no operators, so that declaration is
+# left out.
+# -----------------------------------------------------------------------------
+
+
+_DECLARATIONS = "torchvision._meta_registrations"
+
+Imported = TypeVar("Imported")
+
+
+def import_datasets() -> ModuleType:
+    """Return the module ``torchvision.datasets``.
+
+    Raises
+    ------
+    UserError
+        It is not installed.
+    """
+    try:
+        return without_operators(lambda: import_module("torchvision.datasets"))
+    except ModuleNotFoundError as error:
+        raise explained(error) from None
+
+
+def without_operators(load: Callable[[], Imported]) -> Imported:
+    """Return what imports something that may import torchvision; try again if just that fails.
+
+    Parameters
+    ----------
+    load : Callable
+        Does the import.
+
+    Raises
+    ------
+    Exception
+        Whatever the import raises for another reason.
+    """
+    try:
+        return load()
+    except RuntimeError as error:
+        if "torchvision::" not in str(error):
+            raise
+    # The failed attempt has left half of the package behind.
+    for name in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:
+        del sys.modules[name]
+    sys.modules[_DECLARATIONS] = ModuleType(_DECLARATIONS)
+    return load()

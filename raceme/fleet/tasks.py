@@ -23,7 +23,17 @@ from flwr.clientapp import ClientApp
 from raceme import __version__
 from raceme.core.config import RunConfig, expanded
 from raceme.core.errors import UserError
-from raceme.core.messages import CONFIG, INVITATION, KIND, LOSSES, NUMBERS, ON, TASK, from_array
+from raceme.core.messages import (
+    COMPLETED_BY,
+    CONFIG,
+    INVITATION,
+    KIND,
+    LOSSES,
+    NUMBERS,
+    ON,
+    TASK,
+    from_array,
+)
 from raceme.core.options import Value
 from raceme.core.registry import ATTACKS, DATASETS, DRIFTS, MODELS, PARTITIONERS, PROTECTIONS
 from raceme.datasets.npz import Stamp, stamp_of
@@ -89,7 +99,8 @@ class Trust:
     apps : tuple[str, ...]
         The apps that may run, as publisher/name; empty allows everything.
     models : tuple[str, ...]
-        What a run may have imported beside Raceme's own models, datasets and the like, and those
+        What a run may have imported beside Raceme's own models, datasets, kinds of client work
+        and the like, and those
         that installed packages declare: as ``module:function``.
 
     Raises
@@ -169,6 +180,25 @@ class Trust:
                     f"run says {_shown(keys[key])}",
                 )
 
+    def check_work(self, message: Message) -> None:
+        """Refuse a message that has Raceme's own app import what its owner never named.
+
+        Raises
+        ------
+        RefusedAppError
+            It does.
+        """
+        record = message.content.get(CONFIG)
+        if not self.apps or not isinstance(record, ConfigRecord):
+            return
+        for name in (record.get(KIND), record.get(COMPLETED_BY)):
+            if isinstance(name, str) and ":" in name and name not in self.models:
+                raise RefusedAppError(
+                    INVALID_APP,
+                    f"the client work {_shown(name)} is not trusted on this device: its owner "
+                    "allows one with --trusted-model MODULE:FUNCTION",
+                )
+
 
 def _shown(value: object) -> str:
     """Return what a server wrote as it may stand in a log."""
@@ -188,11 +218,14 @@ class LoadedRun:
     ----------
     series_id : int
         Runs of one series share a client's state.
+    is_own : bool
+        Whether it is Raceme's own.
     """
 
     app: ClientApp
     config: dict[str, Value]
     series_id: int
+    is_own: bool = False
 
 
 class Apps:
@@ -249,7 +282,7 @@ class Apps:
                 app = self._foreign[1]
             if len(self._runs) >= 8:
                 del self._runs[next(iter(self._runs))]
-            self._runs[run_id] = LoadedRun(app, config, run.series_id)
+            self._runs[run_id] = LoadedRun(app, config, run.series_id, name == OWN_APP)
         return self._runs[run_id]
 
     def _checked_config(self, name: str, bundle: bytes, run: Run) -> dict[str, Value]:
@@ -266,6 +299,17 @@ class Apps:
             reason = f"the run's configuration cannot be read: {type(error).__name__}: {error}"
             raise RefusedAppError(INVALID_APP, reason) from error
         return config
+
+    def check_work(self, loaded: LoadedRun, message: Message) -> None:
+        """Refuse a message to Raceme's own app that the device's owner does not allow.
+
+        Raises
+        ------
+        RefusedAppError
+            It names a function that is not trusted.
+        """
+        if loaded.is_own:
+            self._trust.check_work(message)
 
     def _load_foreign(self, reference: str, bundle: bytes) -> ClientApp:
         self._folder = tempfile.TemporaryDirectory(prefix="raceme-app-")
@@ -787,6 +831,7 @@ class Tasks:
 
     def _call(self, link: Link, message: Message, keeps_state: bool = True) -> Message:
         loaded = self._apps.of_run(message.metadata.run_id, link.run, link.bundle)
+        self._apps.check_work(loaded, message)
         state = self._state_of(loaded)
         context = Context(
             run_id=message.metadata.run_id,

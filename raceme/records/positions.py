@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from raceme.core.errors import UserError
 from raceme.core.files import atomic_write
-from raceme.datasets.cache import read_arrays
+from raceme.datasets.source import read_arrays
 
 # -----------------------------------------------------------------------------
 # Clients as points, near each other if their models are alike.

@@ -48,7 +48,7 @@ from raceme.simulation.devices import PREFIX, fleet, traced_fleet
 from raceme.simulation.executor import load
 from raceme.simulation.virtual_grid import VirtualGrid, communication_of, nodes_of
 from raceme.training import models
-from raceme.training.server import probe_of, starts_of
+from raceme.training.clients import probe_of, starts_of
 
 _CLIENT_APP = "raceme.client_app:app"
 _ATTACKED_APP = "raceme.simulation.attacks:app"

@@ -122,7 +122,7 @@ def training_seconds(config: RunConfig, examples: Sequence[int]) -> float:
     from raceme import datasets
     from raceme.training import models
     from raceme.training.local import step
-    from raceme.training.network import Network, objective_of
+    from raceme.training.models import Network, objective_of
 
     shape = datasets.data_shape(config)
     module = models.build(str(config.model), shape.input_shape, shape.outputs, tokens=shape.tokens)

@@ -37,7 +37,7 @@ from raceme.core.messages import CONFIG, KIND
 from raceme.core.registry import STRATEGIES
 from raceme.core.signals import handled_by
 from raceme.core.strategy import Method
-from raceme.datasets.cache import without_operators
+from raceme.datasets.source import without_operators
 from raceme.flower import app as compat
 from raceme.records import exchanges
 from raceme.records.folder import check_new, made_anew, make_folder

@@ -25,7 +25,7 @@ from raceme.core.options import option
 from raceme.core.registry import ATTACKS
 from raceme.datasets.source import Labels, generator
 from raceme.training.clients import Client
-from raceme.training.work import Answer, ClientWork
+from raceme.training.work import Answer, ClientWork, answer_to
 
 NONE = "none"
 EVENLY = "evenly"
@@ -211,7 +211,7 @@ def _respond(
         return honestly(message, context)
     attack = attack_of(work.client.config)
     work = _poisoned_work(work, attack)
-    answer = client_app.KINDS[work.kind](work)
+    answer = answer_to(work)
     if answer.model is not None:
         answer = _poisoned_answer(work, answer, answer.model, attack)
     return client_app.reply_to(message, work, answer)

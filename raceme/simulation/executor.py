@@ -25,7 +25,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MetricR
 from flwr.clientapp import ClientApp
 
 from raceme.core.errors import UserError
-from raceme.datasets.cache import without_operators
+from raceme.datasets.source import without_operators
 from raceme.flower import messages as flower
 
 # -----------------------------------------------------------------------------

@@ -24,10 +24,9 @@ from raceme.core import messages as keys
 from raceme.core.errors import UserError
 from raceme.simulation.executor import Job, answer
 from raceme.training.clients import Client
-from raceme.training.kinds import evaluation_answer, training_answer
 from raceme.training.local import TrainingSettings, epochs, torch_seed
-from raceme.training.network import Network, Samples
-from raceme.training.work import ClientWork
+from raceme.training.models import Network, Samples
+from raceme.training.work import ClientWork, evaluation_answer, training_answer
 
 # -----------------------------------------------------------------------------
 # Samples of many clients on one device, for clients that are stacked.

@@ -32,8 +32,7 @@ if TYPE_CHECKING:
     )
     from raceme.strategies.cdfl.strategy import CDFL, CDFLParameters
     from raceme.strategies.cfl import CFL, CFLAsync, CFLAsyncParameters, CFLParameters
-    from raceme.strategies.cfl_gp import CFLGP, CFLGPParameters
-    from raceme.strategies.continual import (
+    from raceme.strategies.continual.strategy import (
         APD,
         EWC,
         APDParameters,
@@ -95,7 +94,7 @@ if TYPE_CHECKING:
         FedDriftEagerParameters,
         FedDriftParameters,
     )
-    from raceme.strategies.fedrc import FedRC, FedRCParameters
+    from raceme.strategies.fedrc.strategy import FedRC, FedRCParameters
     from raceme.strategies.fesem import FeSEM, FeSEMParameters
     from raceme.strategies.flexcfl import (
         FedGroup,
@@ -105,11 +104,12 @@ if TYPE_CHECKING:
         FlexCFLAsyncParameters,
         FlexCFLParameters,
     )
-    from raceme.strategies.flux import FLUX, FLUXParameters
     from raceme.strategies.icfl import ICFL, ICFLAsync, ICFLAsyncParameters, ICFLParameters
     from raceme.strategies.ifca import IFCA, IFCAAsync, IFCAAsyncParameters, IFCAParameters
-    from raceme.strategies.pacfl import PACFL, PACFLParameters
     from raceme.strategies.panicle.strategy import Panicle, PanicleParameters
+    from raceme.strategies.profiles.cfl_gp import CFLGP, CFLGPParameters
+    from raceme.strategies.profiles.flux import FLUX, FLUXParameters
+    from raceme.strategies.profiles.pacfl import PACFL, PACFLParameters
     from raceme.strategies.standalone import Standalone
 
 __all__ = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,8 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import dropout as left_out
 
-from raceme.core.messages import ANCHOR, FISHER, FORMER, MASK
-from raceme.training.network import Network, Samples
+from raceme.core.messages import ANCHOR, MASK
+from raceme.training.models import Network, Samples
 
 # -----------------------------------------------------------------------------
 # Hyper-parameters of the local training.
@@ -46,8 +47,6 @@ class TrainingSettings:
         Strength λ of the term λ/2 ‖w‖².
     proximal_mu : float
         Strength μ of FedProx's term μ/2 ‖w - w₀‖², with w₀ the received weights.
-    elastic_strength : float
-        Strength λ of EWC's term λ/2 Σ F (w - w*)², of a client that has former tasks.
     dropout : float
         Share of the inputs of linear layers that each step leaves out.
 
@@ -65,28 +64,23 @@ class TrainingSettings:
     momentum: float = 0.9
     weight_decay: float = 0.0
     proximal_mu: float = 0.0
-    elastic_strength: float = 0.0
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        if not 0 < self.lr < float("inf"):
+        if not 0 < self.lr < math.inf:
             raise ValueError(f"lr must be greater than 0, got {self.lr}.")
-        if self.batch_size < 1:
-            raise ValueError(f"batch-size must be at least 1, got {self.batch_size}.")
-        if self.local_epochs < 1:
-            raise ValueError(f"local-epochs must be at least 1, got {self.local_epochs}.")
-        if self.local_steps < 0:
-            raise ValueError(f"local-steps must be at least 0, got {self.local_steps}.")
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"momentum must be at least 0 and below 1, got {self.momentum}.")
-        if not 0 <= self.weight_decay < float("inf"):
-            raise ValueError(f"weight-decay must be at least 0, got {self.weight_decay}.")
-        if not 0 <= self.proximal_mu < float("inf"):
-            raise ValueError(f"proximal-mu must be at least 0, got {self.proximal_mu}.")
-        if not 0 <= self.elastic_strength < float("inf"):
-            raise ValueError(f"elastic-strength must be at least 0, got {self.elastic_strength}.")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout must be at least 0 and below 1, got {self.dropout}.")
+        for name, low in _LEAST.items():
+            if not low <= getattr(self, name) < math.inf:
+                key = name.replace("_", "-")
+                raise ValueError(f"{key} must be at least {low}, got {getattr(self, name)}.")
+        for name in ("momentum", "dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(
+                    f"{name} must be at least 0 and below 1, got {getattr(self, name)}."
+                )
+
+
+_LEAST = {"batch_size": 1, "local_epochs": 1, "local_steps": 0, "weight_decay": 0, "proximal_mu": 0}
 
 
 # -----------------------------------------------------------------------------
@@ -172,10 +166,10 @@ def _steps_of(optimiser: torch.optim.Optimizer) -> Descent:
 # -----------------------------------------------------------------------------
 # What else than the loss a step follows: terms that change its gradient.
 #
-# A further term is one function here and its line in ``TERMS``: it is given the network as it
-# was
-# received, the hyper-parameters, and every record of named arrays that came with the model, and
-# returns None where it was not asked for.
+# A further term is one function here and its place in :func:`terms_of`, or for one method a
+# function that its client half hands to :func:`train`. It is given the network as it was received,
+# the hyper-parameters, and every record of named arrays that came with the model, and returns None
+# where it was not asked for.
 # -----------------------------------------------------------------------------
 
 
@@ -218,28 +212,6 @@ def proximal(
     return pull
 
 
-def elastic(
-    network: Network, settings: TrainingSettings, arrays: Mapping[str, ArrayRecord]
-) -> Term | None:
-    """Return EWC's term (Kirkpatrick et al. 2017): the gradient of λ/2 Σ_i F_i (w_i - w*_i)².
-
-    F and w* come with the model: how much each weight matters for former tasks, and where it was.
-    The gradient is λF / (1 + η λF) (w - w*), with η the learning rate: that of the penalty's Moreau
-    envelope, by which a step goes to w* and never past it, however large λF is. Where η λF is
-    small, as in the paper, it is λF (w - w*).
-    """
-    if not settings.elastic_strength or FISHER not in arrays:
-        return None
-    stiffness = settings.elastic_strength * network.read_weights(arrays[FISHER])
-    stiffness /= 1.0 + settings.lr * stiffness
-    former = network.read_weights(arrays[FORMER])
-
-    def hold(weights: Tensor, gradient: Tensor) -> None:
-        gradient.addcmul_(stiffness, weights - former)
-
-    return hold
-
-
 def masked(
     network: Network, settings: TrainingSettings, arrays: Mapping[str, ArrayRecord]
 ) -> Term | None:
@@ -254,12 +226,11 @@ def masked(
     return clear
 
 
-# The mask is last: nothing may move what it freezes.
-TERMS: tuple[TermBuilder, ...] = (weight_decay, proximal, elastic, masked)
-
-
 def terms_of(
-    network: Network, settings: TrainingSettings, arrays: Mapping[str, ArrayRecord]
+    network: Network,
+    settings: TrainingSettings,
+    arrays: Mapping[str, ArrayRecord],
+    more: Sequence[TermBuilder] = (),
 ) -> list[Term]:
     """Return the terms that a piece of work asks for, in the order in which they act.
 
@@ -268,7 +239,9 @@ def terms_of(
     InvalidModelError
         A record does not fit the network.
     """
-    built = (build(network, settings, arrays) for build in TERMS)
+    # The mask is last: nothing may move what it freezes.
+    builders = [weight_decay, proximal, *more, masked]
+    built = (build(network, settings, arrays) for build in builders)
     return [term for term in built if term is not None]
 
 
@@ -382,6 +355,7 @@ def train(
     arrays: Mapping[str, ArrayRecord] = _NO_ARRAYS,
     descent: Callable[[Network, TrainingSettings], Descent] = optimiser_of,
     weights: Tensor | None = None,
+    terms: Sequence[TermBuilder] = (),
 ) -> float:
     """Train a network in place.
 
@@ -401,14 +375,15 @@ def train(
         Makes what follows the gradient; by default the optimiser of the settings.
     weights : Tensor, optional
         By what the loss of each sample is multiplied, shape (n,).
+    terms : Sequence[TermBuilder]
+        Terms of the objective beyond those that the settings ask for.
 
     Returns
     -------
     float
         Mean loss of the samples as they were met, weighted, without the terms added to it.
     """
-    terms = terms_of(network, settings, arrays)
-    take_step = _steps(network, settings, terms, descent)
+    take_step = _steps(network, settings, terms_of(network, settings, arrays, terms), descent)
     total = torch.zeros((), device=network.accelerator)
     seen = 0
     network.module.train()

@@ -26,7 +26,7 @@ from torch import nn
 from raceme.core.errors import UserError
 from raceme.core.messages import CPU_SECONDS, JOULES
 from raceme.training.local import TrainingSettings, step, train
-from raceme.training.network import Network, Samples
+from raceme.training.models import Network, Samples
 
 # -----------------------------------------------------------------------------
 # What a machine says about itself: processors, memory, torch.

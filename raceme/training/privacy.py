@@ -19,20 +19,12 @@ from flwr.app import ConfigRecord, Context, Message, MetricRecord
 from flwr.clientapp.mod import LocalDpMod
 from flwr.clientapp.typing import ClientAppCallable
 
-from raceme.core.messages import (
-    CONFIG,
-    DESCRIBE,
-    EVALUATE,
-    NUM_EXAMPLES,
-    TASK,
-    TEST_STEPS,
-    TRAIN,
-    Role,
-)
+from raceme.core import messages as names
+from raceme.core.messages import Role
 
 EPSILON, DELTA, CLIP, SEED = "local-dp-epsilon", "local-dp-delta", "local-dp-clip", "local-dp-seed"
 """Keys of a node's configuration."""
-_ALLOWED = frozenset({TRAIN, EVALUATE, TEST_STEPS, DESCRIBE})
+_ALLOWED = frozenset({names.TRAIN, names.EVALUATE, names.TEST_STEPS, names.DESCRIBE})
 _PREFIX = "local-dp-"
 _DEFAULT_DELTA = 1e-5
 _DEFAULT_CLIP = 1.0
@@ -160,15 +152,15 @@ def local_dp(message: Message, context: Context, call_next: ClientAppCallable) -
             np.random.set_state(before)
     if not reply.has_error():
         for name, metrics in list(reply.content.metric_records.items()):
-            kept = {key: value for key, value in metrics.items() if key == NUM_EXAMPLES}
+            kept = {key: value for key, value in metrics.items() if key == names.NUM_EXAMPLES}
             reply.content[name] = MetricRecord(kept)
     return reply
 
 
 def _seed_of(seed: int, message: Message) -> int:
     """Return the seed of the noise on the answer to one message."""
-    settings = message.content.config_records.get(CONFIG) or ConfigRecord()
-    number = settings.get(TASK, 0)
+    settings = message.content.config_records.get(names.CONFIG) or ConfigRecord()
+    number = settings.get(names.TASK, 0)
     parts = [seed, message.metadata.dst_node_id, number if isinstance(number, int) else 0]
     return int(np.random.SeedSequence(parts).generate_state(1)[0])
 

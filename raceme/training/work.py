@@ -1,43 +1,41 @@
-"""What a message asks of a client, and what the client answers."""
+"""What a message asks of a client, what the client answers, and the kinds of work that it does.
+
+A kind of work is a function that is given a :class:`ClientWork` and returns an :class:`Answer`. The
+answer depends on nothing else, so that messages may be answered early, in any order and in any
+process. Here are the kinds that any method may ask for; a method's own are in its ``client.py``.
+Their names are in :data:`raceme.core.registry.CLIENT_WORK`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeGuard
 from zlib import crc32
 
 import numpy as np
+import torch
 from flwr.app import ArrayRecord, ConfigRecord, RecordDict
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
-from raceme.core.messages import (
-    ARRAYS,
-    BATCH_SIZE,
-    DROPOUT,
-    ELASTIC_STRENGTH,
-    FORMER_STEP,
-    LOCAL_EPOCHS,
-    LOCAL_STEPS,
-    LR,
-    LR_SCALE,
-    MOMENTUM,
-    OPTIMIZER,
-    PROXIMAL_MU,
-    ROUND,
-    STEP,
-    TASK,
-    WEIGHT_DECAY,
-    ModelSpec,
-    candidate,
-)
+from raceme.core import messages as names
+from raceme.core.errors import UserError
+from raceme.core.messages import ModelSpec, candidate
 from raceme.core.options import Value
+from raceme.core.registry import CLIENT_WORK, COMPLETIONS
 from raceme.training.clients import Client
-from raceme.training.local import TrainingSettings
+from raceme.training.local import TermBuilder, TrainingSettings, epoch_sizes
+from raceme.training.local import evaluate as test_locally
+from raceme.training.local import losses as sample_losses
+from raceme.training.local import train as train_locally
+from raceme.training.models import Samples
 
 Metric = int | float | list[int] | list[float]
 
 BATCH_NORM = "batch-norm"
 """Record of a client's state: its own arrays of batch normalisation."""
+_MOST_COUNTED = 10_000
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,11 +86,11 @@ class ClientWork:
         ValueError
             There is none, or several.
         """
-        if ARRAYS in self.arrays:
-            return self.arrays[ARRAYS]
+        if names.ARRAYS in self.arrays:
+            return self.arrays[names.ARRAYS]
         raise ValueError(
             f"The message holds no model: kind '{self.kind}' expects an ArrayRecord named "
-            f"'{ARRAYS}', got {sorted(self.content)}."
+            f"'{names.ARRAYS}', got {sorted(self.content)}."
         )
 
     @property
@@ -112,7 +110,12 @@ class ClientWork:
     @property
     def step(self) -> int:
         """The step of the client's data; 0 where data never change."""
-        return int(self.number(STEP, 0))
+        return int(self.number(names.STEP, 0))
+
+    def at(self, step: int) -> ClientWork:
+        """Return the same work on the client's data of another step."""
+        settings = ConfigRecord({**self.settings, names.STEP: step})
+        return replace(self, client=self.at_step(step), settings=settings)
 
     def former(self) -> Client | None:
         """Return the client with the data of its last upload; None if there was none.
@@ -122,11 +125,13 @@ class ClientWork:
         ValueError
             The step of these data is none.
         """
-        if FORMER_STEP not in self.settings:
+        if names.FORMER_STEP not in self.settings:
             return None
-        step = self.settings[FORMER_STEP]
+        step = self.settings[names.FORMER_STEP]
         if not isinstance(step, int) or step < 0:
-            raise ValueError(f"{FORMER_STEP} must be a whole number of at least 0, got {step!r}.")
+            raise ValueError(
+                f"{names.FORMER_STEP} must be a whole number of at least 0, got {step!r}."
+            )
         return self.at_step(step)
 
     def receive(self, model: ArrayRecord) -> ModelSpec:
@@ -174,16 +179,15 @@ class ClientWork:
         """
         config = self.client.config
         return TrainingSettings(
-            lr=self.number(LR, config.lr) * self.number(LR_SCALE, 1.0),
-            batch_size=int(self.number(BATCH_SIZE, config.batch_size)),
-            local_epochs=int(self.number(LOCAL_EPOCHS, config.local_epochs)),
-            local_steps=int(self.number(LOCAL_STEPS, config.local_steps)),
-            optimizer=str(self.settings.get(OPTIMIZER, config.optimizer)),
-            momentum=self.number(MOMENTUM, config.momentum),
-            weight_decay=self.number(WEIGHT_DECAY, config.weight_decay),
-            proximal_mu=self.number(PROXIMAL_MU, 0.0),
-            elastic_strength=self.number(ELASTIC_STRENGTH, 0.0),
-            dropout=self.number(DROPOUT, 0.0),
+            lr=self.number(names.LR, config.lr) * self.number(names.LR_SCALE, 1.0),
+            batch_size=int(self.number(names.BATCH_SIZE, config.batch_size)),
+            local_epochs=int(self.number(names.LOCAL_EPOCHS, config.local_epochs)),
+            local_steps=int(self.number(names.LOCAL_STEPS, config.local_steps)),
+            optimizer=str(self.settings.get(names.OPTIMIZER, config.optimizer)),
+            momentum=self.number(names.MOMENTUM, config.momentum),
+            weight_decay=self.number(names.WEIGHT_DECAY, config.weight_decay),
+            proximal_mu=self.number(names.PROXIMAL_MU, 0.0),
+            dropout=self.number(names.DROPOUT, 0.0),
         )
 
     def number(self, name: str, default: float | None) -> float:
@@ -194,7 +198,23 @@ class ClientWork:
         ValueError
             It is no number, or it is missing and there is no default.
         """
-        return number(self.settings, name, default)
+        value = self.settings.get(name, default)
+        if not isinstance(value, int | float):
+            raise ValueError(f"{name} must be a number, got {value!r}.")
+        return float(value)
+
+    def count(self, name: str) -> int:
+        """Return a setting that is a count.
+
+        Raises
+        ------
+        ValueError
+            It is none, or too large.
+        """
+        value = self.settings.get(name)
+        if not isinstance(value, int) or not 1 <= value <= _MOST_COUNTED:
+            raise ValueError(f"{name} must be a whole number from 1 to {_MOST_COUNTED:,}.")
+        return value
 
     def generator(self) -> np.random.Generator:
         """Return what decides whatever the work leaves to chance.
@@ -202,7 +222,7 @@ class ClientWork:
         It is made anew for each piece of work, from the seed of the run, the client and the
         number of the task.
         """
-        task = int(self.number(TASK, self.number(ROUND, 0)))
+        task = int(self.number(names.TASK, self.number(names.ROUND, 0)))
         entropy = [self.client.config.seed, crc32(self.client.id.encode()), task]
         return np.random.default_rng(np.random.SeedSequence(entropy))
 
@@ -229,15 +249,345 @@ class Answer:
     told: Mapping[str, Value] = field(default_factory=dict)
 
 
-def number(settings: ConfigRecord, name: str, default: float | None) -> float:
-    """Return a number among a message's settings.
+# -----------------------------------------------------------------------------
+# Kinds of work by name, and a user's own.
+# -----------------------------------------------------------------------------
+
+
+def answer_to(work: ClientWork) -> Answer:
+    """Do what a message asks for.
+
+    Raises
+    ------
+    UserError
+        It names a function of a user's own that cannot be imported, or that returns something else.
+    """
+    answer = CLIENT_WORK[work.kind](work)
+    if not isinstance(answer, Answer):
+        raise UserError(
+            f"'{work.kind}' must return a raceme.training.work.Answer, got {type(answer).__name__}."
+        )
+    return answer
+
+
+# -----------------------------------------------------------------------------
+# How good uploads are: tests that a client makes beside its work, for reports only.
+#
+# Li and Zhu ("Client-Driven Federated Learning") test what a client uploads, "client before", and
+# the model that it gets in return, "client after", both on test data of the mixture that it was
+# trained on. The latter is known when the client speaks next, with the model that it has from the
+# server.
+#
+# What a kind of work trains is not changed by these tests. They ask for it by the setting
+# ``scored``.
+# -----------------------------------------------------------------------------
+
+
+def score_former(
+    work: ClientWork, received: ArrayRecord, completed_by: str = ""
+) -> dict[str, Metric]:
+    """Test what a client was sent in return for its last upload, on the data of that upload.
+
+    To be called before training: afterwards the client's network holds the received model.
+
+    Parameters
+    ----------
+    work : ClientWork
+        What the client is asked.
+    received : ArrayRecord
+        The model that it goes on from: the one that was sent, or one made of several.
+    completed_by : str
+        See :func:`measure`.
+
+    Returns
+    -------
+    dict[str, Metric]
+        The accuracy, as a metric of the answer; nothing if it is not asked for, or if the client
+        has not uploaded anything yet.
+    """
+    former = work.former() if work.settings.get(names.SCORED, False) else None
+    if former is None:
+        return {}
+    there = work.at(int(work.number(names.FORMER_STEP, None)))
+    return {names.ACCURACY_AFTER: measure(there, received, completed_by)[0]}
+
+
+def score_upload(work: ClientWork, forward: int = 0) -> dict[str, Metric]:
+    """Test the trained model, which the client's network holds, on the data of its step.
+
+    Parameters
+    ----------
+    work : ClientWork
+        What the client is asked.
+    forward : int
+        Samples that it passed forward through a network beside training, each model counted.
+
+    Returns
+    -------
+    dict[str, Metric]
+        The accuracy, and the passes of samples that the work took without these tests, as metrics
+        of the answer; nothing if it is not asked for.
+    """
+    if not work.settings.get(names.SCORED, False):
+        return {}
+    client = work.client
+    trained = epoch_sizes(len(client.train), work.training_settings(), client.network.needs_pairs)
+    return {
+        names.ACCURACY_BEFORE: test_locally(client.network, client.test)[0],
+        names.SAMPLE_PASSES: forward + names.PASSES_OF_TRAINING * sum(trained),
+    }
+
+
+# -----------------------------------------------------------------------------
+# The kinds of work that any method may ask for: one function each.
+# -----------------------------------------------------------------------------
+
+
+OWN_MODEL = "own-model"
+"""Record of a client's state: the model that it keeps from one task to the next."""
+
+
+def train(work: ClientWork) -> Answer:
+    """Train the received model on the client's training samples."""
+    return train_model(work, work.model)
+
+
+def train_best(work: ClientWork) -> Answer:
+    """Train that of several models which fits the training samples best (IFCA).
+
+    The answer states which: the first of those with the least loss; a loss that is not finite is
+    infinite.
+    """
+    models = work.models
+    losses = []
+    for model in models:
+        work.receive(model)
+        loss = test_locally(work.client.network, work.client.train)[1]
+        losses.append(loss if math.isfinite(loss) else math.inf)
+    chosen = losses.index(min(losses))
+    forward = len(models) * len(work.client.train)
+    return train_model(work, models[chosen], {names.CHOSEN: chosen}, forward)
+
+
+def evaluate(work: ClientWork) -> Answer:
+    """Test the received model on the client's test samples."""
+    return evaluation_answer(work, *measure(work, work.model, _completed_by(work)))
+
+
+def measure(work: ClientWork, model: ArrayRecord, completed_by: str = "") -> tuple[float, float]:
+    """Return the score and the mean loss of a model on the client's test samples.
+
+    Parameters
+    ----------
+    work : ClientWork
+        What the client is asked.
+    model : ArrayRecord
+        The received model.
+    completed_by : str
+        Name of the completion that makes of the received model the one to be tested, in the
+        client's network; empty if it is that already.
+    """
+    work.receive(model)
+    if completed_by:
+        COMPLETIONS[completed_by](work)
+    return test_locally(work.client.network, work.client.test)
+
+
+def _completed_by(work: ClientWork) -> str:
+    return str(work.settings.get(names.COMPLETED_BY, ""))
+
+
+def test_steps(work: ClientWork) -> Answer:
+    """Test received models on the client's test samples of the steps that the message names.
+
+    Data of a step that cannot be loaded, or that a device had in a file that was replaced since,
+    are not tested on: the number is NaN.
 
     Raises
     ------
     ValueError
-        It is no number, or it is missing and there is no default.
+        The message does not say which model is tested on which step.
     """
-    value = settings.get(name, default)
-    if not isinstance(value, int | float):
-        raise ValueError(f"{name} must be a number, got {value!r}.")
-    return float(value)
+    steps, which = (work.settings.get(name) for name in (names.TESTED_STEPS, names.TESTED_MODELS))
+    models = work.models
+    if not (_are_counts(steps) and _are_counts(which)) or len(steps) != len(which):
+        raise ValueError(
+            f"{names.TESTED_STEPS} and {names.TESTED_MODELS} must be two lists of equal length."
+        )
+    if any(index >= len(models) for index in which):
+        raise ValueError(f"{names.TESTED_MODELS} names models that were not sent: {which!r}.")
+    measured = np.full(len(steps), np.nan)
+    for place, (step, index) in enumerate(zip(steps, which, strict=True)):
+        if step < work.since:
+            continue
+        try:
+            there = work.at(step)
+        except UserError:
+            continue
+        measured[place] = measure(there, models[index], _completed_by(work))[0]
+    unit = work.client.network.objective.measure.unit
+    return Answer(
+        {names.NUM_EXAMPLES: len(work.client.test)},
+        numbers={names.ACCURACIES: measured},
+        told={} if unit is None else {names.UNIT: unit},
+    )
+
+
+def _are_counts(stated: object) -> TypeGuard[list[int]]:
+    """Return whether a setting is a list of whole numbers of at least 0."""
+    return isinstance(stated, list) and all(isinstance(n, int) and n >= 0 for n in stated)
+
+
+def losses(work: ClientWork) -> Answer:
+    """Measure the loss of each sample under each of the received models.
+
+    A loss that is not finite is the largest number.
+
+    Raises
+    ------
+    ValueError
+        The losses are asked for on other samples than those for training or for testing.
+    """
+    client, wanted = work.client, work.settings.get(names.ON, "train")
+    parts = {"train": client.train, "test": client.test, "validation": client.validation}
+    samples = parts.get(wanted) if isinstance(wanted, str) else None
+    if samples is None:
+        known = ", ".join(name for name, part in parts.items() if part is not None)
+        raise ValueError(f"losses are measured on these samples: {known}; not on {wanted!r}.")
+    measured = bounded(losses_of(work, work.models, samples))
+    return Answer({names.NUM_EXAMPLES: len(samples)}, numbers={names.LOSSES: measured})
+
+
+def scores(work: ClientWork) -> Answer:
+    """Measure how well each of the received models fits the training samples of each step.
+
+    The steps are those that the message names, or the one of the message. A loss that is not
+    finite, or too large for float32, is the largest number.
+    """
+    models, clients = work.models, work.steps or (work.client,)
+    measured = np.empty((2, len(models), len(clients)), np.float64)
+    for row, model in enumerate(models):
+        work.receive(model)
+        for column, client in enumerate(clients):
+            measured[:, row, column] = test_locally(client.network, client.train)
+    accuracies, means = bounded(measured)
+    numbers = {names.ACCURACIES: accuracies, names.LOSSES: means}
+    return Answer(
+        {names.NUM_EXAMPLES: sum(len(client.train) for client in clients)}, numbers=numbers
+    )
+
+
+def bounded(measured: NDArray[np.floating]) -> NDArray[np.float32]:
+    """Return what was measured as finite numbers: what is none, or too large, is the largest."""
+    most = float(np.finfo(np.float32).max)
+    finite = np.nan_to_num(measured, nan=most, posinf=most).clip(max=most)
+    return np.asarray(finite, np.float32)
+
+
+def label_counts(work: ClientWork) -> Answer:
+    """Count the client's training samples of each class.
+
+    Raises
+    ------
+    ValueError
+        There are no classes: the task is a regression.
+    """
+    client = work.client
+    if not client.num_classes:
+        raise ValueError("label-counts counts classes, and these data have quantities for labels.")
+    labels = client.train.y.cpu().numpy()
+    counts = np.bincount(labels, minlength=client.num_classes).astype(np.int64)
+    return Answer({names.NUM_EXAMPLES: len(client.train)}, numbers={names.LABEL_COUNTS: counts})
+
+
+def training_answer(
+    work: ClientWork,
+    model: ArrayRecord,
+    metrics: Mapping[str, Metric],
+    told: Mapping[str, int] | None = None,
+) -> Answer:
+    """Answer with a trained model; where data change, with the mixture that they are now, too."""
+    metrics = {names.NUM_EXAMPLES: len(work.client.train), **metrics}
+    if names.STEP in work.settings and work.client.mixture is not None:
+        metrics[names.MIXTURE] = list(work.client.mixture)
+    return Answer(metrics, model, told=told or {})
+
+
+def evaluation_answer(work: ClientWork, score: float, loss: float) -> Answer:
+    """Answer with test results; where data change, with the group that they are of now, too.
+
+    What was measured is stated by its name: ``accuracy``, or ``mae`` with its unit.
+    """
+    measure = work.client.network.objective.measure
+    metrics: dict[str, Metric] = {
+        measure.name: score,
+        names.LOSS: loss,
+        names.NUM_EXAMPLES: len(work.client.test),
+    }
+    group = work.client.group
+    if names.STEP in work.settings and group is not None:
+        metrics[names.GROUP] = group
+    return Answer(metrics, told={} if measure.unit is None else {names.UNIT: measure.unit})
+
+
+def train_model(
+    work: ClientWork,
+    received: ArrayRecord,
+    told: Mapping[str, int] | None = None,
+    forward: int = 0,
+    arrays: Mapping[str, ArrayRecord] | None = None,
+    returned: ArrayRecord | None = None,
+    terms: Sequence[TermBuilder] = (),
+    weights: ArrayLike | None = None,
+) -> Answer:
+    """Train a model on the client's training samples, and test it if that is asked for.
+
+    Parameters
+    ----------
+    work : ClientWork
+        What the client is asked.
+    received : ArrayRecord
+        The model to start from.
+    told : Mapping[str, int], optional
+        What else the answer states.
+    forward : int
+        Samples that were passed forward through a network to come to this model, for each network.
+    arrays : Mapping[str, ArrayRecord], optional
+        What terms of the objective are given; by default what came with the message.
+    returned : ArrayRecord, optional
+        What the client was sent in return for its last upload, if it is not the model to start
+        from: it is tested on the data of that upload.
+    terms : Sequence[TermBuilder]
+        Terms of the objective beyond those that the settings ask for.
+    weights : ArrayLike, optional
+        By what the loss of each sample is multiplied, shape (n,), float32.
+    """
+    client, network = work.client, work.client.network
+    settings, rng = work.training_settings(), work.generator()
+    scores = score_former(work, received if returned is None else returned)
+    spec = work.receive(received)
+    loss = train_locally(
+        network,
+        client.train,
+        settings,
+        rng,
+        work.arrays if arrays is None else arrays,
+        terms=terms,
+        weights=None if weights is None else torch.as_tensor(weights).to(network.accelerator),
+    )
+    scores |= score_upload(work, forward)
+    return training_answer(
+        work, work.give(spec, received), {names.TRAIN_LOSS: loss, **scores}, told
+    )
+
+
+def losses_of(
+    work: ClientWork, models: Sequence[ArrayRecord], samples: Samples | None = None
+) -> NDArray[np.float32]:
+    """Return the loss of each sample, by default for training, under each model."""
+    samples = work.client.train if samples is None else samples
+    measured = np.empty((len(models), len(samples)), np.float32)
+    for row, model in zip(measured, models, strict=True):
+        work.receive(model)
+        row[...] = sample_losses(work.client.network, samples)
+    return measured

@@ -40,8 +40,8 @@ from raceme.runs.experiment import (
 )
 from raceme.simulation import VirtualGrid
 from raceme.strategies import Method
+from raceme.training.clients import probe_of, starts_of
 from raceme.training.models import initial_arrays
-from raceme.training.server import probe_of, starts_of
 
 _FORGED = "\x1b[31m\n2026 INFO forged\u202e\x9b\u2028\x00\ud800"
 _NAMES = ["version", "task", "kind", "step", "chosen", "unit", "client-id", "other"]

@@ -18,7 +18,7 @@ from raceme.core.strategy import Method
 from raceme.runs import experiment
 from raceme.simulation.attacks import attack_of, attackers_of
 from raceme.training import models
-from raceme.training.network import Samples
+from raceme.training.models import Samples
 
 
 def config_of(**keys: object) -> RunConfig:

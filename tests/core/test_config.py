@@ -19,7 +19,7 @@ from raceme.core.options import AUTO, Value, option
 from raceme.core.registry import DATASETS
 from raceme.datasets.npz import NpzOptions
 from raceme.datasets.partition import NoiseOptions
-from raceme.datasets.synthetic import Digits
+from raceme.datasets.source import Digits
 from raceme.runs.experiment import build_strategy, resolve
 from raceme.strategies import STRATEGIES, FedAsyncParameters, FedBuffParameters
 

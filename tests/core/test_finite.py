@@ -23,7 +23,7 @@ from raceme.runs import experiment
 from raceme.simulation import Device, Node, VirtualGrid
 from raceme.strategies import Method
 from raceme.training import models
-from raceme.training.server import probe_of
+from raceme.training.clients import probe_of
 
 _CLIENTS, _UPDATES = 4, 24
 _ATTACKER = "client-1"

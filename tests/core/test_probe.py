@@ -11,8 +11,8 @@ from torch import nn
 from raceme.core.messages import ModelSpec, to_array
 from raceme.core.strategy import Probe
 from raceme.flower.messages import array_record
-from raceme.training.network import Network, Samples
-from raceme.training.server import ModelProbe
+from raceme.training.clients import ModelProbe
+from raceme.training.models import Network, Samples
 
 
 def probe() -> tuple[Probe, int]:

@@ -12,8 +12,7 @@ from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
 from raceme.core.registry import DATASETS, PARTITIONERS
 from raceme.datasets.images import MNIST_FILES
-from raceme.datasets.source import DataShape
-from raceme.datasets.synthetic import client_samples
+from raceme.datasets.source import DataShape, client_samples
 
 Arrays = dict[str, np.ndarray]
 

@@ -227,7 +227,7 @@ def test_a_gru_learns_which_character_comes_next(tmp_path: Path) -> None:
     import torch
 
     from raceme.training.local import TrainingSettings, evaluate, train
-    from raceme.training.network import Network, Samples
+    from raceme.training.models import Network, Samples
 
     write_text(tmp_path, {"A": "abcd" * 300})
     config = text_config(tmp_path, **{"text-length": 8, "text-step": 1})

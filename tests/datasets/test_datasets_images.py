@@ -17,9 +17,8 @@ from raceme import datasets
 from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
 from raceme.core.registry import PARTITIONERS
-from raceme.datasets.cache import cache_folder, cached, import_datasets
 from raceme.datasets.partition import rotated
-from raceme.datasets.source import DataShape
+from raceme.datasets.source import DataShape, cache_folder, cached, import_datasets
 from raceme.training import models
 
 

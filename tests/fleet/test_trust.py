@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from bundles import announced, bundle, project
+from flwr.app import ConfigRecord, Message, RecordDict
 from nodes import write_device
 
 import raceme
@@ -18,7 +19,7 @@ from raceme.core.errors import UserError
 from raceme.fleet import device
 from raceme.fleet.tasks import Apps, RefusedAppError, Trust
 from raceme.flower.fleet_client import Endpoint
-from raceme.flower.messages import INVALID_APP
+from raceme.flower.messages import INVALID_APP, identify_process
 from raceme.training.clients import load
 
 OWN = Trust(("raceme/raceme",))
@@ -204,3 +205,35 @@ def test_a_device_compares_a_run_with_what_its_owner_told_it(
     device.run_device(device.DeviceOptions(endpoint, node_config={"data-root": "/d"}, trust=OWN))
     with pytest.raises(RefusedAppError, match="data-root is for the owner"):
         device.run_device(device.DeviceOptions(endpoint, trust=OWN))
+
+
+def work(**settings: str) -> Message:
+    return Message(RecordDict({"config": ConfigRecord(dict(settings))}), 7, "train")
+
+
+@pytest.mark.parametrize("key", ["kind", "completed-by"])
+def test_client_work_that_a_server_names_is_imported_only_if_the_owner_named_it(key: str) -> None:
+    identify_process()
+    trust = Trust(OWN.apps, ("soil.client:train_soil",))
+    trust.check_work(work(**{key: "train-elastic"}))
+    trust.check_work(work(**{key: "soil.client:train_soil"}))
+    for name in ("os:system", "raceme.fleet.serve:main", "soil.client:other"):
+        with pytest.raises(RefusedAppError, match=f"client work '{name}' is not trusted"):
+            trust.check_work(work(**{key: name}))
+        Trust().check_work(work(**{key: name}))
+
+
+def test_a_message_with_work_that_is_not_trusted_is_refused_before_anything_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "backup.py").write_text(f"open({str(tmp_path / 'trace')!r}, 'w').close()\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    identify_process()
+    data = bundle(pyproject=project("raceme", "raceme", raceme.__version__))
+    run = announced(data, "raceme/raceme", raceme.__version__)
+    with closing(Apps(OWN, KITCHEN)) as apps:
+        loaded = apps.of_run(7, lambda _: run, lambda _: data)
+        with pytest.raises(RefusedAppError, match="'backup:x' is not trusted") as refused:
+            apps.check_work(loaded, work(kind="backup:x"))
+    assert refused.value.code == INVALID_APP
+    assert not (tmp_path / "trace").exists()

@@ -12,12 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fleets import grid_of, pulled_app
-from raceme.core.interface import Applied
 from runs import devices, run
 
 from raceme.core.config import RunConfig, write_toml
 from raceme.core.events import Event, Measured, MeasureSchema
-from raceme.core.requests import Update
+from raceme.core.requests import Outcome, Update
 from raceme.experiments.results import Comparison, Result, Run
 from raceme.experiments.suites import load_suite
 from raceme.experiments.tables import to_csv
@@ -38,7 +37,7 @@ LOAD = MeasureSchema("load", "updates of a cluster", ("load",), per="cluster", f
 class Measuring(FedAsync):
     """FedAsync that reports two measures of its own with each update: the number as a distance."""
 
-    def on_update(self, update: Update) -> Applied:
+    def on_update(self, update: Update) -> Outcome:
         count = self.progress.updates + 1
         values = {"client": update.task.client, "gap": np.float64(count / 2)}
         self.report(Measured(self.now(), count, GAP, values))

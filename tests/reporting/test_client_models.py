@@ -16,7 +16,7 @@ from raceme.records.folder import model_file
 from raceme.runs.experiment import resolve, simulate
 from raceme.training.clients import network_of
 from raceme.training.local import evaluate
-from raceme.training.network import Samples
+from raceme.training.models import Samples
 
 KEYS: dict[str, object] = {"clients": 6, "max-updates": 48, "eval-every": 12, "workers": "0"}
 

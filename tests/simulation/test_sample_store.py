@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from raceme.simulation.vectorised import SampleStore
-from raceme.training.network import Samples
+from raceme.training.models import Samples
 
 
 def samples(count: int, value: float) -> Samples:

@@ -12,9 +12,9 @@ from supported import SPREAD, SupportBench
 
 from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
-from raceme.core.messages import LEND, MATCH
 from raceme.runs.experiment import simulate
 from raceme.strategies import CFAACL, CFAACLParameters
+from raceme.strategies.faacl import LEND, MATCH
 from raceme.strategies.faacl.continual import matches
 
 HOME, NEAR, FAR = 1.0, 1.25, 9.0

@@ -7,10 +7,16 @@ import pytest
 from clustered import check_it_can_be_restored, found, homes, run_on, three_groups, with_clients
 
 from raceme.core.errors import UserError
-from raceme.core.messages import GRADIENT
 from raceme.core.requests import Answer, InFlight, InvalidReplyError
 from raceme.strategies import CFLGP, CFLGPParameters
-from raceme.strategies.cfl_gp import found_groups, grouped, main_points, profile_rows, running_share
+from raceme.strategies.profiles import GRADIENT
+from raceme.strategies.profiles.cfl_gp import (
+    found_groups,
+    grouped,
+    main_points,
+    profile_rows,
+    running_share,
+)
 
 
 def answer(made: CFLGP, client: str, *gradient: float, model: int = 0, version: int = 0) -> Answer:

@@ -31,7 +31,7 @@ from raceme.strategies import (
     StableSGD,
     StableSGDParameters,
 )
-from raceme.strategies.continual import Adaptive, FedWeITState, adaptive_of
+from raceme.strategies.continual.strategy import Adaptive, FedWeITState, adaptive_of
 from raceme.training.models import initial_arrays
 
 
@@ -90,7 +90,7 @@ def test_apd_says_how_strongly_parts_are_held_and_has_them_tested_with() -> None
     work = made.request_for("c0")
     assert work.kind == "train-decomposed"
     assert work.settings == {"proximal-mu": 0.3, "sparsity": 0.2, "drift-strength": 7.0}
-    assert dict(made.needs.test_settings) == {"decomposed": True}
+    assert dict(made.needs.test_settings) == {"completed-by": "task-parts"}
 
 
 METHODS = pytest.mark.parametrize("name", ["ewc", "ssgd", "apd", "fedweit"])

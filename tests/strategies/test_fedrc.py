@@ -9,11 +9,11 @@ from runs import of
 
 from raceme.core import events
 from raceme.core.clients import Client
-from raceme.core.messages import LABEL_MASSES, LABEL_TABLE, MIXING, TRAIN_WEIGHTED, WEIGHTED_BY
 from raceme.core.requests import Answer, InFlight, InvalidReplyError, Update
 from raceme.strategies import FedRC, FedRCParameters
-from raceme.strategies.fedrc import label_table, mixing_of
-from raceme.training.statistics import responsibilities
+from raceme.strategies.fedrc import LABEL_MASSES, LABEL_TABLE, MIXING, TRAIN_WEIGHTED, WEIGHTED_BY
+from raceme.strategies.fedrc.client import responsibilities
+from raceme.strategies.fedrc.strategy import label_table, mixing_of
 
 
 def made_of(clients: int, k: int = 2) -> FedRC:

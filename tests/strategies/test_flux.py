@@ -7,10 +7,11 @@ import pytest
 from clustered import check_it_can_be_restored, found, homes, run_on, three_groups, with_clients
 
 from raceme.core.clients import Client
-from raceme.core.messages import ACCURACIES, DESCRIPTORS, LATENT_MOST, SCORES
+from raceme.core.messages import ACCURACIES, SCORES
 from raceme.core.requests import Answer, InFlight, InvalidReplyError
 from raceme.strategies import FLUX, FLUXParameters
-from raceme.strategies.flux import density_groups, elbow, gains_little, scaled
+from raceme.strategies.profiles import DESCRIPTORS, LATENT_MOST
+from raceme.strategies.profiles.flux import density_groups, elbow, gains_little, scaled
 
 
 def answer(client: str, kind: str, numbers: Any = None, **metrics: float) -> Answer:

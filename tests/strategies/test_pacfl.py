@@ -7,10 +7,10 @@ import pytest
 from clustered import check_it_can_be_restored, found, homes, run_on, three_groups, with_clients
 
 from raceme.core.clusters import Clusters, Model
-from raceme.core.messages import PRINCIPAL_DIRECTIONS
 from raceme.core.requests import Answer, InFlight, InvalidReplyError
 from raceme.strategies import PACFL, PACFLParameters
-from raceme.strategies.pacfl import agglomerated, least_angle
+from raceme.strategies.profiles import PRINCIPAL_DIRECTIONS
+from raceme.strategies.profiles.pacfl import agglomerated, least_angle
 from raceme.strategies.shared import kept_homes, regroup
 
 

@@ -18,16 +18,16 @@ from nodes import (
 )
 
 from raceme import datasets
-from raceme.client_app import KINDS, app
+from raceme.client_app import app
 from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
 from raceme.core.messages import ModelSpec, from_array, to_array
-from raceme.core.registry import DATASETS
+from raceme.core.registry import CLIENT_WORK, DATASETS
 from raceme.datasets.source import DataShape
 from raceme.flower.messages import identify_process
 from raceme.training import models
 from raceme.training.local import evaluate
-from raceme.training.network import Network, Samples
+from raceme.training.models import Network, Samples
 
 
 @pytest.fixture(autouse=True)
@@ -149,7 +149,7 @@ def test_an_unknown_kind_is_an_error_of_one_line_that_lists_the_kinds() -> None:
     with pytest.raises(ValueError, match="no work of the kind 'trian'; it knows train, ") as error:
         train({"kind": "trian"})
     assert "\n" not in str(error.value)
-    assert all(f"{kind}" in str(error.value) for kind in KINDS)
+    assert all(f"{kind}" in str(error.value) for kind in CLIENT_WORK)
     with pytest.raises(ValueError, match="no work of the kind 3"):
         train({"kind": 3})
 

@@ -18,7 +18,7 @@ from raceme.client_app import forget, work_of
 from raceme.core.config import RunConfig
 from raceme.flower.messages import identify_process
 from raceme.training.clients import Client, ClientCache
-from raceme.training.network import Samples
+from raceme.training.models import Samples
 
 
 @pytest.fixture(autouse=True)

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from raceme.strategies.continual.client import Decomposition, Masks, Strengths, TaskPart
 from raceme.training import models
-from raceme.training.decomposition import Decomposition, Masks, Strengths, TaskPart
 from raceme.training.local import TrainingSettings
-from raceme.training.network import Network
+from raceme.training.models import Network
 
 NOBODY = torch.zeros(0, 2)
 FREE = Strengths(sparsity=0.0, drift=0.0)

@@ -22,7 +22,7 @@ from raceme.training import clients, models
 from raceme.training import machine as hardware
 from raceme.training import machine as processors
 from raceme.training.machine import Way, accelerators, fastest, thread_counts, ways_of
-from raceme.training.network import Network
+from raceme.training.models import Network
 
 TASKS = RunConfig(clients=16, partition="iid", drift="tasks", model="mlp", batch_size=40)
 IMAGES = RunConfig(clients=16, partition="iid", model="cnn3x3", batch_size=40)
@@ -80,7 +80,7 @@ def replies(config: RunConfig, **node: Any) -> list[tuple[str, np.ndarray]]:
             asked += [
                 ("train-elastic", {"arrays": start}, told),
                 ("train-decomposed", {"arrays": start}, told),
-                ("evaluate", {"arrays": start}, {"decomposed": True, "step": step}),
+                ("evaluate", {"arrays": start}, {"completed-by": "task-parts", "step": step}),
             ]
         asked.append(("train-borrowing", {"arrays": start, "others": lent(size)}, {"step": 2}))
     found = []

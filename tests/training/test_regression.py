@@ -33,7 +33,7 @@ from raceme.simulation import InProcess
 from raceme.simulation.vectorised import Vectorised
 from raceme.training import models
 from raceme.training.local import evaluate
-from raceme.training.network import Network, Objective, Regression, Samples, objective_of
+from raceme.training.models import Network, Objective, Regression, Samples, objective_of
 
 UNIT = "µg/m³"
 MEANS = (79.8, 104.6, 15.8, 50.6, 1230.8, 57.4, 13.5, 1010.7, 2.5, 0.06, 1.7)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from raceme.core.config import RunConfig
 from raceme.runs import experiment
-from raceme.training.network import Samples
+from raceme.training.models import Samples
 
 
 def config_of(seed: int, out: str = "") -> RunConfig:

@@ -12,7 +12,7 @@ from raceme.client_app import app
 from raceme.core.config import RunConfig
 from raceme.flower.messages import identify_process
 from raceme.training.local import TrainingSettings, epoch_sizes, epochs
-from raceme.training.network import Samples
+from raceme.training.models import Samples
 
 CONFIG = RunConfig(clients=8, partition="label-groups", drift="mixture")
 NODE = context(2, CONFIG)

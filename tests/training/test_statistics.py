@@ -12,9 +12,9 @@ from raceme.client_app import app
 from raceme.core.config import RunConfig
 from raceme.core.messages import ModelSpec, to_array
 from raceme.flower.messages import array_record, identify_process
+from raceme.strategies.profiles.client import latent_features, main_directions, moments, projected
 from raceme.training import models
-from raceme.training.network import Network, Samples
-from raceme.training.statistics import latent_features, main_directions, moments, projected
+from raceme.training.models import Network, Samples
 
 CONFIG = RunConfig(clients=20, partition="iid", model="mclr", lr=0.05)
 

@@ -14,7 +14,7 @@ from raceme.core.messages import from_array
 from raceme.flower.messages import identify_process
 from raceme.training.clients import joined, load
 from raceme.training.local import evaluate
-from raceme.training.network import Samples
+from raceme.training.models import Samples
 
 DRIFTING = CONFIG.with_values(drift="label-shift")
 NODE = (("partition-id", 3), ("num-partitions", 20))

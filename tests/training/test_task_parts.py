@@ -29,12 +29,12 @@ def ask(
     kind: str,
     model: np.ndarray | None = None,
     others: ArrayRecord | None = None,
-    **settings: float,
+    **settings: float | str,
 ) -> RecordDict:
     told = {name.replace("_", "-"): value for name, value in settings.items()}
     arrays = START if model is None else SPEC.pack(model)
     if kind == "evaluate-decomposed":
-        kind, told = "evaluate", {**told, "decomposed": True}
+        kind, told = "evaluate", {**told, "completed-by": "task-parts"}
     config = ConfigRecord({"kind": kind, "task": 1, **told})
     content = RecordDict({"arrays": arrays, "config": config})
     if others is not None:
@@ -171,7 +171,7 @@ def test_several_steps_are_tested_each_with_its_own_part() -> None:
     shared = SPEC.unpack(ask(node, "train-decomposed", shared, step=1)["arrays"])
     alone = [ask(node, "evaluate-decomposed", shared, step=step) for step in (0, 1, 2)]
     settings = {"kind": "test-steps", "tested-steps": [0, 1, 2], "tested-models": [0, 0, 0]}
-    config = ConfigRecord({**settings, "decomposed": True, "step": 1})
+    config = ConfigRecord({**settings, "completed-by": "task-parts", "step": 1})
     content = RecordDict({"arrays-0": SPEC.pack(shared), "config": config})
     answer = app(Message(content, 7, "train"), node).content
     together = from_array(answer.array_records["numbers"]["accuracies"])

@@ -18,7 +18,7 @@ from raceme.training.local import (
     step,
     train,
 )
-from raceme.training.network import Network, Samples
+from raceme.training.models import Network, Samples
 
 
 def rng(seed: int = 0) -> np.random.Generator:

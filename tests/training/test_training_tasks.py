@@ -13,10 +13,10 @@ from raceme.client_app import app, work_of
 from raceme.core.config import RunConfig
 from raceme.core.messages import ModelSpec, from_array, to_array
 from raceme.flower.messages import identify_process
+from raceme.strategies.continual.client import elastic, fisher_information
 from raceme.training import models
-from raceme.training.continual import fisher_information
 from raceme.training.local import TrainingSettings, dropout, hidden_linear_layers, terms_of, train
-from raceme.training.network import Network, Samples
+from raceme.training.models import Network, Samples
 
 TASKS = RunConfig(clients=4, partition="iid", drift="tasks", model="mlp")
 START = models.initial_arrays(TASKS)
@@ -41,11 +41,11 @@ def two_weights(first: float, second: float) -> ArrayRecord:
 def elastic_gradient(strength: float, lr: float) -> list[float]:
     network = Network(models.build("mclr", (1,), 1))
     network.weights.copy_(torch.tensor([0.5, 1.0]))
-    arrays = {"fisher": two_weights(2.0, 0.5), "former": two_weights(1.0, -1.0)}
-    settings = TrainingSettings(lr=lr, elastic_strength=strength)
+    term = elastic(strength, fisher=two_weights(2.0, 0.5), former=two_weights(1.0, -1.0))
+    settings = TrainingSettings(lr=lr)
     gradient = torch.zeros(2)
-    for term in terms_of(network, settings, arrays):
-        term(network.weights, gradient)
+    for change in terms_of(network, settings, {}, [term]):
+        change(network.weights, gradient)
     return [float(value) for value in gradient]
 
 
@@ -204,7 +204,7 @@ def test_impossible_strengths_and_shares_are_errors(share: float) -> None:
     with pytest.raises(ValueError, match="dropout must be at least 0 and below 1"):
         TrainingSettings(lr=0.1, dropout=share)
     with pytest.raises(ValueError, match="elastic-strength must be at least 0"):
-        TrainingSettings(lr=0.1, elastic_strength=-1.0)
+        elastic(-1.0, two_weights(2.0, 0.5), two_weights(1.0, -1.0))
 
 
 def test_without_dropout_a_network_is_trained_as_ever() -> None:

@@ -25,9 +25,6 @@ from raceme.core.messages import (
     COMPUTE_SCALE,
     LOSSES,
     PROXIMAL_MU,
-    SHARES,
-    TRAIN_MIXED,
-    TRAIN_OWN,
     Vector,
     candidate,
     forward_cost,
@@ -38,6 +35,7 @@ from raceme.core.requests import Answer, InvalidReplyError, Outcome, Request, Up
 from raceme.core.scheduling import InRounds, Scheduler, SelectionContext
 from raceme.core.strategy import Method, Needs
 from raceme.flower.messages import array_record
+from raceme.strategies.cdfl import SHARES, TRAIN_MIXED, TRAIN_OWN
 from raceme.strategies.cdfl.scheduling import OnRequest
 from raceme.strategies.cdfl.strategy import (
     Shares,

@@ -31,25 +31,7 @@ from numpy.typing import NDArray
 
 from raceme.core.clusters import Model, Weights
 from raceme.core.errors import UserError
-from raceme.core.messages import (
-    BORROWED,
-    COMPUTE_SCALE,
-    INPUTS,
-    LABELS,
-    LEARN,
-    LEND,
-    LOCAL,
-    LOSSES,
-    MATCH,
-    MEMORY,
-    MEMORY_STEPS,
-    ON,
-    REMEMBERED,
-    Vector,
-    forward_cost,
-    numbered,
-    to_array,
-)
+from raceme.core.messages import COMPUTE_SCALE, LOSSES, ON, Vector, forward_cost, numbered, to_array
 from raceme.core.options import option
 from raceme.core.requests import (
     Answer,
@@ -63,6 +45,18 @@ from raceme.core.requests import (
 from raceme.core.scheduling import InRounds, Scheduler, SelectionContext
 from raceme.core.strategy import InUse, Method, Needs
 from raceme.flower.messages import array_record
+from raceme.strategies.faacl import (
+    BORROWED,
+    INPUTS,
+    LABELS,
+    LEARN,
+    LEND,
+    LOCAL,
+    MATCH,
+    MEMORY,
+    MEMORY_STEPS,
+    REMEMBERED,
+)
 from raceme.strategies.faacl.strategy import (
     ASKING_SECONDS,
     START,

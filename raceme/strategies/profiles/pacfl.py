@@ -34,18 +34,12 @@ from scipy.cluster.hierarchy import linkage as joined_by
 from scipy.spatial.distance import squareform
 
 from raceme.core.clusters import Clusters, Model, parts_of
-from raceme.core.messages import (
-    COMPUTE_SCALE,
-    IN_ALL,
-    PER_CLASS,
-    PRINCIPAL_DIRECTIONS,
-    Vector,
-    forward_cost,
-)
+from raceme.core.messages import COMPUTE_SCALE, Vector, forward_cost
 from raceme.core.options import option
 from raceme.core.requests import Answer, InFlight, InvalidReplyError, Outcome, Request, Update
 from raceme.core.scheduling import InRounds, RoundsParameters, Scheduler, SelectionContext
 from raceme.core.strategy import Method, Needs, average_by_cluster
+from raceme.strategies.profiles import IN_ALL, PER_CLASS, PRINCIPAL_DIRECTIONS
 from raceme.strategies.shared import numbered, regroup
 
 log = getLogger("raceme")

@@ -35,7 +35,6 @@ from raceme.core.clusters import Clusters, Model, parts_of
 from raceme.core.errors import UserError
 from raceme.core.messages import (
     COMPUTE_SCALE,
-    GRADIENT,
     LARGEST_SQUARE,
     PASSES_OF_TRAINING,
     Vector,
@@ -45,6 +44,7 @@ from raceme.core.options import option
 from raceme.core.requests import Answer, InFlight, InvalidReplyError, Outcome, Request, Update
 from raceme.core.scheduling import InRounds, RoundsParameters, Scheduler, SelectionContext
 from raceme.core.strategy import Method, Needs, average_by_cluster
+from raceme.strategies.profiles import GRADIENT
 from raceme.strategies.shared import kept_homes, numbered
 
 _TRIES = 3

@@ -42,11 +42,7 @@ from raceme.core.messages import (
     ACCURACIES,
     ARRAYS,
     COMPUTE_SCALE,
-    DESCRIPTORS,
     LARGEST,
-    LATENT_DIMENSIONS,
-    LATENT_MOST,
-    LATENT_SEED,
     SCORES,
     Vector,
     forward_cost,
@@ -63,6 +59,7 @@ from raceme.core.requests import (
 )
 from raceme.core.scheduling import InRounds, RoundsParameters, Scheduler, SelectionContext
 from raceme.core.strategy import Method, Needs, average_by_cluster
+from raceme.strategies.profiles import DESCRIPTORS, LATENT_DIMENSIONS, LATENT_MOST, LATENT_SEED
 from raceme.strategies.shared import numbered
 
 log = getLogger("raceme")

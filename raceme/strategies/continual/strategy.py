@@ -14,24 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raceme.core.messages import (
-    ADAPTIVE_INDICES,
-    ADAPTIVE_VALUES,
     BATCH_SIZE,
+    COMPLETED_BY,
     COMPUTE_SCALE,
-    DECOMPOSED,
-    DRIFT_STRENGTH,
     DROPOUT,
-    ELASTIC_MEMORY,
-    ELASTIC_STRENGTH,
     LARGEST_SQUARE,
     LR_SCALE,
-    OTHERS,
     PASSES_OF_TRAINING,
     PROXIMAL_MU,
-    SPARSITY,
-    TRAIN_BORROWING,
-    TRAIN_DECOMPOSED,
-    TRAIN_ELASTIC,
     ModelSpec,
     forward_cost,
     to_array,
@@ -41,6 +31,19 @@ from raceme.core.requests import Outcome, Request, Update, Value
 from raceme.core.scheduling import InRounds, RoundsParameters, Scheduler
 from raceme.core.strategy import Method, Needs, average_by_cluster
 from raceme.flower.messages import array_record
+from raceme.strategies.continual import (
+    ADAPTIVE_INDICES,
+    ADAPTIVE_VALUES,
+    DRIFT_STRENGTH,
+    ELASTIC_MEMORY,
+    ELASTIC_STRENGTH,
+    OTHERS,
+    SPARSITY,
+    TASK_PARTS,
+    TRAIN_BORROWING,
+    TRAIN_DECOMPOSED,
+    TRAIN_ELASTIC,
+)
 
 
 @dataclass(frozen=True)
@@ -63,31 +66,23 @@ def begins_task(method: Method, client: str) -> bool:
 # -----------------------------------------------------------------------------
 # FedProx-EWC: federated averaging whose clients hold what matters for their former tasks.
 #
-# Kirkpatrick et al., "Overcoming catastrophic forgetting in neural networks", PNAS 2017. A
-# client
+# Kirkpatrick et al., "Overcoming catastrophic forgetting in neural networks", PNAS 2017. A client
 # that has trained on former tasks makes its loss on the present one small together with
 #
 #     λ/2 Σ_i F_i (w_i − w*_i)²,
 #
-# where w* are its own weights at the end of the former task and F_i, the Fisher information,
-# says how
-# much weight i matters there: the mean over the task's samples of the squared gradient of the
-# loss.
-# FedProx's term μ/2 ‖w − w_g‖² is added (Li et al., MLSys 2020), and the server averages.
+# where w* are its own weights at the end of the former task and F_i, the Fisher information, says
+# how much weight i matters there: the mean over the task's samples of the squared gradient of the
+# loss. FedProx's term μ/2 ‖w − w_g‖² is added (Li et al., MLSys 2020), and the server averages.
 #
 # Information is accumulated as in online EWC (Schwarz et al., "Progress & Compress", ICML 2018):
-# one
-# penalty for all former tasks together, around the latest w*, with F ← γ F + F_t at the end of
-# task
-# t. γ = 1 forgets none; Kirkpatrick's own has a penalty for each task, around its own w*.
+# one penalty for all former tasks together, around the latest w*, with F ← γ F + F_t at the end of
+# task t. γ = 1 forgets none; Kirkpatrick's own has a penalty for each task, around its own w*.
 #
-# When a task is over, a client notices with its next training, as its data have moved on then.
-# It
+# When a task is over, a client notices with its next training, as its data have moved on then. It
 # measures F_t at that moment, on the former step's samples, which takes about one local epoch. F
-# and
-# w* never leave the client. Where data never change this is FedProx. The default of λ is ours,
-# found
-# on the digits; F is a mean over samples.
+# and w* never leave the client. Where data never change this is FedProx. The default of λ is ours,
+# found on the digits; F is a mean over samples.
 # -----------------------------------------------------------------------------
 
 
@@ -138,10 +133,8 @@ class EWC(Method):
 # -----------------------------------------------------------------------------
 # Stable SGD, federated: training that stays in wide minima forgets less.
 #
-# Mirzadeh et al., "Understanding the Role of Training Regimes in Continual Learning", NeurIPS
-# 2020.
-# What a network forgets of a task is bounded by the curvature of that task's minimum, its
-# largest
+# Mirzadeh et al., "Understanding the Role of Training Regimes in Continual Learning", NeurIPS 2020.
+# What a network forgets of a task is bounded by the curvature of that task's minimum, its largest
 # eigenvalue, times the squared distance that the weights move afterwards. So:
 #
 # - dropout and small mini-batches, from the first task on, lead to wide minima;
@@ -149,10 +142,8 @@ class EWC(Method):
 # the
 #   weights move less and less.
 #
-# No memory is needed. Here each client trains so, with FedProx's term, and the server averages.
-# t
-# counts the steps of the client's data; where they never change η stays. Networks are the
-# user's:
+# No memory is needed. Here each client trains so, with FedProx's term, and the server averages. t
+# counts the steps of the client's data; where they never change η stays. Networks are the user's:
 # dropout acts on what their linear layers receive, see :mod:`raceme.training.local`.
 # -----------------------------------------------------------------------------
 
@@ -202,14 +193,12 @@ class StableSGD(Method):
 # -----------------------------------------------------------------------------
 # FedProx-APD: additive parameter decomposition, with a shared part that is averaged.
 #
-# Yoon, Kim, Yang and Hwang, "Scalable and Order-robust Continual Learning with Additive
-# Parameter
+# Yoon, Kim, Yang and Hwang, "Scalable and Order-robust Continual Learning with Additive Parameter
 # Decomposition", ICLR 2020. The weights of a task t are
 #
 #     θ_t = σ ⊙ M_t + τ_t,   M_t = sigmoid(v_t),
 #
-# with task-shared weights σ, a mask of one number for each unit, and task-adaptive weights τ_t.
-# In
+# with task-shared weights σ, a mask of one number for each unit, and task-adaptive weights τ_t. In
 # training on task t
 #
 #     L({σ ⊙ M_t + τ_t}; D_t) + λ1 Σ_{i≤t} ‖τ_i‖₁ + λ2 Σ_{i<t} ‖θ_i* − (σ ⊙ M_i + τ_i)‖²
@@ -218,18 +207,14 @@ class StableSGD(Method):
 # tasks make up for what σ drifts, from θ_i* = σ ⊙ M_i + τ_i as it was when task t began.
 #
 # Federated, σ is the model: clients train it with FedProx's term on it, and the server averages.
-# v_t
-# and τ_t stay with the client, which tests the task that it is at with σ ⊙ M_t + τ_t.
+# v_t and τ_t stay with the client, which tests the task that it is at with σ ⊙ M_t + τ_t.
 #
 # Our readings: masks of former tasks stay as they are; M_t starts from 0.9 and τ_t from 0; the
-# terms
-# with λ1 and λ2 follow each step as proximal steps (see :mod:`raceme.training.decomposition`); τ
-# is
-# not clustered over tasks (the paper's hierarchical knowledge consolidation), and no task is
-# given
-# up. The default of λ1 was found on the digits; that of λ2 was compared with 0 and 1 only. A
-# client
-# keeps about two models for each task that it has met.
+# terms with λ1 and λ2 follow each step as proximal steps (see
+# :mod:`raceme.strategies.continual.client`); τ is not clustered over tasks (the paper's
+# hierarchical knowledge consolidation), and no task is given up. The default of λ1 was found on the
+# digits; that of λ2 was compared with 0 and 1 only. A client keeps about two models for each task
+# that it has met.
 # -----------------------------------------------------------------------------
 
 
@@ -248,7 +233,7 @@ class APD(Method):
     needs = Needs(
         kinds=frozenset({TRAIN_DECOMPOSED}),
         settings=frozenset({SPARSITY, DRIFT_STRENGTH}),
-        test_settings=MappingProxyType({DECOMPOSED: True}),
+        test_settings=MappingProxyType({COMPLETED_BY: TASK_PARTS}),
     )
     parameters: APDParameters
     scheduling: InRounds
@@ -279,32 +264,23 @@ class APD(Method):
 #
 #     θ_c^(t) = B_c ⊙ m_c^(t) + A_c^(t) + Σ_i α_{c,i}^(t) A_i^(j),
 #
-# with base weights B, a sparse mask m of one number for each unit, sparse task-adaptive weights
-# A,
-# and those of other clients i for their tasks j < t, weighted by an attention α for each array
-# of the
-# network. A client makes
+# with base weights B, a sparse mask m of one number for each unit, sparse task-adaptive weights A,
+# and those of other clients i for their tasks j < t, weighted by an attention α for each array of
+# the network. A client makes
 #
 #     L(θ_c^(t)) + λ1 Ω({m_c^(t), A_c^(1..t)}) + λ2 Σ_{i<t} ‖ΔB_c ⊙ m_c^(i) + ΔA_c^(i)‖²
 #
-# small, Ω the L1 norm and Δ what has changed since task t began: A of former tasks make up for
-# what
-# B drifts. The server averages B. It keeps each client's A, and sends a client that begins a
-# task
+# small, Ω the L1 norm and Δ what has changed since task t began: A of former tasks make up for what
+# B drifts. The server averages B. It keeps each client's A, and sends a client that begins a task
 # those of others; they do not change while it lasts.
 #
-# Our readings: the clients upload B itself, not B ⊙ m, which each round would mask once more;
-# sums
-# are of the latest task of each other client that is before t, of at most `others` of them,
-# drawn at
-# random; m starts from 1, A and α from 0; FedProx's term is there too, on B; proximal steps as
-# in
-# :mod:`raceme.training.decomposition`. When a task is over, what was borrowed for it stays as it
-# is.
-# The default of λ1 was found on the digits; that of λ2 was compared with 0 and 1 only.
+# Our readings: the clients upload B itself, not B ⊙ m, which each round would mask once more; sums
+# are of the latest task of each other client that is before t, of at most `others` of them, drawn
+# at random; m starts from 1, A and α from 0; FedProx's term is there too, on B; proximal steps as
+# in :mod:`raceme.strategies.continual.client`. When a task is over, what was borrowed for it stays
+# as it is. The default of λ1 was found on the digits; that of λ2 was compared with 0 and 1 only.
 #
-# **What leaves a client**: its task-adaptive weights go to other clients as they are, not
-# averaged
+# **What leaves a client**: its task-adaptive weights go to other clients as they are, not averaged
 # with anybody's, and they are made from its data alone.
 # -----------------------------------------------------------------------------
 
@@ -359,7 +335,7 @@ class FedWeIT(Method):
     needs = Needs(
         kinds=frozenset({TRAIN_BORROWING}),
         settings=frozenset({SPARSITY, DRIFT_STRENGTH}),
-        test_settings=MappingProxyType({DECOMPOSED: True}),
+        test_settings=MappingProxyType({COMPLETED_BY: TASK_PARTS}),
     )
     parameters: FedWeITParameters
     state: FedWeITState

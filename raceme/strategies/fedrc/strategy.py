@@ -31,22 +31,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raceme.core.clients import Client
-from raceme.core.messages import (
-    COMPUTE_SCALE,
-    LABEL_MASSES,
-    LABEL_TABLE,
-    MIXING,
-    TRAIN_WEIGHTED,
-    WEIGHTED_BY,
-    Vector,
-    forward_cost,
-    to_array,
-)
+from raceme.core.messages import COMPUTE_SCALE, Vector, forward_cost, to_array
 from raceme.core.options import option
 from raceme.core.requests import Answer, InFlight, InvalidReplyError, Outcome, Request, Update
 from raceme.core.scheduling import InRounds, RoundsParameters, Scheduler, SelectionContext
 from raceme.core.strategy import Method, Needs, average_by_cluster
 from raceme.flower.messages import array_record
+from raceme.strategies.fedrc import LABEL_MASSES, LABEL_TABLE, MIXING, TRAIN_WEIGHTED, WEIGHTED_BY
 from raceme.strategies.ifca import different_models
 
 log = getLogger("raceme")

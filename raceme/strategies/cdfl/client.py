@@ -1,0 +1,69 @@
+"""FedSoft's client halves: mixtures of several models, and a model of the client's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from flwr.app import ArrayRecord
+from numpy.typing import NDArray
+
+from raceme.core.messages import ANCHOR, ModelSpec, from_array
+from raceme.strategies.cdfl import SHARES
+from raceme.training.work import OWN_MODEL, Answer, ClientWork, losses_of, train_model
+
+
+def train_mixed(work: ClientWork) -> Answer:
+    """Train the mixture of several models that fits the training samples (FedSoft-Async).
+
+    A model's share is that of the samples on which it has the least loss, the first of equal ones;
+    at least one sample's, so that no share is 0; a loss that is not finite is infinite. The answer
+    states the shares.
+    """
+    models = work.models
+    best = np.argmin(np.nan_to_num(losses_of(work, models), nan=np.inf, posinf=np.inf), axis=0)
+    counts = np.maximum(np.bincount(best, minlength=len(models)), 1)
+    shares = (counts / counts.sum()).astype(np.float64)
+    forward = len(models) * len(work.client.train)
+    returned = mixed(models, _stated(work, len(models))) if SHARES in work.arrays else None
+    answer = train_model(work, mixed(models, shares), forward=forward, returned=returned)
+    return replace(answer, numbers={SHARES: shares})
+
+
+def train_own(work: ClientWork) -> Answer:
+    """Train the client's own model, which it keeps, pulled towards the received one (FedSoft).
+
+    A client that has none yet starts from the received one.
+    """
+    received = work.model
+    own = work.state.array_records.get(OWN_MODEL, received)
+    anchored = {**work.arrays, ANCHOR: received}
+    answer = train_model(work, own, arrays=anchored)
+    assert answer.model is not None, "training answers with a model"
+    work.state[OWN_MODEL] = answer.model
+    return answer
+
+
+def mixed(models: Sequence[ArrayRecord], shares: NDArray[np.float64]) -> ArrayRecord:
+    """Return Σ_k share_k w_k of models, array by array; what only counts is the first's."""
+    spec = ModelSpec.of(models[0])
+    vectors = np.stack([spec.unpack(model) for model in models])
+    mean = np.tensordot(shares, vectors, axes=1).astype(np.float32)
+    spec.copy_counters(vectors[0], mean)
+    return spec.pack(mean)
+
+
+def _stated(work: ClientWork, count: int) -> NDArray[np.float64]:
+    """Return the shares that the client has stated with its last upload, as the server has them.
+
+    Raises
+    ------
+    ValueError
+        They are not of so many models.
+    """
+    record = work.arrays[SHARES]
+    shares = from_array(record[SHARES]) if SHARES in record else np.empty(0)
+    if shares.shape != (count,):
+        raise ValueError(f"{SHARES} must have shape ({count},), got {shares.shape}.")
+    return np.asarray(shares, np.float64)

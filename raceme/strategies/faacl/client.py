@@ -1,0 +1,117 @@
+"""C-FAACL's client half: what a client remembers of the data of its former tasks.
+
+A sample of each, never trained on, is a record of the client's state; it leaves the client only
+where :func:`lend` is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+from flwr.app import ArrayRecord
+from numpy.typing import NDArray
+
+from raceme.core.messages import NUM_EXAMPLES, ON, from_array, numbered, to_array
+from raceme.flower.messages import array_record
+from raceme.strategies import faacl as keys
+from raceme.training.local import losses
+from raceme.training.models import Samples
+from raceme.training.work import Answer, ClientWork, bounded, train_model
+
+
+def learn(work: ClientWork) -> Answer:
+    """Train the received model, and remember a sample of the validation samples of this step.
+
+    Raises
+    ------
+    ValueError
+        The client keeps no samples for validation, or is not told how many to remember.
+    """
+    kept = work.client.validation
+    if kept is None:
+        raise ValueError("To remember samples, a client has to keep some for validation.")
+    count = min(int(work.number(keys.REMEMBERED, None)), len(kept))
+    chosen = np.sort(work.generator().choice(len(kept), count, replace=False))
+    inputs = np.asarray(kept.shaped(kept.x).cpu().numpy())[chosen]
+    arrays = {keys.INPUTS: to_array(inputs), keys.LABELS: to_array(kept.y.cpu().numpy()[chosen])}
+    work.state[numbered(keys.MEMORY, work.step)] = array_record(arrays)
+    return train_model(work, work.model)
+
+
+def match(work: ClientWork) -> Answer:
+    """Measure the loss of each sample under each of several models, on several sets of samples.
+
+    The models are those of clusters, and then those that clients have trained themselves. The sets
+    are the validation samples, if asked for, what the client remembers of the steps that the
+    message names (left out where it remembers nothing), and samples that came with the message.
+    """
+    models = [*_clusters(work), *_numbered(work, keys.LOCAL)]
+    sets: dict[str, Samples] = {}
+    if work.settings.get(ON) == "validation" and work.client.validation is not None:
+        sets["validation"] = work.client.validation
+    for step in _steps(work):
+        name = numbered(keys.MEMORY, step)
+        if name in work.state:
+            sets[name] = _samples(work, work.state.array_records[name])
+    for index, record in enumerate(_numbered(work, keys.BORROWED)):
+        sets[numbered(keys.BORROWED, index)] = _samples(work, record)
+    measured = {
+        name: np.empty((len(models), len(samples)), np.float32) for name, samples in sets.items()
+    }
+    for row, model in enumerate(models):
+        work.receive(model)
+        for name, samples in sets.items():
+            measured[name][row] = losses(work.client.network, samples)
+    numbers = {name: bounded(found) for name, found in measured.items()}
+    return Answer({NUM_EXAMPLES: len(work.client.train)}, numbers=numbers)
+
+
+def lend(work: ClientWork) -> Answer:
+    """Hand out what the client remembers of the steps that the message names."""
+    numbers: dict[str, NDArray[np.generic]] = {}
+    for step in _steps(work):
+        name = numbered(keys.MEMORY, step)
+        if name in work.state:
+            record = work.state.array_records[name]
+            for part in (keys.INPUTS, keys.LABELS):
+                numbers[f"{name}-{part}"] = from_array(record[part])
+    return Answer({NUM_EXAMPLES: len(work.client.train)}, numbers=numbers)
+
+
+def _clusters(work: ClientWork) -> list[ArrayRecord]:
+    """Return the models of clusters in a message, which may have none."""
+    try:
+        return work.models
+    except ValueError:
+        return []
+
+
+def _numbered(work: ClientWork, name: str) -> Iterable[ArrayRecord]:
+    """Yield the records of a message that are numbered from 0."""
+    index = 0
+    while numbered(name, index) in work.arrays:
+        yield work.arrays[numbered(name, index)]
+        index += 1
+
+
+def _steps(work: ClientWork) -> list[int]:
+    steps = work.settings.get(keys.MEMORY_STEPS, [])
+    return [step for step in steps if isinstance(step, int)] if isinstance(steps, list) else []
+
+
+def _samples(work: ClientWork, record: ArrayRecord) -> Samples:
+    """Return samples out of a record, in the order of memory of this client's network.
+
+    Raises
+    ------
+    ValueError
+        They are not of the shape of the client's own.
+    """
+    inputs, labels = from_array(record[keys.INPUTS]), from_array(record[keys.LABELS])
+    own = work.client.train
+    if inputs.shape[1:] != tuple(own.shaped(own.x[:1]).shape[1:]) or len(inputs) != len(labels):
+        raise ValueError(f"These samples have the shape {inputs.shape}, unlike the client's own.")
+    network = work.client.network
+    kept = network.channels_last, network.accelerator
+    return Samples(np.array(inputs, np.float32), np.array(labels), *kept)
