@@ -4,6 +4,8 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 
+# Imported here: its first import sets what the fixture below changes.
+import flwr.common.logger  # noqa: F401
 import pytest
 from forking import Commands, commands
 

@@ -147,7 +147,10 @@ class Outgoing:
 
     def _check_settings(self, work: Request) -> None:
         """Raise UserError for a setting that no client reads: it would be ignored silently."""
-        known = SETTINGS | self._method.needs.settings | self._train_config.keys()
+        own = self._method.needs.settings
+        if own is None:
+            return
+        known = SETTINGS | own | self._train_config.keys()
         for name in sorted(work.settings.keys() - known):
             raise unknown_name(
                 f"setting in a request of {type(self._method).__name__}", name, known

@@ -131,8 +131,8 @@ class Needs:
     ----------
     kinds : frozenset[str]
         Kinds of work that clients are asked for, beyond training and testing a model.
-    settings : frozenset[str]
-        What requests say in their settings beyond :data:`raceme.core.requests.SETTINGS`.
+    settings : frozenset[str], optional
+        The settings of requests beyond :data:`raceme.core.requests.SETTINGS`; None allows any.
     classes : str
         What clients are asked for that a regression does not have; empty if there is nothing.
     validation : bool
@@ -157,7 +157,7 @@ class Needs:
     """
 
     kinds: frozenset[str] = frozenset()
-    settings: frozenset[str] = frozenset()
+    settings: frozenset[str] | None = frozenset()
     classes: str = ""
     validation: bool = False
     pretrained: bool = False

@@ -81,8 +81,8 @@ class FlowerRounds(Method):
 
     @property
     def needs(self) -> Needs:
-        """One model, for good."""
-        return Needs(one_model=True)
+        """One model, for good, and any setting that Flower's strategy has for its client mods."""
+        return Needs(one_model=True, settings=None)
 
     def scheduler(self) -> Scheduler:
         """Work in rounds, with the participants that Flower's strategy chooses."""
