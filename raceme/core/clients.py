@@ -21,17 +21,10 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from flwr.app import Message
 
+from raceme.core import messages as names
 from raceme.core.errors import UserError
 from raceme.core.events import ClaimRefused
-from raceme.core.messages import (
-    CLIENT_ID,
-    CONFIG,
-    GROUP,
-    NUM_EXAMPLES,
-    count_of,
-    error_line,
-    name_of,
-)
+from raceme.core.messages import count_of, error_line, name_of
 from raceme.flower.messages import CLIENT_APP_RAISED_EXCEPTION, INVALID_APP, LOAD_APP_EXCEPTION
 
 # -----------------------------------------------------------------------------
@@ -478,7 +471,7 @@ class Fleet:
         stated: Mapping[str, object] = {}
         measured: Mapping[str, object] = {}
         if not reply.has_error():
-            stated = reply.content.config_records.get(CONFIG, {})
+            stated = reply.content.config_records.get(names.CONFIG, {})
             measured = next(iter(reply.content.metric_records.values()), {})
         elif _NO_QUERY not in (reply.error.reason or ""):
             if reply.error.code in _FINAL:
@@ -486,7 +479,7 @@ class Fleet:
             return f"node {node_id} did not answer its greeting: {error_line(reply)}"
         # Any Flower ClientApp can take part: one that answers no queries is its node, and how many
         # examples it has comes with its first update. Until then it stands for no size of a client.
-        client_id = name_of(stated.get(CLIENT_ID, f"node-{node_id}"))
+        client_id = name_of(stated.get(names.CLIENT_ID, f"node-{node_id}"))
         if client_id is None:
             self.refused[node_id] = ""
             return f"node {node_id} states an id that is not 1 to 128 printable characters"
@@ -497,11 +490,11 @@ class Fleet:
                 # It does not wait for the client that it claims to be.
                 self.refused[node_id] = ""
                 raise
-        examples = count_of(measured.get(NUM_EXAMPLES, 1))
+        examples = count_of(measured.get(names.NUM_EXAMPLES, 1))
         if not examples:
             self.refused[node_id] = client_id
             return f"'{client_id}' has no examples to train on"
-        group = measured.get(GROUP, -1)
+        group = measured.get(names.GROUP, -1)
         client = self.clients.get(client_id)
         if client is not None and client.node_id is not None:
             self.refused[node_id] = client_id
@@ -511,7 +504,7 @@ class Fleet:
             client = Client(client_id, examples, count_of(group))
             self.clients[client_id] = client
         client.num_examples, client.node_id = examples, node_id
-        if NUM_EXAMPLES in measured:
+        if names.NUM_EXAMPLES in measured:
             self.heard(client_id, examples)
         client.failures, client.ready_at = 0, 0.0
         self.by_node[node_id] = client_id

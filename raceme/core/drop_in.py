@@ -1094,7 +1094,7 @@ class FlowerGrid(OwnGrid):
                     metrics = read.metric_records[names.METRICS]
                     self._heard(name, int(metrics[names.NUM_EXAMPLES]))  # type: ignore[arg-type]
                 reply.content = read
-        except (InvalidReplyError, InvalidModelError) as error:
+        except InvalidReplyError as error:
             return refused(reply, str(error))
         return reply
 

@@ -16,7 +16,7 @@ from raceme.core.clients import Client, Idle
 from raceme.core.clusters import Model, Weights, blended
 from raceme.core.errors import quoted
 from raceme.core.events import ACCURACY, Evaluated, Measure, TasksTested, UpdateRejected
-from raceme.core.messages import ModelSpec, StatementError, Vector
+from raceme.core.messages import InvalidReplyError, ModelSpec, Vector
 from raceme.core.progress import PRESENT, ClientScore, Evaluation, Steps
 from raceme.core.strategy import Method
 from raceme.core.timeline import Timeline, push
@@ -119,7 +119,7 @@ def read_score(reply: Message, cluster: int, latest: int = 0) -> ClientScore | N
 
     Raises
     ------
-    StatementError
+    InvalidReplyError
         It states what cannot be.
     """
     if reply.has_error() or len(reply.content.metric_records) != 1:
@@ -127,7 +127,9 @@ def read_score(reply: Message, cluster: int, latest: int = 0) -> ClientScore | N
     stated: Mapping[str, object] = reply.content.config_records.get(names.CONFIG, {})
     step, unit = stated.get(names.STEP, 0), names.unit_of(stated.get(names.UNIT))
     if not isinstance(step, int) or not 0 <= step <= latest:
-        raise StatementError(f"it has tested on step {quoted(step)}, and its data are at {latest}")
+        raise InvalidReplyError(
+            f"it has tested on step {quoted(step)}, and its data are at {latest}"
+        )
     metrics = next(iter(reply.content.metric_records.values()))
     return score_from(metrics, cluster, step, Measure(unit))
 
@@ -142,7 +144,7 @@ def score_from(
 
     Raises
     ------
-    StatementError
+    InvalidReplyError
         The accuracy does not lie in 0…1, the error is below 0, or a number is too large.
     """
     value, loss = metrics.get(measure.name), metrics.get(names.LOSS, math.nan)
@@ -155,7 +157,7 @@ def score_from(
         value = math.inf
     if value < 0 or (value > 1 and not measure.is_error):
         wanted = "from 0 on" if measure.is_error else "from 0 to 1"
-        raise StatementError(f"its {measure.name} is {value:g}: it must be a number {wanted}")
+        raise InvalidReplyError(f"its {measure.name} is {value:g}: it must be a number {wanted}")
     examples = names.count_of(metrics.get(names.NUM_EXAMPLES)) or 0
     group = names.count_of(metrics.get(names.GROUP, -1))
     return ClientScore(cluster, value, loss, step, examples, group, measure)
@@ -169,7 +171,7 @@ def read_scores(reply: Message, count: int) -> tuple[str | None, list[float]]:
 
     Raises
     ------
-    StatementError
+    InvalidReplyError
         The unit is none.
     """
     if reply.has_error() or names.NUMBERS not in reply.content.array_records:
@@ -478,7 +480,7 @@ class Evaluator:
         """Take a client's answer, if it is one; count and report one that states what cannot be."""
         try:
             scores = self._read(evaluation, client, reply)
-        except StatementError as error:
+        except InvalidReplyError as error:
             self._progress.rejected += 1
             log.warning("The test of %s was rejected: %s", client, error)
             now = self._clock.now()

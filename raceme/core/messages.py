@@ -31,14 +31,10 @@ if TYPE_CHECKING:
 # What a client says: typed, bounded and made printable here, before anything else sees it.
 #
 # A device may be anyone's. What it states goes into logs, terminals, the store and pages, which
-# it
-# must not steer (escape sequences, text that runs backwards, forged lines), fill (megabytes of
-# text)
-# or upset (numbers whose sums overflow). Everything that takes words or numbers out of a reply
-# does
-# it with the functions of this module; what a SuperLink tells a device goes through
-# :func:`~raceme.core.errors.printable`
-# too.
+# it must not steer (escape sequences, text that runs backwards, forged lines), fill (megabytes of
+# text) or upset (numbers whose sums overflow). Everything that takes words or numbers out of a
+# reply does it with the functions of this module; what a SuperLink tells a device goes through
+# :func:`~raceme.core.errors.printable` too.
 # -----------------------------------------------------------------------------
 
 
@@ -53,13 +49,13 @@ LARGEST = float.fromhex("0x1.fffffep+127")
 larger, and sums, means and squares of very many such numbers stay finite in float64."""
 
 
-class StatementError(ValueError):
-    """A client states what cannot be; the message says what, in one short printable line.
+class InvalidReplyError(ValueError):
+    """A reply is not what was asked for, or states what cannot be: in one short printable line.
 
     Parameters
     ----------
     reason : str
-        What; it may hold words of the client's own.
+        Why; it may hold words of the client's own.
     """
 
     def __init__(self, reason: str) -> None:
@@ -85,13 +81,13 @@ def unit_of(stated: object) -> str | None:
 
     Raises
     ------
-    StatementError
+    InvalidReplyError
         It is no short printable text.
     """
     if stated is None:
         return None
     if not isinstance(stated, str) or len(stated) > _LONGEST_UNIT or not stated.isprintable():
-        raise StatementError(f"its unit is {quoted(stated)}")
+        raise InvalidReplyError(f"its unit is {quoted(stated)}")
     return stated
 
 
@@ -102,11 +98,11 @@ def metrics_of(record: Mapping[str, object]) -> dict[str, float]:
 
     Raises
     ------
-    StatementError
+    InvalidReplyError
         They are too many or too large, or a name is no name.
     """
     if len(record) > _MOST_METRICS:
-        raise StatementError(f"it states {len(record)} metrics: {_MOST_METRICS} at most")
+        raise InvalidReplyError(f"it states {len(record)} metrics: {_MOST_METRICS} at most")
     return {
         _metric_name(name): number_of(name, value)
         for name, value in record.items()
@@ -119,18 +115,18 @@ def number_of(name: str, stated: object) -> float:
 
     Raises
     ------
-    StatementError
+    InvalidReplyError
         It is none, or finite and larger than `LARGEST`; or minus infinity, with which and its
         opposite no sum could be taken.
     """
     if not isinstance(stated, int | float):
-        raise StatementError(f"a metric is no number: {quoted(name)}")
+        raise InvalidReplyError(f"a metric is no number: {quoted(name)}")
     # Compared before it is converted: a whole number may be too large for a float.
     if -LARGEST <= stated <= LARGEST or stated == math.inf:
         return float(stated)
     if isinstance(stated, float) and math.isnan(stated):
         return stated
-    raise StatementError(f"a metric is too large: {quoted(name)}")
+    raise InvalidReplyError(f"a metric is too large: {quoted(name)}")
 
 
 def array_of(
@@ -158,33 +154,28 @@ def array_of(
 
     Raises
     ------
-    StatementError
+    InvalidReplyError
         There is none of the name, it has another shape or type, or a number is out of its bounds.
     """
     values = numbers.get(name)
     wanted = ", ".join("any" if size is None else str(size) for size in shape)
     if values is None or values.dtype.kind not in "fiu":
-        raise StatementError(f"it must state '{name}', numbers of shape ({wanted})")
+        raise InvalidReplyError(f"it must state '{name}', numbers of shape ({wanted})")
     fits = len(values.shape) == len(shape) and all(
         size >= 1 and wished in (None, size)
         for size, wished in zip(values.shape, shape, strict=True)
     )
     if not fits or values.size > most:
-        raise StatementError(f"its '{name}' has shape {values.shape}, not ({wanted})")
+        raise InvalidReplyError(f"its '{name}' has shape {values.shape}, not ({wanted})")
     if not low <= float(values.min()) <= float(values.max()) <= high:
-        raise StatementError(f"its '{name}' is not within {low:g} and {high:g}")
+        raise InvalidReplyError(f"its '{name}' is not within {low:g} and {high:g}")
     return np.asarray(values, np.float64)
 
 
 def _metric_name(name: str) -> str:
     if not name.isprintable() or len(name) > _LONGEST_NAME:
-        raise StatementError(f"a metric is called {quoted(name)}")
+        raise InvalidReplyError(f"a metric is called {quoted(name)}")
     return name
-
-
-# -----------------------------------------------------------------------------
-# Log lines in which nobody else's words can do harm: one printable line for each message.
-# -----------------------------------------------------------------------------
 
 
 # -----------------------------------------------------------------------------
@@ -348,7 +339,7 @@ def count_of(stated: object) -> int | None:
     return None
 
 
-class InvalidModelError(ValueError):
+class InvalidModelError(InvalidReplyError):
     """An ArrayRecord does not hold a usable model; the message says why."""
 
 
@@ -688,7 +679,7 @@ def cost_of(metrics: Mapping[str, object]) -> Cost:
 
     Raises
     ------
-    StatementError
+    InvalidReplyError
         It is no number, NaN, below 0, or more than can be.
     """
     return Cost(
@@ -702,5 +693,5 @@ def _bounded(metrics: Mapping[str, object], name: str, most: float) -> float | N
     stated = number_of(name, metrics[name])
     # NaN fails both comparisons.
     if not 0 <= stated <= most:
-        raise StatementError(f"it states {stated:g} {name}: expected 0 to {most:g}")
+        raise InvalidReplyError(f"it states {stated:g} {name}: expected 0 to {most:g}")
     return stated

@@ -12,57 +12,11 @@ import numpy as np
 from flwr.app import ArrayRecord, Message, RecordDict
 from numpy.typing import NDArray
 
+from raceme.core import messages as names
 from raceme.core.clusters import Model, Weights, blended
-from raceme.core.errors import printable, quoted
-from raceme.core.messages import (
-    ARRAYS,
-    BATCH_SIZE,
-    CHOSEN,
-    COMPUTE_SCALE,
-    CONFIG,
-    DROPOUT,
-    FORMER_STEP,
-    INVITATION,
-    KIND,
-    LARGEST,
-    LOCAL_EPOCHS,
-    LOCAL_STEPS,
-    LR,
-    LR_SCALE,
-    MIXTURE,
-    MOMENTUM,
-    NOT_STATED,
-    NUM_EXAMPLES,
-    NUMBERS,
-    ON,
-    OPTIMIZER,
-    PROXIMAL_MU,
-    REPORT_TIMING,
-    ROUND,
-    SCORED,
-    STEP,
-    STEPS,
-    TASK,
-    TASK_SHARE,
-    TRAIN,
-    TRAIN_BEST,
-    TRAIN_LOSS,
-    TRAINING,
-    VALIDATION_SHARE,
-    VERSION,
-    WEIGHT_DECAY,
-    Cost,
-    InvalidModelError,
-    ModelSpec,
-    StatementError,
-    Vector,
-    array_of,
-    cost_of,
-    count_of,
-    error_line,
-    from_array,
-    metrics_of,
-)
+from raceme.core.errors import quoted
+from raceme.core.messages import LARGEST, Cost, ModelSpec, Vector
+from raceme.core.messages import InvalidReplyError as InvalidReplyError
 from raceme.flower.spill import Shelf
 
 TRANSIENT = MappingProxyType({"transient": True})
@@ -71,30 +25,30 @@ Value = str | int | float | bool | list[int]
 
 SETTINGS = frozenset(
     {
-        BATCH_SIZE,
-        COMPUTE_SCALE,
-        DROPOUT,
-        FORMER_STEP,
-        INVITATION,
-        KIND,
-        LOCAL_EPOCHS,
-        LOCAL_STEPS,
-        LR,
-        LR_SCALE,
-        MOMENTUM,
-        ON,
-        OPTIMIZER,
-        PROXIMAL_MU,
-        REPORT_TIMING,
-        ROUND,
-        SCORED,
-        STEP,
-        STEPS,
-        TASK,
-        TASK_SHARE,
-        VALIDATION_SHARE,
-        VERSION,
-        WEIGHT_DECAY,
+        names.BATCH_SIZE,
+        names.COMPUTE_SCALE,
+        names.DROPOUT,
+        names.FORMER_STEP,
+        names.INVITATION,
+        names.KIND,
+        names.LOCAL_EPOCHS,
+        names.LOCAL_STEPS,
+        names.LR,
+        names.LR_SCALE,
+        names.MOMENTUM,
+        names.ON,
+        names.OPTIMIZER,
+        names.PROXIMAL_MU,
+        names.REPORT_TIMING,
+        names.ROUND,
+        names.SCORED,
+        names.STEP,
+        names.STEPS,
+        names.TASK,
+        names.TASK_SHARE,
+        names.VALIDATION_SHARE,
+        names.VERSION,
+        names.WEIGHT_DECAY,
     }
 )
 """What the message of a request can say whatever the method; others are declared by the method, in
@@ -126,7 +80,7 @@ class Request:
     """
 
     client: str
-    kind: str = TRAIN
+    kind: str = names.TRAIN
     models: tuple[int, ...] | None = None
     arrays: Mapping[str, ArrayRecord] = field(default_factory=dict)
     settings: Mapping[str, Value] = field(default_factory=dict)
@@ -173,14 +127,14 @@ class InFlight:
     sent_at: float
     bytes_down: int
     candidates: dict[int, int] = field(default_factory=dict)
-    kind: str = TRAIN
+    kind: str = names.TRAIN
     step: int = 0
     phase: str = ""
 
     @property
     def reply(self) -> str:
         """What the reply to it is called: an update is of a model that was trained."""
-        return "update" if self.kind in TRAINING else "answer"
+        return "update" if self.kind in names.TRAINING else "answer"
 
 
 # -----------------------------------------------------------------------------
@@ -221,7 +175,7 @@ class Bases:
         weights : Mapping[int, float]
             The clusters that serve the client.
         """
-        if task.kind == TRAIN_BEST:
+        if task.kind == names.TRAIN_BEST:
             for cluster, version in task.candidates.items():
                 self.hold(f"{cluster}/{version}", models[cluster].vector)
         elif len(weights) == 1 or task.candidates:
@@ -237,11 +191,11 @@ class Bases:
     def close(self, task: InFlight) -> None:
         """Note that a task is over; forget a model from which no client trains any more."""
         own = f"task {task.number}"
-        if task.kind == TRAIN_BEST:
-            names = [f"{cluster}/{version}" for cluster, version in task.candidates.items()]
+        if task.kind == names.TRAIN_BEST:
+            kept = [f"{cluster}/{version}" for cluster, version in task.candidates.items()]
         else:
-            names = [own if own in self.vectors else f"{task.cluster}/{task.version}"]
-        for name in names:
+            kept = [own if own in self.vectors else f"{task.cluster}/{task.version}"]
+        for name in kept:
             self.release(name)
 
     def hold(self, name: str, vector: Vector) -> None:
@@ -311,10 +265,7 @@ class Answer:
         InvalidReplyError
             It is missing, or not what was asked for.
         """
-        try:
-            return array_of(self.numbers, name, shape, low, high, most)
-        except StatementError as error:
-            raise InvalidReplyError(str(error)) from None
+        return names.array_of(self.numbers, name, shape, low, high, most)
 
 
 @dataclass(frozen=True)
@@ -363,7 +314,7 @@ class Update:
     numbers: dict[str, NDArray[Any]] = field(default_factory=dict)
     arrived_at: float = 0.0
     mixture: tuple[float, ...] = ()
-    cost: Cost = NOT_STATED
+    cost: Cost = names.NOT_STATED
     staleness: int = 0
     age: int = 0
     bases: Bases | None = field(default=None, repr=False, compare=False, metadata=TRANSIENT)
@@ -400,19 +351,6 @@ class Outcome:
     weight: float
 
 
-class InvalidReplyError(ValueError):
-    """A reply is not what was asked for; the message says why, in one short printable line.
-
-    Parameters
-    ----------
-    reason : str
-        Why; it may hold words of the client's own.
-    """
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(printable(reason))
-
-
 def read_reply(
     reply: Message, task: InFlight, spec: ModelSpec, now: float = 0.0
 ) -> Update | Answer:
@@ -434,15 +372,15 @@ def read_reply(
     InvalidReplyError
         As for :func:`read_update`; or the reply answers another kind of work.
     """
-    if task.kind in TRAINING:
+    if task.kind in names.TRAINING:
         return read_update(reply, task, spec, now)
     content, _, metrics = _checked(reply, task)
-    numbers = _numbers(content.array_records.get(NUMBERS))
-    if len(content.array_records) != (NUMBERS in content.array_records):
+    numbers = _numbers(content.array_records.get(names.NUMBERS))
+    if len(content.array_records) != (names.NUMBERS in content.array_records):
         raise InvalidReplyError(
             f"it brings arrays that work of kind '{task.kind}' was not asked for"
         )
-    examples = count_of(metrics.get(NUM_EXAMPLES, 0.0))
+    examples = names.count_of(metrics.get(names.NUM_EXAMPLES, 0.0))
     if examples is None:
         raise InvalidReplyError("no examples")
     size = sum(record.count_bytes() for record in content.array_records.values())
@@ -461,32 +399,27 @@ def read_update(reply: Message, task: InFlight, spec: ModelSpec, now: float = 0.
         taken.
     """
     content, stated, metrics = _checked(reply, task)
-    records = {name: rec for name, rec in content.array_records.items() if name != NUMBERS}
+    records = {name: rec for name, rec in content.array_records.items() if name != names.NUMBERS}
     if len(records) != 1:
         raise InvalidReplyError(f"missing records: {len(records)} ArrayRecords, not 1")
-    if task.kind == TRAIN_BEST:
+    if task.kind == names.TRAIN_BEST:
         task = _chosen(stated, task)
-    examples = count_of(metrics.get(NUM_EXAMPLES))
+    examples = names.count_of(metrics.get(names.NUM_EXAMPLES))
     if not examples:
         raise InvalidReplyError("no examples")
-    arrays = records.get(ARRAYS) or next(iter(records.values()))
-    numbers = content.array_records.get(NUMBERS)
-    try:
-        vector = spec.unpack(arrays)
-        cost = cost_of(metrics)
-    except (InvalidModelError, StatementError) as error:
-        raise InvalidReplyError(str(error)) from None
+    arrays = records.get(names.ARRAYS) or next(iter(records.values()))
+    numbers = content.array_records.get(names.NUMBERS)
     return Update(
         task=task,
-        vector=vector,
+        vector=spec.unpack(arrays),
         num_examples=examples,
-        train_loss=metrics.get(TRAIN_LOSS, math.nan),
+        train_loss=metrics.get(names.TRAIN_LOSS, math.nan),
         metrics=metrics,
         bytes_up=arrays.count_bytes() + (numbers.count_bytes() if numbers else 0),
         numbers=_numbers(numbers),
         arrived_at=now,
-        mixture=_mixture(next(iter(content.metric_records.values())).get(MIXTURE)),
-        cost=cost,
+        mixture=_mixture(next(iter(content.metric_records.values())).get(names.MIXTURE)),
+        cost=names.cost_of(metrics),
     )
 
 
@@ -495,19 +428,15 @@ def _checked(
 ) -> tuple[RecordDict, Mapping[str, object], dict[str, float]]:
     """Return content, settings and metrics of a reply that answers what was asked."""
     if reply.has_error():
-        raise InvalidReplyError(f"error {reply.error.code}: {error_line(reply)}")
+        raise InvalidReplyError(f"error {reply.error.code}: {names.error_line(reply)}")
     content = reply.content
     if len(content.metric_records) != 1:
         raise InvalidReplyError(
             f"missing records: {len(content.metric_records)} MetricRecords, not 1"
         )
-    stated: Mapping[str, object] = content.config_records.get(CONFIG, {})
+    stated: Mapping[str, object] = content.config_records.get(names.CONFIG, {})
     _check_echo(stated, task)
-    try:
-        metrics = metrics_of(next(iter(content.metric_records.values())))
-    except StatementError as error:
-        raise InvalidReplyError(str(error)) from None
-    return content, stated, metrics
+    return content, stated, names.metrics_of(next(iter(content.metric_records.values())))
 
 
 def _check_echo(stated: Mapping[str, object], task: InFlight) -> None:
@@ -516,30 +445,30 @@ def _check_echo(stated: Mapping[str, object], task: InFlight) -> None:
     A ClientApp that says nothing is taken on trust: Flower's message id ties the reply to its
     task anyway.
     """
-    if VERSION in stated and stated[VERSION] != task.version:
+    if names.VERSION in stated and stated[names.VERSION] != task.version:
         raise InvalidReplyError(
-            f"unknown base version {quoted(stated[VERSION])}: it was sent {task.version}"
+            f"unknown base version {quoted(stated[names.VERSION])}: it was sent {task.version}"
         )
-    if TASK in stated and stated[TASK] != task.number:
+    if names.TASK in stated and stated[names.TASK] != task.number:
         raise InvalidReplyError(
-            f"repeated or foreign task {quoted(stated[TASK])}: it was sent {task.number}"
+            f"repeated or foreign task {quoted(stated[names.TASK])}: it was sent {task.number}"
         )
-    if stated.get(KIND, task.kind) != task.kind:
+    if stated.get(names.KIND, task.kind) != task.kind:
         raise InvalidReplyError(
-            f"it answers work of kind {quoted(stated[KIND])}: it was asked for '{task.kind}'"
+            f"it answers work of kind {quoted(stated[names.KIND])}: it was asked for '{task.kind}'"
         )
-    if stated.get(STEP, task.step) != task.step:
+    if stated.get(names.STEP, task.step) != task.step:
         raise InvalidReplyError(
-            f"it is about step {quoted(stated[STEP])} of its data, not step {task.step}"
+            f"it is about step {quoted(stated[names.STEP])} of its data, not step {task.step}"
         )
 
 
 def _chosen(stated: Mapping[str, object], task: InFlight) -> InFlight:
     """Return the task with the model that the client has chosen among those that it was sent."""
-    index, count = stated.get(CHOSEN), len(task.candidates)
+    index, count = stated.get(names.CHOSEN), len(task.candidates)
     if not isinstance(index, int) or not 0 <= index < count:
         raise InvalidReplyError(
-            f"it must state as '{CHOSEN}' which of the {count} models it has trained, "
+            f"it must state as '{names.CHOSEN}' which of the {count} models it has trained, "
             f"got {quoted(index)}"
         )
     cluster, version = list(task.candidates.items())[index]
@@ -561,10 +490,7 @@ def _numbers(record: ArrayRecord | None) -> dict[str, NDArray[Any]]:
     if len(record or ()) > _MOST_ARRAYS:
         raise InvalidReplyError(f"it brings {len(record or ())} arrays beside the model")
     for name, array in (record or {}).items():
-        try:
-            values = from_array(array)
-        except InvalidModelError as error:
-            raise InvalidReplyError(str(error)) from None
+        values = names.from_array(array)
         if values.dtype.kind not in "fiu" or values.size > _MOST_NUMBERS:
             raise InvalidReplyError(f"unusable numbers {quoted(name)}: {values.dtype}")
         # NaN fails both comparisons. Sums of what is left are finite in float64.

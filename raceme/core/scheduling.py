@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import Field, dataclass, field, fields, is_dataclass
 from statistics import median
-from typing import Any, ClassVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Union, cast, get_args, get_origin, get_type_hints
 
 import numpy as np
 
@@ -712,10 +712,32 @@ class InRounds(Scheduler):
 # -----------------------------------------------------------------------------
 
 
-class Then(Scheduler):
-    """A policy until something has happened, and another one from then on.
+class _Then:
+    """The proxy that `then` returns."""
+
+    def __init__(self, first: Scheduler, second: Scheduler, is_over: Callable[[], bool]) -> None:
+        self._first, self._second, self._is_over = first, second, is_over
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._second if self._is_over() else self._first, name)
+
+    @property
+    def rounds(self) -> int | None:
+        return self._second.rounds
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"first": self._first.state_dict(), "second": self._second.state_dict()}
+
+    def load_state_dict(self, tree: Mapping[str, Any]) -> None:
+        self._first.load_state_dict(tree["first"])
+        self._second.load_state_dict(tree["second"])
+
+
+def then(first: Scheduler, second: Scheduler, is_over: Callable[[], bool]) -> Scheduler:
+    """Return a policy that is the first one until something has happened, and then the second.
 
     What is still open of the first when the second begins is for the second to take or to refuse.
+    The rounds or windows that count are those of the second.
 
     Parameters
     ----------
@@ -724,83 +746,4 @@ class Then(Scheduler):
     is_over : Callable
         Returns whether the first one's time is over; it follows from the method's state.
     """
-
-    def __init__(self, first: Scheduler, second: Scheduler, is_over: Callable[[], bool]) -> None:
-        self.first, self.second, self._is_over = first, second, is_over
-
-    @property
-    def current(self) -> Scheduler:
-        """The policy whose time it is."""
-        return self.second if self._is_over() else self.first
-
-    @property
-    def rounds(self) -> int | None:
-        """Rounds or windows of the second policy that are over; None if it has none."""
-        return self.second.rounds
-
-    @property
-    def timeout_reason(self) -> str:  # type: ignore[override]
-        """Why a task that `wake` gives up is of no use any more."""
-        return self.current.timeout_reason
-
-    @property
-    def backs_off_when_late(self) -> bool:  # type: ignore[override]
-        """Whether a client whose task is given up rests before it is given work again."""
-        return self.current.backs_off_when_late
-
-    def choose(self, moment: SelectionContext) -> Sequence[Client]:
-        """Return the idle clients that are given work now."""
-        return self.current.choose(moment)
-
-    def queries(self, moment: SelectionContext) -> Sequence[Request] | None:
-        """Return what clients are asked before they work; None if they may begin."""
-        return self.current.queries(moment)
-
-    def settings(self, work: Request) -> Mapping[str, Value]:
-        """Return what the message of some work says because of the policy."""
-        return self.current.settings(work)
-
-    def sent(self, task: InFlight, now: float) -> None:
-        """Note that a client was sent its work."""
-        self.current.sent(task, now)
-
-    def accept(self, update: Update, now: float) -> Sequence[Update]:
-        """Take an update; return those that the method is to act on now."""
-        return self.current.accept(update, now)
-
-    def lost(self, task: InFlight, now: float) -> Sequence[Update]:
-        """Note that work brought no update."""
-        return self.current.lost(task, now)
-
-    def left(self, client: str, now: float) -> Sequence[Update]:
-        """Note that a client went offline."""
-        return self.current.left(client, now)
-
-    def joined(self, client: str) -> None:
-        """Note that a client is there."""
-        self.current.joined(client)
-
-    def wake_at(self) -> float:
-        """Return when it wants to be woken."""
-        return self.current.wake_at()
-
-    def wake(self, now: float) -> tuple[Collection[int], Sequence[Update]]:
-        """Return the numbers of tasks to be given up, and updates to be acted on."""
-        return self.current.wake(now)
-
-    def invited(self, client: str) -> bool:
-        """Return whether a client that was given work may wait with it, and answer meanwhile."""
-        return self.current.invited(client)
-
-    def hopeless(self) -> str:
-        """Return why going on can bring nothing; empty as long as it may."""
-        return self.current.hopeless()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the states of both."""
-        return {"first": self.first.state_dict(), "second": self.second.state_dict()}
-
-    def load_state_dict(self, tree: Mapping[str, Any]) -> None:
-        """Continue from what :meth:`state_dict` returned."""
-        self.first.load_state_dict(tree["first"])
-        self.second.load_state_dict(tree["second"])
+    return cast(Scheduler, _Then(first, second, is_over))

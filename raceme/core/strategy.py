@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from logging import INFO, getLogger
-from typing import Any, ClassVar, Generic, Protocol, TypeVar, runtime_checkable
+from typing import Any, ClassVar, Generic, NoReturn, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 from numpy.typing import NDArray
@@ -671,32 +671,18 @@ class Method(Strategy):
         self._now, self._loaded = lambda: time_before, True
         self.restored()
 
-    # Flower's four questions of a round. The loop does not ask them: it takes each reply when it
-    # arrives.
+    def _work_in_rounds(self, *_given: Any, **_named: Any) -> NoReturn:
+        """Raise UserError: a strategy around this one asks, which would train no client."""
+        name = type(self).__name__
+        raise UserError(
+            f"{name} acts on each update when it arrives: a strategy that works in rounds cannot "
+            f"be put around it. Call {name}'s own start(); for differential privacy take client "
+            "mods, such as LocalDpMod."
+        )
 
-    def configure_train(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        """Raise UserError: a strategy around this one asks, which would train nobody."""
-        raise _cannot_be_wrapped(type(self).__name__)
-
-    def aggregate_train(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Raise UserError, as `configure_train` does."""
-        raise _cannot_be_wrapped(type(self).__name__)
-
-    def configure_evaluate(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        """Raise UserError, as `configure_train` does."""
-        raise _cannot_be_wrapped(type(self).__name__)
-
-    def aggregate_evaluate(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> MetricRecord | None:
-        """Raise UserError, as `configure_train` does."""
-        raise _cannot_be_wrapped(type(self).__name__)
+    # Flower's four questions of a round. The loop takes each reply when it arrives instead.
+    configure_train = aggregate_train = _work_in_rounds
+    configure_evaluate = aggregate_evaluate = _work_in_rounds
 
     # What the loop does for every method.
 
@@ -770,14 +756,6 @@ class Method(Strategy):
             self.embedding.close(task.number)
         if self._keeps_base_of(task):
             self.bases.close(task)
-
-
-def _cannot_be_wrapped(name: str) -> UserError:
-    return UserError(
-        f"{name} acts on each update when it arrives: a strategy that works in rounds cannot be "
-        f"put around it. Call {name}'s own start(); for differential privacy take client mods, "
-        "such as LocalDpMod."
-    )
 
 
 Made = TypeVar("Made", bound=Method)

@@ -30,7 +30,7 @@ from raceme.core.clusters import Clusters, Model
 from raceme.core.messages import TRAINING, Vector
 from raceme.core.options import option
 from raceme.core.requests import InFlight, Outcome, Update
-from raceme.core.scheduling import EveryIdle, InRounds, Scheduler, Then
+from raceme.core.scheduling import EveryIdle, InRounds, Scheduler, then
 from raceme.core.strategy import Method, Needs, Variant
 from raceme.strategies.shared import contribution, stepped
 
@@ -119,7 +119,7 @@ class ACE(Method):
         """Wait for everybody once; then nobody waits."""
         if self.parameters.start == "seen":
             return EveryIdle()
-        return Then(InRounds(), EveryIdle(), lambda: self.state.started)
+        return then(InRounds(), EveryIdle(), lambda: self.state.started)
 
     def initialize(self, vector: Vector) -> None:
         """Start from the initial model with an empty cache."""

@@ -36,7 +36,7 @@ from raceme.core.events import Measured, MeasureSchema
 from raceme.core.messages import ARRAYS, LOCAL_EPOCHS, LOCAL_STEPS, Vector
 from raceme.core.options import SECONDS, option
 from raceme.core.requests import InFlight, InvalidReplyError, Outcome, Request, Update
-from raceme.core.scheduling import InRounds, Scheduler, SelectionContext, Then, sample
+from raceme.core.scheduling import InRounds, Scheduler, SelectionContext, sample, then
 from raceme.core.strategy import Method, Needs, Variant, average_by_cluster
 from raceme.strategies.shared import contribution, partition
 
@@ -435,7 +435,7 @@ class CSAFL(Method):
             together=self.parameters.update == "synchronous",
             idled=self._idled,
         )
-        return Then(InRounds(), self.windows, lambda: self.state is None or self.state.grouped)
+        return then(InRounds(), self.windows, lambda: self.state is None or self.state.grouped)
 
     def _check_clients(self, clients: int) -> None:
         """Raise UserError if there are more groups than clients."""

@@ -39,8 +39,8 @@ from raceme.core.scheduling import (
     RoundsParameters,
     Scheduler,
     SelectionContext,
-    Then,
     sample,
+    then,
 )
 from raceme.core.strategy import Method, Needs, Variant, average_by_cluster
 from raceme.strategies.fedasync import FedAsyncParameters, mix_by_staleness
@@ -680,7 +680,7 @@ class FlexCFLAsync(GroupsByStart):
     def scheduler(self) -> Scheduler:
         """Wait for those who make the groups; then nobody waits."""
         first = InRounds(participants=self._first)
-        return Then(first, EveryIdle(), lambda: self._has_groups)
+        return then(first, EveryIdle(), lambda: self._has_groups)
 
     def request_for(self, client: str) -> Request:
         """Let a cold client train w0, ask others for label counts, or train their group's model."""

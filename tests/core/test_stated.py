@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from raceme.core.errors import PlainFormatter, printable, quoted
 from raceme.core.messages import (
     LARGEST,
-    StatementError,
+    InvalidReplyError,
     array_of,
     metrics_of,
     name_of,
@@ -90,7 +90,7 @@ def test_numbers_that_a_client_may_state(value: float) -> None:
     ),
 )
 def test_numbers_that_no_client_may_state(value: object) -> None:
-    with pytest.raises(StatementError, match="'loss'"):
+    with pytest.raises(InvalidReplyError, match="'loss'"):
         number_of("loss", value)
 
 
@@ -108,7 +108,7 @@ def test_not_a_number_is_let_through() -> None:
     ],
 )
 def test_metrics_that_are_refused(record: dict[str, float], why: str) -> None:
-    with pytest.raises(StatementError, match=why):
+    with pytest.raises(InvalidReplyError, match=why):
         metrics_of(record)
 
 
@@ -130,7 +130,7 @@ def test_units() -> None:
     assert unit_of(None) is None
     assert unit_of("µg/m³") == "µg/m³"
     for stated in ("m" * 33, "m\x1b[31m", 3, b"m"):
-        with pytest.raises(StatementError, match="unit"):
+        with pytest.raises(InvalidReplyError, match="unit"):
             unit_of(stated)
 
 
@@ -182,5 +182,5 @@ def test_an_array_of_the_wanted_shape_and_bounds_is_returned() -> None:
 )
 def test_any_other_array_is_refused(values: object, reason: str) -> None:
     numbers = {} if values is None else {"shares": values}
-    with pytest.raises(StatementError, match=reason):
+    with pytest.raises(InvalidReplyError, match=reason):
         array_of(numbers, "shares", (1, None), 0.0, 1.0, most=3)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from nodes import context, message
 
 from raceme import client_app
-from raceme.core.messages import MOST_JOULES, MOST_SECONDS, Cost, StatementError, cost_of
+from raceme.core.messages import MOST_JOULES, MOST_SECONDS, Cost, InvalidReplyError, cost_of
 from raceme.flower.messages import identify_process
 from raceme.training.machine import Ina3221, Rapl, measured, meter_of
 
@@ -132,7 +132,7 @@ def test_a_client_states_costs_where_times_are_asked_for_and_nowhere_else(
 @pytest.mark.parametrize("name", ["cpu-seconds", "joules"])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -1e-9, 1e12, 1e308, 10**400])
 def test_a_cost_that_cannot_be_is_refused(name: str, value: float) -> None:
-    with pytest.raises(StatementError):
+    with pytest.raises(InvalidReplyError):
         cost_of({name: value})
 
 

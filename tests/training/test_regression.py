@@ -18,7 +18,7 @@ from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
 from raceme.core.evaluation import score_from
 from raceme.core.events import ACCURACY, Evaluated, Measure
-from raceme.core.messages import StatementError
+from raceme.core.messages import InvalidReplyError
 from raceme.core.progress import PRESENT, ClientScore, Evaluation, Plan
 from raceme.datasets.source import DataShape, Target
 from raceme.experiments.results import Comparison, Result, Run, best_of
@@ -141,7 +141,7 @@ def test_an_evaluation_is_of_errors_if_the_clients_say_so() -> None:
     diverged = score_from({"mae": math.nan, "loss": math.nan}, 0, measure=ERROR)
     assert diverged is not None
     assert diverged.accuracy == math.inf
-    with pytest.raises(StatementError, match="from 0 on"):
+    with pytest.raises(InvalidReplyError, match="from 0 on"):
         score_from({"mae": -1.0}, 0, measure=ERROR)
     assert score_from({"accuracy": 0.5}, 0, measure=ERROR) is None
 
