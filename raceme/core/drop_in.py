@@ -34,7 +34,7 @@ from raceme.core.clients import Client
 from raceme.core.errors import UserError, unknown_name
 from raceme.core.evaluation import EvaluateFn, Packer, mean_metrics, tested_by_server
 from raceme.core.events import ACCURACY, LOSS_MEASURE
-from raceme.core.membership import change_line, is_news
+from raceme.core.membership import change_line, home, is_news
 from raceme.core.messages import InvalidModelError, Vector, from_array, to_array
 from raceme.core.options import convert
 from raceme.core.progress import Plan, Progress, rounds_over
@@ -153,13 +153,25 @@ def divided(
             f"{method} takes its arguments by keyword: {method}(fraction_train={parameters!r})."
         )
     own = {item.name: item for item in fields(parameters_type)}
-    flower = {item.name: item for item in fields(FlowerArguments)}
+    flower = {item.name: item.default for item in fields(FlowerArguments)}
+    known = [*own, *flower, "seed"]
     for name in arguments:
-        _check_known(method, name, [*own, *flower, "seed"])
+        if name not in known and name in _FORMER:
+            raise UserError(f"{name} is called {_FORMER[name]} in Flower's present strategies.")
+        if name not in known and name in _TO_START:
+            raise UserError(
+                f"{name} is no argument of {method}: give it to its start({_TO_START[name]})."
+            )
+        if name not in known:
+            raise unknown_name(f"argument of {method}", name, known)
     given = {name: convert(name, arguments[name], own[name]) for name in arguments if name in own}
-    shared = [name for name in arguments if name in flower]
-    checked = {name: _checked(name, arguments[name], flower[name].default) for name in shared}
-    told = FlowerArguments(**checked)
+    told = FlowerArguments(
+        **{
+            name: _checked(name, arguments[name], flower[name])
+            for name in arguments
+            if name in flower
+        }
+    )
     parameters = parameters_type() if parameters is None else parameters
     if "fraction" in own and "fraction_train" in arguments:
         if "fraction" in given and given["fraction"] != told.fraction_train:
@@ -183,19 +195,6 @@ def check_share(method: Method, arguments: FlowerArguments) -> None:
         )
 
 
-def _check_known(method: str, name: str, known: list[str]) -> None:
-    """Raise UserError if there is no such argument, with what was meant."""
-    if name in known:
-        return
-    if name in _FORMER:
-        raise UserError(f"{name} is called {_FORMER[name]} in Flower's present strategies.")
-    if name in _TO_START:
-        raise UserError(
-            f"{name} is no argument of {method}: give it to its start({_TO_START[name]})."
-        )
-    raise unknown_name(f"argument of {method}", name, known)
-
-
 def _checked(name: str, value: Any, default: object) -> Any:
     """Check the type and the range of an argument.
 
@@ -204,24 +203,25 @@ def _checked(name: str, value: Any, default: object) -> Any:
     UserError
         It is of another type, or out of its range.
     """
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if default is None:
-        if value is not None and not callable(value):
-            raise UserError(f"{name} must be a function or None, got {value!r}.")
-        return value
-    if isinstance(default, str):
-        if not isinstance(value, str) or not (value or name == "accuracy_key"):
-            raise UserError(f"{name} must be text, got {value!r}.")
-        return value
-    wanted = float if isinstance(default, float) else int
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or wanted(value) != value:
-        kind = "a number" if wanted is float else "a whole number"
-        raise UserError(f"{name} must be {kind}, got {value!r}.")
+        wanted, is_right = "a function or None", value is None or callable(value)
+    elif isinstance(default, str):
+        wanted = "text"
+        is_right = isinstance(value, str) and bool(value or name == "accuracy_key")
+    elif isinstance(default, float):
+        wanted, is_right = "a number", is_number and float(value) == value
+    else:
+        wanted, is_right = "a whole number", is_number and int(value) == value
+    if not is_right:
+        raise UserError(f"{name} must be {wanted}, got {value!r}.")
     if name == "fraction_train" and not 0 < value <= 1:
         raise UserError(f"{name} must be above 0 and at most 1, got {value:g}.")
-    if value < 0 or (wanted is float and value > 1):
-        raise UserError(f"{name} must be {'between 0 and 1' if wanted is float else 'at least 0'}.")
-    return wanted(value)
+    if wanted == "a number" and not 0 <= value <= 1:
+        raise UserError(f"{name} must be between 0 and 1.")
+    if wanted == "a whole number" and value < 0:
+        raise UserError(f"{name} must be at least 0.")
+    return type(default)(value) if isinstance(default, int | float) else value
 
 
 # -----------------------------------------------------------------------------
@@ -671,8 +671,9 @@ class Names:
             Why the reply cannot be used: it comes from another client than was known; empty if it
             can.
         """
-        stated = _id_of(content)
-        if stated is None:
+        said = (record.get(names.CLIENT_ID) for record in content.config_records.values())
+        ids = (each for each in said if isinstance(each, str) and names.name_of(each))
+        if (stated := next(ids, None)) is None:
             return ""
         own = self.of(node)
         known = self._by_id.setdefault(stated, own)
@@ -708,15 +709,6 @@ class Names:
             }
             return replace(value, **named)
         return value
-
-
-def _id_of(content: RecordDict) -> str | None:
-    """Return the id that a reply states, if it is one."""
-    for record in content.config_records.values():
-        stated = record.get(names.CLIENT_ID)
-        if isinstance(stated, str) and stated.isprintable() and 1 <= len(stated) <= 128:
-            return stated
-    return None
 
 
 # -----------------------------------------------------------------------------
@@ -832,11 +824,6 @@ class Rounds:
         self.tested: dict[int, MetricRecord] = {}
 
     # Numbers.
-
-    @property
-    def are_of_method(self) -> bool:
-        """Whether the method works in rounds itself."""
-        return self._method.scheduling.rounds is not None
 
     @property
     def number(self) -> int:
@@ -1137,7 +1124,7 @@ _MOST_CLUSTERS = 8
 """Clusters that a line names."""
 
 
-class FlowerLog:
+class FlowerLog(events.EventHandler):
     """Logs the progress of a run.
 
     Parameters
@@ -1156,16 +1143,24 @@ class FlowerLog:
         self._last: events.Evaluated | None = None
         self.time = 0.0
 
-    def observe(self, event: events.Event) -> None:
+    def __call__(self, event: events.Event) -> None:
         """Take note of an event; tell it if it is news by itself."""
         self.time = event.time
-        if isinstance(event, events.UpdateApplied):
-            self._updates.append(event)
-        elif isinstance(event, events.UpdateRejected):
-            self._rejected += 1
-        elif isinstance(event, events.ClustersChanged) and is_news(event):
+        super().__call__(event)
+
+    def on_update_applied(self, event: events.UpdateApplied) -> None:
+        """Count it to the round."""
+        self._updates.append(event)
+
+    def on_update_rejected(self, event: events.UpdateRejected) -> None:
+        """Count it to the round."""
+        self._rejected += 1
+
+    def on_clusters_changed(self, event: events.ClustersChanged) -> None:
+        """Tell splits, merges and new clusters."""
+        if is_news(event):
             line = change_line(event)
-            log.info("\t├── %s", line[0].upper() + line[1:])
+            _tell(f"\t├── {line[0].upper()}{line[1:]}")
 
     def round_over(self, number: int, metrics: MetricRecord | None) -> None:
         """Tell what a round's worth of updates was."""
@@ -1225,11 +1220,7 @@ class FlowerLog:
     def ended(self, result: RunResult, seconds: float) -> None:
         """Tell what a run has come to: a table of the clusters, and the result."""
         last = self._last
-        sizes = Counter(
-            max(weights, key=lambda cluster: weights[cluster])
-            for weights in result.client_clusters.values()
-            if weights
-        )
+        sizes = Counter(home(weights) for weights in result.client_clusters.values())
         means = {} if last is None else _by_cluster(last)
         _tell("", f"Strategy execution finished in {seconds:.2f}s", "")
         _tell(f"\t{'cluster':<8} {'clients':>8}  {last.measure.word if last else ''}")
@@ -1366,53 +1357,33 @@ class FlowerRun:
         return f"Number of rounds: {self.num_rounds}"
 
 
-def flower_run(**told: Any) -> FlowerRun:
-    """Take what a `start` is told.
-
-    Raises
-    ------
-    UserError
-        There is no such argument.
-    """
-    known = [item.name for item in fields(FlowerRun)]
-    for name in told:
-        if name not in known:
-            raise unknown_name("argument of start()", name, known)
-    return FlowerRun(**told)
-
-
-def start(
-    method: Method,
-    arguments: FlowerArguments,
-    told: FlowerRun,
-    run: Callable[..., RunResult],
-) -> RunResult:
+def start(method: Method, **told: Any) -> RunResult:
     """Run a method with ClientApps that know nothing of Raceme.
 
     Parameters
     ----------
     method : Method
         The method.
-    arguments : FlowerArguments
-        What it was made with.
-    told : FlowerRun
-        What it is started with.
-    run : Callable
-        The method's own `run`.
+    **told
+        The fields of a `FlowerRun`.
 
     Raises
     ------
     UserError
-        The run cannot begin; the ClientApp cannot train, or cannot do what the method asks for; no
-        client has returned anything of use.
+        There is no such argument; the run cannot begin; the ClientApp cannot train, or cannot do
+        what the method asks for; no client has returned anything of use.
     """
-    told.check()
+    known = [item.name for item in fields(FlowerRun)]
+    for name in told:
+        if name not in known:
+            raise unknown_name("argument of start()", name, known)
+    flower_run = FlowerRun(**told)
+    flower_run.check()
     began = time.monotonic()
     with through_flower():
-        made = _Run(method, arguments, told)
-        online = made.prepare()
-        result = made.result(run, online)
-    made.log.ended(result, time.monotonic() - began)
+        run = _Run(method, flower_run)
+        result = run.result(run.prepare())
+    run.log.ended(result, time.monotonic() - began)
     return result
 
 
@@ -1431,7 +1402,8 @@ class FlowerPlan(Plan):
     def places(self, online: int) -> int | None:
         """Return how many clients train at a time; None stands for all."""
         taking_part = self.run.arguments.trained(online)
-        return None if self.run.rounds.are_of_method or taking_part >= online else taking_part
+        has_rounds = self.run.method.scheduling.rounds is not None
+        return None if has_rounds or taking_part >= online else taking_part
 
     def limit(self, updates: int, num_updates: int, now: float, rounds: int | None = None) -> str:
         """Return which limit is reached, in words."""
@@ -1458,21 +1430,21 @@ class FlowerPlan(Plan):
         return sample(online, count, self.run.rng) if count else []
 
 
-class _Run:
+class _Run(events.EventHandler):
     """The parts of a run, and how they hear of each other."""
 
-    def __init__(self, method: Method, arguments: FlowerArguments, told: FlowerRun) -> None:
-        self._method, self._name = method, type(method).__name__
-        self.arguments, self.told = arguments, told
+    def __init__(self, method: Method, told: FlowerRun) -> None:
+        self.method, self._name = method, type(method).__name__
+        self.arguments, self.told = method.arguments, told
         self._clock = timeline_of(told.grid)
         self._dtypes = DtypeAdapter(told.initial_arrays)
         length = f"/{told.num_rounds}" if told.max_updates is None else ""
         self.log = FlowerLog(length, self._clock.is_virtual)
-        self.rounds = Rounds(method, arguments, self.log.round_over)
+        self.rounds = Rounds(method, self.arguments, self.log.round_over)
         self.grid = FlowerGrid(
             told.grid,
             self._clock,
-            arguments,
+            self.arguments,
             self._dtypes,
             self.rounds,
             greets=told.greet or bool(method.needs.kinds),
@@ -1491,7 +1463,7 @@ class _Run:
         UserError
             The run cannot begin.
         """
-        told, method = self.told, self._method
+        told, method = self.told, self.method
         self._check_server()
         tell_start(self._name, self.arguments, told)
         if carried := ", ".join(self._dtypes.carried):
@@ -1504,15 +1476,15 @@ class _Run:
             check_kinds(told.grid, self._clock, self._name, method.needs.kinds, patience)
         return online
 
-    def result(self, run: Callable[..., RunResult], online: int) -> RunResult:
+    def result(self, online: int) -> RunResult:
         """Run; return what it leaves, by rounds, with models that load, and clients' own names."""
-        told, method, dtypes = self.told, self._method, self._dtypes
+        told, method, dtypes = self.told, self.method, self._dtypes
         if isinstance(method.scheduling, InRounds):
             method.scheduling.least = self.arguments.min_train_nodes
         before = method.progress.updates
         limit = 0 if told.max_updates is None else before + told.max_updates
         planned = limit or before + told.num_rounds * self.arguments.trained(online)
-        result = run(
+        result = method.run(
             self.grid,
             dtypes.initial,
             max_updates=limit,
@@ -1520,7 +1492,7 @@ class _Run:
             train_config=ConfigRecord(dict(told.train_config)),
             evaluate_config=ConfigRecord(dict(told.evaluate_config)),
             plan=FlowerPlan(max_time=told.max_time, planned_updates=planned, run=self),
-            observe=self._observe,
+            observe=self,
             stop_check=told.stop_check,
             probe=told.probe,
             starts=told.starts,
@@ -1545,7 +1517,7 @@ class _Run:
         """Raise UserError if the method measures models on samples of the server's and has none."""
         probe, starts = self.told.probe, self.told.starts
         try:
-            self._method.check_server(0 if probe is None else probe.sets, bool(starts))
+            self.method.check_server(0 if probe is None else probe.sets, bool(starts))
         except UserError as error:
             if probe is not None or starts:
                 raise
@@ -1584,30 +1556,33 @@ class _Run:
 
     def _heard(self, name: str, examples: int) -> None:
         """Note a client's number of examples, which no greeting has told."""
-        client = self._method.progress.fleet.clients.get(name)
+        client = self.method.progress.fleet.clients.get(name)
         if client is not None and client.num_examples != examples:
             client.num_examples = examples
 
-    def _observe(self, event: events.Event) -> None:
+    def __call__(self, event: events.Event) -> None:
         """Take note of an event, and pass it on under the clients' own names."""
-        if isinstance(event, events.UpdateApplied):
-            self.rounds.applied(event.client)
-            self._useless = -1
-        elif isinstance(event, events.UpdateRejected):
-            self.rounds.refused(event.client)
-            self._check_use(event)
+        super().__call__(event)
         shown = self.grid.names.shown(event)
-        self.log.observe(shown)
-        if isinstance(shown, events.Evaluated):
-            self._close_test(shown)
+        self.log(shown)
         self.told.observe(shown)
 
-    def _check_use(self, event: events.UpdateRejected) -> None:
+    def on_update_applied(self, event: events.UpdateApplied) -> None:
+        """Count it to the round."""
+        self.rounds.applied(event.client)
+        self._useless = -1
+
+    def on_evaluated(self, event: events.Evaluated) -> None:
+        """Tell it with what clients have measured beside."""
+        self._close_test(event)
+
+    def on_update_rejected(self, event: events.UpdateRejected) -> None:
         """Raise UserError if no client is able to return anything of use."""
+        self.rounds.refused(event.client)
         if self._useless < 0:
             return
         self._useless += 1
-        clients = len(self._method.progress.fleet.clients)
+        clients = len(self.method.progress.fleet.clients)
         if self._useless >= max(_FEWEST_USELESS, _USELESS_EACH * clients):
             # The refusal of that reply is still being handled: it is not shown beside this.
             raise UserError(
@@ -1638,16 +1613,16 @@ class _Run:
         if test is None or number <= self._tested:
             return
         self._tested = number
-        if self._method.models:
-            packer = Packer(self._method.spec)
+        if self.method.models:
+            packer = Packer(self.method.spec)
             mean, clusters = tested_by_server(
-                self._method, packer, lambda arrays: test(number, self._dtypes.sent(arrays))
+                self.method, packer, lambda arrays: test(number, self._dtypes.sent(arrays))
             )
         else:
             # A method whose clusters begin with their clients.
             mean, clusters = test(number, self.told.initial_arrays), {}
         if mean is not None:
-            result = self._method.result
+            result = self.method.result
             result.evaluate_metrics_serverapp[number] = mean
             result.evaluate_metrics_clusters[number] = clusters
             self.log.tested_centrally(number, mean, clusters)

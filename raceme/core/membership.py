@@ -6,7 +6,14 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from raceme.core.events import ClientJoined, ClusterChange, ClustersChanged, Evaluated, Event
+from raceme.core.events import (
+    ClientJoined,
+    ClusterChange,
+    ClustersChanged,
+    Evaluated,
+    Event,
+    EventHandler,
+)
 
 Composition = Counter[int | None]
 """Number of a cluster's members by true group."""
@@ -44,7 +51,7 @@ def home(weights: Mapping[int, float]) -> int | None:
     return min(weights, key=lambda cluster: (-weights[cluster], cluster), default=None)
 
 
-class Membership:
+class Membership(EventHandler):
     """The clusters' members now, an observer of the run.
 
     A client of several clusters is counted where its weight is largest.
@@ -87,16 +94,17 @@ class Membership:
         list[Placement]
             The clients whose clusters or weights are others because of it.
         """
-        # Most events are updates, which move nobody: one question, and they are through.
-        if isinstance(event, ClustersChanged):
-            return self._observe_change(event)
-        if isinstance(event, ClientJoined):
-            self._observe_group(event.client, event.group)
-        elif isinstance(event, Evaluated):
-            for client, group in event.groups.items():
-                if group != self.groups.get(client):
-                    self._observe_group(client, group)
-        return []
+        return self(event) or []
+
+    def on_client_joined(self, event: ClientJoined) -> None:
+        """Note the true group of a client."""
+        self._observe_group(event.client, event.group)
+
+    def on_evaluated(self, event: Evaluated) -> None:
+        """Note the true groups that are others now."""
+        for client, group in event.groups.items():
+            if group != self.groups.get(client):
+                self._observe_group(client, group)
 
     def purity(self) -> float | None:
         """Return the clusters' purity now; None if no true groups are known."""
@@ -114,7 +122,8 @@ class Membership:
         if cluster is not None:
             self._count(cluster, client, +1)
 
-    def _observe_change(self, event: ClustersChanged) -> list[Placement]:
+    def on_clusters_changed(self, event: ClustersChanged) -> list[Placement]:
+        """Move the clients that it names, and those whose cluster is gone."""
         self.existing.update(event.made)
         placements = [
             self._place(event.time, client, dict(weights))
@@ -123,7 +132,7 @@ class Membership:
         ]
         gone = set(event.gone)
         self.existing -= gone
-        # Nobody can be in a cluster that does not exist.
+        # No client can be in a cluster that does not exist.
         if not gone.isdisjoint(self.composition):
             left = [c for c, weights in self.weights.items() if home(weights) in gone]
             placements += [self._place(event.time, client, {}) for client in left]
@@ -138,7 +147,7 @@ class Membership:
         if weights:
             self.weights[client] = weights
         else:
-            # Whoever listens from the middle of a run on, a resumed one, may not know it yet.
+            # Of a resumed run, events are observed from the middle on: it may not be known yet.
             self.weights.pop(client, None)
         self.existing.update(weights)
         return Placement(time, client, weights)

@@ -521,10 +521,10 @@ class Method(Strategy):
             The run cannot begin; the ClientApp cannot do what the method asks for; no client has
             returned anything of use.
         """
-        from raceme.core.drop_in import flower_run
         from raceme.core.drop_in import start as drop_in
 
-        told = flower_run(
+        return drop_in(
+            self,
             grid=grid,
             initial_arrays=initial_arrays,
             num_rounds=num_rounds,
@@ -534,7 +534,6 @@ class Method(Strategy):
             evaluate_fn=evaluate_fn,
             **further,
         )
-        return drop_in(self, self.arguments, told, self.run)
 
     def run(
         self,
