@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -38,7 +38,6 @@ _EXPECTED = (
     "expected lines such as 'ecdsa-sha2-nistp384 AAAA… kitchen', a public key and the id of its "
     "device, as `raceme certs` writes them"
 )
-_Stamp = tuple[int, int, int]
 
 
 class ForeignIdError(Exception):
@@ -78,11 +77,9 @@ class Identities(Protocol):
         ForeignIdError
             It is not.
         """
-        ...
 
     def renewed(self) -> bool:
         """Return whether nodes that were refused are to be asked again."""
-        ...
 
 
 class OnTrust:
@@ -108,7 +105,6 @@ class Nodes(Protocol):
 
     def get_nodes(self) -> Iterable[NodeInfo]:
         """Return the nodes that are online."""
-        ...
 
 
 class BoundToKeys:
@@ -148,7 +144,10 @@ class BoundToKeys:
         """
         if node_id not in self._keys:
             # The key of a node never changes.
-            self._keys = {node.node_id: _key_of(node) for node in self._nodes.get_nodes()}
+            self._keys = {
+                node.node_id: _der(load_pem_public_key, node.public_key)
+                for node in self._nodes.get_nodes()
+            }
         if node_id not in self._keys:
             # Its key is not known only because it went offline: it may be back by the next look.
             self._missed = True
@@ -212,7 +211,7 @@ def read_device_keys(path: Path) -> dict[bytes, str]:
         if not line.strip() or line.lstrip().startswith("#"):
             continue
         kind, encoded, name = (*line.split(maxsplit=2), "", "")[:3]
-        key = _public_key(f"{kind} {encoded}".encode())
+        key = _der(load_ssh_public_key, f"{kind} {encoded}".encode())
         if key is None or not name.strip().isprintable() or not name.strip():
             raise UserError(f"device-keys: line {number} of {path} is none: {_EXPECTED}.")
         if ids.setdefault(key, name.strip()) != name.strip():
@@ -225,29 +224,18 @@ def read_device_keys(path: Path) -> dict[bytes, str]:
     return ids
 
 
-def _public_key(text: bytes) -> bytes | None:
-    """Return an elliptic-curve key, given as OpenSSH writes it, in DER format."""
+def _der(load: Callable[[bytes], object], text: bytes) -> bytes | None:
+    """Return an elliptic-curve key in DER format; None of a node without one, in a simulation."""
     try:
-        key = load_ssh_public_key(text)
+        key = load(text)
     except (ValueError, UnsupportedAlgorithm):
         return None
-    return _der(key) if isinstance(key, ec.EllipticCurvePublicKey) else None
-
-
-def _key_of(node: NodeInfo) -> bytes | None:
-    """Return a node's key in DER format; None if it has none, as in a simulation."""
-    try:
-        key = load_pem_public_key(node.public_key)
-    except (ValueError, UnsupportedAlgorithm):
+    if not isinstance(key, ec.EllipticCurvePublicKey):
         return None
-    return _der(key) if isinstance(key, ec.EllipticCurvePublicKey) else None
-
-
-def _der(key: ec.EllipticCurvePublicKey) -> bytes:
     return key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
 
 
-def _stamp_of(path: Path) -> _Stamp | None:
+def _stamp_of(path: Path) -> tuple[int, int, int] | None:
     """Return what tells one state of a file from another; None if it is not there just now."""
     try:
         found = path.stat()

@@ -338,10 +338,11 @@ class RunConfig:
             for name, item in general_keys().items()
             if not self._is_unread(item)
         }
-        for options_type, prefix in self._read_types():
-            options = self.read(options_type, prefix)
-            for name, item in declared(options_type, prefix).items():
-                flat[name] = written(getattr(options, item.name))
+        for registry, chosen in self._readers():
+            for name, item in _declared_by(registry, chosen).items():
+                value: Any = self.options.get(name, item.default)
+                check_range(name, value, item)
+                flat[name] = written(value)
         return flat
 
     def read(self, options_type: type[_Options], prefix: str = "") -> _Options:
@@ -483,12 +484,6 @@ class RunConfig:
         other, attribute = item.metadata["unless"]
         registry: Registry = RunConfig.__dataclass_fields__[other].metadata["names"]
         return bool(getattr(registry[getattr(self, other)], attribute, False))
-
-    def _read_types(self) -> Iterator[tuple[type[Any], str]]:
-        for registry, chosen in self._readers():
-            options_type = registry.options_type(chosen)
-            if options_type is not None:
-                yield options_type, registry.prefix(chosen)
 
     def _readable(self, prefixed: bool) -> dict[str, Field[Any]]:
         """Return the options that are read in this run, by key: the strategy's or the others'."""

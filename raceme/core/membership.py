@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -169,30 +169,6 @@ class Membership(EventHandler):
 def _largest(composition: Composition) -> int:
     """Return the number of members of the most common known group."""
     return max((count for group, count in composition.items() if group is not None), default=0)
-
-
-def purity(assignment: Mapping[str, int], groups: Mapping[str, int | None]) -> float | None:
-    """Return the share of clients whose cluster's most common true group is theirs.
-
-    Parameters
-    ----------
-    assignment : Mapping[str, int]
-        Client id to cluster.
-    groups : Mapping[str, int or None]
-        Client id to true group; clients whose group is not known are left out.
-
-    Returns
-    -------
-    float or None
-        None if no client has both a cluster and a known group.
-    """
-    composition: defaultdict[int, Composition] = defaultdict(Counter)
-    for client, cluster in assignment.items():
-        group = groups.get(client)
-        if group is not None:
-            composition[cluster][group] += 1
-    total = sum(counts.total() for counts in composition.values())
-    return sum(map(_largest, composition.values())) / total if total else None
 
 
 # -----------------------------------------------------------------------------

@@ -103,11 +103,13 @@ def metrics_of(record: Mapping[str, object]) -> dict[str, float]:
     """
     if len(record) > _MOST_METRICS:
         raise InvalidReplyError(f"it states {len(record)} metrics: {_MOST_METRICS} at most")
-    return {
-        _metric_name(name): number_of(name, value)
-        for name, value in record.items()
-        if not isinstance(value, list)
-    }
+    metrics = {}
+    for name, value in record.items():
+        if not isinstance(value, list):
+            if not name.isprintable() or len(name) > _LONGEST_NAME:
+                raise InvalidReplyError(f"a metric is called {quoted(name)}")
+            metrics[name] = number_of(name, value)
+    return metrics
 
 
 def number_of(name: str, stated: object) -> float:
@@ -170,12 +172,6 @@ def array_of(
     if not low <= float(values.min()) <= float(values.max()) <= high:
         raise InvalidReplyError(f"its '{name}' is not within {low:g} and {high:g}")
     return np.asarray(values, np.float64)
-
-
-def _metric_name(name: str) -> str:
-    if not name.isprintable() or len(name) > _LONGEST_NAME:
-        raise InvalidReplyError(f"a metric is called {quoted(name)}")
-    return name
 
 
 # -----------------------------------------------------------------------------
@@ -682,16 +678,11 @@ def cost_of(metrics: Mapping[str, object]) -> Cost:
     InvalidReplyError
         It is no number, NaN, below 0, or more than can be.
     """
-    return Cost(
-        _bounded(metrics, CPU_SECONDS, MOST_SECONDS), _bounded(metrics, JOULES, MOST_JOULES)
-    )
-
-
-def _bounded(metrics: Mapping[str, object], name: str, most: float) -> float | None:
-    if name not in metrics:
-        return None
-    stated = number_of(name, metrics[name])
-    # NaN fails both comparisons.
-    if not 0 <= stated <= most:
-        raise InvalidReplyError(f"it states {stated:g} {name}: expected 0 to {most:g}")
-    return stated
+    stated: dict[str, float | None] = {}
+    for name, most in ((CPU_SECONDS, MOST_SECONDS), (JOULES, MOST_JOULES)):
+        number = None if name not in metrics else number_of(name, metrics[name])
+        # NaN fails both comparisons.
+        if number is not None and not 0 <= number <= most:
+            raise InvalidReplyError(f"it states {number:g} {name}: expected 0 to {most:g}")
+        stated[name] = number
+    return Cost(stated[CPU_SECONDS], stated[JOULES])

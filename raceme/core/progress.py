@@ -321,20 +321,16 @@ class StepSchedule(Protocol):
     @property
     def per_client(self) -> bool:
         """Whether it counts each client's own uploads."""
-        ...
 
     @property
     def in_rounds(self) -> bool:
         """Whether it counts rounds."""
-        ...
 
     def step(self, time: float, updates: int, uploads: int, rounds: int | None) -> int:
         """Return the step at a time, after so many updates, uploads of the client, and rounds."""
-        ...
 
     def next_time(self, time: float) -> float:
         """Return when time moves the step next; infinity if it never does."""
-        ...
 
 
 def rounds_over(count: int) -> str:

@@ -61,7 +61,6 @@ class Probe(Protocol):
     @property
     def sets(self) -> int:
         """How many proxy sets there are."""
-        ...
 
     def __call__(self, vectors: Sequence[Vector], proxy: int = 0) -> NDArray[np.float32]:
         """Measure models.
@@ -78,7 +77,6 @@ class Probe(Protocol):
         NDArray[np.float32]
             Loss of each sample under each model, shape (models, samples).
         """
-        ...
 
 
 @dataclass
@@ -197,7 +195,6 @@ class KnowsLikeness(Protocol):
 
     def likeness(self) -> tuple[list[str], np.ndarray]:
         """Return clients and the matrix of their similarities; NaN where it is not known."""
-        ...
 
 
 class Method(Strategy):
@@ -431,21 +428,6 @@ class Method(Strategy):
             They do not.
         """
         self.needs.fits_clients(clients)
-
-    def check_validation(self, samples: int) -> None:
-        """Find out whether clients have samples enough to compare models on, before a simulation.
-
-        Parameters
-        ----------
-        samples : int
-            The fewest that a client keeps.
-
-        Raises
-        ------
-        UserError
-            They are too few.
-        """
-        self.needs.fits_validation(samples)
 
     def check_server(self, proxies: int, pretrains: bool) -> None:
         """Find out whether the server's own samples are those that the method needs.

@@ -37,7 +37,6 @@ class Timeline(Protocol):
 
     def now(self) -> float:
         """Return the time in seconds."""
-        ...
 
     def wait(self, message_ids: Collection[str], until: float | None = None) -> list[Message]:
         """Wait for the next replies.
@@ -55,7 +54,6 @@ class Timeline(Protocol):
             At least one reply in order of arrival, or none: the deadline has come, or clients
             came online or went offline.
         """
-        ...
 
     def forget(self, message_ids: Iterable[str]) -> None:
         """Give up on replies: nobody will wait for those to these messages.
@@ -65,7 +63,6 @@ class Timeline(Protocol):
         message_ids : Iterable[str]
             Ids of messages, answered already or not; unknown ones are ignored.
         """
-        ...
 
 
 @runtime_checkable
@@ -74,7 +71,6 @@ class Forgetful(Protocol):
 
     def forget(self, message_ids: Iterable[str]) -> None:
         """Give up on the replies to these messages."""
-        ...
 
 
 @runtime_checkable
@@ -83,11 +79,9 @@ class Resumable(Protocol):
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that decides how the run continues: a tree of plain values and arrays."""
-        ...
 
     def load_state_dict(self, tree: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned, on a new grid of the same fleet."""
-        ...
 
 
 @runtime_checkable
@@ -96,7 +90,6 @@ class Foreseeing(Protocol):
 
     def arrivals_ahead(self) -> Mapping[int, bool]:
         """Return the nodes that are offline and will come, to whether they have been there."""
-        ...
 
 
 class WallTimeline:

@@ -189,7 +189,7 @@ def build_grid(config: RunConfig, strategy: Method | None = None) -> VirtualGrid
         share = config.validation_share
         share = DEFAULT_VALIDATION_SHARE if share is None else share
         fewest = min(datasets.fewest_training(config, k) for k in range(config.num_clients))
-        strategy.check_validation(kept_for_validation(fewest, share))
+        strategy.needs.fits_validation(kept_for_validation(fewest, share))
     nodes = nodes_of(config.devices, examples, config.seed)
     executor = executor_for(
         target,

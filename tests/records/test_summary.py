@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from raceme.core.events import (
     UpdateApplied,
     UpdateRejected,
 )
-from raceme.core.membership import purity
+from raceme.core.membership import Membership
 from raceme.records.summary import RunSummary, summarise, time_to_target, write_summary
 from raceme.strategies.csafl import IDLE
 
@@ -94,6 +95,17 @@ def observed(events: list[Event]) -> RunSummary:
     for event in events:
         run.observe(event)
     return run
+
+
+def purity(assignment: Mapping[str, int], groups: Mapping[str, int | None]) -> float | None:
+    """The purity that an observer of the run finds, of clients in clusters and of true groups."""
+    membership = Membership()
+    for node, (client, group) in enumerate(groups.items()):
+        membership.observe(ClientJoined(0.0, client, node, 10, group))
+    for client, cluster in assignment.items():
+        change = ClusterChange.ASSIGN
+        membership.observe(ClustersChanged(0.0, 0, change, {client: {cluster: 1.0}}))
+    return membership.purity()
 
 
 def test_purity_by_hand() -> None:
