@@ -31,8 +31,8 @@ from typing import Any
 import numpy as np
 
 from raceme.core.config import RunConfig
-from raceme.core.embedding import ClientEmbedding
 from raceme.core.events import ClientJoined, Event, RunEnded
+from raceme.core.requests import ClientEmbedding
 from raceme.reporting.dashboard.server import watching
 from raceme.runs.experiment import simulate
 from raceme.runs.observers import ClientMap

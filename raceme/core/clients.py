@@ -82,17 +82,6 @@ class Identities(Protocol):
         """Return whether nodes that were refused are to be asked again."""
 
 
-class OnTrust:
-    """Believes everybody: for a simulation, and for devices that nobody has registered."""
-
-    def check(self, node_id: int, client_id: str) -> None:
-        """Believe it."""
-
-    def renewed(self) -> bool:
-        """Return False: nobody is refused."""
-        return False
-
-
 class NodeInfo(Protocol):
     """What Flower's grids say about a node, as far as it is needed here."""
 

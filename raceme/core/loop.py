@@ -21,7 +21,7 @@ from flwr.serverapp import Grid
 
 from raceme.core import events
 from raceme.core import messages as names
-from raceme.core.clients import ForeignIdError, Identities, Idle, OnTrust
+from raceme.core.clients import ForeignIdError, Identities, Idle
 from raceme.core.clusters import NonFiniteModelError
 from raceme.core.errors import unknown_name
 from raceme.core.evaluation import EvaluateFn, Evaluator, Packer, Report
@@ -98,7 +98,7 @@ class Loop:
     time_before : float
         Time at which an earlier run of the same method ended.
     identities : Identities, optional
-        Says whether clients are who they say; by default they are believed.
+        Checks the ids that clients state; by default they are believed.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Loop:
         identities: Identities | None = None,
     ) -> None:
         self._method, self._grid = method, grid
-        self._plan, self._identities = plan, identities or OnTrust()
+        self._plan, self._identities = plan, identities
         self._tell, self._stop_check, self._ttl = observe, stop_check, timeout
         self._clock = timeline_of(grid, time_before)
         self._progress = method.progress
@@ -354,7 +354,7 @@ class Loop:
 
     def _look_at_fleet(self) -> None:
         """Notice who came and who left; greet the new nodes."""
-        ask_again = self._identities.renewed()
+        ask_again = self._identities is not None and self._identities.renewed()
         arrived, left = self._fleet.changes(self._grid.get_node_ids(), ask_again)
         for client in left:
             self._idle.remove(client)

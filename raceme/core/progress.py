@@ -10,16 +10,9 @@ from heapq import nsmallest
 from typing import Protocol
 from zlib import crc32
 
+from raceme.core import events
 from raceme.core.clients import Client, Fleet, largest_believed
-from raceme.core.events import (
-    ACCURACY,
-    DataChanged,
-    Evaluated,
-    Measure,
-    Observer,
-    TaskScore,
-    TasksTested,
-)
+from raceme.core.events import ACCURACY, Evaluated, Measure, TaskScore, TasksTested
 from raceme.core.requests import InFlight
 
 # -----------------------------------------------------------------------------
@@ -482,7 +475,7 @@ class Steps:
         progress: Progress,
         now: Callable[[], float],
         rounds: Callable[[], int | None],
-        observe: Observer,
+        observe: events.Observer,
         tests_tasks: bool = False,
     ) -> None:
         self._schedule, self._progress, self._tests_tasks = schedule, progress, tests_tasks
@@ -496,7 +489,7 @@ class Steps:
         step = schedule.step(self._now(), progress.updates, 0, self._rounds())
         if step != progress.step:
             progress.step = step
-            self._observe(DataChanged(self._now(), progress.updates, None, step))
+            self._observe(events.DataChanged(self._now(), progress.updates, None, step))
 
     def next_time(self) -> float:
         """Return when time moves clients' data on next; infinity if it never does."""
@@ -583,5 +576,5 @@ class Steps:
         step = self._step(schedule, client)
         if schedule.per_client and step != progress.steps.get(client, 0):
             progress.steps[client] = step
-            self._observe(DataChanged(self._now(), progress.updates, client, step))
+            self._observe(events.DataChanged(self._now(), progress.updates, client, step))
         return step

@@ -17,12 +17,20 @@ from numpy.typing import NDArray
 from raceme.core import events
 from raceme.core.clients import Client, Identities
 from raceme.core.clusters import Clusters, Model, Weights
-from raceme.core.embedding import ClientEmbedding
 from raceme.core.errors import UserError
 from raceme.core.messages import TRAINING, VALIDATION_SHARE, ModelSpec, Vector
 from raceme.core.progress import Plan, Progress
 from raceme.core.protection import Guard, GuardState, NoProtection
-from raceme.core.requests import Answer, Bases, InFlight, Outcome, Request, Update, Value
+from raceme.core.requests import (
+    Answer,
+    Bases,
+    ClientEmbedding,
+    InFlight,
+    Outcome,
+    Request,
+    Update,
+    Value,
+)
 from raceme.core.scheduling import (
     EveryIdle,
     NoState,

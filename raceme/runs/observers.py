@@ -10,9 +10,9 @@ from typing import Any, Protocol
 
 from raceme.core.clusters import Model, blended
 from raceme.core.config import RunConfig
-from raceme.core.embedding import ClientEmbedding, Sketch
 from raceme.core.events import ClustersScored, Evaluated, Event, RunEnded
 from raceme.core.messages import ModelSpec, Vector
+from raceme.core.requests import ClientEmbedding, Sketch
 from raceme.core.strategy import Method
 from raceme.records import record as trace
 from raceme.records.positions import PositionsFile, positions_of_rows

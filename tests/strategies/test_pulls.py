@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from raceme.core.clusters import Model
-from raceme.core.embedding import SIZE, ClientEmbedding, Sketch
+from raceme.core.requests import SKETCH_SIZE, ClientEmbedding, Sketch
 
 LENGTH = 1000
 RNG = np.random.default_rng(0)
@@ -21,13 +21,13 @@ def everybody_in(cluster: int) -> dict[str, dict[int, float]]:
     return {name: {cluster: 1.0} for name in "abcd"}
 
 
-@pytest.mark.parametrize("length", [1, 100, SIZE, LENGTH, 300_000])
+@pytest.mark.parametrize("length", [1, 100, SKETCH_SIZE, LENGTH, 300_000])
 def test_products_come_out_nearly(length: int) -> None:
     """The error of a cosine is about 1/√128 = 0.09, and there is none in short models."""
     one, other = np.random.default_rng(1).normal(size=(2, length)).astype(np.float32)
     mixed = (one + other).astype(np.float32)
     sketch = Sketch(length)
-    bound = 1e-5 if length <= SIZE else 0.3
+    bound = 1e-5 if length <= SKETCH_SIZE else 0.3
     assert cosine(sketch(one), sketch(mixed)) == pytest.approx(cosine(one, mixed), abs=bound)
 
 
@@ -78,7 +78,7 @@ def test_a_client_that_chooses_started_from_its_choice() -> None:
     pulls.send(0, models, {1: 1.0, 2: 1.0}, True)
     pulls.take(0, "a", 2, models[2].vector)
     _, rows = pulls.seen_from_the_mean(models, {"a": {2: 1.0}}.__getitem__)
-    assert rows[0] == pytest.approx(np.zeros(SIZE), abs=1e-3)
+    assert rows[0] == pytest.approx(np.zeros(SKETCH_SIZE), abs=1e-3)
 
 
 def test_a_new_client_is_taken_at_once_and_then_in_its_turn() -> None:
@@ -106,4 +106,4 @@ def test_a_task_from_before_a_restart_is_left_out() -> None:
     pulls.close(7)
     clients, rows = pulls.seen_from_the_mean({0: Model(START)}, everybody_in(0).__getitem__)
     assert clients == []
-    assert rows.shape == (0, SIZE)
+    assert rows.shape == (0, SKETCH_SIZE)
