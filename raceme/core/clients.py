@@ -1,4 +1,4 @@
-"""Who the clients are: greeted once, known by the id that they state, wherever they run."""
+"""Clients: greeted once, known by the id that they state, wherever they run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from raceme.core.messages import count_of, error_line, name_of
 from raceme.flower.messages import CLIENT_APP_RAISED_EXCEPTION, INVALID_APP, LOAD_APP_EXCEPTION
 
 # -----------------------------------------------------------------------------
-# Who a client may say that it is: on trust, or as its key says.
+# Identities: the ids that clients state are believed, or checked against their keys.
 # -----------------------------------------------------------------------------
 
 
@@ -41,7 +41,7 @@ _EXPECTED = (
 
 
 class ForeignIdError(Exception):
-    """A node states an id that is not that of its key; the message says whose it is.
+    """A node states an id that is not that of its key; the message names the id that is.
 
     Attributes
     ----------
@@ -60,7 +60,7 @@ class ForeignIdError(Exception):
 
 
 class Identities(Protocol):
-    """Says whether a node is who it says."""
+    """Checks whether a node may use the id that it states."""
 
     def check(self, node_id: int, client_id: str) -> None:
         """Compare what a node states with what is known of it.
@@ -70,12 +70,12 @@ class Identities(Protocol):
         node_id : int
             The node, of those that are online.
         client_id : str
-            Who it says it is.
+            The id that it states.
 
         Raises
         ------
         ForeignIdError
-            It is not.
+            It is the id of another.
         """
 
     def renewed(self) -> bool:
@@ -239,7 +239,7 @@ def _stamp_of(path: Path) -> tuple[int, int, int] | None:
 
 
 MOST_EXAMPLES = 2**53
-"""Nobody has more: whole numbers from here on are not exact as float numbers."""
+"""No client has more: whole numbers from here on are not exact as float numbers."""
 _TIMES_MEDIAN = 10.0
 _STRETCH = 5.0
 """Honest sizes may be so many times as far above the median as the quartiles are away from it, on a
@@ -251,8 +251,8 @@ def largest_believed(ordered: Sequence[int]) -> int:
     """Return the largest number of examples that counts.
 
     Ten times the median, and more where sizes are spread: the median is multiplied by the larger
-    one of median / lower quartile and upper quartile / median, to the power of 5, as well. Who
-    claims too much moves none of the three by much, as long as those who do are few.
+    one of median / lower quartile and upper quartile / median, to the power of 5, as well.
+    A client that claims too much moves none of the three by much, as long as few clients do.
 
     Parameters
     ----------
@@ -268,7 +268,7 @@ def largest_believed(ordered: Sequence[int]) -> int:
 
 
 # -----------------------------------------------------------------------------
-# Who the clients are: greeted once, known by the id that they state, wherever they run.
+# The clients of a run, online or not.
 # -----------------------------------------------------------------------------
 
 
@@ -358,7 +358,7 @@ class Fleet:
         Parameters
         ----------
         client : str
-            Who.
+            Its id.
         stated : int, optional
             What it states; by default what it stated in its greeting.
 
@@ -442,7 +442,7 @@ class Fleet:
         Raises
         ------
         ForeignIdError
-            It is not who it says.
+            The id is that of another key.
         """
         self._close_greeting(node_id)
         stated: Mapping[str, object] = {}
@@ -498,7 +498,7 @@ class Fleet:
 
 
 # -----------------------------------------------------------------------------
-# Who may be given work now: clients that are online, have no task and need no rest.
+# Clients that may be given work now: they are online, have no task and need no rest.
 # -----------------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""Who belongs where: clusters, their models, and the verbs that change them."""
+"""Clusters, their models and members, and the verbs that change them."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def _unit_rows(rows: NDArray[np.floating]) -> NDArray[np.floating]:
 
 
 # -----------------------------------------------------------------------------
-# Who belongs where: clusters, their models, and the verbs that change them.
+# Clusters, their models and members, and the verbs that change them.
 # -----------------------------------------------------------------------------
 
 
@@ -243,7 +243,7 @@ class Clusters:
             self._count(client, 1)
 
     def report_to(self, report: Report) -> None:
-        """Let someone know of every change; its `time` and `updates` are still 0 then."""
+        """Set the function that is told of changes, whose `time` and `updates` are still 0 then."""
         self._report = report
 
     # Questions.
@@ -266,7 +266,7 @@ class Clusters:
         return bool(self.members.get(client))
 
     def is_alone(self, client: str) -> bool:
-        """Return whether nobody else is in a client's cluster, online or not."""
+        """Return whether a client is the only one of its cluster, online or not."""
         return self.is_placed(client) and self.size(self.main(client), online_only=False) == 1
 
     def clients(self, cluster: int, online_only: bool = True) -> list[str]:
@@ -442,7 +442,7 @@ class Clusters:
         return target
 
     def retire(self, cluster: int) -> None:
-        """Give a cluster up that serves nobody any more.
+        """Give a cluster up that serves no client any more.
 
         Raises
         ------

@@ -470,7 +470,7 @@ class RunConfig:
         return replace(self, options=options)
 
     def _readers(self, attributes: tuple[str, ...] = ()) -> Iterator[_Reader]:
-        """Return who reads options in this run: the registry and the name."""
+        """Return what reads options in this run: the registry and the name."""
         for item in general_keys().values():
             registry, chosen = item.metadata["names"], getattr(self, item.name)
             wanted = not attributes or item.name in attributes
@@ -557,7 +557,7 @@ def keys_of(keys: Mapping[str, Any]) -> dict[str, Key]:
 
 
 def check_key(name: str, value: Any, further: Iterable[_Reader] = ()) -> tuple[Key, Any]:
-    """Return what is known of a key, whoever reads it, and its value in the right type.
+    """Return what is known of a key of any reader, and its value in the right type.
 
     Parameters
     ----------

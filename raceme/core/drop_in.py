@@ -661,7 +661,7 @@ class Names:
         node : int
             Where the reply comes from.
         content : RecordDict
-            It.
+            The reply.
         online : Callable
             Returns the nodes that are connected.
 
@@ -735,7 +735,7 @@ SNIPPET = """
 def check_kinds(
     grid: Grid, clock: Timeline, method: str, needs: Collection[str], patience: float
 ) -> None:
-    """Ask one client who it is, as Raceme's ClientApp can say, before all others are asked.
+    """Greet one client, as Raceme's ClientApp can answer, before all others are greeted.
 
     Parameters
     ----------
@@ -788,7 +788,7 @@ class Rounds:
     Parameters
     ----------
     method : Method
-        Whose rounds.
+        The method whose rounds are counted.
     arguments : FlowerArguments
         Say how many clients take part, and how metrics are aggregated.
     is_over : Callable
@@ -844,7 +844,7 @@ class Rounds:
                 self._close(updates)
             return
         if updates == self._ended_at:
-            # Who takes part in the first round is known when somebody has answered.
+            # The number of participants of the first round is known when a client has answered.
             return
         taking_part = max(1, self._arguments.trained(len(self._method.progress.fleet.by_node)))
         self._end = self._end or self._ended_at + taking_part
@@ -928,7 +928,7 @@ class FlowerGrid(OwnGrid):
     heard : Callable
         Is told a client's number of examples, with each reply.
     greets : bool
-        Whether clients are asked who they are: their ClientApp does Raceme's kinds of work.
+        Whether clients are greeted: their ClientApp does Raceme's kinds of work.
     """
 
     keeps_messages = False
@@ -1299,7 +1299,7 @@ def through_flower() -> Iterator[None]:
 
 
 _LOOK_SECONDS = 1.0
-"""From one look at who is connected to the next, before a run."""
+"""From one look at the connected nodes to the next, before a run."""
 _ASKING_SECONDS = 60.0
 """How long the first client is waited for that says what its ClientApp can do."""
 _FEWEST_USELESS, _USELESS_EACH = 12, 3
@@ -1319,7 +1319,7 @@ class FlowerRun:
     max_time : float or None
         Time at which it ends at the latest, in seconds.
     greet : bool
-        Whether clients are asked who they are, as Raceme's own ClientApp expects.
+        Whether clients are greeted, as Raceme's own ClientApp expects.
     """
 
     grid: Grid
@@ -1419,7 +1419,7 @@ class FlowerPlan(Plan):
         return progress.updates > progress.evaluated_at and counted.over > counted.last_test
 
     def testers(self, online: Sequence[Client]) -> Sequence[Client]:
-        """Return who tests models now; as with Flower, nobody before the first round."""
+        """Return the clients that test models now; as with Flower, none before the first round."""
         rounds = self.run.rounds
         number = rounds.over
         if not number or number in rounds.tests:

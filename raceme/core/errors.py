@@ -31,13 +31,13 @@ def _plain_letter(letter: str) -> str:
 
 
 LONGEST_LINE = 300
-"""Letters of a line that is made of what somebody else says."""
+"""Letters of a line that is made of foreign text."""
 _LONGEST_QUOTE = 60
 """Letters of one word of it."""
 
 
 def printable(text: object, longest: int = LONGEST_LINE) -> str:
-    r"""Return what somebody else says as it may stand in a log or a terminal.
+    r"""Return foreign text as it may stand in a log or a terminal.
 
     One short line: line breaks are blanks, and what no terminal should get (controls, changes of
     the writing direction, halves of characters) is written as an escape, ``\x1b``.
@@ -56,7 +56,7 @@ def printable(text: object, longest: int = LONGEST_LINE) -> str:
 
 
 def quoted(text: object) -> str:
-    """Return one word of what somebody else says, shortened; a text in quotation marks."""
+    """Return one word of foreign text, shortened; a text in quotation marks."""
     word = printable(text, _LONGEST_QUOTE)
     return f"'{word}'" if isinstance(text, str) else word
 

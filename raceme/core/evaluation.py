@@ -28,8 +28,7 @@ log = getLogger("raceme")
 # Models as they travel: packed once per version, however many clients receive them.
 #
 # Simulated clients hold the versions that they train from in the memory of this process. Those
-# that are
-# too many for it wait in a file.
+# that are too many for it wait in a file.
 # -----------------------------------------------------------------------------
 
 
@@ -215,7 +214,7 @@ class Evaluator:
     Parameters
     ----------
     method : Method
-        Whose models.
+        The method whose models are tested.
     grid : Grid
         Where the clients are.
     clock : Timeline

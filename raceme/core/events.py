@@ -147,7 +147,7 @@ class Verdict(StrEnum):
     REFUSED = "refused"
     """The method does not see it."""
     EXCLUDED = "excluded"
-    """Nor will it see later ones of this client, which agree with nobody's."""
+    """Nor will it see later ones of this client, which agree with no other client's."""
     READMITTED = "readmitted"
     """The client's updates agree with others' now: this one goes to the method again."""
 
@@ -233,9 +233,9 @@ class ClaimRefused:
     node_id : int
         Flower's id of the node.
     client : str
-        Who it says it is. That client itself, online or not, is none the wiser.
+        The id that it states. The client of that id, online or not, is not affected.
     reason : str
-        Whose key it has, in words.
+        The owner of its key, in words.
     """
 
     time: float
@@ -421,8 +421,8 @@ class TaskScore(NamedTuple):
 class TasksTested:
     """A step of some clients' data is over, and they tested their models on all steps so far.
 
-    Reported by runs with ``eval-tasks``, also at the end of the run. Nobody has trained on the next
-    step yet: what is tested there is how far models are right without (forward transfer).
+    Reported by runs with ``eval-tasks``, also at the end of the run. No client has trained on the
+    next step yet: what is tested there is how far models are right without (forward transfer).
 
     Attributes
     ----------
@@ -433,8 +433,8 @@ class TasksTested:
     clusters : int
         Number of cluster models at that moment.
     per_client : Mapping[str, Mapping[int, TaskScore]]
-        Client id to step to what it measured there, for those who answered. Steps whose data a
-        client does not have any more are missing.
+        Client id to step to what it measured there, for the clients that answered. Steps whose data
+        a client does not have any more are missing.
     asked : int
         Clients that were online.
     measure : Measure
@@ -494,7 +494,7 @@ class ClusterChange(StrEnum):
 
 @dataclass(frozen=True)
 class ClustersChanged:
-    """Who belongs where has changed: the one report of all of `Clusters`' verbs.
+    """Clients or clusters have changed: the one report of all verbs of `Clusters`.
 
     Attributes
     ----------
@@ -531,7 +531,7 @@ class DataChanged:
     Attributes
     ----------
     client : str or None
-        Whose data; None stands for all clients at once.
+        The client; None stands for all clients at once.
     step : int
         The step from now on.
     """

@@ -1,4 +1,4 @@
-"""Files that somebody else may have made: read with a bound, and parsed without surprises.
+"""Files of unknown origin: read with a bound, and parsed without surprises.
 
 What is no regular file would be waited for, or read, for ever; what is nested without end, or holds
 a number of a million digits, ends a parser in other ways than by its own error.

@@ -159,7 +159,7 @@ class Loop:
         return self._clock.now()
 
     def run(self, num_updates: int, nothing_missed: bool) -> None:
-        """Run until a limit is reached, nobody is left, or the user interrupts.
+        """Run until a limit is reached, no client is left, or the user interrupts.
 
         Parameters
         ----------
@@ -282,7 +282,7 @@ class Loop:
         if progress.evaluation is not None:
             return False
         if progress.evaluated_at < 0:
-            # The first one waits for the first greetings, to include everybody.
+            # The first one waits for the first greetings, to include every client.
             return bool(self._fleet.by_node) and not self._greeting_is_open()
         due = self._plan.is_tested(progress, self._method.scheduling.rounds)
         return due or self._steps.is_untested(self._plan.eval_steps)
@@ -353,7 +353,7 @@ class Loop:
             self._method.on_leave(client)
 
     def _look_at_fleet(self) -> None:
-        """Notice who came and who left; greet the new nodes."""
+        """Notice clients that came or left; greet the new nodes."""
         ask_again = self._identities is not None and self._identities.renewed()
         arrived, left = self._fleet.changes(self._grid.get_node_ids(), ask_again)
         for client in left:
@@ -382,7 +382,7 @@ class Loop:
             return
         client, returned = introduced
         name = client.client_id
-        # Of one who has never been here nothing is open.
+        # Of a client that is new nothing is open.
         tasks = self._progress.in_flight.items() if returned else ()
         lost = [message_id for message_id, task in tasks if task.client == name]
         self._clock.forget(lost)
@@ -424,11 +424,11 @@ class Loop:
         clients, open_tasks = self._fleet.clients, self._progress.in_flight.values()
         if len(self._fleet.by_node) == len(clients):
             return places - len(open_tasks)
-        # Who went offline with a task trains no more: it must not keep the others from working.
+        # A client that went offline with a task trains no more: it must not keep others from work.
         return places - sum(clients[task.client].node_id is not None for task in open_tasks)
 
     def _send(self, message: Message, task: InFlight) -> None:
-        """Send work, and remember who has it."""
+        """Send work, and remember it until the reply."""
         self._method.open_task(task)
         self._method.scheduling.sent(task, self.now())
         self._idle.remove(task.client)

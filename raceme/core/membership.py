@@ -28,7 +28,7 @@ class Placement:
     time : float
         When, in seconds.
     client : str
-        Who.
+        Its id.
     weights : Mapping[int, float]
         Cluster to its weight: positive, sum 1. Empty if its cluster was given up and the client
         was given no other.

@@ -214,7 +214,7 @@ LABEL_COUNTS = "label-counts"
 """Training samples per class: the kind of work, and the numbers, int64, shape (classes,)."""
 EVALUATE = "evaluate"
 DESCRIBE = "describe"
-"""Who the client is and what it has: what every client is asked first."""
+"""The client's id and the size of its data: what every client is asked first."""
 ON = "on"
 """Samples that losses are asked for: ``"train"``, as if nothing is said, ``"test"`` or
 ``"validation"``."""
@@ -325,7 +325,7 @@ def candidate(index: int) -> str:
 
 
 _MOST = 2**53
-"""Whole numbers from here on are not exact as float numbers, and nobody's count."""
+"""Whole numbers from here on are not exact as float numbers, and no count."""
 
 
 def count_of(stated: object) -> int | None:
@@ -426,7 +426,7 @@ class ModelSpec:
     def _elements(self, role: Role) -> NDArray[np.bool_]:
         of_role = np.array([array is role for array in self.roles], np.bool_)
         mask = np.repeat(of_role, np.array(self.sizes, np.intp))
-        # Properties of a specification are shared: nobody may change them.
+        # Properties of a specification are shared: they must not be changed.
         mask.flags.writeable = False
         return mask
 

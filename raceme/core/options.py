@@ -1,6 +1,6 @@
 """Typed options: a default, a meaning, a unit and a range, declared where they are read.
 
-Whoever needs options declares a frozen dataclass of them beside itself::
+What reads options declares a frozen dataclass of them beside itself::
 
     @dataclass(frozen=True)
     class SyntheticOptions:
@@ -25,7 +25,7 @@ Value = str | int | float | bool
 """What a key can hold, in TOML as in Flower's run config."""
 
 AUTO = "auto"
-"""How an option that is left to somebody else is written; in Python it is None."""
+"""How an option whose value is filled in later is written; in Python it is None."""
 
 SECONDS = "s"
 """The unit of times."""
@@ -51,7 +51,7 @@ class Key(NamedTuple):
     type, unit : str
         As shown to a person; the unit may be empty.
     readers : Mapping[str, tuple[str, ...]]
-        The names of those who read it, by kind; empty for a key that every run has.
+        The names of what reads it, by kind; empty for a key that every run has.
     item : Field
         The declaration.
     """
@@ -226,7 +226,7 @@ def shown_type(item: Field[Any], with_unit: bool = False) -> str:
 
 
 def _annotation(item: Field[Any]) -> tuple[str, bool]:
-    """Return the name of an option's type, and whether it may be left to somebody else."""
+    """Return the name of an option's type, and whether it may be ``auto``."""
     text = item.type if isinstance(item.type, str) else getattr(item.type, "__name__", "")
     wanted, _, optional = (text or str(item.type)).partition(" | ")
     return wanted, bool(optional)
@@ -267,7 +267,7 @@ def _whole_number(value: str | float) -> int | None:
 
 
 def _shown(value: Any) -> str:
-    """Return a value as an error shows it: not all of it if somebody made it long."""
+    """Return a value as an error shows it: not all of it if it is long."""
     try:
         text = repr(value)
     # A whole number of too many digits to be written.

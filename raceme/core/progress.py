@@ -216,9 +216,9 @@ class Progress:
     rejected_in_a_row : int
         Replies refused since the last valid one.
     last_refusal : str
-        Why the last reply was refused, and whose it was.
+        The client of the last reply that was refused, and why it was.
     checked_at, somebody_at : float
-        When the list of online nodes was last looked at, and when last anybody was there.
+        When the list of online nodes was last looked at, and when a client was online last.
     greeted_at : float
         When a node was greeted last; -infinity before the first.
     evaluated_at : int
@@ -348,7 +348,7 @@ class Plan:
     eval_rounds : int
         Rounds or windows between two evaluations, of a method that has them; 0: `eval_every`.
     eval_steps : bool
-        Evaluate also when all clients' data have moved on, before anybody trains on them.
+        Evaluate also when all clients' data have moved on, before any client trains on them.
     eval_tasks : bool
         Test on the data of every step so far whenever a step is over, and at the end.
     eval_clients : int
@@ -410,10 +410,10 @@ class Plan:
         return self.concurrency or None
 
     def testers(self, online: Sequence[Client]) -> Sequence[Client]:
-        """Return who tests the models now, of those who are online.
+        """Return the clients that test the models now, of those online.
 
-        Of many, those whose ids have the least checksums: drawn by chance, as it were, yet the same
-        ones every time, whoever else comes or goes, so that evaluations can be compared.
+        Of many, those whose ids have the least checksums: in effect a random sample, yet the same
+        clients every time, whichever others come or go, so that evaluations can be compared.
         """
         if not self.eval_clients or len(online) <= self.eval_clients:
             return online
@@ -431,7 +431,7 @@ class Plan:
         """
         updates = progress.updates - progress.evaluated_at
         if self.eval_rounds and rounds is not None:
-            # Of a window in which nobody was done there is nothing new to test.
+            # Of a window in which no client was done there is nothing new to test.
             return updates > 0 and rounds - progress.evaluated_round >= self.eval_rounds
         return updates >= self.eval_every
 
@@ -517,7 +517,7 @@ class Steps:
         return wanted and self._progress.step != self._progress.evaluated_step
 
     def ended(self) -> dict[str, int]:
-        """Return the clients for whom a step is over since this was asked last, to that step.
+        """Return the clients of which a step is over since this was asked last, to that step.
 
         Of those that are online. Nothing if models are not to be tested on all steps. It reports
         nothing: what a run reports of its data is the same with and without these tests.
@@ -535,9 +535,9 @@ class Steps:
     def unfinished(self) -> dict[str, int]:
         """Return the clients that are online, to the last step that models were trained on.
 
-        Nobody if the present models were tested at the end of that step. Where each client has
-        steps of its own, those are left out who have not trained on theirs yet: the end of the one
-        before has been tested.
+        None if the present models were tested at the end of that step. Where each client has
+        steps of its own, clients that have not trained on theirs yet are left out: the end of the
+        one before has been tested.
         """
         schedule, progress = self._schedule, self._progress
         if schedule is None or not self._tests_tasks:

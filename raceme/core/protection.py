@@ -6,8 +6,8 @@ the server are needed; what is accepted goes through as it came, bit by bit.
 
 `norm` bounds the length of Δ_i by a multiple of the median length. `filter` also compares
 directions. As AsyncFilter (Kang and Li, Middleware 2024) it judges each update against the last
-ones of others, wherever their staleness; unlike it, it excludes nobody in a fleet that agrees, and
-what decides is a client's record over many updates, not one update.
+ones of others, wherever their staleness; unlike it, it excludes no client of a fleet that agrees,
+and what decides is a client's record over many updates, not one update.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Home = Callable[[str], int | None]
 """Returns the cluster of a client; None for one that has none yet."""
 
 FEWEST = 5
-"""Other clients of whom updates must be known to compare one with."""
+"""Other clients of which updates must be known to compare one with."""
 _STRONG = 0.35
 """Cosine from which on two updates agree or disagree; of unrelated ones it is about 0."""
 _KEPT = 0.9
@@ -37,7 +37,7 @@ _KEPT = 0.9
 _FIRST_JUDGED = 3
 """Updates of a client after which its record counts."""
 _MOST_HEARD = 0.9
-"""Share of the clients of whom an update must be known before directions are judged."""
+"""Share of the clients of which an update must be known before directions are judged."""
 _LONGEST_WAIT = 10
 """Updates for each client after which directions are judged all the same: some may stay silent."""
 _LEAST_TYPICAL = 0.2
@@ -182,7 +182,7 @@ class Guard:
         Parameters
         ----------
         client : str
-            Whose it is.
+            The client that sent it.
         delta : Vector
             Δ_i, its weights only. Shape (weights,).
         start : float
@@ -190,7 +190,7 @@ class Guard:
         home : Callable
             Returns the cluster of a client.
         awaited : int
-            Clients of which most are to be heard before anybody is judged by direction.
+            Clients of which most are to be heard before any client is judged by direction.
         """
         return _ACCEPTED
 
@@ -256,7 +256,7 @@ class NormProtection(Guard):
 
 
 class FilterProtection(NormProtection):
-    """Clients whose updates point where nobody else's do, or against them, are excluded."""
+    """Clients whose updates point where no others do, or against them, are excluded."""
 
     options_type = FilterOptions
     options: FilterOptions
@@ -296,8 +296,8 @@ class FilterProtection(NormProtection):
     def _agreement(self, direction: Vector, others: list[str]) -> float:
         """Return how far an update agrees with those of others: from −2 to 2.
 
-        The largest cosine, which is small for what nobody else sends; and of the strong cosines c
-        the balance Σ c |c| / Σ c²: −1 for what points against others, 1 for what all agree with.
+        The largest cosine, which is small for what no other client sends; and of the strong cosines
+        c the balance Σ c |c| / Σ c²: −1 for what points against others, 1 for what all agree with.
         """
         directions = self.state.directions
         cosines = np.array([np.dot(directions[other], direction) for other in others], np.float64)

@@ -62,9 +62,9 @@ class Request:
     Attributes
     ----------
     client : str
-        Who.
+        Id of the client.
     kind : str
-        What: a name in the ClientApp's registry of kinds, e.g. ``"train"``.
+        Kind of work: a name in the ClientApp's registry of kinds, e.g. ``"train"``.
     models : tuple[int, ...] or None
         Clusters whose models travel, in this order. None stands for the model that serves the
         client, which with several clusters is their weighted mean; an empty tuple for no model.
@@ -97,9 +97,10 @@ class InFlight:
     number : int
         Unique in a run, from 0.
     client : str
-        Who has it.
+        The client that has it.
     cluster : int
-        Whose model was sent; of several, the one that the client has chosen, once it is known.
+        The cluster whose model was sent; of several, the one that the client has chosen, once it is
+        known.
     version : int
         Version of that model.
     updates : int

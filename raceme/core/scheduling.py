@@ -43,7 +43,7 @@ class OpenQueries:
     until : float
         Until when answers are waited for, in seconds.
     held_until : float
-        Until when clients that are busy are waited for before anybody is asked; 0: nobody is.
+        Until when clients that are busy are waited for before any client is asked; 0: none is.
     """
 
     unasked: dict[str, bool] = field(default_factory=dict)
@@ -54,7 +54,7 @@ class OpenQueries:
 
     @property
     def is_open(self) -> bool:
-        """Whether anybody is waited for."""
+        """Whether any client is waited for."""
         return bool(self.unasked or self.awaited)
 
     def is_due(self, rounds: int, every: int) -> bool:
@@ -93,7 +93,7 @@ class OpenQueries:
         return self.held_until or math.inf
 
     def give_up(self) -> None:
-        """Wait for nobody."""
+        """Wait no more for any client."""
         self.unasked, self.awaited = {}, {}
 
 
@@ -130,7 +130,7 @@ def in_turn(
     picked : dict[str, bool]
         Clients that have been picked before; those picked now are added.
     rng : numpy.random.Generator
-        Draws the others, once all who are online have had their turn.
+        Draws the others, once all clients that are online have had their turn.
     """
     first = [client for client in online if client.client_id not in picked][: max(1, count)]
     names = {client.client_id for client in first}
@@ -241,7 +241,7 @@ def _check_dtype(array: np.ndarray[Any, Any], arguments: tuple[Any, ...]) -> Non
 _PATIENCE = 2.0
 """A client's task of a round is given up after so many times what the client was seen to need."""
 _STRANGER_PATIENCE = 20.0
-"""The same for a client that has not answered yet, in times of the slowest answer of anyone."""
+"""The same for a client that has not answered yet, in times of the slowest answer of any client."""
 _ASKING_SECONDS = 60.0
 """How long a round waits for answers: real devices may be slow to answer, or gone."""
 _MOST_DOUBLINGS = 3
@@ -288,7 +288,7 @@ class NoState:
 
 
 class Scheduler(ABC):
-    """Decides who works, and which updates are acted on together.
+    """Decides which clients work, and which updates are acted on together.
 
     Attributes
     ----------
@@ -376,7 +376,7 @@ class Scheduler(ABC):
 
 
 class EveryIdle(Scheduler):
-    """Everybody works all the time, and every update is acted on at once: asynchrony."""
+    """Every client works all the time, and every update is acted on at once: asynchrony."""
 
     state: NoState
 
@@ -384,7 +384,7 @@ class EveryIdle(Scheduler):
         self.state = NoState()
 
     def choose(self, moment: SelectionContext) -> Sequence[Client]:
-        """Return all who are idle, or as many of them as there are places."""
+        """Return all clients that are idle, or as many of them as there are places."""
         if moment.places is None:
             return moment.idle.ready(moment.now)
         return moment.idle.draw(moment.now, moment.places, moment.rng)
@@ -441,8 +441,8 @@ class RoundState:
         Number of the round from which on a client that was given up may take part again.
     picked : dict[str, bool]
         Clients that have taken part in any round; only where they are picked in turn.
-    asking : Asking
-        Whose answers are awaited before the next round.
+    asking : OpenQueries
+        The queries whose answers are awaited before the next round.
     """
 
     number: int = 0
@@ -463,7 +463,7 @@ class InRounds(Scheduler):
     """Some clients work, and when all are back their updates are acted on together.
 
     A round waits for the slowest of its participants, but not for ever: work that takes twice as
-    long as its client ever needed is taken for lost (twenty times the slowest answer of anyone, for
+    long as its client ever needed is taken for lost (twenty times the slowest answer of any, for
     a client that has never answered), as is that of a client that went offline. Without this rule
     one lost message would cost a round the whole timeout of a task, which no deployment would wait
     for (Bonawitz et al., MLSys 2019, section 2.2, closes rounds at a time limit too).
@@ -539,9 +539,9 @@ class InRounds(Scheduler):
         every: int = 1,
         patience: float = _ASKING_SECONDS,
     ) -> list[str] | None:
-        """Return whom a method is to ask now, before the next round; None if that may begin.
+        """Return the clients to be asked now, before the next round; None if that may begin.
 
-        As long as somebody who is to be asked is being tested, nobody is asked yet.
+        As long as a client that is to be asked is being tested, none is asked yet.
 
         Parameters
         ----------
@@ -550,7 +550,7 @@ class InRounds(Scheduler):
         wanted : Callable
             Whether a client, given by its id, is to be asked; all idle ones by default.
         every : int
-            Rounds from one time to the next; 0: again and again, as long as somebody is wanted.
+            Rounds from one time to the next; 0: again and again, as long as a client is wanted.
         patience : float
             Seconds for which answers are waited for.
         """
@@ -586,7 +586,7 @@ class InRounds(Scheduler):
             return
         state = self.state
         online = [c for c in moment.fleet.online() if c.ready_at <= moment.now]
-        # If nobody else is there, nobody is held up.
+        # If there is no other client, none is held up.
         online = [c for c in online if self._may_take_part(c)] or online
         if not online:
             return
@@ -608,7 +608,7 @@ class InRounds(Scheduler):
         return self.state.number + 1 >= self.state.backs_off_until.get(client.client_id, 0)
 
     def sent(self, task: InFlight, now: float) -> None:
-        """Note who has which task; work for others than participants is not the round's."""
+        """Note the task of a participant; work for other clients is not the round's."""
         state = self.state
         state.asking.sent(task)
         if state.unsent.pop(task.client, None) is None:
@@ -662,7 +662,7 @@ class InRounds(Scheduler):
             state.unsent[client] = True
 
     def wake_at(self) -> float:
-        """Return until when answers are awaited, or when the last who works is taken for lost."""
+        """Return until when answers are awaited, or when the last task is taken for lost."""
         if (due := self.state.asking.wake_at()) < math.inf:
             return due
         waited_for = [client for client in self.state.open if client not in self.state.away]

@@ -27,7 +27,7 @@ class StopSignal:
         self._reader, self._writer = os.pipe()
 
     def set(self) -> None:
-        """Tell everybody."""
+        """Let all waits end."""
         if not self._is_set:
             self._is_set = True
             os.write(self._writer, b"!")

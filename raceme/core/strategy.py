@@ -43,7 +43,7 @@ from raceme.core.scheduling import (
 log = getLogger("raceme")
 
 DEFAULT_VALIDATION_SHARE = 0.2
-"""What clients keep to compare models on, if a method needs that and nobody says how much."""
+"""What clients keep to compare models on, if a method needs that and the run sets no share."""
 
 StopCheck = Callable[[], str]
 """Called between two steps, when the state is whole and can be saved. What it returns, unless it
@@ -234,8 +234,8 @@ class Method(Strategy):
         The models, and which of them serve each client.
     state : dataclass
         What the method knows beside them: an object of its `state_type`.
-    dispatch : Scheduler
-        Who works when; what `policy` returned.
+    scheduling : Scheduler
+        Decides which clients work when; what `scheduler` returned.
     rng : numpy.random.Generator
         Draws whatever is left to chance.
     progress : Progress
@@ -251,10 +251,10 @@ class Method(Strategy):
     initial : ArrayRecord
         The model before any training.
     step_of : Callable
-        Returns the step of a client's data now; None where nobody says when data change. The loop
-        sets it.
+        Returns the step of a client's data now; None where data never change. The loop sets
+        it.
     embedding : ClientEmbedding, optional
-        Where clients pull the models, for a map of them; kept if whoever starts the run sets it.
+        Where clients pull the models, for a map of them; kept if an observer of the run sets it.
     planned_updates : int
         Client updates after which the run ends, or is expected to, for schedules that depend on its
         length.
@@ -301,7 +301,7 @@ class Method(Strategy):
     # Hooks: what a method may override.
 
     def scheduler(self) -> Scheduler:
-        """Return who works when; by default everybody all the time."""
+        """Return what decides which clients work when; by default all clients all the time."""
         return EveryIdle()
 
     @property
@@ -417,7 +417,7 @@ class Method(Strategy):
         return [self.request_for(client.client_id) for client in self.scheduling.choose(moment)]
 
     def record_of(self, vector: Vector) -> ArrayRecord:
-        """Return a model that nobody changes as a record, which is made once.
+        """Return a model that does not change as a record, which is made once.
 
         Packed anew for each client, a hundred thousand at work would hold as many copies.
         """
@@ -497,13 +497,13 @@ class Method(Strategy):
         **further
             Other fields of :class:`~raceme.core.drop_in.FlowerRun`: ``max_updates`` ends the
             run after so many updates instead of rounds, ``max_time`` at this time at the latest;
-            ``observe`` is called with everything that happens; ``greet=True`` asks clients who
-            they are, as Raceme's own ClientApp expects.
+            ``observe`` is called with everything that happens; ``greet=True`` greets
+            clients, as Raceme's own ClientApp expects.
 
         Returns
         -------
         RunResult
-            Models, metrics by round, and who is where.
+            Models, metrics by round, and the clusters of each client.
 
         Raises
         ------
@@ -544,10 +544,10 @@ class Method(Strategy):
     ) -> RunResult:
         """Run with Raceme's own ClientApp, or one that answers as it does.
 
-        Until a limit is reached, nobody is left, or the user interrupts. A strategy that has run
-        before, or was given a state, resumes: everybody is greeted again, and tasks that were open
-        then are given up; unless the grid was brought back to its own state of that moment, and
-        continues as if nothing had happened.
+        Until a limit is reached, no client is left, or the user interrupts. A strategy that has run
+        before, or was given a state, resumes: all clients are greeted again, and tasks that were
+        open then are given up; unless the grid was brought back to its own state of that moment,
+        and continues as if nothing had happened.
 
         Parameters
         ----------
@@ -578,12 +578,12 @@ class Method(Strategy):
         starts : Sequence[Vector]
             Models that the server has pre-trained, one for each distribution.
         identities : Identities, optional
-            Says whether clients are who they say; by default they are believed.
+            Checks the ids that clients state; by default they are believed.
 
         Returns
         -------
         RunResult
-            Models, evaluations by number of updates, and who is where.
+            Models, evaluations by number of updates, and the clusters of each client.
         """
         from raceme.core.loop import Loop
 

@@ -16,7 +16,7 @@ from flwr.serverapp import Grid
 class Timeline(Protocol):
     """A clock, the wait for replies, and what this clock and its grid are capable of.
 
-    Whoever needs to know asks for a capability, never for a class.
+    Code that needs to know asks for a capability, never for a class.
 
     Attributes
     ----------
@@ -27,8 +27,8 @@ class Timeline(Protocol):
         True where an evaluation message costs no time on this clock, so that a sweep over all
         clients disturbs nothing.
     keeps_messages : bool
-        True for one that was restored together with all its open messages: whoever waited for their
-        replies can keep waiting.
+        True for one that was restored together with all its open messages: their replies can still
+        be waited for.
     """
 
     is_virtual: bool
@@ -56,7 +56,7 @@ class Timeline(Protocol):
         """
 
     def forget(self, message_ids: Iterable[str]) -> None:
-        """Give up on replies: nobody will wait for those to these messages.
+        """Give up on the replies to some messages.
 
         Parameters
         ----------
@@ -86,7 +86,7 @@ class Resumable(Protocol):
 
 @runtime_checkable
 class Foreseeing(Protocol):
-    """A grid that knows who will ever come online."""
+    """A grid that knows which nodes will ever come online."""
 
     def arrivals_ahead(self) -> Mapping[int, bool]:
         """Return the nodes that are offline and will come, to whether they have been there."""
@@ -154,9 +154,9 @@ class WallTimeline:
 def push(grid: Grid, clock: Timeline, message: Message) -> str | None:
     """Send one message.
 
-    On the wall clock nobody can guess its id. Flower makes that of what is in the message, of which
-    only the time to the microsecond is not known beforehand, and takes a reply from any node that
-    names it, in the name of the node that was asked.
+    On the wall clock its id cannot be guessed. Flower makes that of what is in the message, of
+    which only the time to the microsecond is not known beforehand, and takes a reply from any node
+    that names it, in the name of the node that was asked.
 
     Parameters
     ----------
@@ -165,7 +165,7 @@ def push(grid: Grid, clock: Timeline, message: Message) -> str | None:
     clock : Timeline
         The clock of the grid.
     message : Message
-        It.
+        The message.
 
     Returns
     -------
@@ -196,7 +196,7 @@ def timeline_of(grid: Grid, start: float = 0.0) -> Timeline:
 
 
 # -----------------------------------------------------------------------------
-# What a grid reports of its messages and of who is online: for accounts of time and bytes.
+# What a grid reports of its messages and of nodes that come and go: for accounts of time and bytes.
 # -----------------------------------------------------------------------------
 
 
@@ -209,7 +209,7 @@ class Exchange:
     number : int
         Place of the message in the order of sending, from 0.
     node_id : int
-        Whom it was sent to.
+        The node that it was sent to.
     kind : str
         Flower's message type, e.g. ``"train"``.
     sent : float
