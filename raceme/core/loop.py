@@ -91,12 +91,10 @@ class Loop:
         Called between two steps; says whether to stop.
     timeout : float
         Seconds after which an unanswered task is lost.
-    train_config, evaluate_config : ConfigRecord
-        Sent along with messages.
+    evaluate_config : ConfigRecord
+        Sent along with tests.
     evaluate_fn : Callable, optional
         Evaluates models on the server.
-    time_before : float
-        Time at which an earlier run of the same method ended.
     identities : Identities, optional
         Checks the ids that clients state; by default they are believed.
     """
@@ -110,16 +108,14 @@ class Loop:
         stop_check: StopCheck,
         *,
         timeout: float,
-        train_config: ConfigRecord,
         evaluate_config: ConfigRecord,
         evaluate_fn: EvaluateFn | None,
-        time_before: float = 0.0,
         identities: Identities | None = None,
     ) -> None:
         self._method, self._grid = method, grid
         self._plan, self._identities = plan, identities
         self._tell, self._stop_check, self._ttl = observe, stop_check, timeout
-        self._clock = timeline_of(grid, time_before)
+        self._clock = timeline_of(grid, method.now())
         self._progress = method.progress
         self._fleet = method.progress.fleet
         self._idle = Idle(self._progress.idle, self._fleet.clients)
@@ -132,7 +128,6 @@ class Loop:
             observe=self._observe,
             tests_tasks=plan.eval_tasks,
         )
-        self._train_config = train_config
         self._evaluator = Evaluator(
             method,
             grid,
@@ -472,7 +467,7 @@ class Loop:
         )
         progress.tasks += 1
         policy = method.scheduling.settings(work)
-        settings: dict[str, Any] = {**self._train_config, **policy, **work.settings}
+        settings: dict[str, Any] = {**method.train_config, **policy, **work.settings}
         if names.ROUND not in settings:
             settings |= {names.TASK: task.number, names.VERSION: task.version}
         if work.kind != names.TRAIN:
@@ -491,7 +486,7 @@ class Loop:
         own = self._method.needs.settings
         if own is None:
             return
-        known = SETTINGS | own | self._train_config.keys()
+        known = SETTINGS | own | self._method.train_config.keys()
         for name in sorted(work.settings.keys() - known):
             raise unknown_name(
                 f"setting in a request of {type(self._method).__name__}", name, known

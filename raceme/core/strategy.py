@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from logging import INFO, getLogger
+from logging import getLogger
 from typing import Any, ClassVar, Generic, NoReturn, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
@@ -602,10 +602,8 @@ class Method(Strategy):
             observe,
             stop_check,
             timeout=timeout,
-            train_config=self.train_config,
             evaluate_config=ConfigRecord({**(evaluate_config or {}), **self.needs.test_settings}),
             evaluate_fn=evaluate_fn,
-            time_before=self._now(),
             identities=identities,
         )
         self._now = loop.now
@@ -621,7 +619,7 @@ class Method(Strategy):
 
     def summary(self) -> None:
         """Log the hyper-parameters."""
-        log.log(INFO, "%s with %s", type(self).__name__, self.parameters)
+        log.info("%s with %s", type(self).__name__, self.parameters)
 
     # State.
 
