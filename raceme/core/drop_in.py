@@ -732,48 +732,6 @@ SNIPPET = """
 """What a user adds to a ClientApp."""
 
 
-def check_kinds(
-    grid: Grid, clock: Timeline, method: str, needs: Collection[str], patience: float
-) -> None:
-    """Greet one client, as Raceme's ClientApp can answer, before all others are greeted.
-
-    Parameters
-    ----------
-    grid : Grid
-        Where the clients are; one at least is connected.
-    clock : Timeline
-        Its clock.
-    method : str
-        Name of the method.
-    needs : Collection[str]
-        Kinds of work that it asks for.
-    patience : float
-        Seconds for which the answer is waited for; without one the run begins all the same.
-
-    Raises
-    ------
-    UserError
-        The ClientApp has no function for queries, and so none for these kinds of work.
-    """
-    node = next(iter(grid.get_node_ids()))
-    greeting = Message(RecordDict(), node, MessageType.QUERY, ttl=patience)
-    asked, until = list(grid.push_messages([greeting])), clock.now() + patience
-    while clock.now() < until:
-        if replies := clock.wait(asked, until):
-            reply = replies[0]
-            if reply.has_error() and NOT_REGISTERED in (reply.error.reason or ""):
-                listed = " and ".join(f"'{kind}'" for kind in sorted(needs))
-                kinds = "a kind" if len(needs) == 1 else "kinds"
-                raise UserError(
-                    f"{method} asks clients for more than to train and to test a model: {listed}. "
-                    f"This ClientApp has no function for such {kinds} of work. Take a method that "
-                    "needs none, such as CASA (docs/flower-users.md lists them), or add to the "
-                    "ClientApp:",
-                    SNIPPET,
-                )
-            return
-
-
 # -----------------------------------------------------------------------------
 # Rounds and their metrics as Flower's users know them, also for methods that work in no rounds.
 # -----------------------------------------------------------------------------
@@ -1073,7 +1031,10 @@ class FlowerGrid(OwnGrid):
             if category == MessageType.EVALUATE:
                 self._rounds.answered(content)
                 reply.content = self._replies.test(content)
-            elif category == MessageType.TRAIN and (not self._greets or _is_model(content)):
+            # An app that does Raceme's kinds of work may answer training without a model.
+            elif category == MessageType.TRAIN and (
+                not self._greets or content.array_records.keys() - {names.NUMBERS}
+            ):
                 read = self._replies.training(content)
                 name = client or self.names.of(metadata.src_node_id)
                 self._rounds.returned(name, content)
@@ -1107,11 +1068,6 @@ class FlowerGrid(OwnGrid):
                 "The ClientApp cannot train: write a function and register it with @app.train()."
             )
         self.tests = False
-
-
-def _is_model(content: RecordDict) -> bool:
-    """Return whether a reply of an app that does Raceme's kinds of work brings a model."""
-    return any(name != names.NUMBERS for name in content.array_records)
 
 
 # -----------------------------------------------------------------------------
@@ -1233,31 +1189,6 @@ class FlowerLog(events.EventHandler):
 def _tell(*lines: str) -> None:
     for line in lines:
         log.info("%s", line)
-
-
-def tell_start(name: str, arguments: FlowerArguments, told: FlowerRun) -> None:
-    """Tell with what a strategy begins, as Flower's own do."""
-    size = sum(len(values.data) for values in told.initial_arrays.values()) / _MEGABYTE
-    _tell(
-        f"Starting {name} strategy:",
-        f"\t├── {told.length}",
-        f"\t├── ArrayRecord ({size:.2f} MB)",
-    )
-    for what, config in (("train", told.train_config), ("evaluate", told.evaluate_config)):
-        values = {key: "<bytes>" if isinstance(v, bytes) else v for key, v in config.items()}
-        _tell(f"\t├── ConfigRecord ({what}): {values or '(empty!)'}")
-    fractions = arguments.fraction_train, arguments.fraction_evaluate
-    least = arguments.min_train_nodes, arguments.min_evaluate_nodes
-    _tell(
-        "\t├──> Sampling:",
-        f"\t│\t├── Fraction: train ({fractions[0]:.2f}) | evaluate ({fractions[1]:.2f})",
-        f"\t│\t├── Minimum nodes: train ({least[0]}) | evaluate ({least[1]})",
-        f"\t│\t└── Minimum available nodes: {arguments.min_available_nodes}",
-        "\t└──> Keys in records:",
-        f"\t\t├── Weighted by: '{arguments.weighted_by_key}'",
-        f"\t\t├── ArrayRecord key: '{arguments.arrayrecord_key}'",
-        f"\t\t└── ConfigRecord key: '{arguments.configrecord_key}'",
-    )
 
 
 def _by_cluster(report: events.Evaluated) -> dict[int, tuple[float, int]]:
@@ -1463,17 +1394,16 @@ class _Run(events.EventHandler):
         UserError
             The run cannot begin.
         """
-        told, method = self.told, self.method
+        method = self.method
         self._check_server()
-        tell_start(self._name, self.arguments, told)
+        self._tell_start()
         if carried := ", ".join(self._dtypes.carried):
             _tell(f"\t├── Sent along unchanged, since nothing of it can be averaged: {carried}")
         online = self._wait_for_nodes()
         if self._clock.is_virtual:
             method.check(online)
         if method.needs.kinds:
-            patience = min(_ASKING_SECONDS, told.timeout)
-            check_kinds(told.grid, self._clock, self._name, method.needs.kinds, patience)
+            self._check_kinds()
         return online
 
     def result(self, online: int) -> RunResult:
@@ -1526,6 +1456,61 @@ class _Run(events.EventHandler):
                 "start(probe=...) a raceme.core.strategy.Probe. In `raceme run` it is an option: "
                 f"{error}"
             ) from None
+
+    def _tell_start(self) -> None:
+        """Tell with what a strategy begins, as Flower's own do."""
+        arguments, told = self.arguments, self.told
+        size = sum(len(values.data) for values in told.initial_arrays.values()) / _MEGABYTE
+        _tell(
+            f"Starting {self._name} strategy:",
+            f"\t├── {told.length}",
+            f"\t├── ArrayRecord ({size:.2f} MB)",
+        )
+        for what, config in (("train", told.train_config), ("evaluate", told.evaluate_config)):
+            values = {key: "<bytes>" if isinstance(v, bytes) else v for key, v in config.items()}
+            _tell(f"\t├── ConfigRecord ({what}): {values or '(empty!)'}")
+        fractions = arguments.fraction_train, arguments.fraction_evaluate
+        least = arguments.min_train_nodes, arguments.min_evaluate_nodes
+        _tell(
+            "\t├──> Sampling:",
+            f"\t│\t├── Fraction: train ({fractions[0]:.2f}) | evaluate ({fractions[1]:.2f})",
+            f"\t│\t├── Minimum nodes: train ({least[0]}) | evaluate ({least[1]})",
+            f"\t│\t└── Minimum available nodes: {arguments.min_available_nodes}",
+            "\t└──> Keys in records:",
+            f"\t\t├── Weighted by: '{arguments.weighted_by_key}'",
+            f"\t\t├── ArrayRecord key: '{arguments.arrayrecord_key}'",
+            f"\t\t└── ConfigRecord key: '{arguments.configrecord_key}'",
+        )
+
+    def _check_kinds(self) -> None:
+        """Greet one client, as Raceme's ClientApp can answer, before all others are greeted.
+
+        Without an answer the run begins all the same.
+
+        Raises
+        ------
+        UserError
+            The ClientApp has no function for queries, and so none for the method's kinds of work.
+        """
+        grid, clock, needs = self.told.grid, self._clock, self.method.needs.kinds
+        patience = min(_ASKING_SECONDS, self.told.timeout)
+        node = next(iter(grid.get_node_ids()))
+        greeting = Message(RecordDict(), node, MessageType.QUERY, ttl=patience)
+        asked, until = list(grid.push_messages([greeting])), clock.now() + patience
+        replies: list[Message] = []
+        while not replies and clock.now() < until:
+            replies = clock.wait(asked, until)
+        error = replies[0].error if replies and replies[0].has_error() else None
+        if error is not None and NOT_REGISTERED in (error.reason or ""):
+            listed = " and ".join(f"'{kind}'" for kind in sorted(needs))
+            kinds = "a kind" if len(needs) == 1 else "kinds"
+            raise UserError(
+                f"{self._name} asks clients for more than to train and to test a model: {listed}. "
+                f"This ClientApp has no function for such {kinds} of work. Take a method that "
+                "needs none, such as CASA (docs/flower-users.md lists them), or add to the "
+                "ClientApp:",
+                SNIPPET,
+            )
 
     def _wait_for_nodes(self) -> int:
         """Wait until nodes enough are connected; return how many are.
