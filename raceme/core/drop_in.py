@@ -33,8 +33,7 @@ from raceme.core import messages as names
 from raceme.core.clients import Client
 from raceme.core.errors import UserError, unknown_name
 from raceme.core.evaluation import EvaluateFn, Packer, mean_metrics, tested_by_server
-from raceme.core.events import ACCURACY, LOSS_MEASURE
-from raceme.core.membership import change_line, home, is_news
+from raceme.core.events import ACCURACY, LOSS_MEASURE, change_line, home, is_news
 from raceme.core.messages import InvalidModelError, Vector, from_array, to_array
 from raceme.core.options import convert
 from raceme.core.progress import Plan, Progress, rounds_over

@@ -31,14 +31,16 @@ from raceme.core.events import (
     Event,
     Measure,
     Measured,
+    Membership,
+    Placement,
     RunEnded,
     TasksTested,
     UpdateApplied,
     UpdateJudged,
     UpdateRejected,
+    home,
 )
 from raceme.core.files import atomic_write
-from raceme.core.membership import Membership, Placement, home
 from raceme.records.store import read_events
 from raceme.records.summary import Uploads
 

@@ -32,6 +32,7 @@ from raceme.core.events import (
     Measure,
     Measured,
     MeasureSchema,
+    Membership,
     RunEnded,
     TaskScore,
     TasksTested,
@@ -39,9 +40,9 @@ from raceme.core.events import (
     UpdateJudged,
     UpdateRejected,
     Verdict,
+    home,
 )
 from raceme.core.files import atomic_write
-from raceme.core.membership import Membership, home
 
 # -----------------------------------------------------------------------------
 # How a run's accuracy gets to its final value: when, and how steadily.

@@ -16,7 +16,7 @@ from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from raceme.core.membership import Placement, home
+from raceme.core.events import Placement, home
 from raceme.records.record import Floats, RunRecord
 from raceme.reporting.style import (
     CLOCK,

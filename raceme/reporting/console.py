@@ -24,8 +24,9 @@ from raceme.core.events import (
     Measure,
     UpdateApplied,
     UpdateRejected,
+    change_line,
+    is_news,
 )
-from raceme.core.membership import change_line, is_news
 from raceme.records.summary import RunSummary
 
 QUIET_SECONDS = 10.0

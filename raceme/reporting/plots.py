@@ -19,8 +19,14 @@ from matplotlib.patches import Circle, FancyArrowPatch, Patch, Rectangle, Wedge
 from matplotlib.ticker import FixedLocator, Locator, MaxNLocator, PercentFormatter
 from numpy.typing import NDArray
 
-from raceme.core.events import ACCURACY, ClusterChange, ClustersChanged, Measure, Measured
-from raceme.core.membership import Membership
+from raceme.core.events import (
+    ACCURACY,
+    ClusterChange,
+    ClustersChanged,
+    Measure,
+    Measured,
+    Membership,
+)
 from raceme.records.record import ClientEvaluations, Floats, Integers, RunRecord, Updates, read_run
 from raceme.records.summary import FloatArray, TaskAccuracies, Upload, Uploads, shares
 from raceme.reporting.style import (

@@ -16,9 +16,8 @@ import tomli_w
 
 from raceme.core.config import keys_of, parse_assignment, read_toml
 from raceme.core.errors import UserError
-from raceme.core.events import ClusterChange, ClustersChanged, Measure, UpdateJudged, Verdict
+from raceme.core.events import ClusterChange, ClustersChanged, Measure, UpdateJudged, Verdict, home
 from raceme.core.files import ReadingError, parse_json, read_text
-from raceme.core.membership import home
 from raceme.core.options import AUTO, Value
 from raceme.records.folder import MODELS
 from raceme.records.positions import read_similarity

@@ -25,8 +25,15 @@ import numpy as np
 
 from raceme.core.config import RunConfig
 from raceme.core.errors import UserError, unknown_name
-from raceme.core.events import ClustersChanged, Evaluated, Event, UpdateApplied, UpdateRejected
-from raceme.core.membership import change_line, is_news
+from raceme.core.events import (
+    ClustersChanged,
+    Evaluated,
+    Event,
+    UpdateApplied,
+    UpdateRejected,
+    change_line,
+    is_news,
+)
 from raceme.core.options import Value
 
 # -----------------------------------------------------------------------------

@@ -23,11 +23,11 @@ from raceme.core.events import (
     Evaluated,
     Event,
     Measured,
+    Membership,
     RunEnded,
     UpdateApplied,
     UpdateRejected,
 )
-from raceme.core.membership import Membership
 from raceme.records.summary import RunSummary, summarise, time_to_target, write_summary
 from raceme.strategies.csafl import IDLE
 

@@ -23,8 +23,8 @@ from raceme.core.events import (
     RunEnded,
     UpdateApplied,
     UpdateRejected,
+    change_line,
 )
-from raceme.core.membership import change_line
 from raceme.records.summary import summarise
 from raceme.reporting.console import (
     RunProgress,

@@ -25,13 +25,13 @@ from raceme.core.events import (
     Event,
     Measure,
     Measured,
+    Membership,
     RunEnded,
     UpdateApplied,
     UpdateJudged,
     UpdateRejected,
 )
 from raceme.core.files import ReadingError, parse_json, read_text
-from raceme.core.membership import Membership
 from raceme.records.folder import ERROR
 from raceme.records.positions import (
     SCALE,
