@@ -12,13 +12,8 @@ from typing import Protocol
 
 import numpy as np
 from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import (
-    Encoding,
-    PublicFormat,
-    load_pem_public_key,
-    load_ssh_public_key,
-)
 from flwr.app import Message
 
 from raceme.core import messages as names
@@ -134,7 +129,7 @@ class BoundToKeys:
         if node_id not in self._keys:
             # The key of a node never changes.
             self._keys = {
-                node.node_id: _der(load_pem_public_key, node.public_key)
+                node.node_id: _der(serialization.load_pem_public_key, node.public_key)
                 for node in self._nodes.get_nodes()
             }
         if node_id not in self._keys:
@@ -200,7 +195,7 @@ def read_device_keys(path: Path) -> dict[bytes, str]:
         if not line.strip() or line.lstrip().startswith("#"):
             continue
         kind, encoded, name = (*line.split(maxsplit=2), "", "")[:3]
-        key = _der(load_ssh_public_key, f"{kind} {encoded}".encode())
+        key = _der(serialization.load_ssh_public_key, f"{kind} {encoded}".encode())
         if key is None or not name.strip().isprintable() or not name.strip():
             raise UserError(f"device-keys: line {number} of {path} is none: {_EXPECTED}.")
         if ids.setdefault(key, name.strip()) != name.strip():
@@ -221,7 +216,8 @@ def _der(load: Callable[[bytes], object], text: bytes) -> bytes | None:
         return None
     if not isinstance(key, ec.EllipticCurvePublicKey):
         return None
-    return key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+    der, info = serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
+    return key.public_bytes(der, info)
 
 
 def _stamp_of(path: Path) -> tuple[int, int, int] | None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from raceme.core.events import ClusterChange, ClustersChanged
+from raceme.core.events import ClusterChange, ClustersChanged, ignore
 from raceme.core.messages import Vector
 
 # -----------------------------------------------------------------------------
@@ -193,10 +193,6 @@ Placement = int | Weights
 Report = Callable[[ClustersChanged], None]
 
 _TOLERANCE = 1e-6
-
-
-def ignore(change: ClustersChanged) -> None:
-    """Report nothing."""
 
 
 @dataclass

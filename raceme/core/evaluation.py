@@ -270,7 +270,11 @@ class Evaluator:
         testers = [client.client_id for client in self._testers(progress.fleet.online())]
         cells = {client: {PRESENT: method.clusters.main(client)} for client in testers}
         progress.evaluation = self._evaluation(cells)
-        self._evaluate_centrally()
+        if (test := self._central) is not None:
+            updates = progress.updates
+            mean, _ = tested_by_server(method, self._packer, lambda model: test(updates, model))
+            if mean is not None:
+                method.result.evaluate_metrics_serverapp[updates] = mean
         self._ask_first(progress.evaluation)
 
     def look_at_steps(self) -> None:
@@ -312,10 +316,13 @@ class Evaluator:
             # Another step is over before slow devices have answered: they will not, now.
             self._close(progress.task_evaluation)
         progress.tasks_tested_at = progress.updates
+
+        def main(client: str, step: int) -> int:
+            weights = method.serving(client, step)
+            return max(weights, key=lambda cluster: weights[cluster])
+
         cells = {
-            client: {
-                tested: _main(method.serving(client, tested)) for tested in range(step + 1 + ahead)
-            }
+            client: {tested: main(client, tested) for tested in range(step + 1 + ahead)}
             for client, step in last.items()
         }
         progress.task_evaluation = self._evaluation(cells, of_steps=True, ahead=ahead)
@@ -498,22 +505,6 @@ class Evaluator:
             ClientScore(cluster, value, step=step, measure=Measure(unit))
             for (step, cluster), value in zip(tests, values, strict=bool(values))
         ]
-
-    # The server's own tests.
-
-    def _evaluate_centrally(self) -> None:
-        """Let the server's own function test every cluster's model; average over the clients."""
-        if self._central is None:
-            return
-        test, updates = self._central, self._progress.updates
-        mean, _ = tested_by_server(self._method, self._packer, lambda model: test(updates, model))
-        if mean is not None:
-            self._method.result.evaluate_metrics_serverapp[updates] = mean
-
-
-def _main(weights: Weights) -> int:
-    """Return the cluster with the largest weight."""
-    return max(weights, key=lambda cluster: weights[cluster])
 
 
 def tested_by_server(

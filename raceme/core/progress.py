@@ -147,12 +147,13 @@ class Evaluation:
 
     def _of_present(self, by_client: Mapping[str, ClientScore], measure: Measure) -> Evaluated:
         scores = by_client.values()
-        accuracy, loss = mean_scores(scores)
+        losses = [score.loss for score in scores if math.isfinite(score.loss)]
         return Evaluated(
             time=self.time,
             updates=self.updates,
-            accuracy=accuracy,
-            loss=loss,
+            # The papers' accuracy: every client counts the same, however little data it has.
+            accuracy=math.fsum(score.accuracy for score in scores) / len(scores),
+            loss=math.fsum(losses) / len(losses) if losses else math.nan,
             clusters=self.clusters,
             per_client={name: (s.cluster, s.accuracy, s.loss) for name, s in by_client.items()},
             asked=len(self.cells),
@@ -174,17 +175,6 @@ def _by_step(scores: Iterable[ClientScore]) -> dict[int, TaskScore]:
         elif score.step in found:
             found[score.step] = found[score.step]._replace(untrained=score.accuracy)
     return found
-
-
-def mean_scores(scores: Collection[ClientScore]) -> tuple[float, float]:
-    """Return the unweighted means of accuracy and loss over clients.
-
-    The papers' accuracy: every client counts the same, however little data it has. Losses that
-    are not finite are left out of the mean loss.
-    """
-    accuracy = math.fsum(score.accuracy for score in scores) / len(scores)
-    losses = [score.loss for score in scores if math.isfinite(score.loss)]
-    return accuracy, math.fsum(losses) / len(losses) if losses else math.nan
 
 
 def weighted_accuracy(scores: Collection[ClientScore]) -> float:

@@ -121,14 +121,6 @@ class RunResult(Result):
         return f"{whole}\nClusters (clients): {listed}\n"
 
 
-def _fits(count: int) -> None:
-    """Let any number fit."""
-
-
-def _none_of(clients: Collection[str]) -> Iterable[tuple[str, Vector]]:
-    return ()
-
-
 @dataclass(frozen=True)
 class Needs:
     """What a run of a method has to have; declared by the method, checked before a run.
@@ -172,9 +164,9 @@ class Needs:
     exchange: bool = True
     by_distribution: Callable[[], bool] = lambda: False
     test_settings: Mapping[str, Value] = field(default_factory=dict)
-    fits_clients: Callable[[int], None] = _fits
-    fits_validation: Callable[[int], None] = _fits
-    fits_server: Callable[[int], None] = _fits
+    fits_clients: Callable[[int], None] = lambda count: None
+    fits_validation: Callable[[int], None] = lambda count: None
+    fits_server: Callable[[int], None] = lambda count: None
 
 
 @dataclass(frozen=True)
@@ -193,7 +185,7 @@ class InUse:
     """
 
     models: Mapping[int, Model] | None = None
-    own: Callable[[Collection[str]], Iterable[tuple[str, Vector]]] = _none_of
+    own: Callable[[Collection[str]], Iterable[tuple[str, Vector]]] = lambda clients: ()
     on_step: Callable[[str, int], Weights] = lambda client, step: {}
 
 
