@@ -366,7 +366,7 @@ class _HttpApi:
             for path, name in names.items()
         ]
         config = uvicorn.Config(
-            Starlette(routes=routes), log_level="error", lifespan="off", access_log=False
+            Starlette(routes=routes), log_level="error", lifespan="off", access_log=False, ws="none"
         )
         config.load()
         config.ssl = None if certificates is None else _tls(certificates)
