@@ -12,11 +12,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import TypeVar
 
 Found = TypeVar("Found")
 
+FLOWER = tuple(map(int, version("flwr").split(".")[:2]))
 ROOT = Path(__file__).resolve().parent.parent
 _RACEME = [sys.executable, "-c", "from raceme.cli import main; main()"]
 
@@ -87,6 +89,7 @@ class Loopback:
 
     @property
     def fleet_address(self) -> str:
+        """Where devices connect: `raceme serve`, or a SuperLink of this environment's Flower."""
         return f"127.0.0.1:{self.fleet_port}"
 
     def start(self, name: str, command: Sequence[str]) -> Process:
@@ -123,10 +126,14 @@ class Loopback:
     def superlink(self, *options: str, secure: bool = False) -> Process:
         """Start a SuperLink; again on the same ports if there was one."""
         self.http_port = self.http_port or free_port()
-        self.fleet_port = self.fleet_port or free_port()
+        command = ["flower-superlink", "--port", str(self.http_port)]
+        if FLOWER < (1, 40):
+            self.fleet_port = self.fleet_port or free_port()
+            command += ["--fleet-api-type", "grpc-rere", "--fleet-api-address", self.fleet_address]
+        else:
+            # One port for everything, over HTTP.
+            self.fleet_port = self.http_port
         self._write_connection(secure)
-        command = ["flower-superlink", "--fleet-api-type", "grpc-rere"]
-        command += ["--fleet-api-address", self.fleet_address, "--port", str(self.http_port)]
         process = self.start("superlink", [*command, *(options or ("--insecure",))])
         if "--simulation" not in options:
             wait_until(lambda: _listens(self.fleet_port), 90, process.describe)

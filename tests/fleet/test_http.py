@@ -108,9 +108,7 @@ def test_tls_with_the_fleets_authority(tmp_path: Path) -> None:
         other = Endpoint(server.http, False, authority, "http")
         with (
             pytest.raises(UserError, match="does not come from the authority"),
-            join(
-                Endpoint(server.http, False, authority, "http"), keys, StopSignal(), register=True
-            ),
+            join(other, keys, StopSignal(), register=True),
         ):
             pass
         # gRPC says of a server that speaks HTTP/1.1 over TLS that it does.
