@@ -92,6 +92,11 @@ class Loopback:
         """Where devices connect: `raceme serve`, or a SuperLink of this environment's Flower."""
         return f"127.0.0.1:{self.fleet_port}"
 
+    @property
+    def http_address(self) -> str:
+        """Where the same is spoken over HTTP."""
+        return f"127.0.0.1:{self.http_port}"
+
     def start(self, name: str, command: Sequence[str]) -> Process:
         log = self.home / f"{name}-{len(self.processes)}.log"
         with log.open("wb") as output:
@@ -174,7 +179,8 @@ class Loopback:
 
     def supernode(self, partition: int, of: int) -> Process:
         """Start one of Flower's own SuperNodes with one partition of the data."""
-        command = ["flower-supernode", "--insecure", "--superlink", self.fleet_address]
+        address = self.fleet_address if FLOWER < (1, 40) else self.http_address
+        command = ["flower-supernode", "--insecure", "--superlink", address]
         command += ["--port", str(free_port())]
         command += ["--node-config", f"partition-id={partition} num-partitions={of}"]
         return self.start("supernode", command)

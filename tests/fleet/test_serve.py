@@ -25,8 +25,9 @@ RUN += ["--clients", "2", "--groups", "0.5,0.5"]
 def start_server(bed: Loopback, *options: str) -> Process:
     """Start a server; again on the same port if there was one."""
     bed.fleet_port = bed.fleet_port or free_port()
-    command = raceme("serve", "--address", bed.fleet_address, "--out", "out", *RUN, *options)
-    return bed.start("serve", command)
+    bed.http_port = bed.http_port or free_port()
+    places = ("--address", bed.fleet_address, "--http", bed.http_address)
+    return bed.start("serve", raceme("serve", *places, "--out", "out", *RUN, *options))
 
 
 def stop(server: Process, number: int = signal.SIGTERM) -> int:
