@@ -109,7 +109,7 @@ def test_a_port_or_a_folder_that_another_has_is_refused_in_one_line(tmp_path: Pa
         server = start_server(bed, "--max-updates", "10")
         server.wait_for("Listening at", 240)
         same_port = start_server(bed, "--out", "other")
-        bed.fleet_port = 0
+        bed.fleet_port = bed.http_port = 0
         same_folder = start_server(bed, "--max-updates", "10")
         assert same_port.wait(240) == 2
         assert same_folder.wait(240) == 2
