@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from raceme.notebook import OpenComparison, OpenRun
 
 __all__ = ["compare", "load", "open", "run"]
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # What a function needs is imported when it is called: most of what imports this package calls none.
 

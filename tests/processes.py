@@ -12,11 +12,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import TypeVar
 
 Found = TypeVar("Found")
 
+FLOWER = tuple(map(int, version("flwr").split(".")[:2]))
 ROOT = Path(__file__).resolve().parent.parent
 _RACEME = [sys.executable, "-c", "from raceme.cli import main; main()"]
 
@@ -87,7 +89,13 @@ class Loopback:
 
     @property
     def fleet_address(self) -> str:
+        """Where devices connect: `raceme serve`, or a SuperLink of this environment's Flower."""
         return f"127.0.0.1:{self.fleet_port}"
+
+    @property
+    def http_address(self) -> str:
+        """Where the same is spoken over HTTP."""
+        return f"127.0.0.1:{self.http_port}"
 
     def start(self, name: str, command: Sequence[str]) -> Process:
         log = self.home / f"{name}-{len(self.processes)}.log"
@@ -123,10 +131,14 @@ class Loopback:
     def superlink(self, *options: str, secure: bool = False) -> Process:
         """Start a SuperLink; again on the same ports if there was one."""
         self.http_port = self.http_port or free_port()
-        self.fleet_port = self.fleet_port or free_port()
+        command = ["flower-superlink", "--port", str(self.http_port)]
+        if FLOWER < (1, 40):
+            self.fleet_port = self.fleet_port or free_port()
+            command += ["--fleet-api-type", "grpc-rere", "--fleet-api-address", self.fleet_address]
+        else:
+            # One port for everything, over HTTP.
+            self.fleet_port = self.http_port
         self._write_connection(secure)
-        command = ["flower-superlink", "--fleet-api-type", "grpc-rere"]
-        command += ["--fleet-api-address", self.fleet_address, "--port", str(self.http_port)]
         process = self.start("superlink", [*command, *(options or ("--insecure",))])
         if "--simulation" not in options:
             wait_until(lambda: _listens(self.fleet_port), 90, process.describe)
@@ -167,7 +179,8 @@ class Loopback:
 
     def supernode(self, partition: int, of: int) -> Process:
         """Start one of Flower's own SuperNodes with one partition of the data."""
-        command = ["flower-supernode", "--insecure", "--superlink", self.fleet_address]
+        address = self.fleet_address if FLOWER < (1, 40) else self.http_address
+        command = ["flower-supernode", "--insecure", "--superlink", address]
         command += ["--port", str(free_port())]
         command += ["--node-config", f"partition-id={partition} num-partitions={of}"]
         return self.start("supernode", command)

@@ -31,6 +31,7 @@ class Server:
     grid: ServedGrid
     state: LinkState
     address: str
+    http: str
 
     def push(self, node: int, number: int = 0, ttl: float = 600.0) -> str:
         """Send a message with a number and an array."""
@@ -65,23 +66,26 @@ def serving(
     reconnect: float = RECONNECT_SECONDS,
 ) -> Iterator[Server]:
     """Serve a grid; with what another has saved it goes on from there."""
-    address = f"127.0.0.1:{port or free_port()}"
+    address, http = f"127.0.0.1:{port or free_port()}", f"127.0.0.1:{free_port()}"
     state = LinkState(APP)
     state.reconnect = reconnect
-    with FleetApi(state, address, certificates, registered) as api:
+    with FleetApi(state, address, certificates, registered, http) as api:
         grid = ServedGrid(state, journal, lambda: None, clients_min=clients_min)
         if saved is not None:
             assert isinstance(saved, dict)
             grid.load_state_dict(saved)
         api.start()
-        yield Server(grid, state, address)
+        yield Server(grid, state, address, http)
         grid.close()
 
 
 @contextmanager
-def light_device(server: Server, keys: Keys | None = None) -> Iterator[Link]:
+def light_device(
+    server: Server, keys: Keys | None = None, transport: str = "grpc"
+) -> Iterator[Link]:
     """Be online as one node."""
-    endpoint = Endpoint(server.address, insecure=True)
+    address = server.http if transport == "http" else server.address
+    endpoint = Endpoint(address, insecure=True, transport=transport)
     with join(endpoint, keys or generate_keys(), StopSignal(), register=keys is None) as link:
         yield link
 

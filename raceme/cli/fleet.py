@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from raceme.cli.report import ADDRESS, Address, Watch, watched
-from raceme.core.errors import PlainFormatter, UserError
+from raceme.core.errors import PlainFormatter, UserError, unknown_name
 from raceme.core.options import Value
 
 if TYPE_CHECKING:
     from raceme.flower.fleet_client import Endpoint
 
+_TRANSPORTS = ("auto", "grpc", "http")
 _LEVELS = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ERROR: 3}
 
 
@@ -106,6 +107,14 @@ def device(
         str,
         typer.Option("--look", metavar="TIME", help="time between two looks at the loss (drift)"),
     ] = "10s",
+    transport: Annotated[
+        str,
+        typer.Option(
+            "--transport",
+            metavar="NAME",
+            help="grpc (Raceme, Flower 1.39), http (Flower from 1.40 on), or auto: what it speaks",
+        ),
+    ] = "auto",
     health_file: Annotated[
         Path | None,
         typer.Option("--health-file", help="file to touch while the SuperLink answers"),
@@ -129,7 +138,7 @@ def device(
 
     run_device(
         DeviceOptions(
-            endpoint=_endpoint(Endpoint, superlink, insecure, root_certificates),
+            endpoint=_endpoint(Endpoint, superlink, insecure, root_certificates, transport),
             keys=None if key is None else read_device_key(key, allow_open_key),
             node_config=_node_config(
                 node_config, device_id, {"threads": threads, "accelerator": accelerator}
@@ -144,13 +153,19 @@ def device(
 
 
 def _endpoint(
-    kind: type[Endpoint], address: str, insecure: bool, root_certificates: Path | None
+    kind: type[Endpoint],
+    address: str,
+    insecure: bool,
+    root_certificates: Path | None,
+    transport: str,
 ) -> Endpoint:
     _check_address("--superlink", address, "server.example.org:9092")
+    if transport not in _TRANSPORTS:
+        raise unknown_name("transport", transport, _TRANSPORTS)
     from raceme.fleet.device import read_authority
 
     authority = None if root_certificates is None else read_authority(root_certificates)
-    return kind(address, insecure, authority)
+    return kind(address, insecure, authority, transport)
 
 
 def _node_config(
@@ -217,6 +232,15 @@ def serve(
             show_default=False,
         ),
     ] = None,
+    http: Annotated[
+        str | None,
+        typer.Option(
+            "--http",
+            metavar="HOST:PORT",
+            help="where SuperNodes of Flower 1.40 and later connect, which speak HTTP",
+            show_default=False,
+        ),
+    ] = None,
     any_device: Annotated[
         bool, typer.Option("--any-device", help="with --certificates: let every device in")
     ] = False,
@@ -252,6 +276,8 @@ def serve(
     The same command with the same --out resumes a run that was stopped or has crashed.
     """
     _check_address("--address", address, "0.0.0.0:9092")
+    if http is not None:
+        _check_address("--http", http, "0.0.0.0:8000")
     if metrics not in ("", "off"):
         _check_address("--metrics", metrics, "127.0.0.1:9093")
     if any_device and certificates is None:
@@ -271,7 +297,7 @@ def serve(
     if is_complete(settings):
         print(f"The run in {settings.out} is complete: a higher --max-updates goes on with it.")
         return
-    options = ServeOptions(address, folder, any_device, clients_min, metrics, reconnect)
+    options = ServeOptions(address, folder, any_device, clients_min, metrics, reconnect, http)
     with watched(watch, Path(settings.out), watch_address):
         with (
             StopRequest() as stop,

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, closing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
@@ -296,6 +296,8 @@ _PASSING |= {_Code.CANCELLED}
 _PUZZLING = {_Code.INTERNAL, _Code.UNKNOWN, _Code.DATA_LOSS}
 _PUZZLING_TRIES = 5
 """Tries of a call that fails for no stated reason; the node then joins anew."""
+_SPEAKS_HTTP = ("http1.x server", "missing selected ALPN property")
+"""What gRPC says of a server that speaks HTTP/1.1."""
 _NEVER_SENT = ("failed to connect", "connection refused", "resolution", "no route", "unreachable")
 
 
@@ -309,6 +311,10 @@ class RunOverError(Exception):
 
 class NotAcceptedError(Exception):
     """The SuperLink knows the node's key, if at all, as that of a node that is online."""
+
+
+class OtherTransportError(Exception):
+    """The SuperLink speaks HTTP, not gRPC."""
 
 
 class PatientCalls:
@@ -407,6 +413,11 @@ class PatientCalls:
                 return f"{self._address} does not accept this device's clock: set the time"
             if "node id" in text.lower():
                 raise RejoinError(f"{self._address} does not know this node any more")
+            if "supernode authentication" in text.lower():
+                # Flower's HTTP API does not say which of its checks has failed.
+                if self._answered:
+                    raise RejoinError(f"{self._address} does not know this node any more")
+                return f"{self._address} does not accept this device's key, or its clock"
             raise UserError(f"{self._address} refuses this device's key: {_one_line(text)}")
         if code is _Code.FAILED_PRECONDITION:
             if "must be registered" in text:
@@ -419,15 +430,20 @@ class PatientCalls:
                 raise NotAcceptedError(text)
             raise UserError(f"{self._address} refuses this device: {_one_line(text)}")
         if code is _Code.UNIMPLEMENTED:
+            over = "HTTP" if self._endpoint.transport == fleet.HTTP else "gRPC"
             raise UserError(
-                f"{self._address} is not a Fleet API over gRPC: start the SuperLink with "
-                "--fleet-api-type grpc-rere, and give its --fleet-api-address."
+                f"{self._address} is not a Fleet API over {over}: give the address of the "
+                "SuperLink's Fleet API (before Flower 1.40 with --fleet-api-type grpc-rere)."
             )
+        if any(part in text for part in _SPEAKS_HTTP):
+            raise OtherTransportError
         reason = _one_line(text)
         if code not in _PASSING and (code not in _PUZZLING or tries >= _PUZZLING_TRIES):
             raise RejoinError(f"{code.name}: {reason}")
         if self._endpoint.insecure and not self._answered and "Socket closed" in reason:
             reason += "; perhaps it wants TLS: then leave out --insecure"
+        if self._endpoint.transport == fleet.HTTP and not self._answered:
+            reason += "; perhaps it speaks gRPC: then use --transport grpc"
         return f"{self._address} cannot be reached, trying again: {reason}"
 
 
@@ -571,26 +587,35 @@ def _stay_online(options: DeviceOptions, tasks: Tasks, stop: StopSignal, hurry: 
     answered = (lambda: None) if health is None else health.answered
     register = options.keys is None
     absent = False
+    endpoint = options.endpoint
     while not stop.is_set():
         # A key stands for one node: who joins again without a registered one is a new node,
         # and the strategy sees at once that the old one's work is lost.
         keys = options.keys or fleet.generate_keys()
         try:
-            with join(options.endpoint, keys, stop, register=register, answered=answered) as link:
+            with join(endpoint, keys, stop, register=register, answered=answered) as link:
                 pause.reset()
                 if absent:
                     absent = False
                     raise RejoinError("an earlier process of this device was online until now")
-                log.info("online at %s as node %d", options.endpoint.address, link.node_id)
+                log.info("online at %s as node %d", endpoint.address, link.node_id)
                 _serve(link, tasks, stop)
                 log.info("stopping")
                 hurry.wait(tasks.answered_at + _LINGER_SECONDS - time.monotonic())
         except NotAcceptedError:
             # A node that has only just been registered was never there: nobody has to miss it.
-            absent = knows_key(options.endpoint, keys) is not False
+            absent = knows_key(endpoint, keys) is not False
             seconds = pause.next()
             log.warning("not accepted: %s; next try in %.0f s", _WHY_NOT[absent], seconds)
             stop.wait(seconds)
+        except OtherTransportError:
+            if endpoint.transport != fleet.AUTO:
+                raise UserError(
+                    f"{endpoint.address} speaks HTTP, as SuperLinks of Flower 1.40 and later do: "
+                    "use --transport http, or leave the option out."
+                ) from None
+            endpoint = replace(endpoint, transport=fleet.HTTP)
+            log.info("%s speaks HTTP", endpoint.address)
         except RejoinError as error:
             log.warning("joining again: %s", error)
             # A node that was away is sent anew what it was sent before.

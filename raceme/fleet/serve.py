@@ -96,6 +96,8 @@ class ServeOptions:
         after that of `address`, on loopback, if that is free.
     reconnect : float
         Seconds that devices which were online when the server ended may take to come back.
+    http : str, optional
+        ``HOST:PORT`` for SuperNodes of Flower 1.40 and later.
     """
 
     address: str = "0.0.0.0:9092"
@@ -104,6 +106,7 @@ class ServeOptions:
     clients_min: int = 1
     metrics: str = ""
     reconnect: float = RECONNECT_SECONDS
+    http: str | None = None
 
 
 def prepare(keys: Mapping[str, Value]) -> RunConfig:
@@ -174,10 +177,10 @@ def serve(
     certificates, registered = _credentials(options)
     state = LinkState(app_of(config))
     state.reconnect = options.reconnect
-    api = FleetApi(state, options.address, certificates, registered)
+    api = FleetApi(state, options.address, certificates, registered, options.http)
     strategy = experiment.build_strategy(config)
     metrics = Metrics(state, lambda: strategy.progress.fleet.by_node, lambda: len(strategy.models))
-    api.on_call = metrics.hear
+    api.calls.on_call = metrics.hear
     try:
         with ExitStack() as stack:
             stack.enter_context(api)
@@ -195,10 +198,11 @@ def serve(
             return experiment.conduct(
                 config, strategy, grid, *observers, metrics.observe, stop=stop
             )
-    except PortInUseError:
+    except PortInUseError as error:
+        option = "--http" if error.address == options.http else "--address"
         raise UserError(
-            f"{options.address} cannot be listened at: another process has the port, or the "
-            "address is not this host's. Stop that process, or choose another with --address."
+            f"Cannot listen on {error.address}: another process has the port, or the address is "
+            f"not this host's. Stop that process, or choose another with {option}."
         ) from None
     except (OSError, sqlite3.OperationalError) as error:
         reason = getattr(error, "strerror", None) or str(error)
@@ -245,6 +249,8 @@ def _listen(api: FleetApi, options: ServeOptions) -> None:
     api.start()
     secure = "TLS" if options.certificates is not None else "plain text, for a test only"
     log.info("Listening at %s (%s)", options.address, secure)
+    if options.http is not None:
+        log.info("Listening at %s for SuperNodes that speak HTTP", options.http)
     if options.clients_min > 1:
         log.info("The run begins when %d devices are online", options.clients_min)
 

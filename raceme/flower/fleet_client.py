@@ -1,4 +1,4 @@
-"""A device's side of Flower's Fleet API (gRPC), and the calls that Raceme's devices make beside it.
+"""A device's side of Flower's Fleet API, and the calls that Raceme's devices make beside it.
 
 A device greets the server before it goes online; a server of Flower's own does not know the call,
 and both then keep to Flower's. `Next` asks for a message, waits for it at the server, and brings it
@@ -9,44 +9,55 @@ from __future__ import annotations
 
 import contextlib
 import json
-import time
+import random
+import ssl
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, Self, cast, get_type_hints
 
 import grpc
+import httpx
 from cryptography.hazmat.primitives.asymmetric import ec
 from flwr.app import Message
-from flwr.client.grpc_rere_client.connection import grpc_request_response
-from flwr.client.grpc_rere_client.node_auth_client_interceptor import NodeAuthClientInterceptor
-from flwr.common.serde import message_from_proto
+from flwr.app.message import remove_content_from_message
+from flwr.common.constant import HEARTBEAT_DEFAULT_INTERVAL
+from flwr.common.serde import message_from_proto, message_to_proto, run_from_proto
+from flwr.proto.fab_pb2 import GetFabRequest
 from flwr.proto.fleet_pb2 import (
     ActivateNodeRequest,
+    DeactivateNodeRequest,
     PullMessagesResponse,
+    PushMessagesRequest,
     RegisterNodeFleetRequest,
     UnregisterNodeFleetRequest,
 )
 from flwr.proto.fleet_pb2 import PullMessagesRequest as PullMessagesRequest
-from flwr.proto.fleet_pb2_grpc import FleetStub
 from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatRequest
 from flwr.proto.message_pb2 import ObjectTree, PushObjectRequest
+from flwr.proto.node_pb2 import Node
+from flwr.proto.run_pb2 import GetRunRequest
 from flwr.supercore.error import ApiErrorCode, FlowerError
-from flwr.supercore.fab import Fab
-from flwr.supercore.grpc import GRPC_MAX_MESSAGE_LENGTH, on_channel_state_change
 from flwr.supercore.inflatable import inflatable_object as inflatable
+from flwr.supercore.inflatable.inflatable_protobuf_utils import (
+    make_confirm_message_received_fn_protobuf,
+    make_pull_object_fn_protobuf,
+    make_push_object_fn_protobuf,
+)
 from flwr.supercore.inflatable.inflatable_utils import ObjectPullError as ObjectPullError
 from flwr.supercore.inflatable.inflatable_utils import ObjectPushError as ObjectPushError
 from flwr.supercore.inflatable.inflatable_utils import (
     pull_and_inflate_object_from_tree,
     push_objects,
 )
-from flwr.supercore.interceptors import RuntimeVersionClientInterceptor
-from flwr.supercore.primitives.asymmetric import generate_key_pairs, public_key_to_bytes
-from flwr.supercore.retry import RetryInvoker
 from flwr.supercore.run import Run as Run
+from google.protobuf.message import Message as ProtoMessage
 
 from raceme import __version__
+from raceme.flower.fleet_protocol import CALLS, MEDIA_TYPE, Signer, path_of
+from raceme.flower.fleet_protocol import SERVICE as FLEET_SERVICE
+from raceme.flower.fleet_protocol import generate_keys as generate_keys
 from raceme.flower.messages import decode, encode, joined, parted, set_message_id, size_of, split
 
 SERVICE = "raceme.Fleet"
@@ -60,6 +71,8 @@ LARGEST = 1024 * 1024
 """Bytes of the arrays of a message that travels whole; a larger one does in Flower's objects, each
 of which can be sent again. One call has to get through a slow link."""
 
+LARGEST_CALL = 2**31 - 1
+"""Bytes of a call: what gRPC and protocol buffers can carry."""
 _LONGEST_HEAD = 1000
 """Bytes of all that a call states beside its body."""
 
@@ -213,9 +226,7 @@ class Direct:
         if form == b"whole":
             message = decode(data)
         else:
-            pulled = PullMessagesResponse.FromString(data)
-            message = message_from_proto(pulled.messages_list[0])
-            tree = pulled.message_object_trees[0]
+            message, tree = _first_of(PullMessagesResponse.FromString(data))
         self._have = message.metadata.message_id
         return message, tree
 
@@ -229,19 +240,18 @@ class Direct:
 
 
 # -----------------------------------------------------------------------------
-# A SuperNode's side of Flower's Fleet protocol (gRPC, request and response).
+# A node's side of Flower's Fleet API, over gRPC or HTTP.
 #
-# Calls, authentication, heartbeats and objects are Flower's own code. What differs from a stock
-# SuperNode is how failures are decided about: every call goes through the caller's `Calls`, and
-# nothing in here ends the process.
+# How failures are decided about is the caller's: every call but heartbeats goes through its
+# `Calls`, and nothing in here ends the process.
 # -----------------------------------------------------------------------------
 
 
 Keys = tuple[ec.EllipticCurvePrivateKey, ec.EllipticCurvePublicKey]
 
 _CHANNEL_OPTIONS = [
-    ("grpc.max_send_message_length", GRPC_MAX_MESSAGE_LENGTH),
-    ("grpc.max_receive_message_length", GRPC_MAX_MESSAGE_LENGTH),
+    ("grpc.max_send_message_length", LARGEST_CALL),
+    ("grpc.max_receive_message_length", LARGEST_CALL),
     # Connections of one process to one server would otherwise be shared: each device has its own.
     ("grpc.use_local_subchannel_pool", 1),
     # gRPC's own pauses between two attempts to connect grow to two minutes, during which every
@@ -250,6 +260,8 @@ _CHANNEL_OPTIONS = [
     ("grpc.min_reconnect_backoff_ms", 500),
     ("grpc.max_reconnect_backoff_ms", 5000),
 ]
+
+AUTO, GRPC, HTTP = "auto", "grpc", "http"
 
 
 @dataclass(frozen=True)
@@ -264,11 +276,14 @@ class Endpoint:
         Plain text instead of TLS.
     root_certificates : bytes or None
         PEM of the certificate authority; None stands for those that gRPC brings.
+    transport : str
+        ``"grpc"`` or ``"http"``; ``"auto"``: gRPC, unless the server speaks HTTP.
     """
 
     address: str
     insecure: bool = False
     root_certificates: bytes | None = None
+    transport: str = AUTO
 
 
 @dataclass(frozen=True)
@@ -292,7 +307,7 @@ class Calls(Protocol):
     Attributes
     ----------
     max_tries : int or None
-        Flower sets it to 1 when the connection is given up.
+        1 when the connection is given up.
     pull_failed : bool
         True if a request for the next message failed after it may have reached the SuperLink,
         which hands a message out only once.
@@ -314,8 +329,103 @@ class Calls(Protocol):
         ...
 
 
-_SIGNED_SECONDS = 20.0
-"""How long a signature is used. What is signed is the time; a SuperLink accepts it for 300 s."""
+Transport = Callable[[str, ProtoMessage, float | None], Any]
+"""Makes a call of a name, with its request and a deadline in seconds, and returns the response."""
+
+
+class _GrpcTransport:
+    """Makes calls over a channel; one that waits for messages can be interrupted."""
+
+    def __init__(self, channel: grpc.Channel, wait_for: Callable[[grpc.Future], bool]) -> None:
+        self._calls: dict[str, Callable[..., Any]] = {
+            name: channel.unary_unary(
+                f"/{FLEET_SERVICE}/{name}",
+                request_serializer=call.request.SerializeToString,
+                response_deserializer=call.response.FromString,
+            )
+            for name, call in CALLS.items()
+        }
+        pull = cast(grpc.UnaryUnaryMultiCallable, self._calls[_PULL])
+        self._calls[_PULL] = _interruptible(pull, wait_for, PullMessagesResponse())
+
+    def __call__(self, name: str, request: ProtoMessage, timeout: float | None = None) -> Any:
+        return self._calls[name](request, timeout=timeout)
+
+
+class HttpError(grpc.RpcError):  # type: ignore[misc]
+    """A call over HTTP has failed, in gRPC's terms, so that one rule decides about both.
+
+    Parameters
+    ----------
+    code : grpc.StatusCode
+        What has failed.
+    details : str
+        In words.
+    """
+
+    def __init__(self, code: grpc.StatusCode, details: str) -> None:
+        super().__init__(details)
+        self._code, self._details = code, details
+
+    def code(self) -> grpc.StatusCode:
+        """Return what has failed."""
+        return self._code
+
+    def details(self) -> str:
+        """Return what the server, or the network, says about it."""
+        return self._details
+
+
+_CODES = {
+    401: grpc.StatusCode.UNAUTHENTICATED,
+    403: grpc.StatusCode.PERMISSION_DENIED,
+    404: grpc.StatusCode.UNIMPLEMENTED,
+    405: grpc.StatusCode.UNIMPLEMENTED,
+    409: grpc.StatusCode.ALREADY_EXISTS,
+    412: grpc.StatusCode.FAILED_PRECONDITION,
+    413: grpc.StatusCode.INVALID_ARGUMENT,
+    429: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    502: grpc.StatusCode.UNAVAILABLE,
+    503: grpc.StatusCode.UNAVAILABLE,
+    504: grpc.StatusCode.UNAVAILABLE,
+}
+
+
+class _HttpTransport:
+    """Makes calls over HTTP, as SuperNodes from 1.40 on do."""
+
+    def __init__(self, endpoint: Endpoint, signer: Signer) -> None:
+        verify: ssl.SSLContext | bool = not endpoint.insecure
+        if endpoint.root_certificates is not None:
+            verify = ssl.create_default_context(cadata=endpoint.root_certificates.decode())
+        scheme = "http" if endpoint.insecure else "https"
+        self._client = httpx.Client(base_url=f"{scheme}://{endpoint.address}", verify=verify)
+        self._signer = signer
+
+    def __call__(self, name: str, request: ProtoMessage, timeout: float | None = None) -> Any:
+        headers = {"content-type": MEDIA_TYPE, "accept": MEDIA_TYPE, **self._signer.headers()}
+        body = request.SerializeToString()
+        try:
+            response = self._client.post(
+                path_of(name), content=body, headers=headers, timeout=timeout
+            )
+        except httpx.TimeoutException as error:
+            raise HttpError(grpc.StatusCode.DEADLINE_EXCEEDED, str(error)) from None
+        except httpx.TransportError as error:
+            raise HttpError(grpc.StatusCode.UNAVAILABLE, str(error)) from None
+        if response.is_error:
+            code = _CODES.get(response.status_code, grpc.StatusCode.INTERNAL)
+            raise HttpError(code, response.text[:_LONGEST_HEAD])
+        if response.headers.get("content-type", "").partition(";")[0] != MEDIA_TYPE:
+            raise HttpError(grpc.StatusCode.UNIMPLEMENTED, "the answer is none of a Fleet API")
+        return CALLS[name].response.FromString(response.content)
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._client.close()
+
+
+_PULL = "PullMessages"
 ANNOUNCED_SECONDS = 30.0
 """Longest wait for the rest of a message. If its sender has died it will never come, and Flower
 would wait for two hours; the device is deaf meanwhile."""
@@ -327,19 +437,10 @@ class RejoinError(Exception):
 
 @dataclass
 class Link:
-    """An open connection on behalf of one node that is online.
-
-    Its calls but for those of `direct` are Flower's, as its code yields them.
-    """
+    """An open connection on behalf of one node that is online."""
 
     node_id: int
-    _receive: Callable[[], tuple[Message, ObjectTree] | None]
-    _send: Callable[[Message, ObjectTree, float], tuple[set[str], str]]
-    _get_run: Callable[[int], Run]
-    _get_fab: Callable[[str, int], Fab]
-    _pull_object: Callable[[int, str], bytes]
-    _push_object: Callable[[int, str, str, bytes], None]
-    _confirm: Callable[[int, str], None]
+    _transport: Transport
     _calls: Calls
     _direct: Direct | None
 
@@ -365,10 +466,13 @@ class Link:
         if self._direct is not None:
             received = self._direct.next(self.node_id, patience)
         else:
-            received = self._receive()
+            pulled = self._invoke(_PULL, PullMessagesRequest(node=self._node))
             doubtful, self._calls.pull_failed = self._calls.pull_failed, False
-            if received is None and doubtful:
-                raise RejoinError("the network failed while it asked for work")
+            if not pulled.messages_list:
+                if doubtful:
+                    raise RejoinError("the network failed while it asked for work")
+                return None
+            received = _first_of(pulled)
         if received is None:
             return None
         message, tree = received
@@ -379,8 +483,10 @@ class Link:
     def _inflate(self, run_id: int, tree: ObjectTree) -> Message:
         message = pull_and_inflate_object_from_tree(
             tree,
-            partial(self._pull_object, run_id),
-            partial(self._confirm, run_id),
+            make_pull_object_fn_protobuf(partial(self._invoke, "PullObject"), self._node, run_id),
+            make_confirm_message_received_fn_protobuf(
+                partial(self._invoke, "ConfirmMessageReceived"), self._node, run_id
+            ),
             return_type=Message,
             # The server app may still be sending what the message announces.
             initial_backoff=0.05,
@@ -399,66 +505,86 @@ class Link:
             reply = joined(reply)
         set_message_id(reply, reply.object_id)
         with inflatable.no_object_id_recompute():
-            missing, session = self._send(reply, inflatable.get_object_tree(reply), seconds)
+            tree = inflatable.get_object_tree(reply)
+            head = remove_content_from_message(reply) if reply.has_content() else reply
+            announced = PushMessagesRequest(
+                node=self._node,
+                messages_list=[message_to_proto(head)],
+                message_object_trees=[tree],
+                clientapp_runtime_list=[seconds],
+            )
+            pushed = self._invoke("PushMessages", announced)
+            run_id = reply.metadata.run_id
             push_objects(
                 inflatable.get_all_nested_objects(reply),
-                partial(self._push_object, reply.metadata.run_id, session),
-                object_ids_to_push=missing,
+                make_push_object_fn_protobuf(
+                    partial(self._invoke, "PushObject"), self._node, run_id, pushed.session_id
+                ),
+                object_ids_to_push=set(pushed.objects_to_push),
             )
 
     def run(self, run_id: int) -> Run:
         """Return what the SuperLink says about a run."""
-        return self._get_run(run_id)
+        answer = self._invoke("GetRun", GetRunRequest(node=self._node, run_id=run_id))
+        return run_from_proto(answer.run)
 
     def bundle(self, run: Run) -> bytes:
         """Fetch the Flower App Bundle of a run."""
-        return self._get_fab(run.fab_hash, run.run_id).content
+        request = GetFabRequest(node=self._node, hash_str=run.fab_hash, run_id=run.run_id)
+        return bytes(self._invoke("GetFab", request).fab.content)
+
+    @property
+    def _node(self) -> Node:
+        return Node(node_id=self.node_id)
+
+    def _invoke(self, name: str, request: ProtoMessage) -> Any:
+        return self._calls.invoke(partial(self._transport, name), request)
 
 
-class _Escape(BaseException):
-    """Carries an error past Flower's connection code, which would end the process for it."""
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__(str(error))
-        self.error = error
+def _first_of(pulled: PullMessagesResponse) -> tuple[Message, ObjectTree]:
+    return message_from_proto(pulled.messages_list[0]), pulled.message_object_trees[0]
 
 
-class _Unavailable(grpc.RpcError):  # type: ignore[misc]
-    """Tells Flower's heartbeat thread to try again later; the main thread decides what to do."""
+class _Heart:
+    """Sends heartbeats from a thread of its own; a failed one is sent again, later and later."""
 
-    def code(self) -> grpc.StatusCode:
-        return grpc.StatusCode.UNAVAILABLE
+    def __init__(self, transport: Transport, node_id: int, calls: Calls) -> None:
+        self._transport, self._calls = transport, calls
+        interval = HEARTBEAT_DEFAULT_INTERVAL
+        self._request = SendNodeHeartbeatRequest(
+            node=Node(node_id=node_id), heartbeat_interval=interval
+        )
+        self._interval = float(interval)
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._beat, daemon=True)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_raised: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _beat(self) -> None:
+        failures = 0
+        while True:
+            try:
+                response = self._transport("SendNodeHeartbeat", self._request, _HEARTBEAT_SECONDS)
+                succeeded = bool(response.success)
+            except grpc.RpcError:
+                succeeded = False
+            if succeeded:
+                self._calls.answered()
+                failures, pause = 0, self._interval * random.uniform(0.7, 0.9)
+            else:
+                # The main thread decides what a failure means.
+                failures, pause = failures + 1, min(2.0**failures, _LONGEST_BEAT_PAUSE)
+            if self._ended.wait(pause):
+                return
 
 
-class _Guard:
-    """Stands between Flower's connection code and the caller's `Calls`."""
-
-    def __init__(self, calls: Calls) -> None:
-        self._calls = calls
-        self.connecting = True
-        self.max_tries: int | None = None
-
-    def invoke(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if args and isinstance(args[0], SendNodeHeartbeatRequest):
-            return self._beat(target, *args, **kwargs)
-        self._calls.max_tries = self.max_tries
-        try:
-            return self._calls.invoke(target, *args, **kwargs)
-        except Exception as error:
-            if self.connecting:
-                raise _Escape(error) from error
-            raise
-
-    def _beat(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Make one heartbeat; whatever goes wrong with it must not end its thread."""
-        try:
-            response = target(*args, **kwargs)
-        except grpc.RpcError as error:
-            raise _Unavailable from error
-        if not response.success:
-            raise _Unavailable
-        self._calls.answered()
-        return response
+_HEARTBEAT_SECONDS = 5.0
+_LONGEST_BEAT_PAUSE = 20.0
 
 
 def _interruptible(
@@ -473,28 +599,17 @@ def _interruptible(
     return call
 
 
-class _Signer(NodeAuthClientInterceptor):
-    """Flower's signature of calls, made once for a while: it is of the time, not of the call."""
+class _SigningInterceptor(grpc.UnaryUnaryClientInterceptor):  # type: ignore[misc]
+    """Signs the calls of a channel."""
 
-    def __init__(self, keys: Keys) -> None:
-        super().__init__(*keys)
-        self._signed: list[tuple[str, str | bytes]] = []
-        self._signed_at = float("-inf")
+    def __init__(self, signer: Signer) -> None:
+        self._signer = signer
 
     def intercept_unary_unary(
         self, continuation: Callable[..., Any], details: Any, request: Any
     ) -> Any:
-        before = list(details.metadata or [])
-        if time.monotonic() < self._signed_at + _SIGNED_SECONDS:
-            signed = details._replace(metadata=[*before, *self._signed])
-            return continuation(signed, request)
-
-        def keep(signed: Any, request: Any) -> Any:
-            self._signed = list(signed.metadata)[len(before) :]
-            self._signed_at = time.monotonic()
-            return continuation(signed, request)
-
-        return super().intercept_unary_unary(keep, details, request)
+        signed = [*(details.metadata or []), *self._signer.metadata()]
+        return continuation(details._replace(metadata=signed), request)
 
 
 @contextlib.contextmanager
@@ -513,62 +628,40 @@ def connect(endpoint: Endpoint, keys: Keys, calls: Calls, *, register: bool) -> 
         Make the node known first, and forget it on the way out; a SuperLink that authenticates
         its nodes allows neither.
     """
-    guard = _Guard(calls)
-    public_key = public_key_to_bytes(keys[1])
-    stubs: list[FleetStub] = []
-    channels: list[grpc.Channel] = []
-    directs: list[Direct | None] = []
+    signer = Signer(*keys)
+    calls.max_tries = None
+    with contextlib.ExitStack() as stack:
+        direct: Direct | None = None
+        transport: Transport
+        if endpoint.transport == HTTP:
+            transport = _HttpTransport(endpoint, signer)
+            stack.callback(transport.close)
+        else:
+            channel = signed_channel(endpoint, keys)
+            stack.callback(channel.close)
+            transport = _GrpcTransport(channel, calls.wait_for)
+            direct = Direct(channel, calls.invoke, calls.wait_for)
 
-    def make_stub(unused: grpc.Channel) -> FleetStub:
-        plain = open_channel(endpoint)
-        signer = _Signer(keys)
-        versions = RuntimeVersionClientInterceptor(component_name="SuperNode")
-        # Only to log it would a thread look at the state of Flower's channel five times a second.
-        unused.unsubscribe(on_channel_state_change)
-        # Flower closes the channel that it made only after this function has returned.
-        channels.extend((unused, plain))
-        stub = FleetStub(grpc.intercept_channel(plain, versions, signer))
-        # Flower's check of versions blocks until a call has ended; one that waits must not.
-        signed = grpc.intercept_channel(plain, signer)
-        pull = FleetStub(signed).PullMessages
-        stub.PullMessages = _interruptible(pull, calls.wait_for, PullMessagesResponse())
+        def invoke(name: str, request: ProtoMessage) -> Any:
+            return calls.invoke(partial(transport, name), request)
+
         if register:
-            request = RegisterNodeFleetRequest(public_key=public_key)
-            guard.invoke(stub.RegisterNode, request)
-        direct = Direct(signed, guard.invoke, calls.wait_for)
-        directs.append(direct if direct.greet() else None)
-        stubs.append(stub)
-        return stub
-
-    failure: BaseException | None = None
-    try:
-        with grpc_request_response(
-            endpoint.address,
-            endpoint.insecure,
-            cast(RetryInvoker, guard),
-            root_certificates=endpoint.root_certificates,
-            authentication_keys=keys,
-            adapter_cls=cast(type[FleetStub], make_stub),
-        ) as connection:
-            guard.connecting = False
-            try:
-                yield Link(*connection, _calls=calls, _direct=directs[0])
-            # Flower's code swallows what is raised here; it is raised again below.
-            except BaseException as error:
-                failure = error
-            guard.max_tries = 1
-            if register:
-                request = UnregisterNodeFleetRequest(node_id=connection[0])
-                with contextlib.suppress(grpc.RpcError):
-                    # Flower has wrapped the stub's methods: this one goes through `guard` too.
-                    stubs[0].UnregisterNode(request)
-    except _Escape as escape:
-        raise escape.error from None
-    finally:
-        for channel in channels:
-            channel.close()
-    if failure is not None:
-        raise failure
+            invoke("RegisterNode", RegisterNodeFleetRequest(public_key=signer.public_bytes))
+        if direct is not None and not direct.greet():
+            direct = None
+        request = ActivateNodeRequest(
+            public_key=signer.public_bytes, heartbeat_interval=HEARTBEAT_DEFAULT_INTERVAL
+        )
+        node_id = invoke("ActivateNode", request).node_id
+        try:
+            with _Heart(transport, node_id, calls):
+                yield Link(node_id, transport, calls, direct)
+        finally:
+            calls.max_tries = 1
+            with contextlib.suppress(grpc.RpcError):
+                invoke("DeactivateNode", DeactivateNodeRequest(node_id=node_id))
+                if register:
+                    invoke("UnregisterNode", UnregisterNodeFleetRequest(node_id=node_id))
 
 
 def open_channel(endpoint: Endpoint) -> grpc.Channel:
@@ -577,6 +670,11 @@ def open_channel(endpoint: Endpoint) -> grpc.Channel:
         return grpc.insecure_channel(endpoint.address, options=_CHANNEL_OPTIONS)
     credentials = grpc.ssl_channel_credentials(endpoint.root_certificates)
     return grpc.secure_channel(endpoint.address, credentials, options=_CHANNEL_OPTIONS)
+
+
+def signed_channel(endpoint: Endpoint, keys: Keys) -> grpc.Channel:
+    """Open a channel on which every call is signed."""
+    return grpc.intercept_channel(open_channel(endpoint), _SigningInterceptor(Signer(*keys)))
 
 
 def is_pull(request: object) -> bool:
@@ -594,11 +692,6 @@ def error_text(error: grpc.RpcError) -> str:
     details = str(error.details() if hasattr(error, "details") else error)
     stated = FlowerError.from_json(details)
     return stated.message if stated else details
-
-
-def generate_keys() -> Keys:
-    """Make a key pair for a node that registers itself."""
-    return generate_key_pairs()
 
 
 # -----------------------------------------------------------------------------
@@ -619,21 +712,20 @@ def knows_key(endpoint: Endpoint, keys: Keys) -> bool | None:
     To a node that cannot go online it does not say why. A request that could never be granted it
     refuses for that reason only if it knows the key.
     """
-    request = ActivateNodeRequest(public_key=public_key_to_bytes(keys[1]), heartbeat_interval=-1.0)
-    channel = signed_channel(endpoint, keys)
-    try:
-        FleetStub(channel).ActivateNode(request, timeout=_QUESTION_SECONDS)
-    except grpc.RpcError as error:
-        stated = FlowerError.from_json(str(error.details()))
-        return None if stated is None else _KNOWS.get(int(stated.code))
-    finally:
-        channel.close()
+    signer = Signer(*keys)
+    request = ActivateNodeRequest(public_key=signer.public_bytes, heartbeat_interval=-1.0)
+    with contextlib.ExitStack() as stack:
+        transport: Transport
+        if endpoint.transport == HTTP:
+            transport = _HttpTransport(endpoint, signer)
+            stack.callback(transport.close)
+        else:
+            channel = signed_channel(endpoint, keys)
+            stack.callback(channel.close)
+            transport = _GrpcTransport(channel, lambda _call: True)
+        try:
+            transport("ActivateNode", request, _QUESTION_SECONDS)
+        except grpc.RpcError as error:
+            stated = FlowerError.from_json(str(error.details()))
+            return None if stated is None else _KNOWS.get(int(stated.code))
     return None
-
-
-def signed_channel(endpoint: Endpoint, keys: Keys) -> grpc.Channel:
-    """Open a channel on which every call is signed."""
-    versions = RuntimeVersionClientInterceptor(component_name="SuperNode")
-    return grpc.intercept_channel(
-        open_channel(endpoint), versions, NodeAuthClientInterceptor(*keys)
-    )

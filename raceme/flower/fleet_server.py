@@ -1,54 +1,75 @@
-"""Flower's Fleet API over gRPC, served from this process.
+"""The server's side of Flower's Fleet API, over gRPC and HTTP, and of Raceme's own calls.
 
-Servicer, checks of signatures and of versions are Flower's own. They are called from an event loop
-instead of a thousand threads, so that a device may wait at the server until there is work for it.
+Calls are answered in one event loop, so that a device may wait at the server until there is work
+for it, and whoever makes one is known before its body is read.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import socket
+import ssl
+import tempfile
 import threading
-import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from functools import partial
-from types import SimpleNamespace
-from typing import Any, NamedTuple, NoReturn, cast
+from typing import Any
 
 import grpc
-from flwr.common.constant import PUBLIC_KEY_HEADER, SIGNATURE_HEADER, TIMESTAMP_HEADER
-from flwr.common.serde import message_to_proto
-from flwr.proto.fleet_pb2 import PullMessagesResponse
-from flwr.proto.fleet_pb2_grpc import add_FleetServicer_to_server
-from flwr.server.superlink.fleet.grpc_rere.fleet_servicer import FleetServicer
-from flwr.server.superlink.fleet.grpc_rere.node_auth_server_interceptor import (
-    NodeAuthServerInterceptor,
+import uvicorn
+from flwr.app import Message
+from flwr.common.constant import (
+    HEARTBEAT_MAX_INTERVAL,
+    HEARTBEAT_MIN_INTERVAL,
+    NOOP_ACCOUNT_NAME,
+    NOOP_FLWR_AID,
 )
-from flwr.supercore.grpc import GRPC_MAX_MESSAGE_LENGTH
-from flwr.supercore.interceptors import (
-    RpcErrorTranslationServerInterceptor,
-    create_fleet_runtime_version_server_interceptor,
+from flwr.common.serde import fab_to_proto, message_from_proto, message_to_proto, run_to_proto
+from flwr.proto.fab_pb2 import GetFabResponse
+from flwr.proto.fleet_pb2 import (
+    ActivateNodeResponse,
+    DeactivateNodeResponse,
+    PullMessagesResponse,
+    PushMessagesResponse,
+    Reconnect,
+    RegisterNodeFleetResponse,
+    UnregisterNodeFleetResponse,
 )
+from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatResponse
+from flwr.proto.message_pb2 import (
+    ConfirmMessageReceivedResponse,
+    ObjectTree,
+    PullObjectResponse,
+    PushObjectResponse,
+)
+from flwr.proto.run_pb2 import GetRunResponse
+from flwr.supercore.error import ApiErrorCode
+from google.protobuf.message import DecodeError
+from google.protobuf.message import Message as ProtoMessage
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 from raceme import __version__
 from raceme.flower import fleet_client as wire
-from raceme.flower.fleet_client import Certificates
+from raceme.flower.fleet_client import LARGEST_CALL, Certificates
+from raceme.flower.fleet_protocol import CALLS, MEDIA_TYPE, SERVICE, FleetError, Signatures, path_of
 from raceme.flower.link_state import LinkState
 from raceme.flower.messages import encode, join
 
 log = logging.getLogger("raceme.serve")
 
-_SERVICE = "flwr.proto.Fleet"
-_ACTIVATE = "ActivateNode"
+_Code = grpc.StatusCode
 _START_SECONDS = 30.0
 _END_SECONDS = 2.0
 _FOREIGN_REPLY = "a reply of another node"
-_PROVEN_SECONDS = 60.0
-"""How long a signature that was checked counts as such. Flower accepts one for five minutes."""
 
 _OPTIONS = [
-    ("grpc.max_send_message_length", GRPC_MAX_MESSAGE_LENGTH),
-    ("grpc.max_receive_message_length", GRPC_MAX_MESSAGE_LENGTH),
+    ("grpc.max_send_message_length", LARGEST_CALL),
+    ("grpc.max_receive_message_length", LARGEST_CALL),
     ("grpc.keepalive_time_ms", 210_000),
     ("grpc.http2.max_pings_without_data", 0),
     # Calls wait for their turn as long as devices do, and are not cancelled after 30 s.
@@ -62,7 +83,345 @@ _OPTIONS = [
 
 
 class PortInUseError(Exception):
-    """The address cannot be listened at; the message says why, if that is known."""
+    """The server cannot listen on an address.
+
+    Parameters
+    ----------
+    address : str
+        ``HOST:PORT``.
+    """
+
+    def __init__(self, address: str) -> None:
+        super().__init__(address)
+        self.address = address
+
+
+class FleetCalls:
+    """The calls of Flower's Fleet API, answered from a link state, by whatever transport they come.
+
+    Parameters
+    ----------
+    state : LinkState
+        What the calls are about.
+    registered : Callable, optional
+        Returns the public keys of the nodes that may take part (PEM); without it all may.
+
+    Attributes
+    ----------
+    on_call : Callable
+        Called with a node that has made a call.
+    """
+
+    def __init__(
+        self, state: LinkState, registered: Callable[[], Collection[bytes]] | None = None
+    ) -> None:
+        self._state, self._registered = state, registered
+        self._signatures = Signatures()
+        self.on_call: Callable[[int], None] = lambda _node: None
+
+    def caller(self, metadata: Mapping[str, Any]) -> bytes:
+        """Return the public key that has signed a call.
+
+        Raises
+        ------
+        FleetError
+            See :meth:`Signatures.caller`.
+        """
+        key = self._signatures.caller(metadata)
+        # Unknown keys are not kept: anybody can make some.
+        if self._state.get_node_id_by_public_key(key) is not None:
+            self._signatures.remember(key, metadata)
+        return key
+
+    def answer(self, name: str, key: bytes, request: Any) -> ProtoMessage:
+        """Answer a call that a node has signed with its key.
+
+        Raises
+        ------
+        FleetError
+            The call is refused.
+        """
+        if name in (_REGISTER, _ACTIVATE):
+            if request.public_key != key:
+                raise FleetError(_Code.UNAUTHENTICATED, "Public key does not match request")
+        else:
+            self.check(key, request.node.node_id if hasattr(request, "node") else request.node_id)
+        if getattr(request, "run_id", self._state.run_id) != self._state.run_id:
+            raise _refused(ApiErrorCode.FLEET_RUN_STATUS_NOT_ALLOWED, "This server has another run")
+        answer: Callable[[Any], ProtoMessage] = getattr(self, f"_{_SNAKE[name]}")
+        return answer(request)
+
+    def check(self, key: bytes, node: int) -> None:
+        """Refuse a node that says that it is another one."""
+        if self._state.get_node_id_by_public_key(key) != node:
+            # In Flower's words.
+            raise FleetError(_Code.UNAUTHENTICATED, "Invalid node ID")
+        self.on_call(node)
+
+    def admit(self) -> None:
+        """Let the registered nodes in, if there is a list of them."""
+        if self._registered is not None:
+            self._state.admit(self._registered())
+
+    def look_for(self, key: bytes) -> None:
+        """Look whether a node with an unknown key has been registered meanwhile."""
+        if self._registered is not None and self._state.get_node_id_by_public_key(key) is None:
+            self.admit()
+
+    # One method for each call, in the order in which a node makes them.
+
+    def _register_node(self, request: Any) -> ProtoMessage:
+        if self._registered is not None:
+            raise _refused(
+                ApiErrorCode.FLEET_SUPERNODE_REGISTRATION_DISABLED,
+                "All nodes must be registered by the server's owner",
+            )
+        try:
+            node = self._state.create_node(NOOP_FLWR_AID, NOOP_ACCOUNT_NAME, request.public_key, 0)
+        except ValueError:
+            raise _refused(
+                ApiErrorCode.PUBLIC_KEY_ALREADY_IN_USE, "Public key already in use"
+            ) from None
+        return RegisterNodeFleetResponse(node_id=node)
+
+    def _activate_node(self, request: Any) -> ProtoMessage:
+        self.look_for(request.public_key)
+        node = self._state.get_node_id_by_public_key(request.public_key)
+        if node is not None:
+            _check_interval(request.heartbeat_interval)
+            if self._state.activate_node(node, request.heartbeat_interval):
+                return ActivateNodeResponse(node_id=node)
+        raise _refused(ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED, "Failed to activate the node")
+
+    def _send_node_heartbeat(self, request: Any) -> ProtoMessage:
+        _check_interval(request.heartbeat_interval)
+        node, interval = request.node.node_id, request.heartbeat_interval
+        success = self._state.acknowledge_node_heartbeat(node, interval)
+        return SendNodeHeartbeatResponse(success=success)
+
+    def _get_run(self, request: Any) -> ProtoMessage:
+        (run,) = self._state.get_run_info(run_ids=[request.run_id])
+        return GetRunResponse(run=run_to_proto(run))
+
+    def _get_fab(self, request: Any) -> ProtoMessage:
+        fab = self._state.get_fab(request.hash_str)
+        if fab is None:
+            raise _refused(ApiErrorCode.FLEET_GET_FAB_FAILED, "There is no such app bundle")
+        return GetFabResponse(fab=fab_to_proto(fab))
+
+    def _pull_messages(self, request: Any) -> ProtoMessage:
+        for message in self._state.get_message_ins(request.node.node_id, 1):
+            message_id = message.metadata.message_id
+            if message_id in self._state.object_store:
+                return _announced(message, self._state.object_store.get_object_tree(message_id))
+            self._state.delete_messages({message_id})
+        return PullMessagesResponse()
+
+    def _pull_object(self, request: Any) -> ProtoMessage:
+        content = self._state.get_object(request.run_id, request.object_id)
+        return PullObjectResponse(
+            object_found=content is not None,
+            object_available=bool(content),
+            object_content=content or b"",
+        )
+
+    def _confirm_message_received(self, request: Any) -> ProtoMessage:
+        self._state.object_store.delete(request.message_object_id)
+        return ConfirmMessageReceivedResponse()
+
+    def _push_messages(self, request: Any) -> ProtoMessage:
+        if len(request.messages_list) != 1 or len(request.message_object_trees) != 1:
+            raise FleetError(_Code.INVALID_ARGUMENT, "One reply is expected, with its objects")
+        (head,) = request.messages_list
+        if head.metadata.src_node_id != request.node.node_id:
+            raise FleetError(_Code.PERMISSION_DENIED, _FOREIGN_REPLY)
+        message = message_from_proto(head)
+        session = self._state.start_session(self._state.run_id)
+        _, missing = self._state.store_message_and_object_tree(
+            message, request.message_object_trees[0], session
+        )
+        return PushMessagesResponse(
+            reconnect=Reconnect(reconnect=5),
+            results={message.metadata.message_id: 0},
+            objects_to_push=missing,
+            session_id=session,
+        )
+
+    def _push_object(self, request: Any) -> ProtoMessage:
+        stored = self._state.store_object(
+            request.run_id, request.session_id, request.object_id, request.object_content
+        )
+        return PushObjectResponse(stored=stored)
+
+    def _deactivate_node(self, request: Any) -> ProtoMessage:
+        if not self._state.deactivate_node(request.node_id):
+            raise _refused(
+                ApiErrorCode.FLEET_NODE_DEACTIVATION_FAILED, "Failed to deactivate the node"
+            )
+        return DeactivateNodeResponse()
+
+    def _unregister_node(self, request: Any) -> ProtoMessage:
+        if self._registered is not None:
+            raise _refused(
+                ApiErrorCode.FLEET_SUPERNODE_UNREGISTRATION_DISABLED,
+                "All nodes must be unregistered by the server's owner",
+            )
+        self._state.delete_node(NOOP_FLWR_AID, request.node_id)
+        return UnregisterNodeFleetResponse()
+
+
+_REGISTER, _ACTIVATE = "RegisterNode", "ActivateNode"
+_SNAKE = {name: path_of(name).rpartition("/")[2].replace("-", "_") for name in CALLS}
+
+
+_CODES = {
+    ApiErrorCode.PUBLIC_KEY_ALREADY_IN_USE: _Code.FAILED_PRECONDITION,
+    ApiErrorCode.FLEET_SUPERNODE_REGISTRATION_DISABLED: _Code.FAILED_PRECONDITION,
+    ApiErrorCode.FLEET_SUPERNODE_UNREGISTRATION_DISABLED: _Code.FAILED_PRECONDITION,
+    ApiErrorCode.FLEET_INVALID_HEARTBEAT_INTERVAL: _Code.INVALID_ARGUMENT,
+    ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED: _Code.FAILED_PRECONDITION,
+    ApiErrorCode.FLEET_NODE_DEACTIVATION_FAILED: _Code.FAILED_PRECONDITION,
+    ApiErrorCode.FLEET_RUN_STATUS_NOT_ALLOWED: _Code.PERMISSION_DENIED,
+    ApiErrorCode.FLEET_GET_FAB_FAILED: _Code.PERMISSION_DENIED,
+}
+_HTTP_STATUS = {
+    _Code.UNAUTHENTICATED: 401,
+    _Code.PERMISSION_DENIED: 403,
+    _Code.UNIMPLEMENTED: 404,
+    _Code.FAILED_PRECONDITION: 412,
+    _Code.RESOURCE_EXHAUSTED: 413,
+}
+
+
+def _refused(number: ApiErrorCode, details: str) -> FleetError:
+    return FleetError(_CODES[number], details, int(number))
+
+
+def _check_interval(seconds: float) -> None:
+    if not HEARTBEAT_MIN_INTERVAL <= seconds <= HEARTBEAT_MAX_INTERVAL:
+        raise _refused(ApiErrorCode.FLEET_INVALID_HEARTBEAT_INTERVAL, "Invalid heartbeat interval")
+
+
+def _announced(message: Message, tree: ObjectTree) -> PullMessagesResponse:
+    """Return the head of a message, and what objects its content consists of."""
+    return PullMessagesResponse(
+        messages_list=[message_to_proto(message)], message_object_trees=[tree]
+    )
+
+
+class _Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Refuses calls over gRPC that no node has signed, before their body is read."""
+
+    def __init__(self, calls: FleetCalls) -> None:
+        self._calls = calls
+
+    async def intercept_service(
+        self, continuation: Callable[[Any], Awaitable[Any]], details: Any
+    ) -> Any:
+        try:
+            self._calls.caller(dict(details.invocation_metadata))
+        except FleetError as error:
+            # A handler of a stream: the request of another is read before it is called.
+            return grpc.stream_unary_rpc_method_handler(partial(_abort, error))
+        return await continuation(details)
+
+
+async def _abort(error: FleetError, _requests: object, context: Any) -> None:
+    details = error.details
+    if error.number is not None:
+        # As Flower's SuperNodes read it.
+        stated = {"code": error.number, "public_message": details, "public_details": None}
+        details = json.dumps(stated)
+    await context.abort(error.code, details)
+
+
+class _HttpApi:
+    """The calls over HTTP, in an event loop that another object runs.
+
+    Parameters
+    ----------
+    calls : FleetCalls
+        Answers them.
+    address : str
+        ``HOST:PORT``.
+    certificates : Certificates, optional
+        For TLS.
+
+    Raises
+    ------
+    PortInUseError
+        The port is taken.
+    """
+
+    def __init__(self, calls: FleetCalls, address: str, certificates: Certificates | None) -> None:
+        self._calls = calls
+        host, _, port = address.rpartition(":")
+        try:
+            self._socket = socket.create_server((host.strip("[]"), int(port)))
+        except OSError:
+            raise PortInUseError(address) from None
+        names = {path_of(name): name for name in CALLS}
+        routes = [
+            Route(path, partial(self._answer, name), methods=["POST"])
+            for path, name in names.items()
+        ]
+        config = uvicorn.Config(
+            Starlette(routes=routes), log_level="error", lifespan="off", access_log=False, ws="none"
+        )
+        config.load()
+        config.ssl = None if certificates is None else _tls(certificates)
+        self._server = uvicorn.Server(config)
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to answer; called in the event loop."""
+        self._task = asyncio.get_running_loop().create_task(
+            self._server.serve(sockets=[self._socket])
+        )
+
+    async def stop(self) -> None:
+        """Answer nothing any more."""
+        self._server.should_exit = self._server.force_exit = True
+        if self._task is not None:
+            await self._task
+        self._socket.close()
+
+    async def _answer(self, name: str, request: Request) -> Response:
+        try:
+            key = self._calls.caller(request.headers)
+            if request.headers.get("content-type", "").partition(";")[0] != MEDIA_TYPE:
+                raise FleetError(_Code.INVALID_ARGUMENT, f"{MEDIA_TYPE} is expected")
+            body = await _body_of(request)
+            asked = CALLS[name].request.FromString(body)
+            answer = self._calls.answer(name, key, asked).SerializeToString()
+        except FleetError as error:
+            stated: dict[str, str | int] = {"detail": error.details}
+            if error.number is not None:
+                stated["code"] = error.number
+            return JSONResponse(stated, _HTTP_STATUS.get(error.code, 400))
+        except DecodeError:
+            return JSONResponse({"detail": "The request cannot be read"}, 400)
+        return Response(answer, media_type=MEDIA_TYPE)
+
+
+async def _body_of(request: Request) -> bytes:
+    """Return the body of a call; one that is too large is not read to its end."""
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > LARGEST_CALL:
+            raise FleetError(_Code.RESOURCE_EXHAUSTED, f"More than {LARGEST_CALL} bytes")
+    return bytes(body)
+
+
+def _tls(certificates: Certificates) -> ssl.SSLContext:
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    # Python reads them from files only; these are gone at once.
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(certificates.certificate + b"\n" + certificates.key)
+        file.flush()
+        context.load_cert_chain(file.name)
+    return context
 
 
 class FleetApi:
@@ -78,11 +437,13 @@ class FleetApi:
         For TLS; plain text without.
     registered : Callable, optional
         Returns the public keys of the nodes that may take part (PEM); without it all may.
+    http : str, optional
+        ``HOST:PORT`` for Flower's SuperNodes from 1.40 on, which speak HTTP.
 
     Attributes
     ----------
-    on_call : Callable
-        Called with a node that has made a call.
+    calls : FleetCalls
+        Answers them; its `on_call` is called with a node that has made one.
 
     Raises
     ------
@@ -96,14 +457,15 @@ class FleetApi:
         address: str,
         certificates: Certificates | None = None,
         registered: Callable[[], Collection[bytes]] | None = None,
+        http: str | None = None,
     ) -> None:
         self._state, self._address, self._certificates = state, address, certificates
-        self._registered = registered
-        self.on_call: Callable[[int], None] = lambda _node: None
+        self.calls = FleetCalls(state, registered)
+        self._http_address = http
+        self._http: _HttpApi | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._waiting: dict[int, asyncio.Future[bool]] = {}
-        self._calls = _Calls(state, registered is not None)
         self._server: grpc.aio.Server | None = None
 
     def __enter__(self) -> FleetApi:
@@ -115,7 +477,7 @@ class FleetApi:
             raise
         self._state.on_work = self._on_work
         # The first checkpoint has them already, so that they stay the nodes that they are.
-        self._admit()
+        self.calls.admit()
         return self
 
     def __exit__(self, *_raised: object) -> None:
@@ -125,8 +487,14 @@ class FleetApi:
     def start(self) -> None:
         """Begin to answer; until then devices that connect have to wait."""
         assert self._server is not None
-        self._admit()
-        self._await(self._server.start())
+        self.calls.admit()
+        self._await(self._start())
+
+    async def _start(self) -> None:
+        assert self._server is not None
+        await self._server.start()
+        if self._http is not None:
+            self._http.start()
 
     def answers(self, seconds: float) -> bool:
         """Return whether calls are answered, or would be, within some seconds."""
@@ -147,6 +515,8 @@ class FleetApi:
             self._wake(node)
         if self._server is not None:
             await self._server.stop(_END_SECONDS)
+        if self._http is not None:
+            await self._http.stop()
         left = asyncio.all_tasks() - {asyncio.current_task()}
         if left:
             await asyncio.wait(left, timeout=_END_SECONDS)
@@ -155,19 +525,21 @@ class FleetApi:
         asyncio.run_coroutine_threadsafe(work, self._loop).result(_START_SECONDS)
 
     async def _bind(self) -> None:
-        server = grpc.aio.server(options=_OPTIONS)
+        server = grpc.aio.server(options=_OPTIONS, interceptors=[_Gate(self.calls)])
         flowers = {
             name: grpc.unary_unary_rpc_method_handler(
-                partial(self._answer, name), call.request_deserializer, call.response_serializer
+                partial(self._answer, name),
+                call.request.FromString,
+                call.response.SerializeToString,
             )
-            for name, call in self._calls.handlers.items()
+            for name, call in CALLS.items()
         }
         answers = {wire.GREET: self._greet, wire.NEXT: self._next, wire.SEND: self._send}
         own = {
             name: grpc.unary_unary_rpc_method_handler(partial(self._answer_own, answer))
             for name, answer in answers.items()
         }
-        for service, methods in ((_SERVICE, flowers), (wire.SERVICE, own)):
+        for service, methods in ((SERVICE, flowers), (wire.SERVICE, own)):
             handler = grpc.method_handlers_generic_handler(service, methods)
             server.add_generic_rpc_handlers((handler,))
         try:
@@ -177,35 +549,29 @@ class FleetApi:
                 pair = (self._certificates.key, self._certificates.certificate)
                 credentials = grpc.ssl_server_credentials([pair], self._certificates.authority)
                 server.add_secure_port(self._address, credentials)
-        except RuntimeError as error:
-            raise PortInUseError(str(error)) from None
+        except RuntimeError:
+            raise PortInUseError(self._address) from None
         self._server = server
-
-    def _admit(self) -> None:
-        if self._registered is not None:
-            self._state.admit(self._registered())
+        if self._http_address is not None:
+            self._http = _HttpApi(self.calls, self._http_address, self._certificates)
 
     async def _answer(self, name: str, request: Any, context: Any) -> Any:
         """Answer a call of Flower's."""
-        if name == _ACTIVATE and self._registered is not None:
-            self._look_for_key(request.public_key)
         try:
-            response = self._calls.answer(name, request, context.invocation_metadata())
-            if hasattr(request, "node"):
-                self.on_call(request.node.node_id)
-            return response
-        except _AbortedError as aborted:
-            await context.abort(aborted.code, aborted.details)
+            key = self.calls.caller(dict(context.invocation_metadata()))
+            return self.calls.answer(name, key, request)
+        except FleetError as error:
+            await _abort(error, (), context)
 
     async def _answer_own(
         self, answer: Callable[[bytes, bytes], Awaitable[bytes]], request: bytes, context: Any
     ) -> bytes:
         """Answer a call of Raceme's devices: with the public key that has signed it."""
         try:
-            key = self._calls.signatures.key_of(context.invocation_metadata())
+            key = self.calls.caller(dict(context.invocation_metadata()))
             return await answer(key, request)
-        except _AbortedError as aborted:
-            await context.abort(aborted.code, aborted.details)
+        except FleetError as error:
+            await _abort(error, (), context)
         except ValueError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         return b""
@@ -213,9 +579,8 @@ class FleetApi:
     async def _greet(self, key: bytes, request: bytes) -> bytes:
         greeting, own = wire.Greeting.from_bytes(request), wire.Greeting(wire.PROTOCOL, __version__)
         if greeting != own:
-            raise _AbortedError(grpc.StatusCode.FAILED_PRECONDITION, _other_version(greeting, own))
-        if self._registered is not None:
-            self._look_for_key(key)
+            raise FleetError(_Code.FAILED_PRECONDITION, _other_version(greeting, own))
+        self.calls.look_for(key)
         node = self._state.get_node_id_by_public_key(key)
         # Who is not registered learns that when it goes online.
         if node is not None:
@@ -225,7 +590,7 @@ class FleetApi:
     async def _next(self, key: bytes, request: bytes) -> bytes:
         """Hand out the next message; wait for it if there is none."""
         asked = wire.NextRequest.from_bytes(request)
-        self._check(key, asked.node)
+        self.calls.check(key, asked.node)
         found = self._state.next_for(asked.node, asked.have)
         if found is None and await self._wait(asked.node, min(asked.patience, wire.LONGEST_WAIT)):
             found = self._state.next_for(asked.node, asked.have)
@@ -234,30 +599,15 @@ class FleetApi:
         message, tree = found
         if tree is None:
             return join([b"whole", encode(message)])
-        head = PullMessagesResponse(
-            messages_list=[message_to_proto(message)], message_object_trees=[tree]
-        )
-        return join([b"objects", head.SerializeToString()])
+        return join([b"objects", _announced(message, tree).SerializeToString()])
 
     async def _send(self, key: bytes, request: bytes) -> bytes:
         """Take a whole reply."""
         sent = wire.SendRequest.from_bytes(request)
-        self._check(key, sent.node)
+        self.calls.check(key, sent.node)
         if not self._state.accept(sent.node, sent.asked, sent.body):
-            raise _AbortedError(grpc.StatusCode.PERMISSION_DENIED, _FOREIGN_REPLY)
+            raise FleetError(_Code.PERMISSION_DENIED, _FOREIGN_REPLY)
         return b""
-
-    def _check(self, key: bytes, node: int) -> None:
-        """Refuse a node that says that it is another one."""
-        if self._state.get_node_id_by_public_key(key) != node:
-            # In Flower's words.
-            raise _AbortedError(grpc.StatusCode.UNAUTHENTICATED, "Invalid node ID")
-        self.on_call(node)
-
-    def _look_for_key(self, key: bytes) -> None:
-        """Look whether a node with an unknown key has been registered meanwhile."""
-        if self._state.get_node_id_by_public_key(key) is None:
-            self._admit()
 
     async def _wait(self, node: int, seconds: float) -> bool:
         """Wait until there is a message for a node; return whether there may be one."""
@@ -289,141 +639,6 @@ class FleetApi:
 def _give_up(future: asyncio.Future[bool]) -> None:
     if not future.done():
         future.set_result(False)
-
-
-class _AbortedError(Exception):
-    """A call is refused."""
-
-    def __init__(self, code: grpc.StatusCode, details: str) -> None:
-        super().__init__(details)
-        self.code, self.details = code, details
-
-
-class _Context:
-    """As much of a call's context as Flower's servicer and interceptors use."""
-
-    def __init__(self) -> None:
-        self._code: grpc.StatusCode | None = None
-
-    def abort(self, code: grpc.StatusCode, details: str) -> NoReturn:
-        self._code = code
-        raise _AbortedError(code, details)
-
-    def code(self) -> grpc.StatusCode | None:
-        return self._code
-
-    def set_trailing_metadata(self, metadata: object) -> None:
-        """Leave out what nobody reads."""
-
-
-class _Details(NamedTuple):
-    """What interceptors are told about a call."""
-
-    method: str
-    invocation_metadata: Any
-
-
-class _Calls:
-    """Flower's method handlers behind its interceptors; a server to what adds its servicer.
-
-    Parameters
-    ----------
-    state : LinkState
-        What the calls are about.
-    registered_only : bool
-        Nodes do not register themselves.
-
-    Attributes
-    ----------
-    handlers : dict[str, RpcMethodHandler]
-        Flower's own.
-    signatures : _Signatures
-        The check of signatures among the interceptors.
-    """
-
-    def __init__(self, state: LinkState, registered_only: bool) -> None:
-        # What Flower takes factories of states for.
-        factory: Any = SimpleNamespace(state=lambda: state, store=lambda: state.object_store)
-        self.handlers: dict[str, Any] = {}
-        self.signatures = _Signatures(factory)
-        self._chains: dict[str, Callable[[Any], Any]] = {}
-        add_FleetServicer_to_server(_Servicer(factory, factory, registered_only), self)
-
-    def add_generic_rpc_handlers(self, handlers: object) -> None:
-        """Ignore what `add_registered_method_handlers` gets too."""
-
-    def add_registered_method_handlers(self, _service: str, handlers: Mapping[str, Any]) -> None:
-        """Put each handler behind all interceptors."""
-        versions = create_fleet_runtime_version_server_interceptor()
-        self.handlers.update(handlers)
-        for name, handler in handlers.items():
-            chain: Callable[[Any], Any] = partial(_constant, handler)
-            for interceptor in (versions, self.signatures, RpcErrorTranslationServerInterceptor()):
-                chain = partial(interceptor.intercept_service, chain)
-            self._chains[name] = chain
-
-    def answer(self, name: str, request: Any, metadata: Any) -> Any:
-        """Answer a call; raise `_AbortedError` if it is refused."""
-        handler = self._chains[name](_Details(f"/{_SERVICE}/{name}", metadata))
-        return handler.unary_unary(request, _Context())
-
-
-def _constant(value: object, _details: object) -> object:
-    return value
-
-
-class _Signatures(NodeAuthServerInterceptor):
-    """Flower's check of signatures, made once for each signature: a device may use one again."""
-
-    def __init__(self, factory: Any) -> None:
-        super().__init__(factory)
-        self._proven: dict[bytes, tuple[str, bytes, float]] = {}
-
-    def intercept_service(self, continuation: Callable[[Any], Any], details: Any) -> Any:
-        key, refusal = self._checked(details)
-        if refusal is not None:
-            return refusal
-        return self._wrap_method_handler(continuation(details), key)
-
-    def key_of(self, metadata: Any) -> bytes:
-        """Return the public key that has signed a call; raise `_AbortedError` if none has."""
-        key, refusal = self._checked(_Details(f"/{_SERVICE}/", metadata))
-        if refusal is not None:
-            refusal.unary_unary(None, _Context())
-        return key
-
-    def _checked(self, details: Any) -> tuple[bytes, Any]:
-        """Return the key, and what answers a call whose signature is not good."""
-        metadata: dict[str, Any] = dict(details.invocation_metadata)
-        key = cast(bytes, metadata.get(PUBLIC_KEY_HEADER))
-        proof = (metadata.get(TIMESTAMP_HEADER), metadata.get(SIGNATURE_HEADER))
-        known = self._proven.get(key)
-        if known and known[:2] == proof and time.monotonic() < known[2] + _PROVEN_SECONDS:
-            return key, None
-        # Flower goes on only with a call whose signature is good.
-        passed: list[object] = []
-        refusal = super().intercept_service(partial(_noted, passed), details)
-        if not passed:
-            return b"", refusal
-        # Keys of nobody are not kept.
-        if self.state_factory.state().get_node_id_by_public_key(key) is not None:
-            self._proven[key] = (*cast(tuple[str, bytes], proof), time.monotonic())
-        return key, None
-
-
-def _noted(passed: list[object], details: object) -> Any:
-    passed.append(details)
-    return grpc.unary_unary_rpc_method_handler(_constant)
-
-
-class _Servicer(FleetServicer):
-    """Flower's servicer, which takes from a node only what it says in its own name."""
-
-    def PushMessages(self, request: Any, context: Any) -> Any:  # noqa: N802
-        for message in request.messages_list:
-            if message.metadata.src_node_id != request.node.node_id:
-                context.abort(grpc.StatusCode.PERMISSION_DENIED, _FOREIGN_REPLY)
-        return super().PushMessages(request, context)
 
 
 def _other_version(device: wire.Greeting, server: wire.Greeting) -> str:

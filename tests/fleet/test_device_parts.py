@@ -17,9 +17,14 @@ import pytest
 from bundles import IDLE_CLIENT, announced, bundle, project
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.proto.message_pb2 import PushObjectRequest, PushObjectResponse
+from flwr.common.serde import message_to_proto
+from flwr.proto.fleet_pb2 import PullMessagesResponse
+from flwr.proto.message_pb2 import (
+    PullObjectResponse,
+    PushObjectRequest,
+    PushObjectResponse,
+)
 from flwr.supercore.inflatable.inflatable_object import get_object_tree
-from flwr.supercore.inflatable.inflatable_utils import ObjectUnavailableError
 from flwr.supercore.retry import wrap_stub
 from processes import ROOT
 
@@ -405,24 +410,14 @@ def test_a_message_whose_sender_died_half_way_is_given_up(
     message = Message(RecordDict({CONFIG: ConfigRecord({"n": 1})}), 7, "train")
     tree = get_object_tree(message)
 
-    def not_there_yet(run_id: int, object_id: str) -> bytes:
-        raise ObjectUnavailableError(object_id)
+    def transport(name: str, _request: object, timeout: float | None = None) -> object:
+        if name == "PullObject":
+            return PullObjectResponse(object_found=True, object_available=False)
+        return PullMessagesResponse(
+            messages_list=[message_to_proto(message)], message_object_trees=[tree]
+        )
 
-    def unused(*_: object) -> None:
-        raise AssertionError
-
-    link = fleet.Link(
-        7,
-        _receive=lambda: (message, tree),
-        _send=unused,  # type: ignore[arg-type]
-        _get_run=unused,  # type: ignore[arg-type]
-        _get_fab=unused,  # type: ignore[arg-type]
-        _pull_object=not_there_yet,
-        _push_object=unused,
-        _confirm=unused,
-        _calls=calls(),
-        _direct=None,
-    )
+    link = fleet.Link(7, transport, calls(), None)
     monkeypatch.setattr(fleet, "ANNOUNCED_SECONDS", 0.1)
     received = link.receive()
     assert received is not None

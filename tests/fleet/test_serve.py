@@ -25,8 +25,9 @@ RUN += ["--clients", "2", "--groups", "0.5,0.5"]
 def start_server(bed: Loopback, *options: str) -> Process:
     """Start a server; again on the same port if there was one."""
     bed.fleet_port = bed.fleet_port or free_port()
-    command = raceme("serve", "--address", bed.fleet_address, "--out", "out", *RUN, *options)
-    return bed.start("serve", command)
+    bed.http_port = bed.http_port or free_port()
+    places = ("--address", bed.fleet_address, "--http", bed.http_address)
+    return bed.start("serve", raceme("serve", *places, "--out", "out", *RUN, *options))
 
 
 def stop(server: Process, number: int = signal.SIGTERM) -> int:
@@ -108,7 +109,7 @@ def test_a_port_or_a_folder_that_another_has_is_refused_in_one_line(tmp_path: Pa
         server = start_server(bed, "--max-updates", "10")
         server.wait_for("Listening at", 240)
         same_port = start_server(bed, "--out", "other")
-        bed.fleet_port = 0
+        bed.fleet_port = bed.http_port = 0
         same_folder = start_server(bed, "--max-updates", "10")
         assert same_port.wait(240) == 2
         assert same_folder.wait(240) == 2

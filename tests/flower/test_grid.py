@@ -15,7 +15,6 @@ from flwr.common.serde import message_to_proto
 from flwr.proto.fleet_pb2 import PushMessagesRequest
 from flwr.proto.message_pb2 import PushObjectRequest
 from flwr.proto.node_pb2 import Node
-from flwr.server.superlink.fleet.message_handler import message_handler
 from flwr.server.superlink.linkstate.in_memory_linkstate import InMemoryLinkState
 from flwr.supercore.constant import NOOP_FEDERATION_ID, TaskType
 from flwr.supercore.inflatable.inflatable_object import (
@@ -27,6 +26,11 @@ from flwr.supercore.object_store.in_memory_object_store import InMemoryObjectSto
 from flwr.superlink.federation import NoOpFederationManager
 from flwr.superlink.grid.http_grid import HttpGrid
 from flwr.superlink.servicer.runtime import runtime_handlers
+
+try:  # Flower's name for it until 1.39.
+    from flwr.server.superlink.fleet.message_handler import message_handler
+except ModuleNotFoundError:
+    from flwr.superlink.servicer.fleet import fleet_handlers as message_handler
 
 from raceme.core.timeline import WallTimeline, timeline_of
 from raceme.flower.grid import PromptGrid, prompt

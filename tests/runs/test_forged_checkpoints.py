@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from raceme import __version__
 from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
 from raceme.records.store import read_events
@@ -69,7 +70,7 @@ def rewrite(out: Path, change: Callable[[Any, dict[str, str]], Any]) -> None:
 def test_a_checkpoint_of_another_format_is_refused_and_says_who_wrote_it(out: Path) -> None:
     rewrite(out, lambda _, note: note.update({"raceme": "9.1", "state": str(STATE + 1)}))
     assert (
-        f"its state has format {STATE + 1} and is of Raceme 9.1; Raceme 0.1.0 reads format "
+        f"its state has format {STATE + 1} and is of Raceme 9.1; Raceme {__version__} reads format "
         f"{STATE}: resume it with the version that wrote it"
     ) in refusal(out)
     rewrite(out, lambda _, note: note.pop("state") and None)
@@ -87,7 +88,7 @@ def test_one_of_another_version_with_the_same_format_is_used_and_that_is_said(
     caplog.set_level(logging.INFO)
     rewrite(out, lambda _, note: note.update(raceme="0.0.9"))
     resume(out)
-    assert "The checkpoint is of Raceme 0.0.9, this is 0.1.0" in caplog.text
+    assert f"The checkpoint is of Raceme 0.0.9, this is {__version__}" in caplog.text
 
 
 def header(text: bytes) -> bytes:

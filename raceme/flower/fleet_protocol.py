@@ -1,0 +1,252 @@
+"""Flower's Fleet API as both sides speak it: its calls, over gRPC and HTTP, and their signatures.
+
+The messages are Flower's protocol buffers, which have been the same since 1.39. Up to 1.42 a
+SuperLink can serve them over gRPC, from 1.40 on it serves them over HTTP, at ``/v1/fleet/…``.
+"""
+
+from __future__ import annotations
+
+import binascii
+import re
+import time
+from base64 import b64decode, b64encode
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from typing import Any
+
+import grpc
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from flwr.proto import fab_pb2, fleet_pb2, heartbeat_pb2, message_pb2, run_pb2
+from google.protobuf.message import Message
+
+from raceme.core.errors import printable
+
+SERVICE = "flwr.proto.Fleet"
+MEDIA_TYPE = "application/protobuf"
+SUPPORTED = ((1, 39), (1, 43))
+"""The oldest and the newest release of Flower whose SuperNodes and SuperLinks are known to work."""
+
+SIGNED_SECONDS = 300.0
+"""How old a signature may be. It is of the time alone, so that it can be used again as long."""
+SKEW_SECONDS = 5.0
+"""How much later than the server's clock a signature may be."""
+
+_PUBLIC_KEY, _SIGNATURE, _TIMESTAMP = "flwr-public-key", "flwr-signature", "flwr-timestamp"
+_BINARY = "-bin"
+"""Ending of the names of binary metadata in gRPC; HTTP headers have base64 instead."""
+_VERSION = "flwr-package-version"
+_REUSED_SECONDS = 20.0
+_PROVEN_SECONDS = 60.0
+_TEXT = 200
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of the Fleet API.
+
+    Attributes
+    ----------
+    request, response : type
+        What travels.
+    """
+
+    request: type[Message]
+    response: type[Message]
+
+
+CALLS: Mapping[str, Call] = {
+    "RegisterNode": Call(fleet_pb2.RegisterNodeFleetRequest, fleet_pb2.RegisterNodeFleetResponse),
+    "ActivateNode": Call(fleet_pb2.ActivateNodeRequest, fleet_pb2.ActivateNodeResponse),
+    "DeactivateNode": Call(fleet_pb2.DeactivateNodeRequest, fleet_pb2.DeactivateNodeResponse),
+    "UnregisterNode": Call(
+        fleet_pb2.UnregisterNodeFleetRequest, fleet_pb2.UnregisterNodeFleetResponse
+    ),
+    "SendNodeHeartbeat": Call(
+        heartbeat_pb2.SendNodeHeartbeatRequest, heartbeat_pb2.SendNodeHeartbeatResponse
+    ),
+    "PullMessages": Call(fleet_pb2.PullMessagesRequest, fleet_pb2.PullMessagesResponse),
+    "PushMessages": Call(fleet_pb2.PushMessagesRequest, fleet_pb2.PushMessagesResponse),
+    "GetRun": Call(run_pb2.GetRunRequest, run_pb2.GetRunResponse),
+    "GetFab": Call(fab_pb2.GetFabRequest, fab_pb2.GetFabResponse),
+    "PushObject": Call(message_pb2.PushObjectRequest, message_pb2.PushObjectResponse),
+    "PullObject": Call(message_pb2.PullObjectRequest, message_pb2.PullObjectResponse),
+    "ConfirmMessageReceived": Call(
+        message_pb2.ConfirmMessageReceivedRequest, message_pb2.ConfirmMessageReceivedResponse
+    ),
+}
+
+
+def path_of(name: str) -> str:
+    """Return the path of a call over HTTP, e.g. ``/v1/fleet/pull-messages``."""
+    return "/v1/fleet/" + re.sub(r"(?<!^)(?=[A-Z])", "-", name).lower()
+
+
+class FleetError(Exception):
+    """A call is refused.
+
+    Parameters
+    ----------
+    code : grpc.StatusCode
+        Why, in gRPC's terms.
+    details : str
+        Why, in words.
+    number : int, optional
+        Flower's number of the error, which its SuperNodes show.
+    """
+
+    def __init__(self, code: grpc.StatusCode, details: str, number: int | None = None) -> None:
+        super().__init__(details)
+        self.code, self.details, self.number = code, details, number
+
+
+class Signer:
+    """Signs the calls of one node, each signature for a while.
+
+    Parameters
+    ----------
+    private_key : EllipticCurvePrivateKey
+        The node's.
+    public_key : EllipticCurvePublicKey
+        The other half of it.
+    """
+
+    def __init__(
+        self, private_key: ec.EllipticCurvePrivateKey, public_key: ec.EllipticCurvePublicKey
+    ) -> None:
+        self._private = private_key
+        self.public_bytes = to_pem(public_key)
+        self._signed_at = float("-inf")
+        self._timestamp, self._signature = "", b""
+
+    def metadata(self) -> list[tuple[str, str | bytes]]:
+        """Return the signature as metadata of a call over gRPC."""
+        self._renew()
+        return [
+            (_PUBLIC_KEY + _BINARY, self.public_bytes),
+            (_TIMESTAMP, self._timestamp),
+            (_SIGNATURE + _BINARY, self._signature),
+            *_versions().items(),
+        ]
+
+    def headers(self) -> dict[str, str]:
+        """Return the signature as headers of a call over HTTP."""
+        self._renew()
+        return {
+            _PUBLIC_KEY: b64encode(self.public_bytes).decode(),
+            _TIMESTAMP: self._timestamp,
+            _SIGNATURE: b64encode(self._signature).decode(),
+            **_versions(),
+        }
+
+    def _renew(self) -> None:
+        if time.monotonic() < self._signed_at + _REUSED_SECONDS:
+            return
+        self._timestamp = datetime.now(UTC).isoformat()
+        self._signature = self._private.sign(self._timestamp.encode(), ec.ECDSA(hashes.SHA256()))
+        self._signed_at = time.monotonic()
+
+
+def _versions() -> dict[str, str]:
+    return {
+        "flwr-package-name": "flwr",
+        _VERSION: version("flwr"),
+        "flwr-component-name": "SuperNode",
+    }
+
+
+class Signatures:
+    """The check of signatures; what was checked counts for a while."""
+
+    def __init__(self) -> None:
+        self._proven: dict[bytes, tuple[str, bytes, float]] = {}
+
+    def caller(self, metadata: Mapping[str, Any]) -> bytes:
+        """Return the public key (PEM) that has signed a call.
+
+        Parameters
+        ----------
+        metadata : Mapping[str, str or bytes]
+            Metadata of a call over gRPC, or headers of one over HTTP, by names in lower case.
+
+        Raises
+        ------
+        FleetError
+            No valid signature, a clock that differs, or a release of Flower that is not supported.
+        """
+        _check_version(metadata.get(_VERSION))
+        key, signature = _bytes_of(metadata, _PUBLIC_KEY), _bytes_of(metadata, _SIGNATURE)
+        timestamp = metadata.get(_TIMESTAMP)
+        if not key or not signature or not isinstance(timestamp, str):
+            raise _unauthenticated("Missing authentication metadata")
+        *proven, since = self._proven.get(key, ("", b"", float("-inf")))
+        if proven != [timestamp, signature] or time.monotonic() > since + _PROVEN_SECONDS:
+            _verify(key, timestamp, signature)
+        return key
+
+    def remember(self, key: bytes, metadata: Mapping[str, Any]) -> None:
+        """Let the signature of a known key count for a while without being computed again."""
+        signature = _bytes_of(metadata, _SIGNATURE)
+        if self._proven.get(key, ("", b""))[1] != signature:
+            self._proven[key] = (str(metadata[_TIMESTAMP]), signature, time.monotonic())
+
+
+def _bytes_of(metadata: Mapping[str, Any], name: str) -> bytes:
+    """Return a value that gRPC carries as bytes and HTTP in base64; nothing if there is none."""
+    if name + _BINARY in metadata:
+        return bytes(metadata[name + _BINARY])
+    try:
+        return b64decode(metadata.get(name, ""), validate=True)
+    except (binascii.Error, ValueError):
+        return b""
+
+
+def _verify(key: bytes, timestamp: str, signature: bytes) -> None:
+    try:
+        public = serialization.load_pem_public_key(key)
+        if not isinstance(public, ec.EllipticCurvePublicKey):
+            raise ValueError
+        public.verify(signature, timestamp.encode("ascii"), ec.ECDSA(hashes.SHA256()))
+        age = (datetime.now(UTC) - datetime.fromisoformat(timestamp)).total_seconds()
+    except (InvalidSignature, ValueError, TypeError):
+        raise _unauthenticated("Invalid signature") from None
+    if not -SKEW_SECONDS < age < SIGNED_SECONDS + SKEW_SECONDS:
+        when = f"{abs(age):.0f} s {'ago' if age > 0 else 'ahead'}"
+        raise _unauthenticated(
+            f"Invalid timestamp: by the server's clock the call was signed {when}, and at most "
+            f"{SIGNED_SECONDS:.0f} s are allowed. Set the device's clock"
+        )
+
+
+def _unauthenticated(details: str) -> FleetError:
+    return FleetError(grpc.StatusCode.UNAUTHENTICATED, details)
+
+
+def _check_version(stated: object) -> None:
+    """Refuse a SuperNode of a release of Flower that is not supported, by what it states."""
+    if stated is None:
+        return
+    found = re.match(r"(\d+)\.(\d+)", str(stated))
+    if found and SUPPORTED[0] <= tuple(map(int, found.groups())) <= SUPPORTED[1]:
+        return
+    oldest, newest = (".".join(map(str, release)) for release in SUPPORTED)
+    raise FleetError(
+        grpc.StatusCode.FAILED_PRECONDITION,
+        f"This node has Flower {printable(str(stated), _TEXT)}; supported are {oldest} to {newest}",
+    )
+
+
+def to_pem(key: ec.EllipticCurvePublicKey) -> bytes:
+    """Return a public key as it travels."""
+    return key.public_bytes(
+        serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
+    )
+
+
+def generate_keys() -> tuple[ec.EllipticCurvePrivateKey, ec.EllipticCurvePublicKey]:
+    """Make a key pair for a node that registers itself."""
+    private = ec.generate_private_key(ec.SECP384R1())
+    return private, private.public_key()

@@ -1,0 +1,244 @@
+"""The Fleet API over HTTP, as SuperNodes of Flower 1.40 and later use it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from base64 import b64encode
+from contextlib import ExitStack
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import grpc
+import httpx
+import pytest
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from flwr.proto.fleet_pb2 import ActivateNodeRequest, PullMessagesRequest
+from flwr.proto.node_pb2 import Node
+from serving import Server, answer, fetch, light_device, number_of, serving
+
+from raceme.core.errors import UserError
+from raceme.core.signals import StopSignal
+from raceme.fleet.certificates import make_certificates, read_certificates
+from raceme.fleet.device import OtherTransportError, StoppedError, join
+from raceme.flower import fleet_protocol
+from raceme.flower.fleet_client import Endpoint, generate_keys, knows_key
+from raceme.flower.fleet_protocol import MEDIA_TYPE, Signer, path_of, to_pem
+
+
+def post(server: Server, name: str, body: bytes, headers: dict[str, str]) -> httpx.Response:
+    """Make a call over HTTP, without what a device adds to it."""
+    return httpx.post(
+        f"http://{server.http}{path_of(name)}",
+        content=body,
+        headers={"content-type": MEDIA_TYPE, **headers},
+        timeout=10,
+    )
+
+
+def test_paths_are_those_of_flower() -> None:
+    assert path_of("RegisterNode") == "/v1/fleet/register-node"
+    assert path_of("SendNodeHeartbeat") == "/v1/fleet/send-node-heartbeat"
+    assert path_of("GetFab") == "/v1/fleet/get-fab"
+
+
+def test_a_message_and_its_reply_arrive_as_they_were_sent(tmp_path: Path) -> None:
+    with serving(tmp_path) as server, light_device(server, transport="http") as link:
+        sent = [server.push(link.node_id, number) for number in (7, 8)]
+        for number in (7, 8):
+            message = fetch(link)
+            assert number_of(message) == number
+            answer(link, message)
+        replies = server.wait(*sent)
+        assert [number_of(reply) for reply in replies] == [7, 8]
+        assert (replies[0].content["arrays"].to_numpy_ndarrays()[0] == 7).all()
+        assert len(server.state.object_store) == 0
+        assert link.receive() is None
+
+
+def test_both_transports_serve_one_run(tmp_path: Path) -> None:
+    with serving(tmp_path) as server, ExitStack() as stack:
+        links = [
+            stack.enter_context(light_device(server, transport=transport))
+            for transport in ("grpc", "http")
+        ]
+        sent = [server.push(link.node_id, number) for number, link in enumerate(links)]
+        for link in links:
+            answer(link, fetch(link))
+        replies = {reply.metadata.src_node_id: number_of(reply) for reply in server.wait(*sent)}
+        replies |= {
+            reply.metadata.src_node_id: number_of(reply) for reply in server.grid.wait(sent, 0.0)
+        }
+        assert replies == {links[0].node_id: 0, links[1].node_id: 1}
+        assert sorted(server.state.online()) == sorted(link.node_id for link in links)
+    assert server.state.online() == []
+
+
+def test_a_registered_key_is_needed_and_enough(tmp_path: Path) -> None:
+    known, other = generate_keys(), generate_keys()
+    with serving(tmp_path, registered=lambda: [to_pem(known[1])]) as server:
+        endpoint = Endpoint(server.http, insecure=True, transport="http")
+        assert knows_key(endpoint, known) is True
+        assert knows_key(endpoint, other) is False
+        with light_device(server, known, "http") as link:
+            sent = server.push(link.node_id, 3)
+            answer(link, fetch(link))
+            assert number_of(server.wait(sent)[0]) == 3
+        with (
+            pytest.raises(UserError, match="takes only devices with a registered key"),
+            join(endpoint, other, StopSignal(), register=True),
+        ):
+            pass
+
+
+def test_tls_with_the_fleets_authority(tmp_path: Path) -> None:
+    make_certificates(tmp_path / "certs", ["localhost", "127.0.0.1"], [])
+    certificates = read_certificates(tmp_path / "certs")
+    with serving(tmp_path, certificates=certificates) as server:
+        endpoint = Endpoint(server.http, False, certificates.authority, "http")
+        keys = generate_keys()
+        with join(endpoint, keys, StopSignal(), register=True) as link:
+            sent = server.push(link.node_id, 5)
+            answer(link, fetch(link))
+            assert number_of(server.wait(sent)[0]) == 5
+        # Another authority is not believed.
+        make_certificates(tmp_path / "others", ["localhost", "127.0.0.1"], [])
+        authority = read_certificates(tmp_path / "others").authority
+        other = Endpoint(server.http, False, authority, "http")
+        with (
+            pytest.raises(UserError, match="does not come from the authority"),
+            join(other, keys, StopSignal(), register=True),
+        ):
+            pass
+        # gRPC says of a server that speaks HTTP/1.1 over TLS that it does.
+        with (
+            pytest.raises(OtherTransportError),
+            join(
+                Endpoint(server.http, False, certificates.authority, "grpc"),
+                keys,
+                StopSignal(),
+                register=True,
+            ),
+        ):
+            pass
+
+
+def signed(ago: float = 0.0, **others: str) -> tuple[dict[str, str], bytes]:
+    """Return the headers of a call that was signed some seconds ago, and the key."""
+    private, public = generate_keys()
+    timestamp = (datetime.now(UTC) - timedelta(seconds=ago)).isoformat()
+    signature = private.sign(timestamp.encode(), ec.ECDSA(hashes.SHA256()))
+    headers = {
+        "flwr-public-key": b64encode(to_pem(public)).decode(),
+        "flwr-timestamp": timestamp,
+        "flwr-signature": b64encode(signature).decode(),
+        **others,
+    }
+    return headers, to_pem(public)
+
+
+@pytest.mark.parametrize(
+    ("ago", "said"), [(320.0, "signed 320 s ago"), (-20.0, "signed 20 s ahead")]
+)
+def test_a_clock_that_differs_is_refused(tmp_path: Path, ago: float, said: str) -> None:
+    """So is a signature that was recorded and is sent again later."""
+    headers, key = signed(ago)
+    request = ActivateNodeRequest(public_key=key, heartbeat_interval=30)
+    with serving(tmp_path) as server:
+        response = post(server, "ActivateNode", request.SerializeToString(), headers)
+        assert response.status_code == 401
+        assert said in response.json()["detail"]
+
+
+@pytest.mark.parametrize("release", ["1.38.1", "1.99.0", "2.0", "new", ""])
+def test_a_release_that_is_not_supported_is_told_which_are(tmp_path: Path, release: str) -> None:
+    headers, key = signed(**{"flwr-package-version": release})
+    request = ActivateNodeRequest(public_key=key, heartbeat_interval=30)
+    with serving(tmp_path) as server:
+        response = post(server, "ActivateNode", request.SerializeToString(), headers)
+    assert response.status_code == 412
+    assert response.json()["detail"].endswith("supported are 1.39 to 1.43")
+
+
+def test_calls_that_are_not_a_nodes_own_are_refused(tmp_path: Path) -> None:
+    with serving(tmp_path) as server, light_device(server, transport="http") as link:
+        stranger = Signer(*generate_keys())
+        pull = PullMessagesRequest(node=Node(node_id=link.node_id)).SerializeToString()
+        responses = [
+            post(server, "PullMessages", pull, {}),
+            post(server, "PullMessages", pull, {"flwr-public-key": "?", "flwr-signature": "?"}),
+            post(server, "PullMessages", pull, stranger.headers()),
+            post(server, "ActivateNode", b"\xff\xff", stranger.headers()),
+            post(server, "ActivateNode", b"", {**stranger.headers(), "content-type": "text/html"}),
+        ]
+        assert [response.status_code for response in responses] == [401, 401, 401, 400, 400]
+        assert httpx.get(f"http://{server.http}{path_of('PullMessages')}").status_code == 405
+        assert httpx.post(f"http://{server.http}/v1/fleet/other").status_code == 404
+
+
+def test_a_body_over_the_limit_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raceme.flower.fleet_server.LARGEST_CALL", 1000)
+    signer = Signer(*generate_keys())
+    with serving(tmp_path) as server:
+        response = post(server, "PushObject", bytes(1001), signer.headers())
+        assert response.status_code == 413
+
+
+def test_over_grpc_a_call_that_is_not_signed_is_refused_before_its_body_is_read(
+    tmp_path: Path,
+) -> None:
+    with serving(tmp_path) as server, grpc.insecure_channel(server.address) as channel:
+        ended = threading.Event()
+
+        def endless() -> object:
+            # The first part is never sent: an answer comes without it.
+            ended.wait(20)
+            return iter(())
+
+        def parts() -> object:
+            endless()
+            yield b""
+
+        call = channel.stream_unary("/flwr.proto.Fleet/PushObject")
+        with pytest.raises(grpc.RpcError) as refused:
+            call(parts(), timeout=10)
+        ended.set()
+        assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        assert "Missing authentication metadata" in refused.value.details()
+
+
+def test_http_spoken_to_the_grpc_port_and_the_reverse_are_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = generate_keys()
+    with serving(tmp_path) as server:
+        with (
+            pytest.raises(OtherTransportError),
+            join(Endpoint(server.http, True), keys, StopSignal(), register=True),
+        ):
+            pass
+        stop = StopSignal()
+        threading.Timer(1.0, stop.set).start()
+        caplog.set_level(logging.WARNING, "raceme")
+        with (
+            pytest.raises(StoppedError),
+            join(Endpoint(server.address, True, None, "http"), keys, stop, register=True),
+        ):
+            pass
+    assert "perhaps it speaks gRPC: then use --transport grpc" in caplog.text
+
+
+def test_the_table_of_calls_is_flowers() -> None:
+    """Every call of Flower's own description is there, with its messages."""
+    service = fleet_protocol.fleet_pb2.DESCRIPTOR.services_by_name["Fleet"]
+    own = {
+        name: (call.request.DESCRIPTOR, call.response.DESCRIPTOR)
+        for name, call in fleet_protocol.CALLS.items()
+    }
+    flowers = {
+        method.name: (method.input_type, method.output_type)
+        for method in service.methods
+        if method.name in own
+    }
+    assert own == flowers
