@@ -55,7 +55,7 @@ class Layout(NamedTuple):
     folders: tuple[str, ...]
     hint: str
 
-    def files(self, data_root: str) -> tuple[list[Path], list[Path]]:
+    def files(self, config: RunConfig) -> tuple[list[Path], list[Path]]:
         """Return the training files and the test files; without test files, all are the former.
 
         Raises
@@ -63,28 +63,23 @@ class Layout(NamedTuple):
         UserError
             There are none.
         """
-        if not data_root:
-            raise UserError(
-                f"{self.name} needs the folder with LEAF's files: --data-root DIR. {self.hint}"
-            )
-        root = Path(data_root)
-        for inner in self.folders:
+
+        def find(folder: Path) -> tuple[list[Path], list[Path]] | None:
             train, test, whole = (
-                sorted((root / inner / part).glob("*.json"))
-                for part in ("train", "test", "all_data")
+                sorted((folder / part).glob("*.json")) for part in ("train", "test", "all_data")
             )
             if train and test:
                 return train, test
-            if train or whole:
-                return train or whole, []
-        raise UserError(
-            f"{self.name} is not under {root}: expected train/*.json and test/*.json, or "
-            f"all_data/*.json, there or in data/. {self.hint}."
+            return (train or whole, []) if train or whole else None
+
+        expected = "train/*.json and test/*.json, or all_data/*.json, there or in data/"
+        return source.find_under(
+            config, self.name, self.folders, find, expected, self.hint, "LEAF's files"
         )
 
     def load(
         self,
-        data_root: str,
+        config: RunConfig,
         samples: ReadSamples,
         finish: Callable[[Arrays], Arrays] = lambda arrays: arrays,
     ) -> tuple[Arrays, NDArray[np.bool_] | None]:
@@ -95,7 +90,7 @@ class Layout(NamedTuple):
         UserError
             There are no files, or one is not what it should be.
         """
-        train, test = self.files(data_root)
+        train, test = self.files(config)
 
         def build() -> Arrays:
             return finish(self.read(train, test, samples))
@@ -160,8 +155,6 @@ class Layout(NamedTuple):
 class Leaf(Source):
     """LEAF's JSON files of numbers or text, a client for each user (data-root)."""
 
-    default_model = None
-    default_lr = 0.05
     target_accuracy = 0.6
     default_clients = 100
     has_clients = True
@@ -200,7 +193,7 @@ class Leaf(Source):
         return max(1, min(self.default_clients, int(np.count_nonzero(sizes >= _FEWEST))))
 
     def _arrays(self, config: RunConfig) -> tuple[Arrays, NDArray[np.bool_] | None]:
-        return self.layout.load(config.data_root, _samples, _numbered)
+        return self.layout.load(config, _samples, _numbered)
 
 
 def _users(path: Path) -> Mapping[str, Any]:
@@ -522,7 +515,7 @@ class Femnist(Source):
 
     def _chosen(self, config: RunConfig) -> tuple[Arrays, NDArray[np.bool_] | None, Writers]:
         """Return all writers' samples, which are for testing, and which are kept."""
-        arrays, test = _LAYOUT.load(config.data_root, _femnist_samples)
+        arrays, test = _LAYOUT.load(config, _femnist_samples)
         y, writer = np.asarray(arrays["y"], np.int64), np.asarray(arrays["writer"], np.int64)
         options: CharacterOptions = config.read(CharacterOptions)
         return arrays, test, by_writer(y, writer, test, options, config.seed)
@@ -578,7 +571,6 @@ class TextOptions:
 class Text(Source):
     """Text by role, a client for each: the next character from 80 (an .npz under data-root)."""
 
-    default_model = None
     default_lr = 0.5
     target_accuracy = 0.4
     default_clients = 100
@@ -630,18 +622,12 @@ class Text(Source):
         return path, arrays, order[enough]
 
     def _file(self, config: RunConfig) -> Path:
-        if not config.data_root:
-            raise UserError(
-                f"text needs the folder with one .npz file: --data-root. {_EXPECTED_TEXT}."
-            )
-        root = Path(config.data_root)
-        for inner in _INNER:
-            found = sorted((root / inner).glob("*.npz"))
-            if len(found) == 1:
-                return found[0]
-        raise UserError(
-            f"text needs one .npz file in {root}, and there is not one. {_EXPECTED_TEXT}."
-        )
+        def find(folder: Path) -> Path | None:
+            found = sorted(folder.glob("*.npz"))
+            return found[0] if len(found) == 1 else None
+
+        expected = "one .npz file, and there is not one"
+        return source.find_under(config, "text", _INNER, find, expected, _EXPECTED_TEXT)
 
 
 def _starts(length: int, test_fraction: float, options: TextOptions) -> tuple[Indices, Indices]:
