@@ -130,11 +130,9 @@ class AddedKinds:
         call_next: Callable[[Message, Context], Message],
     ) -> Message:
         """Answer a message that asks for a kind of work; leave others to the user's functions."""
-        record = message.content.get(names.CONFIG)
-        asks = (
-            isinstance(record, ConfigRecord) and record.get(names.KIND, names.TRAIN) != names.TRAIN
-        )
-        return self.answer(message, context) if asks else call_next(message, context)
+        if _settings(message).get(names.KIND, names.TRAIN) == names.TRAIN:
+            return call_next(message, context)
+        return self.answer(message, context)
 
     def answer(self, message: Message, context: Context) -> Message:
         """Answer a query, or any message, in Raceme's way."""
@@ -169,8 +167,7 @@ def work_of(
     UserError
         The client's data cannot be loaded.
     """
-    record = message.content.get(names.CONFIG)
-    settings = record if isinstance(record, ConfigRecord) else ConfigRecord()
+    settings = _settings(message)
     kind = settings.get(names.KIND, _DEFAULTS[message.metadata.message_type.partition(".")[0]])
     step = settings.get(names.STEP, 0)
     if not isinstance(kind, str) or kind not in CLIENT_WORK:
@@ -200,6 +197,12 @@ def work_of(
         tuple(steps),
         0 if own is not None else _clients.since(context),
     )
+
+
+def _settings(message: Message) -> ConfigRecord:
+    """Return what a message says of how to do the work; nothing if it does not say it."""
+    record = message.content.get(names.CONFIG)
+    return record if isinstance(record, ConfigRecord) else ConfigRecord()
 
 
 def _kept(client: Client, share: float) -> Client:
@@ -244,19 +247,13 @@ def forget() -> None:
 
 
 def _respond(message: Message, context: Context) -> Message:
-    if not _reports(message):
+    if not _settings(message).get(names.REPORT_TIMING, False):
         return reply_to(message, *_answered(message, context))
     started_at = time.time()
     with measured(_meter()) as cost:
         work, answer = _answered(message, context)
     times = {names.STARTED_AT: started_at, names.FINISHED_AT: time.time(), **cost}
     return reply_to(message, work, replace(answer, metrics={**answer.metrics, **times}))
-
-
-def _reports(message: Message) -> bool:
-    """Return whether a message asks when the work was done and what it cost."""
-    record = message.content.get(names.CONFIG)
-    return isinstance(record, ConfigRecord) and bool(record.get(names.REPORT_TIMING, False))
 
 
 def _answered(message: Message, context: Context) -> tuple[ClientWork, Answer]:

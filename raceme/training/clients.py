@@ -70,12 +70,12 @@ class Client:
         Its own samples.
     num_classes : int
         Number of classes, of which it need not have all; 0 for a regression.
+    network : Network
+        The network of this process: clients with the same one take turns.
     group : int or None
         Its true group where there is one.
     mixture : tuple[float, ...] or None
         Share of each distribution in its samples where they are a mixture.
-    network : Network
-        The network of this process: clients with the same one take turns.
     validation : Samples or None
         Samples on which it compares models, if it keeps some for that.
     """
@@ -85,9 +85,9 @@ class Client:
     train: Samples
     test: Samples
     num_classes: int
-    group: int | None
-    mixture: tuple[float, ...] | None
     network: Network
+    group: int | None = None
+    mixture: tuple[float, ...] | None = None
     validation: Samples | None = None
     _divided: dict[float, Client] = field(default_factory=dict, repr=False)
 
@@ -361,8 +361,6 @@ class OwnData:
             train=train,
             test=test,
             num_classes=int(max(train.y.max(), test.y.max())) + 1,
-            group=None,
-            mixture=None,
             network=network,
         )
 
