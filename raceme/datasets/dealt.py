@@ -16,7 +16,6 @@ from raceme.core.errors import UserError
 from raceme.core.files import absolute
 from raceme.datasets.npz import (
     LABEL_ARRAYS,
-    Quantity,
     arrays_of,
     checked_samples,
     common_quantity,
@@ -26,7 +25,15 @@ from raceme.datasets.npz import (
     target_of,
 )
 from raceme.datasets.partition import Partition, Scenario, is_skewed, scenario_of, skew
-from raceme.datasets.source import ClientData, Dataset, DataShape, Indices, Labels, generator
+from raceme.datasets.source import (
+    ClientData,
+    Dataset,
+    DataShape,
+    Indices,
+    Labels,
+    Target,
+    generator,
+)
 
 # -----------------------------------------------------------------------------
 # Test samples that the server keeps for itself: how many are wanted, and which they are.
@@ -516,7 +523,7 @@ class _File(NamedTuple):
     """Parts of a file, of which labels that are a quantity are in its unit."""
 
     parts: dict[str, Held]
-    quantity: Quantity | None
+    quantity: Target | None
 
 
 def _read(path: Path) -> _File:

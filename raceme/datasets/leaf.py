@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import string
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -228,14 +228,14 @@ def _samples(path: Path, name: str, told: Any) -> tuple[NDArray[Any], NDArray[An
             if not np.isfinite(inputs).all() or np.any(labels != whole):
                 raise ValueError
             labels = whole
+        if inputs.ndim < 2 or labels.shape != (len(inputs),) or np.any(labels < 0):
+            raise ValueError
     except (KeyError, TypeError, ValueError, OverflowError):
         raise UserError(f"{path}, user '{name[:80]}': {_EXPECTED}.") from None
     if labels.dtype == np.int64 and labels.max() >= MOST_CLASSES:
         raise UserError(
             f"{path}, user '{name[:80]}': y must be below {MOST_CLASSES:,}, got {labels.max()}."
         )
-    if inputs.ndim < 2 or labels.shape != (len(inputs),) or np.any(labels < 0):
-        raise UserError(f"{path}, user '{name}': {_EXPECTED}.")
     return inputs, labels
 
 
@@ -337,7 +337,18 @@ def kinds(text: str) -> list[int]:
     """
     if text == _ALL:
         return list(range(len(CHARACTERS)))
-    return sorted(set(_labels(text)))
+    ranges = list(_RANGE.finditer(text))
+    bounds = [
+        (CHARACTERS.find(found[1] or found[3]), CHARACTERS.find(found[2] or found[3]))
+        for found in ranges
+    ]
+    read = bool(ranges) and "".join(found[0] for found in ranges) == text
+    if not read or any(min(first, last) < 0 or last < first for first, last in bounds):
+        raise UserError(
+            f"characters '{text}' cannot be read: write all, or digits and letters and ranges of "
+            "them, in the order 0-9, A-Z, a-z, e.g. a-j or 0-9a-f."
+        )
+    return sorted({label for first, last in bounds for label in range(first, last + 1)})
 
 
 def by_writer(
@@ -392,26 +403,6 @@ def by_writer(
         for part in (test, ~test):
             sizes[np.bincount(writer[there & part], minlength=count) == 0] = 0
     return Writers(labels, sizes, len(kept))
-
-
-def _labels(text: str) -> Iterator[int]:
-    """Yield the labels that a text names, range by range."""
-    ranges = list(_RANGE.finditer(text))
-    if "".join(found[0] for found in ranges) != text or not ranges:
-        raise _unreadable(text)
-    for found in ranges:
-        first, last = found[1] or found[3], found[2] or found[3]
-        start, end = CHARACTERS.find(first), CHARACTERS.find(last)
-        if min(start, end) < 0 or end < start:
-            raise _unreadable(text)
-        yield from range(start, end + 1)
-
-
-def _unreadable(text: str) -> UserError:
-    return UserError(
-        f"characters '{text}' cannot be read: write all, or digits and letters and ranges of them, "
-        "in the order 0-9, A-Z, a-z, e.g. a-j or 0-9a-f."
-    )
 
 
 class Characters(NpzFolder):
@@ -642,7 +633,10 @@ def _read(path: Path) -> Arrays:
     """Read the text; its characters are numbered from 0 in the order of their codes."""
     arrays = npz.arrays_of(path, ("offset", "text"), _EXPECTED_TEXT)
     text, offset = arrays["text"], arrays["offset"]
-    if not _fit(text, offset):
+    fits = text.dtype == np.uint8 and text.ndim == 1 and offset.dtype.kind in "iu"
+    fits = fits and offset.ndim == 1 and len(offset) > 1 and int(offset[-1]) <= len(text)
+    # Of whole numbers without a sign a difference has none either.
+    if not fits or offset[0] < 0 or np.any(offset[1:] < offset[:-1]):
         raise UserError(
             f"{path} does not fit together: text is {text.dtype} of shape {text.shape}, offset "
             f"{offset.dtype} of shape {offset.shape}. {_EXPECTED_TEXT}."
@@ -653,12 +647,3 @@ def _read(path: Path) -> Arrays:
         "offset": offset.astype(np.int64),
         "vocabulary": np.array(len(codes)),
     }
-
-
-def _fit(text: NDArray[np.generic], offset: NDArray[np.generic]) -> bool:
-    if text.dtype != np.uint8 or text.ndim != 1 or offset.dtype.kind not in "iu":
-        return False
-    if offset.ndim != 1 or len(offset) < 2:
-        return False
-    bounds = offset.astype(np.int64)
-    return bool(np.all(np.diff(bounds) >= 0) and bounds[0] >= 0 and bounds[-1] <= len(text))

@@ -43,34 +43,15 @@ _LONGEST_UNIT = 24
 _LARGEST = float(np.finfo(np.float32).max)
 
 
-@dataclass(frozen=True)
-class Quantity:
-    """What a file says of the quantity that its labels are.
-
-    Attributes
-    ----------
-    unit : str
-        Its unit; may be empty.
-    mean, std : float or None
-        What it is standardised by; None where the file does not say.
-    """
-
-    unit: str
-    mean: float | None = None
-    std: float | None = None
-
-
-def target_of(quantity: Quantity | None) -> Target | None:
+def target_of(quantity: Target | None) -> Target | None:
     """Return what a model predicts if that is a quantity: as it is where no scale is said."""
-    if quantity is None:
-        return None
-    if quantity.mean is None or quantity.std is None:
-        return Target(quantity.unit)
-    return Target(quantity.unit, quantity.mean, quantity.std)
+    return replace(quantity, std=1.0) if quantity is not None and not quantity.std else quantity
 
 
-def quantity_of(path: Path, arrays: Mapping[str, NDArray[np.generic]]) -> Quantity | None:
+def quantity_of(path: Path, arrays: Mapping[str, NDArray[np.generic]]) -> Target | None:
     """Return the quantity that the labels of a file are; None if they are classes.
+
+    Its deviation is 0 where the file leaves the scale open.
 
     Raises
     ------
@@ -97,11 +78,11 @@ def quantity_of(path: Path, arrays: Mapping[str, NDArray[np.generic]]) -> Quanti
     if "num_classes" in arrays:
         raise UserError(f"{path} has num_classes and unit: labels are classes, or a quantity.")
     if not stated:
-        return Quantity(text.strip())
+        return Target(text.strip(), 0.0, 0.0)
     mean, std = (_number(path, name, arrays[name]) for name in ("y_mean", "y_std"))
     if not std > 0:
         raise UserError(f"{path}: y_std must be above 0, got {std:g}.")
-    return Quantity(text.strip(), mean, std)
+    return Target(text.strip(), mean, std)
 
 
 def _number(path: Path, name: str, values: NDArray[np.generic]) -> float:
@@ -113,7 +94,7 @@ def _number(path: Path, name: str, values: NDArray[np.generic]) -> float:
     return number
 
 
-def common_quantity(quantities: Mapping[Path, Quantity | None]) -> Quantity | None:
+def common_quantity(quantities: Mapping[Path, Target | None]) -> Target | None:
     """Return the quantity of several files, of which one model is to predict the labels.
 
     Raises
@@ -131,13 +112,12 @@ def common_quantity(quantities: Mapping[Path, Quantity | None]) -> Quantity | No
     return expected
 
 
-def described(stated: Quantity | Target | None) -> str:
+def described(stated: Target | None) -> str:
     """Return what labels are, for people, in the words of a file."""
     if stated is None:
         return "classes"
-    unit = f"unit '{stated.unit}'"
-    scale = "" if stated.std is None else f", y_mean {stated.mean:g}, y_std {stated.std:g}"
-    return unit + scale
+    scale = f", y_mean {stated.mean:g}, y_std {stated.std:g}" if stated.std else ""
+    return f"unit '{stated.unit}'{scale}"
 
 
 def checked_labels(
@@ -145,7 +125,7 @@ def checked_labels(
     name: str,
     values: NDArray[np.generic],
     samples: int,
-    quantity: Quantity | None = None,
+    quantity: Target | None = None,
 ) -> Labels:
     """Check labels: classes become int64; a quantity becomes float32, in its unit as it is."""
     kinds, numbers = ("iu", "whole numbers") if quantity is None else ("fiu", "numbers")
@@ -193,7 +173,7 @@ def num_classes_of(
     path: Path,
     arrays: Mapping[str, NDArray[np.generic]],
     largest: float,
-    quantity: Quantity | None,
+    quantity: Target | None,
 ) -> int:
     """Return the stated number of classes, or else that of the largest label; 0 of a quantity."""
     if quantity is not None:
@@ -239,7 +219,7 @@ class Part(NamedTuple):
         Which samples are for testing; None if the file does not say.
     num_classes : int
         Number of classes; 0 for a quantity.
-    quantity : Quantity or None
+    quantity : Target or None
         What the file says of its labels.
     group : int or None
         True group that the file states.
@@ -249,7 +229,7 @@ class Part(NamedTuple):
     y: Labels
     test: NDArray[np.bool_] | None
     num_classes: int
-    quantity: Quantity | None
+    quantity: Target | None
     group: int | None = None
 
 
@@ -323,9 +303,9 @@ class Npz(Source):
         found = next(number for number in numbers if not _path(config, number).is_file())
         return max(1, found)
 
-    def for_client(self, config: RunConfig, client: int) -> tuple[RunConfig, int]:
+    def for_client(self, config: RunConfig, client: int) -> RunConfig:
         """Narrow the configuration to the client's own file, the only one that a device has."""
-        return config.with_values(data_file=str(_path(config, client)), clients=1), 0
+        return config.with_values(data_file=str(_path(config, client)), clients=1)
 
 
 def read(path: Path) -> Part:
@@ -405,7 +385,7 @@ def checked_samples(
     path: Path,
     arrays: Mapping[str, NDArray[np.generic]],
     suffix: str,
-    quantity: Quantity | None,
+    quantity: Target | None,
 ) -> tuple[NDArray[np.float32], Labels]:
     """Check inputs and labels that go together: ``x`` and ``y``, ``x_test`` and ``y_test``."""
     x = checked_inputs(path, f"x{suffix}", arrays[f"x{suffix}"])
@@ -416,7 +396,7 @@ def _samples(
     path: Path,
     arrays: Mapping[str, NDArray[np.generic]],
     suffix: str,
-    quantity: Quantity | None,
+    quantity: Target | None,
 ) -> tuple[NDArray[np.generic], Labels]:
     """Check inputs and labels: inputs other than large floats stay as they are stored."""
     x, y = checked_samples(path, arrays, suffix, quantity)
@@ -555,7 +535,7 @@ class NpzFolder(Source):
         raise UserError(f"There are no .npz files in {root}. {_EXPECTED_FOLDER}.")
 
 
-_LAYOUT = 2
+_LAYOUT = 3
 """Number of the layout of what is cached; a change of the arrays needs another."""
 
 
@@ -567,11 +547,10 @@ def _target(arrays: Arrays, users: Sequence[Indices]) -> Target | None:
     if "unit" not in arrays:
         return None
     mean, std = (float(value) for value in arrays["scale"])
-    if np.isfinite(std):
-        return Target(str(arrays["unit"].item()), mean, std)
-    values = arrays["y"][np.concatenate(users)].astype(np.float64)
-    deviation = float(values.std())
-    return Target(str(arrays["unit"].item()), float(values.mean()), deviation or 1.0)
+    if not std:
+        values = arrays["y"][np.concatenate(users)].astype(np.float64)
+        mean, std = float(values.mean()), float(values.std()) or 1.0
+    return Target(str(arrays["unit"].item()), mean, std)
 
 
 def standardised(dataset: Dataset) -> Dataset:
@@ -606,9 +585,7 @@ def _channel_axes(shape: tuple[int, ...], bytes_: bool) -> tuple[int, ...]:
     """Return the axes, counted with the samples' one in front, that keep a mean of their own."""
     if bytes_ or (len(shape) == 1 and shape[0] >= source.SPECTRUM):
         return ()
-    if len(shape) == 2:
-        return (1,) if shape[0] <= shape[1] else (2,)
-    return (1,)
+    return (2,) if len(shape) == 2 and shape[0] > shape[1] else (1,)
 
 
 def _read(paths: Sequence[Path]) -> Arrays:
@@ -642,6 +619,10 @@ def _read(paths: Sequence[Path]) -> Arrays:
         x = x[:, np.newaxis] if x.ndim == _IMAGES[0] else x
     elif x.dtype.kind in "iu":
         x = x.astype(np.float32)
+    said: dict[str, NDArray[Any]] = {}
+    if quantity is not None:
+        scale = np.array([quantity.mean, quantity.std], np.float64)
+        said = {"unit": np.array(quantity.unit), "scale": scale}
     return {
         "x": x,
         "y": np.concatenate([part.y for part in parts]),
@@ -652,16 +633,8 @@ def _read(paths: Sequence[Path]) -> Arrays:
         "groups": np.array([-1 if part.group is None else part.group for part in parts]),
         "num_classes": np.array(num_classes),
         "tokens": np.array(tokens),
-        **_said(quantity),
+        **said,
     }
-
-
-def _said(quantity: Quantity | None) -> dict[str, NDArray[Any]]:
-    """Return what files say of a quantity, as arrays: NaN where they leave the scale open."""
-    if quantity is None:
-        return {}
-    scale = np.array([quantity.mean, quantity.std], np.float64)
-    return {"unit": np.array(quantity.unit), "scale": scale}
 
 
 def _part(path: Path) -> Part:
@@ -671,7 +644,7 @@ def _part(path: Path) -> Part:
     wanted = ("x", "y") if "x" in arrays else _FOUR
     if missing := [name for name in wanted if name not in arrays]:
         raise UserError(f"{path} lacks {', '.join(missing)}. {_EXPECTED_FOLDER}.")
-    if wanted == _FOUR:
+    if "x" not in arrays:
         return _divided(path, arrays)
     quantity = quantity_of(path, arrays)
     x, y = _samples(path, arrays, "", quantity)

@@ -92,19 +92,21 @@ class _Activities(Source):
             f"clients={max(1, len(people))}.",
         )
         people = people[: config.num_clients]
-        files = [path for who in people for path in who.files.values()]
+        files = [path for person in people for path in person.files.values()]
         # Text files take long to read.
-        arrays = cached(self.name, files, (), lambda: self._read(people))
-        users = tuple(np.flatnonzero(arrays["person"] == number) for number in range(len(people)))
-        for who, own in zip(people, users, strict=True):
+        arrays = cached(self.name, files, (1,), lambda: npz.stacked(map(self._samples, people)))
+        users = source.spans(arrays["sizes"].tolist())
+        for person, own in zip(people, users, strict=True):
             if len(own) < 2:
-                raise UserError(f"'{who.name}' has only {len(own)} windows: at least 2 are needed.")
+                raise UserError(
+                    f"'{person.name}' has only {len(own)} windows: at least 2 are needed."
+                )
         return Dataset(
-            x=self._scaled(arrays["x"]),
+            x=arrays["x"],
             y=np.array(arrays["y"], np.int64),
             num_classes=len(self.activities),
-            users=users,
-            groups=tuple(who.group for who in people),
+            users=tuple(users),
+            groups=tuple(person.group for person in people),
         )
 
     def shape(self, config: RunConfig) -> DataShape:
@@ -126,18 +128,10 @@ class _Activities(Source):
         )
         return self._files_in(found)
 
-    def _read(self, people: Sequence[Person]) -> Arrays:
-        parts = [
-            (self._windows(path), label, number)
-            for number, who in enumerate(people)
-            for label, path in who.files.items()
-        ]
-        sizes = [len(windows) for windows, _, _ in parts]
-        return {
-            "x": np.concatenate([windows for windows, _, _ in parts]),
-            "y": np.repeat(np.array([label for _, label, _ in parts], np.int64), sizes),
-            "person": np.repeat(np.array([number for _, _, number in parts], np.int64), sizes),
-        }
+    def _samples(self, person: Person) -> tuple[_Window, Indices]:
+        """Read one person's windows and their labels."""
+        windows = [self._windows(path) for path in person.files.values()]
+        return np.concatenate(windows), np.repeat([*person.files], [len(own) for own in windows])
 
     def _files_in(self, root: Path) -> list[Person]:
         """Find the files of each person in a folder."""
@@ -146,9 +140,6 @@ class _Activities(Source):
     def _windows(self, path: Path) -> _Window:
         """Read the windows of a file, shape (n, 900)."""
         raise NotImplementedError
-
-    def _scaled(self, windows: NDArray[Any]) -> NDArray[Any]:
-        return windows
 
 
 class HarBox(_Activities):
@@ -164,6 +155,11 @@ class HarBox(_Activities):
     name = "harbox"
     activities = ("Call", "Hop", "typing", "Walk", "Wave")
     folders = ("large_scale_HARBox", "HARBox", "harbox")
+
+    def load(self, config: RunConfig) -> Dataset:
+        """Return the windows of the first people, each axis brought to mean 0 and deviation 1."""
+        dataset = super().load(config)
+        return replace(dataset, x=standardised_windows(dataset.x))
 
     def _files_in(self, root: Path) -> list[Person]:
         """Find ``<number>/<activity>_train.txt``."""
@@ -186,9 +182,6 @@ class HarBox(_Activities):
             )
         windows: _Window = values[:, 1:].reshape(-1, HAR_WINDOW * AXES).astype(np.float32)
         return windows
-
-    def _scaled(self, windows: NDArray[Any]) -> NDArray[Any]:
-        return standardised_windows(windows)
 
 
 class Imu(_Activities):

@@ -246,9 +246,9 @@ class Source:
         """
         return self.default_clients
 
-    def for_client(self, config: RunConfig, client: int) -> tuple[RunConfig, int]:
-        """Narrow a configuration to what one client has to load, and its position therein."""
-        return config, client
+    def for_client(self, config: RunConfig, client: int) -> RunConfig:
+        """Narrow a configuration to what one client has to load: of one client, or as it is."""
+        return config
 
 
 class Loaded(Source):
@@ -745,12 +745,10 @@ def _read(path: Path, archive: ZipFile, info: Any) -> NDArray[Any]:
 
 def _header(start: IO[bytes]) -> tuple[tuple[int, ...], np.dtype[Any]]:
     version = npy.read_magic(start)
-    if version == (1, 0):
-        shape, _, dtype = npy.read_array_header_1_0(start)
-    elif version == (2, 0):
-        shape, _, dtype = npy.read_array_header_2_0(start)
-    else:
+    if version not in ((1, 0), (2, 0)):
         raise ReadingError(f"an array has format {version[0]}.{version[1]}; 1.0 and 2.0 are known")
+    read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
+    shape, _, dtype = read(start)
     return shape, dtype
 
 
