@@ -29,7 +29,7 @@ from raceme.training import machine as hardware
 from raceme.training.clients import Client, ClientCache, OwnData, joined, load
 from raceme.training.machine import Meter, measured, meter_of
 from raceme.training.privacy import check_kind, local_dp, privacy_of
-from raceme.training.work import Answer, ClientWork, answer_to
+from raceme.training.work import Answer, ClientWork, answer_to, step_in
 
 # Clients work side by side, each on one thread: two processes of one thread get through nearly
 # twice the work of one process with two.
@@ -53,7 +53,7 @@ def evaluate(message: Message, context: Context) -> Message:
 
 
 def query(message: Message, context: Context) -> Message:
-    """Say who this client is, or what else is asked for."""
+    """State the client's id and its data, or answer another question about the client."""
     return _respond(message, context)
 
 
@@ -158,7 +158,7 @@ def work_of(
     context : Context
         The node's.
     own : Callable, optional
-        Returns the client, where a user's own app says who it is; its data never change.
+        Returns the client of a user's own app; its data never change.
 
     Raises
     ------
@@ -169,12 +169,10 @@ def work_of(
     """
     settings = _settings(message)
     kind = settings.get(names.KIND, _DEFAULTS[message.metadata.message_type.partition(".")[0]])
-    step = settings.get(names.STEP, 0)
     if not isinstance(kind, str) or kind not in CLIENT_WORK:
         known = ", ".join(CLIENT_WORK)
         raise ValueError(f"This client does no work of the kind {kind!r}; it knows {known}.")
-    if not isinstance(step, int) or step < 0:
-        raise ValueError(f"{names.STEP} must be a whole number of at least 0, got {step!r}.")
+    step = step_in(settings, names.STEP)
     share = settings.get(names.VALIDATION_SHARE, 0.0)
     if not isinstance(share, int | float):
         raise ValueError(f"{names.VALIDATION_SHARE} must be a number, got {share!r}.")

@@ -52,7 +52,7 @@ _LOADING = ("dataset", "data_root", "download", "clients", "test_fraction", "see
 """What decides, beside the dataset's own options, what is loaded."""
 
 _DEALING = (*_LOADING, "partition")
-"""What decides, beside the options of the dataset and the partition, who gets which samples."""
+"""What decides, beside the options of the dataset and the partition, what each client gets."""
 
 _CHANGING = (*_DEALING, "validation_fraction", "drift", "proxy")
 """What decides, beside the drift's own options too, what clients have and see at each step."""

@@ -103,7 +103,7 @@ def with_whole_path(text: str) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Dealt:
-    """Who has which samples, and how a client sees them.
+    """The samples of each client, and how it sees them.
 
     Attributes
     ----------
@@ -112,7 +112,7 @@ class Dealt:
     dataset : Dataset
         All samples that were loaded.
     partition : Partition
-        Who has which of them.
+        The samples of each client.
     only : int or None
         The one client whose data were loaded, on a device that has no others; None for all.
     """
@@ -260,11 +260,11 @@ class Dealt:
         Parameters
         ----------
         samples : Indices
-            Which ones.
+            Positions of the samples in the dataset.
         group : int or None
-            The group.
+            True group of the client.
         client : int
-            Whose noise it is, where the group adds noise.
+            The client, which has noise of its own where the group adds noise.
         part : str
             ``"train"`` or ``"test"``: their noise must differ.
         """

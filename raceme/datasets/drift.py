@@ -558,7 +558,7 @@ class SwapAll(Swap):
 
     @cached_property
     def _origins(self) -> Evolution[Indices]:
-        """Whose data each client has, shape (clients,)."""
+        """The client to which each client's data were dealt, shape (clients,)."""
         return Evolution(np.arange(self.dealt.clients), self._exchanged)
 
     def _exchanged(self, origins: Indices, step: int) -> Indices:
@@ -1092,7 +1092,7 @@ class StreamOptions(ScenarioOptions, DriftOptions):
     stream_steps: int = option(10, "steps of new data", low=2)
     stream_mode: str = option(
         "sequential",
-        "who has which concept: sequential, all clients the same at a step, or multi-task, each "
+        "concepts at a step: sequential, all clients have the same one, or multi-task, each has "
         "one of its own",
         among=("sequential", "multi-task"),
     )

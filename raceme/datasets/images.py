@@ -600,7 +600,7 @@ def _shaped(x: _Images, shape: tuple[int, ...]) -> _Images:
     """Bring images to a shape at least as large: bilinear, and grey in all channels."""
     channels, side = shape[0], shape[1]
     if x.shape[2] != side:
-        # Imported here because it takes seconds, and who reads from the cache does not need it.
+        # Imported here because it takes seconds, and images from the cache do not need it.
         import torch
         from torch.nn.functional import interpolate
 

@@ -276,7 +276,7 @@ class CharacterOptions:
     )
     classes_per_writer: int = option(
         0,
-        "characters that a writer keeps, drawn by the seed; who has fewer is no client (0: all)",
+        "characters that a writer keeps, drawn by the seed; one with fewer is no client (0: all)",
         low=0,
     )
     writers_classes: str = option(
@@ -284,11 +284,11 @@ class CharacterOptions:
         "which these are: drawn, or in-turn: writer i keeps i, i + 1, … as far as it has them",
         among=("drawn", "in-turn"),
     )
-    least_samples: int = option(2, "who has fewer samples of these characters is no client", low=2)
+    least_samples: int = option(2, "fewest samples of these characters that a client has", low=2)
 
 
 class Writers(NamedTuple):
-    """Samples that are kept, and whose they are.
+    """Samples that are kept, and the size of each writer's.
 
     Attributes
     ----------
@@ -450,13 +450,11 @@ class Characters(NpzFolder):
                 "for 0-9, A-Z, a-z. Take dataset npz-folder for other data."
             )
         assert whole.users is not None
-        writer, test = np.empty(len(whole.y), np.int64), None
-        for number, own in enumerate(whole.users):
-            writer[own] = number
-        if whole.test_users is not None:
-            test = np.zeros(len(whole.y), np.bool_)
-            for number, own in enumerate(whole.test_users):
-                writer[own], test[own] = number, True
+        tested = whole.test_users or ()
+        writer = np.empty(len(whole.y), np.int64)
+        for number, own in enumerate((*whole.users, *tested)):
+            writer[own] = number % len(whole.users)
+        test = np.isin(np.arange(len(writer)), np.concatenate(tested)) if tested else None
         options = config.read(CharacterOptions)
         return whole, by_writer(whole.y, writer, test, options, config.seed)
 

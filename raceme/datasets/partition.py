@@ -82,7 +82,7 @@ class LabelGroupOptions(GroupOptions, DirichletOptions):
 
 @dataclass(frozen=True)
 class Partition:
-    """Who has which samples.
+    """The samples of each client.
 
     Attributes
     ----------
@@ -608,7 +608,7 @@ class Scenario:
 
         In A1 the second group's have noise, for training, validation and testing alike: in pixels
         from 0 to 1, which are clipped to that range, before they are normalised. A sample's noise
-        is the same whoever has it and whenever: it follows from the seed and the sample's number.
+        is the same for every client and step: it follows from the seed and the sample's number.
         """
         inputs = dataset.inputs(samples)
         if group == 0 or self.options.scenario != "a1":

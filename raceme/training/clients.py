@@ -1,6 +1,6 @@
 """Which client a node is, and its data in memory; and what a server has of samples of its own.
 
-A node says who it is in its node config:
+The node config names the client:
 
 ``partition-id``, ``num-partitions``
     Which of how many clients it is; the latter replaces the key ``clients``.
@@ -450,45 +450,6 @@ class ModelProbe:
         return np.stack(measured)
 
 
-def pretrained(
-    network: Network,
-    spec: ModelSpec,
-    vector: Vector,
-    samples: Sequence[Samples],
-    settings: TrainingSettings,
-    seed: int,
-) -> list[Vector]:
-    """Train one model on each of several sets of samples, all from the same start.
-
-    Parameters
-    ----------
-    network : Network
-        A network of the models' kind; its weights are overwritten.
-    spec : ModelSpec
-        Names and shapes of a model's arrays.
-    vector : Vector
-        The model that each starts from. Shape (d,).
-    samples : Sequence[Samples]
-        The sets.
-    settings : TrainingSettings
-        How to train.
-    seed : int
-        Decides the order of samples.
-
-    Returns
-    -------
-    list[Vector]
-        The models, in the order of the sets.
-    """
-    models = []
-    for number, own in enumerate(samples):
-        network.read(spec.pack(vector))
-        rng = np.random.default_rng(np.random.SeedSequence([seed, crc32(b"pretrain"), number]))
-        train(network, own, settings, rng)
-        models.append(spec.unpack(network.write(spec)))
-    return models
-
-
 def probe_of(config: RunConfig, initial: ArrayRecord) -> ModelProbe | None:
     """Return what measures models on the server's proxy sets; None if it has none.
 
@@ -535,9 +496,15 @@ def starts_of(config: RunConfig, initial: ArrayRecord) -> Sequence[Vector]:
         momentum=config.momentum,
         weight_decay=config.weight_decay,
     )
-    samples = [Samples(own.x, own.y, network.channels_last) for own in held]
+    trained = []
     try:
-        return pretrained(network, spec, spec.unpack(initial), samples, settings, config.seed)
+        for number, own in enumerate(held):
+            network.read(initial)
+            entropy = [config.seed, crc32(b"pretrain"), number]
+            rng = np.random.default_rng(np.random.SeedSequence(entropy))
+            train(network, Samples(own.x, own.y, network.channels_last), settings, rng)
+            trained.append(spec.unpack(network.write(spec)))
+        return trained
     except InvalidModelError as error:
         raise UserError(
             f"pretrain leaves a model that cannot be used, {error}: take a smaller lr."
