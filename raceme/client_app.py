@@ -29,7 +29,7 @@ from raceme.training import machine as hardware
 from raceme.training.clients import Client, ClientCache, OwnData, joined, load
 from raceme.training.machine import Meter, measured, meter_of
 from raceme.training.privacy import check_kind, local_dp, privacy_of
-from raceme.training.work import Answer, ClientWork, answer_to
+from raceme.training.work import Answer, ClientWork, answer_to, step_in
 
 # Clients work side by side, each on one thread: two processes of one thread get through nearly
 # twice the work of one process with two.
@@ -53,7 +53,7 @@ def evaluate(message: Message, context: Context) -> Message:
 
 
 def query(message: Message, context: Context) -> Message:
-    """Say who this client is, or what else is asked for."""
+    """State the client's id and its data, or answer another question about the client."""
     return _respond(message, context)
 
 
@@ -130,11 +130,9 @@ class AddedKinds:
         call_next: Callable[[Message, Context], Message],
     ) -> Message:
         """Answer a message that asks for a kind of work; leave others to the user's functions."""
-        record = message.content.get(names.CONFIG)
-        asks = (
-            isinstance(record, ConfigRecord) and record.get(names.KIND, names.TRAIN) != names.TRAIN
-        )
-        return self.answer(message, context) if asks else call_next(message, context)
+        if _settings(message).get(names.KIND, names.TRAIN) == names.TRAIN:
+            return call_next(message, context)
+        return self.answer(message, context)
 
     def answer(self, message: Message, context: Context) -> Message:
         """Answer a query, or any message, in Raceme's way."""
@@ -160,7 +158,7 @@ def work_of(
     context : Context
         The node's.
     own : Callable, optional
-        Returns the client, where a user's own app says who it is; its data never change.
+        Returns the client of a user's own app; its data never change.
 
     Raises
     ------
@@ -169,15 +167,12 @@ def work_of(
     UserError
         The client's data cannot be loaded.
     """
-    record = message.content.get(names.CONFIG)
-    settings = record if isinstance(record, ConfigRecord) else ConfigRecord()
+    settings = _settings(message)
     kind = settings.get(names.KIND, _DEFAULTS[message.metadata.message_type.partition(".")[0]])
-    step = settings.get(names.STEP, 0)
     if not isinstance(kind, str) or kind not in CLIENT_WORK:
         known = ", ".join(CLIENT_WORK)
         raise ValueError(f"This client does no work of the kind {kind!r}; it knows {known}.")
-    if not isinstance(step, int) or step < 0:
-        raise ValueError(f"{names.STEP} must be a whole number of at least 0, got {step!r}.")
+    step = step_in(settings, names.STEP)
     share = settings.get(names.VALIDATION_SHARE, 0.0)
     if not isinstance(share, int | float):
         raise ValueError(f"{names.VALIDATION_SHARE} must be a number, got {share!r}.")
@@ -200,6 +195,12 @@ def work_of(
         tuple(steps),
         0 if own is not None else _clients.since(context),
     )
+
+
+def _settings(message: Message) -> ConfigRecord:
+    """Return what a message says of how to do the work; nothing if it does not say it."""
+    record = message.content.get(names.CONFIG)
+    return record if isinstance(record, ConfigRecord) else ConfigRecord()
 
 
 def _kept(client: Client, share: float) -> Client:
@@ -244,19 +245,13 @@ def forget() -> None:
 
 
 def _respond(message: Message, context: Context) -> Message:
-    if not _reports(message):
+    if not _settings(message).get(names.REPORT_TIMING, False):
         return reply_to(message, *_answered(message, context))
     started_at = time.time()
     with measured(_meter()) as cost:
         work, answer = _answered(message, context)
     times = {names.STARTED_AT: started_at, names.FINISHED_AT: time.time(), **cost}
     return reply_to(message, work, replace(answer, metrics={**answer.metrics, **times}))
-
-
-def _reports(message: Message) -> bool:
-    """Return whether a message asks when the work was done and what it cost."""
-    record = message.content.get(names.CONFIG)
-    return isinstance(record, ConfigRecord) and bool(record.get(names.REPORT_TIMING, False))
 
 
 def _answered(message: Message, context: Context) -> tuple[ClientWork, Answer]:

@@ -52,7 +52,7 @@ _LOADING = ("dataset", "data_root", "download", "clients", "test_fraction", "see
 """What decides, beside the dataset's own options, what is loaded."""
 
 _DEALING = (*_LOADING, "partition")
-"""What decides, beside the options of the dataset and the partition, who gets which samples."""
+"""What decides, beside the options of the dataset and the partition, what each client gets."""
 
 _CHANGING = (*_DEALING, "validation_fraction", "drift", "proxy")
 """What decides, beside the drift's own options too, what clients have and see at each step."""
@@ -221,8 +221,7 @@ def true_groups(config: RunConfig, step: int = 0) -> tuple[int | None, ...]:
     UserError
         They cannot.
     """
-    config = with_clients(config)
-    return _drift(config.narrowed(*_CHANGING), config.narrowed(*_DEALING), None).groups(step)
+    return _drift_of_all(with_clients(config)).groups(step)
 
 
 def proxy_sets(config: RunConfig) -> ProxySets:
@@ -237,7 +236,7 @@ def proxy_sets(config: RunConfig) -> ProxySets:
     folder = folder_of(config.proxy)
     if folder is not None:
         return proxies_from_folder(folder, data_shape(config))
-    return proxies_from_clients(_dealt(config))
+    return proxies_from_clients(_drift_of_all(config).dealt)
 
 
 def pretraining(config: RunConfig) -> tuple[Held, ...]:
@@ -252,12 +251,12 @@ def pretraining(config: RunConfig) -> tuple[Held, ...]:
     folder = folder_of(config.proxy)
     if folder is not None:
         return pretraining_from_folder(folder, data_shape(config), config.pretrain)
-    return pretraining_from_clients(_dealt(config), config.pretrain)
+    return pretraining_from_clients(_drift_of_all(config).dealt, config.pretrain)
 
 
-def _dealt(config: RunConfig) -> Dealt:
-    """Return what all clients of a simulation were dealt."""
-    return _drift(config.narrowed(*_CHANGING), config.narrowed(*_DEALING), None).dealt
+def _drift_of_all(config: RunConfig) -> Drift:
+    """Return what gives the clients of a simulation their data at each step."""
+    return _drift(config.narrowed(*_CHANGING), config.narrowed(*_DEALING), None)
 
 
 def forget() -> None:
@@ -313,10 +312,10 @@ def _drift_of(config: RunConfig, client: int) -> Drift:
         raise UserError(
             f"There is no client {client}: clients are numbered 0 to {config.num_clients - 1}."
         )
-    narrowed, _ = source_of(config).for_client(config, client)
+    narrowed = source_of(config).for_client(config, client)
     shares = drift_type(config).needs_others or wanted(config.proxy) is not None
     if narrowed is config or shares:
-        return _drift(config.narrowed(*_CHANGING), config.narrowed(*_DEALING), None)
+        return _drift_of_all(config)
     return _drift(config.narrowed(*_CHANGING), narrowed.narrowed(*_DEALING), client)
 
 

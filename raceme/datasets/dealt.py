@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +16,6 @@ from raceme.core.errors import UserError
 from raceme.core.files import absolute
 from raceme.datasets.npz import (
     LABEL_ARRAYS,
-    Quantity,
     arrays_of,
     checked_samples,
     common_quantity,
@@ -25,7 +25,15 @@ from raceme.datasets.npz import (
     target_of,
 )
 from raceme.datasets.partition import Partition, Scenario, is_skewed, scenario_of, skew
-from raceme.datasets.source import ClientData, Dataset, DataShape, Indices, Labels, generator
+from raceme.datasets.source import (
+    ClientData,
+    Dataset,
+    DataShape,
+    Indices,
+    Labels,
+    Target,
+    generator,
+)
 
 # -----------------------------------------------------------------------------
 # Test samples that the server keeps for itself: how many are wanted, and which they are.
@@ -88,60 +96,6 @@ def with_whole_path(text: str) -> str:
     return str(found)
 
 
-def reserved(
-    pools: Mapping[int, Indices],
-    labels: Indices,
-    text: str,
-    rng: np.random.Generator,
-    alike: bool,
-) -> dict[int, Indices]:
-    """Draw the server's samples of each distribution: one of each class first.
-
-    Parameters
-    ----------
-    pools : Mapping[int, Indices]
-        Test samples that can be spared, by distribution.
-    labels : Indices
-        Label of every sample of the dataset.
-    text : str
-        The key ``proxy``: how many, or which share of them.
-    rng : np.random.Generator
-        Draws.
-    alike : bool
-        Every distribution has the same samples in its pool, and is to have the same ones drawn.
-
-    Returns
-    -------
-    dict[int, Indices]
-        Sorted, by distribution.
-
-    Raises
-    ------
-    UserError
-        A distribution has not samples enough.
-    """
-    number = wanted(text)
-    assert number is not None, "asked for only where samples are wanted"
-    drawn: dict[int, Indices] = {}
-    for group, pool in pools.items():
-        if alike and drawn:
-            drawn[group] = next(iter(drawn.values()))
-            continue
-        count = int(number) if number >= 1 else max(1, round(number * len(pool)))
-        # One is left at least, to test the cluster's model on what it was not compared by.
-        if count >= len(pool):
-            raise UserError(
-                f"proxy '{text}' asks for {count} test samples of distribution {group}, and "
-                f"{max(0, len(pool) - 1)} can be spared: take fewer, or a larger test-fraction."
-            )
-        order = rng.permutation(pool)
-        if labels.dtype.kind in "iu":
-            _, firsts = np.unique(labels[order], return_index=True)
-            order = np.concatenate([order[firsts], np.delete(order, firsts)])
-        drawn[group] = np.sort(order[:count])
-    return drawn
-
-
 # -----------------------------------------------------------------------------
 # The samples of all clients as they were dealt out, before anything changes them.
 # -----------------------------------------------------------------------------
@@ -149,7 +103,7 @@ def reserved(
 
 @dataclass(frozen=True, eq=False)
 class Dealt:
-    """Who has which samples, and how a client sees them.
+    """The samples of each client, and how it sees them.
 
     Attributes
     ----------
@@ -158,7 +112,7 @@ class Dealt:
     dataset : Dataset
         All samples that were loaded.
     partition : Partition
-        Who has which of them.
+        The samples of each client.
     only : int or None
         The one client whose data were loaded, on a device that has no others; None for all.
     """
@@ -215,19 +169,38 @@ class Dealt:
         """Test samples of each distribution that the server has, and no client (``proxy``).
 
         A distribution is what the clients of a group have. Where groups only see the same samples
-        in different ways, the samples are the same for all.
+        in different ways, the samples are the same for all. One of each class is drawn first.
 
         Raises
         ------
         UserError
             There are no groups, or not samples enough.
         """
-        text = self.config.proxy
-        if wanted(text) is None:
+        number = wanted(self.config.proxy)
+        if number is None:
             return {}
         pools = self.pools(lambda client: self._divided(client)[1], spares_first=True)
         rng = generator(self.config.seed, "proxy")
-        return reserved(pools, self.dataset.y, text, rng, alike=self.skewed)
+        drawn: dict[int, Indices] = {}
+        for group, pool in pools.items():
+            if self.skewed and drawn:
+                # Every distribution has the same samples in its pool.
+                drawn[group] = next(iter(drawn.values()))
+                continue
+            count = int(number) if number >= 1 else max(1, round(number * len(pool)))
+            # One is left at least, to test the cluster's model on what it was not compared by.
+            if count >= len(pool):
+                raise UserError(
+                    f"proxy '{self.config.proxy}' asks for {count} test samples of distribution "
+                    f"{group}, and {max(0, len(pool) - 1)} can be spared: take fewer, or a larger "
+                    "test-fraction."
+                )
+            order = rng.permutation(pool)
+            if self.dataset.target is None:
+                _, firsts = np.unique(self.dataset.y[order], return_index=True)
+                order = np.concatenate([order[firsts], np.delete(order, firsts)])
+            drawn[group] = np.sort(order[:count])
+        return drawn
 
     def pools(self, of: Callable[[int], Indices], spares_first: bool = False) -> dict[int, Indices]:
         """Return the samples of each distribution: those of its group's clients.
@@ -287,11 +260,11 @@ class Dealt:
         Parameters
         ----------
         samples : Indices
-            Which ones.
+            Positions of the samples in the dataset.
         group : int or None
-            The group.
+            True group of the client.
         client : int
-            Whose noise it is, where the group adds noise.
+            The client, which has noise of its own where the group adds noise.
         part : str
             ``"train"`` or ``"test"``: their noise must differ.
         """
@@ -370,8 +343,7 @@ _SUFFIXES = {"proxy": "", "test": "_test", "train": "_train"}
 """Of the names x and y, for each part of a file."""
 
 
-@dataclass(frozen=True, eq=False)
-class Held:
+class Held(NamedTuple):
     """Samples that a server has of one distribution.
 
     Attributes
@@ -386,8 +358,7 @@ class Held:
     y: Labels
 
 
-@dataclass(frozen=True)
-class ProxySets:
+class ProxySets(NamedTuple):
     """Samples on which a server measures models, of each distribution in order.
 
     Attributes
@@ -443,9 +414,8 @@ def pretraining_from_clients(dealt: Dealt, count: int) -> tuple[Held, ...]:
 
 def _seen(dealt: Dealt, own: Indices, group: int, part: str) -> Held:
     """Return samples as the clients of a group see them."""
-    # Where a group adds noise it is nobody's of the clients'.
-    nobody = dealt.clients + group
-    return Held(dealt.inputs(own, group, nobody, part), dealt.labels(own, group))
+    # Where a group adds noise, it is not that of a client.
+    return Held(dealt.inputs(own, group, dealt.clients + group, part), dealt.labels(own, group))
 
 
 def _check_classes(has: Labels, expected: Labels, group: int, text: str) -> None:
@@ -528,7 +498,18 @@ def _files(folder: Path, shape: DataShape) -> dict[Path, dict[str, Held]]:
             f"{described(shape.target)}; got {described(target)}."
         )
     for path, file in files.items():
-        _check_shape(path, file.parts, shape)
+        for part, samples in file.parts.items():
+            x, y = samples.x, samples.y
+            if x.shape[1:] != shape.input_shape:
+                raise UserError(
+                    f"{path}: x{_SUFFIXES[part]} must hold samples of shape {shape.input_shape}, "
+                    f"as all others; got {x.shape[1:]}."
+                )
+            if target is None and y.max() >= shape.num_classes:
+                raise UserError(
+                    f"{path}: y{_SUFFIXES[part]} must hold labels below {shape.num_classes}, as "
+                    f"all others; got labels up to {y.max()}."
+                )
     return {
         path: {
             part: Held(samples.x, standardised_labels(path, samples.y, target))
@@ -538,28 +519,11 @@ def _files(folder: Path, shape: DataShape) -> dict[Path, dict[str, Held]]:
     }
 
 
-def _check_shape(path: Path, parts: Mapping[str, Held], shape: DataShape) -> None:
-    """Raise UserError if samples are none that a model for this shape can be measured on."""
-    for part, samples in parts.items():
-        x, y = samples.x, samples.y
-        if x.shape[1:] != shape.input_shape:
-            raise UserError(
-                f"{path}: x{_SUFFIXES[part]} must hold samples of shape {shape.input_shape}, as "
-                f"all others; got {x.shape[1:]}."
-            )
-        if shape.target is None and y.max() >= shape.num_classes:
-            raise UserError(
-                f"{path}: y{_SUFFIXES[part]} must hold labels below {shape.num_classes}, as all "
-                f"others; got labels up to {y.max()}."
-            )
-
-
-@dataclass(frozen=True)
-class _File:
+class _File(NamedTuple):
     """Parts of a file, of which labels that are a quantity are in its unit."""
 
     parts: dict[str, Held]
-    quantity: Quantity | None
+    quantity: Target | None
 
 
 def _read(path: Path) -> _File:
@@ -574,6 +538,5 @@ def _read(path: Path) -> _File:
             if part == "proxy" or any(name in arrays for name in names):
                 raise UserError(f"{path} lacks {' or '.join(names)}. {_EXPECTED}.")
             continue
-        x, y = checked_samples(path, arrays, suffix, quantity)
-        found[part] = Held(x, y)
+        found[part] = Held(*checked_samples(path, arrays, suffix, quantity))
     return _File(found, quantity)

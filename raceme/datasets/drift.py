@@ -21,7 +21,7 @@ from raceme.core.options import option
 from raceme.core.registry import DRIFTS
 from raceme.datasets.dealt import Dealt
 from raceme.datasets.partition import Inputs, Scenario, ScenarioOptions, largest_remainder, rotated
-from raceme.datasets.source import ClientData, Indices, Labels, generator
+from raceme.datasets.source import ClientData, Indices, generator
 
 # -----------------------------------------------------------------------------
 # When clients' data move on to their next step: the key ``drift-at``.
@@ -345,14 +345,12 @@ class SomeClients(Drift):
     def data(self, client: int, step: int) -> ClientData:
         """Return the data as dealt out, changed by so many steps."""
         data = self.dealt.data(client)
-        return self.changed(data, client, step) if self._moved(client, step) else data
+        moved = step > 0 and self.drifts(client)
+        return self.changed(data, client, step) if moved else data
 
     def changed(self, data: ClientData, client: int, step: int) -> ClientData:
         """Return data changed by so many steps, at least one."""
         raise TypeError(f"{type(self).__name__} does not define changed().")
-
-    def _moved(self, client: int, step: int) -> bool:
-        return step > 0 and self.drifts(client)
 
 
 @dataclass(frozen=True)
@@ -560,7 +558,7 @@ class SwapAll(Swap):
 
     @cached_property
     def _origins(self) -> Evolution[Indices]:
-        """Whose data each client has, shape (clients,)."""
+        """The client to which each client's data were dealt, shape (clients,)."""
         return Evolution(np.arange(self.dealt.clients), self._exchanged)
 
     def _exchanged(self, origins: Indices, step: int) -> Indices:
@@ -570,23 +568,6 @@ class SwapAll(Swap):
         return after
 
 
-@dataclass(frozen=True, eq=False)
-class _Held:
-    """Who has whose samples of which label.
-
-    Attributes
-    ----------
-    holder : Indices
-        Shape (clients, labels): who has the samples of a label that were dealt out to a client.
-    train, test : Indices
-        Shape (clients, labels): how many training and test samples each client has now.
-    """
-
-    holder: Indices
-    train: Indices
-    test: Indices
-
-
 class SwapPart(Swap):
     """Pairs exchange one label that only the one has for one label that only the other has."""
 
@@ -594,8 +575,7 @@ class SwapPart(Swap):
         """Raise UserError if no two clients have labels of their own."""
         super().check()
         self.needs_labels()
-        has = self._held.at(0)
-        owned = {frozenset(np.flatnonzero(row).tolist()) for row in has.train + has.test}
+        owned = {frozenset(np.flatnonzero(row).tolist()) for row in self._as_dealt.sum(axis=0)}
         # Neither has all that the other has.
         if all(one <= other or other <= one for one in owned for other in owned):
             raise UserError(
@@ -605,8 +585,7 @@ class SwapPart(Swap):
 
     def data(self, client: int, step: int) -> ClientData:
         """Return what the client kept, and what it got from each of the others."""
-        holder = self._held.at(step).holder
-        mine = holder == client
+        mine = self._holders.at(step) == client
         origins = np.flatnonzero(mine.any(axis=1))
         if mine[client].all() and origins.tolist() == [client]:
             return self.dealt.data(client)
@@ -618,52 +597,63 @@ class SwapPart(Swap):
         return ClientData(**joined, group=self.dealt.group(client))
 
     @cached_property
-    def _held(self) -> Evolution[_Held]:
-        return Evolution(_as_dealt(self.dealt), self._exchanged)
+    def _as_dealt(self) -> Indices:
+        """Training and test samples of each label of each client, shape (2, clients, labels)."""
+        dealt, labels = self.dealt, self.dealt.dataset.num_classes
+        counts = np.empty((2, dealt.clients, labels), np.int64)
+        for client in range(dealt.clients):
+            for part, own in enumerate(dealt.indices(client)):
+                given = dealt.labels(own, dealt.group(client))
+                counts[part, client] = np.bincount(given, minlength=labels)
+        return counts
 
-    def _exchanged(self, held: _Held, step: int) -> _Held:
-        clients = len(held.train)
-        after = _Held(held.holder.copy(), held.train.copy(), held.test.copy())
-        for pair, (one, other) in enumerate(self.pairs(clients, step).tolist()):
-            labels = self._labels(after, one, other, self.rng(f"labels {step}", pair))
-            if labels is None:
-                continue
-            for label in labels:
-                column = after.holder[:, label]
+    @cached_property
+    def _holders(self) -> Evolution[Indices]:
+        """The client that has the samples of a label dealt to a client, shape (clients, labels)."""
+        labels = self.dealt.dataset.num_classes
+        clients = np.repeat(np.arange(self.dealt.clients)[:, None], labels, axis=1)
+        return Evolution(clients, self._exchanged)
+
+    def _exchanged(self, holders: Indices, step: int) -> Indices:
+        # A client is in one pair at most, so that what it had before the step decides.
+        counts = self._held(holders)
+        after = holders.copy()
+        for pair, (one, other) in enumerate(self.pairs(len(holders), step).tolist()):
+            rng = self.rng(f"labels {step}", pair)
+            for label in _exchanged_labels(counts[:, one], counts[:, other], rng):
+                column = after[:, label]
                 had, got = column == one, column == other
                 column[had], column[got] = other, one
-                for counts in (after.train, after.test):
-                    counts[[one, other], label] = counts[[other, one], label]
         return after
 
-    def _labels(
-        self, held: _Held, one: int, other: int, rng: np.random.Generator
-    ) -> tuple[int, int] | None:
-        """Draw the labels that a pair exchanges; None if it has none to exchange."""
-        has = (held.train[[one, other]] + held.test[[one, other]]) > 0
-        given, taken = np.flatnonzero(has[0] & ~has[1]), np.flatnonzero(has[1] & ~has[0])
-        if len(given) == 0 or len(taken) == 0:
-            return None
-        label, back = int(rng.choice(given)), int(rng.choice(taken))
-        for counts in (held.train, held.test):
-            moved = counts[one, label] - counts[other, back]
-            # A client without a sample to train with, or to test with, could not go on.
-            if counts[one].sum() - moved < 1 or counts[other].sum() + moved < 1:
-                return None
-        return label, back
+    def _held(self, holders: Indices) -> Indices:
+        """Return what each client has now, in the shape of what it was dealt."""
+        counts = np.zeros_like(self._as_dealt)
+        for held, dealt in zip(counts, self._as_dealt, strict=True):
+            np.add.at(held, (holders, np.arange(holders.shape[1])), dealt)
+        return counts
 
 
-def _as_dealt(dealt: Dealt) -> _Held:
-    labels = dealt.dataset.num_classes
-    own = [(dealt.indices(client), dealt.group(client)) for client in range(dealt.clients)]
-    train, test = (
-        np.array(
-            [np.bincount(dealt.labels(pair[part], group), minlength=labels) for pair, group in own]
-        )
-        for part in (0, 1)
-    )
-    holder = np.repeat(np.arange(dealt.clients)[:, None], labels, axis=1)
-    return _Held(holder, train, test)
+def _exchanged_labels(one: Indices, other: Indices, rng: np.random.Generator) -> tuple[int, ...]:
+    """Draw the labels that a pair exchanges, none if it has none to exchange.
+
+    Parameters
+    ----------
+    one, other : Indices
+        Training and test samples of each label, shape (2, labels).
+    rng : np.random.Generator
+        The pair's generator.
+    """
+    has, gets = one.sum(axis=0) > 0, other.sum(axis=0) > 0
+    given, taken = np.flatnonzero(has & ~gets), np.flatnonzero(gets & ~has)
+    if len(given) == 0 or len(taken) == 0:
+        return ()
+    label, back = int(rng.choice(given)), int(rng.choice(taken))
+    moved = one[:, label] - other[:, back]
+    # A client without a sample to train with, or to test with, could not go on.
+    if np.any(one.sum(axis=1) - moved < 1) or np.any(other.sum(axis=1) + moved < 1):
+        return ()
+    return label, back
 
 
 def _of_labels(data: ClientData, wanted: NDArray[np.bool_]) -> ClientData:
@@ -716,17 +706,6 @@ class MixtureOptions(DriftOptions):
     )
 
 
-@dataclass(frozen=True, eq=False)
-class _Pools:
-    """What is drawn from: samples by distribution, whose groups have these numbers, how many."""
-
-    groups: tuple[int, ...]
-    train: tuple[Indices, ...]
-    test: tuple[Indices, ...]
-    fewest: int
-    most: int
-
-
 class Mixture(Drift):
     """Each client's mixture of the groups' distributions is drawn anew at every step."""
 
@@ -750,11 +729,9 @@ class Mixture(Drift):
         low, high = self.options.mixture_main_low, self.options.mixture_main_high
         if low > high:
             raise UserError(f"mixture-main-low {low:g} is above mixture-main-high {high:g}.")
-        pools = self._pools
-        if pools.fewest > pools.most:
-            raise UserError(
-                f"mixture-size-low {pools.fewest} is above mixture-size-high {pools.most}."
-            )
+        fewest, most = self._sizes
+        if fewest > most:
+            raise UserError(f"mixture-size-low {fewest} is above mixture-size-high {most}.")
 
     def data(self, client: int, step: int) -> ClientData:
         """Return a draw: as many test samples as training samples, from the same mixture.
@@ -762,48 +739,43 @@ class Mixture(Drift):
         No sample that any client trains with is ever a test sample. Those of one distribution
         differ from one another while there are enough of them.
         """
-        pools = self._pools
         rng = self.rng(f"mixture {step}", client)
         counts = self._counts(client, rng)
 
-        def drawn(part: str, sources: tuple[Indices, ...]) -> tuple[Inputs, Indices]:
+        def drawn(part: str, pools: dict[int, Indices]) -> tuple[Inputs, Indices]:
             x, y = [], []
-            for source, count, group in zip(sources, counts.tolist(), pools.groups, strict=True):
-                own = np.sort(rng.choice(source, count, replace=count > len(source)))
+            for (group, pool), count in zip(pools.items(), counts.tolist(), strict=True):
+                own = np.sort(rng.choice(pool, count, replace=count > len(pool)))
                 x.append(self.dealt.inputs(own, group, client, f"{part} {step} {group}"))
                 y.append(self.dealt.labels(own, group))
             return np.concatenate(x), np.concatenate(y)
 
-        x_train, y_train = drawn("train", pools.train)
-        x_test, y_test = drawn("test", pools.test)
-        return ClientData(
-            x_train,
-            y_train,
-            x_test,
-            y_test,
-            group=pools.groups[int(np.argmax(counts))],
-            mixture=tuple((counts / counts.sum()).tolist()),
-        )
+        train, test = self._pools
+        x_train, y_train = drawn("train", train)
+        x_test, y_test = drawn("test", test)
+        mixture = tuple((counts / counts.sum()).tolist())
+        return ClientData(x_train, y_train, x_test, y_test, self._largest(counts), mixture)
 
     def groups(self, step: int) -> tuple[int | None, ...]:
         """Return the group that has the largest share of each client's draw."""
         return tuple(
-            self._pools.groups[
-                int(np.argmax(self._counts(client, self.rng(f"mixture {step}", client))))
-            ]
+            self._largest(self._counts(client, self.rng(f"mixture {step}", client)))
             for client in range(self.dealt.clients)
         )
 
+    def _largest(self, counts: Indices) -> int:
+        return list(self._pools[0])[int(np.argmax(counts))]
+
     def _counts(self, client: int, rng: np.random.Generator) -> Indices:
         """Draw how many samples come from each distribution, shape (groups,)."""
-        pools, options = self._pools, self.options
-        groups = len(pools.train)
-        size = int(rng.integers(pools.fewest, pools.most, endpoint=True))
+        options, numbers = self.options, list(self._pools[0])
+        groups = len(numbers)
+        size = int(rng.integers(*self._sizes, endpoint=True))
         main_share = rng.uniform(options.mixture_main_low, options.mixture_main_high)
         own = self.dealt.group(client)
         assert own is not None, "check() has seen that there are groups"
         kept = options.mixture_main == "kept"
-        main = pools.groups.index(own) if kept else int(rng.integers(groups))
+        main = numbers.index(own) if kept else int(rng.integers(groups))
         others = np.full(groups - 1, 1.0 / (groups - 1))
         if options.mixture_rest == "dirichlet":
             others = rng.dirichlet(np.ones(groups - 1))
@@ -811,31 +783,23 @@ class Mixture(Drift):
         return largest_remainder(size, shares)
 
     @cached_property
-    def _pools(self) -> _Pools:
-        own = [self.dealt.indices(client) for client in range(self.dealt.clients)]
-        groups = np.array(self.dealt.partition.groups)
-        numbers = tuple(np.unique(groups).tolist())
-        mean = sum(len(train) for train, _ in own) / len(own)
-        low, high = self.options.mixture_size_low, self.options.mixture_size_high
-        train, test = (
-            tuple(
-                np.concatenate([own[i][part] for i in _members(groups, group, self.dealt.skewed)])
-                for group in numbers
-            )
-            for part in (0, 1)
+    def _sizes(self) -> tuple[int, int]:
+        """Fewest and most training samples of a draw."""
+        sizes = [len(self.dealt.indices(client)[0]) for client in range(self.dealt.clients)]
+        given = self.options.mixture_size_low, self.options.mixture_size_high
+        low, high = (
+            max(_LEAST, round(share * sum(sizes) / len(sizes))) if size is None else size
+            for share, size in zip(_SHARES, given, strict=True)
         )
-        return _Pools(
-            numbers,
-            train,
-            test,
-            fewest=max(_LEAST, round(_SHARES[0] * mean)) if low is None else low,
-            most=max(_LEAST, round(_SHARES[1] * mean)) if high is None else high,
+        return low, high
+
+    @cached_property
+    def _pools(self) -> tuple[dict[int, Indices], dict[int, Indices]]:
+        """Training samples of each distribution, and its test samples."""
+        return (
+            self.dealt.pools(lambda client: self.dealt.indices(client)[0]),
+            self.dealt.pools(lambda client: self.dealt.indices(client)[1]),
         )
-
-
-def _members(groups: NDArray[np.generic], group: int, everybody: bool) -> list[int]:
-    """Return the clients whose samples make up a distribution."""
-    return list(range(len(groups))) if everybody else np.flatnonzero(groups == group).tolist()
 
 
 # -----------------------------------------------------------------------------
@@ -1128,7 +1092,7 @@ class StreamOptions(ScenarioOptions, DriftOptions):
     stream_steps: int = option(10, "steps of new data", low=2)
     stream_mode: str = option(
         "sequential",
-        "who has which concept: sequential, all clients the same at a step, or multi-task, each "
+        "concepts at a step: sequential, all clients have the same one, or multi-task, each has "
         "one of its own",
         among=("sequential", "multi-task"),
     )
@@ -1199,9 +1163,9 @@ class ScenarioStream(Drift):
                     if self._kept(len(samples) // len(steps), concept) < least:
                         raise UserError(
                             f"Client {client} has {len(samples)} {kind} samples for "
-                            f"{len(steps)} steps of {self._named(concept)}, too few for {least} at "
-                            "each: take fewer clients or stream-steps, or a larger "
-                            "scenario-little."
+                            f"{len(steps)} steps of scenario {self.options.scenario}, concept "
+                            f"{concept}, too few for {least} at each: take fewer clients or "
+                            "stream-steps, or a larger scenario-little."
                         )
 
     def data(self, client: int, step: int) -> ClientData:
@@ -1213,11 +1177,12 @@ class ScenarioStream(Drift):
             self._of_step(client, own, concepts, position, part)
             for part, own in zip(("train", "test"), self.dealt.indices(client), strict=True)
         )
+        dataset, scenario = self.dealt.dataset, self._scenario
         return ClientData(
-            self._scenario.inputs(self.dealt.dataset, train, concept),
-            self._labels(train, concept),
-            self._scenario.inputs(self.dealt.dataset, test, concept),
-            self._labels(test, concept),
+            scenario.inputs(dataset, train, concept),
+            scenario.labels(dataset.y[train], concept, dataset.num_classes),
+            scenario.inputs(dataset, test, concept),
+            scenario.labels(dataset.y[test], concept, dataset.num_classes),
             group=concept,
         )
 
@@ -1270,13 +1235,6 @@ class ScenarioStream(Drift):
     def _kept(self, count: int, concept: int) -> int:
         """Return how many of a step's samples there are, if its concept has little data."""
         return round(count * self._scenario.size(concept))
-
-    def _labels(self, samples: Indices, concept: int) -> Labels:
-        dataset = self.dealt.dataset
-        return self._scenario.labels(dataset.y[samples], concept, dataset.num_classes)
-
-    def _named(self, concept: int) -> str:
-        return f"scenario {self.options.scenario}, concept {concept}"
 
 
 # -----------------------------------------------------------------------------

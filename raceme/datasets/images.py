@@ -1,14 +1,15 @@
-"""MNIST and its drop-in replacement Fashion-MNIST, from torchvision's raw idx files."""
+"""Datasets of images: MNIST's relatives in idx files, folders of images, digits by origin."""
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from zlib import error as ZlibError  # noqa: N812
 
 import numpy as np
@@ -30,13 +31,8 @@ from raceme.datasets.source import (
     import_datasets,
 )
 
-MNIST_FILES = (
-    "train-images-idx3-ubyte",
-    "train-labels-idx1-ubyte",
-    "t10k-images-idx3-ubyte",
-    "t10k-labels-idx1-ubyte",
-)
-"""The idx files, uncompressed, in ``<data-root>/<folder>/raw``."""
+_Images = NDArray[np.uint8]
+
 _DAMAGED = (OSError, RuntimeError, ValueError, AssertionError, LookupError)
 """What torchvision raises: it asserts, indexes and reshapes its way through a damaged file."""
 
@@ -50,130 +46,112 @@ def _torchvision(name: str, config: RunConfig) -> list[Any]:
     ]
 
 
-def _how_to_fetch(name: str, data_root: str) -> str:
-    return f"To fetch: raceme run --dataset {name} --data-root {data_root} --download"
+def _how_to_fetch(name: str, config: RunConfig) -> str:
+    root = config.data_root or "DIR"
+    return f"To fetch: raceme run --dataset {name} --data-root {root} --download"
 
 
-class Mnist(Source):
-    """MNIST: 70,000 handwritten digits of 28x28 pixels (files under data-root, or --download)."""
+class ImageSource(Source):
+    """Defaults of datasets of images."""
 
     default_model = "cnn"
     default_lr = 0.01
     target_accuracy = 0.95
-    default_clients = 100
-    fixed_shape = DataShape((1, 28, 28), 10)
-
-    name = "mnist"
-    folder = "MNIST"
-    """Both torchvision's class and the folder that it reads."""
-    mean = 0.1307
-    std = 0.3081
-
-    def load(self, config: RunConfig) -> Dataset:
-        """Return train and test images pooled, shape (70000, 1, 28, 28)."""
-        self._check_files(config)
-        files = [Path(config.data_root) / self.folder / "raw" / name for name in MNIST_FILES]
-        if all(file.is_file() for file in files):
-            # torchvision takes seconds to import, in every process: what it reads is kept.
-            arrays = cached(self.name, files, (), lambda: self._read(config))
-        else:
-            arrays = self._read(config)
-        return Dataset(arrays["x"], arrays["y"], num_classes=10, mean=self.mean, std=self.std)
-
-    def _read(self, config: RunConfig) -> dict[str, NDArray[Any]]:
-        """Let torchvision read the files, and fetch them first if that is asked for."""
-        try:
-            parts = _torchvision(self.folder, config)
-        except _DAMAGED as error:
-            raise UserError(self._unusable(config, error)) from error
-        x = np.concatenate([part.data.numpy() for part in parts])[:, np.newaxis]
-        y = np.concatenate([part.targets.numpy() for part in parts]).astype(np.int64)
-        if x.shape[1:] != (1, 28, 28) or len(x) != len(y) or not np.all(y < 10):
-            raise UserError(self._unusable(config, f"{x.shape} images and {y.shape} labels"))
-        return {"x": x, "y": y}
-
-    def _check_files(self, config: RunConfig) -> None:
-        """Raise UserError if files are missing and may not be fetched."""
-        if not config.data_root:
-            raise UserError(
-                f"{self.name} needs the folder that holds {self.folder}/raw/: pass it as "
-                f"--data-root DIR. {_how_to_fetch(self.name, 'DIR')}"
-            )
-        raw = Path(config.data_root) / self.folder / "raw"
-        missing = [name for name in MNIST_FILES if not (raw / name).is_file()]
-        if missing and not config.download:
-            raise UserError(
-                f"{self.name} is not under {config.data_root}: {raw} must hold "
-                f"{', '.join(MNIST_FILES)} (missing: {', '.join(missing)}). "
-                f"{_how_to_fetch(self.name, config.data_root)}"
-            )
-
-    def _unusable(self, config: RunConfig, reason: object) -> str:
-        raw = Path(config.data_root) / self.folder / "raw"
-        doing = "download or read" if config.download else "read"
-        what = " ".join(str(reason).split()) or type(reason).__name__
-        return (
-            f"Could not {doing} {self.name} in {raw}: {what}. Expected there: "
-            f"{', '.join(MNIST_FILES)}, uncompressed. {_how_to_fetch(self.name, config.data_root)}"
-        )
-
-
-class FashionMnist(Mnist):
-    """Fashion-MNIST: 70,000 images of clothing, 28x28 pixels (under data-root, or --download)."""
-
-    target_accuracy = 0.9
-
-    name = "fashion-mnist"
-    folder = "FashionMNIST"
-    mean = 0.2860
-    std = 0.3530
 
 
 # -----------------------------------------------------------------------------
-# USPS: handwritten digits of postal codes, in idx files.
+# Images and labels in four idx files.
 # -----------------------------------------------------------------------------
 
 
+MNIST_FILES = (
+    "train-images-idx3-ubyte",
+    "train-labels-idx1-ubyte",
+    "t10k-images-idx3-ubyte",
+    "t10k-labels-idx1-ubyte",
+)
+"""The idx files, uncompressed."""
+EMNIST_FILES = tuple(
+    f"emnist-letters-{part}-{kind}-ubyte"
+    for part in ("train", "test")
+    for kind in ("images-idx3", "labels-idx1")
+)
 _BYTES = 0x08
 """The code of unsigned bytes in an idx file's head."""
-_USPS_FOLDERS = ("usps", "USPS", "USPS/raw", "")
 
 
-class Usps(Source):
-    """USPS: 9,298 handwritten digits of 16x16 pixels (idx files under data-root)."""
+class IdxImages(ImageSource):
+    """Images and labels in four idx files.
 
-    default_model = "cnn"
-    default_lr = 0.01
-    target_accuracy = 0.95
-    fixed_shape = DataShape((1, 16, 16), 10)
+    Attributes
+    ----------
+    name : str
+        Name of the dataset.
+    folders : tuple[str, ...]
+        Folders under data-root that may hold the files.
+    files : tuple[str, ...]
+        Images and labels for training, and those for testing.
+    torchvision : str
+        Class of torchvision that fetches the files; empty if none does.
+    mean, std : float
+        Mean and deviation of the pixels, from 0 to 1.
+    labels : tuple[int, int]
+        Smallest and largest label in the files.
+    """
+
+    fixed_shape: DataShape
+    name: str
+    folders: tuple[str, ...]
+    files: tuple[str, ...] = MNIST_FILES
+    torchvision = ""
+    mean: float
+    std: float
+    labels = (0, 9)
 
     def load(self, config: RunConfig) -> Dataset:
-        """Return train and test images pooled, shape (9298, 1, 16, 16)."""
-        expected = f"usps/ with {', '.join(MNIST_FILES)}, uncompressed"
-        files = source.found_files(config, "usps", _USPS_FOLDERS, MNIST_FILES, expected)
-
-        def read() -> Arrays:
-            x, y = _pooled(files, 16, 0, 9)
-            return {"x": x[:, np.newaxis], "y": y}
-
-        arrays = cached("usps", files, (1,), read)
+        """Return train and test images pooled, shape (N, 1, side, side)."""
+        files = self._found(config)
+        arrays = cached(self.name, files, (1,), lambda: self._read(files, config))
         y = np.array(arrays["y"], np.int64)
-        return Dataset(arrays["x"], y, num_classes=10, mean=0.2573, std=0.3864)
+        return Dataset(arrays["x"], y, num_classes=10, mean=self.mean, std=self.std)
 
+    def _found(self, config: RunConfig) -> list[Path]:
+        """Return the files, which are fetched if they are missing and that is asked for."""
+        find, folder = source.all_of(self.files), Path(config.data_root) / self.folders[0]
+        if self.torchvision and config.download and not find(folder):
+            try:
+                _torchvision(self.torchvision, config)
+            except _DAMAGED as error:
+                raise self._unusable("download or read", folder, error, config) from error
+        missing = [name for name in self.files if not (folder / name).is_file()]
+        some = f" (missing: {', '.join(missing)})" if len(missing) < len(self.files) else ""
+        expected = f"{folder}/ with {', '.join(self.files)}, uncompressed{some}"
+        hint = _how_to_fetch(self.name, config) if self.torchvision else ""
+        return source.find_under(config, self.name, self.folders, find, expected, hint)
 
-def _pooled(
-    files: Sequence[Path], side: int, lowest: int, highest: int
-) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """Read images and labels for training, and then those for testing, out of four idx files."""
-    train_x, train_y, test_x, test_y = (read_idx(file) for file in files)
-    x, y = np.concatenate([train_x, test_x]), np.concatenate([train_y, test_y])
-    fits = x.shape[1:] == (side, side) and y.shape == (len(x),) and len(y) > 0
-    if not fits or not lowest <= y.min() <= y.max() <= highest:
-        raise UserError(
-            f"{files[0].parent} must hold images of {side}x{side} pixels and as many labels from "
-            f"{lowest} to {highest}; got {x.shape} and {y.shape}."
+    def _read(self, files: Sequence[Path], config: RunConfig) -> Arrays:
+        try:
+            train_x, train_y, test_x, test_y = (read_idx(file) for file in files)
+            x, y = np.concatenate([train_x, test_x]), np.concatenate([train_y, test_y])
+        except (UserError, ValueError) as error:
+            raise self._unusable("read", files[0].parent, error, config) from error
+        side, (lowest, highest) = self.fixed_shape.input_shape[1], self.labels
+        fits = x.shape[1:] == (side, side) and y.shape == (len(x),) and len(y) > 0
+        if not fits or not lowest <= y.min() <= y.max() <= highest:
+            what = (
+                f"expected images of {side}x{side} pixels and as many labels from {lowest} to "
+                f"{highest}, got {x.shape} and {y.shape}"
+            )
+            raise self._unusable("read", files[0].parent, what, config)
+        return {"x": x[:, np.newaxis], "y": y}
+
+    def _unusable(self, doing: str, folder: Path, reason: object, config: RunConfig) -> UserError:
+        what = " ".join(str(reason).split()).rstrip(".") or type(reason).__name__
+        hint = f" {_how_to_fetch(self.name, config)}" if self.torchvision else ""
+        return UserError(
+            f"Could not {doing} {self.name} in {folder}: {what}. Expected there: "
+            f"{', '.join(self.files)}, uncompressed.{hint}"
         )
-    return x, y
 
 
 def read_idx(path: Path) -> NDArray[np.uint8]:
@@ -188,54 +166,78 @@ def read_idx(path: Path) -> NDArray[np.uint8]:
         content = path.read_bytes()
     except OSError as error:
         raise UserError(f"Cannot read {path}: {error.strerror}.") from None
-    if len(content) < 4 or content[:3] != bytes([0, 0, _BYTES]):
+    axes = content[3] if len(content) > 3 else 0
+    if content[:3] != bytes([0, 0, _BYTES]) or len(content) < 4 + 4 * axes:
         raise UserError(f"{path} is not an idx file of bytes.")
-    axes = content[3]
     shape = tuple(np.frombuffer(content, ">u4", axes, 4).tolist())
     data = np.frombuffer(content, np.uint8, -1, 4 + 4 * axes)
-    if data.size != np.prod(shape):
+    if data.size != math.prod(shape):
         raise UserError(f"{path} is cut short: its head says {shape}, its data are {data.size}.")
     return data.reshape(shape)
 
 
-# -----------------------------------------------------------------------------
-# EMNIST letters a to j, from the idx files of Cohen et al. 2017.
-# -----------------------------------------------------------------------------
+class Mnist(IdxImages):
+    """MNIST: 70,000 handwritten digits of 28x28 pixels (files under data-root, or --download)."""
+
+    default_clients = 100
+    fixed_shape = DataShape((1, 28, 28), 10)
+
+    name = "mnist"
+    folders = ("MNIST/raw",)
+    torchvision = "MNIST"
+    mean = 0.1307
+    std = 0.3081
 
 
-EMNIST_FILES = tuple(
-    f"emnist-letters-{part}-{kind}-ubyte"
-    for part in ("train", "test")
-    for kind in ("images-idx3", "labels-idx1")
-)
-_EMNIST_FOLDERS = ("EMNIST/raw", "emnist", "")
-_LETTERS = 10
+class FashionMnist(Mnist):
+    """Fashion-MNIST: 70,000 images of clothing, 28x28 pixels (under data-root, or --download)."""
+
+    target_accuracy = 0.9
+
+    name = "fashion-mnist"
+    folders = ("FashionMNIST/raw",)
+    torchvision = "FashionMNIST"
+    mean = 0.2860
+    std = 0.3530
 
 
-class Emnist(Source):
-    """EMNIST: the handwritten letters a to j, 28x28 pixels (idx files under data-root)."""
+class Usps(IdxImages):
+    """USPS: 9,298 handwritten digits of 16x16 pixels (idx files under data-root)."""
 
-    default_model = "cnn"
-    default_lr = 0.01
-    target_accuracy = 0.95
-    fixed_shape = DataShape((1, 28, 28), _LETTERS)
+    fixed_shape = DataShape((1, 16, 16), 10)
+
+    name = "usps"
+    folders = ("usps", "USPS", "USPS/raw", "")
+    mean = 0.2573
+    std = 0.3864
+
+
+class Emnist(IdxImages):
+    """EMNIST: the handwritten letters a to j, 28x28 pixels (idx files under data-root).
+
+    The files are those of Cohen et al. 2017.
+    """
+
+    fixed_shape = DataShape((1, 28, 28), 10)
+
+    name = "emnist"
+    folders = ("EMNIST/raw", "emnist", "")
+    files = EMNIST_FILES
+    mean, std = 0.0, 1.0
+    labels = (1, 26)
 
     def load(self, config: RunConfig) -> Dataset:
         """Return train and test images of ten letters pooled, shape (N, 1, 28, 28)."""
-        expected = f"EMNIST/raw/ with {', '.join(EMNIST_FILES)}, uncompressed"
-        files = source.found_files(config, "emnist", _EMNIST_FOLDERS, EMNIST_FILES, expected)
+        dataset = super().load(config)
+        x: Any = dataset.x
+        return replace(dataset, mean=float(x.mean()) / 255, std=float(x.std()) / 255)
 
-        def read() -> Arrays:
-            x, y = _pooled(files, 28, 1, 26)
-            wanted = y <= _LETTERS
-            # Upright: the files have their images turned over.
-            upright = np.ascontiguousarray(x[wanted].transpose(0, 2, 1))
-            return {"x": upright[:, np.newaxis], "y": y[wanted] - 1}
-
-        arrays = cached("emnist", files, (1,), read)
-        x, y = arrays["x"], np.array(arrays["y"], np.int64)
-        mean, std = float(x.mean()) / 255, float(x.std()) / 255
-        return Dataset(x, y, num_classes=_LETTERS, mean=mean, std=std)
+    def _read(self, files: Sequence[Path], config: RunConfig) -> Arrays:
+        arrays = super()._read(files, config)
+        kept = arrays["y"] <= self.fixed_shape.num_classes
+        # Upright: the files have their images turned over.
+        upright = np.ascontiguousarray(arrays["x"][kept].transpose(0, 1, 3, 2))
+        return {"x": upright, "y": arrays["y"][kept] - 1}
 
 
 # -----------------------------------------------------------------------------
@@ -260,8 +262,7 @@ _EXPECTED = (
 )
 
 
-@dataclass(frozen=True)
-class Tree:
+class Tree(NamedTuple):
     """The images of a folder.
 
     Attributes
@@ -286,11 +287,9 @@ class ImageFolderOptions:
     image_size: int = option(0, "height and width (0: as they are)", unit="px", low=0, high=8192)
 
 
-class ImageFolder(Source):
+class ImageFolder(ImageSource):
     """Images in folders named after their class, in data-root (train/ and test/, or one tree)."""
 
-    default_model = "cnn"
-    default_lr = 0.01
     target_accuracy = 0.8
     options_type = ImageFolderOptions
 
@@ -408,11 +407,9 @@ _MEAN = 0.4734
 _STD = 0.2516
 
 
-class Cifar10(Source):
+class Cifar10(ImageSource):
     """CIFAR-10: 60,000 photographs of 32x32 pixels (files under data-root, or --download)."""
 
-    default_model = "cnn"
-    default_lr = 0.01
     target_accuracy = 0.8
     default_clients = 100
     fixed_shape = DataShape((3, 32, 32), 10)
@@ -422,12 +419,16 @@ class Cifar10(Source):
 
         Mean and deviation are those of all three channels together.
         """
-        if not config.data_root:
-            raise UserError(
-                f"cifar10 needs the folder that holds {BATCHES}/ or {IMAGES}/: pass it as "
-                f"--data-root DIR. {_how_to_fetch('cifar10', 'DIR')}"
-            )
         root = Path(config.data_root)
+        if not (config.data_root and config.download):
+            source.find_under(
+                config,
+                "cifar10",
+                (BATCHES, IMAGES),
+                source.existing,
+                f"{BATCHES}/ or {IMAGES}/, torchvision's files or {{train,test}}/<class>/*.jpg",
+                _how_to_fetch("cifar10", config),
+            )
         if (root / BATCHES).is_dir() or not (root / IMAGES).is_dir():
             return self._from_torchvision(config)
         tree = read_tree(root / IMAGES)
@@ -440,21 +441,14 @@ class Cifar10(Source):
         return Dataset(x, tree.labels, num_classes=10, mean=_MEAN, std=_STD)
 
     def _from_torchvision(self, config: RunConfig) -> Dataset:
-        folder = Path(config.data_root) / BATCHES
-        if not folder.is_dir() and not config.download:
-            raise UserError(
-                f"cifar10 is not under {config.data_root}: expected {BATCHES}/ (torchvision's "
-                f"files) or {IMAGES}/{{train,test}}/<class>/*.jpg. "
-                f"{_how_to_fetch('cifar10', config.data_root)}"
-            )
         try:
             # It compares checksums before it unpickles.
             parts = _torchvision("CIFAR10", config)
         except _DAMAGED as error:
             reason = " ".join(str(error).split()) or type(error).__name__
             raise UserError(
-                f"Could not read cifar10 in {folder}: {reason.rstrip('.')}. "
-                f"{_how_to_fetch('cifar10', config.data_root)}"
+                f"Could not read cifar10 in {Path(config.data_root) / BATCHES}: "
+                f"{reason.rstrip('.')}. {_how_to_fetch('cifar10', config)}"
             ) from error
         x = np.concatenate([np.moveaxis(part.data, -1, 1) for part in parts])
         y = np.concatenate([np.asarray(part.targets, np.int64) for part in parts])
@@ -478,8 +472,6 @@ _CLASSES = 10
 _UNREADABLE_SET = (OSError, ValueError, TypeError, LookupError, NotImplementedError, ZlibError)
 """What scipy raises for a file that is damaged, or none of Matlab's, or of a later version."""
 
-_Images = NDArray[np.uint8]
-
 
 @dataclass(frozen=True)
 class OriginOptions:
@@ -491,13 +483,9 @@ class OriginOptions:
     )
 
 
-class DigitsByOrigin(Source):
+class DigitsByOrigin(ImageSource):
     """Digits of MNIST and USPS, or SVHN and CCPD too: a group for each origin (under data-root)."""
 
-    default_model = "cnn"
-    default_lr = 0.01
-    target_accuracy = 0.95
-    default_clients = 40
     has_clients = True
     options_type = OriginOptions
 
@@ -557,7 +545,8 @@ def _pooled_digits(source: type[Source], config: RunConfig) -> tuple[_Images, In
 def _svhn(config: RunConfig) -> tuple[_Images, Indices]:
     """Read SVHN's cropped digits, in torchvision's files."""
     expected = f"SVHN/ with {' and '.join(_SVHN)}, the cropped digits"
-    files = source.found_files(config, "svhn", _SVHN_FOLDERS, _SVHN, expected)
+    find = source.all_of(_SVHN)
+    files = source.find_under(config, "svhn", _SVHN_FOLDERS, find, expected)
     arrays = cached("svhn", files, (1,), partial(_read_svhn, files))
     return np.asarray(arrays["x"]), np.array(arrays["y"], np.int64)
 
@@ -586,20 +575,17 @@ def _read_svhn(files: list[Path]) -> Arrays:
 
 def _ccpd(config: RunConfig) -> tuple[_Images, Indices]:
     """Read digits cut from number plates: images in folders named 0 to 9."""
-    root = Path(config.data_root)
     expected = (
-        f"expected {_CCPD_FOLDERS[0]}/ with images in folders named 0 to 9, or train/ and test/ "
-        "with such folders, cut from the plates: --data-root DIR"
+        f"{_CCPD_FOLDERS[0]}/ with images in folders named 0 to 9, or train/ and test/ with such "
+        "folders, cut from the plates"
     )
-    for inner in _CCPD_FOLDERS:
-        if config.data_root and (root / inner).is_dir():
-            tree = read_tree(root / inner)
-            if not set(tree.classes) <= set(map(str, range(_CLASSES))):
-                named = ", ".join(tree.classes)
-                raise UserError(f"{root / inner} has folders {named}: {expected}.")
-            digits = np.array([int(name) for name in tree.classes])
-            return images(tree, _COLOUR[1]), digits[tree.labels]
-    raise UserError(f"ccpd is not under '{config.data_root}': {expected}.")
+
+    folder = source.find_under(config, "ccpd", _CCPD_FOLDERS, source.existing, expected)
+    tree = read_tree(folder)
+    if not set(tree.classes) <= set(map(str, range(_CLASSES))):
+        raise UserError(f"{folder} has folders {', '.join(tree.classes)}: expected {expected}.")
+    digits = np.array([int(name) for name in tree.classes])
+    return images(tree, _COLOUR[1]), digits[tree.labels]
 
 
 _READERS: dict[str, Callable[[RunConfig], tuple[_Images, Indices]]] = {
@@ -614,7 +600,7 @@ def _shaped(x: _Images, shape: tuple[int, ...]) -> _Images:
     """Bring images to a shape at least as large: bilinear, and grey in all channels."""
     channels, side = shape[0], shape[1]
     if x.shape[2] != side:
-        # Imported here because it takes seconds, and who reads from the cache does not need it.
+        # Imported here because it takes seconds, and images from the cache do not need it.
         import torch
         from torch.nn.functional import interpolate
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import string
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -55,7 +55,7 @@ class Layout(NamedTuple):
     folders: tuple[str, ...]
     hint: str
 
-    def files(self, data_root: str) -> tuple[list[Path], list[Path]]:
+    def files(self, config: RunConfig) -> tuple[list[Path], list[Path]]:
         """Return the training files and the test files; without test files, all are the former.
 
         Raises
@@ -63,28 +63,23 @@ class Layout(NamedTuple):
         UserError
             There are none.
         """
-        if not data_root:
-            raise UserError(
-                f"{self.name} needs the folder with LEAF's files: --data-root DIR. {self.hint}"
-            )
-        root = Path(data_root)
-        for inner in self.folders:
+
+        def find(folder: Path) -> tuple[list[Path], list[Path]] | None:
             train, test, whole = (
-                sorted((root / inner / part).glob("*.json"))
-                for part in ("train", "test", "all_data")
+                sorted((folder / part).glob("*.json")) for part in ("train", "test", "all_data")
             )
             if train and test:
                 return train, test
-            if train or whole:
-                return train or whole, []
-        raise UserError(
-            f"{self.name} is not under {root}: expected train/*.json and test/*.json, or "
-            f"all_data/*.json, there or in data/. {self.hint}."
+            return (train or whole, []) if train or whole else None
+
+        expected = "train/*.json and test/*.json, or all_data/*.json, there or in data/"
+        return source.find_under(
+            config, self.name, self.folders, find, expected, self.hint, "LEAF's files"
         )
 
     def load(
         self,
-        data_root: str,
+        config: RunConfig,
         samples: ReadSamples,
         finish: Callable[[Arrays], Arrays] = lambda arrays: arrays,
     ) -> tuple[Arrays, NDArray[np.bool_] | None]:
@@ -95,7 +90,7 @@ class Layout(NamedTuple):
         UserError
             There are no files, or one is not what it should be.
         """
-        train, test = self.files(data_root)
+        train, test = self.files(config)
 
         def build() -> Arrays:
             return finish(self.read(train, test, samples))
@@ -160,8 +155,6 @@ class Layout(NamedTuple):
 class Leaf(Source):
     """LEAF's JSON files of numbers or text, a client for each user (data-root)."""
 
-    default_model = None
-    default_lr = 0.05
     target_accuracy = 0.6
     default_clients = 100
     has_clients = True
@@ -200,7 +193,7 @@ class Leaf(Source):
         return max(1, min(self.default_clients, int(np.count_nonzero(sizes >= _FEWEST))))
 
     def _arrays(self, config: RunConfig) -> tuple[Arrays, NDArray[np.bool_] | None]:
-        return self.layout.load(config.data_root, _samples, _numbered)
+        return self.layout.load(config, _samples, _numbered)
 
 
 def _users(path: Path) -> Mapping[str, Any]:
@@ -235,14 +228,14 @@ def _samples(path: Path, name: str, told: Any) -> tuple[NDArray[Any], NDArray[An
             if not np.isfinite(inputs).all() or np.any(labels != whole):
                 raise ValueError
             labels = whole
+        if inputs.ndim < 2 or labels.shape != (len(inputs),) or np.any(labels < 0):
+            raise ValueError
     except (KeyError, TypeError, ValueError, OverflowError):
         raise UserError(f"{path}, user '{name[:80]}': {_EXPECTED}.") from None
     if labels.dtype == np.int64 and labels.max() >= MOST_CLASSES:
         raise UserError(
             f"{path}, user '{name[:80]}': y must be below {MOST_CLASSES:,}, got {labels.max()}."
         )
-    if inputs.ndim < 2 or labels.shape != (len(inputs),) or np.any(labels < 0):
-        raise UserError(f"{path}, user '{name}': {_EXPECTED}.")
     return inputs, labels
 
 
@@ -283,7 +276,7 @@ class CharacterOptions:
     )
     classes_per_writer: int = option(
         0,
-        "characters that a writer keeps, drawn by the seed; who has fewer is no client (0: all)",
+        "characters that a writer keeps, drawn by the seed; one with fewer is no client (0: all)",
         low=0,
     )
     writers_classes: str = option(
@@ -291,11 +284,11 @@ class CharacterOptions:
         "which these are: drawn, or in-turn: writer i keeps i, i + 1, … as far as it has them",
         among=("drawn", "in-turn"),
     )
-    least_samples: int = option(2, "who has fewer samples of these characters is no client", low=2)
+    least_samples: int = option(2, "fewest samples of these characters that a client has", low=2)
 
 
 class Writers(NamedTuple):
-    """Samples that are kept, and whose they are.
+    """Samples that are kept, and the size of each writer's.
 
     Attributes
     ----------
@@ -344,7 +337,18 @@ def kinds(text: str) -> list[int]:
     """
     if text == _ALL:
         return list(range(len(CHARACTERS)))
-    return sorted(set(_labels(text)))
+    ranges = list(_RANGE.finditer(text))
+    bounds = [
+        (CHARACTERS.find(found[1] or found[3]), CHARACTERS.find(found[2] or found[3]))
+        for found in ranges
+    ]
+    read = bool(ranges) and "".join(found[0] for found in ranges) == text
+    if not read or any(min(first, last) < 0 or last < first for first, last in bounds):
+        raise UserError(
+            f"characters '{text}' cannot be read: write all, or digits and letters and ranges of "
+            "them, in the order 0-9, A-Z, a-z, e.g. a-j or 0-9a-f."
+        )
+    return sorted({label for first, last in bounds for label in range(first, last + 1)})
 
 
 def by_writer(
@@ -401,26 +405,6 @@ def by_writer(
     return Writers(labels, sizes, len(kept))
 
 
-def _labels(text: str) -> Iterator[int]:
-    """Yield the labels that a text names, range by range."""
-    ranges = list(_RANGE.finditer(text))
-    if "".join(found[0] for found in ranges) != text or not ranges:
-        raise _unreadable(text)
-    for found in ranges:
-        first, last = found[1] or found[3], found[2] or found[3]
-        start, end = CHARACTERS.find(first), CHARACTERS.find(last)
-        if min(start, end) < 0 or end < start:
-            raise _unreadable(text)
-        yield from range(start, end + 1)
-
-
-def _unreadable(text: str) -> UserError:
-    return UserError(
-        f"characters '{text}' cannot be read: write all, or digits and letters and ranges of them, "
-        "in the order 0-9, A-Z, a-z, e.g. a-j or 0-9a-f."
-    )
-
-
 class Characters(NpzFolder):
     """Handwritten characters, a client per writer: a folder of .npz files such as UniPen's."""
 
@@ -466,13 +450,11 @@ class Characters(NpzFolder):
                 "for 0-9, A-Z, a-z. Take dataset npz-folder for other data."
             )
         assert whole.users is not None
-        writer, test = np.empty(len(whole.y), np.int64), None
-        for number, own in enumerate(whole.users):
-            writer[own] = number
-        if whole.test_users is not None:
-            test = np.zeros(len(whole.y), np.bool_)
-            for number, own in enumerate(whole.test_users):
-                writer[own], test[own] = number, True
+        tested = whole.test_users or ()
+        writer = np.empty(len(whole.y), np.int64)
+        for number, own in enumerate((*whole.users, *tested)):
+            writer[own] = number % len(whole.users)
+        test = np.isin(np.arange(len(writer)), np.concatenate(tested)) if tested else None
         options = config.read(CharacterOptions)
         return whole, by_writer(whole.y, writer, test, options, config.seed)
 
@@ -522,7 +504,7 @@ class Femnist(Source):
 
     def _chosen(self, config: RunConfig) -> tuple[Arrays, NDArray[np.bool_] | None, Writers]:
         """Return all writers' samples, which are for testing, and which are kept."""
-        arrays, test = _LAYOUT.load(config.data_root, _femnist_samples)
+        arrays, test = _LAYOUT.load(config, _femnist_samples)
         y, writer = np.asarray(arrays["y"], np.int64), np.asarray(arrays["writer"], np.int64)
         options: CharacterOptions = config.read(CharacterOptions)
         return arrays, test, by_writer(y, writer, test, options, config.seed)
@@ -578,7 +560,6 @@ class TextOptions:
 class Text(Source):
     """Text by role, a client for each: the next character from 80 (an .npz under data-root)."""
 
-    default_model = None
     default_lr = 0.5
     target_accuracy = 0.4
     default_clients = 100
@@ -630,18 +611,12 @@ class Text(Source):
         return path, arrays, order[enough]
 
     def _file(self, config: RunConfig) -> Path:
-        if not config.data_root:
-            raise UserError(
-                f"text needs the folder with one .npz file: --data-root. {_EXPECTED_TEXT}."
-            )
-        root = Path(config.data_root)
-        for inner in _INNER:
-            found = sorted((root / inner).glob("*.npz"))
-            if len(found) == 1:
-                return found[0]
-        raise UserError(
-            f"text needs one .npz file in {root}, and there is not one. {_EXPECTED_TEXT}."
-        )
+        def find(folder: Path) -> Path | None:
+            found = sorted(folder.glob("*.npz"))
+            return found[0] if len(found) == 1 else None
+
+        expected = "one .npz file, and there is not one"
+        return source.find_under(config, "text", _INNER, find, expected, _EXPECTED_TEXT)
 
 
 def _starts(length: int, test_fraction: float, options: TextOptions) -> tuple[Indices, Indices]:
@@ -656,7 +631,10 @@ def _read(path: Path) -> Arrays:
     """Read the text; its characters are numbered from 0 in the order of their codes."""
     arrays = npz.arrays_of(path, ("offset", "text"), _EXPECTED_TEXT)
     text, offset = arrays["text"], arrays["offset"]
-    if not _fit(text, offset):
+    fits = text.dtype == np.uint8 and text.ndim == 1 and offset.dtype.kind in "iu"
+    fits = fits and offset.ndim == 1 and len(offset) > 1 and int(offset[-1]) <= len(text)
+    # Of whole numbers without a sign a difference has none either.
+    if not fits or offset[0] < 0 or np.any(offset[1:] < offset[:-1]):
         raise UserError(
             f"{path} does not fit together: text is {text.dtype} of shape {text.shape}, offset "
             f"{offset.dtype} of shape {offset.shape}. {_EXPECTED_TEXT}."
@@ -667,12 +645,3 @@ def _read(path: Path) -> Arrays:
         "offset": offset.astype(np.int64),
         "vocabulary": np.array(len(codes)),
     }
-
-
-def _fit(text: NDArray[np.generic], offset: NDArray[np.generic]) -> bool:
-    if text.dtype != np.uint8 or text.ndim != 1 or offset.dtype.kind not in "iu":
-        return False
-    if offset.ndim != 1 or len(offset) < 2:
-        return False
-    bounds = offset.astype(np.int64)
-    return bool(np.all(np.diff(bounds) >= 0) and bounds[0] >= 0 and bounds[-1] <= len(text))

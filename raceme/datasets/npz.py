@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,34 +43,15 @@ _LONGEST_UNIT = 24
 _LARGEST = float(np.finfo(np.float32).max)
 
 
-@dataclass(frozen=True)
-class Quantity:
-    """What a file says of the quantity that its labels are.
-
-    Attributes
-    ----------
-    unit : str
-        Its unit; may be empty.
-    mean, std : float or None
-        What it is standardised by; None where the file does not say.
-    """
-
-    unit: str
-    mean: float | None = None
-    std: float | None = None
-
-
-def target_of(quantity: Quantity | None) -> Target | None:
+def target_of(quantity: Target | None) -> Target | None:
     """Return what a model predicts if that is a quantity: as it is where no scale is said."""
-    if quantity is None:
-        return None
-    if quantity.mean is None or quantity.std is None:
-        return Target(quantity.unit)
-    return Target(quantity.unit, quantity.mean, quantity.std)
+    return replace(quantity, std=1.0) if quantity is not None and not quantity.std else quantity
 
 
-def quantity_of(path: Path, arrays: Mapping[str, NDArray[np.generic]]) -> Quantity | None:
+def quantity_of(path: Path, arrays: Mapping[str, NDArray[np.generic]]) -> Target | None:
     """Return the quantity that the labels of a file are; None if they are classes.
+
+    Its deviation is 0 where the file leaves the scale open.
 
     Raises
     ------
@@ -97,11 +78,11 @@ def quantity_of(path: Path, arrays: Mapping[str, NDArray[np.generic]]) -> Quanti
     if "num_classes" in arrays:
         raise UserError(f"{path} has num_classes and unit: labels are classes, or a quantity.")
     if not stated:
-        return Quantity(text.strip())
+        return Target(text.strip(), 0.0, 0.0)
     mean, std = (_number(path, name, arrays[name]) for name in ("y_mean", "y_std"))
     if not std > 0:
         raise UserError(f"{path}: y_std must be above 0, got {std:g}.")
-    return Quantity(text.strip(), mean, std)
+    return Target(text.strip(), mean, std)
 
 
 def _number(path: Path, name: str, values: NDArray[np.generic]) -> float:
@@ -113,7 +94,7 @@ def _number(path: Path, name: str, values: NDArray[np.generic]) -> float:
     return number
 
 
-def common_quantity(quantities: Mapping[Path, Quantity | None]) -> Quantity | None:
+def common_quantity(quantities: Mapping[Path, Target | None]) -> Target | None:
     """Return the quantity of several files, of which one model is to predict the labels.
 
     Raises
@@ -131,25 +112,32 @@ def common_quantity(quantities: Mapping[Path, Quantity | None]) -> Quantity | No
     return expected
 
 
-def described(stated: Quantity | Target | None) -> str:
+def described(stated: Target | None) -> str:
     """Return what labels are, for people, in the words of a file."""
     if stated is None:
         return "classes"
-    unit = f"unit '{stated.unit}'"
-    scale = "" if stated.std is None else f", y_mean {stated.mean:g}, y_std {stated.std:g}"
-    return unit + scale
+    scale = f", y_mean {stated.mean:g}, y_std {stated.std:g}" if stated.std else ""
+    return f"unit '{stated.unit}'{scale}"
 
 
 def checked_labels(
-    path: Path, name: str, values: NDArray[np.generic], samples: int
-) -> NDArray[np.int64]:
-    """Check classes and make them int64."""
-    if values.dtype.kind not in "iu" or values.shape != (samples,):
-        quantity = " A quantity needs its unit, a text." if values.dtype.kind == "f" else ""
+    path: Path,
+    name: str,
+    values: NDArray[np.generic],
+    samples: int,
+    quantity: Target | None = None,
+) -> Labels:
+    """Check labels: classes become int64; a quantity becomes float32, in its unit as it is."""
+    kinds, numbers = ("iu", "whole numbers") if quantity is None else ("fiu", "numbers")
+    if values.dtype.kind not in kinds or values.shape != (samples,):
+        needs_unit = quantity is None and values.dtype.kind == "f"
         raise UserError(
-            f"{path}: {name} must hold whole numbers, shape ({samples},), one for each sample; "
-            f"got {values.dtype} of shape {values.shape}.{quantity}"
+            f"{path}: {name} must hold {numbers}, shape ({samples},), one for each sample; got "
+            f"{values.dtype} of shape {values.shape}."
+            + (" A quantity needs its unit, a text." if needs_unit else "")
         )
+    if quantity is not None:
+        return _finite(path, name, values)
     lowest, highest = int(values.min()), int(values.max())
     if lowest < 0 or highest >= MOST_CLASSES:
         raise UserError(
@@ -159,28 +147,13 @@ def checked_labels(
     return values.astype(np.int64)
 
 
-def checked_quantities(
-    path: Path, name: str, values: NDArray[np.generic], samples: int
-) -> NDArray[np.float32]:
-    """Check the values of a quantity and make them float32."""
-    if values.dtype.kind not in "fiu" or values.shape != (samples,):
-        raise UserError(
-            f"{path}: {name} must hold numbers, shape ({samples},), one for each sample; "
-            f"got {values.dtype} of shape {values.shape}."
-        )
+def _finite(path: Path, name: str, values: NDArray[np.generic]) -> NDArray[np.float32]:
+    """Return numbers as float32, which must be finite."""
     with np.errstate(over="ignore"):
-        quantities = values.astype(np.float32)
-    if not np.isfinite(quantities).all():
+        numbers = np.ascontiguousarray(values, dtype=np.float32)
+    if not np.isfinite(numbers).all():
         raise UserError(f"{path}: {name} must be finite; it holds NaN, infinity or huge numbers.")
-    return quantities
-
-
-def checked_targets(
-    path: Path, name: str, values: NDArray[np.generic], samples: int, quantity: Quantity | None
-) -> Labels:
-    """Check labels: classes become int64; a quantity becomes float32, in its unit as it is."""
-    check = checked_labels if quantity is None else checked_quantities
-    return check(path, name, values, samples)
+    return numbers
 
 
 def standardised_labels(path: Path, values: Labels, target: Target | None) -> Labels:
@@ -200,7 +173,7 @@ def num_classes_of(
     path: Path,
     arrays: Mapping[str, NDArray[np.generic]],
     largest: float,
-    quantity: Quantity | None,
+    quantity: Target | None,
 ) -> int:
     """Return the stated number of classes, or else that of the largest label; 0 of a quantity."""
     if quantity is not None:
@@ -233,20 +206,31 @@ _EXPECTED = (
 )
 
 
-@dataclass(frozen=True)
-class _File:
-    """The arrays of one file, checked; labels that are a quantity are in its unit."""
+class Part(NamedTuple):
+    """One file, checked.
 
-    x_train: NDArray[np.float32]
-    y_train: Labels
-    x_test: NDArray[np.float32]
-    y_test: Labels
+    Attributes
+    ----------
+    x : NDArray
+        Inputs as stored, shape (n, ...); large floats as float32.
+    y : Labels
+        Classes, or a quantity in its unit.
+    test : NDArray[np.bool_] or None
+        Which samples are for testing; None if the file does not say.
+    num_classes : int
+        Number of classes; 0 for a quantity.
+    quantity : Target or None
+        What the file says of its labels.
+    group : int or None
+        True group that the file states.
+    """
+
+    x: NDArray[np.generic]
+    y: Labels
+    test: NDArray[np.bool_] | None
     num_classes: int
-    quantity: Quantity | None
-
-    @property
-    def input_shape(self) -> tuple[int, ...]:
-        return tuple(self.x_train.shape[1:])
+    quantity: Target | None
+    group: int | None = None
 
 
 @dataclass(frozen=True)
@@ -259,9 +243,6 @@ class NpzOptions:
 class Npz(Source):
     """A device's own .npz file with x_train, y_train, x_test, y_test (data-file)."""
 
-    default_model = None
-    default_lr = 0.05
-    target_accuracy = 0.9
     has_clients = True
     options_type = NpzOptions
 
@@ -281,20 +262,21 @@ class Npz(Source):
                 f"{CLIENT} for the client's number, e.g. device-{CLIENT}.npz, or set clients to 1."
             )
         paths = [_path(config, client) for client in range(config.num_clients)]
-        files = [read(path) for path in paths]
-        shape = _common_shape(dict(zip(paths, files, strict=True)))
-        parts = source.spans(len(part) for file in files for part in (file.y_train, file.y_test))
+        parts = [read(path) for path in paths]
+        shape = _common_shape(dict(zip(paths, parts, strict=True)))
         labels = [
-            standardised_labels(path, part, shape.target)
-            for path, file in zip(paths, files, strict=True)
-            for part in (file.y_train, file.y_test)
+            standardised_labels(path, part.y, shape.target)
+            for path, part in zip(paths, parts, strict=True)
         ]
+        users, test_users = source.by_test(
+            source.spans(map(len, labels)), np.concatenate([part.test for part in parts])
+        )
         return Dataset(
-            x=np.concatenate([part for file in files for part in (file.x_train, file.x_test)]),
+            x=np.concatenate([part.x.astype(np.float32, copy=False) for part in parts]),
             y=np.concatenate(labels),
             num_classes=shape.num_classes,
-            users=tuple(parts[::2]),
-            test_users=tuple(parts[1::2]),
+            users=users,
+            test_users=test_users,
             target=shape.target,
         )
 
@@ -321,31 +303,41 @@ class Npz(Source):
         found = next(number for number in numbers if not _path(config, number).is_file())
         return max(1, found)
 
-    def for_client(self, config: RunConfig, client: int) -> tuple[RunConfig, int]:
+    def for_client(self, config: RunConfig, client: int) -> RunConfig:
         """Narrow the configuration to the client's own file, the only one that a device has."""
-        return config.with_values(data_file=str(_path(config, client)), clients=1), 0
+        return config.with_values(data_file=str(_path(config, client)), clients=1)
 
 
-def read(path: Path) -> _File:
-    """Read and check one file.
+def read(path: Path) -> Part:
+    """Read and check one file with training and test samples.
 
     Raises
     ------
     UserError
         The file or an array in it is missing or not what it should be; names both.
     """
-    arrays = arrays_of(path, _FOUR, _EXPECTED, LABEL_ARRAYS)
+    return _divided(path, arrays_of(path, _FOUR, _EXPECTED, LABEL_ARRAYS))
+
+
+def _divided(path: Path, arrays: Mapping[str, NDArray[np.generic]]) -> Part:
+    """Check arrays with training and test samples."""
     quantity = quantity_of(path, arrays)
-    x_train, y_train = checked_samples(path, arrays, "_train", quantity)
-    x_test, y_test = checked_samples(path, arrays, "_test", quantity)
+    parts = [_samples(path, arrays, suffix, quantity) for suffix in ("_train", "_test")]
+    (x_train, y_train), (x_test, y_test) = parts
     if x_train.shape[1:] != x_test.shape[1:]:
         raise UserError(
             f"{path}: x_train and x_test must hold samples of one shape, "
             f"got {x_train.shape[1:]} and {x_test.shape[1:]}."
         )
-    found = max(y_train.max(), y_test.max())
-    num_classes = num_classes_of(path, arrays, float(found), quantity)
-    return _File(x_train, y_train, x_test, y_test, num_classes, quantity)
+    y = np.concatenate([y_train, y_test])
+    return Part(
+        np.concatenate([x_train, x_test]),
+        y,
+        np.repeat([False, True], [len(y_train), len(y_test)]),
+        num_classes_of(path, arrays, float(y.max()), quantity),
+        quantity,
+        _group(path, arrays),
+    )
 
 
 def _path(config: RunConfig, client: int) -> Path:
@@ -356,30 +348,6 @@ def _path(config: RunConfig, client: int) -> Path:
             f"data-file=device-{CLIENT}.npz. {_EXPECTED}."
         )
     return Path(data_file.replace(CLIENT, str(client)))
-
-
-def files_in(
-    config: RunConfig,
-    name: str,
-    folders: Iterable[str],
-    pattern: str,
-    missing: str,
-    expected: str,
-) -> list[Path]:
-    """Return the files of the first of several folders that has any, sorted by name.
-
-    Raises
-    ------
-    UserError
-        There are none: it says what is missing, and what is expected.
-    """
-    for inner in folders if config.data_root else ():
-        found = sorted((Path(config.data_root) / inner).glob(pattern))
-        if found:
-            return found
-    raise UserError(
-        f"{name} is not under '{config.data_root}': {missing}: --data-root DIR. {expected}."
-    )
 
 
 def arrays_of(
@@ -417,11 +385,23 @@ def checked_samples(
     path: Path,
     arrays: Mapping[str, NDArray[np.generic]],
     suffix: str,
-    quantity: Quantity | None,
+    quantity: Target | None,
 ) -> tuple[NDArray[np.float32], Labels]:
     """Check inputs and labels that go together: ``x`` and ``y``, ``x_test`` and ``y_test``."""
     x = checked_inputs(path, f"x{suffix}", arrays[f"x{suffix}"])
-    return x, checked_targets(path, f"y{suffix}", arrays[f"y{suffix}"], len(x), quantity)
+    return x, checked_labels(path, f"y{suffix}", arrays[f"y{suffix}"], len(x), quantity)
+
+
+def _samples(
+    path: Path,
+    arrays: Mapping[str, NDArray[np.generic]],
+    suffix: str,
+    quantity: Target | None,
+) -> tuple[NDArray[np.generic], Labels]:
+    """Check inputs and labels: inputs other than large floats stay as they are stored."""
+    x, y = checked_samples(path, arrays, suffix, quantity)
+    stored = arrays[f"x{suffix}"]
+    return (x if stored.dtype.kind == "f" and stored.dtype.itemsize > 2 else stored), y
 
 
 def labelled(
@@ -463,16 +443,12 @@ def checked_inputs(path: Path, name: str, values: NDArray[np.generic]) -> NDArra
             f"{path}: {name} must hold numbers, shape (samples, ...) with at least one sample; "
             f"got {values.dtype} of shape {values.shape}."
         )
-    with np.errstate(over="ignore"):
-        inputs = np.ascontiguousarray(values, dtype=np.float32)
-    if not np.isfinite(inputs).all():
-        raise UserError(f"{path}: {name} must be finite; it holds NaN, infinity or huge numbers.")
-    return inputs
+    return _finite(path, name, values)
 
 
-def _common_shape(files: dict[Path, _File]) -> DataShape:
+def _common_shape(files: dict[Path, Part]) -> DataShape:
     """Return the input shape and the quantity, which must be one, or the most classes."""
-    (first, expected), *others = ((path, file.input_shape) for path, file in files.items())
+    (first, expected), *others = ((path, file.x.shape[1:]) for path, file in files.items())
     for path, shape in others:
         if shape != expected:
             raise UserError(
@@ -498,24 +474,9 @@ _IMAGES = (3, 4)
 """Axes of what is taken for text and for images, if it holds whole numbers."""
 
 
-@dataclass(frozen=True)
-class _Part:
-    """One file: its samples as stored, and which of them are for testing if it says so."""
-
-    x: NDArray[np.generic]
-    y: Labels
-    test: NDArray[np.bool_] | None
-    group: int | None
-    num_classes: int
-    quantity: Quantity | None
-
-
 class NpzFolder(Source):
     """A folder of .npz files with x and y, one per person or device (data-root)."""
 
-    default_model: str | None = None
-    default_lr = 0.05
-    target_accuracy = 0.9
     has_clients = True
 
     inner: tuple[str, ...] = ("npz-folder", "har")
@@ -574,7 +535,7 @@ class NpzFolder(Source):
         raise UserError(f"There are no .npz files in {root}. {_EXPECTED_FOLDER}.")
 
 
-_LAYOUT = 2
+_LAYOUT = 3
 """Number of the layout of what is cached; a change of the arrays needs another."""
 
 
@@ -586,11 +547,10 @@ def _target(arrays: Arrays, users: Sequence[Indices]) -> Target | None:
     if "unit" not in arrays:
         return None
     mean, std = (float(value) for value in arrays["scale"])
-    if np.isfinite(std):
-        return Target(str(arrays["unit"].item()), mean, std)
-    values = arrays["y"][np.concatenate(users)].astype(np.float64)
-    deviation = float(values.std())
-    return Target(str(arrays["unit"].item()), float(values.mean()), deviation or 1.0)
+    if not std:
+        values = arrays["y"][np.concatenate(users)].astype(np.float64)
+        mean, std = float(values.mean()), float(values.std()) or 1.0
+    return Target(str(arrays["unit"].item()), mean, std)
 
 
 def standardised(dataset: Dataset) -> Dataset:
@@ -625,9 +585,7 @@ def _channel_axes(shape: tuple[int, ...], bytes_: bool) -> tuple[int, ...]:
     """Return the axes, counted with the samples' one in front, that keep a mean of their own."""
     if bytes_ or (len(shape) == 1 and shape[0] >= source.SPECTRUM):
         return ()
-    if len(shape) == 2:
-        return (1,) if shape[0] <= shape[1] else (2,)
-    return (1,)
+    return (2,) if len(shape) == 2 and shape[0] > shape[1] else (1,)
 
 
 def _read(paths: Sequence[Path]) -> Arrays:
@@ -661,6 +619,10 @@ def _read(paths: Sequence[Path]) -> Arrays:
         x = x[:, np.newaxis] if x.ndim == _IMAGES[0] else x
     elif x.dtype.kind in "iu":
         x = x.astype(np.float32)
+    said: dict[str, NDArray[Any]] = {}
+    if quantity is not None:
+        scale = np.array([quantity.mean, quantity.std], np.float64)
+        said = {"unit": np.array(quantity.unit), "scale": scale}
     return {
         "x": x,
         "y": np.concatenate([part.y for part in parts]),
@@ -671,39 +633,21 @@ def _read(paths: Sequence[Path]) -> Arrays:
         "groups": np.array([-1 if part.group is None else part.group for part in parts]),
         "num_classes": np.array(num_classes),
         "tokens": np.array(tokens),
-        **_said(quantity),
+        **said,
     }
 
 
-def _said(quantity: Quantity | None) -> dict[str, NDArray[Any]]:
-    """Return what files say of a quantity, as arrays: NaN where they leave the scale open."""
-    if quantity is None:
-        return {}
-    scale = np.array([quantity.mean, quantity.std], np.float64)
-    return {"unit": np.array(quantity.unit), "scale": scale}
-
-
-def _part(path: Path) -> _Part:
+def _part(path: Path) -> Part:
     """Read and check one file."""
     others = ("heldout", "group", *LABEL_ARRAYS)
     arrays = arrays_of(path, (), _EXPECTED_FOLDER, ("x", "y", *_FOUR, *others))
     wanted = ("x", "y") if "x" in arrays else _FOUR
     if missing := [name for name in wanted if name not in arrays]:
         raise UserError(f"{path} lacks {', '.join(missing)}. {_EXPECTED_FOLDER}.")
-    if wanted == _FOUR:
-        sizes = [len(arrays[name]) for name in ("x_train", "x_test")]
-        checked = read(path)
-        return _Part(
-            np.concatenate([_inputs(path, name, arrays[name]) for name in ("x_train", "x_test")]),
-            np.concatenate([checked.y_train, checked.y_test]),
-            np.repeat([False, True], sizes),
-            _group(path, arrays),
-            checked.num_classes,
-            checked.quantity,
-        )
+    if "x" not in arrays:
+        return _divided(path, arrays)
     quantity = quantity_of(path, arrays)
-    x = _inputs(path, "x", arrays["x"])
-    y = checked_targets(path, "y", arrays["y"], len(x), quantity)
+    x, y = _samples(path, arrays, "", quantity)
     test = arrays.get("heldout")
     if test is not None and (test.dtype != np.bool_ or test.shape != y.shape):
         raise UserError(
@@ -713,13 +657,7 @@ def _part(path: Path) -> _Part:
     if len(y) < 2 or (test is not None and test.sum() in (0, len(y))):
         raise UserError(f"{path} needs at least one sample to train with and one to test with.")
     num_classes = num_classes_of(path, arrays, float(y.max()), quantity)
-    return _Part(x, y, test, _group(path, arrays), num_classes, quantity)
-
-
-def _inputs(path: Path, name: str, values: NDArray[np.generic]) -> NDArray[np.generic]:
-    """Check inputs; large floats become float32, everything else stays as it is stored."""
-    checked = checked_inputs(path, name, values)
-    return checked if values.dtype.kind == "f" and values.dtype.itemsize > 2 else values
+    return Part(x, y, test, num_classes, quantity, _group(path, arrays))
 
 
 def _group(path: Path, arrays: Mapping[str, NDArray[np.generic]]) -> int | None:

@@ -8,7 +8,7 @@ into training and test samples.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -82,7 +82,7 @@ class LabelGroupOptions(GroupOptions, DirichletOptions):
 
 @dataclass(frozen=True)
 class Partition:
-    """Who has which samples.
+    """The samples of each client.
 
     Attributes
     ----------
@@ -108,7 +108,12 @@ def label_groups(labels: Indices, config: RunConfig, rng: np.random.Generator) -
     options = config.read(LabelGroupOptions)
     shares = parse_groups(options.groups)
     kinds = np.unique(labels)
-    _check_groups(len(shares), len(kinds), config.num_clients)
+    for what, number in (("labels", len(kinds)), ("clients", config.num_clients)):
+        if len(shares) > number:
+            raise UserError(
+                f"groups names {len(shares)} groups, but there are only {number} {what}: "
+                f"give at most {number} shares."
+            )
     client_counts = _shared(config.num_clients, options.groups, "client")
     label_counts = _shared(len(kinds), options.groups, "label")
     group_labels = np.split(kinds, np.cumsum(label_counts)[:-1])
@@ -256,16 +261,6 @@ def _shared(total: int, groups: str, what: str) -> Indices:
     return counts
 
 
-def _check_groups(groups: int, labels: int, clients: int) -> None:
-    """Raise UserError if there are more groups than labels or clients to put into them."""
-    for what, number in (("labels", labels), ("clients", clients)):
-        if groups > number:
-            raise UserError(
-                f"groups names {groups} groups, but there are only {number} {what}: "
-                f"give at most {number} shares."
-            )
-
-
 def client_weights(config: RunConfig, rng: np.random.Generator) -> Shares:
     """Return how much of the data each client is to get, relative to the others.
 
@@ -383,6 +378,8 @@ def _partition(parts: Sequence[Indices], groups: Sequence[int | None] | None = N
 
 Inputs = NDArray[np.float32]
 
+_IMAGE_AXES = 4
+
 
 @dataclass(frozen=True)
 class NoiseOptions(GroupOptions):
@@ -405,7 +402,7 @@ def noise_groups(labels: Indices, config: RunConfig, rng: np.random.Generator) -
 
 def is_skewed(config: RunConfig) -> bool:
     """Return whether the partition makes groups that see samples in their own way."""
-    return config.partition in _SKEWS
+    return config.partition in ("rotation-groups", "noise-groups")
 
 
 def skew(
@@ -438,12 +435,23 @@ def skew(
     UserError
         The inputs are not images and are to be turned.
     """
-    change = _SKEWS.get(config.partition)
-    if change is None or group is None:
+    if group is None or not is_skewed(config):
         return inputs
-    share = group / len(parse_groups(config.read(GroupOptions).groups))
-    rng = generator(config.seed, f"noise {part}", client)
-    return change(inputs, config, share, blank, rng)
+    groups = len(parse_groups(config.read(GroupOptions).groups))
+    share = group / groups
+    if config.partition == "rotation-groups":
+        if inputs.ndim != _IMAGE_AXES:
+            raise UserError(
+                f"partition rotation-groups turns images, and {config.dataset} has inputs of shape "
+                f"{inputs.shape[1:]}. Take noise-groups, or a dataset of images."
+            )
+        return rotated(inputs, 360.0 * share, blank)
+    # The last of K groups has share (K − 1)/K and gets all of noise-std; a lone group gets none.
+    level = config.read(NoiseOptions).noise_std * share * groups / max(1, groups - 1)
+    noise = generator(config.seed, f"noise {part}", client).standard_normal(
+        inputs.shape, np.float32
+    )
+    return inputs + np.float32(level) * noise
 
 
 def rotated(inputs: Inputs, degrees: float, blank: float | Inputs = 0.0) -> Inputs:
@@ -486,43 +494,6 @@ def _in_groups(labels: Indices, config: RunConfig, rng: np.random.Generator) -> 
     return Partition(iid(labels, config, rng).indices, tuple(groups.tolist()))
 
 
-def _turn(
-    inputs: Inputs,
-    config: RunConfig,
-    share: float,
-    blank: float | Inputs,
-    rng: np.random.Generator,
-) -> Inputs:
-    if inputs.ndim != 4:
-        raise UserError(
-            f"partition rotation-groups turns images, and {config.dataset} has inputs of shape "
-            f"{inputs.shape[1:]}. Take noise-groups, or a dataset of images."
-        )
-    return rotated(inputs, 360.0 * share, blank)
-
-
-def _add_noise(
-    inputs: Inputs,
-    config: RunConfig,
-    share: float,
-    blank: float | Inputs,
-    rng: np.random.Generator,
-) -> Inputs:
-    options = config.read(NoiseOptions)
-    groups = len(parse_groups(options.groups))
-    # The last of K groups has share (K − 1)/K and gets all of noise-std; a lone group gets none.
-    level = options.noise_std * share * groups / max(1, groups - 1)
-    noise = rng.standard_normal(inputs.shape, np.float32)
-    return inputs + np.float32(level) * noise
-
-
-_Skew = Callable[[Inputs, RunConfig, float, float | Inputs, np.random.Generator], Inputs]
-_SKEWS: dict[str, _Skew] = {
-    "rotation-groups": _turn,
-    "noise-groups": _add_noise,
-}
-
-
 # -----------------------------------------------------------------------------
 # The scenarios of FAACL's thesis: two groups of clients that differ in one way.
 #
@@ -538,11 +509,8 @@ _SKEWS: dict[str, _Skew] = {
 # -----------------------------------------------------------------------------
 
 
-Pixels = NDArray[np.float32]
-
 PARTITION = "scenario"
 """Name of the partition."""
-_IMAGE_AXES = 4
 
 
 @dataclass(frozen=True)
@@ -635,12 +603,12 @@ class Scenario:
         count = max(1, round(share * num_classes)) if share else 0
         return np.where(y < count, shifted, y)
 
-    def inputs(self, dataset: Dataset, samples: Indices, group: int) -> Pixels:
+    def inputs(self, dataset: Dataset, samples: Indices, group: int) -> Inputs:
         """Return samples as a group sees them, normalised.
 
         In A1 the second group's have noise, for training, validation and testing alike: in pixels
         from 0 to 1, which are clipped to that range, before they are normalised. A sample's noise
-        is the same whoever has it and whenever: it follows from the seed and the sample's number.
+        is the same for every client and step: it follows from the seed and the sample's number.
         """
         inputs = dataset.inputs(samples)
         if group == 0 or self.options.scenario != "a1":
@@ -724,12 +692,12 @@ def scenario_of(config: RunConfig) -> Scenario | None:
     return Scenario(config.read(ScenarioPartitionOptions), config.seed)
 
 
-def noisy(pixels: Pixels, variance: float, density: float, rng: np.random.Generator) -> Pixels:
+def noisy(pixels: Inputs, variance: float, density: float, rng: np.random.Generator) -> Inputs:
     """Return pixels with Gaussian noise of mean 0, then salt and pepper, clipped to [0, 1].
 
     Parameters
     ----------
-    pixels : Pixels
+    pixels : Inputs
         From 0 to 1, of any shape.
     variance : float
         Of the Gaussian noise.

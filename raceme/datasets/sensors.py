@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,8 +42,7 @@ _WHERE = "https://github.com/xmouyang/FL-Datasets-for-HAR"
 _Window = NDArray[np.float32]
 
 
-@dataclass(frozen=True)
-class Person:
+class Person(NamedTuple):
     """Where one person's windows lie.
 
     Attributes
@@ -85,7 +84,7 @@ class _Activities(Source):
 
     def load(self, config: RunConfig) -> Dataset:
         """Return the windows of the first people, shape (N, 900)."""
-        people = self._people(self._folder(config))
+        people = self._people(config)
         source.check_clients(
             config,
             len(people),
@@ -93,19 +92,21 @@ class _Activities(Source):
             f"clients={max(1, len(people))}.",
         )
         people = people[: config.num_clients]
-        files = [path for who in people for path in who.files.values()]
+        files = [path for person in people for path in person.files.values()]
         # Text files take long to read.
-        arrays = cached(self.name, files, (), lambda: self._read(people))
-        users = tuple(np.flatnonzero(arrays["person"] == number) for number in range(len(people)))
-        for who, own in zip(people, users, strict=True):
+        arrays = cached(self.name, files, (1,), lambda: npz.stacked(map(self._samples, people)))
+        users = source.spans(arrays["sizes"].tolist())
+        for person, own in zip(people, users, strict=True):
             if len(own) < 2:
-                raise UserError(f"'{who.name}' has only {len(own)} windows: at least 2 are needed.")
+                raise UserError(
+                    f"'{person.name}' has only {len(own)} windows: at least 2 are needed."
+                )
         return Dataset(
-            x=self._scaled(arrays["x"]),
+            x=arrays["x"],
             y=np.array(arrays["y"], np.int64),
             num_classes=len(self.activities),
-            users=users,
-            groups=tuple(who.group for who in people),
+            users=tuple(users),
+            groups=tuple(person.group for person in people),
         )
 
     def shape(self, config: RunConfig) -> DataShape:
@@ -114,50 +115,31 @@ class _Activities(Source):
 
     def count_clients(self, config: RunConfig) -> int:
         """Return the number of people with files; of all, where files are not needed."""
-        if not config.data_root:
-            return self.default_clients
-        return len(self._people(self._folder(config)))
+        return len(self._people(config)) if config.data_root else self.default_clients
 
-    def _folder(self, config: RunConfig) -> Path:
-        """Return the first folder of these under data-root, or data-root if it is one of them."""
-        if not config.data_root:
-            raise UserError(
-                f"{self.name} needs the folder with its files: --data-root DIR (see {_WHERE})."
-            )
-        root = Path(config.data_root)
-        found = [root / inner for inner in self.folders if (root / inner).is_dir()]
-        if root.name in self.folders and root.is_dir():
-            found.append(root)
-        if not found:
-            wanted = " or ".join(f"{inner}/" for inner in self.folders)
-            raise UserError(
-                f"{self.name} is not under {root}: expected {wanted} there, from {_WHERE}."
-            )
-        return found[0]
+    def _people(self, config: RunConfig) -> list[Person]:
+        """Find the files of each person, in the first of the folders, which data-root may be."""
+        wanted = " or ".join(f"{inner}/" for inner in self.folders)
+        folders = self.folders
+        if Path(config.data_root).name in folders:
+            folders = (*folders, "")
+        found = source.find_under(
+            config, self.name, folders, source.existing, f"{wanted}, from {_WHERE}"
+        )
+        return self._files_in(found)
 
-    def _read(self, people: Sequence[Person]) -> Arrays:
-        parts = [
-            (self._windows(path), label, number)
-            for number, who in enumerate(people)
-            for label, path in who.files.items()
-        ]
-        sizes = [len(windows) for windows, _, _ in parts]
-        return {
-            "x": np.concatenate([windows for windows, _, _ in parts]),
-            "y": np.repeat(np.array([label for _, label, _ in parts], np.int64), sizes),
-            "person": np.repeat(np.array([number for _, _, number in parts], np.int64), sizes),
-        }
+    def _samples(self, person: Person) -> tuple[_Window, Indices]:
+        """Read one person's windows and their labels."""
+        windows = [self._windows(path) for path in person.files.values()]
+        return np.concatenate(windows), np.repeat([*person.files], [len(own) for own in windows])
 
-    def _people(self, root: Path) -> list[Person]:
-        """Find the files of each person."""
+    def _files_in(self, root: Path) -> list[Person]:
+        """Find the files of each person in a folder."""
         raise NotImplementedError
 
     def _windows(self, path: Path) -> _Window:
         """Read the windows of a file, shape (n, 900)."""
         raise NotImplementedError
-
-    def _scaled(self, windows: NDArray[Any]) -> NDArray[Any]:
-        return windows
 
 
 class HarBox(_Activities):
@@ -174,7 +156,12 @@ class HarBox(_Activities):
     activities = ("Call", "Hop", "typing", "Walk", "Wave")
     folders = ("large_scale_HARBox", "HARBox", "harbox")
 
-    def _people(self, root: Path) -> list[Person]:
+    def load(self, config: RunConfig) -> Dataset:
+        """Return the windows of the first people, each axis brought to mean 0 and deviation 1."""
+        dataset = super().load(config)
+        return replace(dataset, x=standardised_windows(dataset.x))
+
+    def _files_in(self, root: Path) -> list[Person]:
         """Find ``<number>/<activity>_train.txt``."""
         found = []
         numbered = [path for path in root.iterdir() if path.name.isdigit() and path.is_dir()]
@@ -196,9 +183,6 @@ class HarBox(_Activities):
         windows: _Window = values[:, 1:].reshape(-1, HAR_WINDOW * AXES).astype(np.float32)
         return windows
 
-    def _scaled(self, windows: NDArray[Any]) -> NDArray[Any]:
-        return standardised_windows(windows)
-
 
 class Imu(_Activities):
     """IMU: 3 activities of 7 people in 2 groups, from ClusterFL (files under data-root).
@@ -214,7 +198,7 @@ class Imu(_Activities):
     activities = ("walk", "up", "down")
     folders = ("imu_data_7", "IMU", "imu")
 
-    def _people(self, root: Path) -> list[Person]:
+    def _files_in(self, root: Path) -> list[Person]:
         """Find ``<letters>_<number>_<activity>_nor.txt``."""
         pattern = re.compile(rf"(([a-z]+)_?\d+)_({'|'.join(self.activities)})(_nor)?\.txt", re.I)
         files: dict[str, dict[int, Path]] = {}
@@ -379,8 +363,8 @@ class BeijingAir(Source):
 
 def _stations(config: RunConfig) -> list[Path]:
     """Return the files of the stations in the order of their names."""
-    missing = f"there are no files in {_FOLDERS[0]}/"
-    return npz.files_in(config, "beijing-air", _FOLDERS, "*.npz", missing, _EXPECTED)
+    find, expected = source.matching("*.npz"), f"{_FOLDERS[0]}/ with a file for each station"
+    return source.find_under(config, "beijing-air", _FOLDERS, find, expected, _EXPECTED)
 
 
 def _station(path: Path) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
@@ -463,8 +447,6 @@ class HitBearing(Source):
     """
 
     default_model = "cnn1d"
-    default_lr = 0.05
-    target_accuracy = 0.9
     default_clients = 24
     has_clients = True
     fixed_shape = DataShape((BEARING_WINDOW,), FAULTS)
@@ -508,9 +490,9 @@ class HitBearing(Source):
 
 def _files(config: RunConfig) -> list[tuple[Path, str]]:
     """Return the files, by machine and then by speed, and the machine of each."""
-    missing = f"there is no {_FOLDERS_BEARING[0]}/ with such files"
-    paths = npz.files_in(
-        config, "hit-bearing", _FOLDERS_BEARING, "*_*rpm.npz", missing, _EXPECTED_BEARING
+    find, expected = source.matching("*_*rpm.npz"), f"{_FOLDERS_BEARING[0]}/ with such files"
+    paths = source.find_under(
+        config, "hit-bearing", _FOLDERS_BEARING, find, expected, _EXPECTED_BEARING
     )
     named = [
         (match["machine"], int(match["speed"]), path)
@@ -562,8 +544,6 @@ class GasDrift(Source):
     """
 
     default_model = "mlp"
-    default_lr = 0.05
-    target_accuracy = 0.9
     default_clients = 20
     has_clients = True
     fixed_shape = DataShape((FEATURES,), GASES)
@@ -574,10 +554,8 @@ class GasDrift(Source):
         Each feature is brought to mean 0 and deviation 1 over the first batch: what comes later
         cannot be known when a sensor is put into service, and its drift stays to be seen.
         """
-        missing = f"there is no {_FOLDERS_GAS[0]}/batch_01.npz"
-        paths = npz.files_in(
-            config, "gas-drift", _FOLDERS_GAS, "batch_*.npz", missing, _EXPECTED_GAS
-        )
+        find, expected = source.matching("batch_*.npz"), f"{_FOLDERS_GAS[0]}/batch_01.npz"
+        paths = source.find_under(config, "gas-drift", _FOLDERS_GAS, find, expected, _EXPECTED_GAS)
 
         def read() -> Arrays:
             parts = (npz.labelled(path, (FEATURES,), GASES, _EXPECTED_GAS) for path in paths)
@@ -627,8 +605,6 @@ class Fsdd(NpzFolder):
     """
 
     default_model = "cnn"
-    default_lr = 0.05
-    target_accuracy = 0.9
     default_clients = 24
     inner = ("fsdd_by_speaker", "fsdd")
 

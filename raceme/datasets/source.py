@@ -40,6 +40,7 @@ Indices = NDArray[np.int64]
 """Positions of samples in a dataset."""
 Labels = NDArray[Any]
 """Classes, int64, or quantities, float32."""
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -203,9 +204,9 @@ class Source:
         Frozen dataclass of the options that the source reads: ``config.read(options_type)``.
     """
 
-    default_model: str | None
-    default_lr: float
-    target_accuracy: float
+    default_model: str | None = None
+    default_lr: float = 0.05
+    target_accuracy: float = 0.9
     default_clients: int = 40
     has_clients: bool = False
     fixed_shape: DataShape | None = None
@@ -245,9 +246,9 @@ class Source:
         """
         return self.default_clients
 
-    def for_client(self, config: RunConfig, client: int) -> tuple[RunConfig, int]:
-        """Narrow a configuration to what one client has to load, and its position therein."""
-        return config, client
+    def for_client(self, config: RunConfig, client: int) -> RunConfig:
+        """Narrow a configuration to what one client has to load: of one client, or as it is."""
+        return config
 
 
 class Loaded(Source):
@@ -260,10 +261,6 @@ class Loaded(Source):
     function : Callable
         Takes the configuration and returns a `Dataset`.
     """
-
-    default_model = None
-    default_lr = 0.05
-    target_accuracy = 0.9
 
     def __init__(self, name: str, function: Callable[[RunConfig], Dataset]) -> None:
         self._name, self._function = name, function
@@ -301,23 +298,70 @@ def generator(seed: int, purpose: str, client: int = 0) -> np.random.Generator:
 # -----------------------------------------------------------------------------
 
 
-def found_files(
-    config: RunConfig, name: str, folders: Sequence[str], files: Sequence[str], expected: str
-) -> list[Path]:
-    """Return files, which are read together, in the first folder under data-root that has all.
+def find_under(
+    config: RunConfig,
+    name: str,
+    folders: Sequence[str],
+    find: Callable[[Path], Found | None],
+    expected: str,
+    hint: str = "",
+    files: str = "its files",
+) -> Found:
+    """Return what is found in the first folder under data-root that has any of it.
+
+    Parameters
+    ----------
+    config : RunConfig
+        Names the root.
+    name : str
+        Name of the dataset, for error messages.
+    folders : Sequence[str]
+        Folders under the root, in the order in which they are searched.
+    find : Callable
+        Returns the content of a folder; nothing or an empty sequence where there is none.
+    expected : str
+        What the root must hold, for error messages.
+    hint : str
+        Sentence at the end of error messages, for example how to get the files.
+    files : str
+        What the files are, for the error message if no root is given.
 
     Raises
     ------
     UserError
-        There is none.
+        No root is given, or none of the folders has any.
     """
-    for inner in folders if config.data_root else ():
-        found = [Path(config.data_root) / inner / file for file in files]
-        if all(file.is_file() for file in found):
+    end = f" {hint}." if hint else ""
+    if not config.data_root:
+        raise UserError(
+            f"{name} needs the folder with {files}: --data-root DIR. It must hold {expected}.{end}"
+        )
+    for inner in folders:
+        if found := find(Path(config.data_root) / inner):
             return found
     raise UserError(
-        f"{name} is not under '{config.data_root}': expected {expected}: --data-root DIR."
+        f"{name} is not under '{config.data_root}': expected {expected}: --data-root DIR.{end}"
     )
+
+
+def all_of(files: Sequence[str]) -> Callable[[Path], list[Path]]:
+    """Return what finds files that are read together: all of them, or none."""
+
+    def find(folder: Path) -> list[Path]:
+        found = [folder / file for file in files]
+        return found if all(file.is_file() for file in found) else []
+
+    return find
+
+
+def matching(pattern: str) -> Callable[[Path], list[Path]]:
+    """Return what finds the files of a folder whose names match a pattern, sorted by name."""
+    return lambda folder: sorted(folder.glob(pattern))
+
+
+def existing(folder: Path) -> Path | None:
+    """Return a folder if there is one."""
+    return folder if folder.is_dir() else None
 
 
 def check_clients(config: RunConfig, count: int, there: str) -> None:
@@ -701,12 +745,10 @@ def _read(path: Path, archive: ZipFile, info: Any) -> NDArray[Any]:
 
 def _header(start: IO[bytes]) -> tuple[tuple[int, ...], np.dtype[Any]]:
     version = npy.read_magic(start)
-    if version == (1, 0):
-        shape, _, dtype = npy.read_array_header_1_0(start)
-    elif version == (2, 0):
-        shape, _, dtype = npy.read_array_header_2_0(start)
-    else:
+    if version not in ((1, 0), (2, 0)):
         raise ReadingError(f"an array has format {version[0]}.{version[1]}; 1.0 and 2.0 are known")
+    read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
+    shape, _, dtype = read(start)
     return shape, dtype
 
 
@@ -721,8 +763,6 @@ def _header(start: IO[bytes]) -> tuple[tuple[int, ...], np.dtype[Any]]:
 
 
 _DECLARATIONS = "torchvision._meta_registrations"
-
-Imported = TypeVar("Imported")
 
 
 def import_datasets() -> ModuleType:
@@ -739,7 +779,7 @@ def import_datasets() -> ModuleType:
         raise explained(error) from None
 
 
-def without_operators(load: Callable[[], Imported]) -> Imported:
+def without_operators(load: Callable[[], Found]) -> Found:
     """Return what imports something that may import torchvision; try again if just that fails.
 
     Parameters

@@ -1,6 +1,6 @@
 """Which client a node is, and its data in memory; and what a server has of samples of its own.
 
-A node says who it is in its node config:
+The node config names the client:
 
 ``partition-id``, ``num-partitions``
     Which of how many clients it is; the latter replaces the key ``clients``.
@@ -70,12 +70,12 @@ class Client:
         Its own samples.
     num_classes : int
         Number of classes, of which it need not have all; 0 for a regression.
+    network : Network
+        The network of this process: clients with the same one take turns.
     group : int or None
         Its true group where there is one.
     mixture : tuple[float, ...] or None
         Share of each distribution in its samples where they are a mixture.
-    network : Network
-        The network of this process: clients with the same one take turns.
     validation : Samples or None
         Samples on which it compares models, if it keeps some for that.
     """
@@ -85,9 +85,9 @@ class Client:
     train: Samples
     test: Samples
     num_classes: int
-    group: int | None
-    mixture: tuple[float, ...] | None
     network: Network
+    group: int | None = None
+    mixture: tuple[float, ...] | None = None
     validation: Samples | None = None
     _divided: dict[float, Client] = field(default_factory=dict, repr=False)
 
@@ -361,8 +361,6 @@ class OwnData:
             train=train,
             test=test,
             num_classes=int(max(train.y.max(), test.y.max())) + 1,
-            group=None,
-            mixture=None,
             network=network,
         )
 
@@ -452,45 +450,6 @@ class ModelProbe:
         return np.stack(measured)
 
 
-def pretrained(
-    network: Network,
-    spec: ModelSpec,
-    vector: Vector,
-    samples: Sequence[Samples],
-    settings: TrainingSettings,
-    seed: int,
-) -> list[Vector]:
-    """Train one model on each of several sets of samples, all from the same start.
-
-    Parameters
-    ----------
-    network : Network
-        A network of the models' kind; its weights are overwritten.
-    spec : ModelSpec
-        Names and shapes of a model's arrays.
-    vector : Vector
-        The model that each starts from. Shape (d,).
-    samples : Sequence[Samples]
-        The sets.
-    settings : TrainingSettings
-        How to train.
-    seed : int
-        Decides the order of samples.
-
-    Returns
-    -------
-    list[Vector]
-        The models, in the order of the sets.
-    """
-    models = []
-    for number, own in enumerate(samples):
-        network.read(spec.pack(vector))
-        rng = np.random.default_rng(np.random.SeedSequence([seed, crc32(b"pretrain"), number]))
-        train(network, own, settings, rng)
-        models.append(spec.unpack(network.write(spec)))
-    return models
-
-
 def probe_of(config: RunConfig, initial: ArrayRecord) -> ModelProbe | None:
     """Return what measures models on the server's proxy sets; None if it has none.
 
@@ -537,9 +496,15 @@ def starts_of(config: RunConfig, initial: ArrayRecord) -> Sequence[Vector]:
         momentum=config.momentum,
         weight_decay=config.weight_decay,
     )
-    samples = [Samples(own.x, own.y, network.channels_last) for own in held]
+    trained = []
     try:
-        return pretrained(network, spec, spec.unpack(initial), samples, settings, config.seed)
+        for number, own in enumerate(held):
+            network.read(initial)
+            entropy = [config.seed, crc32(b"pretrain"), number]
+            rng = np.random.default_rng(np.random.SeedSequence(entropy))
+            train(network, Samples(own.x, own.y, network.channels_last), settings, rng)
+            trained.append(spec.unpack(network.write(spec)))
+        return trained
     except InvalidModelError as error:
         raise UserError(
             f"pretrain leaves a model that cannot be used, {error}: take a smaller lr."

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import repeat
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -104,28 +104,24 @@ class Trained(Protocol):
     gradient: Tensor
 
 
-Descent = Callable[[], None]
+Descent = Callable[[], object]
 """Moves weights by one step along their gradient."""
 
 
 def sgd(trained: Trained, settings: TrainingSettings) -> Descent:
     """Plain stochastic gradient descent: one operation, without a library's bookkeeping."""
-
-    def descend() -> None:
-        trained.weights.add_(trained.gradient, alpha=-settings.lr)
-
-    return descend
+    return lambda: trained.weights.add_(trained.gradient, alpha=-settings.lr)
 
 
 def momentum(trained: Trained, settings: TrainingSettings) -> Descent:
     """Stochastic gradient descent with (heavy-ball) momentum."""
     weights = [_with_gradient(trained)]
-    return _steps_of(torch.optim.SGD(weights, lr=settings.lr, momentum=settings.momentum))
+    return torch.optim.SGD(weights, lr=settings.lr, momentum=settings.momentum).step
 
 
 def adam(trained: Trained, settings: TrainingSettings) -> Descent:
     """Adam (Kingma and Ba 2015) with its usual constants."""
-    return _steps_of(torch.optim.Adam([_with_gradient(trained)], lr=settings.lr))
+    return torch.optim.Adam([_with_gradient(trained)], lr=settings.lr).step
 
 
 OPTIMISERS: dict[str, Callable[[Trained, TrainingSettings], Descent]] = {
@@ -156,13 +152,6 @@ def _with_gradient(trained: Trained) -> Tensor:
     return weights
 
 
-def _steps_of(optimiser: torch.optim.Optimizer) -> Descent:
-    def descend() -> None:
-        optimiser.step()
-
-    return descend
-
-
 # -----------------------------------------------------------------------------
 # What else than the loss a step follows: terms that change its gradient.
 #
@@ -173,7 +162,7 @@ def _steps_of(optimiser: torch.optim.Optimizer) -> Descent:
 # -----------------------------------------------------------------------------
 
 
-Term = Callable[[Tensor, Tensor], None]
+Term = Callable[[Tensor, Tensor], object]
 """Changes the gradient of a step in place, given the weights: ``term(weights, gradient)``."""
 
 TermBuilder = Callable[[Network, TrainingSettings, Mapping[str, ArrayRecord]], Term | None]
@@ -188,11 +177,7 @@ def weight_decay(
     """
     if not settings.weight_decay:
         return None
-
-    def shrink(weights: Tensor, gradient: Tensor) -> None:
-        gradient.add_(weights, alpha=settings.weight_decay)
-
-    return shrink
+    return lambda weights, gradient: gradient.add_(weights, alpha=settings.weight_decay)
 
 
 def proximal(
@@ -205,11 +190,7 @@ def proximal(
     if not settings.proximal_mu:
         return None
     start = network.read_weights(arrays[ANCHOR]) if ANCHOR in arrays else network.weights.clone()
-
-    def pull(weights: Tensor, gradient: Tensor) -> None:
-        gradient.add_(weights - start, alpha=settings.proximal_mu)
-
-    return pull
+    return lambda weights, gradient: gradient.add_(weights - start, alpha=settings.proximal_mu)
 
 
 def masked(
@@ -219,11 +200,7 @@ def masked(
     if MASK not in arrays:
         return None
     frozen = ~network.read_mask(arrays[MASK])
-
-    def clear(weights: Tensor, gradient: Tensor) -> None:
-        gradient.masked_fill_(frozen, 0.0)
-
-    return clear
+    return lambda weights, gradient: gradient.masked_fill_(frozen, 0.0)
 
 
 def terms_of(
@@ -266,8 +243,12 @@ def dropout(module: nn.Module, share: float) -> Iterator[None]:
     share : float
         Probability with which a unit is left out; the others are enlarged by 1 / (1 − share).
     """
+
+    def leave_out(layer: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (left_out(inputs[0], share, layer.training), *inputs[1:])
+
     layers = hidden_linear_layers(module) if share else []
-    hooks = [layer.register_forward_pre_hook(_leaves_out(share)) for layer in layers]
+    hooks = [layer.register_forward_pre_hook(leave_out) for layer in layers]
     try:
         yield
     finally:
@@ -279,13 +260,6 @@ def hidden_linear_layers(module: nn.Module) -> list[nn.Linear]:
     """Return the linear layers of a network whose inputs are hidden units: all but a first one."""
     layers = [layer for layer in module.modules() if any(True for _ in layer.parameters(False))]
     return [layer for layer in layers[1:] if isinstance(layer, nn.Linear)]
-
-
-def _leaves_out(share: float) -> Any:
-    def hook(layer: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return (left_out(inputs[0], share, layer.training), *inputs[1:])
-
-    return hook
 
 
 # -----------------------------------------------------------------------------
@@ -391,7 +365,8 @@ def train(
         for order in epochs(len(samples), settings, network.needs_pairs, rng):
             chosen, size = torch.from_numpy(order).to(network.accelerator), settings.batch_size
             batches = samples.mini_batches(chosen, size)
-            for (x, y), own in zip(batches, _cut(weights, chosen, size), strict=False):
+            parts = repeat(None) if weights is None else torch.split(weights[chosen], size)
+            for (x, y), own in zip(batches, parts, strict=False):
                 total.add_(take_step(x, y, own), alpha=len(y))
             seen += len(order)
     return float(total) / seen
@@ -420,18 +395,13 @@ def _steps(
 def _seeded(seed: int, network: Network) -> Iterator[None]:
     """Let a network's own randomness come from a seed; what torch draws elsewhere stays as it is.
 
-    A GPU draws by a generator of its own, which nobody else uses here.
+    A GPU draws by a generator of its own, which serves nothing else here.
     """
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         if network.accelerator != "cpu":
             torch.get_device_module(network.accelerator).manual_seed(seed)
         yield
-
-
-def _cut(weights: Tensor | None, order: Tensor, size: int) -> Iterator[Tensor | None]:
-    """Yield the weights of each mini-batch; None again and again if samples have none."""
-    return repeat(None) if weights is None else iter(torch.split(weights[order], size))
 
 
 def differentiate(

@@ -10,9 +10,8 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -91,8 +90,7 @@ def resident_memory(process_id: int | str = "self") -> int:
 # Two kinds of boards tell how much power they take, both through files that Linux offers:
 #
 # - NVIDIA's Jetson boards have INA3221 chips, each of which measures three supply lines
-#   (``/sys/class/hwmon/hwmon*/``, kernel documentation ``hwmon/ina3221``): volts and amperes of
-# the
+#   (``/sys/class/hwmon/hwmon*/``, kernel documentation ``hwmon/ina3221``): volts and amperes of the
 #   moment, which are sampled while the work goes on.
 # - x86 processors count the energy that they take (RAPL, ``/sys/class/powercap/intel-rapl:*/``,
 #   kernel documentation ``power/powercap``), from a certain point over again from 0.
@@ -119,19 +117,6 @@ class Meter(Protocol):
         """End, and return the energy taken since; None if it could not be read."""
 
 
-@dataclass(frozen=True)
-class _Counter:
-    """An energy counter of a processor, in microjoules."""
-
-    folder: Path
-
-    def read(self) -> int:
-        return int((self.folder / "energy_uj").read_text())
-
-    def range(self) -> int:
-        return int((self.folder / "max_energy_range_uj").read_text())
-
-
 class Rapl:
     """The energy of x86 processors: their packages, and the memory where it is counted.
 
@@ -142,7 +127,7 @@ class Rapl:
     """
 
     def __init__(self, counters: Sequence[Path]) -> None:
-        self._counters = [_Counter(folder) for folder in counters]
+        self._zones = counters
         self._before: list[int] = []
 
     @classmethod
@@ -169,26 +154,26 @@ class Rapl:
         if len(after) != len(self._before) or not after:
             return None
         total = 0
-        for counter, one, other in zip(self._counters, self._before, after, strict=True):
-            total += other - one if other >= one else other - one + counter.range()
+        for zone, one, other in zip(self._zones, self._before, after, strict=True):
+            range_ = 0 if other >= one else _number(zone / "max_energy_range_uj")
+            total += other - one + range_
         return total * _MICRO if total >= 0 else None
 
     def _read(self) -> list[int]:
         try:
-            return [counter.read() for counter in self._counters]
+            return [_number(zone / "energy_uj") for zone in self._zones]
         except (OSError, ValueError):
             return []
 
 
-@dataclass(frozen=True)
-class _Line:
+class _Line(NamedTuple):
     """A supply line that an INA3221 measures: files with millivolts and milliamperes."""
 
     volts: Path
     amperes: Path
 
     def watts(self) -> float:
-        return int(self.volts.read_text()) * int(self.amperes.read_text()) * _MICRO
+        return _number(self.volts) * _number(self.amperes) * _MICRO
 
 
 class Ina3221:
@@ -293,6 +278,10 @@ def _text(path: Path) -> str:
         return path.read_text().strip()
     except (OSError, UnicodeDecodeError):
         return ""
+
+
+def _number(path: Path) -> int:
+    return int(path.read_text())
 
 
 def _is_whole(text: str) -> bool:
@@ -436,7 +425,18 @@ def fastest(
     """
     if len(ways) == 1:
         return ways[0]
-    seconds = _seconds(ways, build, x, y)
+    seconds = dict.fromkeys(ways, math.inf)
+    before, started = torch.get_num_threads(), time.perf_counter()
+    try:
+        # The ways take turns. The first step in each way is slower than all others.
+        for number in range(1 + _ROUNDS):
+            for way in ways:
+                took = _timed_step(way, build(way.accelerator), x, y)
+                seconds[way] = min(seconds[way], took) if number else math.inf
+            if number and time.perf_counter() - started > _LONGEST_SECONDS:
+                break
+    finally:
+        torch.set_num_threads(before)
     chosen = ways[0]
     for way in ways[1:]:
         if seconds[way] < _WORTHWHILE * seconds[chosen]:
@@ -444,29 +444,6 @@ def fastest(
     told = ", ".join(f"{1000 * seconds[way]:.1f} ms on {way}" for way in ways)
     log.info("a mini-batch of %d takes %s: trains on %s", len(y), told, chosen)
     return chosen
-
-
-def _seconds(
-    ways: Iterable[Way],
-    build: Callable[[str], Network],
-    x: NDArray[np.float32],
-    y: NDArray[np.generic],
-) -> dict[Way, float]:
-    """Return the least seconds of a step in each way; they take turns."""
-    before = torch.get_num_threads()
-    seconds = dict.fromkeys(ways, math.inf)
-    started = time.perf_counter()
-    try:
-        # The first step in each way is slower than all others.
-        for number in range(1 + _ROUNDS):
-            for way in seconds:
-                took = _timed_step(way, build(way.accelerator), x, y)
-                seconds[way] = min(seconds[way], took) if number else math.inf
-            if number and time.perf_counter() - started > _LONGEST_SECONDS:
-                break
-    finally:
-        torch.set_num_threads(before)
-    return seconds
 
 
 def _timed_step(

@@ -59,9 +59,12 @@ def _layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def mclr(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
     """Multinomial logistic regression: one linear layer, a convex problem."""
-    return nn.Sequential(
-        OrderedDict(flatten=nn.Flatten(), output=nn.Linear(prod(input_shape), num_classes))
-    )
+    return _network(flatten=nn.Flatten(), output=nn.Linear(prod(input_shape), num_classes))
+
+
+def _network(**layers: nn.Module) -> nn.Sequential:
+    """Return named layers one after another."""
+    return nn.Sequential(OrderedDict(layers))
 
 
 # -----------------------------------------------------------------------------
@@ -94,13 +97,11 @@ def mlp512(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
 def _perceptron(
     input_shape: tuple[int, ...], hidden: int, activation: nn.Module, num_classes: int
 ) -> nn.Module:
-    return nn.Sequential(
-        OrderedDict(
-            flatten=nn.Flatten(),
-            hidden=nn.Linear(prod(input_shape), hidden),
-            activation=activation,
-            output=nn.Linear(hidden, num_classes),
-        )
+    return _network(
+        flatten=nn.Flatten(),
+        hidden=nn.Linear(prod(input_shape), hidden),
+        activation=activation,
+        output=nn.Linear(hidden, num_classes),
     )
 
 
@@ -121,28 +122,42 @@ def cnn(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
     Images of at least 16x16 pixels meet 5x5 convolutions; smaller ones 3x3 convolutions with
     padding.
     """
-    if len(input_shape) != 3 or min(input_shape[1:]) < 4:
-        raise ValueError("it takes images, (channels, height, width), of at least 4x4 pixels")
-    channels, *size = input_shape
+    channels, *size = _image(input_shape, 4)
     kernel, padding = (5, 0) if min(size) >= _LARGE else (3, 1)
     for _ in _CNN_CHANNELS:
         size = [(pixels - kernel + 1 + 2 * padding) // 2 for pixels in size]
-    first, second = _CNN_CHANNELS
-    return nn.Sequential(
-        OrderedDict(
-            convolution1=nn.Conv2d(channels, first, kernel, padding=padding),
-            # Pooling before the activation gives the same and activates a quarter as much.
-            pool1=nn.MaxPool2d(2),
-            activation1=nn.ReLU(),
-            convolution2=nn.Conv2d(first, second, kernel, padding=padding),
-            pool2=nn.MaxPool2d(2),
-            activation2=nn.ReLU(),
-            flatten=nn.Flatten(),
-            hidden=nn.Linear(second * size[0] * size[1], _CNN_HIDDEN),
-            activation3=nn.ReLU(),
-            output=nn.Linear(_CNN_HIDDEN, num_classes),
-        )
+    return _network(
+        **_convolutions(channels, _CNN_CHANNELS, kernel, padding),
+        flatten=nn.Flatten(),
+        hidden=nn.Linear(_CNN_CHANNELS[1] * size[0] * size[1], _CNN_HIDDEN),
+        activation3=nn.ReLU(),
+        output=nn.Linear(_CNN_HIDDEN, num_classes),
     )
+
+
+def _convolutions(
+    channels: int, widths: tuple[int, int], kernel: int, padding: int
+) -> dict[str, nn.Module]:
+    """Return two convolutions, each with a 2x2 pooling that halves the image."""
+    first, second = widths
+    return {
+        "convolution1": nn.Conv2d(channels, first, kernel, padding=padding),
+        # Pooling before the activation gives the same and activates a quarter as much.
+        "pool1": nn.MaxPool2d(2),
+        "activation1": nn.ReLU(),
+        "convolution2": nn.Conv2d(first, second, kernel, padding=padding),
+        "pool2": nn.MaxPool2d(2),
+        "activation2": nn.ReLU(),
+    }
+
+
+def _image(input_shape: tuple[int, ...], least: int) -> tuple[int, ...]:
+    """Return the shape of an image that is large enough."""
+    if len(input_shape) != 3 or min(input_shape[1:]) < least:
+        raise ValueError(
+            f"it takes images, (channels, height, width), of at least {least}x{least} pixels"
+        )
+    return input_shape
 
 
 # -----------------------------------------------------------------------------
@@ -204,23 +219,21 @@ def cnn1d(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
     for _ in _CNN1D_CHANNELS:
         pools.append(4 if pooled >= _LONG else 2 if pooled >= _SHORT else 1)
         pooled //= pools[-1]
-    return nn.Sequential(
-        OrderedDict(
-            channels=ChannelsFirst(input_shape),
-            convolution1=nn.Conv1d(channels, first, KERNEL, padding=KERNEL // 2),
-            pool1=nn.MaxPool1d(pools[0]),
-            normal1=nn.GroupNorm(_CNN1D_GROUPS, first),
-            activation1=nn.ReLU(),
-            convolution2=nn.Conv1d(first, second, KERNEL, padding=KERNEL // 2),
-            pool2=nn.MaxPool1d(pools[1]),
-            normal2=nn.GroupNorm(_CNN1D_GROUPS, second),
-            activation2=nn.ReLU(),
-            average=nn.AdaptiveAvgPool1d(min(POSITIONS, pooled)),
-            flatten=nn.Flatten(),
-            hidden=nn.Linear(second * min(POSITIONS, pooled), _CNN1D_HIDDEN),
-            activation3=nn.ReLU(),
-            output=nn.Linear(_CNN1D_HIDDEN, num_classes),
-        )
+    return _network(
+        channels=ChannelsFirst(input_shape),
+        convolution1=nn.Conv1d(channels, first, KERNEL, padding=KERNEL // 2),
+        pool1=nn.MaxPool1d(pools[0]),
+        normal1=nn.GroupNorm(_CNN1D_GROUPS, first),
+        activation1=nn.ReLU(),
+        convolution2=nn.Conv1d(first, second, KERNEL, padding=KERNEL // 2),
+        pool2=nn.MaxPool1d(pools[1]),
+        normal2=nn.GroupNorm(_CNN1D_GROUPS, second),
+        activation2=nn.ReLU(),
+        average=nn.AdaptiveAvgPool1d(min(POSITIONS, pooled)),
+        flatten=nn.Flatten(),
+        hidden=nn.Linear(second * min(POSITIONS, pooled), _CNN1D_HIDDEN),
+        activation3=nn.ReLU(),
+        output=nn.Linear(_CNN1D_HIDDEN, num_classes),
     )
 
 
@@ -240,13 +253,11 @@ _PAPER_CHANNELS = (32, 64)
 def cnn3x3(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
     """FlexCFL's network for MNIST: two 3x3 convolutions, dropout (50,186 weights on MNIST)."""
     channels, height, width = _image(input_shape, 4)
-    return nn.Sequential(
-        OrderedDict(
-            **_padded(channels, 3),
-            flatten=nn.Flatten(),
-            dropout=nn.Dropout(0.5),
-            output=nn.Linear(_PAPER_CHANNELS[1] * (height // 4) * (width // 4), num_classes),
-        )
+    return _network(
+        **_convolutions(channels, _PAPER_CHANNELS, 3, padding=1),
+        flatten=nn.Flatten(),
+        dropout=nn.Dropout(0.5),
+        output=nn.Linear(_PAPER_CHANNELS[1] * (height // 4) * (width // 4), num_classes),
     )
 
 
@@ -265,14 +276,12 @@ def cnn5x5_wide(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
 
 def _two_5x5(input_shape: tuple[int, ...], num_classes: int, hidden: int) -> nn.Module:
     channels, height, width = _image(input_shape, 4)
-    return nn.Sequential(
-        OrderedDict(
-            **_padded(channels, 5),
-            flatten=nn.Flatten(),
-            hidden=nn.Linear(_PAPER_CHANNELS[1] * (height // 4) * (width // 4), hidden),
-            activation3=nn.ReLU(),
-            output=nn.Linear(hidden, num_classes),
-        )
+    return _network(
+        **_convolutions(channels, _PAPER_CHANNELS, 5, padding=2),
+        flatten=nn.Flatten(),
+        hidden=nn.Linear(_PAPER_CHANNELS[1] * (height // 4) * (width // 4), hidden),
+        activation3=nn.ReLU(),
+        output=nn.Linear(hidden, num_classes),
     )
 
 
@@ -298,29 +307,6 @@ def cnn6(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
     layers["dropout3"] = nn.Dropout(0.4)
     layers["output"] = nn.Linear(_NARROW_HIDDEN, num_classes)
     return nn.Sequential(layers)
-
-
-def _padded(channels: int, kernel: int) -> dict[str, nn.Module]:
-    """Return two convolutions that keep the size, each with a 2x2 pooling that halves it."""
-    first, second = _PAPER_CHANNELS
-    return {
-        "convolution1": nn.Conv2d(channels, first, kernel, padding=kernel // 2),
-        # Pooling before the activation gives the same and activates a quarter as much.
-        "pool1": nn.MaxPool2d(2),
-        "activation1": nn.ReLU(),
-        "convolution2": nn.Conv2d(first, second, kernel, padding=kernel // 2),
-        "pool2": nn.MaxPool2d(2),
-        "activation2": nn.ReLU(),
-    }
-
-
-def _image(input_shape: tuple[int, ...], least: int) -> tuple[int, ...]:
-    """Return the shape of an image that is large enough."""
-    if len(input_shape) != 3 or min(input_shape[1:]) < least:
-        raise ValueError(
-            f"it takes images, (channels, height, width), of at least {least}x{least} pixels"
-        )
-    return input_shape
 
 
 # -----------------------------------------------------------------------------
@@ -448,10 +434,9 @@ class Mean(nn.Module):
 
 def resnet18(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
     """ResNet-18 with group normalisation (11,173,962 weights on CIFAR-10)."""
-    if len(input_shape) != 3 or min(input_shape[1:]) < 8:
-        raise ValueError("it takes images, (channels, height, width), of at least 8x8 pixels")
+    inputs = _image(input_shape, 8)[0]
     layers: OrderedDict[str, nn.Module] = OrderedDict(
-        convolution=nn.Conv2d(input_shape[0], WIDTHS[0], 3, padding=1, bias=False),
+        convolution=nn.Conv2d(inputs, WIDTHS[0], 3, padding=1, bias=False),
         norm=nn.GroupNorm(_RESNET_GROUPS, WIDTHS[0]),
         activation=nn.ReLU(),
     )
@@ -507,14 +492,33 @@ def build(
         torch.default_generator.manual_seed(seed)
         try:
             module = builder(input_shape, num_classes, **vocabulary)
+            if isinstance(module, nn.Module):
+                _try_out(module.float(), input_shape, num_classes)
         except Exception as error:
-            raise _unfit(name, input_shape, num_classes, error) from error
-        if not isinstance(module, nn.Module):
+            lines = str(error).strip().splitlines()
+            reason = lines[0].rstrip(".") if lines else type(error).__name__
             raise UserError(
-                f"Model '{name}' must return a torch.nn.Module, got {type(module).__name__}."
-            )
-        _probe(name, module.float(), input_shape, num_classes)
+                f"Model '{name}' does not fit the data, inputs of shape {input_shape} and "
+                f"{num_classes} outputs: {reason}. mlp and mclr fit any inputs."
+            ) from error
+    if not isinstance(module, nn.Module):
+        raise UserError(
+            f"Model '{name}' must return a torch.nn.Module, got {type(module).__name__}."
+        )
     return module
+
+
+def _try_out(module: nn.Module, input_shape: tuple[int, ...], num_classes: int) -> None:
+    """Raise an error if a network cannot take the inputs or gives the wrong outputs."""
+    training = module.training
+    module.eval()
+    with torch.no_grad():
+        output = module(torch.zeros(_PROBE, *input_shape))
+    module.train(training)
+    wanted = (_PROBE, num_classes)
+    if not isinstance(output, torch.Tensor) or tuple(output.shape) != wanted:
+        got = tuple(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
+        raise ValueError(f"its output for {_PROBE} samples is {got}, not {wanted}")
 
 
 def initial_arrays(config: RunConfig, shape: DataShape | None = None) -> ArrayRecord:
@@ -541,46 +545,6 @@ def initial_arrays(config: RunConfig, shape: DataShape | None = None) -> ArrayRe
         )
     state = module.state_dict()
     return array_record({name: to_array(values.numpy()) for name, values in state.items()})
-
-
-def _probe(name: str, module: nn.Module, input_shape: tuple[int, ...], num_classes: int) -> None:
-    """Raise UserError if the network cannot take the inputs or gives the wrong outputs."""
-    training = module.training
-    module.eval()
-    try:
-        with torch.no_grad():
-            output = module(torch.zeros(_PROBE, *input_shape))
-    except Exception as error:
-        raise _unfit(name, input_shape, num_classes, error) from error
-    module.train(training)
-    wanted = (_PROBE, num_classes)
-    if not isinstance(output, torch.Tensor) or tuple(output.shape) != wanted:
-        got = tuple(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
-        reason = ValueError(f"its output for {_PROBE} samples is {got}, not {wanted}")
-        raise _unfit(name, input_shape, num_classes, reason)
-
-
-def _unfit(
-    name: str, input_shape: tuple[int, ...], num_classes: int, error: Exception
-) -> UserError:
-    return UserError(
-        f"Model '{name}' does not fit the data, inputs of shape {input_shape} and {num_classes} "
-        f"outputs: {_first_line(error)}. mlp and mclr fit any inputs."
-    )
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0].rstrip(".") if lines else type(error).__name__
-
-
-# -----------------------------------------------------------------------------
-# A network on one flat vector of weights.
-#
-# All weights are views into one vector and all gradients into another, so that a step, the proximal
-# term and whatever else acts on weights is one operation on a vector, whatever the number of
-# layers, and a received model is copied once.
-# -----------------------------------------------------------------------------
 
 
 # -----------------------------------------------------------------------------
@@ -694,16 +658,13 @@ class Samples:
         self.x = torch.from_numpy(np.ascontiguousarray(values)).to(accelerator)
         self.y = torch.from_numpy(np.ascontiguousarray(y)).to(accelerator)
 
-    @classmethod
-    def joined(cls, parts: Sequence[Samples]) -> Samples:
+    @staticmethod
+    def joined(parts: Sequence[Samples]) -> Samples:
         """Return the samples of several parts, at least one, in their order. Copies."""
         if len(parts) == 1:
             return parts[0]
-        whole = cls.__new__(cls)
-        whole._channels_last = parts[0]._channels_last
-        whole.x = torch.cat([part.x for part in parts])
-        whole.y = torch.cat([part.y for part in parts])
-        return whole
+        x, y = torch.cat([part.x for part in parts]), torch.cat([part.y for part in parts])
+        return parts[0]._with(x, y)
 
     def divided(self, count: int, rng: np.random.Generator) -> tuple[Samples, Samples]:
         """Return all but `count` samples, in their order, and those, drawn at random. Copies."""
@@ -713,17 +674,17 @@ class Samples:
 
     def with_labels(self, y: Labels) -> Samples:
         """Return the same inputs, not copied, with other labels, shape (n,)."""
-        other = Samples.__new__(Samples)
-        other._channels_last, other.x = self._channels_last, self.x
-        other.y = torch.from_numpy(np.ascontiguousarray(y)).to(self.y.device)
-        return other
+        return self._with(self.x, torch.from_numpy(np.ascontiguousarray(y)).to(self.y.device))
 
     def _where(self, wanted: NDArray[np.bool_]) -> Samples:
-        part = Samples.__new__(Samples)
-        part._channels_last = self._channels_last
         positions = torch.from_numpy(np.flatnonzero(wanted)).to(self.y.device)
-        part.x, part.y = self.x.index_select(0, positions), self.y.index_select(0, positions)
-        return part
+        return self._with(self.x.index_select(0, positions), self.y.index_select(0, positions))
+
+    def _with(self, x: Tensor, y: Tensor) -> Samples:
+        """Return samples in the same order of memory."""
+        other = Samples.__new__(Samples)
+        other._channels_last, other.x, other.y = self._channels_last, x, y
+        return other
 
     def __len__(self) -> int:
         return len(self.y)
@@ -745,6 +706,10 @@ class Samples:
 
 # -----------------------------------------------------------------------------
 # A network on one flat vector of weights.
+#
+# All weights are views into one vector and all gradients into another, so that a step, the proximal
+# term and whatever else acts on weights is one operation on a vector, whatever the number of
+# layers, and a received model is copied once.
 # -----------------------------------------------------------------------------
 
 

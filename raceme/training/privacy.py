@@ -1,6 +1,6 @@
 """Local differential privacy of a device: Flower's mod around training, and what it has no say in.
 
-Who owns a device switches it on, in the node configuration, which no server can change::
+The owner of a device switches it on, in the node configuration, which no server can change::
 
     raceme device ... --node-config "local-dp-epsilon=50 local-dp-clip=1.0"
 

@@ -47,7 +47,7 @@ class ClientWork:
     kind : str
         Name of the kind of work.
     client : Client
-        Who is asked, with its samples.
+        The client that is asked, with its samples.
     content : RecordDict
         The message's records.
     settings : ConfigRecord
@@ -127,12 +127,7 @@ class ClientWork:
         """
         if names.FORMER_STEP not in self.settings:
             return None
-        step = self.settings[names.FORMER_STEP]
-        if not isinstance(step, int) or step < 0:
-            raise ValueError(
-                f"{names.FORMER_STEP} must be a whole number of at least 0, got {step!r}."
-            )
-        return self.at_step(step)
+        return self.at_step(step_in(self.settings, names.FORMER_STEP))
 
     def receive(self, model: ArrayRecord) -> ModelSpec:
         """Put a received model into the client's network, with what the client keeps of its own.
@@ -225,6 +220,20 @@ class ClientWork:
         task = int(self.number(names.TASK, self.number(names.ROUND, 0)))
         entropy = [self.client.config.seed, crc32(self.client.id.encode()), task]
         return np.random.default_rng(np.random.SeedSequence(entropy))
+
+
+def step_in(settings: ConfigRecord, name: str) -> int:
+    """Return a step of a client's data among the settings of a message; 0 if it names none.
+
+    Raises
+    ------
+    ValueError
+        It is no whole number of at least 0.
+    """
+    step = settings.get(name, 0)
+    if not isinstance(step, int) or step < 0:
+        raise ValueError(f"{name} must be a whole number of at least 0, got {step!r}.")
+    return step
 
 
 @dataclass(frozen=True, eq=False)

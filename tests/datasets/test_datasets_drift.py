@@ -15,7 +15,7 @@ from raceme import datasets
 from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
 from raceme.core.registry import DRIFTS
-from raceme.datasets.drift import Evolution, Schedule, parse_schedule, schedule_of
+from raceme.datasets.drift import Evolution, Schedule, SwapPart, parse_schedule, schedule_of
 from raceme.datasets.partition import rotated
 
 # In-order needs data with a time, tests/datasets/test_recordings.py, and scenario-stream a
@@ -216,10 +216,12 @@ def test_swap_part_goes_on_from_what_the_clients_have() -> None:
 def test_swap_part_counts_what_everybody_has() -> None:
     config = config_of("swap-part", swap_chance=1.0)
     parts = (config.narrowed(*datasets._CHANGING), config.narrowed(*datasets._DEALING), None)
-    held = datasets._drift(*parts)._held.at(6)  # type: ignore[attr-defined]
+    drift = datasets._drift(*parts)
+    assert isinstance(drift, SwapPart)
+    train, test = drift._held(drift._holders.at(6))
     for client, data in enumerate(all_at(config, 6)):
-        assert np.bincount(data.y_train, minlength=10).tolist() == held.train[client].tolist()
-        assert np.bincount(data.y_test, minlength=10).tolist() == held.test[client].tolist()
+        assert np.bincount(data.y_train, minlength=10).tolist() == train[client].tolist()
+        assert np.bincount(data.y_test, minlength=10).tolist() == test[client].tolist()
 
 
 def test_no_exchange_leaves_a_client_without_test_samples(tmp_path: Path) -> None:

@@ -281,6 +281,8 @@ def test_idx_files_of_16_by_16_pixels(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not an idx file"):
         read_idx(path)
     with pytest.raises(UserError, match="usps is not under"):
+        datasets.load(RunConfig(dataset="usps", data_root=str(tmp_path / "nowhere")))
+    with pytest.raises(UserError, match="usps needs the folder with its files: --data-root DIR"):
         datasets.load(RunConfig(dataset="usps"))
 
 

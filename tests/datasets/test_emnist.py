@@ -37,7 +37,7 @@ def test_the_letters_a_to_j_are_read_upright(tmp_path: Path, inner: str) -> None
 
 def test_files_that_are_missing_or_of_something_else_are_an_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="emnist is not under"):
-        datasets.load(RunConfig(dataset="emnist"))
+        datasets.load(RunConfig(dataset="emnist", data_root=str(tmp_path)))
     write(tmp_path / "emnist", {"train": [0, 1], "test": [1]})
     with pytest.raises(UserError, match="labels from 1 to 26"):
         datasets.load(RunConfig(dataset="emnist", data_root=str(tmp_path)))

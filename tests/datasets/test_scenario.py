@@ -34,7 +34,7 @@ def everything(config: RunConfig) -> list[tuple[np.ndarray, np.ndarray]]:
 
 def true_labels(config: RunConfig, client: int) -> np.ndarray:
     """The dataset's labels of a client's samples, training samples first."""
-    train, test = datasets._dealt(datasets.with_clients(config)).indices(client)
+    train, test = datasets._drift_of_all(datasets.with_clients(config)).dealt.indices(client)
     return datasets.load(config).y[np.concatenate([train, test])]
 
 

@@ -331,5 +331,5 @@ def test_a_model_for_more_classes_than_the_devices_own_is_an_error_that_shows_bo
 
 def test_the_data_root_of_the_node_wins_over_the_runs(tmp_path: Path) -> None:
     config = RunConfig(dataset="mnist", data_root="/nowhere")
-    with pytest.raises(UserError, match=f"mnist is not under {tmp_path}"):
+    with pytest.raises(UserError, match=f"mnist is not under '{tmp_path}'"):
         query(context(0, config, **{"data-root": str(tmp_path)}))
