@@ -17,7 +17,7 @@ from raceme.core.clusters import Model, Weights, blended
 from raceme.core.errors import quoted
 from raceme.core.messages import LARGEST, Cost, ModelSpec, Vector
 from raceme.core.messages import InvalidReplyError as InvalidReplyError
-from raceme.flower.spill import Shelf
+from raceme.flower.messages import Shelf
 
 TRANSIENT = MappingProxyType({"transient": True})
 """Metadata of a dataclass's field that no state keeps."""

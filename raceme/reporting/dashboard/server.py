@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import ipaddress
 import json
 import os
 import secrets
@@ -29,6 +28,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from raceme.core.errors import UserError
+from raceme.flower.ports import HttpConnection, Listener, is_loopback, listen, names_this_machine
 from raceme.reporting.dashboard.page import ASSETS, live_page, read_asset
 from raceme.reporting.dashboard.source import Watched
 
@@ -55,19 +55,8 @@ def new_token() -> str:
     return secrets.token_urlsafe(24)
 
 
-def is_loopback(host: str) -> bool:
-    """Return whether only this machine reaches an address."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 class Guard:
     """Refuses requests that are not the person's own, and tells browsers to be strict.
-
-    A page of another site can have its name point to this machine (DNS rebinding): the browser then
-    takes the answer for that site's. The name stands in the Host header, and is none of ours.
 
     Parameters
     ----------
@@ -96,7 +85,7 @@ class Guard:
         await self._answer(Headers(scope=scope), scope)(scope, receive, send_strict)
 
     def _answer(self, headers: Headers, scope: Scope) -> ASGIApp:
-        if not self._is_ours(headers.get("host", "")):
+        if not names_this_machine(headers.get("host", ""), self._host):
             return PlainTextResponse("This address is not the dashboard's.\n", 400)
         if not self._token:
             return self._app
@@ -117,18 +106,6 @@ class Guard:
     def _is_token(self, given: str) -> bool:
         return secrets.compare_digest(given.encode(), self._token.encode())
 
-    def _is_ours(self, header: str) -> bool:
-        """Return whether a Host header names this machine."""
-        name = _without_port(header).lower()
-        if name in ("localhost", self._host.lower(), socket.gethostname().lower()):
-            return True
-        try:
-            address = ipaddress.ip_address(name)
-        except ValueError:
-            return False
-        # A number cannot be made to point elsewhere.
-        return address.is_loopback or not is_loopback(self._host)
-
 
 def _cookie(header: str) -> str:
     try:
@@ -136,12 +113,6 @@ def _cookie(header: str) -> str:
     except CookieError:
         return ""
     return "" if found is None else found.value
-
-
-def _without_port(header: str) -> str:
-    if header.startswith("["):
-        return header[1:].partition("]")[0]
-    return header.partition(":")[0]
 
 
 # -----------------------------------------------------------------------------
@@ -343,16 +314,7 @@ def bind(host: str, port: int) -> socket.socket:
         The port is taken, or the address is none of this machine's.
     """
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, kind, _, _, address = found[0]
-        listening = socket.socket(family, kind)
-        try:
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listening.bind(address)
-            listening.listen(64)
-        except BaseException:
-            listening.close()
-            raise
+        return listen(host, port)
     except socket.gaierror:
         raise UserError(f"'{host}' is no address of this machine.") from None
     except OSError as error:
@@ -361,7 +323,6 @@ def bind(host: str, port: int) -> socket.socket:
                 f"Port {port} is in use: choose another one, or 0 for any that is free."
             ) from None
         raise UserError(f"Cannot listen at {host}, port {port}: {error.strerror}.") from None
-    return listening
 
 
 def address_of(listening: socket.socket, token: str) -> str:
@@ -404,6 +365,7 @@ async def _serve(
     dashboard = Dashboard(watched.source, listening.getsockname()[0], token)
     config = uvicorn.Config(
         dashboard.app,
+        http=HttpConnection,
         log_level="critical",
         access_log=False,
         server_header=False,
@@ -535,7 +497,7 @@ def main() -> None:
     with suppress(OSError):
         os.nice(_NICE)
     told = json.loads(_first_line())
-    listening = socket.socket(fileno=told["socket"])
+    listening = Listener(fileno=told["socket"])
     watched = Watched(Path(told["folder"]), told["comparison"])
     with listening:
         serve(listening, watched, told["token"], _until_the_end)
