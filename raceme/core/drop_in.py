@@ -36,7 +36,7 @@ from raceme.core.evaluation import EvaluateFn, Packer, mean_metrics, tested_by_s
 from raceme.core.events import ACCURACY, LOSS_MEASURE
 from raceme.core.membership import change_line, is_news
 from raceme.core.messages import InvalidModelError, Vector, from_array, to_array
-from raceme.core.options import convert
+from raceme.core.options import convert, present_names
 from raceme.core.progress import Plan, Progress, rounds_over
 from raceme.core.requests import InvalidReplyError
 from raceme.core.scheduling import InRounds, sample
@@ -154,6 +154,7 @@ def divided(
         )
     own = {item.name: item for item in fields(parameters_type)}
     flower = {item.name: item for item in fields(FlowerArguments)}
+    arguments = present_names(arguments, own)
     for name in arguments:
         _check_known(method, name, [*own, *flower, "seed"])
     given = {name: convert(name, arguments[name], own[name]) for name in arguments if name in own}

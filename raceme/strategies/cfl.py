@@ -95,7 +95,7 @@ class CFL(Method):
 
     def scheduler(self) -> Scheduler:
         """Work in rounds."""
-        return InRounds(self.parameters.fraction, picking=self.parameters.picking)
+        return InRounds(self.parameters.fraction, sampling=self.parameters.sampling)
 
     def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
         """Divide the clusters that meet the criterion, then average inside each."""

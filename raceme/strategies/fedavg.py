@@ -86,7 +86,7 @@ class FlowerRounds(Method):
 
     def scheduler(self) -> Scheduler:
         """Work in rounds, with the participants that Flower's strategy chooses."""
-        return InRounds(participants=self._participants, picking=self.parameters.picking)
+        return InRounds(participants=self._participants, sampling=self.parameters.sampling)
 
     def _participants(self, online: Sequence[Client], rng: np.random.Generator) -> Sequence[Client]:
         """Ask Flower's strategy; it samples with Python's `random`."""
@@ -106,7 +106,7 @@ class FlowerRounds(Method):
         finally:
             random.setstate(before)
         self.state.settings = dict(asked[0].content[names.CONFIG]) if asked else {}
-        if self.parameters.picking == IN_TURN or len(asked) < self.scheduling.least:
+        if self.parameters.sampling == IN_TURN or len(asked) < self.scheduling.least:
             return self.scheduling.pick(online, len(asked), rng)
         return [nodes[message.metadata.dst_node_id] for message in asked]
 

@@ -729,7 +729,7 @@ class FedDrift(FollowsConcepts):
         """Work in rounds; who has data of several models trains one after the other."""
         return InRounds(
             self.parameters.fraction,
-            picking=self.parameters.picking,
+            sampling=self.parameters.sampling,
             again=lambda client: self._next_model(client) is not None,
             queries=self._queries,
         )

@@ -44,7 +44,7 @@ class FeSEM(Method):
 
     def scheduler(self) -> Scheduler:
         """Work in rounds."""
-        return InRounds(self.parameters.fraction, picking=self.parameters.picking)
+        return InRounds(self.parameters.fraction, sampling=self.parameters.sampling)
 
     def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
         """Let every client go to its nearest centre (E), then move the centres (M)."""

@@ -522,7 +522,7 @@ class FlexCFL(GroupsByStart):
             participants=self._participants,
             prepares=lambda update: self._has_groups and update.task.client in self._cold,
             returns=lambda client: client in self.state.picked,
-            picking=self.parameters.picking,
+            sampling=self.parameters.sampling,
             queries=self._queries,
         )
 

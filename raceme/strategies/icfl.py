@@ -178,7 +178,7 @@ class ICFL(Method):
 
     def scheduler(self) -> Scheduler:
         """Work in rounds."""
-        return InRounds(self.parameters.fraction, picking=self.parameters.picking)
+        return InRounds(self.parameters.fraction, sampling=self.parameters.sampling)
 
     def on_join(self, client: Client) -> None:
         """Take a client in: into the only cluster, as a newcomer, or back into its own."""

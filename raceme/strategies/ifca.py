@@ -62,7 +62,7 @@ class IFCA(Method):
 
     def scheduler(self) -> Scheduler:
         """Work in rounds."""
-        return InRounds(self.parameters.fraction, picking=self.parameters.picking)
+        return InRounds(self.parameters.fraction, sampling=self.parameters.sampling)
 
     def initialize(self, vector: Vector) -> None:
         """Start from K different models."""

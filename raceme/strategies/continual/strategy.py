@@ -110,7 +110,7 @@ class EWC(Method):
 
     def scheduler(self) -> Scheduler:
         """Work in rounds."""
-        return InRounds(self.parameters.fraction, picking=self.parameters.picking)
+        return InRounds(self.parameters.fraction, sampling=self.parameters.sampling)
 
     def request_for(self, client: str) -> Request:
         """Let a client train, after it has measured the task that is over, if one is."""
@@ -171,7 +171,7 @@ class StableSGD(Method):
 
     def scheduler(self) -> Scheduler:
         """Work in rounds."""
-        return InRounds(self.parameters.fraction, picking=self.parameters.picking)
+        return InRounds(self.parameters.fraction, sampling=self.parameters.sampling)
 
     def request_for(self, client: str) -> Request:
         """Let a client train with dropout, at its task's learning rate."""
@@ -240,7 +240,7 @@ class APD(Method):
 
     def scheduler(self) -> Scheduler:
         """Work in rounds."""
-        return InRounds(self.parameters.fraction, picking=self.parameters.picking)
+        return InRounds(self.parameters.fraction, sampling=self.parameters.sampling)
 
     def request_for(self, client: str) -> Request:
         """Let a client train the shared weights, with its own for its task."""
@@ -343,7 +343,7 @@ class FedWeIT(Method):
 
     def scheduler(self) -> Scheduler:
         """Work in rounds."""
-        return InRounds(self.parameters.fraction, picking=self.parameters.picking)
+        return InRounds(self.parameters.fraction, sampling=self.parameters.sampling)
 
     def request_for(self, client: str) -> Request:
         """Let a client train; if it begins a task, send it what others have for theirs."""

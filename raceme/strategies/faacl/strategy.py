@@ -336,7 +336,7 @@ class SupportRounds:
         return InRounds(
             self._parameters.fraction,
             participants=self._participants,
-            picking=self._parameters.picking,
+            sampling=self._parameters.sampling,
             again=lambda client: self._next_model(client) is not None,
             queries=queries,
         )

@@ -88,7 +88,9 @@ class PanicleParameters:
         0.45, "silhouette score from which on there are clusters", above=0, below=1
     )
     most: int = option(12, "clusters at most", low=1)
-    repair: bool = option(True, "split, move and merge after the clusters were formed")
+    reassign: bool = option(
+        True, "split, move and merge after the clusters were formed", formerly="repair"
+    )
     recheck: int = option(20, "own updates after which a client is probed again (0: never)", low=0)
     drift: bool = option(True, "probe clients again whose updates suddenly grow")
     growth: float = option(2.0, "growth of an update that is sudden", above=1)
@@ -101,10 +103,11 @@ class PanicleParameters:
     unbiased: bool = option(True, "let members count alike, however often they report")
     clip: float = option(3.0, "longest update, in medians of its cluster's (0: any)", low=0)
     average: float = option(0.1, "share of versions that a model in use averages", low=0, high=1)
-    own: float = option(
+    personalize: float = option(
         500.0,
         "samples from which a client uses its own model as far as it is unlike others (0: never)",
         low=0,
+        formerly="own",
     )
     sketch: int = option(1024, "numbers of a direction that are kept (0: all)", low=0)
     exact_up_to: int = option(
@@ -338,7 +341,7 @@ class Panicle(Method):
         # Cheap questions first: of a large fleet, few probes are followed by a look.
         is_late = state.unlooked >= _RARELY * known
         is_due = is_late or state.changed >= max(1, known // 16)
-        if not is_due or (state.formed and not self.parameters.repair):
+        if not is_due or (state.formed and not self.parameters.reassign):
             return
         if self._settled.are_enough(is_late):
             state.changed, state.unlooked, state.formed = 0, 0, True
@@ -510,7 +513,7 @@ class Panicle(Method):
         # Not a mean of models any more, but for statistics: checked to be finite.
         target = contribution(target, vector, self.trainable)
         model.move(np.float32(alpha) * (target - model.vector))
-        if (own.unbiased or own.own) and self.clusters.online[client]:
+        if (own.unbiased or own.personalize) and self.clusters.online[client]:
             latest.renew(client, k, vector)
             self._detector(client).trained = True
         self.state.learned[k] = learned + 1
@@ -535,7 +538,7 @@ class Panicle(Method):
 
     def _own_models(self, clients: Collection[str]) -> Iterator[tuple[str, Vector]]:
         """Yield what clients use that are unlike the others of their cluster, or have changed."""
-        prior, latest, served = self.parameters.own, self.state.latest.models, self.served
+        prior, latest, served = self.parameters.personalize, self.state.latest.models, self.served
         withheld = self.state.withheld
         # A long update may also be one that went wrong, unless many others' data have changed.
         detectors = {c: self._detector(c) for c in clients if c in withheld}

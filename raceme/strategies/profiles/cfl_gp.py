@@ -116,7 +116,7 @@ class CFLGP(Method):
     def scheduler(self) -> Scheduler:
         """Work in rounds."""
         return InRounds(
-            self.parameters.fraction, picking=self.parameters.picking, queries=self._queries
+            self.parameters.fraction, sampling=self.parameters.sampling, queries=self._queries
         )
 
     def _check_clients(self, clients: int) -> None:

@@ -163,7 +163,7 @@ class FLUX(Method):
     def scheduler(self) -> Scheduler:
         """Work in rounds."""
         return InRounds(
-            self.parameters.fraction, picking=self.parameters.picking, queries=self._queries
+            self.parameters.fraction, sampling=self.parameters.sampling, queries=self._queries
         )
 
     def initialize(self, vector: Vector) -> None:
