@@ -25,7 +25,9 @@ from raceme.core.protection import Guard, GuardState, NoProtection
 from raceme.core.requests import Answer, Bases, InFlight, Outcome, Request, Update, Value
 from raceme.core.scheduling import (
     EveryIdle,
+    InRounds,
     NoState,
+    RoundsParameters,
     Scheduler,
     SelectionContext,
     from_tree,
@@ -296,7 +298,9 @@ class Method(Strategy):
     # Hooks: what a method may override.
 
     def scheduler(self) -> Scheduler:
-        """Return who works when; by default everybody all the time."""
+        """Return when clients work: in rounds if `parameters` are of rounds, else all the time."""
+        if isinstance(self.parameters, RoundsParameters):
+            return InRounds(self.parameters.fraction, sampling=self.parameters.sampling)
         return EveryIdle()
 
     @property

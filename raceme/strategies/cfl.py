@@ -18,7 +18,7 @@ from raceme.core.clusters import cosines, nearest, parts_of
 from raceme.core.messages import Vector
 from raceme.core.options import option
 from raceme.core.requests import Outcome, Update
-from raceme.core.scheduling import InRounds, RoundsParameters, Scheduler
+from raceme.core.scheduling import RoundsParameters
 from raceme.core.strategy import Method, Needs, average_by_cluster
 from raceme.strategies.fedasync import FedAsyncParameters, mix_by_staleness
 from raceme.strategies.shared import LINKAGES, Norms, linkage, norms_of, should_bipartition
@@ -92,10 +92,6 @@ class CFL(Method):
     needs = Needs(bases=True)
     parameters: CFLParameters
     state: CFLState
-
-    def scheduler(self) -> Scheduler:
-        """Work in rounds."""
-        return InRounds(self.parameters.fraction, sampling=self.parameters.sampling)
 
     def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
         """Divide the clusters that meet the criterion, then average inside each."""

@@ -23,7 +23,7 @@ from raceme.core.clusters import Model, cosines, parts_of, unit
 from raceme.core.messages import Vector
 from raceme.core.options import option
 from raceme.core.requests import Outcome, Update
-from raceme.core.scheduling import InRounds, RoundsParameters, Scheduler
+from raceme.core.scheduling import InRounds, RoundsParameters
 from raceme.core.strategy import Method, Needs, average_by_cluster
 from raceme.strategies import shared as spectral
 from raceme.strategies.fedasync import FedAsyncParameters, mix_by_staleness
@@ -175,10 +175,6 @@ class ICFL(Method):
     parameters: ICFLParameters
     state: ICFLState
     scheduling: InRounds
-
-    def scheduler(self) -> Scheduler:
-        """Work in rounds."""
-        return InRounds(self.parameters.fraction, sampling=self.parameters.sampling)
 
     def on_join(self, client: Client) -> None:
         """Take a client in: into the only cluster, as a newcomer, or back into its own."""

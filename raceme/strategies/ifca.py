@@ -18,7 +18,7 @@ from raceme.core.files import check_room
 from raceme.core.messages import COMPUTE_SCALE, TRAIN, TRAIN_BEST, ModelSpec, Vector
 from raceme.core.options import option
 from raceme.core.requests import Outcome, Request, Update
-from raceme.core.scheduling import InRounds, RoundsParameters, Scheduler
+from raceme.core.scheduling import RoundsParameters
 from raceme.core.strategy import Method, Needs, average_by_cluster
 from raceme.strategies.fedasync import FedAsyncParameters, mix_by_staleness
 
@@ -59,10 +59,6 @@ class IFCA(Method):
     def needs(self) -> Needs:
         """What a run of the method has to have."""
         return Needs(kinds=kinds_of_choice(self.parameters.k))
-
-    def scheduler(self) -> Scheduler:
-        """Work in rounds."""
-        return InRounds(self.parameters.fraction, sampling=self.parameters.sampling)
 
     def initialize(self, vector: Vector) -> None:
         """Start from K different models."""
