@@ -17,7 +17,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import MISSING, Field, field, fields
+from dataclasses import MISSING, Field, field, fields, make_dataclass
 from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
@@ -35,6 +35,8 @@ SECONDS = "s"
 """The unit of times."""
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+
+_Options = TypeVar("_Options")
 
 _LARGEST = 2**63 - 1
 """Whole numbers in TOML, in SQLite and in Flower's messages have 64 bits and a sign."""
@@ -112,6 +114,20 @@ def option(
     rules = {"low": low, "above": above, "high": high, "below": below, "among": among}
     about = {"help": help, "unit": unit, "names": names, "unless": unless, "path": path}
     return field(default=default, metadata=rules | about | {"formerly": formerly})
+
+
+def with_defaults(options_type: type[_Options], **defaults: Any) -> type[_Options]:
+    """Return the dataclass of options with other defaults, for a variant of what reads them."""
+    others = [
+        (item.name, item.type, field(default=defaults[item.name], metadata=item.metadata))
+        for item in fields(options_type)  # type: ignore[arg-type]
+        if item.name in defaults
+    ]
+    made: type[_Options] = make_dataclass(
+        options_type.__name__, others, bases=(options_type,), frozen=True
+    )
+    made.__module__ = options_type.__module__
+    return made
 
 
 def reads(options_type: type[Any]) -> Callable[[_Function], _Function]:

@@ -54,11 +54,12 @@ __all__ = list(_MODULES)
 
 def __getattr__(name: str) -> Any:
     """Import a method, or its hyper-parameters, which stand beside it."""
-    module = _MODULES.get(name) or _MODULES.get(name.removesuffix("Parameters"))
-    found = None if module is None else getattr(import_module(module), name, None)
-    if found is None:
+    method = name.removesuffix("Parameters")
+    module = _MODULES.get(name) or _MODULES.get(method)
+    if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return found
+    found = getattr(import_module(module), name if name in _MODULES else method)
+    return found if name in _MODULES else found.parameters_type
 
 
 def __dir__() -> list[str]:
