@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raceme.core.clients import Client
-from raceme.core.clusters import Clusters, Model
+from raceme.core.clusters import Model
 from raceme.core.messages import (
     ACCURACIES,
     COMPUTE_SCALE,
@@ -32,7 +32,6 @@ from raceme.core.messages import (
     LOSSES,
     SCORES,
     STEPS,
-    Vector,
 )
 from raceme.core.options import option
 from raceme.core.requests import (
@@ -373,11 +372,6 @@ class FollowsConcepts(Method):
 
     parameters: ConceptParameters
     state: ConceptState
-
-    def initialize(self, vector: Vector) -> None:
-        """Begin with one model; those of single clients are copies of it."""
-        self.clusters = Clusters({0: Model(vector)})
-        self.state = self.state_type()
 
     def on_join(self, client: Client) -> None:
         """Take a client in; at the start it is given a model, later it is asked for scores."""

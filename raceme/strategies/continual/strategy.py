@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+import raceme.strategies.continual as keys
 from raceme.core.messages import (
     BATCH_SIZE,
     COMPLETED_BY,
@@ -30,19 +31,6 @@ from raceme.core.requests import Outcome, Request, Update, Value
 from raceme.core.scheduling import RoundsParameters
 from raceme.core.strategy import Method, Needs, average_by_cluster
 from raceme.flower.messages import array_record
-from raceme.strategies.continual import (
-    ADAPTIVE_INDICES,
-    ADAPTIVE_VALUES,
-    DRIFT_STRENGTH,
-    ELASTIC_MEMORY,
-    ELASTIC_STRENGTH,
-    OTHERS,
-    SPARSITY,
-    TASK_PARTS,
-    TRAIN_BORROWING,
-    TRAIN_DECOMPOSED,
-    TRAIN_ELASTIC,
-)
 
 
 @dataclass(frozen=True)
@@ -106,8 +94,8 @@ class EWC(TaskRounds):
 
     parameters_type = EWCParameters
     needs = Needs(
-        kinds=frozenset({TRAIN_ELASTIC}),
-        settings=frozenset({ELASTIC_STRENGTH, ELASTIC_MEMORY}),
+        kinds=frozenset({keys.TRAIN_ELASTIC}),
+        settings=frozenset({keys.ELASTIC_STRENGTH, keys.ELASTIC_MEMORY}),
         one_model=True,
     )
     parameters: EWCParameters
@@ -116,14 +104,14 @@ class EWC(TaskRounds):
         """Let a client train, after it has measured the task that is over, if one is."""
         settings = {
             PROXIMAL_MU: self.parameters.mu,
-            ELASTIC_STRENGTH: self.parameters.strength,
-            ELASTIC_MEMORY: self.parameters.memory,
+            keys.ELASTIC_STRENGTH: self.parameters.strength,
+            keys.ELASTIC_MEMORY: self.parameters.memory,
         }
         if client in self.progress.trained_steps and self.begins_task(client):
             examples = self.progress.fleet.clients[client].num_examples
             measuring = forward_cost(self.train_config, examples, PASSES_OF_TRAINING)
             settings[COMPUTE_SCALE] = 1.0 + measuring
-        return Request(client, TRAIN_ELASTIC, settings=settings)
+        return Request(client, keys.TRAIN_ELASTIC, settings=settings)
 
 
 # -----------------------------------------------------------------------------
@@ -214,15 +202,15 @@ class APDParameters(TaskRoundsParameters):
 
     def settings(self) -> dict[str, Value]:
         """Return what a request says of the strengths."""
-        return {PROXIMAL_MU: self.mu, SPARSITY: self.sparsity, DRIFT_STRENGTH: self.drift}
+        return {PROXIMAL_MU: self.mu, keys.SPARSITY: self.sparsity, keys.DRIFT_STRENGTH: self.drift}
 
 
 def needs_of_decomposition(kind: str) -> Needs:
     """Return what training decomposed weights needs; clients test with their own parts."""
     return Needs(
         kinds=frozenset({kind}),
-        settings=frozenset({SPARSITY, DRIFT_STRENGTH}),
-        test_settings={COMPLETED_BY: TASK_PARTS},
+        settings=frozenset({keys.SPARSITY, keys.DRIFT_STRENGTH}),
+        test_settings={COMPLETED_BY: keys.TASK_PARTS},
     )
 
 
@@ -230,12 +218,12 @@ class APD(TaskRounds):
     """FedProx on weights shared by all tasks, with masks and sparse weights for each (APD)."""
 
     parameters_type = APDParameters
-    needs = needs_of_decomposition(TRAIN_DECOMPOSED)
+    needs = needs_of_decomposition(keys.TRAIN_DECOMPOSED)
     parameters: APDParameters
 
     def request_for(self, client: str) -> Request:
         """Let a client train the shared weights, with its own for its task."""
-        return Request(client, TRAIN_DECOMPOSED, settings=self.parameters.settings())
+        return Request(client, keys.TRAIN_DECOMPOSED, settings=self.parameters.settings())
 
 
 # -----------------------------------------------------------------------------
@@ -313,7 +301,7 @@ class FedWeIT(TaskRounds):
 
     parameters_type = FedWeITParameters
     state_type = FedWeITState
-    needs = needs_of_decomposition(TRAIN_BORROWING)
+    needs = needs_of_decomposition(keys.TRAIN_BORROWING)
     parameters: FedWeITParameters
     state: FedWeITState
 
@@ -324,11 +312,11 @@ class FedWeIT(TaskRounds):
         if lent:
             named = {}
             for number, adaptive in enumerate(lent):
-                named[f"{ADAPTIVE_INDICES}-{number}"] = to_array(adaptive.indices)
-                named[f"{ADAPTIVE_VALUES}-{number}"] = to_array(adaptive.values)
-            arrays[OTHERS] = array_record(named)
+                named[f"{keys.ADAPTIVE_INDICES}-{number}"] = to_array(adaptive.indices)
+                named[f"{keys.ADAPTIVE_VALUES}-{number}"] = to_array(adaptive.values)
+            arrays[keys.OTHERS] = array_record(named)
         settings = self.parameters.settings()
-        return Request(client, TRAIN_BORROWING, arrays=arrays, settings=settings)
+        return Request(client, keys.TRAIN_BORROWING, arrays=arrays, settings=settings)
 
     def _lent_to(self, client: str) -> list[Adaptive]:
         """Return the latest A of others that is of a task before the client's, or some of them."""
@@ -356,8 +344,8 @@ class FedWeIT(TaskRounds):
 
 def adaptive_of(update: Update, spec: ModelSpec) -> Adaptive | None:
     """Return the task-adaptive weights that come with an update; None if they are unusable."""
-    indices = update.numbers.get(ADAPTIVE_INDICES, np.empty(0))
-    values = update.numbers.get(ADAPTIVE_VALUES, np.empty(0))
+    indices = update.numbers.get(keys.ADAPTIVE_INDICES, np.empty(0))
+    values = update.numbers.get(keys.ADAPTIVE_VALUES, np.empty(0))
     weights = spec.size if spec.trainable is None else int(spec.trainable.sum())
     usable = indices.ndim == 1 and indices.shape == values.shape and indices.dtype.kind in "iu"
     if not usable or not indices.size:

@@ -22,7 +22,6 @@ is tested on, a former task with the model of the cluster that it had then.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -31,6 +30,7 @@ import numpy as np
 from flwr.app import ArrayRecord
 from numpy.typing import NDArray
 
+import raceme.strategies.faacl as keys
 from raceme.core.clusters import Model, Weights
 from raceme.core.errors import UserError
 from raceme.core.messages import COMPUTE_SCALE, LOSSES, ON, Vector, forward_cost, numbered, to_array
@@ -47,18 +47,6 @@ from raceme.core.requests import (
 from raceme.core.scheduling import SelectionContext
 from raceme.core.strategy import InUse, Needs
 from raceme.flower.messages import array_record
-from raceme.strategies.faacl import (
-    BORROWED,
-    INPUTS,
-    LABELS,
-    LEARN,
-    LEND,
-    LOCAL,
-    MATCH,
-    MEMORY,
-    MEMORY_STEPS,
-    REMEMBERED,
-)
 from raceme.strategies.faacl.strategy import (
     ASKING_SECONDS,
     FAACL,
@@ -66,16 +54,15 @@ from raceme.strategies.faacl.strategy import (
     FAACLParameters,
     FAACLState,
     fewest_samples,
+    log,
     losses_of,
     no_worse,
     validation_share,
 )
 
-log = logging.getLogger("raceme")
-
 Item = TypeVar("Item")
 
-_SEARCHING = (MATCH, LEND)
+_SEARCHING = (keys.MATCH, keys.LEND)
 
 OWN, LENDING, OTHERS = "search-own", "lend", "search-others"
 """Stages of a search; a stage is also the phase by which its bytes are counted."""
@@ -223,8 +210,8 @@ class CFAACL(FAACL):
     def needs(self) -> Needs:
         """What a run of the method has to have."""
         return Needs(
-            kinds=frozenset({LEARN, LEND, LOSSES, MATCH}),
-            settings=frozenset({MEMORY_STEPS, REMEMBERED}),
+            kinds=frozenset({keys.LEARN, keys.LEND, LOSSES, keys.MATCH}),
+            settings=frozenset({keys.MEMORY_STEPS, keys.REMEMBERED}),
             validation=True,
             fits_clients=self._check_clients,
             fits_validation=self._check_samples,
@@ -292,12 +279,12 @@ class CFAACL(FAACL):
             return self._training(client)
         epochs = self.parameters.learn_epochs if self._has_clusters else self.parameters.init_epochs
         work = self._initial_training(client, epochs)
-        settings = {**work.settings, REMEMBERED: self.parameters.remembered}
-        return Request(client, LEARN, (), work.arrays, settings, work.phase)
+        settings = {**work.settings, keys.REMEMBERED: self.parameters.remembered}
+        return Request(client, keys.LEARN, (), work.arrays, settings, work.phase)
 
     def _is_new(self, update: Update) -> bool:
         """Return whether a client was asked to learn; its data may have moved on since."""
-        return update.task.kind == LEARN
+        return update.task.kind == keys.LEARN
 
     def _take_new(self, updates: Sequence[Update]) -> list[Outcome]:
         """Make clusters of the first clients (cold start, Algorithm 7); let later ones search."""
@@ -342,21 +329,21 @@ class CFAACL(FAACL):
     def _work(self, client: str) -> Request:
         """Return the work of a client in this stage."""
         state, request = self.state, self.state.requests[client]
-        settings: dict[str, Value] = {MEMORY_STEPS: request.steps}
+        settings: dict[str, Value] = {keys.MEMORY_STEPS: request.steps}
         if state.stage == LENDING:
             settings[COMPUTE_SCALE] = 0.0
-            return Request(client, LEND, models=(), settings=settings, phase=state.stage)
+            return Request(client, keys.LEND, models=(), settings=settings, phase=state.stage)
         if request.searches:
             settings[ON] = "validation"
         settings[COMPUTE_SCALE] = self._cost(client, request)
         arrays = {
-            numbered(LOCAL, index): self.spec.pack(state.local[name])
+            numbered(keys.LOCAL, index): self.spec.pack(state.local[name])
             for index, name in enumerate(request.clients)
         }
         for index, remembered in enumerate(request.borrowed):
-            arrays[numbered(BORROWED, index)] = self._lent(remembered)
+            arrays[numbered(keys.BORROWED, index)] = self._lent(remembered)
         models = tuple(request.clusters)
-        return Request(client, MATCH, models, arrays, settings, phase=state.stage)
+        return Request(client, keys.MATCH, models, arrays, settings, phase=state.stage)
 
     def _cost(self, client: str, request: ConceptRequest) -> float:
         """Return what measuring takes, as a share of a round's computing."""
@@ -368,9 +355,9 @@ class CFAACL(FAACL):
         return samples / max(1, examples) * forward_cost(train_config, examples, models)
 
     def _lent(self, remembered: Remembered) -> ArrayRecord:
-        name = numbered(MEMORY, remembered.step)
+        name = numbered(keys.MEMORY, remembered.step)
         lent = self.state.lent[remembered.client]
-        parts = {part: to_array(lent[f"{name}-{part}"]) for part in (INPUTS, LABELS)}
+        parts = {part: to_array(lent[f"{name}-{part}"]) for part in (keys.INPUTS, keys.LABELS)}
         return array_record(parts)
 
     def _take_search(self, answer: Answer) -> None:
@@ -383,7 +370,7 @@ class CFAACL(FAACL):
         """
         state, client = self.state, answer.task.client
         request = state.requests.get(client)
-        if request is None or (answer.task.kind == LEND) != (state.stage == LENDING):
+        if request is None or (answer.task.kind == keys.LEND) != (state.stage == LENDING):
             raise InvalidReplyError("it came after the search")
         self._forget_what_is_lost(client, request, answer.numbers.keys())
         if state.stage == LENDING:
@@ -398,8 +385,8 @@ class CFAACL(FAACL):
         """Note that a client remembers steps no more: it was set up anew, say."""
         known = set(there)
         for step in request.steps:
-            name = numbered(MEMORY, step)
-            if name not in known and f"{name}-{INPUTS}" not in known:
+            name = numbered(keys.MEMORY, step)
+            if name not in known and f"{name}-{keys.INPUTS}" not in known:
                 log.warning("%s has lost its memory of step %d.", client, step)
                 self.state.memory.get(client, {}).pop(step, None)
 
@@ -476,8 +463,11 @@ class CFAACL(FAACL):
             _once(own.borrowed, remembered)
 
     def _is_lent(self, remembered: Remembered) -> bool:
-        lent, name = self.state.lent.get(remembered.client, {}), numbered(MEMORY, remembered.step)
-        return f"{name}-{INPUTS}" in lent and f"{name}-{LABELS}" in lent
+        lent, name = (
+            self.state.lent.get(remembered.client, {}),
+            numbered(keys.MEMORY, remembered.step),
+        )
+        return f"{name}-{keys.INPUTS}" in lent and f"{name}-{keys.LABELS}" in lent
 
     def _conclude(self) -> None:
         """Let clients join the first cluster that matches."""
@@ -488,11 +478,11 @@ class CFAACL(FAACL):
 
     def _is_match(self, client: str, remembered: Remembered) -> bool:
         """Return whether a client's new data are of the concept of a remembered sample."""
-        state, name = self.state, numbered(MEMORY, remembered.step)
+        state, name = self.state, numbered(keys.MEMORY, remembered.step)
         holder = remembered.client
         request = state.requests.get(client)
         if request is not None and remembered in request.borrowed:
-            holder, name = client, numbered(BORROWED, request.borrowed.index(remembered))
+            holder, name = client, numbered(keys.BORROWED, request.borrowed.index(remembered))
         new = self._losses(client, "validation", remembered.cluster, client)
         old = self._losses(holder, name, remembered.cluster, client)
         if new is None or old is None:

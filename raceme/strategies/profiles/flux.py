@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 from sklearn.cluster import DBSCAN
 from sklearn.neighbors import NearestNeighbors
 
-from raceme.core.clusters import Clusters, Model, parts_of
+from raceme.core.clusters import parts_of
 from raceme.core.messages import (
     ACCURACIES,
     ARRAYS,
@@ -165,11 +165,6 @@ class FLUX(Method):
         return InRounds(
             self.parameters.fraction, sampling=self.parameters.sampling, queries=self._queries
         )
-
-    def initialize(self, vector: Vector) -> None:
-        """Begin with one model."""
-        self.clusters = Clusters({0: Model(vector)})
-        self.state = FLUXState()
 
     # Before a round: is the model ripe, and what do clients' data look like under it?
 

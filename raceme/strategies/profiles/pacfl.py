@@ -33,8 +33,8 @@ from scipy.cluster.hierarchy import fcluster
 from scipy.cluster.hierarchy import linkage as joined_by
 from scipy.spatial.distance import squareform
 
-from raceme.core.clusters import Clusters, Model, parts_of
-from raceme.core.messages import COMPUTE_SCALE, Vector, forward_cost
+from raceme.core.clusters import parts_of
+from raceme.core.messages import COMPUTE_SCALE, forward_cost
 from raceme.core.options import option
 from raceme.core.requests import Answer, InFlight, InvalidReplyError, Outcome, Request, Update
 from raceme.core.scheduling import InRounds, RoundsParameters, Scheduler, SelectionContext
@@ -108,11 +108,6 @@ class PACFL(Method):
         return InRounds(
             self.parameters.fraction, sampling=self.parameters.sampling, queries=self._queries
         )
-
-    def initialize(self, vector: Vector) -> None:
-        """Begin with one model, which all clusters start from."""
-        self.clusters = Clusters({0: Model(vector)})
-        self.state = PACFLState()
 
     # Before the first round, and for newcomers: directions.
 
