@@ -332,19 +332,14 @@ class ConceptParameters:
     scoring_cost: float = option(
         0.0, "share of a round's computing that one score takes (our addition)", low=0
     )
+    ask_every: int = option(
+        0, "rounds after which a client measures again, data moved on or not (0: only then)", low=0
+    )
 
     @property
     def merges_below(self) -> float:
         """δ'."""
         return self.delta if self.merge_delta is None else self.merge_delta
-
-
-# What a client is asked.
-
-
-def without_classes(parameters: ConceptParameters) -> str:
-    """Return what clients are asked for that a regression does not have; empty for losses."""
-    return "measure accuracies unless measure=loss" if parameters.measure == "accuracy" else ""
 
 
 @dataclass
@@ -373,6 +368,15 @@ class FollowsConcepts(Method):
     parameters: ConceptParameters
     state: ConceptState
 
+    @property
+    def needs(self) -> Needs:
+        """What a run of the method has to have; a regression has no accuracies."""
+        by_accuracy = self.parameters.measure == "accuracy"
+        return Needs(
+            kinds=frozenset({SCORES} if self.parameters.ask_every else ()),
+            classes="measure accuracies unless measure=loss" if by_accuracy else "",
+        )
+
     def on_join(self, client: Client) -> None:
         """Take a client in; at the start it is given a model, later it is asked for scores."""
         super().on_join(client)
@@ -381,9 +385,7 @@ class FollowsConcepts(Method):
     def _scoring(self, client: str) -> Request:
         """Return the work of a client with new data: it measures all models on them."""
         step = self.step_of(client) or 0
-        steps = self.state.concepts.to_score(
-            client, step, self.parameters.memory, self.parameters.compare_on == NEW
-        )
+        steps = self._scored_steps(client, step)
         models = tuple(self.models)
         settings: dict[str, Value] = {
             COMPUTE_SCALE: self.parameters.scoring_cost * len(models) * len(steps)
@@ -392,11 +394,24 @@ class FollowsConcepts(Method):
             settings[STEPS] = steps
         return Request(client, SCORES, models=models, settings=settings)
 
-    def _ask(self, task: InFlight) -> None:
-        """Note which steps a client is asked about."""
+    def _scored_steps(self, client: str, now: int) -> list[int]:
+        """Return on the data of which steps a client measures models."""
         newest = self.parameters.compare_on == NEW
-        steps = self.state.concepts.to_score(task.client, task.step, self.parameters.memory, newest)
-        self.state.concepts.asked[task.client] = steps
+        return self.state.concepts.to_score(client, now, self.parameters.memory, newest)
+
+    def on_sent(self, task: InFlight) -> None:
+        """Note on which steps a client measures models, or which model it trains."""
+        state = self.state
+        if task.kind == SCORES:
+            state.trained[task.client] = 0
+            state.concepts.asked[task.client] = self._scored_steps(task.client, task.step)
+        else:
+            state.begun.setdefault(task.client, {})[task.cluster] = True
+
+    def on_closed(self, task: InFlight) -> None:
+        """Forget what was asked for."""
+        if task.kind == SCORES:
+            self.state.concepts.asked.pop(task.client, None)
 
     def _take_scores(self, answer: Answer) -> None:
         """Take scores in.
@@ -585,14 +600,6 @@ class FedDriftAsync(FollowsConcepts):
     state_type = ConceptState
     parameters: FedDriftAsyncParameters
 
-    @property
-    def needs(self) -> Needs:
-        """What a run of the method has to have."""
-        return Needs(
-            kinds=frozenset({SCORES} if self.parameters.ask_every else ()),
-            classes=without_classes(self.parameters),
-        )
-
     def request_for(self, client: str) -> Request:
         """Ask a client with new data for scores; let others train the next of their models."""
         if self._is_to_measure(client):
@@ -613,16 +620,11 @@ class FedDriftAsync(FollowsConcepts):
         return next((model for model in own if model not in begun), own[0] if own else None)
 
     def on_sent(self, task: InFlight) -> None:
-        """Note who is asked, and who trains what."""
-        state = self.state
-        if task.kind == SCORES:
-            state.trained[task.client] = 0
-            self._ask(task)
-            return
-        begun = state.begun.setdefault(task.client, {})
-        if task.cluster in begun:
+        """Begin with its models anew if a client trains one for the second time."""
+        begun = self.state.begun.get(task.client, {})
+        if task.kind != SCORES and task.cluster in begun:
             begun.clear()
-        begun[task.cluster] = True
+        super().on_sent(task)
 
     def on_answer(self, answer: Answer) -> None:
         """Assign the client's data; found a model if they have drifted, and merge what is alike."""
@@ -638,11 +640,9 @@ class FedDriftAsync(FollowsConcepts):
 
     def on_closed(self, task: InFlight) -> None:
         """Count a client's updates, and those that were lost."""
-        state = self.state
-        if task.kind == SCORES:
-            state.concepts.asked.pop(task.client, None)
-        else:
-            state.trained[task.client] = state.trained.get(task.client, 0) + 1
+        super().on_closed(task)
+        if task.kind != SCORES:
+            self.state.trained[task.client] = self.state.trained.get(task.client, 0) + 1
 
     def on_update(self, update: Update) -> Outcome:
         """Mix an update into the model that it was trained from, or what that was merged into."""
@@ -671,9 +671,6 @@ class FedDriftParameters(ConceptParameters, RoundsParameters):
         "each",
         "new models: each drifted client founds one, or all that drift together (Eager)",
         among=("each", "together"),
-    )
-    ask_every: int = option(
-        0, "rounds after which a client measures again, data moved on or not (0: only then)", low=0
     )
 
 
@@ -711,14 +708,6 @@ class FedDrift(FollowsConcepts):
     state: FedDriftState
     scheduling: InRounds
 
-    @property
-    def needs(self) -> Needs:
-        """What a run of the method has to have."""
-        return Needs(
-            kinds=frozenset({SCORES} if self.parameters.ask_every else ()),
-            classes=without_classes(self.parameters),
-        )
-
     def scheduler(self) -> Scheduler:
         """Work in rounds; who has data of several models trains one after the other."""
         return InRounds(
@@ -745,15 +734,6 @@ class FedDrift(FollowsConcepts):
             return True
         return 0 < self.parameters.ask_every <= self.state.trained.get(client, 0)
 
-    def on_sent(self, task: InFlight) -> None:
-        """Note who is asked, and who trains what."""
-        state = self.state
-        if task.kind == SCORES:
-            state.trained[task.client] = 0
-            self._ask(task)
-        else:
-            state.begun.setdefault(task.client, {})[task.cluster] = True
-
     def on_answer(self, answer: Answer) -> None:
         """Take scores in; they are acted on together.
 
@@ -766,11 +746,6 @@ class FedDrift(FollowsConcepts):
             raise InvalidReplyError("it came after the round had begun")
         self._take_scores(answer)
         self.state.answered[answer.task.client] = answer.task.step
-
-    def on_closed(self, task: InFlight) -> None:
-        """Forget what was asked for."""
-        if task.kind == SCORES:
-            self.state.concepts.asked.pop(task.client, None)
 
     def _judge(self) -> None:
         """Assign the data of those who have answered; found models, and merge what is alike."""
