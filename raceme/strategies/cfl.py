@@ -191,4 +191,4 @@ class CFLAsync(Bipartitions):
             self._divide_if_due(clusters.main(client), members, log_norms)
         home = clusters.main(client)
         staleness = update.age if newcomer else update.staleness
-        return mix_by_staleness(self.models[home], update, home, staleness, self.parameters)
+        return mix_by_staleness(self, update, home, staleness)

@@ -650,8 +650,7 @@ class FedDriftAsync(FollowsConcepts):
         cluster = self.state.concepts.heir(task.cluster)
         if cluster not in self.models:
             return Outcome(self.clusters.main(task.client), staleness=0, weight=0.0)
-        model = self.models[cluster]
-        return mix_by_staleness(model, update, cluster, update.staleness, self.parameters)
+        return mix_by_staleness(self, update, cluster, update.staleness)
 
 
 # -----------------------------------------------------------------------------

@@ -305,7 +305,7 @@ class ICFLAsync(DividesBySimilarity):
         home = self.clusters.main(client)
         # It was moved just now: versions of different clusters say nothing about each other.
         staleness = update.age if moved else update.staleness
-        return mix_by_staleness(self.models[home], update, home, staleness, self.parameters)
+        return mix_by_staleness(self, update, home, staleness)
 
 
 def _halves(similarity: NDArray[np.float32], rng: np.random.Generator) -> NDArray[np.int64]:

@@ -98,9 +98,7 @@ class IFCAAsync(ChoosesModel):
         """Mix the update into the chosen model."""
         chosen = update.task.cluster
         self.clusters.assign(update.task.client, chosen)
-        return mix_by_staleness(
-            self.models[chosen], update, chosen, update.staleness, self.parameters
-        )
+        return mix_by_staleness(self, update, chosen, update.staleness)
 
 
 def different_models(

@@ -36,13 +36,11 @@ from raceme.core.scheduling import InRounds, Scheduler, SelectionContext
 from raceme.core.strategy import Method, Needs
 from raceme.flower.messages import array_record
 from raceme.strategies.cdfl import SHARES, TRAIN_MIXED, TRAIN_OWN
-from raceme.strategies.cdfl.scheduling import OnRequest
 from raceme.strategies.cdfl.strategy import (
     Shares,
     SoftParameters,
     SoftState,
-    mix_in,
-    placement_of,
+    SoftUploads,
     start_clusters,
 )
 from raceme.strategies.ifca import different_models
@@ -276,14 +274,13 @@ class FedSoftAsyncState(SoftState):
     pretrained: bool = False
 
 
-class FedSoftAsync(Method):
+class FedSoftAsync(SoftUploads):
     """CDFL's baseline: clients hold all cluster models and estimate their mixtures themselves."""
 
     parameters_type = FedSoftAsyncParameters
     state_type = FedSoftAsyncState
     parameters: FedSoftAsyncParameters
     state: FedSoftAsyncState
-    scheduling: OnRequest
 
     @property
     def needs(self) -> Needs:
@@ -294,25 +291,12 @@ class FedSoftAsync(Method):
             by_distribution=lambda: self.state.pretrained,
         )
 
-    def scheduler(self) -> Scheduler:
-        """Let each client decide when it uploads."""
-        return OnRequest(self.parameters)
-
     def initialize(self, vector: Vector) -> None:
         """Start each cluster from its pre-trained model, or all from different ones."""
         self.clusters = soft_clusters(self, vector, self.parameters.k)
         self.state = FedSoftAsyncState(
             renewed=dict.fromkeys(self.clusters.models, 0), pretrained=bool(self.starts)
         )
-
-    def on_join(self, client: Client) -> None:
-        """Give a client that is new all cluster models."""
-        name = client.client_id
-        super().on_join(client)
-        if name not in self.state.since:
-            self.clusters.assign(name, dict.fromkeys(self.models, 1.0 / len(self.models)))
-            self.state.since[name] = self.progress.updates
-            self._send_all(name)
 
     # What a client does when it chooses.
 
@@ -323,44 +307,32 @@ class FedSoftAsync(Method):
         if self.scheduling.looks(client):
             shares = np.asarray(self._shares(client))
             mixture = np.tensordot(shares, np.stack(vectors), axes=1).astype(np.float32)
-            return self.scheduling.look_at(client, self.spec.pack(mixture), self._cost(client))
+            return self.scheduling.look_at(client, self.spec.pack(mixture), self._pass_cost(client))
         models = {candidate(k): self.spec.pack(own) for k, own in enumerate(vectors)}
         settings = {
             PROXIMAL_MU: self.parameters.rho,
-            COMPUTE_SCALE: 1.0 + self._cost(client, len(models)),
+            COMPUTE_SCALE: 1.0 + self._pass_cost(client, len(models)),
         }
         if client in self.state.shares:
             shares = np.asarray(self.state.shares[client])
             models[SHARES] = array_record({SHARES: to_array(shares)})
         return Request(client, TRAIN_MIXED, models=(), arrays=models, settings=settings)
 
-    def _cost(self, client: str, models: int = 1) -> float:
-        examples = self.progress.fleet.clients[client].num_examples
-        return forward_cost(self.train_config, examples, models)
-
-    def on_answer(self, answer: Answer) -> None:
-        """Note how well a client's mixture still fits its data."""
-        self.scheduling.heard(answer)
-
     # What the server does with an upload.
 
     def on_update(self, update: Update) -> Outcome:
         """Mix the client's model in by the shares that it states, and send it all models."""
-        client, epoch = update.task.client, self.progress.updates + 1
         alpha = stated_shares(update, len(self.models))
-        applied = mix_in(
-            self.clusters, self.state, self.parameters, update.vector, alpha, client, epoch
-        )
-        self.state.shares[client] = alpha.tolist()
-        self.clusters.assign(client, placement_of(self.clusters, alpha))
-        self._send_all(client)
+        applied = self._mix_in(update, alpha)
+        self.state.shares[update.task.client] = alpha.tolist()
         return applied
 
     def _shares(self, client: str) -> list[float]:
         return self.state.shares.get(client) or [1.0 / len(self.models)] * len(self.models)
 
-    def _send_all(self, client: str) -> None:
-        """Note which models a client has from now on; each version is kept once."""
+    def _send_back(self, client: str, weights: dict[int, float]) -> None:
+        """Note which models a client has from now on: all; each version is kept once."""
+        super()._send_back(client, weights)
         for k, version in self.state.held.get(client, {}).items():
             self.bases.release(_name(k, version))
         self.state.held[client] = {k: model.version for k, model in self.models.items()}

@@ -22,7 +22,6 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,7 +56,7 @@ from raceme.core.requests import (
 )
 from raceme.core.scheduling import InRounds, RoundsParameters, Scheduler, SelectionContext
 from raceme.core.strategy import Method, Needs, average_by_cluster
-from raceme.strategies.shared import StalenessFunction, staleness_factor
+from raceme.strategies.shared import StalenessParameters
 
 # -----------------------------------------------------------------------------
 # One-sided support between clusters, Algorithms 2, 3 and 6. A cluster is supported by another if,
@@ -726,13 +725,10 @@ class FAACL(FindsSupport):
 
 
 @dataclass(frozen=True)
-class FAACLAsyncParameters(SupportParameters):
+class FAACLAsyncParameters(SupportParameters, StalenessParameters):
     """Hyper-parameters of FAACL-Async."""
 
     share: float = option(0.6, "share of a fresh update in the model", above=0, high=1)
-    decay: str = option("hinge", "staleness function s", among=("constant", "hinge", "polynomial"))
-    a: float = option(1.0, "slope of the hinge, exponent of the polynomial", low=0)
-    b: float = option(4.0, "staleness up to which the hinge does nothing", low=0)
     compared: int = option(5, "most other models that a client measures at a time", low=1)
     retest_after: int = option(
         8,
@@ -740,11 +736,6 @@ class FAACLAsyncParameters(SupportParameters):
         "when a result has changed, it is one, and it doubles as long as nothing does",
         low=0,
     )
-
-    def share_of(self, staleness: int) -> float:
-        """Return the share of an update in the model: that of a fresh one, times s(τ)."""
-        function = cast(StalenessFunction, self.decay)
-        return self.share * staleness_factor(function, staleness, self.a, self.b)
 
 
 @dataclass
@@ -915,7 +906,8 @@ class FAACLAsync(FindsSupport):
             return Outcome(own, staleness=0, weight=0.0)
         model = self.models[cluster]
         staleness = update.staleness
-        share = max(self.parameters.share_of(staleness), self._share(update, cluster))
+        mixed = self.parameters.share * self.parameters.decay_of(staleness)
+        share = max(mixed, self._share(update, cluster))
         model.mix(update.vector, share)
         return Outcome(cluster, staleness, share)
 

@@ -50,22 +50,17 @@ from raceme.core.messages import (
 from raceme.core.options import option
 from raceme.core.requests import (
     Answer,
-    InFlight,
     InvalidReplyError,
-    Outcome,
     Request,
-    Update,
     Value,
 )
-from raceme.core.scheduling import InRounds, RoundsParameters, Scheduler, SelectionContext
-from raceme.core.strategy import Method, Needs, average_by_cluster
+from raceme.core.scheduling import InRounds, RoundsParameters, SelectionContext
+from raceme.core.strategy import Needs
 from raceme.strategies.profiles import DESCRIPTORS, LATENT_DIMENSIONS, LATENT_MOST, LATENT_SEED
-from raceme.strategies.shared import numbered
+from raceme.strategies.shared import QueriesFirst, QueryState, numbered
 
 log = getLogger("raceme")
 
-_TRIES = 3
-"""How often a client is asked the same that does not answer."""
 _FIRST_LOOK = 3
 """Round after which the model may be ripe."""
 _FEWEST_POINTS = 2
@@ -91,7 +86,7 @@ class FLUXParameters(RoundsParameters):
 
 
 @dataclass
-class FLUXState:
+class FLUXState(QueryState):
     """What FLUX knows beside its clusters.
 
     Attributes
@@ -101,8 +96,6 @@ class FLUXState:
         newcomers, ``"newcomers"``.
     scored : int
         Number of rounds before the last scores.
-    asked : dict[str, int]
-        How often each client was asked in this phase.
     heard : dict[str, bool]
         Clients that have answered in this phase.
     correct : dict[str, float]
@@ -123,7 +116,6 @@ class FLUXState:
 
     phase: str = "scores"
     scored: int = 0
-    asked: dict[str, int] = field(default_factory=dict)
     heard: dict[str, bool] = field(default_factory=dict)
     correct: dict[str, float] = field(default_factory=dict)
     accuracies: list[float] = field(default_factory=list)
@@ -135,7 +127,7 @@ class FLUXState:
     centroids: dict[int, NDArray[np.float64]] = field(default_factory=dict)
 
 
-class FLUX(Method):
+class FLUX(QueriesFirst):
     """Clusters by moments of latent features; newcomers find theirs without labels (FLUX)."""
 
     parameters_type = FLUXParameters
@@ -159,12 +151,6 @@ class FLUX(Method):
         """Kinds of work that clients are asked for, beyond training and testing a model."""
         scores = () if self.parameters.warmup else (SCORES,)
         return frozenset({LATENT_MOST, DESCRIPTORS, *scores})
-
-    def scheduler(self) -> Scheduler:
-        """Work in rounds."""
-        return InRounds(
-            self.parameters.fraction, sampling=self.parameters.sampling, queries=self._queries
-        )
 
     # Before a round: is the model ripe, and what do clients' data look like under it?
 
@@ -190,7 +176,7 @@ class FLUX(Method):
         state = self.state
         if state.phase == "newcomers" and self.clusters.is_placed(client):
             return False
-        return client not in state.heard and state.asked.get(client, 0) < _TRIES
+        return client not in state.heard and self._has_tries(client)
 
     def _question(self, client: str) -> Request:
         """Ask a client for the accuracy of the model, its largest feature, or its descriptors."""
@@ -208,11 +194,6 @@ class FLUX(Method):
             LATENT_SEED: 0,
         }
         return Request(client, DESCRIPTORS, models=(), arrays=common, settings=settings)
-
-    def on_sent(self, task: InFlight) -> None:
-        """Note who is asked."""
-        if task.kind in (SCORES, LATENT_MOST, DESCRIPTORS):
-            self.state.asked[task.client] = self.state.asked.get(task.client, 0) + 1
 
     def on_answer(self, answer: Answer) -> None:
         """Take in what was asked for; whoever describes itself late is placed as a newcomer.
@@ -307,12 +288,6 @@ class FLUX(Method):
             of_all = points[labels == label, 0].reshape(int(np.sum(labels == label)), -1)
             state.centroids[group] = of_all.mean(axis=0)
         state.descriptors = {}
-
-    # A round.
-
-    def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
-        """Average inside each cluster."""
-        return average_by_cluster(self.clusters, updates)
 
 
 def gains_little(accuracies: Sequence[float], least: float) -> bool:
