@@ -23,26 +23,11 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from raceme.core import messages as names
 from raceme.core.clients import Client
 from raceme.core.clusters import Model
-from raceme.core.messages import (
-    ACCURACIES,
-    COMPUTE_SCALE,
-    LOCAL_STEPS,
-    LOSSES,
-    SCORES,
-    STEPS,
-)
 from raceme.core.options import option
-from raceme.core.requests import (
-    Answer,
-    InFlight,
-    InvalidReplyError,
-    Outcome,
-    Request,
-    Update,
-    Value,
-)
+from raceme.core.requests import Answer, InFlight, InvalidReplyError, Outcome, Request, Update
 from raceme.core.scheduling import InRounds, RoundsParameters, Scheduler, SelectionContext
 from raceme.core.strategy import Method, Needs, Variant, average_by_cluster
 from raceme.strategies.fedasync import FedAsyncParameters, mix_by_staleness
@@ -373,7 +358,7 @@ class FollowsConcepts(Method):
         """What a run of the method has to have; a regression has no accuracies."""
         by_accuracy = self.parameters.measure == "accuracy"
         return Needs(
-            kinds=frozenset({SCORES} if self.parameters.ask_every else ()),
+            kinds=frozenset({names.SCORES} if self.parameters.ask_every else ()),
             classes="measure accuracies unless measure=loss" if by_accuracy else "",
         )
 
@@ -387,12 +372,11 @@ class FollowsConcepts(Method):
         step = self.step_of(client) or 0
         steps = self._scored_steps(client, step)
         models = tuple(self.models)
-        settings: dict[str, Value] = {
-            COMPUTE_SCALE: self.parameters.scoring_cost * len(models) * len(steps)
-        }
+        cost = self.parameters.scoring_cost * len(models) * len(steps)
+        settings: dict[str, float | list[int]] = {names.COMPUTE_SCALE: cost}
         if steps != [step]:
-            settings[STEPS] = steps
-        return Request(client, SCORES, models=models, settings=settings)
+            settings[names.STEPS] = steps
+        return Request(client, names.SCORES, models=models, settings=settings)
 
     def _scored_steps(self, client: str, now: int) -> list[int]:
         """Return on the data of which steps a client measures models."""
@@ -402,7 +386,7 @@ class FollowsConcepts(Method):
     def on_sent(self, task: InFlight) -> None:
         """Note on which steps a client measures models, or which model it trains."""
         state = self.state
-        if task.kind == SCORES:
+        if task.kind == names.SCORES:
             state.trained[task.client] = 0
             state.concepts.asked[task.client] = self._scored_steps(task.client, task.step)
         else:
@@ -410,7 +394,7 @@ class FollowsConcepts(Method):
 
     def on_closed(self, task: InFlight) -> None:
         """Forget what was asked for."""
-        if task.kind == SCORES:
+        if task.kind == names.SCORES:
             self.state.concepts.asked.pop(task.client, None)
 
     def _take_scores(self, answer: Answer) -> None:
@@ -423,7 +407,7 @@ class FollowsConcepts(Method):
         """
         concepts = self.state.concepts
         by_accuracy = self.parameters.measure == "accuracy"
-        scores = answer.numbers.get(ACCURACIES if by_accuracy else LOSSES)
+        scores = answer.numbers.get(names.ACCURACIES if by_accuracy else names.LOSSES)
         asked, steps = (
             list(answer.task.candidates),
             concepts.asked.get(answer.task.client, []),
@@ -449,12 +433,12 @@ class FollowsConcepts(Method):
             return Request(client)
         now = self.step_of(client) or 0
         steps = self.state.concepts.by_model(client, now, self.parameters.memory)[model]
-        settings: dict[str, Value] = {}
+        settings: dict[str, float | list[int]] = {}
         if steps != [now]:
-            settings[STEPS] = steps
-            if not self.train_config.get(LOCAL_STEPS, 0):
+            settings[names.STEPS] = steps
+            if not self.train_config.get(names.LOCAL_STEPS, 0):
                 # The simulator knows the size of one step's data; passes over several take longer.
-                settings[COMPUTE_SCALE] = float(len(steps))
+                settings[names.COMPUTE_SCALE] = float(len(steps))
         return Request(client, models=(model,), settings=settings)
 
     # What becomes of the answers.
@@ -622,7 +606,7 @@ class FedDriftAsync(FollowsConcepts):
     def on_sent(self, task: InFlight) -> None:
         """Begin with its models anew if a client trains one for the second time."""
         begun = self.state.begun.get(task.client, {})
-        if task.kind != SCORES and task.cluster in begun:
+        if task.kind != names.SCORES and task.cluster in begun:
             begun.clear()
         super().on_sent(task)
 
@@ -641,7 +625,7 @@ class FedDriftAsync(FollowsConcepts):
     def on_closed(self, task: InFlight) -> None:
         """Count a client's updates, and those that were lost."""
         super().on_closed(task)
-        if task.kind != SCORES:
+        if task.kind != names.SCORES:
             self.state.trained[task.client] = self.state.trained.get(task.client, 0) + 1
 
     def on_update(self, update: Update) -> Outcome:

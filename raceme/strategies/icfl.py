@@ -33,14 +33,6 @@ from raceme.strategies.fedasync import FedAsyncParameters, mix_by_staleness
 # -----------------------------------------------------------------------------
 
 
-def _no_means() -> NDArray[np.float32]:
-    return np.empty((0, 0), np.float32)
-
-
-def _no_counts() -> NDArray[np.int64]:
-    return np.empty((0, 0), np.int64)
-
-
 @dataclass
 class MeanSimilarity:
     """A running mean for every pair of clients.
@@ -56,8 +48,8 @@ class MeanSimilarity:
     """
 
     position: dict[str, int] = field(default_factory=dict)
-    mean: NDArray[np.float32] = field(default_factory=_no_means)
-    count: NDArray[np.int64] = field(default_factory=_no_counts)
+    mean: NDArray[np.float32] = field(default_factory=lambda: np.empty((0, 0), np.float32))
+    count: NDArray[np.int64] = field(default_factory=lambda: np.empty((0, 0), np.int64))
 
     def add(self, client: str) -> None:
         """Make room for a client that is new."""

@@ -19,17 +19,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from raceme.core import messages as names
 from raceme.core.clients import Client
 from raceme.core.clusters import Clusters
-from raceme.core.messages import (
-    COMPUTE_SCALE,
-    LOSSES,
-    PROXIMAL_MU,
-    Vector,
-    candidate,
-    forward_cost,
-    to_array,
-)
+from raceme.core.messages import Vector, candidate, forward_cost, to_array
 from raceme.core.options import option
 from raceme.core.requests import Answer, InvalidReplyError, Outcome, Request, Update
 from raceme.core.scheduling import InRounds, Scheduler, SelectionContext
@@ -100,7 +93,7 @@ class FedSoft(Method):
     def needs(self) -> Needs:
         """What a run of the method has to have."""
         return Needs(
-            kinds=frozenset({LOSSES, TRAIN_OWN}),
+            kinds=frozenset({names.LOSSES, TRAIN_OWN}),
             pretrained=True,
             by_distribution=lambda: self.state.pretrained,
         )
@@ -134,16 +127,16 @@ class FedSoft(Method):
         """Let a client measure all cluster models: K passes without gradients."""
         examples = self.progress.fleet.clients[client].num_examples
         cost = forward_cost(self.train_config, examples, len(self.models))
-        settings = {COMPUTE_SCALE: cost}
-        return Request(client, LOSSES, models=tuple(self.models), settings=settings)
+        settings = {names.COMPUTE_SCALE: cost}
+        return Request(client, names.LOSSES, models=tuple(self.models), settings=settings)
 
     def on_answer(self, answer: Answer) -> None:
         """Take a client's losses in: they tell the importance of each cluster to it."""
-        measured = answer.numbers.get(LOSSES, np.empty(0))
+        measured = answer.numbers.get(names.LOSSES, np.empty(0))
         if measured.ndim != 2 or len(measured) != len(self.models) or not measured.size:
             raise InvalidReplyError(
-                f"it must state as '{LOSSES}' the loss of each sample under {len(self.models)} "
-                f"models, got shape {measured.shape}"
+                f"it must state as '{names.LOSSES}' the loss of each sample under "
+                f"{len(self.models)} models, got shape {measured.shape}"
             )
         shares = importance_of(measured, self.parameters.smoothing)
         self.state.importance[answer.task.client] = shares.tolist()
@@ -176,7 +169,7 @@ class FedSoft(Method):
 
     def request_for(self, client: str) -> Request:
         """Let a client train its own model, pulled towards its mixture of the clusters'."""
-        return Request(client, TRAIN_OWN, settings={PROXIMAL_MU: self.parameters.strength})
+        return Request(client, TRAIN_OWN, settings={names.PROXIMAL_MU: self.parameters.strength})
 
     def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
         """Replace each cluster's model by the mean of those that it has drawn."""
@@ -310,8 +303,8 @@ class FedSoftAsync(SoftUploads):
             return self.scheduling.look_at(client, self.spec.pack(mixture), self._pass_cost(client))
         models = {candidate(k): self.spec.pack(own) for k, own in enumerate(vectors)}
         settings = {
-            PROXIMAL_MU: self.parameters.rho,
-            COMPUTE_SCALE: 1.0 + self._pass_cost(client, len(models)),
+            names.PROXIMAL_MU: self.parameters.rho,
+            names.COMPUTE_SCALE: 1.0 + self._pass_cost(client, len(models)),
         }
         if client in self.state.shares:
             shares = np.asarray(self.state.shares[client])

@@ -13,19 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 import raceme.strategies.continual as keys
-from raceme.core.messages import (
-    BATCH_SIZE,
-    COMPLETED_BY,
-    COMPUTE_SCALE,
-    DROPOUT,
-    LARGEST_SQUARE,
-    LR_SCALE,
-    PASSES_OF_TRAINING,
-    PROXIMAL_MU,
-    ModelSpec,
-    forward_cost,
-    to_array,
-)
+from raceme.core import messages as names
+from raceme.core.messages import ModelSpec, forward_cost, to_array
 from raceme.core.options import option
 from raceme.core.requests import Outcome, Request, Update, Value
 from raceme.core.scheduling import RoundsParameters
@@ -103,14 +92,14 @@ class EWC(TaskRounds):
     def request_for(self, client: str) -> Request:
         """Let a client train, after it has measured the task that is over, if one is."""
         settings = {
-            PROXIMAL_MU: self.parameters.mu,
+            names.PROXIMAL_MU: self.parameters.mu,
             keys.ELASTIC_STRENGTH: self.parameters.strength,
             keys.ELASTIC_MEMORY: self.parameters.memory,
         }
         if client in self.progress.trained_steps and self.begins_task(client):
             examples = self.progress.fleet.clients[client].num_examples
-            measuring = forward_cost(self.train_config, examples, PASSES_OF_TRAINING)
-            settings[COMPUTE_SCALE] = 1.0 + measuring
+            measuring = forward_cost(self.train_config, examples, names.PASSES_OF_TRAINING)
+            settings[names.COMPUTE_SCALE] = 1.0 + measuring
         return Request(client, keys.TRAIN_ELASTIC, settings=settings)
 
 
@@ -155,13 +144,13 @@ class StableSGD(TaskRounds):
     def request_for(self, client: str) -> Request:
         """Let a client train with dropout, at its task's learning rate."""
         options = self.parameters
-        settings: dict[str, Value] = {
-            PROXIMAL_MU: options.mu,
-            DROPOUT: options.dropout,
-            LR_SCALE: options.decay ** self.task_of(client),
+        settings = {
+            names.PROXIMAL_MU: options.mu,
+            names.DROPOUT: options.dropout,
+            names.LR_SCALE: options.decay ** self.task_of(client),
         }
         if options.batch_size is not None:
-            settings[BATCH_SIZE] = options.batch_size
+            settings[names.BATCH_SIZE] = options.batch_size
         return Request(client, settings=settings)
 
 
@@ -202,7 +191,11 @@ class APDParameters(TaskRoundsParameters):
 
     def settings(self) -> dict[str, Value]:
         """Return what a request says of the strengths."""
-        return {PROXIMAL_MU: self.mu, keys.SPARSITY: self.sparsity, keys.DRIFT_STRENGTH: self.drift}
+        return {
+            names.PROXIMAL_MU: self.mu,
+            keys.SPARSITY: self.sparsity,
+            keys.DRIFT_STRENGTH: self.drift,
+        }
 
 
 def needs_of_decomposition(kind: str) -> Needs:
@@ -210,7 +203,7 @@ def needs_of_decomposition(kind: str) -> Needs:
     return Needs(
         kinds=frozenset({kind}),
         settings=frozenset({keys.SPARSITY, keys.DRIFT_STRENGTH}),
-        test_settings={COMPLETED_BY: keys.TASK_PARTS},
+        test_settings={names.COMPLETED_BY: keys.TASK_PARTS},
     )
 
 
@@ -353,6 +346,6 @@ def adaptive_of(update: Update, spec: ModelSpec) -> Adaptive | None:
     if indices.min() < 0 or indices.max() >= weights or len(np.unique(indices)) < len(indices):
         return None
     # Other clients will train with them: they are bounded as models are.
-    if not np.sum(np.square(values, dtype=np.float64)) <= LARGEST_SQUARE:
+    if not np.sum(np.square(values, dtype=np.float64)) <= names.LARGEST_SQUARE:
         return None
     return Adaptive(indices.astype(np.int32), values.astype(np.float32))

@@ -35,15 +35,7 @@ from raceme.core.clusters import Model, Weights
 from raceme.core.errors import UserError
 from raceme.core.messages import COMPUTE_SCALE, LOSSES, ON, Vector, forward_cost, numbered, to_array
 from raceme.core.options import option
-from raceme.core.requests import (
-    Answer,
-    InFlight,
-    InvalidReplyError,
-    Outcome,
-    Request,
-    Update,
-    Value,
-)
+from raceme.core.requests import Answer, InFlight, InvalidReplyError, Outcome, Request, Update
 from raceme.core.scheduling import SelectionContext
 from raceme.core.strategy import InUse, Needs
 from raceme.flower.messages import array_record
@@ -329,7 +321,7 @@ class CFAACL(FAACL):
     def _work(self, client: str) -> Request:
         """Return the work of a client in this stage."""
         state, request = self.state, self.state.requests[client]
-        settings: dict[str, Value] = {keys.MEMORY_STEPS: request.steps}
+        settings: dict[str, float | str | list[int]] = {keys.MEMORY_STEPS: request.steps}
         if state.stage == LENDING:
             settings[COMPUTE_SCALE] = 0.0
             return Request(client, keys.LEND, models=(), settings=settings, phase=state.stage)

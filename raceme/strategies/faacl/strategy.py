@@ -27,33 +27,14 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import wilcoxon
 
+from raceme.core import messages as names
 from raceme.core.clients import Client
 from raceme.core.clusters import Clusters, Model
 from raceme.core.errors import UserError
 from raceme.core.events import Measured, MeasureSchema
-from raceme.core.messages import (
-    ARRAYS,
-    COMPUTE_SCALE,
-    LOCAL_EPOCHS,
-    LOCAL_STEPS,
-    LOSSES,
-    ON,
-    TRAINING,
-    VALIDATION_SHARE,
-    Vector,
-    forward_cost,
-    kept_for_validation,
-)
+from raceme.core.messages import Vector, forward_cost, kept_for_validation
 from raceme.core.options import option
-from raceme.core.requests import (
-    Answer,
-    InFlight,
-    InvalidReplyError,
-    Outcome,
-    Request,
-    Update,
-    Value,
-)
+from raceme.core.requests import Answer, InFlight, InvalidReplyError, Outcome, Request, Update
 from raceme.core.scheduling import InRounds, RoundsParameters, Scheduler, SelectionContext
 from raceme.core.strategy import Method, Needs, average_by_cluster
 from raceme.strategies.shared import StalenessParameters
@@ -327,7 +308,7 @@ class SupportState:
 
 def validation_share(method: Method) -> float:
     """Return the share of its samples that a client keeps to compare models on."""
-    share = method.train_config[VALIDATION_SHARE]
+    share = method.train_config[names.VALIDATION_SHARE]
     assert isinstance(share, float), "start() sees to it"
     return share
 
@@ -336,8 +317,13 @@ def comparison(method: Method, client: str, clusters: Sequence[int]) -> Request:
     """Return the work of a client that measures models on its validation samples."""
     examples = method.progress.fleet.clients[client].num_examples
     cost = validation_share(method) * forward_cost(method.train_config, examples, len(clusters))
-    settings: dict[str, Value] = {ON: "validation", COMPUTE_SCALE: cost}
-    return Request(client, LOSSES, models=tuple(clusters), settings=settings, phase=SUPPORT)
+    return Request(
+        client,
+        names.LOSSES,
+        models=tuple(clusters),
+        settings={names.ON: "validation", names.COMPUTE_SCALE: cost},
+        phase=SUPPORT,
+    )
 
 
 def trains(supported: Supported, cluster: int) -> list[int]:
@@ -348,7 +334,7 @@ def trains(supported: Supported, cluster: int) -> list[int]:
 # What becomes of the answers.
 
 
-def losses_of(answer: Answer, models: int, key: str = LOSSES) -> NDArray[np.float64]:
+def losses_of(answer: Answer, models: int, key: str = names.LOSSES) -> NDArray[np.float64]:
     """Return what a client has measured, shape (models, samples).
 
     Raises
@@ -392,7 +378,7 @@ class FindsSupport(Method):
     def needs(self) -> Needs:
         """What a run of the method has to have."""
         return Needs(
-            kinds=frozenset({LOSSES}), validation=True, fits_validation=self._check_samples
+            kinds=frozenset({names.LOSSES}), validation=True, fits_validation=self._check_samples
         )
 
     def _check_samples(self, samples: int) -> None:
@@ -433,8 +419,8 @@ class FindsSupport(Method):
 
     def _initial_training(self, client: str, epochs: int) -> Request:
         """Return the work of a client that has no model yet: it trains θ, Algorithm 1."""
-        settings: dict[str, Value] = {LOCAL_STEPS: 0, LOCAL_EPOCHS: epochs}
-        arrays = {ARRAYS: self.record_of(self.state.initial)}
+        settings = {names.LOCAL_STEPS: 0, names.LOCAL_EPOCHS: epochs}
+        arrays = {names.ARRAYS: self.record_of(self.state.initial)}
         return Request(client, models=(), arrays=arrays, settings=settings, phase=INIT)
 
     def _found_each(self, updates: Sequence[Update]) -> list[Outcome]:
@@ -559,7 +545,7 @@ class FAACL(FindsSupport):
 
     def on_sent(self, task: InFlight) -> None:
         """Note which model a client is given to train."""
-        if task.kind in TRAINING:
+        if task.kind in names.TRAINING:
             self.state.begun.setdefault(task.client, {})[task.cluster] = True
 
     def _next_model(self, client: str) -> int | None:
@@ -812,7 +798,7 @@ class FAACLAsync(FindsSupport):
 
     def on_sent(self, task: InFlight) -> None:
         """Note who trains what."""
-        if task.kind == LOSSES:
+        if task.kind == names.LOSSES:
             self.state.unanswered[task.client] = True
             return
         begun = self.state.begun.setdefault(task.client, {})
@@ -823,7 +809,7 @@ class FAACLAsync(FindsSupport):
     def on_closed(self, task: InFlight) -> None:
         """Count a client's trainings since it last measured models."""
         trained = self.state.trained
-        if task.kind == LOSSES:
+        if task.kind == names.LOSSES:
             trained[task.client] = 0
         else:
             trained[task.client] = trained.get(task.client, 0) + 1

@@ -30,16 +30,11 @@ from numpy.typing import NDArray
 from sklearn.cluster import KMeans
 from sklearn.metrics import silhouette_score
 
+from raceme.core import messages as names
 from raceme.core.clients import Client
 from raceme.core.clusters import Clusters, Model, parts_of
 from raceme.core.errors import UserError
-from raceme.core.messages import (
-    COMPUTE_SCALE,
-    LARGEST_SQUARE,
-    PASSES_OF_TRAINING,
-    Vector,
-    forward_cost,
-)
+from raceme.core.messages import Vector, forward_cost
 from raceme.core.options import option
 from raceme.core.requests import Answer, InvalidReplyError, Request
 from raceme.core.scheduling import InRounds, RoundsParameters, SelectionContext
@@ -166,9 +161,9 @@ class CFLGP(QueriesFirst):
     def _question(self, client: str) -> Request:
         """Ask a client for its gradient at the criterion model."""
         examples = self.progress.fleet.clients[client].num_examples
-        cost = PASSES_OF_TRAINING * forward_cost(self.train_config, examples)
+        cost = names.PASSES_OF_TRAINING * forward_cost(self.train_config, examples)
         model = list(self.models)[self.state.criterion]
-        return Request(client, GRADIENT, models=(model,), settings={COMPUTE_SCALE: cost})
+        return Request(client, GRADIENT, models=(model,), settings={names.COMPUTE_SCALE: cost})
 
     def on_answer(self, answer: Answer) -> None:
         """Take a gradient into its block of the client's profile: a running mean.
@@ -183,7 +178,7 @@ class CFLGP(QueriesFirst):
         state, client, rounds = self.state, answer.task.client, self.scheduling.state
         weights = len(self.compared(next(iter(self.models.values())).vector))
         stated = answer.array(GRADIENT, (weights,))
-        if not np.dot(stated, stated) <= LARGEST_SQUARE:
+        if not np.dot(stated, stated) <= names.LARGEST_SQUARE:
             raise InvalidReplyError("too large: its gradient's length")
         if len(state.coordinates):
             stated = stated[state.coordinates]

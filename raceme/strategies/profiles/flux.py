@@ -37,23 +37,11 @@ from numpy.typing import NDArray
 from sklearn.cluster import DBSCAN
 from sklearn.neighbors import NearestNeighbors
 
+from raceme.core import messages as names
 from raceme.core.clusters import parts_of
-from raceme.core.messages import (
-    ACCURACIES,
-    ARRAYS,
-    COMPUTE_SCALE,
-    LARGEST,
-    SCORES,
-    Vector,
-    forward_cost,
-)
+from raceme.core.messages import Vector, forward_cost
 from raceme.core.options import option
-from raceme.core.requests import (
-    Answer,
-    InvalidReplyError,
-    Request,
-    Value,
-)
+from raceme.core.requests import Answer, InvalidReplyError, Request
 from raceme.core.scheduling import InRounds, RoundsParameters, SelectionContext
 from raceme.core.strategy import Needs
 from raceme.strategies.profiles import DESCRIPTORS, LATENT_DIMENSIONS, LATENT_MOST, LATENT_SEED
@@ -149,7 +137,7 @@ class FLUX(QueriesFirst):
 
     def _asked_kinds(self) -> frozenset[str]:
         """Kinds of work that clients are asked for, beyond training and testing a model."""
-        scores = () if self.parameters.warmup else (SCORES,)
+        scores = () if self.parameters.warmup else (names.SCORES,)
         return frozenset({LATENT_MOST, DESCRIPTORS, *scores})
 
     # Before a round: is the model ripe, and what do clients' data look like under it?
@@ -181,11 +169,11 @@ class FLUX(QueriesFirst):
     def _question(self, client: str) -> Request:
         """Ask a client for the accuracy of the model, its largest feature, or its descriptors."""
         examples = self.progress.fleet.clients[client].num_examples
-        settings: dict[str, Value] = {COMPUTE_SCALE: forward_cost(self.train_config, examples)}
+        settings = {names.COMPUTE_SCALE: forward_cost(self.train_config, examples)}
         if self.state.phase == "scores":
-            return Request(client, SCORES, models=(0,), settings=settings)
+            return Request(client, names.SCORES, models=(0,), settings=settings)
         assert self.state.common is not None, "it is kept when the model is ripe"
-        common = {ARRAYS: self.record_of(self.state.common)}
+        common = {names.ARRAYS: self.record_of(self.state.common)}
         if self.state.phase == "range":
             return Request(client, LATENT_MOST, models=(), arrays=common, settings=settings)
         settings |= {
@@ -204,16 +192,16 @@ class FLUX(QueriesFirst):
             It is not that.
         """
         state, client, kind = self.state, answer.task.client, answer.task.kind
-        wanted = {"scores": SCORES, "range": LATENT_MOST}.get(state.phase, DESCRIPTORS)
+        wanted = {"scores": names.SCORES, "range": LATENT_MOST}.get(state.phase, DESCRIPTORS)
         in_time = kind == wanted and not self.scheduling.state.running
-        if kind == SCORES:
-            accuracy = float(answer.array(ACCURACIES, (1, 1), 0.0, 1.0)[0, 0])
+        if kind == names.SCORES:
+            accuracy = float(answer.array(names.ACCURACIES, (1, 1), 0.0, 1.0)[0, 0])
             in_time = in_time and answer.task.version == self.models[0].version
             if in_time:
                 state.correct[client] = accuracy
         elif kind == LATENT_MOST:
             most = answer.metrics.get(LATENT_MOST, math.nan)
-            if not -LARGEST <= most <= LARGEST:
+            if not -names.LARGEST <= most <= names.LARGEST:
                 raise InvalidReplyError(f"it must state a finite '{LATENT_MOST}'")
             if in_time:
                 state.most = max(state.most, most) if state.heard else most
