@@ -65,7 +65,11 @@ An event ``Measured`` is named after its measure: ``{"Measured:idle": "ClientIdl
 """
 WORDS: dict[str, str] = {}
 """Words in events that are written otherwise now, to those in the committed file."""
-KEYS: dict[str, str] = {}
+KEYS: dict[str, str] = {
+    **{f"{name}.sampling": f"{name}.picking" for name in STRATEGIES},
+    "panicle.reassign": "panicle.repair",
+    "panicle.personalize": "panicle.own",
+}
 """Keys of a run that are called otherwise now, to those in the committed file."""
 NEW_KEYS: frozenset[str] = frozenset()
 """Keys that the committed file does not have: left out of configurations."""
@@ -299,13 +303,13 @@ _NEEDS: dict[str, dict[str, Any]] = {
 
 _OPTIONS = """
 ace.start=seen aced.clock=sent c-faacl.borrow=losses c-faacl.hierarchical=false
-c-faacl.picking=in-turn casa.staleness-unit=global casa.clustering=false casa.bi-level=false
+c-faacl.sampling=in-turn casa.staleness-unit=global casa.clustering=false casa.bi-level=false
 casa.sketch=16 casa-plus.bi-level=false cfl.linkage=single cfl-async.decay=constant
 cfl-async.decay=polynomial cfl-async.linkage=single cfl-gp.criterion=first cfl-gp.profile=sampled
 csafl.update=asynchronous csafl.update=synchronous csafl.grouping=random csafl.grouping=none
-csafl.mixing=change faacl.hierarchical=false faacl.picking=in-turn faacl-async.decay=polynomial
+csafl.mixing=change faacl.hierarchical=false faacl.sampling=in-turn faacl-async.decay=polynomial
 fadas.delay-rule=least fadas.delay-rule=none fadas.bias-correction=true fedasync.decay=constant
-fedasync.decay=polynomial fedavg.picking=in-turn feddrift.measure=loss feddrift.start=per-client
+fedasync.decay=polynomial fedavg.sampling=in-turn feddrift.measure=loss feddrift.start=per-client
 feddrift.compare-on=new feddrift.founding=together feddrift-async.measure=loss
 feddrift-async.start=per-client feddrift-async.compare-on=new feddrift-async.decay=polynomial
 fedgroup.measure=madc fedgroup.newcomers=random fesem.start=k-means++ cdfl.requests=fixed
@@ -317,7 +321,7 @@ flexcfl-async.measure=random-clients flexcfl-async.detect=direction flexcfl-asyn
 flexcfl-async.decay=polynomial icfl.moves=false icfl.compare=models icfl-async.moves=false
 icfl-async.compare=models icfl-async.decay=polynomial ifca.by-examples=true
 ifca-async.decay=polynomial pacfl.linkage=maximum pacfl.linkage=minimum port.reference=start
-panicle.clustering=false panicle.repair=false panicle.drift=false panicle.unbiased=true
+panicle.clustering=false panicle.reassign=false panicle.drift=false panicle.unbiased=true
 """
 """Choices of methods that are not their defaults: each is a run on data that change."""
 
@@ -451,7 +455,11 @@ def cases() -> dict[str, dict[str, Any]]:
     for choice in _OPTIONS.split():
         key, _, value = choice.partition("=")
         name = key.partition(".")[0]
-        found[f"option/{choice}"] = {"strategy": name, **_drift_of(name), key: value}
+        found[f"option/{KEYS.get(key, key)}={value}"] = {
+            "strategy": name,
+            **_drift_of(name),
+            key: value,
+        }
     needed = {name: _NEEDS.get(keys["strategy"], {}) for name, keys in found.items()}
     return {name: {**_BASE, **needed[name], **keys} for name, keys in found.items()}
 

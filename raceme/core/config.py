@@ -30,6 +30,7 @@ from raceme.core.options import (
     key_of,
     listed,
     option,
+    present_names,
     shown_type,
     written,
 )
@@ -313,8 +314,8 @@ class RunConfig:
             A key that does not exist or that this run does not read, unless it has its default; a
             value of the wrong type or out of its range.
         """
-        given = expanded(mapping)
         general = general_keys()
+        given = present_names(expanded(mapping), general)
         values = {
             general[name].name: convert(name, value, general[name])
             for name, value in given.items()
@@ -458,6 +459,8 @@ class RunConfig:
             for prefixed in {"." in name for name in given}
             if not (lenient and prefixed)
         }
+        for part in readable.values():
+            given = present_names(given, part)
         for name, value in given.items():
             item = readable.get("." in name, {}).get(name)
             if item is not None:
@@ -581,6 +584,7 @@ def check_key(name: str, value: Any, further: Iterable[_Reader] = ()) -> tuple[K
         for registry, of in readers
         if (registry.prefix(of) == f"{strategy}." if dot else not registry.prefixed)
     )
+    (name,) = present_names({name: value}, {key: about.item for key, about in known.items()})
     if name not in known:
         own = [key for key in known if key.startswith(f"{strategy}.")]
         valid = own or (_keys_of(readers) if dot else known)

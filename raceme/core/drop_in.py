@@ -35,7 +35,7 @@ from raceme.core.errors import UserError, unknown_name
 from raceme.core.evaluation import EvaluateFn, Packer, mean_metrics, tested_by_server
 from raceme.core.events import ACCURACY, LOSS_MEASURE, change_line, home, is_news
 from raceme.core.messages import InvalidModelError, Vector, from_array, to_array
-from raceme.core.options import convert
+from raceme.core.options import convert, present_names
 from raceme.core.progress import Plan, Progress, rounds_over
 from raceme.core.requests import InvalidReplyError
 from raceme.core.scheduling import InRounds, sample
@@ -153,6 +153,7 @@ def divided(
         )
     own = {item.name: item for item in fields(parameters_type)}
     flower = {item.name: item.default for item in fields(FlowerArguments)}
+    arguments = present_names(arguments, own)
     known = [*own, *flower, "seed"]
     for name in arguments:
         if name not in known and name in _FORMER:

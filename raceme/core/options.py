@@ -13,13 +13,17 @@ run into these dataclasses; nothing else lists them.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import MISSING, Field, field, fields
+from dataclasses import MISSING, Field, field, fields, make_dataclass
+from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
 from raceme.core.errors import UserError, unknown_name
+
+log = logging.getLogger("raceme")
 
 Value = str | int | float | bool
 """What a key can hold, in TOML as in Flower's run config."""
@@ -31,6 +35,8 @@ SECONDS = "s"
 """The unit of times."""
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+
+_Options = TypeVar("_Options")
 
 _LARGEST = 2**63 - 1
 """Whole numbers in TOML, in SQLite and in Flower's messages have 64 bits and a sign."""
@@ -77,6 +83,7 @@ def option(
     names: Mapping[str, Any] | None = None,
     unless: tuple[str, str] | None = None,
     path: bool = False,
+    formerly: str = "",
 ) -> Any:
     """Declare an option: its default, its one-line meaning, its unit and its range.
 
@@ -101,10 +108,26 @@ def option(
         name: where it is true, this option is not read.
     path : bool
         The value is a path, which a run makes absolute.
+    formerly : str
+        The attribute's name in the release before, which is still accepted, with a warning.
     """
     rules = {"low": low, "above": above, "high": high, "below": below, "among": among}
     about = {"help": help, "unit": unit, "names": names, "unless": unless, "path": path}
-    return field(default=default, metadata=rules | about)
+    return field(default=default, metadata=rules | about | {"formerly": formerly})
+
+
+def with_defaults(options_type: type[_Options], **defaults: Any) -> type[_Options]:
+    """Return the dataclass of options with other defaults, for a variant of what reads them."""
+    others = [
+        (item.name, item.type, field(default=defaults[item.name], metadata=item.metadata))
+        for item in fields(options_type)  # type: ignore[arg-type]
+        if item.name in defaults
+    ]
+    made: type[_Options] = make_dataclass(
+        options_type.__name__, others, bases=(options_type,), frozen=True
+    )
+    made.__module__ = options_type.__module__
+    return made
 
 
 def reads(options_type: type[Any]) -> Callable[[_Function], _Function]:
@@ -135,6 +158,42 @@ def declared(options_type: type[Any], prefix: str = "") -> dict[str, Field[Any]]
     if missing:
         raise TypeError(f"{options_type.__name__} needs defaults for {missing}.")
     return options
+
+
+def present_names(given: Mapping[str, Any], options: Mapping[str, Field[Any]]) -> dict[str, Any]:
+    """Return what was given under the present names of options that have been renamed.
+
+    Parameters
+    ----------
+    given : Mapping[str, Any]
+        Values by key, or by attribute.
+    options : Mapping[str, Field]
+        The options, named in the same way.
+
+    Raises
+    ------
+    UserError
+        An option is given under both of its names.
+    """
+    renamed = {}
+    for name, item in options.items():
+        if former := item.metadata.get("formerly"):
+            prefix, dot, last = name.rpartition(".")
+            renamed[prefix + dot + (former if last == item.name else key_of(former))] = name
+    present: dict[str, Any] = {}
+    for name, value in given.items():
+        if name in renamed:
+            if renamed[name] in given:
+                raise UserError(f"{name} is called {renamed[name]} now: give one of them.")
+            _warn_of_former_name(name, renamed[name])
+        present[renamed.get(name, name)] = value
+    return present
+
+
+@cache
+def _warn_of_former_name(former: str, present: str) -> None:
+    """Warn once that a name will not be accepted much longer."""
+    log.warning("%s is called %s now; the next release drops the former name.", former, present)
 
 
 def is_path(item: Field[Any]) -> bool:

@@ -344,7 +344,7 @@ def summary_of(target: str) -> str:
 def docstring_of(target: str) -> str:
     """Return an object's docstring without importing it; empty if it has none.
 
-    What is made by a call, as a method's `Variant` is, has the last text among the arguments.
+    What is made by a call, as a method's `Variant` is, has the first text among the arguments.
     """
     module, _, attribute = target.partition(":")
     return _docstrings(module).get(attribute, "")
@@ -359,9 +359,10 @@ def _docstrings(module: str) -> Mapping[str, str]:
             found[node.name] = ast.get_docstring(node) or ""
         elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
             given = [*node.value.args, *(keyword.value for keyword in node.value.keywords)]
-            texts = [item.value for item in given if isinstance(item, ast.Constant)]
+            texts = (item.value for item in given if isinstance(item, ast.Constant))
+            summary = next((text for text in texts if isinstance(text, str)), "")
             names = [name.id for name in node.targets if isinstance(name, ast.Name)]
-            found |= {name: text for name in names for text in texts if isinstance(text, str)}
+            found |= dict.fromkeys(names, summary) if summary else {}
     return found
 
 

@@ -401,11 +401,12 @@ class RoundsParameters:
         1.0, "share of the online clients that train in a round", above=0, high=1
     )
 
-    picking: str = option(
+    sampling: str = option(
         RANDOM,
-        "who takes part: random, or in-turn: every client once, in order of greeting, before any "
-        "is picked at random (FlexCFL's code)",
+        "how the clients of a round are drawn: random, or in-turn: every client once, in order of "
+        "greeting, before any is drawn at random (FlexCFL's code)",
         among=(RANDOM, IN_TURN),
+        formerly="picking",
     )
 
     def participants(self, clients: int) -> int:
@@ -482,8 +483,8 @@ class InRounds(Scheduler):
         Tells updates that only prepare their client for what follows: they are acted on at once.
     returns : Callable, optional
         Whether a client that was prepared, given by its id, works once more in the same round.
-    picking : str
-        How :meth:`pick` picks: ``"random"`` or ``"in-turn"``.
+    sampling : str
+        How :meth:`pick` draws clients: ``"random"`` or ``"in-turn"``.
     again : Callable, optional
         Whether a client that has answered, given by its id, has more to do in the same round.
     queries : Callable, optional
@@ -501,11 +502,11 @@ class InRounds(Scheduler):
         | None = None,
         prepares: Callable[[Update], bool] = lambda update: False,
         returns: Callable[[str], bool] = lambda client: False,
-        picking: str = RANDOM,
+        sampling: str = RANDOM,
         again: Callable[[str], bool] = lambda client: False,
         queries: Callable[[SelectionContext], Sequence[Request] | None] = lambda moment: None,
     ) -> None:
-        self._fraction, self._picking = fraction, picking
+        self._fraction, self._sampling = fraction, sampling
         self._participants = participants or self._share
         self._prepares, self._returns, self._again = prepares, returns, again
         self._queries = queries
@@ -528,7 +529,7 @@ class InRounds(Scheduler):
     ) -> Sequence[Client]:
         """Pick so many clients, at least one, at random or in turn; in order of greeting."""
         count = max(count, self.least)
-        if self._picking == IN_TURN:
+        if self._sampling == IN_TURN:
             return in_turn(online, count, self.state.picked, rng)
         return sample(online, count, rng)
 

@@ -33,7 +33,9 @@ from raceme.core.requests import (
 )
 from raceme.core.scheduling import (
     EveryIdle,
+    InRounds,
     NoState,
+    RoundsParameters,
     Scheduler,
     SelectionContext,
     from_tree,
@@ -293,7 +295,9 @@ class Method(Strategy):
     # Hooks: what a method may override.
 
     def scheduler(self) -> Scheduler:
-        """Return what decides which clients work when; by default all clients all the time."""
+        """Return when clients work: in rounds if `parameters` are of rounds, else all the time."""
+        if isinstance(self.parameters, RoundsParameters):
+            return InRounds(self.parameters.fraction, sampling=self.parameters.sampling)
         return EveryIdle()
 
     @property

@@ -18,10 +18,10 @@ from raceme.core.clusters import cosines, nearest, parts_of
 from raceme.core.messages import Vector
 from raceme.core.options import option
 from raceme.core.requests import Outcome, Update
-from raceme.core.scheduling import InRounds, RoundsParameters, Scheduler
+from raceme.core.scheduling import RoundsParameters
 from raceme.core.strategy import Method, Needs, average_by_cluster
 from raceme.strategies.fedasync import FedAsyncParameters, mix_by_staleness
-from raceme.strategies.shared import LINKAGES, Norms, linkage, norms_of, should_bipartition
+from raceme.strategies.shared import LINKAGES, linkage, norms_of, should_bipartition
 
 log = getLogger("raceme")
 
@@ -84,40 +84,98 @@ class CFLState:
     examples: dict[str, int] = field(default_factory=dict)
 
 
-class CFL(Method):
+class Bipartitions(Method):
+    """What CFL does in rounds, and CFL-Async on every update."""
+
+    state_type = CFLState
+    needs = Needs(bases=True)
+    parameters: CFLParameters | CFLAsyncParameters
+    state: CFLState
+
+    def _take(self, update: Update) -> bool:
+        """Note Δ_i; give a newcomer a cluster, and return whether it was one.
+
+        Our reading, the paper has no newcomers: it joins the cluster whose members' latest updates
+        are on average most similar to its own.
+        """
+        clusters, client = self.clusters, update.task.client
+        delta = self.compared(update.delta)
+        newcomer = not clusters.is_placed(client)
+        if newcomer:
+            known = {k: self._known(clusters.clients(k)) for k in clusters.models}
+            similarity = nearest(delta, known)
+            largest = clusters.largest()
+            clusters.assign(client, max(similarity, key=lambda k: similarity[k], default=largest))
+        self.state.deltas[client], self.state.examples[client] = delta, update.num_examples
+        return newcomer
+
+    def _known(self, clients: Sequence[str]) -> list[Vector]:
+        """Return the latest updates of those of some clients that have one."""
+        deltas = self.state.deltas
+        return [deltas[client] for client in clients if client in deltas]
+
+    def _divide_if_due(self, cluster: int, clients: Sequence[str], log_norms: bool) -> None:
+        """Bi-partition a cluster if its clients' updates meet the criterion, Algorithm 1."""
+        state, options = self.state, self.parameters
+        if len(clients) < 2:
+            return
+        deltas = np.stack([state.deltas[client] for client in clients])
+        norms = norms_of(deltas, np.array([state.examples[client] for client in clients]))
+        if log_norms:
+            # Lets a short run show where ε1 and ε2 belong.
+            text = "cluster %d after %d updates: mean norm %.4f, largest norm %.4f"
+            log.info(text, cluster, self.progress.updates, norms.mean, norms.largest)
+        rounds = self.progress.updates / max(1, len(self.clusters.members))
+        if len(clients) < options.least_members or rounds < options.wait_rounds:
+            return
+        if not should_bipartition(norms, options.eps1, options.eps2):
+            return
+        labels = linkage(1.0 - cosines(deltas, deltas), parts=2, how=options.linkage)
+        parts = parts_of(clients, labels)
+        self._add_absent(cluster, parts)
+        self.clusters.split(cluster, parts, score=norms.largest, threshold=options.eps2)
+        for client in (client for part in parts for client in part):
+            state.deltas.pop(client, None)
+
+    def _add_absent(self, cluster: int, parts: list[list[str]]) -> None:
+        """Put members that had no say where their latest update fits, or else to the most.
+
+        Our reading: the paper lets all clients take part in every round.
+        """
+        present = {client for part in parts for client in part}
+        groups = {index: self._known(part) for index, part in enumerate(parts)}
+        largest = max(groups, key=lambda index: len(parts[index]))
+        for client in self.clusters.clients(cluster, online_only=False):
+            if client not in present:
+                delta = self.state.deltas.get(client)
+                similarity = {} if delta is None else nearest(delta, groups)
+                best = max(similarity, key=lambda index: similarity[index], default=largest)
+                parts[best].append(client)
+
+
+class CFL(Bipartitions):
     """Rounds in clusters that are bi-partitioned by the cosines of the updates (CFL)."""
 
     parameters_type = CFLParameters
-    state_type = CFLState
-    needs = Needs(bases=True)
     parameters: CFLParameters
-    state: CFLState
-
-    def scheduler(self) -> Scheduler:
-        """Work in rounds."""
-        return InRounds(self.parameters.fraction, picking=self.parameters.picking)
 
     def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
         """Divide the clusters that meet the criterion, then average inside each."""
         for update in updates:
-            _take(self, update)
+            self._take(update)
         taken = {update.task.client for update in updates}
         for cluster in list(self.models):
             members = self.clusters.clients(cluster)
             present = [client for client in members if client in taken]
-            rounds = self.progress.updates / max(1, len(self.clusters.members))
-            _divide_if_due(self, cluster, present, log_norms=True, rounds=rounds)
+            self._divide_if_due(cluster, present, log_norms=True)
         return average_by_cluster(self.clusters, updates)
 
 
-class CFLAsync(Method):
+class CFLAsync(Bipartitions):
     """CFL on every single update: criterion on the latest updates, mixing by staleness."""
 
     parameters_type = CFLAsyncParameters
-    state_type = CFLState
-    needs = Needs(bases=True)
     parameters: CFLAsyncParameters
-    state: CFLState
 
     def on_update(self, update: Update) -> Outcome:
         """Divide the client's cluster if it meets the criterion, then mix the update in.
@@ -125,85 +183,12 @@ class CFLAsync(Method):
         Our reading: the criterion waits until every member has sent an update to this cluster.
         """
         client, clusters = update.task.client, self.clusters
-        newcomer = _take(self, update)
+        newcomer = self._take(update)
         members = clusters.clients(clusters.main(client))
         if all(member in self.state.deltas for member in members):
             # About as often as a round-based run would say it.
             log_norms = self.progress.updates % max(1, len(members)) == 0
-            rounds = self.progress.updates / max(1, len(clusters.members))
-            _divide_if_due(self, clusters.main(client), members, log_norms, rounds)
+            self._divide_if_due(clusters.main(client), members, log_norms)
         home = clusters.main(client)
         staleness = update.age if newcomer else update.staleness
-        return mix_by_staleness(self.models[home], update, home, staleness, self.parameters)
-
-
-def _take(method: CFL | CFLAsync, update: Update) -> bool:
-    """Note Δ_i; give a newcomer a cluster, and return whether it was one.
-
-    Our reading, the paper has no newcomers: it joins the cluster whose members' latest updates are
-    on average most similar to its own.
-    """
-    state, clusters, client = method.state, method.clusters, update.task.client
-    delta = method.compared(update.delta)
-    newcomer = not clusters.is_placed(client)
-    if newcomer:
-        known = {k: _known(state, clusters.clients(k)) for k in clusters.models}
-        similarity = nearest(delta, known)
-        largest = clusters.largest()
-        clusters.assign(client, max(similarity, key=lambda k: similarity[k], default=largest))
-    state.deltas[client], state.examples[client] = delta, update.num_examples
-    return newcomer
-
-
-def _known(state: CFLState, clients: Sequence[str]) -> list[Vector]:
-    return [state.deltas[client] for client in clients if client in state.deltas]
-
-
-def _divide_if_due(
-    method: CFL | CFLAsync, cluster: int, clients: Sequence[str], log_norms: bool, rounds: float
-) -> None:
-    """Bi-partition a cluster if its clients' updates meet the criterion, Algorithm 1."""
-    state, options = method.state, method.parameters
-    if len(clients) < 2:
-        return
-    deltas = np.stack([state.deltas[client] for client in clients])
-    norms = norms_of(deltas, np.array([state.examples[client] for client in clients]))
-    if log_norms:
-        _log_norms(cluster, norms, method.progress.updates)
-    if len(clients) < options.least_members or rounds < options.wait_rounds:
-        return
-    if not should_bipartition(norms, options.eps1, options.eps2):
-        return
-    labels = linkage(1.0 - cosines(deltas, deltas), parts=2, how=options.linkage)
-    parts = parts_of(clients, labels)
-    _add_absent(method, cluster, parts)
-    method.clusters.split(cluster, parts, score=norms.largest, threshold=options.eps2)
-    for client in (client for part in parts for client in part):
-        state.deltas.pop(client, None)
-
-
-def _add_absent(method: CFL | CFLAsync, cluster: int, parts: list[list[str]]) -> None:
-    """Put members that had no say where their latest update fits, or else to the most.
-
-    Our reading: the paper lets all clients take part in every round.
-    """
-    present = {client for part in parts for client in part}
-    groups = {index: _known(method.state, part) for index, part in enumerate(parts)}
-    largest = max(groups, key=lambda index: len(parts[index]))
-    for client in method.clusters.clients(cluster, online_only=False):
-        if client not in present:
-            delta = method.state.deltas.get(client)
-            similarity = {} if delta is None else nearest(delta, groups)
-            best = max(similarity, key=lambda index: similarity[index], default=largest)
-            parts[best].append(client)
-
-
-def _log_norms(cluster: int, norms: Norms, updates: int) -> None:
-    """Let a short run show where ε1 and ε2 belong."""
-    log.info(
-        "cluster %d after %d updates: mean norm %.4f, largest norm %.4f",
-        cluster,
-        updates,
-        norms.mean,
-        norms.largest,
-    )
+        return mix_by_staleness(self, update, home, staleness)

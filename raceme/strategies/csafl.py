@@ -34,7 +34,7 @@ from raceme.core.clusters import Clusters, Model, cosine, cosines, parts_of, uni
 from raceme.core.errors import UserError
 from raceme.core.events import Measured, MeasureSchema
 from raceme.core.messages import ARRAYS, LOCAL_EPOCHS, LOCAL_STEPS, Vector
-from raceme.core.options import SECONDS, option
+from raceme.core.options import SECONDS, option, with_defaults
 from raceme.core.requests import InFlight, InvalidReplyError, Outcome, Request, Update
 from raceme.core.scheduling import InRounds, Scheduler, SelectionContext, sample, then
 from raceme.core.strategy import Method, Needs, Variant, average_by_cluster
@@ -350,50 +350,6 @@ class CSAFLParameters:
         return min(self.picked, clients)
 
 
-@dataclass(frozen=True)
-class TFedAvgParameters(CSAFLParameters):
-    """Hyper-parameters of T-FedAvg."""
-
-    update: str = option("synchronous", "how the members of a group update", among=UPDATES)
-    grouping: str = option("none", "how clients are grouped", among=GROUPINGS)
-
-
-@dataclass(frozen=True)
-class TAFedAvgParameters(CSAFLParameters):
-    """Hyper-parameters of TA-FedAvg."""
-
-    update: str = option("asynchronous", "how the members of a group update", among=UPDATES)
-    grouping: str = option("none", "how clients are grouped", among=GROUPINGS)
-
-
-@dataclass(frozen=True)
-class GFedAvgParameters(CSAFLParameters):
-    """Hyper-parameters of G-FedAvg."""
-
-    update: str = option("synchronous", "how the members of a group update", among=UPDATES)
-
-
-@dataclass(frozen=True)
-class GAFedAvgParameters(CSAFLParameters):
-    """Hyper-parameters of GA-FedAvg."""
-
-    update: str = option("asynchronous", "how the members of a group update", among=UPDATES)
-
-
-@dataclass(frozen=True)
-class RFedAvgParameters(CSAFLParameters):
-    """Hyper-parameters of R-FedAvg."""
-
-    grouping: str = option("random", "how clients are grouped", among=GROUPINGS)
-
-
-@dataclass(frozen=True)
-class NoGFedAvgParameters(CSAFLParameters):
-    """Hyper-parameters of NoG-FedAvg."""
-
-    grouping: str = option("none", "how clients are grouped", among=GROUPINGS)
-
-
 @dataclass
 class CSAFLState:
     """What CSAFL knows beside its groups.
@@ -585,9 +541,17 @@ def affinity_of(
     return np.asarray(np.exp(-np.square(squareform(distances)) / (2.0 * sigma**2)))
 
 
-TFedAvg = Variant(CSAFL, TFedAvgParameters, "Synchronous updates, one group (T-FedAvg).")
-TAFedAvg = Variant(CSAFL, TAFedAvgParameters, "Asynchronous updates, one group (TA-FedAvg).")
-GFedAvg = Variant(CSAFL, GFedAvgParameters, "CSAFL with synchronous updates (G-FedAvg).")
-GAFedAvg = Variant(CSAFL, GAFedAvgParameters, "CSAFL with asynchronous updates (GA-FedAvg).")
-RFedAvg = Variant(CSAFL, RFedAvgParameters, "CSAFL with random groups (R-FedAvg).")
-NoGFedAvg = Variant(CSAFL, NoGFedAvgParameters, "CSAFL without groups (NoG-FedAvg).")
+def _variant(summary: str, **defaults: str) -> Variant[CSAFL]:
+    return Variant(CSAFL, with_defaults(CSAFLParameters, **defaults), summary)
+
+
+TFedAvg = _variant(
+    "Synchronous updates, one group (T-FedAvg).", update="synchronous", grouping="none"
+)
+TAFedAvg = _variant(
+    "Asynchronous updates, one group (TA-FedAvg).", update="asynchronous", grouping="none"
+)
+GFedAvg = _variant("CSAFL with synchronous updates (G-FedAvg).", update="synchronous")
+GAFedAvg = _variant("CSAFL with asynchronous updates (GA-FedAvg).", update="asynchronous")
+RFedAvg = _variant("CSAFL with random groups (R-FedAvg).", grouping="random")
+NoGFedAvg = _variant("CSAFL without groups (NoG-FedAvg).", grouping="none")

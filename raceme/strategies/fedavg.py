@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, cast
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, cast
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
@@ -21,15 +21,10 @@ from raceme.core import messages as names
 from raceme.core.clients import Client
 from raceme.core.drop_in import divided
 from raceme.core.errors import UserError
-from raceme.core.options import option
+from raceme.core.options import option, with_defaults
 from raceme.core.requests import Outcome, Request, Update
 from raceme.core.scheduling import IN_TURN, InRounds, RoundsParameters, Scheduler
 from raceme.core.strategy import Method, Needs, Variant
-
-
-@dataclass(frozen=True)
-class FedAvgParameters(RoundsParameters):
-    """Hyper-parameters of federated averaging."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +63,8 @@ class FlowerRounds(Method):
 
     parameters_type = RoundsParameters
     state_type = FlowerState
+    counts_examples: ClassVar[bool] = True
+    """Whether an update counts by its client's examples, or all count alike."""
     parameters: RoundsParameters
     state: FlowerState
     scheduling: InRounds
@@ -86,7 +83,7 @@ class FlowerRounds(Method):
 
     def scheduler(self) -> Scheduler:
         """Work in rounds, with the participants that Flower's strategy chooses."""
-        return InRounds(participants=self._participants, picking=self.parameters.picking)
+        return InRounds(participants=self._participants, sampling=self.parameters.sampling)
 
     def _participants(self, online: Sequence[Client], rng: np.random.Generator) -> Sequence[Client]:
         """Ask Flower's strategy; it samples with Python's `random`."""
@@ -106,7 +103,7 @@ class FlowerRounds(Method):
         finally:
             random.setstate(before)
         self.state.settings = dict(asked[0].content[names.CONFIG]) if asked else {}
-        if self.parameters.picking == IN_TURN or len(asked) < self.scheduling.least:
+        if self.parameters.sampling == IN_TURN or len(asked) < self.scheduling.least:
             return self.scheduling.pick(online, len(asked), rng)
         return [nodes[message.metadata.dst_node_id] for message in asked]
 
@@ -126,8 +123,8 @@ class FlowerRounds(Method):
 
     def weights(self, updates: Sequence[Update]) -> list[float]:
         """Return the share of each update in what Flower's strategy has made of them."""
-        examples = sum(update.num_examples for update in updates)
-        return [update.num_examples / examples for update in updates]
+        counts = [update.num_examples if self.counts_examples else 1 for update in updates]
+        return [count / sum(counts) for count in counts]
 
     def _replies(self, updates: Sequence[Update]) -> Iterable[Message]:
         """Return the updates as messages, with the metrics that all of them have.
@@ -151,31 +148,6 @@ class FlowerRounds(Method):
         self.inner.summary()
 
 
-class FedAvg(FlowerRounds):
-    """Federated averaging, Flower's own: rounds that wait for the slowest client."""
-
-    parameters_type = FedAvgParameters
-
-    def __init__(
-        self, parameters: FedAvgParameters | None = None, seed: int = 0, **arguments: Any
-    ) -> None:
-        made, _ = divided(type(self).__name__, FedAvgParameters, parameters, arguments)
-        super().__init__(strategy.FedAvg(**sampling(made)), made, seed, **arguments)
-
-
-class FedProx(FlowerRounds):
-    """FedAvg with a proximal term that keeps clients near the global model, Flower's own."""
-
-    parameters_type = FedProxParameters
-
-    def __init__(
-        self, parameters: FedProxParameters | None = None, seed: int = 0, **arguments: Any
-    ) -> None:
-        made, _ = divided(type(self).__name__, FedProxParameters, parameters, arguments)
-        sampled, mu = sampling(made), made.proximal_mu
-        super().__init__(strategy.FedProx(**sampled, proximal_mu=mu), made, seed, **arguments)
-
-
 class _Nodes:
     """As much of a grid as Flower's strategies look at when they sample."""
 
@@ -186,32 +158,48 @@ class _Nodes:
         return self._node_ids
 
 
-def sampling(parameters: RoundsParameters) -> dict[str, Any]:
-    """Return Flower's settings for a share of the clients.
+class MadeOfParameters(FlowerRounds):
+    """One of Flower's own strategies, made with the hyper-parameters, which have Flower's names."""
 
-    One that is online is enough: Flower would sleep on the wall clock until more come, which never
-    happens on virtual time.
-    """
-    return {
-        "fraction_train": parameters.fraction,
-        "min_train_nodes": 1,
-        "min_evaluate_nodes": 1,
-        "min_available_nodes": 1,
-    }
+    flower: ClassVar[type[strategy.FedAvg]]
+
+    def __init__(self, parameters: Any = None, seed: int = 0, **arguments: Any) -> None:
+        made, _ = divided(type(self).__name__, self.parameters_type, parameters, arguments)
+        own = {item.name for item in fields(made)} - {
+            item.name for item in fields(RoundsParameters)
+        }
+        settings = {name: getattr(made, name) for name in own if getattr(made, name) is not None}
+        # One client that is online is enough: Flower would sleep on the wall clock until more come,
+        # which never happens on virtual time.
+        inner = self.flower(
+            fraction_train=made.fraction,
+            min_train_nodes=1,
+            min_evaluate_nodes=1,
+            min_available_nodes=1,
+            **settings,
+        )
+        super().__init__(inner, made, seed, **arguments)
+
+
+class FedAvg(MadeOfParameters):
+    """Federated averaging, Flower's own: rounds that wait for the slowest client."""
+
+    flower = strategy.FedAvg
+
+
+class FedProx(MadeOfParameters):
+    """FedAvg with a proximal term that keeps clients near the global model, Flower's own."""
+
+    flower = strategy.FedProx
+    parameters_type = FedProxParameters
 
 
 # -----------------------------------------------------------------------------
 # Flower's own robust strategies in rounds: median, trimmed mean, Krum and Multi-Krum.
 #
-# They take it that all clients have data of one distribution: what few of them send is poison.
-# On
+# They take it that all clients have data of one distribution: what few of them send is poison. On
 # clients with groups of their own they drop honest groups, too.
 # -----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class FedMedianParameters(RoundsParameters):
-    """Hyper-parameters of the median."""
 
 
 @dataclass(frozen=True)
@@ -231,52 +219,28 @@ class MultiKrumParameters(RoundsParameters):
     )
 
 
-@dataclass(frozen=True)
-class KrumParameters(MultiKrumParameters):
-    """Hyper-parameters of Krum: those of Multi-Krum that chooses one."""
-
-    num_nodes_to_select: int | None = option(1, "updates that are averaged", low=1)
-
-
-class FedMedian(FlowerRounds):
+class FedMedian(MadeOfParameters):
     """Rounds that take the median of each weight, Flower's own: robust, for data of one kind."""
 
-    parameters_type = FedMedianParameters
-
-    def __init__(
-        self, parameters: FedMedianParameters | None = None, seed: int = 0, **arguments: Any
-    ) -> None:
-        made, _ = divided(type(self).__name__, self.parameters_type, parameters, arguments)
-        super().__init__(strategy.FedMedian(**sampling(made)), made, seed, **arguments)
-
-    def weights(self, updates: Sequence[Update]) -> list[float]:
-        """Return the same weight for all: the median counts no examples."""
-        return [1 / len(updates)] * len(updates)
+    flower = strategy.FedMedian
+    counts_examples = False
 
 
-class FedTrimmedAvg(FlowerRounds):
+class FedTrimmedAvg(MadeOfParameters):
     """Rounds that average each weight without its extremes, Flower's own: for data of one kind."""
 
+    flower = strategy.FedTrimmedAvg
     parameters_type = FedTrimmedAvgParameters
-
-    def __init__(
-        self, parameters: FedTrimmedAvgParameters | None = None, seed: int = 0, **arguments: Any
-    ) -> None:
-        made, _ = divided(type(self).__name__, self.parameters_type, parameters, arguments)
-        inner = strategy.FedTrimmedAvg(**sampling(made), beta=made.beta)
-        super().__init__(inner, made, seed, **arguments)
-
-    def weights(self, updates: Sequence[Update]) -> list[float]:
-        """Return the same weight for all: the trimmed mean counts no examples."""
-        return [1 / len(updates)] * len(updates)
+    counts_examples = False
 
 
-class MultiKrum(FlowerRounds):
+class MultiKrum(MadeOfParameters):
     """Rounds that average the updates nearest to most others, Flower's own: for data of one kind.
 
     An update's score is the sum of its squared distances to the n − f − 2 nearest ones.
     """
 
+    flower = strategy.MultiKrum
     parameters_type = MultiKrumParameters
     parameters: MultiKrumParameters
     inner: strategy.MultiKrum
@@ -286,15 +250,10 @@ class MultiKrum(FlowerRounds):
         """What a run of the method has to have."""
         return Needs(one_model=True, fits_clients=self._check_clients)
 
-    def __init__(
-        self, parameters: MultiKrumParameters | None = None, seed: int = 0, **arguments: Any
-    ) -> None:
-        made, _ = divided(type(self).__name__, self.parameters_type, parameters, arguments)
-        attackers = made.num_malicious_nodes
-        inner = strategy.MultiKrum(**sampling(made), num_malicious_nodes=attackers)
-        super().__init__(inner, made, seed, **arguments)
-        self._mean = inner.train_metrics_aggr_fn
-        inner.train_metrics_aggr_fn = self._note_chosen
+    def __init__(self, parameters: Any = None, seed: int = 0, **arguments: Any) -> None:
+        super().__init__(parameters, seed, **arguments)
+        self._mean = self.inner.train_metrics_aggr_fn
+        self.inner.train_metrics_aggr_fn = self._note_chosen
         self._sent: list[Message] = []
         self._chosen: list[RecordDict] = []
 
@@ -340,6 +299,6 @@ class MultiKrum(FlowerRounds):
 
 Krum = Variant(
     MultiKrum,
-    KrumParameters,
+    with_defaults(MultiKrumParameters, num_nodes_to_select=1),
     "Rounds that take the one update nearest to most others, Flower's own: for data of one kind.",
 )

@@ -23,27 +23,11 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from raceme.core import messages as names
 from raceme.core.clients import Client
-from raceme.core.clusters import Clusters, Model
-from raceme.core.messages import (
-    ACCURACIES,
-    COMPUTE_SCALE,
-    LOCAL_STEPS,
-    LOSSES,
-    SCORES,
-    STEPS,
-    Vector,
-)
+from raceme.core.clusters import Model
 from raceme.core.options import option
-from raceme.core.requests import (
-    Answer,
-    InFlight,
-    InvalidReplyError,
-    Outcome,
-    Request,
-    Update,
-    Value,
-)
+from raceme.core.requests import Answer, InFlight, InvalidReplyError, Outcome, Request, Update
 from raceme.core.scheduling import InRounds, RoundsParameters, Scheduler, SelectionContext
 from raceme.core.strategy import Method, Needs, Variant, average_by_cluster
 from raceme.strategies.fedasync import FedAsyncParameters, mix_by_staleness
@@ -333,19 +317,14 @@ class ConceptParameters:
     scoring_cost: float = option(
         0.0, "share of a round's computing that one score takes (our addition)", low=0
     )
+    ask_every: int = option(
+        0, "rounds after which a client measures again, data moved on or not (0: only then)", low=0
+    )
 
     @property
     def merges_below(self) -> float:
         """δ'."""
         return self.delta if self.merge_delta is None else self.merge_delta
-
-
-# What a client is asked.
-
-
-def without_classes(parameters: ConceptParameters) -> str:
-    """Return what clients are asked for that a regression does not have; empty for losses."""
-    return "measure accuracies unless measure=loss" if parameters.measure == "accuracy" else ""
 
 
 @dataclass
@@ -374,10 +353,14 @@ class FollowsConcepts(Method):
     parameters: ConceptParameters
     state: ConceptState
 
-    def initialize(self, vector: Vector) -> None:
-        """Begin with one model; those of single clients are copies of it."""
-        self.clusters = Clusters({0: Model(vector)})
-        self.state = self.state_type()
+    @property
+    def needs(self) -> Needs:
+        """What a run of the method has to have; a regression has no accuracies."""
+        by_accuracy = self.parameters.measure == "accuracy"
+        return Needs(
+            kinds=frozenset({names.SCORES} if self.parameters.ask_every else ()),
+            classes="measure accuracies unless measure=loss" if by_accuracy else "",
+        )
 
     def on_join(self, client: Client) -> None:
         """Take a client in; at the start it is given a model, later it is asked for scores."""
@@ -387,22 +370,32 @@ class FollowsConcepts(Method):
     def _scoring(self, client: str) -> Request:
         """Return the work of a client with new data: it measures all models on them."""
         step = self.step_of(client) or 0
-        steps = self.state.concepts.to_score(
-            client, step, self.parameters.memory, self.parameters.compare_on == NEW
-        )
+        steps = self._scored_steps(client, step)
         models = tuple(self.models)
-        settings: dict[str, Value] = {
-            COMPUTE_SCALE: self.parameters.scoring_cost * len(models) * len(steps)
-        }
+        cost = self.parameters.scoring_cost * len(models) * len(steps)
+        settings: dict[str, float | list[int]] = {names.COMPUTE_SCALE: cost}
         if steps != [step]:
-            settings[STEPS] = steps
-        return Request(client, SCORES, models=models, settings=settings)
+            settings[names.STEPS] = steps
+        return Request(client, names.SCORES, models=models, settings=settings)
 
-    def _ask(self, task: InFlight) -> None:
-        """Note which steps a client is asked about."""
+    def _scored_steps(self, client: str, now: int) -> list[int]:
+        """Return on the data of which steps a client measures models."""
         newest = self.parameters.compare_on == NEW
-        steps = self.state.concepts.to_score(task.client, task.step, self.parameters.memory, newest)
-        self.state.concepts.asked[task.client] = steps
+        return self.state.concepts.to_score(client, now, self.parameters.memory, newest)
+
+    def on_sent(self, task: InFlight) -> None:
+        """Note on which steps a client measures models, or which model it trains."""
+        state = self.state
+        if task.kind == names.SCORES:
+            state.trained[task.client] = 0
+            state.concepts.asked[task.client] = self._scored_steps(task.client, task.step)
+        else:
+            state.begun.setdefault(task.client, {})[task.cluster] = True
+
+    def on_closed(self, task: InFlight) -> None:
+        """Forget what was asked for."""
+        if task.kind == names.SCORES:
+            self.state.concepts.asked.pop(task.client, None)
 
     def _take_scores(self, answer: Answer) -> None:
         """Take scores in.
@@ -414,7 +407,7 @@ class FollowsConcepts(Method):
         """
         concepts = self.state.concepts
         by_accuracy = self.parameters.measure == "accuracy"
-        scores = answer.numbers.get(ACCURACIES if by_accuracy else LOSSES)
+        scores = answer.numbers.get(names.ACCURACIES if by_accuracy else names.LOSSES)
         asked, steps = (
             list(answer.task.candidates),
             concepts.asked.get(answer.task.client, []),
@@ -440,12 +433,12 @@ class FollowsConcepts(Method):
             return Request(client)
         now = self.step_of(client) or 0
         steps = self.state.concepts.by_model(client, now, self.parameters.memory)[model]
-        settings: dict[str, Value] = {}
+        settings: dict[str, float | list[int]] = {}
         if steps != [now]:
-            settings[STEPS] = steps
-            if not self.train_config.get(LOCAL_STEPS, 0):
+            settings[names.STEPS] = steps
+            if not self.train_config.get(names.LOCAL_STEPS, 0):
                 # The simulator knows the size of one step's data; passes over several take longer.
-                settings[COMPUTE_SCALE] = float(len(steps))
+                settings[names.COMPUTE_SCALE] = float(len(steps))
         return Request(client, models=(model,), settings=settings)
 
     # What becomes of the answers.
@@ -591,14 +584,6 @@ class FedDriftAsync(FollowsConcepts):
     state_type = ConceptState
     parameters: FedDriftAsyncParameters
 
-    @property
-    def needs(self) -> Needs:
-        """What a run of the method has to have."""
-        return Needs(
-            kinds=frozenset({SCORES} if self.parameters.ask_every else ()),
-            classes=without_classes(self.parameters),
-        )
-
     def request_for(self, client: str) -> Request:
         """Ask a client with new data for scores; let others train the next of their models."""
         if self._is_to_measure(client):
@@ -619,16 +604,11 @@ class FedDriftAsync(FollowsConcepts):
         return next((model for model in own if model not in begun), own[0] if own else None)
 
     def on_sent(self, task: InFlight) -> None:
-        """Note who is asked, and who trains what."""
-        state = self.state
-        if task.kind == SCORES:
-            state.trained[task.client] = 0
-            self._ask(task)
-            return
-        begun = state.begun.setdefault(task.client, {})
-        if task.cluster in begun:
+        """Begin with its models anew if a client trains one for the second time."""
+        begun = self.state.begun.get(task.client, {})
+        if task.kind != names.SCORES and task.cluster in begun:
             begun.clear()
-        begun[task.cluster] = True
+        super().on_sent(task)
 
     def on_answer(self, answer: Answer) -> None:
         """Assign the client's data; found a model if they have drifted, and merge what is alike."""
@@ -644,11 +624,9 @@ class FedDriftAsync(FollowsConcepts):
 
     def on_closed(self, task: InFlight) -> None:
         """Count a client's updates, and those that were lost."""
-        state = self.state
-        if task.kind == SCORES:
-            state.concepts.asked.pop(task.client, None)
-        else:
-            state.trained[task.client] = state.trained.get(task.client, 0) + 1
+        super().on_closed(task)
+        if task.kind != names.SCORES:
+            self.state.trained[task.client] = self.state.trained.get(task.client, 0) + 1
 
     def on_update(self, update: Update) -> Outcome:
         """Mix an update into the model that it was trained from, or what that was merged into."""
@@ -656,8 +634,7 @@ class FedDriftAsync(FollowsConcepts):
         cluster = self.state.concepts.heir(task.cluster)
         if cluster not in self.models:
             return Outcome(self.clusters.main(task.client), staleness=0, weight=0.0)
-        model = self.models[cluster]
-        return mix_by_staleness(model, update, cluster, update.staleness, self.parameters)
+        return mix_by_staleness(self, update, cluster, update.staleness)
 
 
 # -----------------------------------------------------------------------------
@@ -677,9 +654,6 @@ class FedDriftParameters(ConceptParameters, RoundsParameters):
         "each",
         "new models: each drifted client founds one, or all that drift together (Eager)",
         among=("each", "together"),
-    )
-    ask_every: int = option(
-        0, "rounds after which a client measures again, data moved on or not (0: only then)", low=0
     )
 
 
@@ -717,19 +691,11 @@ class FedDrift(FollowsConcepts):
     state: FedDriftState
     scheduling: InRounds
 
-    @property
-    def needs(self) -> Needs:
-        """What a run of the method has to have."""
-        return Needs(
-            kinds=frozenset({SCORES} if self.parameters.ask_every else ()),
-            classes=without_classes(self.parameters),
-        )
-
     def scheduler(self) -> Scheduler:
         """Work in rounds; who has data of several models trains one after the other."""
         return InRounds(
             self.parameters.fraction,
-            picking=self.parameters.picking,
+            sampling=self.parameters.sampling,
             again=lambda client: self._next_model(client) is not None,
             queries=self._queries,
         )
@@ -751,15 +717,6 @@ class FedDrift(FollowsConcepts):
             return True
         return 0 < self.parameters.ask_every <= self.state.trained.get(client, 0)
 
-    def on_sent(self, task: InFlight) -> None:
-        """Note who is asked, and who trains what."""
-        state = self.state
-        if task.kind == SCORES:
-            state.trained[task.client] = 0
-            self._ask(task)
-        else:
-            state.begun.setdefault(task.client, {})[task.cluster] = True
-
     def on_answer(self, answer: Answer) -> None:
         """Take scores in; they are acted on together.
 
@@ -772,11 +729,6 @@ class FedDrift(FollowsConcepts):
             raise InvalidReplyError("it came after the round had begun")
         self._take_scores(answer)
         self.state.answered[answer.task.client] = answer.task.step
-
-    def on_closed(self, task: InFlight) -> None:
-        """Forget what was asked for."""
-        if task.kind == SCORES:
-            self.state.concepts.asked.pop(task.client, None)
 
     def _judge(self) -> None:
         """Assign the data of those who have answered; found models, and merge what is alike."""

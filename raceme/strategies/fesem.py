@@ -17,7 +17,7 @@ from sklearn.cluster import kmeans_plusplus
 from raceme.core.clusters import parts_of
 from raceme.core.options import option
 from raceme.core.requests import Outcome, Update
-from raceme.core.scheduling import InRounds, RoundsParameters, Scheduler
+from raceme.core.scheduling import RoundsParameters
 from raceme.core.strategy import Method, average_by_cluster
 
 
@@ -41,10 +41,6 @@ class FeSEM(Method):
 
     parameters_type = FeSEMParameters
     parameters: FeSEMParameters
-
-    def scheduler(self) -> Scheduler:
-        """Work in rounds."""
-        return InRounds(self.parameters.fraction, picking=self.parameters.picking)
 
     def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
         """Let every client go to its nearest centre (E), then move the centres (M)."""

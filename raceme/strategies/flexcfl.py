@@ -522,7 +522,7 @@ class FlexCFL(GroupsByStart):
             participants=self._participants,
             prepares=lambda update: self._has_groups and update.task.client in self._cold,
             returns=lambda client: client in self.state.picked,
-            picking=self.parameters.picking,
+            sampling=self.parameters.sampling,
             queries=self._queries,
         )
 
@@ -734,5 +734,4 @@ class FlexCFLAsync(GroupsByStart):
         looks_at_it = self.parameters.detect == "direction"
         if looks_at_it and start.looks_foreign(group, self.compared(update.delta)):
             start.cold[client] = True
-        model = self.models[group]
-        return mix_by_staleness(model, update, group, update.staleness, self.parameters)
+        return mix_by_staleness(self, update, group, update.staleness)

@@ -23,7 +23,7 @@ from raceme.core.clusters import Model, cosines, parts_of, unit
 from raceme.core.messages import Vector
 from raceme.core.options import option
 from raceme.core.requests import Outcome, Update
-from raceme.core.scheduling import InRounds, RoundsParameters, Scheduler
+from raceme.core.scheduling import InRounds, RoundsParameters
 from raceme.core.strategy import Method, Needs, average_by_cluster
 from raceme.strategies import shared as spectral
 from raceme.strategies.fedasync import FedAsyncParameters, mix_by_staleness
@@ -31,14 +31,6 @@ from raceme.strategies.fedasync import FedAsyncParameters, mix_by_staleness
 # -----------------------------------------------------------------------------
 # Similarities of clients, averaged over the times when they could be compared.
 # -----------------------------------------------------------------------------
-
-
-def _no_means() -> NDArray[np.float32]:
-    return np.empty((0, 0), np.float32)
-
-
-def _no_counts() -> NDArray[np.int64]:
-    return np.empty((0, 0), np.int64)
 
 
 @dataclass
@@ -56,8 +48,8 @@ class MeanSimilarity:
     """
 
     position: dict[str, int] = field(default_factory=dict)
-    mean: NDArray[np.float32] = field(default_factory=_no_means)
-    count: NDArray[np.int64] = field(default_factory=_no_counts)
+    mean: NDArray[np.float32] = field(default_factory=lambda: np.empty((0, 0), np.float32))
+    count: NDArray[np.int64] = field(default_factory=lambda: np.empty((0, 0), np.int64))
 
     def add(self, client: str) -> None:
         """Make room for a client that is new."""
@@ -166,29 +158,102 @@ class ICFLState:
         return clients, self.similarity.among(clients)
 
 
-class ICFL(Method):
-    """Rounds in clusters that are divided while some pair in one is not similar enough (ICFL)."""
+class DividesBySimilarity(Method):
+    """What ICFL does in rounds, and ICFL-Async on every update."""
 
-    parameters_type = ICFLParameters
     state_type = ICFLState
     needs = Needs(bases=True)
-    parameters: ICFLParameters
+    parameters: ICFLParameters | ICFLAsyncParameters
     state: ICFLState
-    scheduling: InRounds
-
-    def scheduler(self) -> Scheduler:
-        """Work in rounds."""
-        return InRounds(self.parameters.fraction, picking=self.parameters.picking)
 
     def on_join(self, client: Client) -> None:
         """Take a client in: into the only cluster, as a newcomer, or back into its own."""
         super().on_join(client)
         self.state.similarity.add(client.client_id)
 
+    def _planned_rounds(self, fraction: float = 1.0) -> float:
+        """Return T: as configured, or the synchronous rounds that the run's updates come to.
+
+        Parameters
+        ----------
+        fraction : float
+            Share of the clients that take part in a round.
+        """
+        clients = max(1, int(fraction * len(self.clusters.members)))
+        return self.parameters.rounds or max(1.0, self.planned_updates / clients)
+
+    def _compared(self, update: Update) -> Vector:
+        """Return what a client is compared by."""
+        if self.parameters.compare == "models":
+            return self.compared(update.vector)
+        return self.compared(update.delta)
+
+    def _place(self, update: Update, threshold: float) -> bool:
+        """Let a client that is new or has moved join a cluster; return whether it has.
+
+        A newcomer to which no cluster is similar enough founds one, from its own model.
+        """
+        clusters, client = self.clusters, update.task.client
+        home = clusters.main(client) if clusters.is_placed(client) else None
+        if home is not None and not self.parameters.moves:
+            return False
+        similarity = self._by_cluster(client)
+        best = max(similarity, key=lambda k: similarity[k], default=home)
+        if best is not None and best != home and similarity[best] > threshold:
+            if home is None or similarity[best] > similarity.get(home, -math.inf):
+                clusters.assign(client, best)
+                if home is not None and not clusters.clients(home, online_only=False):
+                    clusters.retire(home)
+                return True
+        elif home is None:
+            clusters.found(Model(update.vector.copy()), [client])
+            return True
+        return False
+
+    def _by_cluster(self, client: str) -> Mapping[int, float]:
+        """Return the mean similarity of a client to the members of each cluster."""
+        to_group, clients = self.state.similarity.to_group, self.clusters.clients
+        means = {cluster: to_group(client, clients(cluster)) for cluster in self.models}
+        return {cluster: mean for cluster, mean in means.items() if mean is not None}
+
+    def _divide_if_due(self, cluster: int, threshold: float) -> None:
+        """Bi-partition a cluster if some pair in it is less similar than the threshold.
+
+        It waits until all its members have been compared with each other.
+        """
+        members = self.clusters.clients(cluster)
+        similarity = self.state.similarity.among(members)
+        if len(members) < 2 or np.isnan(similarity).any():
+            return
+        smallest = float(similarity.min())
+        if smallest >= threshold:
+            return
+        parts = parts_of(members, _halves(similarity, self.rng))
+        self._add_absent(cluster, parts)
+        self.clusters.split(cluster, parts, score=1.0 - smallest, threshold=1.0 - threshold)
+
+    def _add_absent(self, cluster: int, parts: list[list[str]]) -> None:
+        """Put members that are offline to those whom they are most similar to, or to the most."""
+        present = {client for part in parts for client in part}
+        for client in self.clusters.clients(cluster, online_only=False):
+            if client not in present:
+                means = [self.state.similarity.to_group(client, part) for part in parts]
+                known = {i: mean for i, mean in enumerate(means) if mean is not None}
+                largest = max(range(len(parts)), key=lambda i: len(parts[i]))
+                parts[max(known, key=lambda i: known[i], default=largest)].append(client)
+
+
+class ICFL(DividesBySimilarity):
+    """Rounds in clusters that are divided while some pair in one is not similar enough (ICFL)."""
+
+    parameters_type = ICFLParameters
+    parameters: ICFLParameters
+    scheduling: InRounds
+
     def threshold(self) -> float:
         """Return α*(t) in round t."""
         options = self.parameters
-        planned = planned_rounds(self, options.fraction)
+        planned = self._planned_rounds(options.fraction)
         return alpha_star(
             self.scheduling.state.number, planned, options.alpha_start, options.epsilon
         )
@@ -196,121 +261,43 @@ class ICFL(Method):
     def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
         """Compare the clients of the round, place and divide, then average in each cluster."""
         clients = [update.task.client for update in updates]
-        compared = np.stack([_compared(self, update) for update in updates])
+        compared = np.stack([self._compared(update) for update in updates])
         self.state.similarity.take(clients, clients, cosines(compared, compared))
         threshold = self.threshold()
         for update in updates:
-            _place(self, update, threshold)
+            self._place(update, threshold)
         for cluster in list(self.models):
-            _divide_if_due(self, cluster, threshold)
+            self._divide_if_due(cluster, threshold)
         return average_by_cluster(self.clusters, updates)
 
 
-class ICFLAsync(Method):
+class ICFLAsync(DividesBySimilarity):
     """ICFL on every single update: compared with the latest of all others, mixed by staleness."""
 
     parameters_type = ICFLAsyncParameters
-    state_type = ICFLState
-    needs = Needs(bases=True)
     parameters: ICFLAsyncParameters
-    state: ICFLState
-
-    def on_join(self, client: Client) -> None:
-        """Take a client in: into the only cluster, as a newcomer, or back into its own."""
-        super().on_join(client)
-        self.state.similarity.add(client.client_id)
 
     def threshold(self) -> float:
         """Return α*(t): t is the number of updates, at the rate of the time decay."""
         options, updates = self.parameters, self.progress.updates + 1
-        t, planned = options.time_decay * updates, planned_rounds(self)
+        t, planned = options.time_decay * updates, self._planned_rounds()
         return alpha_star(t, planned, options.alpha_start, options.epsilon)
 
     def on_update(self, update: Update) -> Outcome:
         """Compare the client with all others, place and divide, then mix the update in."""
         state, client = self.state, update.task.client
-        compared = unit(_compared(self, update))
+        compared = unit(self._compared(update))
         others = [name for name in state.latest if name != client]
         similar = np.array([[np.dot(state.latest[name], compared) for name in others]])
         state.similarity.take([client], others, similar)
         state.latest[client] = compared
         threshold = self.threshold()
-        moved = _place(self, update, threshold)
-        _divide_if_due(self, self.clusters.main(client), threshold)
+        moved = self._place(update, threshold)
+        self._divide_if_due(self.clusters.main(client), threshold)
         home = self.clusters.main(client)
         # It was moved just now: versions of different clusters say nothing about each other.
         staleness = update.age if moved else update.staleness
-        return mix_by_staleness(self.models[home], update, home, staleness, self.parameters)
-
-
-def planned_rounds(method: ICFL | ICFLAsync, fraction: float = 1.0) -> float:
-    """Return T: as configured, or the synchronous rounds that the run's updates come to.
-
-    Parameters
-    ----------
-    method : ICFL or ICFLAsync
-        The method.
-    fraction : float
-        Share of the clients that take part in a round.
-    """
-    clients = max(1, int(fraction * len(method.clusters.members)))
-    return method.parameters.rounds or max(1.0, method.planned_updates / clients)
-
-
-def _compared(method: ICFL | ICFLAsync, update: Update) -> Vector:
-    """Return what a client is compared by."""
-    if method.parameters.compare == "models":
-        return method.compared(update.vector)
-    return method.compared(update.delta)
-
-
-def _place(method: ICFL | ICFLAsync, update: Update, threshold: float) -> bool:
-    """Let a client that is new or has moved join a cluster; return whether it has.
-
-    A newcomer to which no cluster is similar enough founds one, from its own model.
-    """
-    clusters, client = method.clusters, update.task.client
-    home = clusters.main(client) if clusters.is_placed(client) else None
-    if home is not None and not method.parameters.moves:
-        return False
-    similarity = _by_cluster(method, client)
-    best = max(similarity, key=lambda k: similarity[k], default=home)
-    if best is not None and best != home and similarity[best] > threshold:
-        if home is None or similarity[best] > similarity.get(home, -math.inf):
-            clusters.assign(client, best)
-            if home is not None and not clusters.clients(home, online_only=False):
-                clusters.retire(home)
-            return True
-    elif home is None:
-        clusters.found(Model(update.vector.copy()), [client])
-        return True
-    return False
-
-
-def _by_cluster(method: ICFL | ICFLAsync, client: str) -> Mapping[int, float]:
-    """Return the mean similarity of a client to the members of each cluster."""
-    similarity, clusters = method.state.similarity, method.clusters
-    means = {
-        cluster: similarity.to_group(client, clusters.clients(cluster)) for cluster in method.models
-    }
-    return {cluster: mean for cluster, mean in means.items() if mean is not None}
-
-
-def _divide_if_due(method: ICFL | ICFLAsync, cluster: int, threshold: float) -> None:
-    """Bi-partition a cluster if some pair in it is less similar than the threshold.
-
-    It waits until all its members have been compared with each other.
-    """
-    members = method.clusters.clients(cluster)
-    similarity = method.state.similarity.among(members)
-    if len(members) < 2 or np.isnan(similarity).any():
-        return
-    smallest = float(similarity.min())
-    if smallest >= threshold:
-        return
-    parts = parts_of(members, _halves(similarity, method.rng))
-    _add_absent(method, cluster, parts)
-    method.clusters.split(cluster, parts, score=1.0 - smallest, threshold=1.0 - threshold)
+        return mix_by_staleness(self, update, home, staleness)
 
 
 def _halves(similarity: NDArray[np.float32], rng: np.random.Generator) -> NDArray[np.int64]:
@@ -323,14 +310,3 @@ def _halves(similarity: NDArray[np.float32], rng: np.random.Generator) -> NDArra
         return np.arange(2)
     weights = np.asarray((1.0 + similarity) / 2.0, np.float64)
     return spectral.partition(weights, 2, seed=int(rng.integers(2**31)))
-
-
-def _add_absent(method: ICFL | ICFLAsync, cluster: int, parts: list[list[str]]) -> None:
-    """Put members that are offline to those whom they are most similar to, or to the most."""
-    present = {client for part in parts for client in part}
-    for client in method.clusters.clients(cluster, online_only=False):
-        if client not in present:
-            means = [method.state.similarity.to_group(client, part) for part in parts]
-            known = {i: mean for i, mean in enumerate(means) if mean is not None}
-            largest = max(range(len(parts)), key=lambda i: len(parts[i]))
-            parts[max(known, key=lambda i: known[i], default=largest)].append(client)

@@ -18,7 +18,7 @@ from raceme.core.files import check_room
 from raceme.core.messages import COMPUTE_SCALE, TRAIN, TRAIN_BEST, ModelSpec, Vector
 from raceme.core.options import option
 from raceme.core.requests import Outcome, Request, Update
-from raceme.core.scheduling import InRounds, RoundsParameters, Scheduler
+from raceme.core.scheduling import RoundsParameters
 from raceme.core.strategy import Method, Needs, average_by_cluster
 from raceme.strategies.fedasync import FedAsyncParameters, mix_by_staleness
 
@@ -45,7 +45,33 @@ class IFCAAsyncParameters(_Choice, FedAsyncParameters):
     """Hyper-parameters of IFCA-Async."""
 
 
-class IFCA(Method):
+class ChoosesModel(Method):
+    """What IFCA does in rounds, and IFCA-Async on every update."""
+
+    parameters: _Choice
+
+    @property
+    def needs(self) -> Needs:
+        """What a run of the method has to have."""
+        return Needs(kinds=frozenset({TRAIN_BEST} if self.parameters.k > 1 else ()))
+
+    def initialize(self, vector: Vector) -> None:
+        """Start from K different models."""
+        self.clusters = different_models(vector, self.parameters.k, self._spec, self.rng)
+        self.state = self.state_type()
+
+    def request_for(self, client: str) -> Request:
+        """Let a client choose among all models, and train the one that it has chosen.
+
+        All models are sent; the simulator charges for the choice, if it is to cost.
+        """
+        models = tuple(self.models)
+        cost = self.parameters.choosing_cost * len(models)
+        settings = {COMPUTE_SCALE: 1.0 + cost} if cost else {}
+        return Request(client, TRAIN_BEST if len(models) > 1 else TRAIN, models, settings=settings)
+
+
+class IFCA(ChoosesModel):
     """K models; each client trains the one with the least loss on its data, in rounds (IFCA).
 
     A client is tested with the model that it chose last; before its first choice with the one that
@@ -55,24 +81,6 @@ class IFCA(Method):
     parameters_type = IFCAParameters
     parameters: IFCAParameters
 
-    @property
-    def needs(self) -> Needs:
-        """What a run of the method has to have."""
-        return Needs(kinds=kinds_of_choice(self.parameters.k))
-
-    def scheduler(self) -> Scheduler:
-        """Work in rounds."""
-        return InRounds(self.parameters.fraction, picking=self.parameters.picking)
-
-    def initialize(self, vector: Vector) -> None:
-        """Start from K different models."""
-        self.clusters = different_models(vector, self.parameters.k, self._spec, self.rng)
-        self.state = self.state_type()
-
-    def request_for(self, client: str) -> Request:
-        """Let a client choose among all models, and train the one that it has chosen."""
-        return choose_and_train(client, self.clusters, self.parameters.choosing_cost)
-
     def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
         """Average the models that were trained from the same one."""
         for update in updates:
@@ -80,33 +88,17 @@ class IFCA(Method):
         return average_by_cluster(self.clusters, updates, self.parameters.by_examples)
 
 
-class IFCAAsync(Method):
+class IFCAAsync(ChoosesModel):
     """IFCA on every single update: mixed by staleness into the model that the client chose."""
 
     parameters_type = IFCAAsyncParameters
     parameters: IFCAAsyncParameters
 
-    @property
-    def needs(self) -> Needs:
-        """What a run of the method has to have."""
-        return Needs(kinds=kinds_of_choice(self.parameters.k))
-
-    def initialize(self, vector: Vector) -> None:
-        """Start from K different models."""
-        self.clusters = different_models(vector, self.parameters.k, self._spec, self.rng)
-        self.state = self.state_type()
-
-    def request_for(self, client: str) -> Request:
-        """Let a client choose among all models, and train the one that it has chosen."""
-        return choose_and_train(client, self.clusters, self.parameters.choosing_cost)
-
     def on_update(self, update: Update) -> Outcome:
         """Mix the update into the chosen model."""
         chosen = update.task.cluster
         self.clusters.assign(update.task.client, chosen)
-        return mix_by_staleness(
-            self.models[chosen], update, chosen, update.staleness, self.parameters
-        )
+        return mix_by_staleness(self, update, chosen, update.staleness)
 
 
 def different_models(
@@ -116,19 +108,6 @@ def different_models(
     check_room(k * vector.nbytes, f"{k:,} models of {vector.size:,} weights")
     vectors = [vector, *(redrawn(vector, spec, rng) for _ in range(1, k))]
     return Clusters({cluster: Model(start) for cluster, start in enumerate(vectors)})
-
-
-def kinds_of_choice(k: int) -> frozenset[str]:
-    """Return the kinds of work of clients that choose among so many models."""
-    return frozenset({TRAIN_BEST} if k > 1 else ())
-
-
-def choose_and_train(client: str, clusters: Clusters, choosing_cost: float) -> Request:
-    """Return work that sends all models; the simulator charges for the choice, if it is to cost."""
-    cost = choosing_cost * len(clusters.models)
-    kind = TRAIN_BEST if len(clusters.models) > 1 else TRAIN
-    settings = {COMPUTE_SCALE: 1.0 + cost} if cost else {}
-    return Request(client, kind, models=tuple(clusters.models), settings=settings)
 
 
 def redrawn(vector: Vector, spec: ModelSpec | None, rng: np.random.Generator) -> Vector:

@@ -8,16 +8,23 @@ negative. Of these the step takes over the mean of what clients have sent.
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from raceme.core.clusters import Clusters
 from raceme.core.messages import Vector
+from raceme.core.options import option
+from raceme.core.requests import InFlight, Outcome, Request, Update
+from raceme.core.scheduling import InRounds, Scheduler, SelectionContext
+from raceme.core.strategy import Method, average_by_cluster
+
+_TRIES = 3
+"""How often a client is asked that does not answer."""
 
 Mask = NDArray[np.bool_]
 Total = NDArray[np.float64]
@@ -68,9 +75,6 @@ def stepped(
 # -----------------------------------------------------------------------------
 
 
-StalenessFunction = Literal["constant", "hinge", "polynomial"]
-
-
 def omega(t: int, kappa: float) -> float:
     """Return Ω(t) = (e / 2.8)^(κ t), CASA's slow decay over asynchronous rounds (section 4.2)."""
     return float((math.e / 2.8) ** (kappa * t))
@@ -104,7 +108,7 @@ def client_decay(alpha_c: float, staleness: int, bound: float) -> float:
     return alpha_c if staleness <= bound else alpha_c / math.sqrt(staleness)
 
 
-def staleness_factor(function: StalenessFunction, staleness: int, a: float, b: float) -> float:
+def staleness_factor(function: str, staleness: int, a: float, b: float) -> float:
     """Return s(τ) of FedAsync (Xie et al. 2019, section 5.2).
 
     Parameters
@@ -121,6 +125,19 @@ def staleness_factor(function: StalenessFunction, staleness: int, a: float, b: f
     if function == "hinge":
         return 1.0 if staleness <= b else 1.0 / (a * (staleness - b) + 1.0)
     return float((staleness + 1) ** -a)
+
+
+@dataclass(frozen=True)
+class StalenessParameters:
+    """How an update loses weight by its staleness; the defaults are those of CASA's paper."""
+
+    decay: str = option("hinge", "staleness function s", among=("constant", "hinge", "polynomial"))
+    a: float = option(1.0, "slope of the hinge, exponent of the polynomial", low=0)
+    b: float = option(4.0, "staleness up to which the hinge does nothing", low=0)
+
+    def decay_of(self, staleness: int) -> float:
+        """Return s(τ)."""
+        return staleness_factor(self.decay, staleness, self.a, self.b)
 
 
 # -----------------------------------------------------------------------------
@@ -424,3 +441,50 @@ def regroup(clusters: Clusters, clients: Sequence[str], labels: NDArray[np.integ
     for cluster in list(clusters.models):
         if len(clusters.models) > 1 and not clusters.clients(cluster, online_only=False):
             clusters.retire(cluster)
+
+
+# -----------------------------------------------------------------------------
+# Rounds of averaging in clusters, before which clients are asked about their data.
+# -----------------------------------------------------------------------------
+
+
+@dataclass
+class QueryState:
+    """What a method knows of its queries.
+
+    Attributes
+    ----------
+    asked : dict[str, int]
+        How often each client was asked the same, and has not answered if `on_answer` clears it.
+    """
+
+    asked: dict[str, int] = field(default_factory=dict)
+
+
+class QueriesFirst(Method):
+    """A method that asks clients something before some rounds, and averages in each cluster."""
+
+    state: QueryState
+
+    def scheduler(self) -> Scheduler:
+        """Work in rounds, with queries before them."""
+        return InRounds(
+            self.parameters.fraction, sampling=self.parameters.sampling, queries=self._queries
+        )
+
+    @abstractmethod
+    def _queries(self, moment: SelectionContext) -> Sequence[Request] | None:
+        """Return what clients are asked now; None if the next round may begin."""
+
+    def _has_tries(self, client: str) -> bool:
+        """Return whether it is worth asking a client that has not answered."""
+        return self.state.asked.get(client, 0) < _TRIES
+
+    def on_sent(self, task: InFlight) -> None:
+        """Note which client is asked."""
+        if task.kind in self.needs.kinds:
+            self.state.asked[task.client] = self.state.asked.get(task.client, 0) + 1
+
+    def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
+        """Average inside each cluster."""
+        return average_by_cluster(self.clusters, updates)

@@ -15,13 +15,19 @@ from hypothesis import strategies as st
 from raceme.cli.keys import KeyCommand, as_assignments, with_keys
 from raceme.core.config import RunConfig, all_keys, parse_assignment, read_toml, write_toml
 from raceme.core.errors import UserError
-from raceme.core.options import AUTO, Value, option
+from raceme.core.options import AUTO, Value, _warn_of_former_name, option
 from raceme.core.registry import DATASETS
 from raceme.datasets.npz import NpzOptions
 from raceme.datasets.partition import NoiseOptions
 from raceme.datasets.source import Digits
 from raceme.runs.experiment import build_strategy, resolve
-from raceme.strategies import STRATEGIES, FedAsyncParameters, FedBuffParameters
+from raceme.strategies import (
+    STRATEGIES,
+    FedAsyncParameters,
+    FedBuffParameters,
+    Panicle,
+    PanicleParameters,
+)
 
 
 def config_of(**keys: Value) -> RunConfig:
@@ -90,6 +96,29 @@ def test_options_of_strategies_are_dotted_keys() -> None:
     assert config.options == {"fedbuff.k": 4}
     assert config.parameters() == FedBuffParameters(k=4, server_lr=1.0)
     assert config.parameters() is config.parameters()
+
+
+def test_a_renamed_key_is_still_read_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    _warn_of_former_name.cache_clear()
+    former = {"strategy": "fedavg", "fedavg.picking": "in-turn"}
+    present = {"strategy": "fedavg", "fedavg.sampling": "in-turn"}
+    for _ in range(2):
+        assert RunConfig.from_mapping(former) == RunConfig.from_mapping(present)
+    assert [record.getMessage() for record in caplog.records] == [
+        "fedavg.picking is called fedavg.sampling now; the next release drops the former name."
+    ]
+    # That of a method that does not run may have its default, as a present name may.
+    assert RunConfig.from_mapping({"strategy": "casa", "fedavg.picking": "random"}).options == {}
+    with pytest.raises(
+        UserError, match=r"fedavg\.picking is called fedavg\.sampling now: give one"
+    ):
+        RunConfig.from_mapping(former | present)
+
+
+def test_a_renamed_argument_of_a_method_is_still_read() -> None:
+    assert Panicle(repair=False, own=20.0).parameters == PanicleParameters(
+        reassign=False, personalize=20.0
+    )
 
 
 def test_the_key_set_holds_others_and_wins() -> None:

@@ -54,7 +54,7 @@ def test_table_3(name: str, cells: list[str]) -> None:
         keys = config.parameters()
         assert (config.local_epochs, config.batch_size, config.max_rounds) == (10, 10, 300)
         # Twenty clients, each in its turn.
-        assert (int(keys.fraction * config.clients), keys.picking) == (20, "in-turn")
+        assert (int(keys.fraction * config.clients), keys.sampling) == (20, "in-turn")
         assert config.weight_decay == (0.001 if config.model[:3] in ("mcl", "mlp") else 0.0)
         if label in ("ifca", "fesem"):
             assert keys.k == groups

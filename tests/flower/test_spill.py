@@ -11,7 +11,7 @@ from raceme.core.evaluation import Packer
 from raceme.core.messages import ModelSpec
 from raceme.core.scheduling import from_tree, to_tree
 from raceme.flower.messages import Shelf, SpillFile
-from raceme.strategies.panicle.averaging import ClientMemory
+from raceme.strategies.panicle.strategy import ClientMemory
 
 SPEC = ModelSpec(("a", "b"), ((3,), (2, 2)), ("float32", "float32"))
 

@@ -33,7 +33,7 @@ def finished(out: Path, **keys: object) -> tuple[RunConfig, OpenRun]:
     "keys",
     [
         {"strategy": "panicle", "partition": "dirichlet"},
-        {"strategy": "panicle", "partition": "iid", "panicle.own": 0},
+        {"strategy": "panicle", "partition": "iid", "panicle.personalize": 0},
         {"strategy": "cdfl", "partition": "rotation-groups", "groups": "2", "drift": "mixture"}
         | {"proxy": "40", "pretrain": 50},
         {"strategy": "casa"},

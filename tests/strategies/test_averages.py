@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from raceme.core.clusters import Model
 from raceme.core.scheduling import from_tree, to_tree
-from raceme.strategies.panicle.averaging import ModelAverages
+from raceme.strategies.panicle.strategy import ModelAverages
 
 
 def fed(values: list[float], share: float, members: int = 100) -> ModelAverages:

@@ -165,7 +165,7 @@ def test_who_does_not_answer_leaves_support_as_it_was() -> None:
     made.train(INIT)
     assert homes(made.method) == {"c0": 1, "c1": 2}
     assert made.method.state.supported.is_settled
-    late = made.dispatch(made.method.rounds.train("c0"))
+    late = made.dispatch(made.method._training("c0"))
     with pytest.raises(InvalidReplyError, match="after the round had begun"):
         made.answer(late, {LOSSES: np.ones((1, SAMPLES), np.float32)})
 

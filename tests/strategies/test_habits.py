@@ -2,7 +2,7 @@
 
 import pytest
 
-from raceme.strategies.panicle.drift import DriftDetector, call_others
+from raceme.strategies.panicle.strategy import DriftDetector, call_others
 
 
 def test_the_length_of_updates_is_remembered_with_less_and_less_weight() -> None:

@@ -150,7 +150,7 @@ def test_what_is_kept_of_pairs_does_not_grow_with_the_fleet() -> None:
 
 
 def test_a_newcomer_is_placed_by_the_same_examples_after_the_run_is_resumed() -> None:
-    strategy = two_groups(exact_up_to=4, repair=False)
+    strategy = two_groups(exact_up_to=4, reassign=False)
     for client in ("c6", "c7"):
         strategy.on_join(Client(client, 10))
     probe(strategy, "c6", 3.0, 2.6)
@@ -167,7 +167,7 @@ def test_a_newcomer_is_placed_by_the_same_examples_after_the_run_is_resumed() ->
 
 
 def test_a_newcomer_finds_its_cluster_though_all_who_stood_for_it_have_gone() -> None:
-    strategy = two_groups(exact_up_to=4, repair=False)
+    strategy = two_groups(exact_up_to=4, reassign=False)
     for client in ("c6", "c7"):
         strategy.on_join(Client(client, 10))
     probe(strategy, "c6", *EAST)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from raceme.strategies.panicle.averaging import ClientMemory
+from raceme.strategies.panicle.strategy import ClientMemory
 
 
 def test_a_model_takes_the_place_of_the_former_one() -> None:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raceme.core.clusters import Clusters, Model
-from raceme.strategies.panicle.drift import RunningMedians
+from raceme.strategies.panicle.strategy import RunningMedians
 
 CHANGES = st.lists(
     st.tuples(

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from raceme.strategies.panicle.averaging import calibration, carried, cut, share_of
+from raceme.strategies.panicle.strategy import calibration, carried, cut, share_of
 
 
 def test_the_share_falls_from_casas_to_that_of_one_member() -> None:

@@ -213,7 +213,7 @@ def test_a_wrong_split_is_repaired_even_if_nothing_new_is_known() -> None:
 
 
 def test_without_repair_clusters_stay_as_they_are() -> None:
-    strategy = two_groups(recheck=0, repair=False)
+    strategy = two_groups(recheck=0, reassign=False)
     wrong(strategy, ["c0", "c3"])
     for _ in range(10):
         step(strategy, "c0", *strategy.models[strategy.clusters.main("c0")].vector)
@@ -326,7 +326,7 @@ def test_tests_and_the_result_are_of_what_clients_use() -> None:
 def apart(own: float = 20.0) -> Panicle:
     """Two groups of two, of which the first is not alike: 53 degrees, a distance of 0.4."""
     kinds = {"c0": (4.0, 0.0), "c1": (2.4, 3.2), "c2": (-4.0, 0.0), "c3": (-4.0, 0.0)}
-    strategy = probed(kinds, own=own, forward=0.0, average=0.0)
+    strategy = probed(kinds, personalize=own, forward=0.0, average=0.0)
     assert partition_of(strategy) == [["c0", "c1"], ["c2", "c3"]]
     return strategy
 
@@ -367,7 +367,7 @@ def test_what_a_client_has_trained_elsewhere_is_no_part_of_what_it_uses() -> Non
 
 def test_clients_test_what_they_use() -> None:
     def last_losses(own: float) -> list[float]:
-        strategy = Panicle(PanicleParameters(own=own))
+        strategy = Panicle(PanicleParameters(personalize=own))
         targets = [CENTRES[i % 3] + 1.0 * (i // 3 % 2) * np.eye(8)[3 + i % 3] for i in range(12)]
         devices = [Device(seconds_per_round=1.0)] * 12
         seen = run_on(strategy, grid_of(pulled_app(targets), devices, GROUPS), 240)
@@ -430,7 +430,7 @@ def test_clients_that_go_the_other_way_are_apart() -> None:
 
 def test_every_part_can_be_switched_off() -> None:
     options = {field.name: field for field in dataclasses.fields(PanicleParameters)}
-    off = {"clustering": False, "repair": False, "drift": False, "unbiased": False}
+    off = {"clustering": False, "reassign": False, "drift": False, "unbiased": False}
     off |= {"probe_steps": 0, "recheck": 0, "clip": 0.0, "sketch": 0, "forward": 0.0}
     assert off.keys() <= options.keys()
     for name, value in off.items():

@@ -132,7 +132,7 @@ def test_a_newcomer_that_does_not_agree_with_itself_is_placed_after_all_of_its_p
 
 
 def test_a_newcomer_founds_no_cluster_beyond_the_most_that_there_may_be() -> None:
-    strategy = two_groups(most=2, repair=False)
+    strategy = two_groups(most=2, reassign=False)
     strategy.on_join(Client("c6", 10))
     probe(strategy, "c6", *(-4.0, -0.1))
     probe(strategy, "c6", *(-4.0, -0.1))

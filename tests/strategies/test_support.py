@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raceme.strategies.faacl.support import (
+from raceme.strategies.faacl.strategy import (
     Partition,
     Supported,
     disjoint_pairs,

@@ -138,18 +138,6 @@ def exact_error(similarity: NDArray[np.floating], models: NDArray[np.float32]) -
 _EMPTY = -1
 
 
-def _no_slots() -> NDArray[np.int32]:
-    return np.empty((0, 0), np.int32)
-
-
-def _no_codes() -> NDArray[np.float32]:
-    return np.empty((0, 0), np.float32)
-
-
-def _no_counts() -> NDArray[np.int64]:
-    return np.empty(0, np.int64)
-
-
 @dataclass
 class ModelBuffers:
     """One buffer per client, holding at most one model of each other client.
@@ -171,10 +159,10 @@ class ModelBuffers:
         Σ_j |buf_j|.
     """
 
-    slots: NDArray[np.int32] = field(default_factory=_no_slots)
-    codes: NDArray[np.float32] = field(default_factory=_no_codes)
+    slots: NDArray[np.int32] = field(default_factory=lambda: np.empty((0, 0), np.int32))
+    codes: NDArray[np.float32] = field(default_factory=lambda: np.empty((0, 0), np.float32))
     norms: NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
-    references: NDArray[np.int64] = field(default_factory=_no_counts)
+    references: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     total: int = 0
 
     def resize(self, clients: int) -> None:

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from raceme.core.clients import Client
 from raceme.core.clusters import Clusters, Model
 from raceme.core.messages import COMPUTE_SCALE, MASK, Vector
-from raceme.core.options import option
+from raceme.core.options import option, with_defaults
 from raceme.core.requests import InFlight, Outcome, Request, Update
 from raceme.core.strategy import Method, Variant
 from raceme.strategies import shared as spectral
@@ -566,19 +566,13 @@ def magnitude_mask(w_i: Vector, share: float, trainable: Mask | None = None) -> 
 # -----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class CASACParameters(CASAParameters):
-    """Hyper-parameters of CASA-C."""
-
-    clustering: bool = option(False, "split clusters (true: CASA)")
-
-
-@dataclass(frozen=True)
-class CASADParameters(CASAParameters):
-    """Hyper-parameters of CASA-D."""
-
-    bi_level: bool = option(False, "bi-level decay (true: CASA)")
-
-
-CASAC = Variant(CASA, CASACParameters, "CASA without clustering: the ablation CASA-C.")
-CASAD = Variant(CASA, CASADParameters, "CASA with a constant decay: the ablation CASA-D.")
+CASAC = Variant(
+    CASA,
+    with_defaults(CASAParameters, clustering=False),
+    "CASA without clustering: the ablation CASA-C.",
+)
+CASAD = Variant(
+    CASA,
+    with_defaults(CASAParameters, bi_level=False),
+    "CASA with a constant decay: the ablation CASA-D.",
+)

@@ -19,30 +19,21 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from raceme.core import messages as names
 from raceme.core.clients import Client
 from raceme.core.clusters import Clusters
-from raceme.core.messages import (
-    COMPUTE_SCALE,
-    LOSSES,
-    PROXIMAL_MU,
-    Vector,
-    candidate,
-    forward_cost,
-    to_array,
-)
+from raceme.core.messages import Vector, candidate, forward_cost, to_array
 from raceme.core.options import option
 from raceme.core.requests import Answer, InvalidReplyError, Outcome, Request, Update
 from raceme.core.scheduling import InRounds, Scheduler, SelectionContext
 from raceme.core.strategy import Method, Needs
 from raceme.flower.messages import array_record
 from raceme.strategies.cdfl import SHARES, TRAIN_MIXED, TRAIN_OWN
-from raceme.strategies.cdfl.scheduling import OnRequest
 from raceme.strategies.cdfl.strategy import (
     Shares,
     SoftParameters,
     SoftState,
-    mix_in,
-    placement_of,
+    SoftUploads,
     start_clusters,
 )
 from raceme.strategies.ifca import different_models
@@ -102,7 +93,7 @@ class FedSoft(Method):
     def needs(self) -> Needs:
         """What a run of the method has to have."""
         return Needs(
-            kinds=frozenset({LOSSES, TRAIN_OWN}),
+            kinds=frozenset({names.LOSSES, TRAIN_OWN}),
             pretrained=True,
             by_distribution=lambda: self.state.pretrained,
         )
@@ -136,16 +127,16 @@ class FedSoft(Method):
         """Let a client measure all cluster models: K passes without gradients."""
         examples = self.progress.fleet.clients[client].num_examples
         cost = forward_cost(self.train_config, examples, len(self.models))
-        settings = {COMPUTE_SCALE: cost}
-        return Request(client, LOSSES, models=tuple(self.models), settings=settings)
+        settings = {names.COMPUTE_SCALE: cost}
+        return Request(client, names.LOSSES, models=tuple(self.models), settings=settings)
 
     def on_answer(self, answer: Answer) -> None:
         """Take a client's losses in: they tell the importance of each cluster to it."""
-        measured = answer.numbers.get(LOSSES, np.empty(0))
+        measured = answer.numbers.get(names.LOSSES, np.empty(0))
         if measured.ndim != 2 or len(measured) != len(self.models) or not measured.size:
             raise InvalidReplyError(
-                f"it must state as '{LOSSES}' the loss of each sample under {len(self.models)} "
-                f"models, got shape {measured.shape}"
+                f"it must state as '{names.LOSSES}' the loss of each sample under "
+                f"{len(self.models)} models, got shape {measured.shape}"
             )
         shares = importance_of(measured, self.parameters.smoothing)
         self.state.importance[answer.task.client] = shares.tolist()
@@ -178,7 +169,7 @@ class FedSoft(Method):
 
     def request_for(self, client: str) -> Request:
         """Let a client train its own model, pulled towards its mixture of the clusters'."""
-        return Request(client, TRAIN_OWN, settings={PROXIMAL_MU: self.parameters.strength})
+        return Request(client, TRAIN_OWN, settings={names.PROXIMAL_MU: self.parameters.strength})
 
     def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
         """Replace each cluster's model by the mean of those that it has drawn."""
@@ -276,14 +267,13 @@ class FedSoftAsyncState(SoftState):
     pretrained: bool = False
 
 
-class FedSoftAsync(Method):
+class FedSoftAsync(SoftUploads):
     """CDFL's baseline: clients hold all cluster models and estimate their mixtures themselves."""
 
     parameters_type = FedSoftAsyncParameters
     state_type = FedSoftAsyncState
     parameters: FedSoftAsyncParameters
     state: FedSoftAsyncState
-    scheduling: OnRequest
 
     @property
     def needs(self) -> Needs:
@@ -294,25 +284,12 @@ class FedSoftAsync(Method):
             by_distribution=lambda: self.state.pretrained,
         )
 
-    def scheduler(self) -> Scheduler:
-        """Let each client decide when it uploads."""
-        return OnRequest(self.parameters)
-
     def initialize(self, vector: Vector) -> None:
         """Start each cluster from its pre-trained model, or all from different ones."""
         self.clusters = soft_clusters(self, vector, self.parameters.k)
         self.state = FedSoftAsyncState(
             renewed=dict.fromkeys(self.clusters.models, 0), pretrained=bool(self.starts)
         )
-
-    def on_join(self, client: Client) -> None:
-        """Give a client that is new all cluster models."""
-        name = client.client_id
-        super().on_join(client)
-        if name not in self.state.since:
-            self.clusters.assign(name, dict.fromkeys(self.models, 1.0 / len(self.models)))
-            self.state.since[name] = self.progress.updates
-            self._send_all(name)
 
     # What a client does when it chooses.
 
@@ -323,44 +300,32 @@ class FedSoftAsync(Method):
         if self.scheduling.looks(client):
             shares = np.asarray(self._shares(client))
             mixture = np.tensordot(shares, np.stack(vectors), axes=1).astype(np.float32)
-            return self.scheduling.look_at(client, self.spec.pack(mixture), self._cost(client))
+            return self.scheduling.look_at(client, self.spec.pack(mixture), self._pass_cost(client))
         models = {candidate(k): self.spec.pack(own) for k, own in enumerate(vectors)}
         settings = {
-            PROXIMAL_MU: self.parameters.rho,
-            COMPUTE_SCALE: 1.0 + self._cost(client, len(models)),
+            names.PROXIMAL_MU: self.parameters.rho,
+            names.COMPUTE_SCALE: 1.0 + self._pass_cost(client, len(models)),
         }
         if client in self.state.shares:
             shares = np.asarray(self.state.shares[client])
             models[SHARES] = array_record({SHARES: to_array(shares)})
         return Request(client, TRAIN_MIXED, models=(), arrays=models, settings=settings)
 
-    def _cost(self, client: str, models: int = 1) -> float:
-        examples = self.progress.fleet.clients[client].num_examples
-        return forward_cost(self.train_config, examples, models)
-
-    def on_answer(self, answer: Answer) -> None:
-        """Note how well a client's mixture still fits its data."""
-        self.scheduling.heard(answer)
-
     # What the server does with an upload.
 
     def on_update(self, update: Update) -> Outcome:
         """Mix the client's model in by the shares that it states, and send it all models."""
-        client, epoch = update.task.client, self.progress.updates + 1
         alpha = stated_shares(update, len(self.models))
-        applied = mix_in(
-            self.clusters, self.state, self.parameters, update.vector, alpha, client, epoch
-        )
-        self.state.shares[client] = alpha.tolist()
-        self.clusters.assign(client, placement_of(self.clusters, alpha))
-        self._send_all(client)
+        applied = self._mix_in(update, alpha)
+        self.state.shares[update.task.client] = alpha.tolist()
         return applied
 
     def _shares(self, client: str) -> list[float]:
         return self.state.shares.get(client) or [1.0 / len(self.models)] * len(self.models)
 
-    def _send_all(self, client: str) -> None:
-        """Note which models a client has from now on; each version is kept once."""
+    def _send_back(self, client: str, weights: dict[int, float]) -> None:
+        """Note which models a client has from now on: all; each version is kept once."""
+        super()._send_back(client, weights)
         for k, version in self.state.held.get(client, {}).items():
             self.bases.release(_name(k, version))
         self.state.held[client] = {k: model.version for k, model in self.models.items()}

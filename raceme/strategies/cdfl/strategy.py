@@ -217,6 +217,72 @@ class SoftState:
     since: dict[str, int] = field(default_factory=dict)
 
 
+class SoftUploads(Method):
+    """What CDFL and FedSoft-Async share: clients decide when they upload, into several clusters."""
+
+    parameters: SoftParameters
+    state: SoftState
+    scheduling: OnRequest
+
+    def scheduler(self) -> Scheduler:
+        """Let each client decide when it uploads."""
+        return OnRequest(self.parameters)
+
+    def on_join(self, client: Client) -> None:
+        """Take a client in; to one that is new all clusters are alike."""
+        super().on_join(client)
+        name = client.client_id
+        if name not in self.state.since:
+            self._send_back(name, dict.fromkeys(self.models, 1.0 / len(self.models)))
+            self.state.since[name] = self.progress.updates
+
+    def on_answer(self, answer: Answer) -> None:
+        """Note how well what a client holds still fits its data."""
+        self.scheduling.heard(answer)
+
+    def _send_back(self, client: str, weights: dict[int, float]) -> None:
+        """Note what a client receives, by its weight in each cluster."""
+        self.clusters.assign(client, weights)
+
+    def _pass_cost(self, client: str, models: int = 1) -> float:
+        """Return what one pass without gradients takes, under each of so many models."""
+        examples = self.progress.fleet.clients[client].num_examples
+        return forward_cost(self.train_config, examples, models)
+
+    def _mix_in(self, update: Update, alpha: Shares) -> Outcome:
+        """Mix an upload into the clusters that it is of (UpdateRatioCompute), if it is in time.
+
+        The outcome has the cluster with the largest share, the uploads of others since the client
+        received its model, and the largest β_k.
+
+        Parameters
+        ----------
+        update : Update
+            The upload.
+        alpha : Shares
+            α, in order of the clusters. Shape (K,).
+        """
+        client, epoch = update.task.client, self.progress.updates + 1
+        clusters, state, options = self.clusters, self.state, self.parameters
+        received = state.since[client]
+        oldest = len(clusters.members) if options.oldest is None else options.oldest
+        largest = 0.0
+        if epoch - received <= oldest:
+            parts = cluster_shares(alpha, options.share_bar)
+            for (k, model), beta1 in zip(clusters.models.items(), parts, strict=True):
+                if beta1 == 0:
+                    continue
+                last = state.renewed[k] if options.last_update == "before" else epoch
+                beta = options.beta0 * beta1 * lateness_share(last, received, options.a, options.b)
+                model.mix(update.vector, beta)
+                state.renewed[k], largest = epoch, max(largest, beta)
+        state.since[client] = epoch
+        shares = zip(clusters.models, alpha.tolist(), strict=True)
+        self._send_back(client, {k: share for k, share in shares if share > 0})
+        main = list(clusters.models)[int(np.argmax(alpha))]
+        return Outcome(main, staleness=epoch - received - 1, weight=largest)
+
+
 @dataclass
 class CDFLState(SoftState):
     """What CDFL knows beside its clusters.
@@ -230,14 +296,13 @@ class CDFLState(SoftState):
     received: dict[str, Vector] = field(default_factory=dict)
 
 
-class CDFL(Method):
+class CDFL(SoftUploads):
     """Clients upload when they choose, and get back a model of their mixture of data (CDFL)."""
 
     parameters_type = CDFLParameters
     state_type = CDFLState
     parameters: CDFLParameters
     state: CDFLState
-    scheduling: OnRequest
 
     @property
     def needs(self) -> Needs:
@@ -274,10 +339,6 @@ class CDFL(Method):
             bar_of("cdfl.distance-bar", options.distance_bar),
         )
 
-    def scheduler(self) -> Scheduler:
-        """Let each client decide when it uploads."""
-        return OnRequest(self.parameters)
-
     def _check_server(self, proxies: int) -> None:
         """Raise UserError if there is not a proxy set for each cluster."""
         wanted = self.parameters.k
@@ -300,45 +361,26 @@ class CDFL(Method):
         self.clusters = start_clusters(vector, count, self.starts)
         self.state = CDFLState(renewed=dict.fromkeys(self.clusters.models, 0))
 
-    def on_join(self, client: Client) -> None:
-        """Give a client that is new the mean of the cluster models."""
-        name = client.client_id
-        super().on_join(client)
-        if name not in self.state.since:
-            alike = dict.fromkeys(self.models, 1.0 / len(self.models))
-            self.clusters.assign(name, alike)
-            self.state.received[name] = blended(self.models, alike)
-            self.state.since[name] = self.progress.updates
-
     # What a client does when it chooses.
 
     def request_for(self, client: str) -> Request:
         """Let a client train the model that it has received, or look how well that still fits."""
         received = self.spec.pack(self.state.received[client])
         if self.scheduling.looks(client):
-            examples = self.progress.fleet.clients[client].num_examples
-            return self.scheduling.look_at(
-                client, received, forward_cost(self.train_config, examples)
-            )
+            return self.scheduling.look_at(client, received, self._pass_cost(client))
         settings = {PROXIMAL_MU: self.parameters.rho}
         return Request(client, models=(), arrays={ARRAYS: received}, settings=settings)
-
-    def on_answer(self, answer: Answer) -> None:
-        """Note how well a client's model still fits its data."""
-        self.scheduling.heard(answer)
 
     # What the server does with an upload.
 
     def on_update(self, update: Update) -> Outcome:
         """Estimate the client's mixture, mix its model in, and make the one that it gets back."""
-        client, v = update.task.client, update.vector
-        alpha = self.estimate(v)
-        epoch = self.progress.updates + 1
-        applied = mix_in(self.clusters, self.state, self.parameters, v, alpha, client, epoch)
-        weights = placement_of(self.clusters, alpha)
-        self.clusters.assign(client, weights)
+        return self._mix_in(update, self.estimate(update.vector))
+
+    def _send_back(self, client: str, weights: dict[int, float]) -> None:
+        """Send a client the mixture of the cluster models."""
+        super()._send_back(client, weights)
         self.state.received[client] = blended(self.models, weights)
-        return applied
 
     def estimate(self, v: Vector) -> Shares:
         """Return α: of which clusters' distributions a model's data were a mixture.
@@ -389,63 +431,6 @@ def start_clusters(vector: Vector, count: int, starts: Sequence[Vector]) -> Clus
             "for each group of the data."
         )
     return Clusters({k: Model((starts[k] if starts else vector).copy()) for k in range(count)})
-
-
-def placement_of(clusters: Clusters, alpha: Shares) -> dict[int, float]:
-    """Return a client's weight in each cluster, from α in their order; one of 0 is left out."""
-    shares = zip(clusters.models, alpha.tolist(), strict=True)
-    return {k: share for k, share in shares if share > 0}
-
-
-def mix_in(
-    clusters: Clusters,
-    state: SoftState,
-    options: SoftParameters,
-    v: Vector,
-    alpha: Shares,
-    client: str,
-    epoch: int,
-) -> Outcome:
-    """Mix an upload into the clusters that it is of (UpdateRatioCompute), unless it is too late.
-
-    Parameters
-    ----------
-    clusters : Clusters
-        Whose models change.
-    state : SoftState
-        Notes which were updated, and that the client receives something new.
-    options : SoftParameters
-        β0, a, b, τ0 and the bar.
-    v : Vector
-        What the client has trained. Shape (d,).
-    alpha : Shares
-        α, in order of the clusters. Shape (K,).
-    client : str
-        Who.
-    epoch : int
-        t.
-
-    Returns
-    -------
-    Outcome
-        The cluster with the largest share, uploads of others since the client received its model,
-        and the largest β_k.
-    """
-    received = state.since[client]
-    oldest = len(clusters.members) if options.oldest is None else options.oldest
-    largest = 0.0
-    if epoch - received <= oldest:
-        parts = cluster_shares(alpha, options.share_bar)
-        for (k, model), beta1 in zip(clusters.models.items(), parts, strict=True):
-            if beta1 == 0:
-                continue
-            last = state.renewed[k] if options.last_update == "before" else epoch
-            beta = options.beta0 * beta1 * lateness_share(last, received, options.a, options.b)
-            model.mix(v, beta)
-            state.renewed[k], largest = epoch, max(largest, beta)
-    state.since[client] = epoch
-    main = list(clusters.models)[int(np.argmax(alpha))]
-    return Outcome(main, staleness=epoch - received - 1, weight=largest)
 
 
 def bar_of(name: str, text: str) -> float | None:

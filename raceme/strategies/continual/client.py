@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
@@ -453,27 +453,17 @@ def _key(step: int) -> str:
 
 def _read(record: ArrayRecord, accelerator: str) -> TaskPart:
     arrays = {
-        name: torch.from_numpy(np.array(from_array(array))).to(accelerator)
+        "mask" if name == _LOGITS else name: torch.from_numpy(np.array(from_array(array)))
         for name, array in record.items()
     }
-    return TaskPart(
-        mask=arrays[_LOGITS if _LOGITS in arrays else "mask"],
-        adaptive=arrays["adaptive"],
-        borrowed=arrays["borrowed"],
-        shares=arrays["shares"],
-        held=arrays["held"],
-    )
+    return TaskPart(**{item.name: arrays[item.name].to(accelerator) for item in fields(TaskPart)})
 
 
 def _written(part: TaskPart, masks: Masks) -> ArrayRecord:
-    arrays: dict[str, Tensor] = {
-        _LOGITS if masks.sigmoid else "mask": part.mask,
-        "adaptive": part.adaptive,
-        "borrowed": part.borrowed,
-        "shares": part.shares,
-        "held": part.held,
-    }
-    return array_record({name: to_array(values.cpu().numpy()) for name, values in arrays.items()})
+    arrays = {item.name: to_array(getattr(part, item.name).cpu().numpy()) for item in fields(part)}
+    if masks.sigmoid:
+        arrays[_LOGITS] = arrays.pop("mask")
+    return array_record(arrays)
 
 
 # -----------------------------------------------------------------------------

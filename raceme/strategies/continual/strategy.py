@@ -8,42 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
 
-from raceme.core.messages import (
-    BATCH_SIZE,
-    COMPLETED_BY,
-    COMPUTE_SCALE,
-    DROPOUT,
-    LARGEST_SQUARE,
-    LR_SCALE,
-    PASSES_OF_TRAINING,
-    PROXIMAL_MU,
-    ModelSpec,
-    forward_cost,
-    to_array,
-)
+import raceme.strategies.continual as keys
+from raceme.core import messages as names
+from raceme.core.messages import ModelSpec, forward_cost, to_array
 from raceme.core.options import option
 from raceme.core.requests import Outcome, Request, Update, Value
-from raceme.core.scheduling import InRounds, RoundsParameters, Scheduler
+from raceme.core.scheduling import RoundsParameters
 from raceme.core.strategy import Method, Needs, average_by_cluster
 from raceme.flower.messages import array_record
-from raceme.strategies.continual import (
-    ADAPTIVE_INDICES,
-    ADAPTIVE_VALUES,
-    DRIFT_STRENGTH,
-    ELASTIC_MEMORY,
-    ELASTIC_STRENGTH,
-    OTHERS,
-    SPARSITY,
-    TASK_PARTS,
-    TRAIN_BORROWING,
-    TRAIN_DECOMPOSED,
-    TRAIN_ELASTIC,
-)
 
 
 @dataclass(frozen=True)
@@ -53,14 +29,20 @@ class TaskRoundsParameters(RoundsParameters):
     mu: float = option(0.05, "weight μ of FedProx's proximal term; 0: FedAvg's rounds", low=0)
 
 
-def task_of(method: Method, client: str) -> int:
-    """Return the number of the task that a client is at, from 0."""
-    return method.step_of(client) or 0
+class TaskRounds(Method):
+    """FedProx's rounds: the methods differ in how clients train, and the server averages."""
 
+    def task_of(self, client: str) -> int:
+        """Return the number of the task that a client is at, from 0."""
+        return self.step_of(client) or 0
 
-def begins_task(method: Method, client: str) -> bool:
-    """Return whether a client has sent no update of the task that it is at."""
-    return method.progress.trained_steps.get(client) != task_of(method, client)
+    def begins_task(self, client: str) -> bool:
+        """Return whether a client has sent no update of the task that it is at."""
+        return self.progress.trained_steps.get(client) != self.task_of(client)
+
+    def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
+        """Average, weighted by the numbers of samples."""
+        return average_by_cluster(self.clusters, updates)
 
 
 # -----------------------------------------------------------------------------
@@ -96,38 +78,29 @@ class EWCParameters(TaskRoundsParameters):
     )
 
 
-class EWC(Method):
+class EWC(TaskRounds):
     """FedProx whose clients hold the weights that matter for their former tasks (FedProx-EWC)."""
 
     parameters_type = EWCParameters
     needs = Needs(
-        kinds=frozenset({TRAIN_ELASTIC}),
-        settings=frozenset({ELASTIC_STRENGTH, ELASTIC_MEMORY}),
+        kinds=frozenset({keys.TRAIN_ELASTIC}),
+        settings=frozenset({keys.ELASTIC_STRENGTH, keys.ELASTIC_MEMORY}),
         one_model=True,
     )
     parameters: EWCParameters
-    scheduling: InRounds
-
-    def scheduler(self) -> Scheduler:
-        """Work in rounds."""
-        return InRounds(self.parameters.fraction, picking=self.parameters.picking)
 
     def request_for(self, client: str) -> Request:
         """Let a client train, after it has measured the task that is over, if one is."""
         settings = {
-            PROXIMAL_MU: self.parameters.mu,
-            ELASTIC_STRENGTH: self.parameters.strength,
-            ELASTIC_MEMORY: self.parameters.memory,
+            names.PROXIMAL_MU: self.parameters.mu,
+            keys.ELASTIC_STRENGTH: self.parameters.strength,
+            keys.ELASTIC_MEMORY: self.parameters.memory,
         }
-        if client in self.progress.trained_steps and begins_task(self, client):
+        if client in self.progress.trained_steps and self.begins_task(client):
             examples = self.progress.fleet.clients[client].num_examples
-            measuring = forward_cost(self.train_config, examples, PASSES_OF_TRAINING)
-            settings[COMPUTE_SCALE] = 1.0 + measuring
-        return Request(client, TRAIN_ELASTIC, settings=settings)
-
-    def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
-        """Average, weighted by the numbers of samples."""
-        return average_by_cluster(self.clusters, updates)
+            measuring = forward_cost(self.train_config, examples, names.PASSES_OF_TRAINING)
+            settings[names.COMPUTE_SCALE] = 1.0 + measuring
+        return Request(client, keys.TRAIN_ELASTIC, settings=settings)
 
 
 # -----------------------------------------------------------------------------
@@ -161,33 +134,24 @@ class StableSGDParameters(TaskRoundsParameters):
     )
 
 
-class StableSGD(Method):
+class StableSGD(TaskRounds):
     """FedProx with dropout and a learning rate that falls with each task (Stable SGD)."""
 
     parameters_type = StableSGDParameters
     needs = Needs(one_model=True)
     parameters: StableSGDParameters
-    scheduling: InRounds
-
-    def scheduler(self) -> Scheduler:
-        """Work in rounds."""
-        return InRounds(self.parameters.fraction, picking=self.parameters.picking)
 
     def request_for(self, client: str) -> Request:
         """Let a client train with dropout, at its task's learning rate."""
         options = self.parameters
-        settings: dict[str, Value] = {
-            PROXIMAL_MU: options.mu,
-            DROPOUT: options.dropout,
-            LR_SCALE: options.decay ** task_of(self, client),
+        settings = {
+            names.PROXIMAL_MU: options.mu,
+            names.DROPOUT: options.dropout,
+            names.LR_SCALE: options.decay ** self.task_of(client),
         }
         if options.batch_size is not None:
-            settings[BATCH_SIZE] = options.batch_size
+            settings[names.BATCH_SIZE] = options.batch_size
         return Request(client, settings=settings)
-
-    def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
-        """Average, weighted by the numbers of samples."""
-        return average_by_cluster(self.clusters, updates)
 
 
 # -----------------------------------------------------------------------------
@@ -225,35 +189,34 @@ class APDParameters(TaskRoundsParameters):
     sparsity: float = option(0.01, "λ1: strength of the L1 norm of task-adaptive weights", low=0)
     drift: float = option(100.0, "λ2: how strongly former tasks' weights are held", low=0)
 
+    def settings(self) -> dict[str, Value]:
+        """Return what a request says of the strengths."""
+        return {
+            names.PROXIMAL_MU: self.mu,
+            keys.SPARSITY: self.sparsity,
+            keys.DRIFT_STRENGTH: self.drift,
+        }
 
-class APD(Method):
+
+def needs_of_decomposition(kind: str) -> Needs:
+    """Return what training decomposed weights needs; clients test with their own parts."""
+    return Needs(
+        kinds=frozenset({kind}),
+        settings=frozenset({keys.SPARSITY, keys.DRIFT_STRENGTH}),
+        test_settings={names.COMPLETED_BY: keys.TASK_PARTS},
+    )
+
+
+class APD(TaskRounds):
     """FedProx on weights shared by all tasks, with masks and sparse weights for each (APD)."""
 
     parameters_type = APDParameters
-    needs = Needs(
-        kinds=frozenset({TRAIN_DECOMPOSED}),
-        settings=frozenset({SPARSITY, DRIFT_STRENGTH}),
-        test_settings=MappingProxyType({COMPLETED_BY: TASK_PARTS}),
-    )
+    needs = needs_of_decomposition(keys.TRAIN_DECOMPOSED)
     parameters: APDParameters
-    scheduling: InRounds
-
-    def scheduler(self) -> Scheduler:
-        """Work in rounds."""
-        return InRounds(self.parameters.fraction, picking=self.parameters.picking)
 
     def request_for(self, client: str) -> Request:
         """Let a client train the shared weights, with its own for its task."""
-        settings = {
-            PROXIMAL_MU: self.parameters.mu,
-            SPARSITY: self.parameters.sparsity,
-            DRIFT_STRENGTH: self.parameters.drift,
-        }
-        return Request(client, TRAIN_DECOMPOSED, settings=settings)
-
-    def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
-        """Average the shared weights, weighted by the numbers of samples."""
-        return average_by_cluster(self.clusters, updates)
+        return Request(client, keys.TRAIN_DECOMPOSED, settings=self.parameters.settings())
 
 
 # -----------------------------------------------------------------------------
@@ -286,13 +249,12 @@ class APD(Method):
 
 
 @dataclass(frozen=True)
-class FedWeITParameters(TaskRoundsParameters):
+class FedWeITParameters(APDParameters):
     """Hyper-parameters of FedWeIT."""
 
     sparsity: float = option(
         0.01, "λ1: strength of the L1 norm of masks and task-adaptive weights", low=0
     )
-    drift: float = option(100.0, "λ2: how strongly former tasks' weights are held", low=0)
     others: int = option(
         5, "other clients, at most, whose task-adaptive weights a client is sent", low=0
     )
@@ -327,44 +289,31 @@ class FedWeITState:
     adaptive: dict[str, dict[int, Adaptive]] = field(default_factory=dict)
 
 
-class FedWeIT(Method):
+class FedWeIT(TaskRounds):
     """Base weights for all, sparse ones for each task, and those of others borrowed (FedWeIT)."""
 
     parameters_type = FedWeITParameters
     state_type = FedWeITState
-    needs = Needs(
-        kinds=frozenset({TRAIN_BORROWING}),
-        settings=frozenset({SPARSITY, DRIFT_STRENGTH}),
-        test_settings=MappingProxyType({COMPLETED_BY: TASK_PARTS}),
-    )
+    needs = needs_of_decomposition(keys.TRAIN_BORROWING)
     parameters: FedWeITParameters
     state: FedWeITState
-    scheduling: InRounds
-
-    def scheduler(self) -> Scheduler:
-        """Work in rounds."""
-        return InRounds(self.parameters.fraction, picking=self.parameters.picking)
 
     def request_for(self, client: str) -> Request:
         """Let a client train; if it begins a task, send it what others have for theirs."""
-        settings = {
-            PROXIMAL_MU: self.parameters.mu,
-            SPARSITY: self.parameters.sparsity,
-            DRIFT_STRENGTH: self.parameters.drift,
-        }
-        lent = self._lent_to(client) if begins_task(self, client) else []
+        lent = self._lent_to(client) if self.begins_task(client) else []
         arrays = {}
         if lent:
             named = {}
             for number, adaptive in enumerate(lent):
-                named[f"{ADAPTIVE_INDICES}-{number}"] = to_array(adaptive.indices)
-                named[f"{ADAPTIVE_VALUES}-{number}"] = to_array(adaptive.values)
-            arrays[OTHERS] = array_record(named)
-        return Request(client, TRAIN_BORROWING, arrays=arrays, settings=settings)
+                named[f"{keys.ADAPTIVE_INDICES}-{number}"] = to_array(adaptive.indices)
+                named[f"{keys.ADAPTIVE_VALUES}-{number}"] = to_array(adaptive.values)
+            arrays[keys.OTHERS] = array_record(named)
+        settings = self.parameters.settings()
+        return Request(client, keys.TRAIN_BORROWING, arrays=arrays, settings=settings)
 
     def _lent_to(self, client: str) -> list[Adaptive]:
         """Return the latest A of others that is of a task before the client's, or some of them."""
-        now = task_of(self, client)
+        now = self.task_of(client)
         finished = []
         for other, tasks in self.state.adaptive.items():
             before = [task for task in tasks if task < now]
@@ -388,8 +337,8 @@ class FedWeIT(Method):
 
 def adaptive_of(update: Update, spec: ModelSpec) -> Adaptive | None:
     """Return the task-adaptive weights that come with an update; None if they are unusable."""
-    indices = update.numbers.get(ADAPTIVE_INDICES, np.empty(0))
-    values = update.numbers.get(ADAPTIVE_VALUES, np.empty(0))
+    indices = update.numbers.get(keys.ADAPTIVE_INDICES, np.empty(0))
+    values = update.numbers.get(keys.ADAPTIVE_VALUES, np.empty(0))
     weights = spec.size if spec.trainable is None else int(spec.trainable.sum())
     usable = indices.ndim == 1 and indices.shape == values.shape and indices.dtype.kind in "iu"
     if not usable or not indices.size:
@@ -397,6 +346,6 @@ def adaptive_of(update: Update, spec: ModelSpec) -> Adaptive | None:
     if indices.min() < 0 or indices.max() >= weights or len(np.unique(indices)) < len(indices):
         return None
     # Other clients will train with them: they are bounded as models are.
-    if not np.sum(np.square(values, dtype=np.float64)) <= LARGEST_SQUARE:
+    if not np.sum(np.square(values, dtype=np.float64)) <= names.LARGEST_SQUARE:
         return None
     return Adaptive(indices.astype(np.int32), values.astype(np.float32))

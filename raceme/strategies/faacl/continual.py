@@ -4,13 +4,15 @@ Zhang, "Asymmetric Clustering in Federated Continual Learning" (C-FAACL), thesis
 first clusters are found as by FAACL. Whenever a client has new data (a step of data that change) it
 trains a model of its own on them, and looks for the cluster that they belong to: among those of its
 own former tasks first, then among all, comparing models on its new data and on a remembered sample
-of that task (Algorithms 8 and 9, :mod:`raceme.strategies.faacl.continual`). If none fits, the data
-are a new concept, and its model is that of a new cluster (Algorithm 10). Then clusters are trained,
-compared and merged as in FAACL.
+of that task (Algorithms 8 and 9). A match: the cluster's model is no worse on the new data, and the
+new model is no worse on the remembered sample. If none fits, the data are a new concept, and its
+model is that of a new cluster (Algorithm 10). Then clusters are trained, compared and merged as in
+FAACL.
 
 Each client remembers a sample of its validation data of every task, and the server which cluster
 they belonged to. By default, as in the thesis, such a sample is lent to other clients, by way of
-the server: it leaves its client. With ``borrow=losses`` only losses do.
+the server: it leaves its client. With ``borrow=losses``, our own, the new model travels to the
+sample instead, and only losses leave a client.
 
 Where the thesis is silent (our readings): a cluster without clients keeps its model, which is not
 trained, and may be found again; clusters founded in a search are not searched by others of the same
@@ -20,8 +22,7 @@ is tested on, a former task with the model of the cluster that it had then.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -29,78 +30,39 @@ import numpy as np
 from flwr.app import ArrayRecord
 from numpy.typing import NDArray
 
+import raceme.strategies.faacl as keys
 from raceme.core.clusters import Model, Weights
 from raceme.core.errors import UserError
 from raceme.core.messages import COMPUTE_SCALE, LOSSES, ON, Vector, forward_cost, numbered, to_array
 from raceme.core.options import option
-from raceme.core.requests import (
-    Answer,
-    InFlight,
-    InvalidReplyError,
-    Outcome,
-    Request,
-    Update,
-    Value,
-)
-from raceme.core.scheduling import InRounds, Scheduler, SelectionContext
-from raceme.core.strategy import InUse, Method, Needs
+from raceme.core.requests import Answer, InFlight, InvalidReplyError, Outcome, Request, Update
+from raceme.core.scheduling import SelectionContext
+from raceme.core.strategy import InUse, Needs
 from raceme.flower.messages import array_record
-from raceme.strategies.faacl import (
-    BORROWED,
-    INPUTS,
-    LABELS,
-    LEARN,
-    LEND,
-    LOCAL,
-    MATCH,
-    MEMORY,
-    MEMORY_STEPS,
-    REMEMBERED,
-)
 from raceme.strategies.faacl.strategy import (
     ASKING_SECONDS,
+    FAACL,
     START,
-    FindsSupport,
-    SupportRounds,
-    SupportRoundsParameters,
-    SupportRoundsState,
+    FAACLParameters,
+    FAACLState,
+    fewest_samples,
+    log,
     losses_of,
+    no_worse,
     validation_share,
 )
-from raceme.strategies.faacl.support import fewest_samples, no_worse
-
-# -----------------------------------------------------------------------------
-# Where data of a new task belong: the searches of C-FAACL.
-#
-# Zhang, "Asymmetric Clustering in Federated Continual Learning" (C-FAACL), thesis, Waterloo
-# 2024:
-# Algorithms 8 and 9. A client that has trained a model on new data looks first at what it
-# remembers
-# itself: a sample of a former task, and the cluster that it belonged to. If none matches, it
-# looks at
-# what clients of each of the other clusters remember. A match: the cluster's model is no worse
-# on the
-# new data, and the new model is no worse on the remembered sample.
-#
-# For the second search the thesis has the sample borrowed: it travels from the client that
-# remembers
-# it, by way of the server, to the one that searches. With ``borrow=losses``, our own, the new
-# model
-# travels to the sample instead, and no sample leaves its client.
-# -----------------------------------------------------------------------------
-
-
-log = logging.getLogger("raceme")
 
 Item = TypeVar("Item")
+
+_SEARCHING = (keys.MATCH, keys.LEND)
 
 OWN, LENDING, OTHERS = "search-own", "lend", "search-others"
 """Stages of a search; a stage is also the phase by which its bytes are counted."""
 
 
 @dataclass(frozen=True)
-class SearchParameters(SupportRoundsParameters):
-    """Hyper-parameters of the searches."""
+class CFAACLParameters(FAACLParameters):
+    """Hyper-parameters of C-FAACL."""
 
     remembered: int = option(50, "|S|: samples of each task that a client remembers", low=1)
     borrow: str = option(
@@ -108,6 +70,9 @@ class SearchParameters(SupportRoundsParameters):
         "what travels to test a remembered sample of another client: samples (the thesis), or "
         "models, so that only losses leave it: losses (our own)",
         among=("samples", "losses"),
+    )
+    learn_epochs: int = option(
+        20, "passes over the samples of a new task with which a client trains its own model", low=1
     )
 
 
@@ -156,8 +121,8 @@ class ConceptRequest:
 
 
 @dataclass
-class SearchState(SupportRoundsState):
-    """What is known of former tasks, and how far a search is.
+class CFAACLState(FAACLState):
+    """What C-FAACL knows beside FAACL's state: former tasks, and how far a search is.
 
     Attributes
     ----------
@@ -220,286 +185,29 @@ def matches(
     return no_worse(l2, l1, epsilon, alpha) and no_worse(l3, l4, epsilon, alpha)
 
 
-class ConceptSearch:
-    """Finds the clusters that new data of clients belong to, between two rounds.
-
-    Parameters
-    ----------
-    method : Method
-        Its state is a :class:`SearchState`, its parameters are :class:`SearchParameters`.
-    place : Callable
-        Places the clients that have searched, which ends the search.
-    """
-
-    def __init__(self, method: Method, place: Callable[[], None]) -> None:
-        self._method, self._place = method, place
-        self._parameters: SearchParameters = method.parameters
-
-    @property
-    def _state(self) -> SearchState:
-        state: SearchState = self._method.state
-        return state
-
-    def ask(self, moment: SelectionContext) -> list[Request] | None:
-        """Return who is asked what now; None if nobody searches any more."""
-        state, dispatch = self._state, self._method.scheduling
-        assert isinstance(dispatch, InRounds), "the method works in rounds"
-        if not state.local or dispatch.state.running or moment.greeting:
-            return None
-        while state.local:
-            asked = dispatch.ask_first(moment, self._is_asked, every=0, patience=ASKING_SECONDS)
-            if asked is not None:
-                return [self._work(client) for client in asked]
-            self._advance()
-        return None
-
-    def _is_asked(self, client: str) -> bool:
-        return client in self._state.requests and client not in self._state.tried
-
-    # What clients are asked.
-
-    def _work(self, client: str) -> Request:
-        """Return the work of a client in this stage."""
-        state, request = self._state, self._state.requests[client]
-        settings: dict[str, Value] = {MEMORY_STEPS: request.steps}
-        if state.stage == LENDING:
-            settings[COMPUTE_SCALE] = 0.0
-            return Request(client, LEND, models=(), settings=settings, phase=state.stage)
-        if request.searches:
-            settings[ON] = "validation"
-        settings[COMPUTE_SCALE] = self._cost(client, request)
-        arrays = {
-            numbered(LOCAL, index): self._method.spec.pack(state.local[name])
-            for index, name in enumerate(request.clients)
-        }
-        for index, remembered in enumerate(request.borrowed):
-            arrays[numbered(BORROWED, index)] = self._lent(remembered)
-        models = tuple(request.clusters)
-        return Request(client, MATCH, models, arrays, settings, phase=state.stage)
-
-    def _cost(self, client: str, request: ConceptRequest) -> float:
-        """Return what measuring takes, as a share of a round's computing."""
-        examples = self._method.progress.fleet.clients[client].num_examples
-        samples = validation_share(self._method) * examples if request.searches else 0.0
-        samples += self._parameters.remembered * (len(request.steps) + len(request.borrowed))
-        models = len(request.clusters) + len(request.clients)
-        train_config = self._method.train_config
-        return samples / max(1, examples) * forward_cost(train_config, examples, models)
-
-    def _lent(self, remembered: Remembered) -> ArrayRecord:
-        name = numbered(MEMORY, remembered.step)
-        lent = self._state.lent[remembered.client]
-        parts = {part: to_array(lent[f"{name}-{part}"]) for part in (INPUTS, LABELS)}
-        return array_record(parts)
-
-    def sent(self, task: InFlight) -> None:
-        """Note that a client was asked: once in a stage, whatever becomes of it."""
-        self._state.tried[task.client] = True
-
-    def take(self, answer: Answer) -> None:
-        """Take losses, or lent samples, in.
-
-        Raises
-        ------
-        InvalidReplyError
-            They are none, or come after the stage.
-        """
-        state, client = self._state, answer.task.client
-        request = state.requests.get(client)
-        if request is None or (answer.task.kind == LEND) != (state.stage == LENDING):
-            raise InvalidReplyError("it came after the search")
-        self._forget_what_is_lost(client, request, answer.numbers.keys())
-        if state.stage == LENDING:
-            state.lent[client] = dict(answer.numbers)
-            return
-        rows = len(request.clusters) + len(request.clients)
-        state.answers[client] = {name: losses_of(answer, rows, name) for name in answer.numbers}
-
-    def _forget_what_is_lost(
-        self, client: str, request: ConceptRequest, there: Iterable[str]
-    ) -> None:
-        """Note that a client remembers steps no more: it was set up anew, say."""
-        known = set(there)
-        for step in request.steps:
-            name = numbered(MEMORY, step)
-            if name not in known and f"{name}-{INPUTS}" not in known:
-                log.warning("%s has lost its memory of step %d.", client, step)
-                self._state.memory.get(client, {}).pop(step, None)
-
-    # From stage to stage.
-
-    def _advance(self) -> None:
-        """Draw the conclusions of a stage, and begin the next."""
-        state = self._state
-        if state.stage == OWN:
-            self._conclude()
-            self._begin_others()
-        elif state.stage == LENDING:
-            self._begin(OTHERS)
-        elif state.stage == OTHERS:
-            self._conclude()
-            self._end()
-        else:
-            state.tested = {client: self._own(client) for client in state.local}
-            self._begin(OWN)
-
-    def _own(self, client: str) -> list[Remembered]:
-        """Return what a client remembers itself, in order of time (Algorithm 8)."""
-        heir, models = self._state.supported.heir, self._method.models
-        known = sorted(self._state.memory.get(client, {}).items())
-        found = (Remembered(heir(cluster), client, step) for step, cluster in known)
-        return [remembered for remembered in found if remembered.cluster in models]
-
-    def _begin_others(self) -> None:
-        """Pick what each client that has found nothing is compared on (Algorithm 9)."""
-        state = self._state
-        by_cluster: dict[int, list[Remembered]] = {}
-        for client in state.memory:
-            if self._method.clusters.online.get(client):
-                for remembered in self._own(client):
-                    by_cluster.setdefault(remembered.cluster, []).append(remembered)
-        state.tested = {}
-        for client in state.local:
-            if client in state.joins:
-                continue
-            state.tested[client] = []
-            for _, known in sorted(by_cluster.items()):
-                if others := [r for r in known if r.client != client]:
-                    drawn = others[int(self._method.rng.integers(len(others)))]
-                    state.tested[client].append(drawn)
-        self._begin(LENDING if self._parameters.borrow == "samples" else OTHERS)
-
-    def _begin(self, stage: str) -> None:
-        """Find out who is to be asked what."""
-        state, requests = self._state, self._state.requests
-        state.stage, state.tried, state.answers = stage, {}, {}
-        requests.clear()
-        for client, tested in state.tested.items():
-            for remembered in tested:
-                self._add(requests, client, remembered)
-
-    def _add(
-        self, requests: dict[str, ConceptRequest], client: str, remembered: Remembered
-    ) -> None:
-        """Have a client compared on a remembered sample."""
-        stage, borrows = self._state.stage, self._parameters.borrow == "samples"
-        if stage in (LENDING, OTHERS) and (stage == LENDING or not borrows):
-            holder = requests.setdefault(remembered.client, ConceptRequest())
-            _once(holder.steps, remembered.step)
-            if stage == OTHERS:
-                _once(holder.clusters, remembered.cluster)
-                _once(holder.clients, client)
-        if stage == LENDING:
-            return
-        own = requests.setdefault(client, ConceptRequest())
-        own.searches = True
-        _once(own.clusters, remembered.cluster)
-        _once(own.clients, client)
-        if stage == OWN:
-            _once(own.steps, remembered.step)
-        elif borrows and self._is_lent(remembered):
-            _once(own.borrowed, remembered)
-
-    def _is_lent(self, remembered: Remembered) -> bool:
-        lent, name = self._state.lent.get(remembered.client, {}), numbered(MEMORY, remembered.step)
-        return f"{name}-{INPUTS}" in lent and f"{name}-{LABELS}" in lent
-
-    def _conclude(self) -> None:
-        """Let clients join the first cluster that matches."""
-        for client, tested in self._state.tested.items():
-            found = next((r.cluster for r in tested if self._is_match(client, r)), None)
-            if found is not None:
-                self._state.joins[client] = found
-
-    def _is_match(self, client: str, remembered: Remembered) -> bool:
-        """Return whether a client's new data are of the concept of a remembered sample."""
-        state, name = self._state, numbered(MEMORY, remembered.step)
-        holder = remembered.client
-        request = state.requests.get(client)
-        if request is not None and remembered in request.borrowed:
-            holder, name = client, numbered(BORROWED, request.borrowed.index(remembered))
-        new = self._losses(client, "validation", remembered.cluster, client)
-        old = self._losses(holder, name, remembered.cluster, client)
-        if new is None or old is None:
-            return False
-        return matches(new, old, self._parameters.epsilon, self._parameters.alpha)
-
-    def _losses(
-        self, measured_by: str, name: str, cluster: int, client: str
-    ) -> tuple[NDArray[np.float64], NDArray[np.float64]] | None:
-        """Return the losses of a cluster's model and of a client's own; None if nobody has them."""
-        request, answer = (
-            self._state.requests.get(measured_by),
-            self._state.answers.get(measured_by),
-        )
-        if request is None or answer is None or name not in answer:
-            return None
-        if cluster not in request.clusters or client not in request.clients:
-            return None
-        losses = answer[name]
-        local = len(request.clusters) + request.clients.index(client)
-        return losses[request.clusters.index(cluster)], losses[local]
-
-    def _end(self) -> None:
-        """Forget what was only of this search; the method places the clients."""
-        state = self._state
-        state.stage, state.tested, state.answers, state.lent = "", {}, {}, {}
-        state.requests, state.tried = {}, {}
-        self._place()
-
-
 def _once(values: list[Item], value: Item) -> None:
     if value not in values:
         values.append(value)
 
 
-# -----------------------------------------------------------------------------
-# C-FAACL: FAACL for clients that meet one task after another.
-# -----------------------------------------------------------------------------
-
-
-_SEARCHING = (MATCH, LEND)
-
-
-@dataclass(frozen=True)
-class CFAACLParameters(SearchParameters):
-    """Hyper-parameters of C-FAACL."""
-
-    learn_epochs: int = option(
-        20, "passes over the samples of a new task with which a client trains its own model", low=1
-    )
-
-
-@dataclass
-class CFAACLState(SearchState):
-    """What C-FAACL knows beside its models."""
-
-
-class CFAACL(FindsSupport):
+class CFAACL(FAACL):
     """FAACL for one task after another: old concepts are recognised, new ones found (C-FAACL)."""
 
     parameters_type = CFAACLParameters
     state_type = CFAACLState
     parameters: CFAACLParameters
     state: CFAACLState
-    scheduling: InRounds
 
     @property
     def needs(self) -> Needs:
         """What a run of the method has to have."""
         return Needs(
-            kinds=frozenset({LEARN, LEND, LOSSES, MATCH}),
-            settings=frozenset({MEMORY_STEPS, REMEMBERED}),
+            kinds=frozenset({keys.LEARN, keys.LEND, LOSSES, keys.MATCH}),
+            settings=frozenset({keys.MEMORY_STEPS, keys.REMEMBERED}),
             validation=True,
             fits_clients=self._check_clients,
             fits_validation=self._check_samples,
         )
-
-    def scheduler(self) -> Scheduler:
-        """Work in rounds; who supports other clusters trains their models after its own."""
-        self.search = ConceptSearch(self, self._place)
-        self.rounds = SupportRounds(self)
-        return self.rounds.scheduler(self._queries)
 
     def _check_clients(self, clients: int) -> None:
         """Raise UserError if clients are to remember too few samples for any test to be passed."""
@@ -527,9 +235,9 @@ class CFAACL(FindsSupport):
 
     def _queries(self, moment: SelectionContext) -> Sequence[Request] | None:
         """Find out where new data belong, have clusters compared, then let participants train."""
-        asked = self.search.ask(moment)
+        asked: Sequence[Request] | None = self._search(moment)
         if asked is None:
-            asked = self.rounds.compare(moment)
+            asked = super()._queries(moment)
         if asked is None and not self.scheduling.state.running:
             self._notice_new_data(self.state.memory)
         return asked
@@ -542,18 +250,17 @@ class CFAACL(FindsSupport):
                 self.state.cold[client] = True
 
     def on_sent(self, task: InFlight) -> None:
-        """Note who trains what, and who was asked."""
+        """Note what a client trains, or that it was asked: once in a stage, whatever follows."""
+        super().on_sent(task)
         if task.kind in _SEARCHING:
-            self.search.sent(task)
-        elif task.kind != LOSSES:
-            self.rounds.sent(task)
+            self.state.tried[task.client] = True
 
     def on_answer(self, answer: Answer) -> None:
         """Take losses, or lent samples, in."""
         if answer.task.kind in _SEARCHING:
-            self.search.take(answer)
+            self._take_search(answer)
         else:
-            self.rounds.take(answer)
+            super().on_answer(answer)
 
     # A round.
 
@@ -561,33 +268,28 @@ class CFAACL(FindsSupport):
         """Let a client with new data train θ on them and remember a sample; others as in FAACL."""
         self._notice_new_data([client])
         if client not in self.state.cold:
-            return self.rounds.train(client)
+            return self._training(client)
         epochs = self.parameters.learn_epochs if self._has_clusters else self.parameters.init_epochs
         work = self._initial_training(client, epochs)
-        settings = {**work.settings, REMEMBERED: self.parameters.remembered}
-        return Request(client, LEARN, (), work.arrays, settings, work.phase)
+        settings = {**work.settings, keys.REMEMBERED: self.parameters.remembered}
+        return Request(client, keys.LEARN, (), work.arrays, settings, work.phase)
 
-    def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
-        """Make clusters of the first clients; let later ones search; average the others."""
-        # Data may have moved on since: what a client was asked to do counts, not what it is now.
-        new = [update for update in updates if update.task.kind == LEARN]
-        others = [update for update in updates if update.task.kind != LEARN]
-        averaged = self.rounds.aggregate(others)
-        learned = self._learned(new) if self._has_clusters else self._found(new)
-        done = dict(zip(map(id, [*new, *others]), [*learned, *averaged], strict=True))
-        return [done[id(update)] for update in updates]
+    def _is_new(self, update: Update) -> bool:
+        """Return whether a client was asked to learn; its data may have moved on since."""
+        return update.task.kind == keys.LEARN
+
+    def _take_new(self, updates: Sequence[Update]) -> list[Outcome]:
+        """Make clusters of the first clients (cold start, Algorithm 7); let later ones search."""
+        if self._has_clusters:
+            return self._learned(updates)
+        founded = super()._take_new(updates)
+        for update, applied in zip(updates, founded, strict=True):
+            self._remember(update.task.client, update.task.step, applied.cluster)
+        return founded
 
     @property
     def _has_clusters(self) -> bool:
         return bool(self.state.supported.partitions)
-
-    def _found(self, updates: Sequence[Update]) -> list[Outcome]:
-        """Make a cluster of each of the first clients (the cold start, Algorithm 7)."""
-        founded = self._found_each(updates)
-        self.rounds.add([applied.cluster for applied in founded])
-        for update, applied in zip(updates, founded, strict=True):
-            self._remember(update.task.client, update.task.step, applied.cluster)
-        return founded
 
     def _learned(self, updates: Sequence[Update]) -> list[Outcome]:
         """Keep the models of clients with new data: they search with them."""
@@ -597,11 +299,211 @@ class CFAACL(FindsSupport):
         places = [self.clusters.main(update.task.client) for update in updates]
         return [Outcome(cluster, staleness=0, weight=0.0) for cluster in places]
 
+    # The searches, Algorithms 8 and 9: the clusters that new data belong to, between two rounds.
+
+    def _search(self, moment: SelectionContext) -> list[Request] | None:
+        """Return what clients are asked now; None if none searches any more."""
+        state, rounds = self.state, self.scheduling
+        if not state.local or rounds.state.running or moment.greeting:
+            return None
+        while state.local:
+            asked = rounds.ask_first(moment, self._is_asked, every=0, patience=ASKING_SECONDS)
+            if asked is not None:
+                return [self._work(client) for client in asked]
+            self._advance()
+        return None
+
+    def _is_asked(self, client: str) -> bool:
+        return client in self.state.requests and client not in self.state.tried
+
+    # What clients are asked.
+
+    def _work(self, client: str) -> Request:
+        """Return the work of a client in this stage."""
+        state, request = self.state, self.state.requests[client]
+        settings: dict[str, float | str | list[int]] = {keys.MEMORY_STEPS: request.steps}
+        if state.stage == LENDING:
+            settings[COMPUTE_SCALE] = 0.0
+            return Request(client, keys.LEND, models=(), settings=settings, phase=state.stage)
+        if request.searches:
+            settings[ON] = "validation"
+        settings[COMPUTE_SCALE] = self._cost(client, request)
+        arrays = {
+            numbered(keys.LOCAL, index): self.spec.pack(state.local[name])
+            for index, name in enumerate(request.clients)
+        }
+        for index, remembered in enumerate(request.borrowed):
+            arrays[numbered(keys.BORROWED, index)] = self._lent(remembered)
+        models = tuple(request.clusters)
+        return Request(client, keys.MATCH, models, arrays, settings, phase=state.stage)
+
+    def _cost(self, client: str, request: ConceptRequest) -> float:
+        """Return what measuring takes, as a share of a round's computing."""
+        examples = self.progress.fleet.clients[client].num_examples
+        samples = validation_share(self) * examples if request.searches else 0.0
+        samples += self.parameters.remembered * (len(request.steps) + len(request.borrowed))
+        models = len(request.clusters) + len(request.clients)
+        train_config = self.train_config
+        return samples / max(1, examples) * forward_cost(train_config, examples, models)
+
+    def _lent(self, remembered: Remembered) -> ArrayRecord:
+        name = numbered(keys.MEMORY, remembered.step)
+        lent = self.state.lent[remembered.client]
+        parts = {part: to_array(lent[f"{name}-{part}"]) for part in (keys.INPUTS, keys.LABELS)}
+        return array_record(parts)
+
+    def _take_search(self, answer: Answer) -> None:
+        """Take losses, or lent samples, in.
+
+        Raises
+        ------
+        InvalidReplyError
+            They are none, or come after the stage.
+        """
+        state, client = self.state, answer.task.client
+        request = state.requests.get(client)
+        if request is None or (answer.task.kind == keys.LEND) != (state.stage == LENDING):
+            raise InvalidReplyError("it came after the search")
+        self._forget_what_is_lost(client, request, answer.numbers.keys())
+        if state.stage == LENDING:
+            state.lent[client] = dict(answer.numbers)
+            return
+        rows = len(request.clusters) + len(request.clients)
+        state.answers[client] = {name: losses_of(answer, rows, name) for name in answer.numbers}
+
+    def _forget_what_is_lost(
+        self, client: str, request: ConceptRequest, there: Iterable[str]
+    ) -> None:
+        """Note that a client remembers steps no more: it was set up anew, say."""
+        known = set(there)
+        for step in request.steps:
+            name = numbered(keys.MEMORY, step)
+            if name not in known and f"{name}-{keys.INPUTS}" not in known:
+                log.warning("%s has lost its memory of step %d.", client, step)
+                self.state.memory.get(client, {}).pop(step, None)
+
+    # From stage to stage.
+
+    def _advance(self) -> None:
+        """Draw the conclusions of a stage, and begin the next."""
+        state = self.state
+        if state.stage == OWN:
+            self._conclude()
+            self._begin_others()
+        elif state.stage == LENDING:
+            self._begin(OTHERS)
+        elif state.stage == OTHERS:
+            self._conclude()
+            self._place_searching()
+        else:
+            state.tested = {client: self._own(client) for client in state.local}
+            self._begin(OWN)
+
+    def _own(self, client: str) -> list[Remembered]:
+        """Return what a client remembers itself, in order of time (Algorithm 8)."""
+        heir, models = self.state.supported.heir, self.models
+        known = sorted(self.state.memory.get(client, {}).items())
+        found = (Remembered(heir(cluster), client, step) for step, cluster in known)
+        return [remembered for remembered in found if remembered.cluster in models]
+
+    def _begin_others(self) -> None:
+        """Pick what each client that has found nothing is compared on (Algorithm 9)."""
+        state = self.state
+        by_cluster: dict[int, list[Remembered]] = {}
+        for client in state.memory:
+            if self.clusters.online.get(client):
+                for remembered in self._own(client):
+                    by_cluster.setdefault(remembered.cluster, []).append(remembered)
+        state.tested = {}
+        for client in state.local:
+            if client in state.joins:
+                continue
+            state.tested[client] = []
+            for _, known in sorted(by_cluster.items()):
+                if others := [r for r in known if r.client != client]:
+                    drawn = others[int(self.rng.integers(len(others)))]
+                    state.tested[client].append(drawn)
+        self._begin(LENDING if self.parameters.borrow == "samples" else OTHERS)
+
+    def _begin(self, stage: str) -> None:
+        """Find out who is to be asked what."""
+        state = self.state
+        state.stage, state.tried, state.answers, state.requests = stage, {}, {}, {}
+        for client, tested in state.tested.items():
+            for remembered in tested:
+                self._request_comparison(client, remembered)
+
+    def _request_comparison(self, client: str, remembered: Remembered) -> None:
+        """Have a client compared on a remembered sample."""
+        requests, stage = self.state.requests, self.state.stage
+        borrows = self.parameters.borrow == "samples"
+        if stage in (LENDING, OTHERS) and (stage == LENDING or not borrows):
+            holder = requests.setdefault(remembered.client, ConceptRequest())
+            _once(holder.steps, remembered.step)
+            if stage == OTHERS:
+                _once(holder.clusters, remembered.cluster)
+                _once(holder.clients, client)
+        if stage == LENDING:
+            return
+        own = requests.setdefault(client, ConceptRequest())
+        own.searches = True
+        _once(own.clusters, remembered.cluster)
+        _once(own.clients, client)
+        if stage == OWN:
+            _once(own.steps, remembered.step)
+        elif borrows and self._is_lent(remembered):
+            _once(own.borrowed, remembered)
+
+    def _is_lent(self, remembered: Remembered) -> bool:
+        lent, name = (
+            self.state.lent.get(remembered.client, {}),
+            numbered(keys.MEMORY, remembered.step),
+        )
+        return f"{name}-{keys.INPUTS}" in lent and f"{name}-{keys.LABELS}" in lent
+
+    def _conclude(self) -> None:
+        """Let clients join the first cluster that matches."""
+        for client, tested in self.state.tested.items():
+            found = next((r.cluster for r in tested if self._is_match(client, r)), None)
+            if found is not None:
+                self.state.joins[client] = found
+
+    def _is_match(self, client: str, remembered: Remembered) -> bool:
+        """Return whether a client's new data are of the concept of a remembered sample."""
+        state, name = self.state, numbered(keys.MEMORY, remembered.step)
+        holder = remembered.client
+        request = state.requests.get(client)
+        if request is not None and remembered in request.borrowed:
+            holder, name = client, numbered(keys.BORROWED, request.borrowed.index(remembered))
+        new = self._losses(client, "validation", remembered.cluster, client)
+        old = self._losses(holder, name, remembered.cluster, client)
+        if new is None or old is None:
+            return False
+        return matches(new, old, self.parameters.epsilon, self.parameters.alpha)
+
+    def _losses(
+        self, measured_by: str, name: str, cluster: int, client: str
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]] | None:
+        """Return the losses of a cluster's model and of a client's own; None if nobody has them."""
+        request, answer = (
+            self.state.requests.get(measured_by),
+            self.state.answers.get(measured_by),
+        )
+        if request is None or answer is None or name not in answer:
+            return None
+        if cluster not in request.clusters or client not in request.clients:
+            return None
+        losses = answer[name]
+        local = len(request.clusters) + request.clients.index(client)
+        return losses[request.clusters.index(cluster)], losses[local]
+
     # After a search.
 
-    def _place(self) -> None:
+    def _place_searching(self) -> None:
         """Let clients join the clusters that they have found; others found one (Algorithm 10)."""
         state = self.state
+        state.stage, state.tested, state.answers, state.lent = "", {}, {}, {}
+        state.requests, state.tried = {}, {}
         for client, local in state.local.items():
             cluster = state.joins.get(client)
             if cluster is None:
@@ -612,7 +514,7 @@ class CFAACL(FindsSupport):
             self._remember(client, state.learned_at[client], cluster)
         state.local, state.joins, state.learned_at = {}, {}, {}
         with_clients = [k for k in self.models if k != START and self.clusters.clients(k, False)]
-        self.rounds.compare_all(with_clients)
+        self._compare_all(with_clients)
 
     def _remember(self, client: str, step: int, cluster: int) -> None:
         self.state.memory.setdefault(client, {})[step] = cluster

@@ -13,62 +13,255 @@ Where the thesis is silent (our readings): α is 0.05; support is found out anew
 cluster is compared again in the next pass only; "nothing changes" means the same clients together,
 whoever supports whom; a step of training is one pass of mini-batches; the last partition, of all
 clients, is worked on too. A client that comes later trains θ and is a partition of its own, which
-is joined with the others. These rounds are in :mod:`raceme.strategies.faacl.strategy`.
+is joined with the others.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.stats import wilcoxon
 
+from raceme.core import messages as names
 from raceme.core.clients import Client
 from raceme.core.clusters import Clusters, Model
 from raceme.core.errors import UserError
 from raceme.core.events import Measured, MeasureSchema
-from raceme.core.messages import (
-    ARRAYS,
-    COMPUTE_SCALE,
-    LOCAL_EPOCHS,
-    LOCAL_STEPS,
-    LOSSES,
-    ON,
-    VALIDATION_SHARE,
-    Vector,
-    forward_cost,
-    kept_for_validation,
-)
+from raceme.core.messages import Vector, forward_cost, kept_for_validation
 from raceme.core.options import option
-from raceme.core.requests import (
-    Answer,
-    InFlight,
-    InvalidReplyError,
-    Outcome,
-    Request,
-    Update,
-    Value,
-)
+from raceme.core.requests import Answer, InFlight, InvalidReplyError, Outcome, Request, Update
 from raceme.core.scheduling import InRounds, RoundsParameters, Scheduler, SelectionContext
 from raceme.core.strategy import Method, Needs, average_by_cluster
-from raceme.strategies.faacl.support import (
-    Partition,
-    Supported,
-    disjoint_pairs,
-    fewest_samples,
-    no_worse,
-)
-from raceme.strategies.shared import StalenessFunction, staleness_factor
+from raceme.strategies.shared import StalenessParameters
+
+# -----------------------------------------------------------------------------
+# One-sided support between clusters, Algorithms 2, 3 and 6. A cluster is supported by another if,
+# on the validation samples of every one of its own clients, the other's model is no worse than its
+# own by more than ε. Two clusters that support each other are merged; one that supports another
+# without being supported by it trains the other's model beside its own.
+# -----------------------------------------------------------------------------
+
+
+_FEW = 13
+"""Differences up to which the distribution of Wilcoxon's statistic is that without ties."""
+
+
+def no_worse(
+    own: NDArray[np.floating], other: NDArray[np.floating], epsilon: float, alpha: float
+) -> bool:
+    """Return whether another model is no worse than one's own by more than ε.
+
+    The null hypothesis ``H0: own + ε < other`` is rejected by Wilcoxon's signed-rank test on the
+    differences ``other − own − ε``, sample by sample. Differences of zero say nothing and are left
+    out; if all are zero, nothing is rejected.
+
+    Parameters
+    ----------
+    own, other : NDArray
+        Losses of the same samples under the two models, shape (n,).
+    epsilon : float
+        ε. The larger, the more passes.
+    alpha : float
+        α, the level of the test. The larger, the more passes.
+    """
+    differences = np.asarray(other, np.float64) - np.asarray(own, np.float64) - epsilon
+    differences = differences[differences != 0]
+    if not len(differences):
+        return False
+    # Left to itself scipy goes through all 2^n signs of few differences that tie: up to a second.
+    method = "exact" if len(differences) <= _FEW else "auto"
+    return bool(wilcoxon(differences, alternative="less", method=method).pvalue <= alpha)
+
+
+def fewest_samples(alpha: float) -> int:
+    """Return how many samples a test at level α needs: its least p of n samples is 2^−n."""
+    return max(1, math.ceil(-math.log2(alpha)))
+
+
+def disjoint_pairs(
+    clusters: Sequence[int], are_mutual: Callable[[int, int], bool], rng: np.random.Generator
+) -> list[tuple[int, int]]:
+    """Return pairs that support each other, none of them in two: one pass of Algorithm 3.
+
+    Parameters
+    ----------
+    clusters : Sequence[int]
+        Among these.
+    are_mutual : Callable
+        Whether two support each other.
+    rng : numpy.random.Generator
+        Draws the order in which pairs are looked at: the outcome depends on it.
+    """
+    pairs = [(a, b) for i, a in enumerate(clusters) for b in clusters[i + 1 :]]
+    taken: set[int] = set()
+    found = []
+    for index in rng.permutation(len(pairs)):
+        pair = pairs[index]
+        if taken.isdisjoint(pair) and are_mutual(*pair):
+            taken.update(pair)
+            found.append(pair)
+    return found
+
+
+@dataclass
+class Partition:
+    """Clusters that are compared with each other.
+
+    Attributes
+    ----------
+    clusters : list[int]
+        Which.
+    settled : bool
+        Whether the last comparison has changed nothing.
+    """
+
+    clusters: list[int]
+    settled: bool = False
+
+
+@dataclass
+class Supported:
+    """Who supports whom, and who is compared with whom.
+
+    Attributes
+    ----------
+    supporters : dict[int, dict[int, bool]]
+        C.sup of each cluster C: the clusters that train its model beside its own clients.
+    partitions : list[Partition]
+        All clusters that are compared, divided.
+    heirs : dict[int, int]
+        Clusters that were merged, to what they were merged into.
+    tests : int
+        Tests of one client's losses under two models that were made so far.
+    """
+
+    supporters: dict[int, dict[int, bool]] = field(default_factory=dict)
+    partitions: list[Partition] = field(default_factory=list)
+    heirs: dict[int, int] = field(default_factory=dict)
+    tests: int = 0
+
+    # Support.
+
+    def is_supported(self, cluster: int, by: int) -> bool:
+        """Return whether a cluster is supported by another."""
+        return by in self.supporters.get(cluster, {})
+
+    def are_mutual(self, one: int, other: int) -> bool:
+        """Return whether two clusters support each other."""
+        return self.is_supported(one, other) and self.is_supported(other, one)
+
+    def supported_by(self, cluster: int) -> list[int]:
+        """Return the clusters that a cluster supports."""
+        return [other for other, theirs in self.supporters.items() if cluster in theirs]
+
+    def support(self, cluster: int, supporters: Iterable[int]) -> None:
+        """Let a cluster be supported by these, and by no others."""
+        self.supporters[cluster] = dict.fromkeys(sorted(supporters), True)
+        if not self.supporters[cluster]:
+            del self.supporters[cluster]
+
+    def listed(self) -> dict[int, tuple[int, ...]]:
+        """Return the supporters of each cluster that has some, ascending."""
+        return {cluster: tuple(sorted(own)) for cluster, own in sorted(self.supporters.items())}
+
+    def find(
+        self,
+        cluster: int,
+        others: Iterable[int],
+        losses: Sequence[dict[int, NDArray[np.float64]]],
+        epsilon: float,
+        alpha: float,
+    ) -> list[int]:
+        """Return which of some clusters support one, by Algorithm 2, and count the tests.
+
+        Parameters
+        ----------
+        cluster : int
+            The one that may be supported.
+        others : Iterable[int]
+            Those that may support it.
+        losses : Sequence of dict[int, NDArray]
+            For each client of the cluster, its losses by model, each of shape (n,). Whoever has not
+            measured a model does not support it.
+        epsilon, alpha : float
+            ε and α.
+        """
+        found = []
+        for other in others:
+            agrees = bool(losses)
+            for own in losses:
+                # The first client that disagrees is enough.
+                if other not in own or cluster not in own:
+                    agrees = False
+                    break
+                self.tests += 1
+                if not no_worse(own[cluster], own[other], epsilon, alpha):
+                    agrees = False
+                    break
+            if agrees:
+                found.append(other)
+        return found
+
+    def unite(self, pair: tuple[int, int], target: int) -> None:
+        """Let a cluster take the place of two: its supporters are those that both had.
+
+        It supports others where both did.
+        """
+        one, two = pair
+        common = self.supporters.pop(one, {}).keys() & self.supporters.pop(two, {}).keys()
+        self.support(target, common - {one, two})
+        for cluster, theirs in list(self.supporters.items()):
+            kept = [other for other in theirs if other not in pair]
+            if one in theirs and two in theirs:
+                kept.append(target)
+            self.support(cluster, kept)
+        self.heirs.update(dict.fromkeys(pair, target))
+        for partition in self.partitions:
+            if one in partition.clusters:
+                partition.clusters = [c for c in partition.clusters if c not in pair]
+                partition.clusters.append(target)
+
+    def heir(self, cluster: int) -> int:
+        """Return what a cluster has become: itself, or what it was merged into."""
+        while cluster in self.heirs:
+            cluster = self.heirs[cluster]
+        return cluster
+
+    # Partitions.
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether there is one partition, and comparing changes nothing in it."""
+        return len(self.partitions) == 1 and self.partitions[0].settled
+
+    def compared_with(self, cluster: int) -> list[int]:
+        """Return the clusters with which one is compared now; none if it waits for others."""
+        for partition in self.partitions:
+            if cluster in partition.clusters and not partition.settled:
+                return [other for other in partition.clusters if other != cluster]
+        return []
+
+    def works(self, cluster: int) -> bool:
+        """Return whether a cluster's partition is not settled."""
+        return any(cluster in p.clusters and not p.settled for p in self.partitions)
+
+    def join(self, rng: np.random.Generator) -> None:
+        """Unite settled partitions in random pairs, Algorithm 6; an odd one waits."""
+        order = [self.partitions[index] for index in rng.permutation(len(self.partitions))]
+        joined = [
+            Partition([*one.clusters, *two.clusters])
+            for one, two in zip(order[::2], order[1::2], strict=False)
+        ]
+        self.partitions = joined + order[len(joined) * 2 :]
+
 
 # -----------------------------------------------------------------------------
 # What FAACL, C-FAACL and FAACL-Async have in common: what clients are asked, and what follows.
-#
-# Zhang, "Asymmetric Clustering in Federated Continual Learning" (FAACL), thesis, Waterloo 2024;
-# see
-# :mod:`raceme.strategies.faacl.strategy`.
 # -----------------------------------------------------------------------------
 
 
@@ -115,7 +308,7 @@ class SupportState:
 
 def validation_share(method: Method) -> float:
     """Return the share of its samples that a client keeps to compare models on."""
-    share = method.train_config[VALIDATION_SHARE]
+    share = method.train_config[names.VALIDATION_SHARE]
     assert isinstance(share, float), "start() sees to it"
     return share
 
@@ -124,8 +317,13 @@ def comparison(method: Method, client: str, clusters: Sequence[int]) -> Request:
     """Return the work of a client that measures models on its validation samples."""
     examples = method.progress.fleet.clients[client].num_examples
     cost = validation_share(method) * forward_cost(method.train_config, examples, len(clusters))
-    settings: dict[str, Value] = {ON: "validation", COMPUTE_SCALE: cost}
-    return Request(client, LOSSES, models=tuple(clusters), settings=settings, phase=SUPPORT)
+    return Request(
+        client,
+        names.LOSSES,
+        models=tuple(clusters),
+        settings={names.ON: "validation", names.COMPUTE_SCALE: cost},
+        phase=SUPPORT,
+    )
 
 
 def trains(supported: Supported, cluster: int) -> list[int]:
@@ -136,7 +334,7 @@ def trains(supported: Supported, cluster: int) -> list[int]:
 # What becomes of the answers.
 
 
-def losses_of(answer: Answer, models: int, key: str = LOSSES) -> NDArray[np.float64]:
+def losses_of(answer: Answer, models: int, key: str = names.LOSSES) -> NDArray[np.float64]:
     """Return what a client has measured, shape (models, samples).
 
     Raises
@@ -180,7 +378,7 @@ class FindsSupport(Method):
     def needs(self) -> Needs:
         """What a run of the method has to have."""
         return Needs(
-            kinds=frozenset({LOSSES}), validation=True, fits_validation=self._check_samples
+            kinds=frozenset({names.LOSSES}), validation=True, fits_validation=self._check_samples
         )
 
     def _check_samples(self, samples: int) -> None:
@@ -221,8 +419,8 @@ class FindsSupport(Method):
 
     def _initial_training(self, client: str, epochs: int) -> Request:
         """Return the work of a client that has no model yet: it trains θ, Algorithm 1."""
-        settings: dict[str, Value] = {LOCAL_STEPS: 0, LOCAL_EPOCHS: epochs}
-        arrays = {ARRAYS: self.record_of(self.state.initial)}
+        settings = {names.LOCAL_STEPS: 0, names.LOCAL_EPOCHS: epochs}
+        arrays = {names.ARRAYS: self.record_of(self.state.initial)}
         return Request(client, models=(), arrays=arrays, settings=settings, phase=INIT)
 
     def _found_each(self, updates: Sequence[Update]) -> list[Outcome]:
@@ -262,12 +460,8 @@ def report_support(
 
 
 # -----------------------------------------------------------------------------
-# FAACL's rounds: train, compare, merge, until nothing changes; then train.
-#
-# Zhang, "Asymmetric Clustering in Federated Continual Learning" (FAACL), thesis, Waterloo 2024:
-# Algorithms 2 to 6. FAACL and C-FAACL have these rounds in common; where the clusters that they
-# start
-# from come from differs.
+# FAACL's rounds, Algorithms 2 to 6: train, compare, merge, until nothing changes; then train.
+# C-FAACL has these rounds too; where the clusters that they start from come from differs.
 # -----------------------------------------------------------------------------
 
 
@@ -276,15 +470,15 @@ ASKING_SECONDS = 600.0
 
 
 @dataclass(frozen=True)
-class SupportRoundsParameters(SupportParameters, RoundsParameters):
-    """Hyper-parameters of FAACL's rounds."""
+class FAACLParameters(SupportParameters, RoundsParameters):
+    """Hyper-parameters of FAACL."""
 
     hierarchical: bool = option(True, "compare in partitions that are joined in pairs, not all")
 
 
 @dataclass
-class SupportRoundsState(SupportState):
-    """What decides how FAACL's rounds go on.
+class FAACLState(SupportState):
+    """What FAACL knows beside its models: how its rounds go on.
 
     Attributes
     ----------
@@ -304,112 +498,108 @@ class SupportRoundsState(SupportState):
     losses: dict[str, dict[int, NDArray[np.float64]]] = field(default_factory=dict)
 
 
-class SupportRounds:
-    """Trains, compares and merges the clusters of a method, in rounds.
+class FAACL(FindsSupport):
+    """Clusters found by statistical tests, with one-sided support between them (FAACL)."""
 
-    Parameters
-    ----------
-    method : Method
-        Its state is a :class:`SupportRoundsState`, its parameters are
-        :class:`SupportRoundsParameters`.
-    """
+    parameters_type = FAACLParameters
+    state_type = FAACLState
+    parameters: FAACLParameters
+    state: FAACLState
+    scheduling: InRounds
 
-    def __init__(self, method: Method) -> None:
-        self._method = method
-        self._parameters: SupportRoundsParameters = method.parameters
-
-    @property
-    def _state(self) -> SupportRoundsState:
-        state: SupportRoundsState = self._method.state
-        return state
-
-    def scheduler(
-        self, queries: Callable[[SelectionContext], Sequence[Request] | None]
-    ) -> InRounds:
-        """Work in rounds; who supports other clusters trains their models after its own.
-
-        Parameters
-        ----------
-        queries : Callable
-            Returns what clients are asked before a round; None if it may begin.
-        """
+    def scheduler(self) -> Scheduler:
+        """Work in rounds; clients of a cluster that supports others train their models, too."""
         return InRounds(
-            self._parameters.fraction,
             participants=self._participants,
-            picking=self._parameters.picking,
+            sampling=self.parameters.sampling,
             again=lambda client: self._next_model(client) is not None,
-            queries=queries,
+            queries=self._queries,
         )
-
-    @property
-    def _dispatch(self) -> InRounds:
-        dispatch = self._method.scheduling
-        assert isinstance(dispatch, InRounds), "policy() has made it"
-        return dispatch
 
     def _participants(self, online: Sequence[Client], rng: np.random.Generator) -> Sequence[Client]:
         """Choose those whose clusters are still to be compared; once they are found, a share."""
-        state = self._state
+        state = self.state
         working = [c for c in online if c.client_id in state.cold or self._works(c.client_id)]
         if not state.has_settled:
             return working or online
-        share = int(self._parameters.fraction * len(online))
-        picked = self._dispatch.pick(online, share, rng)
+        share = int(self.parameters.fraction * len(online))
+        picked = self.scheduling.pick(online, share, rng)
         known = {client.client_id for client in picked}
         return [*picked, *(client for client in working if client.client_id not in known)]
 
     def _works(self, client: str) -> bool:
-        return self._state.supported.works(self._method.clusters.main(client))
+        return self.state.supported.works(self.clusters.main(client))
 
     # Cluster Train, Algorithm 4.
 
-    def train(self, client: str) -> Request:
+    def request_for(self, client: str) -> Request:
+        """Let a new client train θ, Algorithm 1, and others the next of their models."""
+        if client in self.state.cold:
+            return self._initial_training(client, self.parameters.init_epochs)
+        return self._training(client)
+
+    def _training(self, client: str) -> Request:
         """Return the work of a client: the next of the models that it trains in this round."""
         model = self._next_model(client)
         return Request(client, models=None if model is None else (model,))
 
-    def sent(self, task: InFlight) -> None:
-        """Note which model a client was given to train."""
-        self._state.begun.setdefault(task.client, {})[task.cluster] = True
+    def on_sent(self, task: InFlight) -> None:
+        """Note which model a client is given to train."""
+        if task.kind in names.TRAINING:
+            self.state.begun.setdefault(task.client, {})[task.cluster] = True
 
     def _next_model(self, client: str) -> int | None:
         """Return the first model that a client trains in this round and has not begun."""
-        state, begun = self._state, self._state.begun.get(client, {})
+        state, begun = self.state, self.state.begun.get(client, {})
         if client in state.cold:
             return None
-        own = trains(state.supported, self._method.clusters.main(client))
+        own = trains(state.supported, self.clusters.main(client))
         return next((model for model in own if model not in begun), None)
 
     def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
-        """Average what was trained from each model, weighted by the numbers of samples."""
-        self._state.begun = {}
-        self._state.is_due = bool(updates) and not self._state.supported.is_settled
-        clusters = self._method.clusters
-        return average_by_cluster(clusters, updates, home=lambda update: update.task.cluster)
+        """Take new clients in; average what was trained from each model."""
+        state = self.state
+        new = [update for update in updates if self._is_new(update)]
+        others = [update for update in updates if not self._is_new(update)]
+        state.begun = {}
+        state.is_due = bool(others) and not state.supported.is_settled
+        averaged = average_by_cluster(self.clusters, others, home=lambda u: u.task.cluster)
+        done = dict(zip(map(id, [*others, *new]), [*averaged, *self._take_new(new)], strict=True))
+        return [done[id(update)] for update in updates]
+
+    def _is_new(self, update: Update) -> bool:
+        """Return whether an update is of a client that has no cluster yet."""
+        return update.task.client in self.state.cold
+
+    def _take_new(self, updates: Sequence[Update]) -> list[Outcome]:
+        """Let clients that have trained θ be clusters, which are compared with the others."""
+        founded = self._found_each(updates)
+        self._add([applied.cluster for applied in founded])
+        return founded
 
     # Cluster Support and Cluster Merge, Algorithms 2 and 3, between two rounds.
 
-    def compare(self, moment: SelectionContext) -> list[Request] | None:
-        """Return who measures which models now; None if the next round may begin."""
-        if not self._state.is_due:
+    def _queries(self, moment: SelectionContext) -> Sequence[Request] | None:
+        """Return which models clients measure now; None if the next round may begin."""
+        if not self.state.is_due:
             return None
-        asked = self._dispatch.ask_first(moment, self._compares, patience=ASKING_SECONDS)
+        asked = self.scheduling.ask_first(moment, self._compares, patience=ASKING_SECONDS)
         if asked is not None:
-            return [comparison(self._method, c, self._compared_by(c)) for c in asked]
-        if not (self._dispatch.state.running or moment.greeting):
+            return [comparison(self, c, self._compared_by(c)) for c in asked]
+        if not (self.scheduling.state.running or moment.greeting):
             self._judge()
         return None
 
     def _compares(self, client: str) -> bool:
-        state = self._state
+        state = self.state
         return client not in state.cold and len(self._compared_by(client)) > 1
 
     def _compared_by(self, client: str) -> list[int]:
         """Return the clusters whose models a client measures, its own first."""
-        own = self._method.clusters.main(client)
-        return [own, *self._state.supported.compared_with(own)]
+        own = self.clusters.main(client)
+        return [own, *self.state.supported.compared_with(own)]
 
-    def take(self, answer: Answer) -> None:
+    def on_answer(self, answer: Answer) -> None:
         """Take losses in; they are acted on together.
 
         Raises
@@ -418,36 +608,36 @@ class SupportRounds:
             They are no losses, too few for any test, or come after the round has begun.
         """
         client = answer.task.client
-        if client not in self._dispatch.state.asking.awaited:
+        if client not in self.scheduling.state.asking.awaited:
             raise InvalidReplyError("it came after the round had begun")
-        self._state.losses[client] = compared(answer, self._parameters.alpha)
+        self.state.losses[client] = compared(answer, self.parameters.alpha)
 
     def _judge(self) -> None:
         """Find support, merge; a partition in which nothing has changed is settled."""
-        state, supported = self._state, self._state.supported
+        state, supported = self.state, self.state.supported
         state.is_due = False
         open_partitions = [part for part in supported.partitions if not part.settled]
         before = supported.listed()
         for partition in open_partitions:
             for cluster in partition.clusters:
                 self._update_support(cluster, supported.compared_with(cluster))
-        report_support(self._method, supported, before)
+        report_support(self, supported, before)
         state.losses = {}
         for partition in open_partitions:
             partition.settled = not self._merge_mutual(partition.clusters)
         if len(supported.partitions) > 1 and all(part.settled for part in supported.partitions):
-            supported.join(self._method.rng)
+            supported.join(self.rng)
         if supported.is_settled:
             state.has_settled = True
-            log.info("%d clusters after %d tests.", len(self._method.models), supported.tests)
+            log.info("%d clusters after %d tests.", len(self.models), supported.tests)
 
     def _update_support(self, cluster: int, others: Sequence[int]) -> None:
         """Find out anew who supports a cluster, Algorithm 2.
 
         One of which no client has measured anything keeps its supporters.
         """
-        state, options = self._state, self._parameters
-        clients = self._method.clusters.clients(cluster, online_only=False)
+        state, options = self.state, self.parameters
+        clients = self.clusters.clients(cluster, online_only=False)
         measured = [state.losses[client] for client in clients if client in state.losses]
         if measured:
             found = state.supported.find(cluster, others, measured, options.epsilon, options.alpha)
@@ -459,37 +649,37 @@ class SupportRounds:
         The model is that of one of the two, drawn at random: their mean may be worse than either,
         as networks that were trained apart hold what they know in different places.
         """
-        method, supported = self._method, self._state.supported
+        supported = self.state.supported
         before = supported.listed()
-        pairs = disjoint_pairs(clusters, supported.are_mutual, method.rng)
+        pairs = disjoint_pairs(clusters, supported.are_mutual, self.rng)
         for pair in pairs:
-            kept = int(method.rng.choice(pair))
-            supported.unite(pair, method.clusters.merge(pair, keep=kept))
-        report_support(method, supported, before)
+            kept = int(self.rng.choice(pair))
+            supported.unite(pair, self.clusters.merge(pair, keep=kept))
+        report_support(self, supported, before)
         return bool(pairs)
 
-    def add(self, clusters: Sequence[int]) -> None:
+    def _add(self, clusters: Sequence[int]) -> None:
         """Take new clusters in: each is a partition of its own, or all are in the only one."""
-        supported = self._state.supported
+        supported = self.state.supported
         if not clusters:
             return
-        if self._parameters.hierarchical:
+        if self.parameters.hierarchical:
             supported.partitions += [Partition([cluster]) for cluster in clusters]
         else:
-            self.compare_all([*(c for p in supported.partitions for c in p.clusters), *clusters])
+            self._compare_all([*(c for p in supported.partitions for c in p.clusters), *clusters])
 
-    def compare_all(self, clusters: Sequence[int]) -> None:
+    def _compare_all(self, clusters: Sequence[int]) -> None:
         """Have all of some clusters compared with each other, after the next round.
 
         No others support, or are supported, until they are compared again.
         """
-        state, before = self._state, self._state.supported.listed()
+        state, before = self.state, self.state.supported.listed()
         state.is_due = False
         state.supported.partitions = [Partition(list(clusters))]
         for cluster, theirs in before.items():
             kept = [other for other in theirs if other in clusters and cluster in clusters]
             state.supported.support(cluster, kept)
-        report_support(self._method, state.supported, before)
+        report_support(self, state.supported, before)
 
 
 # -----------------------------------------------------------------------------
@@ -521,13 +711,10 @@ class SupportRounds:
 
 
 @dataclass(frozen=True)
-class FAACLAsyncParameters(SupportParameters):
+class FAACLAsyncParameters(SupportParameters, StalenessParameters):
     """Hyper-parameters of FAACL-Async."""
 
     share: float = option(0.6, "share of a fresh update in the model", above=0, high=1)
-    decay: str = option("hinge", "staleness function s", among=("constant", "hinge", "polynomial"))
-    a: float = option(1.0, "slope of the hinge, exponent of the polynomial", low=0)
-    b: float = option(4.0, "staleness up to which the hinge does nothing", low=0)
     compared: int = option(5, "most other models that a client measures at a time", low=1)
     retest_after: int = option(
         8,
@@ -535,11 +722,6 @@ class FAACLAsyncParameters(SupportParameters):
         "when a result has changed, it is one, and it doubles as long as nothing does",
         low=0,
     )
-
-    def share_of(self, staleness: int) -> float:
-        """Return the share of an update in the model: that of a fresh one, times s(τ)."""
-        function = cast(StalenessFunction, self.decay)
-        return self.share * staleness_factor(function, staleness, self.a, self.b)
 
 
 @dataclass
@@ -616,7 +798,7 @@ class FAACLAsync(FindsSupport):
 
     def on_sent(self, task: InFlight) -> None:
         """Note who trains what."""
-        if task.kind == LOSSES:
+        if task.kind == names.LOSSES:
             self.state.unanswered[task.client] = True
             return
         begun = self.state.begun.setdefault(task.client, {})
@@ -627,7 +809,7 @@ class FAACLAsync(FindsSupport):
     def on_closed(self, task: InFlight) -> None:
         """Count a client's trainings since it last measured models."""
         trained = self.state.trained
-        if task.kind == LOSSES:
+        if task.kind == names.LOSSES:
             trained[task.client] = 0
         else:
             trained[task.client] = trained.get(task.client, 0) + 1
@@ -710,7 +892,8 @@ class FAACLAsync(FindsSupport):
             return Outcome(own, staleness=0, weight=0.0)
         model = self.models[cluster]
         staleness = update.staleness
-        share = max(self.parameters.share_of(staleness), self._share(update, cluster))
+        mixed = self.parameters.share * self.parameters.decay_of(staleness)
+        share = max(mixed, self._share(update, cluster))
         model.mix(update.vector, share)
         return Outcome(cluster, staleness, share)
 
@@ -726,57 +909,3 @@ class FAACLAsync(FindsSupport):
         total = sum(fleet.counted(name) for name in names)
         own = fleet.counted(update.task.client)
         return own / total if total else 1.0 / len(names)
-
-
-# -----------------------------------------------------------------------------
-# FAACL: clusters that may be supported by clusters which they do not support.
-# -----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class FAACLParameters(SupportRoundsParameters):
-    """Hyper-parameters of FAACL."""
-
-
-@dataclass
-class FAACLState(SupportRoundsState):
-    """What FAACL knows beside its models."""
-
-
-class FAACL(FindsSupport):
-    """Clusters found by statistical tests, with one-sided support between them (FAACL)."""
-
-    parameters_type = FAACLParameters
-    state_type = FAACLState
-    parameters: FAACLParameters
-    state: FAACLState
-
-    def scheduler(self) -> Scheduler:
-        """Work in rounds; who supports other clusters trains their models after its own."""
-        self.rounds = SupportRounds(self)
-        return self.rounds.scheduler(self.rounds.compare)
-
-    def on_answer(self, answer: Answer) -> None:
-        """Take losses in."""
-        self.rounds.take(answer)
-
-    def request_for(self, client: str) -> Request:
-        """Let a new client train θ, Algorithm 1, and others the next of their models."""
-        if client in self.state.cold:
-            return self._initial_training(client, self.parameters.init_epochs)
-        return self.rounds.train(client)
-
-    def on_sent(self, task: InFlight) -> None:
-        """Note who trains what."""
-        if task.kind != LOSSES:
-            self.rounds.sent(task)
-
-    def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
-        """Make clusters of new clients; average what was trained from each model."""
-        cold = [update for update in updates if update.task.client in self.state.cold]
-        others = [update for update in updates if update.task.client not in self.state.cold]
-        averaged = self.rounds.aggregate(others)
-        founded = self._found_each(cold)
-        self.rounds.add([applied.cluster for applied in founded])
-        done = dict(zip(map(id, [*cold, *others]), [*founded, *averaged], strict=True))
-        return [done[id(update)] for update in updates]

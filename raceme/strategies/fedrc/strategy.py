@@ -93,7 +93,7 @@ class FedRC(Method):
         """Work in rounds, in which a client trains every model."""
         return InRounds(
             participants=self._participants,
-            picking=self.parameters.picking,
+            sampling=self.parameters.sampling,
             again=lambda client: self._next_model(client) is not None,
             queries=self._queries,
         )

@@ -10,16 +10,18 @@ small (`grouping.py`).
 
 Whenever probes have been added, the same score may split clusters further, move clients, and merge
 what is alike. A client whose updates suddenly grow is probed again, and placed anew if it does not
-go where it went; where many have changed, all others are probed (`drift.py`). Inside a cluster,
+go where it went; where many have changed, all others are probed. Inside a cluster,
 each update moves the model by the mean of all members' latest changes, the updating client's
 renewed, so that no client owns the model by being fast; its share falls from CASA's to that of one
 member as the cluster learns. What clients use is a mean of the model's last versions, and of a
-member that is unlike the others some of its own latest model (`averaging.py`).
+member that is unlike the others some of its own latest model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+import math
+from bisect import bisect_left, insort
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -31,23 +33,7 @@ from raceme.core.messages import ARRAYS, Vector
 from raceme.core.options import option
 from raceme.core.requests import InFlight, Outcome, Request, Update
 from raceme.core.strategy import InUse, Method, Needs
-from raceme.strategies.panicle.averaging import (
-    ClientMemory,
-    ModelAverages,
-    calibration,
-    carried,
-    cut,
-    freshness,
-    share_of,
-)
-from raceme.strategies.panicle.drift import (
-    FEWEST_LENGTHS,
-    PATIENCE,
-    DriftDetector,
-    SettledClients,
-    are_changing,
-    call_others,
-)
+from raceme.flower.spill import Shelf
 from raceme.strategies.panicle.grouping import (
     comes_from,
     decided,
@@ -69,7 +55,7 @@ from raceme.strategies.panicle.probes import (
     shown,
     spread,
 )
-from raceme.strategies.shared import contribution
+from raceme.strategies.shared import cluster_decay, contribution
 
 # -----------------------------------------------------------------------------
 # What can be set of Panicle, and switched off.
@@ -88,7 +74,9 @@ class PanicleParameters:
         0.45, "silhouette score from which on there are clusters", above=0, below=1
     )
     most: int = option(12, "clusters at most", low=1)
-    repair: bool = option(True, "split, move and merge after the clusters were formed")
+    reassign: bool = option(
+        True, "split, move and merge after the clusters were formed", formerly="repair"
+    )
     recheck: int = option(20, "own updates after which a client is probed again (0: never)", low=0)
     drift: bool = option(True, "probe clients again whose updates suddenly grow")
     growth: float = option(2.0, "growth of an update that is sudden", above=1)
@@ -101,10 +89,11 @@ class PanicleParameters:
     unbiased: bool = option(True, "let members count alike, however often they report")
     clip: float = option(3.0, "longest update, in medians of its cluster's (0: any)", low=0)
     average: float = option(0.1, "share of versions that a model in use averages", low=0, high=1)
-    own: float = option(
+    personalize: float = option(
         500.0,
         "samples from which a client uses its own model as far as it is unlike others (0: never)",
         low=0,
+        formerly="own",
     )
     sketch: int = option(1024, "numbers of a direction that are kept (0: all)", low=0)
     exact_up_to: int = option(
@@ -113,6 +102,459 @@ class PanicleParameters:
         "(0: all are compared)",
         low=0,
     )
+
+
+# -----------------------------------------------------------------------------
+# What a cluster's model was lately, on average: steadier than what it happens to be.
+# -----------------------------------------------------------------------------
+
+
+@dataclass
+class Tail:
+    """The average of a model's latest versions.
+
+    Attributes
+    ----------
+    model : Model
+        w̄.
+    count : int
+        Versions since it was begun.
+    """
+
+    model: Model
+    count: int = 1
+
+
+@dataclass
+class ModelAverages:
+    """Averages of the latest versions of each cluster's model, for those who use it.
+
+    A single version leans towards the clients that reported last. The mean of the last tenth of
+    all versions does not, and is hardly behind (suffix averaging: Rakhlin et al., ICML 2012).
+
+    Attributes
+    ----------
+    tails : dict[int, Tail]
+        By cluster.
+    """
+
+    tails: dict[int, Tail] = field(default_factory=dict)
+
+    def take(self, cluster: int, vector: Vector, share: float, members: int) -> None:
+        """Take a new version in: w̄ ← w̄ + (w − w̄) / max(1, min(share · n, m)).
+
+        Parameters
+        ----------
+        cluster : int
+            Whose model it is.
+        vector : Vector
+            w. Shape (d,).
+        share : float
+            How much of the n versions so far is averaged over, about; 0: nothing is.
+        members : int
+            m: members of the cluster. An average over one update of each leans on none of them, and
+            a longer one is of an older model.
+        """
+        tail = self.tails.get(cluster)
+        if tail is not None:
+            tail.count += 1
+            tail.model.mix(vector, 1.0 / max(1.0, min(share * tail.count, members)))
+        elif share:
+            self.tails[cluster] = Tail(Model(vector.copy()))
+
+    def restart(self, *clusters: int | None) -> None:
+        """Begin anew: these have other members than before, or are no more."""
+        for cluster in clusters:
+            if cluster is not None:
+                self.tails.pop(cluster, None)
+
+    def instead_of(
+        self, models: Mapping[int, Model], counters: NDArray[np.bool_] | None
+    ) -> Mapping[int, Model]:
+        """Return each cluster's average, or its model where there is none.
+
+        Parameters
+        ----------
+        models : Mapping[int, Model]
+            The models by cluster.
+        counters : NDArray[np.bool_], optional
+            Numbers of a model of which a mean has no meaning, shape (d,): they are the model's.
+        """
+        shown = {}
+        for cluster, model in models.items():
+            shown[cluster] = tail.model if (tail := self.tails.get(cluster)) else model
+            if counters is not None and tail:
+                tail.model.copy_from(model.vector, counters)
+        return shown
+
+
+# -----------------------------------------------------------------------------
+# The latest model of every member, so that none counts for more by reporting more often.
+#
+# As SAGA, and in federated learning CA2FL (Wang et al., ICLR 2024) and ACE (2025), remember each
+# client's last contribution; here per cluster, and models instead of changes.
+# -----------------------------------------------------------------------------
+
+
+@dataclass
+class ClientMemory:
+    """Latest models, and their sum over each cluster.
+
+    Attributes
+    ----------
+    models : MutableMapping[str, Vector]
+        z_i of each client that has one. Shape (d,).
+    homes : dict[str, int]
+        The cluster that it counts in; a client that is in none is left out.
+    totals : dict[int, Vector]
+        Σ z_i over the clients that count in a cluster. Shape (d,).
+    counts : dict[int, int]
+        How many that are.
+    """
+
+    models: MutableMapping[str, Vector] = field(default_factory=dict)
+    homes: dict[str, int] = field(default_factory=dict)
+    totals: dict[int, Vector] = field(default_factory=dict)
+    counts: dict[int, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        # One of every client is too much for the memory of a large fleet.
+        self.models = Shelf(self.models)
+
+    def mean(self, cluster: int) -> Vector:
+        """Return z̄ of a cluster that somebody has a model in. Shape (d,)."""
+        return np.asarray(self.totals[cluster] / np.float32(self.counts[cluster]))
+
+    def counts_in(self, client: str, cluster: int) -> bool:
+        """Return whether a client has a model that counts in a cluster."""
+        return self.homes.get(client) == cluster
+
+    def renew(self, client: str, cluster: int, vector: Vector) -> None:
+        """Remember a member's latest model in place of its former one."""
+        self.withdraw(client)
+        self.models[client] = vector
+        self._add(client, cluster)
+
+    def withdraw(self, client: str) -> None:
+        """Forget a client's latest model: it goes elsewhere, or has gone."""
+        vector = self.models.pop(client, None)
+        home = self.homes.pop(client, None)
+        if vector is not None and home in self.totals:
+            self.totals[home] -= vector
+            self.counts[home] -= 1
+
+    def recount(self, home: Callable[[str], int | None]) -> None:
+        """Add all up anew where clients are now; who is nowhere is left out."""
+        self.homes, self.totals, self.counts = {}, {}, {}
+        for client in self.models:
+            cluster = home(client)
+            if cluster is not None:
+                self._add(client, cluster)
+
+    def drop(self, cluster: int) -> None:
+        """Forget a cluster that nobody is left in."""
+        self.totals.pop(cluster, None)
+        self.counts.pop(cluster, None)
+
+    def _add(self, client: str, cluster: int) -> None:
+        vector = self.models[client]
+        if cluster not in self.totals:
+            self.totals[cluster], self.counts[cluster] = np.zeros_like(vector), 0
+        self.homes[client] = cluster
+        self.totals[cluster] += vector
+        self.counts[cluster] += 1
+
+
+# -----------------------------------------------------------------------------
+# How far one update moves a cluster's model.
+# -----------------------------------------------------------------------------
+
+
+_UNDER_WAY = 7.5
+"""Largest product of share, members and what is carried that was seen to be steady."""
+
+
+def share_of(members: int, rounds: float, alpha0: float, ease: float) -> float:
+    """Return the share α of an update: CASA's at first, that of one of the members in the end.
+
+    ``max(1 / m, min(1, α0 / log2(m + 3)) / (1 + rounds / ease))``: a young cluster moves fast, and
+    one that has learnt for long is a mean over all its members.
+
+    Parameters
+    ----------
+    members : int
+        m, at least 1.
+    rounds : float
+        Updates per member that the cluster has learnt from.
+    alpha0 : float
+        α0 of :func:`~raceme.strategies.shared.cluster_decay`.
+    ease : float
+        Rounds after which the first share has halved.
+    """
+    first = min(1.0, cluster_decay(members, 1.0, alpha0))
+    return max(1.0 / max(1, members), first / (1.0 + rounds / ease))
+
+
+def freshness(staleness: int, members: int, power: float) -> float:
+    """Return by what an update's share is less because it is stale: ``max(1, s / m) ** -power``.
+
+    Of members that are equally fast each is overtaken by the m - 1 others: that is no staleness
+    yet. Who takes five times as long is overtaken five times by all, and its model, mixed in with
+    a whole share, would take the others back to where they were then.
+
+    Parameters
+    ----------
+    staleness : int
+        s: updates since the client was given its model, by all whose updates are counted.
+    members : int
+        m: how many these are.
+    power : float
+        0: staleness does not matter.
+    """
+    return float(max(1.0, staleness / max(1, members)) ** -power)
+
+
+def calibration(alpha: float, members: int) -> float:
+    """Return how much of a client's former change is taken back: 1 where α is one member's share.
+
+    With a larger share the model moves on so far before a member reports again that its former
+    change says less: 1 / (α m).
+    """
+    return min(1.0, 1.0 / (alpha * max(1, members)))
+
+
+def carried(alpha: float, members: int, most: float) -> float:
+    """Return how much of what the model has moved meanwhile is added to a member's model.
+
+    0 mixes models in, which takes the model back towards where the member started; 1 adds changes,
+    which overshoots where many members are under way at a time: at most 7.5 / (α m).
+
+    Parameters
+    ----------
+    alpha : float
+        α: the update's share.
+    members : int
+        m: members of its cluster, all of whom may be under way.
+    most : float
+        Share at most.
+    """
+    return min(most, _UNDER_WAY / (alpha * max(1, members)))
+
+
+def cut(vector: Vector, delta: Vector, length: float, bound: float) -> Vector:
+    """Return a client's model with its change cut to a length, if that is longer. Shape (d,).
+
+    Parameters
+    ----------
+    vector, delta : Vector
+        z, and z − w₀. Shape (d,).
+    length : float
+        ‖z − w₀‖, of its weights.
+    bound : float
+        Length at most; 0: any.
+    """
+    if not 0.0 < bound < length:
+        return vector
+    return np.asarray(vector - np.float32(1.0 - bound / length) * delta)
+
+
+# -----------------------------------------------------------------------------
+# Medians of numbers of which one changes at a time: kept in order, not sorted anew.
+# -----------------------------------------------------------------------------
+
+
+class RunningMedians:
+    """A positive number of each client, in order within its cluster."""
+
+    def __init__(self) -> None:
+        self._of: dict[str, tuple[int, float]] = {}
+        self._ordered: dict[int, list[float]] = {}
+
+    def put(self, client: str, cluster: int | None, length: float) -> None:
+        """Set a client's number in a cluster; with no cluster, or 0, it has none."""
+        before = self._of.pop(client, None)
+        if before is not None:
+            ordered = self._ordered[before[0]]
+            del ordered[bisect_left(ordered, before[1])]
+        if cluster is not None and length > 0.0:
+            self._of[client] = cluster, length
+            insort(self._ordered.setdefault(cluster, []), length)
+
+    def median_of_others(self, client: str, cluster: int, fewest: int) -> float:
+        """Return the median in a cluster without a client's own; 0 of fewer than `fewest`."""
+        ordered = self._ordered.get(cluster, [])
+        home, length = self._of.get(client, (None, 0.0))
+        own = bisect_left(ordered, length) if home == cluster else len(ordered)
+        count = len(ordered) - (home == cluster)
+        if count < fewest:
+            return 0.0
+
+        def at(place: int) -> float:
+            return ordered[place if place < own else place + 1]
+
+        half = count // 2
+        return at(half) if count % 2 else (at(half - 1) + at(half)) / 2
+
+
+# -----------------------------------------------------------------------------
+# The drift detector: what clients' updates have been like, and when many of them change at once.
+# -----------------------------------------------------------------------------
+
+
+_LONG = 1.5
+"""Medians of the others' updates below which no update is suddenly long."""
+_KEPT = 0.7
+"""Share of the typical length of a client's changes that its next one leaves."""
+_MANY = 8
+"""An eighth of the clients whose data have changed speaks for all."""
+_FEWEST_CHANGES = 2
+_SOON = 2
+"""Updates per client within which changes count as one event."""
+FEWEST_LENGTHS = 3
+"""Other clients whose updates tell how long one may be."""
+_FEWEST_SETTLED = 8
+"""Clients that are looked at before all of the fleet have answered."""
+PATIENCE = 3
+"""Probes in a row without an answer after which a client is given ordinary work."""
+
+
+@dataclass
+class DriftDetector:
+    """What a client's updates have been like.
+
+    Attributes
+    ----------
+    length : float
+        Typical ‖Δ_i‖; 0 before its first update in this cluster.
+    growth : float
+        Growth that is sudden; more after a false alarm.
+    since : int
+        Its updates since its last probe.
+    every : int
+        Its updates after which it is probed again.
+    asked : int
+        Probes in a row that it has not answered.
+    suspected : bool
+        Whether a probe is to tell if its data have changed.
+    called : bool
+        Whether it is to be probed because many others' data have changed.
+    probed : int
+        Updates of the run at its last probe.
+    trained : bool
+        Whether its latest model is that of a whole task, not of a probe.
+    """
+
+    length: float = 0.0
+    growth: float = 0.0
+    since: int = 0
+    every: int = 0
+    asked: int = 0
+    suspected: bool = False
+    called: bool = False
+    probed: int = 0
+    trained: bool = False
+
+    def is_sudden(self, length: float, typical: float) -> bool:
+        """Return whether an update is suddenly long.
+
+        Parameters
+        ----------
+        length : float
+            Its length.
+        typical : float
+            That of the others' updates; 0 if it is not known.
+        """
+        return self.length > 0.0 and length > max(self.growth * self.length, _LONG * typical)
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether so many probes in a row were sent that nobody waits for an answer any more."""
+        return self.asked >= PATIENCE
+
+    def learn(self, length: float) -> None:
+        """Take the length of one more update in."""
+        self.length = _KEPT * self.length + (1 - _KEPT) * length if self.length else length
+
+
+class SettledClients:
+    """Who is there, and of them who is settled, counted as they change; derived, no state.
+
+    Attributes
+    ----------
+    there, settled : set[str]
+        Clients online that are waited for, and those of them whose place is known.
+    lengths : Lengths
+        Typical lengths of their updates.
+    """
+
+    def __init__(self) -> None:
+        self.there: set[str] = set()
+        self.settled: set[str] = set()
+        self.lengths = RunningMedians()
+
+    def note(self, client: str, is_there: bool, is_settled: bool) -> None:
+        """Count a client as it is now."""
+        (self.there.add if is_there else self.there.discard)(client)
+        (self.settled.add if is_there and is_settled else self.settled.discard)(client)
+
+    def are_enough(self, is_late: bool) -> bool:
+        """Return whether the place of enough clients is known: of all, or of half and eight.
+
+        Parameters
+        ----------
+        is_late : bool
+            Whether nobody is waited for any more: two are enough.
+        """
+        settled, there = len(self.settled), len(self.there)
+        if settled < 2:
+            return False
+        are_many = settled >= _FEWEST_SETTLED and 2 * settled >= there
+        return is_late or settled == there or are_many
+
+
+def call_others(
+    detectors: Mapping[str, DriftDetector], changes: dict[str, int], now: int, clients: int
+) -> None:
+    """Have all others probed, if the data of many have changed within a short time.
+
+    Parameters
+    ----------
+    detectors : Mapping[str, Habit]
+        Of each client; those that are to be probed are marked.
+    changes : dict[str, int]
+        When each client's data were last found to have changed, in updates of the run. What is
+        long past is removed.
+    now : int
+        Updates of the run.
+    clients : int
+        Clients that are compared.
+    """
+    for client in [c for c, then in changes.items() if not _is_recent(then, now, clients)]:
+        del changes[client]
+    # Once for each event: those that come after it were called with the others.
+    if len(changes) == max(_FEWEST_CHANGES, math.ceil(clients / _MANY)):
+        first = min(changes.values())
+        for detector in detectors.values():
+            detector.called |= detector.probed < first
+
+
+def are_changing(changes: Mapping[str, int], now: int, clients: int) -> bool:
+    """Return whether a client's data were found to have changed within two updates per client.
+
+    Parameters
+    ----------
+    changes : Mapping[str, int]
+        When each client's data were last found to have changed, in updates of the run.
+    now : int
+        Updates of the run.
+    clients : int
+        Clients that are compared.
+    """
+    return any(_is_recent(then, now, clients) for then in changes.values())
+
+
+def _is_recent(then: int, now: int, clients: int) -> bool:
+    return then >= now - _SOON * clients
 
 
 # -----------------------------------------------------------------------------
@@ -338,7 +780,7 @@ class Panicle(Method):
         # Cheap questions first: of a large fleet, few probes are followed by a look.
         is_late = state.unlooked >= _RARELY * known
         is_due = is_late or state.changed >= max(1, known // 16)
-        if not is_due or (state.formed and not self.parameters.repair):
+        if not is_due or (state.formed and not self.parameters.reassign):
             return
         if self._settled.are_enough(is_late):
             state.changed, state.unlooked, state.formed = 0, 0, True
@@ -510,7 +952,7 @@ class Panicle(Method):
         # Not a mean of models any more, but for statistics: checked to be finite.
         target = contribution(target, vector, self.trainable)
         model.move(np.float32(alpha) * (target - model.vector))
-        if (own.unbiased or own.own) and self.clusters.online[client]:
+        if (own.unbiased or own.personalize) and self.clusters.online[client]:
             latest.renew(client, k, vector)
             self._detector(client).trained = True
         self.state.learned[k] = learned + 1
@@ -535,7 +977,7 @@ class Panicle(Method):
 
     def _own_models(self, clients: Collection[str]) -> Iterator[tuple[str, Vector]]:
         """Yield what clients use that are unlike the others of their cluster, or have changed."""
-        prior, latest, served = self.parameters.own, self.state.latest.models, self.served
+        prior, latest, served = self.parameters.personalize, self.state.latest.models, self.served
         withheld = self.state.withheld
         # A long update may also be one that went wrong, unless many others' data have changed.
         detectors = {c: self._detector(c) for c in clients if c in withheld}

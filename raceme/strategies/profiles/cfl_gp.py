@@ -30,25 +30,18 @@ from numpy.typing import NDArray
 from sklearn.cluster import KMeans
 from sklearn.metrics import silhouette_score
 
+from raceme.core import messages as names
 from raceme.core.clients import Client
 from raceme.core.clusters import Clusters, Model, parts_of
 from raceme.core.errors import UserError
-from raceme.core.messages import (
-    COMPUTE_SCALE,
-    LARGEST_SQUARE,
-    PASSES_OF_TRAINING,
-    Vector,
-    forward_cost,
-)
+from raceme.core.messages import Vector, forward_cost
 from raceme.core.options import option
-from raceme.core.requests import Answer, InFlight, InvalidReplyError, Outcome, Request, Update
-from raceme.core.scheduling import InRounds, RoundsParameters, Scheduler, SelectionContext
-from raceme.core.strategy import Method, Needs, average_by_cluster
+from raceme.core.requests import Answer, InvalidReplyError, Request
+from raceme.core.scheduling import InRounds, RoundsParameters, SelectionContext
+from raceme.core.strategy import Needs
 from raceme.strategies.profiles import GRADIENT
-from raceme.strategies.shared import kept_homes, numbered
+from raceme.strategies.shared import QueriesFirst, QueryState, kept_homes, numbered
 
-_TRIES = 3
-"""How often in a row a client is asked that does not answer."""
 _LEAST_DIRECTIONS = 3
 _SAMPLED = 0.01
 
@@ -72,7 +65,7 @@ class CFLGPParameters(RoundsParameters):
 
 
 @dataclass
-class CFLGPState:
+class CFLGPState(QueryState):
     """What CFL-GP knows beside its clusters.
 
     Attributes
@@ -85,8 +78,6 @@ class CFLGPState:
         Number of the last round before which clients were clustered, from 0; −1 for none.
     heard : dict[str, bool]
         Clients that have returned a gradient for it.
-    asked : dict[str, int]
-        How often in a row each client was asked and has not answered.
     coordinates : NDArray[np.int64]
         Weights that profiles keep; empty for all.
     """
@@ -95,11 +86,10 @@ class CFLGPState:
     criterion: int = 0
     clustered: int = -1
     heard: dict[str, bool] = field(default_factory=dict)
-    asked: dict[str, int] = field(default_factory=dict)
     coordinates: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
 
 
-class CFLGP(Method):
+class CFLGP(QueriesFirst):
     """Clusters by accumulated gradients at common models, in rounds (CFL-GP)."""
 
     parameters_type = CFLGPParameters
@@ -112,12 +102,6 @@ class CFLGP(Method):
     def needs(self) -> Needs:
         """What a run of the method has to have."""
         return Needs(kinds=frozenset({GRADIENT}), fits_clients=self._check_clients)
-
-    def scheduler(self) -> Scheduler:
-        """Work in rounds."""
-        return InRounds(
-            self.parameters.fraction, picking=self.parameters.picking, queries=self._queries
-        )
 
     def _check_clients(self, clients: int) -> None:
         """Raise UserError if there are more clusters than clients."""
@@ -165,26 +149,21 @@ class CFLGP(Method):
             return True
         return any(
             client.client_id not in state.profiles
-            and state.asked.get(client.client_id, 0) < _TRIES
+            and self._has_tries(client.client_id)
             and client.client_id in moment.idle
             for client in moment.fleet.online()
         )
 
     def _is_to_answer(self, client: str) -> bool:
         state = self.state
-        return not state.heard.get(client, False) and state.asked.get(client, 0) < _TRIES
+        return not state.heard.get(client, False) and self._has_tries(client)
 
     def _question(self, client: str) -> Request:
         """Ask a client for its gradient at the criterion model."""
         examples = self.progress.fleet.clients[client].num_examples
-        cost = PASSES_OF_TRAINING * forward_cost(self.train_config, examples)
+        cost = names.PASSES_OF_TRAINING * forward_cost(self.train_config, examples)
         model = list(self.models)[self.state.criterion]
-        return Request(client, GRADIENT, models=(model,), settings={COMPUTE_SCALE: cost})
-
-    def on_sent(self, task: InFlight) -> None:
-        """Note who is asked."""
-        if task.kind == GRADIENT:
-            self.state.asked[task.client] = self.state.asked.get(task.client, 0) + 1
+        return Request(client, GRADIENT, models=(model,), settings={names.COMPUTE_SCALE: cost})
 
     def on_answer(self, answer: Answer) -> None:
         """Take a gradient into its block of the client's profile: a running mean.
@@ -199,7 +178,7 @@ class CFLGP(Method):
         state, client, rounds = self.state, answer.task.client, self.scheduling.state
         weights = len(self.compared(next(iter(self.models.values())).vector))
         stated = answer.array(GRADIENT, (weights,))
-        if not np.dot(stated, stated) <= LARGEST_SQUARE:
+        if not np.dot(stated, stated) <= names.LARGEST_SQUARE:
             raise InvalidReplyError("too large: its gradient's length")
         if len(state.coordinates):
             stated = stated[state.coordinates]
@@ -251,12 +230,6 @@ class CFLGP(Method):
 
     def _seed(self) -> int:
         return int(self.rng.integers(2**31))
-
-    # A round.
-
-    def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
-        """Average inside each cluster."""
-        return average_by_cluster(self.clusters, updates)
 
 
 def running_share(number: int, models: int, every: int) -> float:

@@ -37,35 +37,18 @@ from numpy.typing import NDArray
 from sklearn.cluster import DBSCAN
 from sklearn.neighbors import NearestNeighbors
 
-from raceme.core.clusters import Clusters, Model, parts_of
-from raceme.core.messages import (
-    ACCURACIES,
-    ARRAYS,
-    COMPUTE_SCALE,
-    LARGEST,
-    SCORES,
-    Vector,
-    forward_cost,
-)
+from raceme.core import messages as names
+from raceme.core.clusters import parts_of
+from raceme.core.messages import Vector, forward_cost
 from raceme.core.options import option
-from raceme.core.requests import (
-    Answer,
-    InFlight,
-    InvalidReplyError,
-    Outcome,
-    Request,
-    Update,
-    Value,
-)
-from raceme.core.scheduling import InRounds, RoundsParameters, Scheduler, SelectionContext
-from raceme.core.strategy import Method, Needs, average_by_cluster
+from raceme.core.requests import Answer, InvalidReplyError, Request
+from raceme.core.scheduling import InRounds, RoundsParameters, SelectionContext
+from raceme.core.strategy import Needs
 from raceme.strategies.profiles import DESCRIPTORS, LATENT_DIMENSIONS, LATENT_MOST, LATENT_SEED
-from raceme.strategies.shared import numbered
+from raceme.strategies.shared import QueriesFirst, QueryState, numbered
 
 log = getLogger("raceme")
 
-_TRIES = 3
-"""How often a client is asked the same that does not answer."""
 _FIRST_LOOK = 3
 """Round after which the model may be ripe."""
 _FEWEST_POINTS = 2
@@ -91,7 +74,7 @@ class FLUXParameters(RoundsParameters):
 
 
 @dataclass
-class FLUXState:
+class FLUXState(QueryState):
     """What FLUX knows beside its clusters.
 
     Attributes
@@ -101,8 +84,6 @@ class FLUXState:
         newcomers, ``"newcomers"``.
     scored : int
         Number of rounds before the last scores.
-    asked : dict[str, int]
-        How often each client was asked in this phase.
     heard : dict[str, bool]
         Clients that have answered in this phase.
     correct : dict[str, float]
@@ -123,7 +104,6 @@ class FLUXState:
 
     phase: str = "scores"
     scored: int = 0
-    asked: dict[str, int] = field(default_factory=dict)
     heard: dict[str, bool] = field(default_factory=dict)
     correct: dict[str, float] = field(default_factory=dict)
     accuracies: list[float] = field(default_factory=list)
@@ -135,7 +115,7 @@ class FLUXState:
     centroids: dict[int, NDArray[np.float64]] = field(default_factory=dict)
 
 
-class FLUX(Method):
+class FLUX(QueriesFirst):
     """Clusters by moments of latent features; newcomers find theirs without labels (FLUX)."""
 
     parameters_type = FLUXParameters
@@ -157,19 +137,8 @@ class FLUX(Method):
 
     def _asked_kinds(self) -> frozenset[str]:
         """Kinds of work that clients are asked for, beyond training and testing a model."""
-        scores = () if self.parameters.warmup else (SCORES,)
+        scores = () if self.parameters.warmup else (names.SCORES,)
         return frozenset({LATENT_MOST, DESCRIPTORS, *scores})
-
-    def scheduler(self) -> Scheduler:
-        """Work in rounds."""
-        return InRounds(
-            self.parameters.fraction, picking=self.parameters.picking, queries=self._queries
-        )
-
-    def initialize(self, vector: Vector) -> None:
-        """Begin with one model."""
-        self.clusters = Clusters({0: Model(vector)})
-        self.state = FLUXState()
 
     # Before a round: is the model ripe, and what do clients' data look like under it?
 
@@ -195,16 +164,16 @@ class FLUX(Method):
         state = self.state
         if state.phase == "newcomers" and self.clusters.is_placed(client):
             return False
-        return client not in state.heard and state.asked.get(client, 0) < _TRIES
+        return client not in state.heard and self._has_tries(client)
 
     def _question(self, client: str) -> Request:
         """Ask a client for the accuracy of the model, its largest feature, or its descriptors."""
         examples = self.progress.fleet.clients[client].num_examples
-        settings: dict[str, Value] = {COMPUTE_SCALE: forward_cost(self.train_config, examples)}
+        settings = {names.COMPUTE_SCALE: forward_cost(self.train_config, examples)}
         if self.state.phase == "scores":
-            return Request(client, SCORES, models=(0,), settings=settings)
+            return Request(client, names.SCORES, models=(0,), settings=settings)
         assert self.state.common is not None, "it is kept when the model is ripe"
-        common = {ARRAYS: self.record_of(self.state.common)}
+        common = {names.ARRAYS: self.record_of(self.state.common)}
         if self.state.phase == "range":
             return Request(client, LATENT_MOST, models=(), arrays=common, settings=settings)
         settings |= {
@@ -213,11 +182,6 @@ class FLUX(Method):
             LATENT_SEED: 0,
         }
         return Request(client, DESCRIPTORS, models=(), arrays=common, settings=settings)
-
-    def on_sent(self, task: InFlight) -> None:
-        """Note who is asked."""
-        if task.kind in (SCORES, LATENT_MOST, DESCRIPTORS):
-            self.state.asked[task.client] = self.state.asked.get(task.client, 0) + 1
 
     def on_answer(self, answer: Answer) -> None:
         """Take in what was asked for; whoever describes itself late is placed as a newcomer.
@@ -228,16 +192,16 @@ class FLUX(Method):
             It is not that.
         """
         state, client, kind = self.state, answer.task.client, answer.task.kind
-        wanted = {"scores": SCORES, "range": LATENT_MOST}.get(state.phase, DESCRIPTORS)
+        wanted = {"scores": names.SCORES, "range": LATENT_MOST}.get(state.phase, DESCRIPTORS)
         in_time = kind == wanted and not self.scheduling.state.running
-        if kind == SCORES:
-            accuracy = float(answer.array(ACCURACIES, (1, 1), 0.0, 1.0)[0, 0])
+        if kind == names.SCORES:
+            accuracy = float(answer.array(names.ACCURACIES, (1, 1), 0.0, 1.0)[0, 0])
             in_time = in_time and answer.task.version == self.models[0].version
             if in_time:
                 state.correct[client] = accuracy
         elif kind == LATENT_MOST:
             most = answer.metrics.get(LATENT_MOST, math.nan)
-            if not -LARGEST <= most <= LARGEST:
+            if not -names.LARGEST <= most <= names.LARGEST:
                 raise InvalidReplyError(f"it must state a finite '{LATENT_MOST}'")
             if in_time:
                 state.most = max(state.most, most) if state.heard else most
@@ -312,12 +276,6 @@ class FLUX(Method):
             of_all = points[labels == label, 0].reshape(int(np.sum(labels == label)), -1)
             state.centroids[group] = of_all.mean(axis=0)
         state.descriptors = {}
-
-    # A round.
-
-    def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
-        """Average inside each cluster."""
-        return average_by_cluster(self.clusters, updates)
 
 
 def gains_little(accuracies: Sequence[float], least: float) -> bool:

@@ -33,19 +33,17 @@ from scipy.cluster.hierarchy import fcluster
 from scipy.cluster.hierarchy import linkage as joined_by
 from scipy.spatial.distance import squareform
 
-from raceme.core.clusters import Clusters, Model, parts_of
-from raceme.core.messages import COMPUTE_SCALE, Vector, forward_cost
+from raceme.core.clusters import parts_of
+from raceme.core.messages import COMPUTE_SCALE, forward_cost
 from raceme.core.options import option
-from raceme.core.requests import Answer, InFlight, InvalidReplyError, Outcome, Request, Update
-from raceme.core.scheduling import InRounds, RoundsParameters, Scheduler, SelectionContext
-from raceme.core.strategy import Method, Needs, average_by_cluster
+from raceme.core.requests import Answer, InvalidReplyError, Request
+from raceme.core.scheduling import InRounds, RoundsParameters, SelectionContext
+from raceme.core.strategy import Needs
 from raceme.strategies.profiles import IN_ALL, PER_CLASS, PRINCIPAL_DIRECTIONS
-from raceme.strategies.shared import numbered, regroup
+from raceme.strategies.shared import QueriesFirst, QueryState, numbered, regroup
 
 log = getLogger("raceme")
 
-_TRIES = 3
-"""How often a client is asked that does not answer."""
 _ROUNDING = 1e-3
 _MOST = 10_000_000
 """Numbers that the directions of one client may be."""
@@ -69,7 +67,7 @@ class PACFLParameters(RoundsParameters):
 
 
 @dataclass
-class PACFLState:
+class PACFLState(QueryState):
     """What PACFL knows beside its clusters.
 
     Attributes
@@ -78,8 +76,6 @@ class PACFLState:
         U_i of each client that has answered. Shape (size of a sample, directions).
     angles : dict[str, dict[str, float]]
         A: degrees between every two of them, by the later of both and then the earlier one.
-    asked : dict[str, int]
-        How often each client was asked.
     is_new : bool
         Whether somebody has answered since clients were clustered last.
     is_clustered : bool
@@ -88,12 +84,11 @@ class PACFLState:
 
     directions: dict[str, NDArray[np.float32]] = field(default_factory=dict)
     angles: dict[str, dict[str, float]] = field(default_factory=dict)
-    asked: dict[str, int] = field(default_factory=dict)
     is_new: bool = False
     is_clustered: bool = False
 
 
-class PACFL(Method):
+class PACFL(QueriesFirst):
     """Clusters by angles between main directions of clients' data, before training (PACFL)."""
 
     parameters_type = PACFLParameters
@@ -102,17 +97,6 @@ class PACFL(Method):
     parameters: PACFLParameters
     state: PACFLState
     scheduling: InRounds
-
-    def scheduler(self) -> Scheduler:
-        """Work in rounds."""
-        return InRounds(
-            self.parameters.fraction, picking=self.parameters.picking, queries=self._queries
-        )
-
-    def initialize(self, vector: Vector) -> None:
-        """Begin with one model, which all clusters start from."""
-        self.clusters = Clusters({0: Model(vector)})
-        self.state = PACFLState()
 
     # Before the first round, and for newcomers: directions.
 
@@ -126,8 +110,7 @@ class PACFL(Method):
         return None
 
     def _is_to_answer(self, client: str) -> bool:
-        tries = self.state.asked.get(client, 0)
-        return client not in self.state.directions and tries < _TRIES
+        return client not in self.state.directions and self._has_tries(client)
 
     def _question(self, client: str) -> Request:
         """Ask a client for the main directions of its data."""
@@ -138,11 +121,6 @@ class PACFL(Method):
             COMPUTE_SCALE: forward_cost(self.train_config, examples),
         }
         return Request(client, PRINCIPAL_DIRECTIONS, models=(), settings=settings)
-
-    def on_sent(self, task: InFlight) -> None:
-        """Note who is asked."""
-        if task.kind == PRINCIPAL_DIRECTIONS:
-            self.state.asked[task.client] = self.state.asked.get(task.client, 0) + 1
 
     def on_answer(self, answer: Answer) -> None:
         """Take a client's directions in.
@@ -193,12 +171,6 @@ class PACFL(Method):
         for client in [client for client, own in found.items() if len(own) != size]:
             log.warning("%s is left out: its samples have another size than others'.", client)
             del found[client]
-
-    # A round.
-
-    def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
-        """Average inside each cluster."""
-        return average_by_cluster(self.clusters, updates)
 
 
 def least_angle(one: NDArray[np.float32], other: NDArray[np.float32]) -> float:

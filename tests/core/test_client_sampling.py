@@ -1,4 +1,4 @@
-"""Who takes part in a round: everyone in turn first, then whoever is drawn."""
+"""Client sampling: how the clients of a round are drawn, in turn first or at random."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def rounds_of(
 @pytest.mark.parametrize("name", ROUND_BASED)
 def test_it_holds_for_every_method_in_rounds(name: str) -> None:
     turns = [{"c0", "c1"}, {"c2", "c3"}, {"c4", "c5"}]
-    found = rounds_of(method_of(name, fraction=0.34, picking="in-turn"), 12)
+    found = rounds_of(method_of(name, fraction=0.34, sampling="in-turn"), 12)
     assert found[:3] == turns
     # Chance does not do the same: the second half is drawn.
     assert found[3:] != turns
@@ -84,21 +84,21 @@ def test_it_holds_for_every_method_in_rounds(name: str) -> None:
 
 def test_pre_training_is_nobodys_turn() -> None:
     # All six pre-train in the first round, three for each group; then turns begin with the first.
-    keys = {"groups": 2, "pretrain": 3, "fraction": 0.34, "picking": "in-turn"}
+    keys = {"groups": 2, "pretrain": 3, "fraction": 0.34, "sampling": "in-turn"}
     found = rounds_of(method_of("fedgroup", **keys), 12, targets=[ONES, -ONES] * 3)
     assert found[3:] == [{"c0", "c1"}, {"c2", "c3"}, {"c4", "c5"}]
 
 
 def test_fedavg_keeps_the_settings_of_flowers_strategy() -> None:
-    method = method_of("fedprox", fraction=0.34, picking="in-turn", proximal_mu=0.25)
+    method = method_of("fedprox", fraction=0.34, sampling="in-turn", proximal_mu=0.25)
     rounds_of(method, 2)
     assert method.state.settings["proximal-mu"] == 0.25
     assert isinstance(method.inner, strategy.FedProx)  # type: ignore[attr-defined]
 
 
 def test_a_run_that_is_resumed_goes_on_with_who_is_left() -> None:
-    first = FedAvg(FedAvgParameters(fraction=0.34, picking="in-turn"))
+    first = FedAvg(FedAvgParameters(fraction=0.34, sampling="in-turn"))
     assert rounds_of(first, 2) == [{"c0", "c1"}]
-    second = FedAvg(FedAvgParameters(fraction=0.34, picking="in-turn"))
+    second = FedAvg(FedAvgParameters(fraction=0.34, sampling="in-turn"))
     second.load_state_dict(first.state_dict())
     assert rounds_of(second, 6) == [{"c2", "c3"}, {"c4", "c5"}]
