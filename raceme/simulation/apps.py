@@ -32,7 +32,6 @@ import raceme
 from raceme.core.config import RunConfig
 from raceme.core.errors import UserError, unknown_name
 from raceme.core.events import Observer, ignore
-from raceme.core.files import absolute
 from raceme.core.messages import CONFIG, KIND
 from raceme.core.registry import STRATEGIES
 from raceme.core.signals import handled_by
@@ -40,7 +39,7 @@ from raceme.core.strategy import Method
 from raceme.datasets.source import without_operators
 from raceme.flower import app as compat
 from raceme.records import exchanges
-from raceme.records.folder import check_new, made_anew, make_folder
+from raceme.records.folder import new_folder
 from raceme.records.record import read_run
 from raceme.records.store import FILE_NAME, RunStore
 from raceme.records.summary import write_summary
@@ -309,14 +308,10 @@ def replaced(name: str, make: Callable[[], Method], observe: Observer) -> Iterat
 
         return instead
 
-    starts = {kind: kind.__dict__["start"] for kind in _kinds(Strategy)}
-    try:
-        for kind, start in starts.items():
-            setattr(kind, "start", instead_of(start))  # noqa: B010
+    with ExitStack() as patches:
+        for kind in dict.fromkeys(_kinds(Strategy)):
+            patches.enter_context(_patched(kind, {"start": instead_of(kind.__dict__["start"])}))
         yield methods
-    finally:
-        for kind, start in starts.items():
-            setattr(kind, "start", start)  # noqa: B010
 
 
 def _kinds(kind: type[Any]) -> Iterator[type[Any]]:
@@ -328,38 +323,7 @@ def _kinds(kind: type[Any]) -> Iterator[type[Any]]:
 
 
 # -----------------------------------------------------------------------------
-# The folder of a simulation.
-# -----------------------------------------------------------------------------
-
-
-def prepare_folder(out: Path | None, name: str) -> Path:
-    """Make the folder of a simulation.
-
-    Parameters
-    ----------
-    out : Path or None
-        Where; by default a new folder in ``runs``.
-    name : str
-        The app's.
-
-    Raises
-    ------
-    UserError
-        There is something in the folder already, or it cannot be made.
-    """
-    if out is None:
-        stamp = time.strftime("%Y%m%d-%H%M%S")
-        return made_anew(Path("runs").resolve() / f"{stamp}-{name}")
-    folder = absolute(out)
-    if (folder / exchanges.MESSAGES).exists():
-        raise UserError(f"{folder} holds a run already; choose another folder with --out.")
-    check_new(folder)
-    make_folder(folder)
-    return folder
-
-
-# -----------------------------------------------------------------------------
-# How a simulation ends before the ServerApp does.
+# The grid as the ServerApp of any Flower app finds it: it may poll, pause and never return.
 # -----------------------------------------------------------------------------
 
 
@@ -368,11 +332,6 @@ class Halted(BaseException):
 
     It is no `Exception`, so that an app that catches those is ended too.
     """
-
-
-# -----------------------------------------------------------------------------
-# The grid as the ServerApp of any Flower app finds it: it may poll, pause and never return.
-# -----------------------------------------------------------------------------
 
 
 _MOST_ASKS, _MOST_ASKS_OF_CHANGING = 1_000, 100_000
@@ -468,10 +427,10 @@ class AppGrid(VirtualGrid):
         with self._work():
             self._get_on()
             left = self.max_time - self.now()
-            if min(left, math.inf if timeout is None else timeout) < left or left == math.inf:
-                return super().send_and_receive(messages, timeout=timeout)
-            replies = list(super().send_and_receive(messages, timeout=left))
-            if len(replies) < len(messages):
+            is_last = left < math.inf and (timeout is None or left <= timeout)
+            timeout = left if is_last else timeout
+            replies = list(super().send_and_receive(messages, timeout=timeout))
+            if is_last and len(replies) < len(messages):
                 raise self._out_of_time()
             return replies
 
@@ -479,8 +438,6 @@ class AppGrid(VirtualGrid):
         """Move the clock to the next reply; see :class:`~raceme.simulation.VirtualGrid`."""
         with self._work():
             self._get_on()
-            if self.max_time == math.inf:
-                return super().wait(message_ids, until)
             end = self.max_time if until is None else min(until, self.max_time)
             replies = super().wait(message_ids, end)
             if not replies and self.now() >= self.max_time:
@@ -600,19 +557,16 @@ class AppClock:
         """
         replaced: dict[str, Callable[..., Any]] = {"sleep": self._sleep(time.sleep)}
         for name, start in _CLOCKS.items():
-            for function, factor in ((name, 1), (f"{name}_ns", _NANOSECONDS)):
-                replaced[function] = self._clock(getattr(time, function), start, factor)
-        before = {name: getattr(time, name) for name in replaced}
+            for function, nanoseconds in ((name, False), (f"{name}_ns", True)):
+                replaced[function] = self._clock(getattr(time, function), start, nanoseconds)
         self._is_running = True
         try:
-            with compat.strategies_pause(self._pause_for_nodes):
-                _put(replaced)
+            with compat.strategies_pause(self._pause_for_nodes), _patched(time, replaced):
                 yield
         finally:
             self._is_running = False
-            _put(before)
 
-    def _clock(self, real: Callable[[], Any], start: float, factor: int) -> Callable[[], Any]:
+    def _clock(self, real: Callable[[], Any], start: float, nanoseconds: bool) -> Callable[[], Any]:
         """Make a function that tells the virtual time to the app, and the real one to others."""
 
         def virtual() -> Any:
@@ -620,7 +574,7 @@ class AppClock:
             if grid is None:
                 return real()
             now = start + grid.now()
-            return now if factor == 1 else round(now * factor)
+            return round(now * _NANOSECONDS) if nanoseconds else now
 
         return virtual
 
@@ -668,10 +622,17 @@ class AppClock:
         grid.pause(seconds)
 
 
-def _put(functions: dict[str, Callable[..., Any]]) -> None:
-    """Set functions of Python's module."""
-    for name, function in functions.items():
-        setattr(time, name, function)
+@contextmanager
+def _patched(owner: Any, functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Put functions in the place of those of a module or a class meanwhile."""
+    before = {name: getattr(owner, name) for name in functions}
+    try:
+        for name, function in functions.items():
+            setattr(owner, name, function)
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(owner, name, function)
 
 
 # -----------------------------------------------------------------------------
@@ -996,7 +957,7 @@ def simulate(settings: Settings) -> Simulated:
         executor = executor_for(app.client, settings.workers, seed=settings.seed)
         learned = Learned(executor, nodes, settings.examples, settings.evaluation_share)
         stack.callback(learned.close)
-        out = prepare_folder(settings.out, app.name)
+        out = new_folder(settings.out, app.name)
         # What a trace calls the clients, or else their number.
         names = {
             node.node_id: str(node.config.get("device-id", f"client-{index}"))

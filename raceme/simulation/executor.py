@@ -14,7 +14,7 @@ import sys
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from importlib import import_module
 from operator import attrgetter
@@ -155,11 +155,9 @@ def answer(
     """
     flower.start_now(message)
     try:
-        if seed is None:
+        number = int(message.metadata.message_id)
+        with nullcontext() if seed is None else own_randomness([seed, context.node_id, number]):
             reply = client_app(message, context)
-        else:
-            with own_randomness([seed, context.node_id, int(message.metadata.message_id)]):
-                reply = client_app(message, context)
         if not isinstance(reply, Message):
             raise TypeError(f"the ClientApp returned no Message but {reply!r}")
         if reply.metadata.reply_to_message_id != message.metadata.message_id:
@@ -219,6 +217,7 @@ Records = list[tuple[str, str, Any]]
 """Records without their arrays' data: name, kind, content."""
 
 _ARRAYS, _METRICS, _CONFIG = "arrays", "metrics", "config"
+_RECORDS = {_METRICS: MetricRecord, _CONFIG: ConfigRecord}
 
 
 class Packed(NamedTuple):
@@ -233,16 +232,7 @@ def pack(records: RecordDict) -> Packed:
     packed = Packed([], [])
     for name, record in records.items():
         if isinstance(record, ArrayRecord):
-            arrays = [
-                (
-                    key,
-                    array.dtype,
-                    array.shape,
-                    array.stype,
-                    len(array.data),
-                )
-                for key, array in record.items()
-            ]
+            arrays = [(key, a.dtype, a.shape, a.stype, len(a.data)) for key, a in record.items()]
             packed.records.append((name, _ARRAYS, arrays))
             packed.data.extend(array.data for array in record.values())
         else:
@@ -253,26 +243,19 @@ def pack(records: RecordDict) -> Packed:
 
 def unpack(packed: Packed) -> RecordDict:
     """Put records together again. Arrays' data are not copied."""
-    data = iter(packed.data)
-    return RecordDict(
-        {name: _record(kind, content, data) for name, kind, content in packed.records}
-    )
-
-
-def _record(
-    kind: str, content: Any, data: Iterator[bytes]
-) -> ArrayRecord | MetricRecord | ConfigRecord:
-    if kind == _METRICS:
-        return MetricRecord(content)
-    if kind == _CONFIG:
-        return ConfigRecord(content)
-    return flower.array_record(
-        {
+    data, records = iter(packed.data), RecordDict()
+    for name, kind, content in packed.records:
+        if kind == _ARRAYS:
             # A checkpoint brings lists back.
-            key: flower.array(dtype, tuple(shape), stype, next(data))
-            for key, dtype, shape, stype, _ in content
-        }
-    )
+            records[name] = flower.array_record(
+                {
+                    key: flower.array(dtype, tuple(shape), stype, next(data))
+                    for key, dtype, shape, stype, _ in content
+                }
+            )
+        else:
+            records[name] = _RECORDS[kind](content)
+    return records
 
 
 def sizes(records: Records) -> list[int]:
