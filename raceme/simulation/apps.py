@@ -33,6 +33,7 @@ from raceme.core.config import RunConfig
 from raceme.core.errors import UserError, unknown_name
 from raceme.core.events import Observer, ignore
 from raceme.core.messages import CONFIG, KIND
+from raceme.core.options import Value
 from raceme.core.registry import STRATEGIES
 from raceme.core.signals import handled_by
 from raceme.core.strategy import Method
@@ -57,7 +58,6 @@ from raceme.simulation.virtual_grid import Node, VirtualGrid, nodes_of
 # -----------------------------------------------------------------------------
 
 
-Value = str | int | float | bool
 App = TypeVar("App", ServerApp, ClientApp)
 
 _DISTRIBUTION = re.compile(r"[A-Za-z0-9._-]+")
@@ -646,22 +646,6 @@ LOCAL_EPOCHS = ("local-epochs", "local_epochs")
 """What they call the number of passes over them in the run config or in a message's."""
 
 
-@dataclass
-class _Known:
-    """What a client's replies have told.
-
-    Attributes
-    ----------
-    examples : int or None
-        Its number of training examples; None if no reply states it.
-    bytes_up : dict[str, int]
-        Size of its last reply, by type of message.
-    """
-
-    examples: int | None = None
-    bytes_up: dict[str, int] = field(default_factory=dict)
-
-
 @dataclass(frozen=True)
 class _Early:
     """A reply that was made before it is due, on a copy of the client's state."""
@@ -701,7 +685,10 @@ class Learned:
         self._executor, self._examples = executor, examples
         self._per_sample = {node.node_id: node.device.is_per_sample for node in nodes}
         self._evaluation_share = evaluation_share
-        self._known: dict[int, _Known] = {}
+        # What each client's replies have told: its number of examples, and the size of its last
+        # reply by type of message.
+        self._stated: dict[int, int] = {}
+        self._bytes_up: dict[tuple[int, str], int] = {}
         self._early: dict[str, _Early] = {}
         self._open: dict[str, tuple[Message, Context, float]] = {}
 
@@ -718,12 +705,11 @@ class Learned:
         if share is None:
             return None
         node = message.metadata.dst_node_id
-        known = self._known.setdefault(node, _Known())
-        if self._per_sample[node] and self._examples is None and known.examples is None:
+        if self._per_sample[node] and self._examples is None and node not in self._stated:
             self._do_early(message, context)
-            if known.examples is None:
+            if node not in self._stated:
                 return self._without_examples(message)
-        count = self._examples if self._examples is not None else known.examples or 0
+        count = self._stated.get(node, 0) if self._examples is None else self._examples
         if KIND in message.content.config_records.get(CONFIG, ()):
             # It is a method of Raceme's that asks, and says what that costs.
             own = training_cost(message, context, count)
@@ -732,7 +718,7 @@ class Learned:
         return Workload(
             epochs=_epochs(message, context),
             bytes_down=size,
-            bytes_up=known.bytes_up.get(kind, size if kind == MessageType.TRAIN else 0),
+            bytes_up=self._bytes_up.get((node, kind), size if kind == MessageType.TRAIN else 0),
             scale=share,
             examples=count,
         )
@@ -785,12 +771,11 @@ class Learned:
         """Note what a reply tells of its client."""
         if reply.has_error():
             return
-        known = self._known.setdefault(message.metadata.dst_node_id, _Known())
-        kind = category(message)
-        known.bytes_up[kind] = bytes_of(reply.content)
-        if kind == MessageType.TRAIN:
-            stated = _stated_examples(reply.content)
-            known.examples = known.examples if stated is None else stated
+        node, kind = message.metadata.dst_node_id, category(message)
+        self._bytes_up[node, kind] = bytes_of(reply.content)
+        stated = _stated_examples(reply.content)
+        if kind == MessageType.TRAIN and stated is not None:
+            self._stated[node] = stated
 
     def _without_examples(self, message: Message) -> Workload | None:
         """Return what a task costs that was to tell the number of examples, and has not."""
@@ -958,11 +943,7 @@ def simulate(settings: Settings) -> Simulated:
         learned = Learned(executor, nodes, settings.examples, settings.evaluation_share)
         stack.callback(learned.close)
         out = new_folder(settings.out, app.name)
-        # What a trace calls the clients, or else their number.
-        names = {
-            node.node_id: str(node.config.get("device-id", f"client-{index}"))
-            for index, node in enumerate(nodes)
-        }
+        names = {node.node_id: node.client_id for node in nodes}
         online = [node.node_id for node in nodes if node.device.starts_online()]
         log = stack.enter_context(exchanges.ExchangeLog(out / exchanges.MESSAGES, names, online))
         grid = clock.grid = AppGrid(

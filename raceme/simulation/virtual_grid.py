@@ -12,6 +12,7 @@ from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 
+from raceme.core.options import Value
 from raceme.core.timeline import Exchange, ExchangeObserver, Switched
 from raceme.flower import messages as flower
 from raceme.flower.grid import PatientGrid
@@ -199,6 +200,10 @@ class Pending:
     bytes_down: int = 0
 
 
+_SAVED = ("expires", "due", "lost", "event", "is_wanted")
+"""What a checkpoint keeps of a pending message besides the message itself."""
+
+
 def exchange_of(pending: Pending, answered: float, reply: Message | None) -> Exchange:
     """Say what became of a message."""
     message, failure, bytes_up = pending.message, pending.lost, 0
@@ -253,9 +258,6 @@ def _reply_from(tree: Tree) -> Message:
 # -----------------------------------------------------------------------------
 
 
-Value = str | int | float | bool
-
-
 @dataclass(frozen=True, slots=True)
 class Node:
     """One simulated SuperNode.
@@ -276,6 +278,11 @@ class Node:
     device: Device
     config: Mapping[str, Value] = field(default_factory=dict)
     examples: int = 0
+
+    @property
+    def client_id(self) -> str:
+        """Stable id of the client: the one of a trace, or else ``client-`` and its number."""
+        return str(self.config.get("device-id", f"client-{self.config['partition-id']}"))
 
 
 # At equal times, online changes precede replies: whatever is sent at that moment then meets the
@@ -479,11 +486,7 @@ class VirtualGrid(PatientGrid):
                         **head_of(pending.message),
                         "content": pack(pending.message.content)._asdict(),
                     },
-                    "expires": pending.expires,
-                    "due": pending.due,
-                    "lost": pending.lost,
-                    "event": pending.event,
-                    "wanted": pending.is_wanted,
+                    **{name: getattr(pending, name) for name in _SAVED},
                 }
                 for pending in self._pending.values()
             ],
@@ -512,15 +515,8 @@ class VirtualGrid(PatientGrid):
         for saved in tree["pending"]:
             head = saved["message"]
             message = message_of(head, unpack(Packed(**head["content"])))
-            pending = Pending(
-                message,
-                self._client_of(message),
-                expires=saved["expires"],
-                due=saved["due"],
-                lost=saved["lost"],
-                event=saved["event"],
-                is_wanted=saved["wanted"],
-            )
+            progress = {name: saved[name] for name in _SAVED}
+            pending = Pending(message, self._client_of(message), **progress)
             self._pending[message.metadata.message_id] = pending
             if pending.lost is None:
                 self._work_on(message.metadata.message_id, pending)
@@ -691,10 +687,7 @@ def communication_of(grid: Grid) -> Communication | None:
     """
     if not isinstance(grid, VirtualGrid):
         return None
-    devices = {
-        str(node.config.get("device-id", f"client-{node.config['partition-id']}")): node.device
-        for node in grid.nodes
-    }
+    devices = {node.client_id: node.device for node in grid.nodes}
 
     def communication(client: str, bytes_down: int, bytes_up: int) -> float:
         return devices[client].communication(bytes_down, bytes_up) if client in devices else 0.0
