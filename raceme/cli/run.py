@@ -112,6 +112,15 @@ def simulate(
             show_default=False,
         ),
     ] = None,
+    node_config: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--node-config",
+            metavar="'KEY=VALUE …'",
+            help="pairs for the node config of every client, as in `flower-supernode`",
+            show_default=False,
+        ),
+    ] = None,
     strategy: Annotated[
         str | None,
         typer.Option(
@@ -211,6 +220,7 @@ def simulate(
         clients=clients,
         devices=devices,
         run_config=tuple(run_config or ()),
+        node_config=tuple(node_config or ()),
         strategy=strategy,
         parameters=dict(parse_assignment(text) for text in assignments or ()),
         workers=workers,

@@ -780,8 +780,8 @@ class Method(Strategy):
 
 def _cannot_be_wrapped(name: str) -> UserError:
     return UserError(
-        f"{name} acts on each update when it arrives: a strategy that works in rounds cannot be "
-        f"put around it. Call {name}'s own start(); for differential privacy take client mods, "
+        f"Another strategy cannot be put around {name}, which does not work by configure_train and "
+        f"aggregate_train: call {name}'s own start(). For differential privacy take client mods, "
         "such as LocalDpMod."
     )
 

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from functools import partial, wraps
 from pathlib import Path
@@ -30,6 +30,7 @@ from flwr.serverapp.strategy import Strategy
 
 import raceme
 from raceme.core.config import RunConfig
+from raceme.core.drop_in import FlowerArguments
 from raceme.core.errors import UserError, unknown_name
 from raceme.core.events import Observer, ignore
 from raceme.core.messages import CONFIG, KIND
@@ -60,6 +61,8 @@ from raceme.simulation.virtual_grid import Node, VirtualGrid, nodes_of
 
 App = TypeVar("App", ServerApp, ClientApp)
 
+_CONFIGURES = ("configure_train", "configure_evaluate")
+_AGGREGATES = ("aggregate_train", "aggregate_evaluate")
 _DISTRIBUTION = re.compile(r"[A-Za-z0-9._-]+")
 
 
@@ -139,7 +142,12 @@ class FlowerApp:
                 f"{self.folder}/pyproject.toml names '{reference}', and there is no module "
                 f"'{module}' in {self.folder}."
             )
-        top = _plain(module.partition(".")[0])
+        first = module.partition(".")[0]
+        if (self.folder / first).is_dir() or (self.folder / f"{first}.py").is_file():
+            return UserError(
+                f"The app in {self.folder} imports '{module}', and has no such module."
+            )
+        top = _plain(first)
         # sklearn is in scikit-learn.
         names = (top, f"scikit_{top[2:]}")
         stated = ((_DISTRIBUTION.match(text), text) for text in self.dependencies)
@@ -202,18 +210,24 @@ def read_app(folder: Path, overrides: Sequence[str] = ()) -> FlowerApp:
     )
 
 
-def _overrides(texts: Sequence[str], known: Mapping[str, Value]) -> dict[str, Value]:
-    """Read what is typed after ``--run-config``; keys must be the app's, as Flower has it."""
+def _pairs(option: str, texts: Sequence[str]) -> dict[str, Value]:
+    """Read what is typed after ``--run-config`` or ``--node-config``."""
     try:
         given = compat.parse_pairs(list(texts))
     except (ValueError, OSError) as error:
         reason = " ".join(str(error).split())
-        raise UserError(f"--run-config cannot be read: {reason}") from None
+        raise UserError(f"{option} cannot be read: {reason}") from None
     if any(text.strip() for text in texts) and not given:
         raise UserError(
-            f"--run-config takes 'key=value key=value', got '{' '.join(texts)}'; texts are quoted: "
+            f"{option} takes 'key=value key=value', got '{' '.join(texts)}'; texts are quoted: "
             "key='\"text\"'."
         )
+    return given
+
+
+def _overrides(texts: Sequence[str], known: Mapping[str, Value]) -> dict[str, Value]:
+    """Read what is typed after ``--run-config``; keys must be the app's, as Flower has it."""
+    given = _pairs("--run-config", texts)
     for name in given:
         if name not in known:
             raise unknown_name("key in --run-config", name, known)
@@ -239,7 +253,7 @@ def _place(error: BaseException, folder: Path) -> str:
 # -----------------------------------------------------------------------------
 
 
-def build_method(name: str, parameters: Mapping[str, Value], seed: int) -> Method:
+def build_method(name: str, parameters: Mapping[str, Value], seed: int, **arguments: Any) -> Method:
     """Make a method by its name.
 
     Parameters
@@ -250,6 +264,8 @@ def build_method(name: str, parameters: Mapping[str, Value], seed: int) -> Metho
         Its hyper-parameters, as ``casa.gamma``.
     seed : int
         Decides whatever the method leaves to chance.
+    **arguments : Any
+        What Flower's strategies take, as ``fraction_train=0.5``; `parameters` take precedence.
 
     Raises
     ------
@@ -265,12 +281,52 @@ def build_method(name: str, parameters: Mapping[str, Value], seed: int) -> Metho
         )
     config = RunConfig.from_mapping({"strategy": name, "seed": seed, **parameters})
     config.check_options()
-    method: Method = STRATEGIES.make(name, config.parameters(), seed=seed)
+    if f"{prefix}fraction" in parameters:
+        arguments.pop("fraction_train", None)
+    method: Method = STRATEGIES.make(name, config.parameters(), seed=seed, **arguments)
     return method
 
 
+def arguments_of(strategy: Strategy) -> dict[str, Any]:
+    """Return the arguments of an app's strategy that a method in its place keeps.
+
+    They are those that all of Flower's strategies share, where they are not the default.
+
+    Raises
+    ------
+    UserError
+        The strategy decides in code of its own what clients are asked for, which would be lost.
+    """
+    kind, held = type(strategy), vars(strategy)
+    own = [name for name in _CONFIGURES if not compat.is_flowers(getattr(kind, name))]
+    reason = f"it has its own {' and '.join(own)}" if own else ""
+    for value in held.values():
+        if isinstance(value, Strategy):
+            reason = f"it is a wrapper around {type(value).__name__}"
+    if reason:
+        raise UserError(
+            f"--strategy cannot take the place of the app's {kind.__name__}: {reason}, which a "
+            "method of Raceme's does not call, so that clients would be asked for something else. "
+            "Leave --strategy out, or start a strategy in the app that has none."
+        )
+    return {
+        item.name: value
+        for item in fields(FlowerArguments)
+        if (value := held.get(item.name, item.default)) != item.default
+        and not compat.is_flowers(value)
+    }
+
+
+def _not_kept(strategy: Strategy) -> list[str]:
+    """Return what of an app's strategy a method in its place does not use."""
+    kind, shared = type(strategy), {item.name for item in fields(FlowerArguments)}
+    arguments = [name for name in inspect.signature(kind).parameters if name in vars(strategy)]
+    own = [name for name in _AGGREGATES if not compat.is_flowers(getattr(kind, name))]
+    return [*(name for name in arguments if name not in shared), *own]
+
+
 @contextmanager
-def replaced(name: str, make: Callable[[], Method], observe: Observer) -> Iterator[list[Method]]:
+def replaced(name: str, make: Callable[..., Method], observe: Observer) -> Iterator[list[Method]]:
     """Start a method in the place of every strategy that is started meanwhile, the app's own too.
 
     Parameters
@@ -278,7 +334,7 @@ def replaced(name: str, make: Callable[[], Method], observe: Observer) -> Iterat
     name : str
         The method's name.
     make : Callable
-        Makes the method; asked once for each strategy that is started.
+        Makes the method, given the arguments of the strategy that is started.
     observe : Observer
         Called with everything that happens to the first of them.
 
@@ -294,10 +350,18 @@ def replaced(name: str, make: Callable[[], Method], observe: Observer) -> Iterat
         def instead(strategy: Strategy, *arguments: Any, **named: Any) -> Any:
             if any(strategy is method for method in methods):
                 return start(strategy, *arguments, **named)
-            method = make()
+            kind, kept, lost = type(strategy).__name__, arguments_of(strategy), _not_kept(strategy)
+            try:
+                method = make(**kept)
+            except UserError as error:
+                raise UserError(f"{name} cannot take the place of {kind}: {error}") from None
             methods.append(method)
             logging.getLogger("flwr").info(
-                "%s takes the place of %s.", name, type(strategy).__name__
+                "%s takes the place of %s. It keeps of it: %s. Not used: %s.",
+                name,
+                kind,
+                ", ".join(f"{key}={value}" for key, value in kept.items()) or "nothing",
+                ", ".join(lost) or "nothing",
             )
             # An app's own start may have names for Flower's arguments in another order, and more.
             given = dict(inspect.signature(start).bind_partial(strategy, *arguments).arguments)
@@ -363,6 +427,8 @@ class AppGrid(VirtualGrid):
     ----------
     is_working : bool
         Whether a call of this grid is under way: what happens in it is not the ServerApp's.
+    check_training : Callable or None
+        Called before training messages are sent; raises if they are not to be.
     """
 
     def __init__(
@@ -377,6 +443,7 @@ class AppGrid(VirtualGrid):
         super().__init__(client_app, nodes, notice=compat.MISSED_AFTER, **grid)
         self.free_evaluation = free_evaluation
         self.max_time = max_time
+        self.check_training: Callable[[], None] | None = None
         self.thread = threading.get_ident()
         self._depth = 0
         # When replies were last asked for in vain; how often in a row, and the nodes likewise.
@@ -400,6 +467,9 @@ class AppGrid(VirtualGrid):
         with self._work():
             if messages:
                 self._get_on()
+            asked = {category(message) for message in messages}
+            if self.check_training is not None and MessageType.TRAIN in asked:
+                self.check_training()
             return super().push_messages(messages)
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
@@ -686,9 +756,9 @@ class Learned:
         self._per_sample = {node.node_id: node.device.is_per_sample for node in nodes}
         self._evaluation_share = evaluation_share
         # What each client's replies have told: its number of examples, and the size of its last
-        # reply by type of message.
+        # reply by type of message and stage.
         self._stated: dict[int, int] = {}
-        self._bytes_up: dict[tuple[int, str], int] = {}
+        self._bytes_up: dict[tuple[int, str, str], int] = {}
         self._early: dict[str, _Early] = {}
         self._open: dict[str, tuple[Message, Context, float]] = {}
 
@@ -704,7 +774,13 @@ class Learned:
         share = {MessageType.TRAIN: 1.0, MessageType.EVALUATE: self._evaluation_share}.get(kind)
         if share is None:
             return None
-        node = message.metadata.dst_node_id
+        node, stage = message.metadata.dst_node_id, compat.secure_stage(message)
+        size = bytes_of(message.content)
+        known = self._bytes_up.get((node, kind, stage))
+        bytes_up = (size if kind == MessageType.TRAIN else 0) if known is None else known
+        if stage not in ("", compat.TRAINING_STAGE):
+            # Keys and shares are exchanged, and nothing is trained.
+            return Workload(bytes_down=size, bytes_up=bytes_up, scale=0.0, examples=0)
         if self._per_sample[node] and self._examples is None and node not in self._stated:
             self._do_early(message, context)
             if node not in self._stated:
@@ -714,11 +790,10 @@ class Learned:
             # It is a method of Raceme's that asks, and says what that costs.
             own = training_cost(message, context, count)
             return None if own is None else own._replace(examples=count)
-        size = bytes_of(message.content)
         return Workload(
             epochs=_epochs(message, context),
             bytes_down=size,
-            bytes_up=self._bytes_up.get((node, kind), size if kind == MessageType.TRAIN else 0),
+            bytes_up=bytes_up,
             scale=share,
             examples=count,
         )
@@ -772,7 +847,7 @@ class Learned:
         if reply.has_error():
             return
         node, kind = message.metadata.dst_node_id, category(message)
-        self._bytes_up[node, kind] = bytes_of(reply.content)
+        self._bytes_up[node, kind, compat.secure_stage(message)] = bytes_of(reply.content)
         stated = _stated_examples(reply.content)
         if kind == MessageType.TRAIN and stated is not None:
             self._stated[node] = stated
@@ -851,6 +926,8 @@ class Settings:
         Training examples of each client, for profiles with times per sample; None: from replies.
     evaluation_share : float or None
         What an evaluation computes, as a share of a training task; None: it takes no time.
+    node_config : tuple[str, ...]
+        What every node's config has besides its partition, as it was typed.
     """
 
     folder: Path
@@ -866,6 +943,7 @@ class Settings:
     max_wall_time: float = math.inf
     examples: int | None = None
     evaluation_share: float | None = None
+    node_config: tuple[str, ...] = ()
 
 
 class AppEnding(StrEnum):
@@ -928,6 +1006,11 @@ def simulate(settings: Settings) -> Simulated:
     elif settings.parameters:
         raise UserError("--set takes keys of a strategy: name one with --strategy.")
     nodes = nodes_of(settings.devices, [settings.examples or 0] * settings.clients, settings.seed)
+    own = _pairs("--node-config", settings.node_config)
+    for key in own:
+        if key in nodes[0].config:
+            raise UserError(f"--node-config {key}: the simulation itself decides it.")
+    nodes = [replace(node, config={**node.config, **own}) for node in nodes]
     prepare(settings.workers)
     started = time.perf_counter()
     with ExitStack() as stack:
@@ -957,26 +1040,32 @@ def simulate(settings: Settings) -> Simulated:
             max_time=settings.max_time,
             free_evaluation=settings.evaluation_share is None,
         )
-        methods = None
         if make is not None:
             observe = stack.enter_context(_store(out)).observe
             methods = stack.enter_context(replaced(str(settings.strategy), make, observe))
+            grid.check_training = partial(_check_replaced, methods, app, settings.strategy)
         # What importing drew is not part of what the ServerApp draws.
         seed_process([settings.seed, _SERVER])
         context = compat.server_context(grid.run.run_id, app.run_config)
         with _wall_limit(settings.max_wall_time):
             ending, reason = _call(app, lambda: server_app(grid, context))
-        if methods == [] and ending is AppEnding.RETURNED:
-            raise UserError(
-                f"The ServerApp of {app.folder} starts no strategy of Flower's (Strategy.start): "
-                f"{settings.strategy} cannot take its place. Leave --strategy out."
-            )
+        if grid.check_training is not None and ending is AppEnding.RETURNED:
+            grid.check_training()
         for exchange in grid.unanswered():
             log.observe(exchange)
         fleet = log.fleet(min(grid.now(), settings.max_time))
     return Simulated(
         app, settings, out, fleet, ending, reason, wall_time=time.perf_counter() - started
     )
+
+
+def _check_replaced(methods: Sequence[Method], app: FlowerApp, strategy: str | None) -> None:
+    """Raise UserError if a method takes the place of no strategy."""
+    if not methods:
+        raise UserError(
+            f"The ServerApp of {app.folder} starts no strategy of Flower's (Strategy.start): "
+            f"{strategy} cannot take its place. Leave --strategy out."
+        )
 
 
 @contextmanager
@@ -1160,6 +1249,8 @@ def _command(simulated: Simulated) -> str:
         words += [name, str(value)] if value is not None else []
     for text in settings.run_config:
         words += ["--run-config", text]
+    for text in settings.node_config:
+        words += ["--node-config", text]
     for key, value in settings.parameters.items():
         words += ["--set", f"{key}={value}"]
     return shlex.join(words)

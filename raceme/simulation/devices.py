@@ -627,7 +627,22 @@ def training_cost(message: Message, context: Context, examples: int) -> Workload
 
 def bytes_of(content: RecordDict) -> int:
     """Return the size of all records of a message."""
-    return sum(record.count_bytes() for record in content.values())
+    return sum(
+        _config_bytes(record) if isinstance(record, ConfigRecord) else record.count_bytes()
+        for record in content.values()
+    )
+
+
+def _config_bytes(record: ConfigRecord) -> int:
+    """Return what `ConfigRecord.count_bytes` does, which raises on empty texts and lists."""
+    size = sum(map(len, record))
+    for value in record.values():
+        for part in value if isinstance(value, list) else [value]:
+            if isinstance(part, str | bytes):
+                size += len(part)
+            else:
+                size += 1 if isinstance(part, bool) else 8
+    return size
 
 
 def copy_of(content: RecordDict) -> RecordDict:
