@@ -39,7 +39,7 @@ def run(keys: Mapping[str, Value], watch: Watch = False, watch_address: Address 
     _quiet_flower()
     if watch and not (settings.out or settings.resume):
         # Whoever watches has to know where it will be.
-        settings = settings.with_values(out=str(new_folder(settings)))
+        settings = settings.with_values(out=str(new_folder("", settings.short_name)))
     with watched(watch, Path(settings.resume or settings.out), watch_address):
         with StopRequest() as stop, RunProgress(max_updates=settings.planned_updates) as progress:
             outcome = simulate(settings, progress.observe, stop=stop)
@@ -109,6 +109,15 @@ def simulate(
             "--run-config",
             metavar="'KEY=VALUE …'",
             help="changes the app's run config, as in `flwr run`: pairs, or a TOML file",
+            show_default=False,
+        ),
+    ] = None,
+    node_config: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--node-config",
+            metavar="'KEY=VALUE …'",
+            help="pairs for the node config of every client, as in `flower-supernode`",
             show_default=False,
         ),
     ] = None,
@@ -211,6 +220,7 @@ def simulate(
         clients=clients,
         devices=devices,
         run_config=tuple(run_config or ()),
+        node_config=tuple(node_config or ()),
         strategy=strategy,
         parameters=dict(parse_assignment(text) for text in assignments or ()),
         workers=workers,

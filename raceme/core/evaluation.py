@@ -258,6 +258,9 @@ class Evaluator:
         # uses. In a large fleet these wait in a file.
         self._records: dict[bool, dict[str, list[ArrayRecord]]] = {}
         self._own: Mapping[str, Vector] = {}
+        # Idle clients that have been tested since the method last handed out work. They come first
+        # when it does so again: a slow client would otherwise be tested for ever, and never train.
+        self._tested: set[str] = set()
 
     # Beginning and ending.
 
@@ -308,6 +311,7 @@ class Evaluator:
     def forget(self) -> None:
         """Forget all tests under way: their messages are lost."""
         self._progress.evaluation = self._progress.task_evaluation = None
+        self._tested.clear()
 
     def _begin_of_steps(self, last: Mapping[str, int], ahead: bool) -> None:
         """Begin an evaluation on each step up to the last one of each client, and one ahead."""
@@ -363,10 +367,22 @@ class Evaluator:
 
     # Asking.
 
-    def ask(self, idle: Idle) -> None:
-        """Ask the clients that have time and have not been asked yet."""
+    def ask(self, idle: Idle, again: bool = False) -> None:
+        """Ask the clients that have time and have not been asked yet.
+
+        Parameters
+        ----------
+        idle : Idle
+            The clients that have time.
+        again : bool
+            Ask also clients that have just been tested: the method has passed them over.
+        """
+        if again:
+            self._tested.clear()
         for evaluation in self._progress.evaluations:
             for client in list(evaluation.waiting):
+                if client in self._tested:
+                    continue
                 if client in idle:
                     if self._push(evaluation, client):
                         idle.remove(client)
@@ -473,12 +489,14 @@ class Evaluator:
         works = any(task.client == client for task in progress.in_flight.values())
         if not works and progress.fleet.clients[client].node_id is not None:
             idle.add(client)
+            self._tested.add(client)
         self._take_scores(evaluation, client, reply)
         self.close_if_over()
         return True
 
     def drop(self, client: str) -> None:
         """Wait no more for a client that is gone."""
+        self._tested.discard(client)
         for evaluation in self._progress.evaluations:
             evaluation.drop(client)
 

@@ -396,7 +396,10 @@ class Loop:
     # Handing work out.
 
     def _hand_out(self) -> None:
-        """Ask for evaluations that are under way, then give the method's work."""
+        """Ask for evaluations that are under way, then give the method's work.
+
+        A client that has just been tested is offered to the method before it is tested again.
+        """
         self._steps.look()
         self._evaluator.ask(self._idle)
         places = self._free_places()
@@ -410,6 +413,8 @@ class Loop:
             wanted = [wanted[index] for index in order]
         for message, task in [self._message(work) for work in wanted]:
             self._send(message, task)
+        if wanted or not self._progress.in_flight:
+            self._evaluator.ask(self._idle, again=True)
 
     def _free_places(self) -> int | None:
         """Return how many more clients may be given work; None stands for all."""

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import click
 import flwr.serverapp
-from flwr.app import Context, RecordDict
+from flwr.app import Context, Message, RecordDict
 from flwr.cli.build import build_fab_from_disk
 from flwr.cli.install import install_from_fab
 from flwr.clientapp import ClientApp
@@ -25,6 +25,7 @@ from flwr.common.config import (
     parse_config_args,
 )
 from flwr.common.constant import HEARTBEAT_DEFAULT_INTERVAL, HEARTBEAT_PATIENCE
+from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key, Stage
 from flwr.serverapp import ServerApp
 from flwr.serverapp.server_app import LoadServerAppError
 from flwr.serverapp.strategy import strategy_utils
@@ -145,6 +146,21 @@ def load_app(reference: str, folder: Path, kind: type[Part]) -> Part:
 def takes_a_grid(app: ServerApp) -> bool:
     """Return whether a ServerApp has a main function; older ones have a `server_fn` instead."""
     return app.__dict__["_main"] is not None
+
+
+TRAINING_STAGE = Stage.COLLECT_MASKED_VECTORS
+"""The stage of SecAgg+ in which clients train; all stages are training messages."""
+
+
+def secure_stage(message: Message) -> str:
+    """Return the stage of SecAgg+ that a message asks for; empty if it is no part of SecAgg+."""
+    settings = message.content.config_records.get(RECORD_KEY_CONFIGS)
+    return "" if settings is None else str(settings.get(Key.STAGE, ""))
+
+
+def is_flowers(function: object) -> bool:
+    """Return whether a function or method is defined in Flower's own code."""
+    return str(getattr(function, "__module__", "")).startswith("flwr.")
 
 
 def server_context(run_id: int, run_config: Mapping[str, Value]) -> Context:

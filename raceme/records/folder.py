@@ -12,6 +12,7 @@ from urllib.parse import quote
 from raceme.core.config import RunConfig, write_toml
 from raceme.core.errors import PlainFormatter, UserError
 from raceme.core.files import absolute, atomic_write
+from raceme.records.exchanges import MESSAGES
 
 CONFIG = "config.toml"
 ERROR = "error.txt"
@@ -32,21 +33,28 @@ MODELS = ("clusters", "clients")
 _FOLDERS = {"checkpoint", *MODELS}
 
 
-def new_folder(config: RunConfig) -> Path:
+def new_folder(out: str | Path | None, name: str) -> Path:
     """Choose and make the folder of a new run; nothing is written into it.
+
+    Parameters
+    ----------
+    out : str or Path or None
+        The folder; if empty or None a new one in ``runs``, named after the time and `name`.
+    name : str
+        Short name of the run.
 
     Raises
     ------
     UserError
         There is something in it already, or it cannot be made.
     """
-    if config.out:
-        out = absolute(config.out)
-        check_new(out)
-        make_folder(out)
-        return out
+    if out:
+        folder = absolute(out)
+        check_new(folder)
+        make_folder(folder)
+        return folder
     stamp = time.strftime("%Y%m%d-%H%M%S")
-    return made_anew(Path("runs").resolve() / f"{stamp}-{config.short_name}")
+    return _made_anew(Path("runs").resolve() / f"{stamp}-{name}")
 
 
 def check_new(out: Path) -> None:
@@ -57,7 +65,7 @@ def check_new(out: Path) -> None:
         held = sorted(path.name for path in out.iterdir())
     except OSError as error:
         raise UserError(f"Cannot write to {out}: {error.strerror}.") from None
-    if _STORE in held:
+    if {_STORE, MESSAGES} & set(held):
         raise UserError(f"{out} holds a run already; choose another folder with --out.")
     if held:
         raise UserError(
@@ -163,7 +171,7 @@ def forget_end(config: RunConfig, out: Path) -> None:
     _write_config(out, config)
 
 
-def made_anew(path: Path) -> Path:
+def _made_anew(path: Path) -> Path:
     """Make a folder, with a number behind its name if it exists: runs may start side by side."""
     make_folder(path.parent)
     candidate, number = path, 2

@@ -282,7 +282,7 @@ def conduct(
     probe = probe_of(config, initial)
     strategy.check_server(0 if probe is None else probe.sets, bool(config.pretrain))
     identities = BoundToKeys(Path(config.device_keys), grid) if config.device_keys else None
-    out = resumed_folder(config) if config.resume else new_folder(config)
+    out = resumed_folder(config) if config.resume else new_folder(config.out, config.short_name)
     virtual, spec = timeline_of(grid).is_virtual, ModelSpec.of(initial)
     starts: Sequence[Vector] = ()
     with ExitStack() as opened:

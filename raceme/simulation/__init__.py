@@ -10,10 +10,8 @@ from collections.abc import Callable, Sequence
 
 from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
-from raceme.simulation import pool
 from raceme.simulation.devices import Device, fleet
-from raceme.simulation.executor import Executor, InProcess, load
-from raceme.simulation.pool import Pool
+from raceme.simulation.executor import Executor, InProcess, Pool, load, prepare_processes
 from raceme.simulation.virtual_grid import Node, VirtualGrid, communication_of, nodes_of
 
 # -----------------------------------------------------------------------------
@@ -88,13 +86,13 @@ def executor_for(
         from raceme.simulation.vectorised import Vectorised
 
         return Vectorised(device)
-    return pool.Pool(target, count, seed=seed) if count else InProcess(load(target), seed)
+    return Pool(target, count, seed=seed) if count else InProcess(load(target), seed)
 
 
 def prepare(workers: str | int) -> None:
     """Begin to start worker processes if a run is certain to have some."""
     if workers != AUTO and not is_ray(str(workers)) and _count(workers, None):
-        pool.prepare()
+        prepare_processes()
 
 
 def is_ray(workers: str) -> bool:

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from functools import partial, wraps
 from pathlib import Path
@@ -30,17 +30,18 @@ from flwr.serverapp.strategy import Strategy
 
 import raceme
 from raceme.core.config import RunConfig
+from raceme.core.drop_in import FlowerArguments
 from raceme.core.errors import UserError, unknown_name
 from raceme.core.events import Observer, ignore
-from raceme.core.files import absolute
 from raceme.core.messages import CONFIG, KIND
+from raceme.core.options import Value
 from raceme.core.registry import STRATEGIES
 from raceme.core.signals import handled_by
 from raceme.core.strategy import Method
 from raceme.datasets.source import without_operators
 from raceme.flower import app as compat
 from raceme.records import exchanges
-from raceme.records.folder import check_new, made_anew, make_folder
+from raceme.records.folder import new_folder
 from raceme.records.record import read_run
 from raceme.records.store import FILE_NAME, RunStore
 from raceme.records.summary import write_summary
@@ -58,9 +59,10 @@ from raceme.simulation.virtual_grid import Node, VirtualGrid, nodes_of
 # -----------------------------------------------------------------------------
 
 
-Value = str | int | float | bool
 App = TypeVar("App", ServerApp, ClientApp)
 
+_CONFIGURES = ("configure_train", "configure_evaluate")
+_AGGREGATES = ("aggregate_train", "aggregate_evaluate")
 _DISTRIBUTION = re.compile(r"[A-Za-z0-9._-]+")
 
 
@@ -140,7 +142,12 @@ class FlowerApp:
                 f"{self.folder}/pyproject.toml names '{reference}', and there is no module "
                 f"'{module}' in {self.folder}."
             )
-        top = _plain(module.partition(".")[0])
+        first = module.partition(".")[0]
+        if (self.folder / first).is_dir() or (self.folder / f"{first}.py").is_file():
+            return UserError(
+                f"The app in {self.folder} imports '{module}', and has no such module."
+            )
+        top = _plain(first)
         # sklearn is in scikit-learn.
         names = (top, f"scikit_{top[2:]}")
         stated = ((_DISTRIBUTION.match(text), text) for text in self.dependencies)
@@ -203,18 +210,24 @@ def read_app(folder: Path, overrides: Sequence[str] = ()) -> FlowerApp:
     )
 
 
-def _overrides(texts: Sequence[str], known: Mapping[str, Value]) -> dict[str, Value]:
-    """Read what is typed after ``--run-config``; keys must be the app's, as Flower has it."""
+def _pairs(option: str, texts: Sequence[str]) -> dict[str, Value]:
+    """Read what is typed after ``--run-config`` or ``--node-config``."""
     try:
         given = compat.parse_pairs(list(texts))
     except (ValueError, OSError) as error:
         reason = " ".join(str(error).split())
-        raise UserError(f"--run-config cannot be read: {reason}") from None
+        raise UserError(f"{option} cannot be read: {reason}") from None
     if any(text.strip() for text in texts) and not given:
         raise UserError(
-            f"--run-config takes 'key=value key=value', got '{' '.join(texts)}'; texts are quoted: "
+            f"{option} takes 'key=value key=value', got '{' '.join(texts)}'; texts are quoted: "
             "key='\"text\"'."
         )
+    return given
+
+
+def _overrides(texts: Sequence[str], known: Mapping[str, Value]) -> dict[str, Value]:
+    """Read what is typed after ``--run-config``; keys must be the app's, as Flower has it."""
+    given = _pairs("--run-config", texts)
     for name in given:
         if name not in known:
             raise unknown_name("key in --run-config", name, known)
@@ -240,7 +253,7 @@ def _place(error: BaseException, folder: Path) -> str:
 # -----------------------------------------------------------------------------
 
 
-def build_method(name: str, parameters: Mapping[str, Value], seed: int) -> Method:
+def build_method(name: str, parameters: Mapping[str, Value], seed: int, **arguments: Any) -> Method:
     """Make a method by its name.
 
     Parameters
@@ -251,6 +264,8 @@ def build_method(name: str, parameters: Mapping[str, Value], seed: int) -> Metho
         Its hyper-parameters, as ``casa.gamma``.
     seed : int
         Decides whatever the method leaves to chance.
+    **arguments : Any
+        What Flower's strategies take, as ``fraction_train=0.5``; `parameters` take precedence.
 
     Raises
     ------
@@ -266,12 +281,52 @@ def build_method(name: str, parameters: Mapping[str, Value], seed: int) -> Metho
         )
     config = RunConfig.from_mapping({"strategy": name, "seed": seed, **parameters})
     config.check_options()
-    method: Method = STRATEGIES.make(name, config.parameters(), seed=seed)
+    if f"{prefix}fraction" in parameters:
+        arguments.pop("fraction_train", None)
+    method: Method = STRATEGIES.make(name, config.parameters(), seed=seed, **arguments)
     return method
 
 
+def arguments_of(strategy: Strategy) -> dict[str, Any]:
+    """Return the arguments of an app's strategy that a method in its place keeps.
+
+    They are those that all of Flower's strategies share, where they are not the default.
+
+    Raises
+    ------
+    UserError
+        The strategy decides in code of its own what clients are asked for, which would be lost.
+    """
+    kind, held = type(strategy), vars(strategy)
+    own = [name for name in _CONFIGURES if not compat.is_flowers(getattr(kind, name))]
+    reason = f"it has its own {' and '.join(own)}" if own else ""
+    for value in held.values():
+        if isinstance(value, Strategy):
+            reason = f"it is a wrapper around {type(value).__name__}"
+    if reason:
+        raise UserError(
+            f"--strategy cannot take the place of the app's {kind.__name__}: {reason}, which a "
+            "method of Raceme's does not call, so that clients would be asked for something else. "
+            "Leave --strategy out, or start a strategy in the app that has none."
+        )
+    return {
+        item.name: value
+        for item in fields(FlowerArguments)
+        if (value := held.get(item.name, item.default)) != item.default
+        and not compat.is_flowers(value)
+    }
+
+
+def _not_kept(strategy: Strategy) -> list[str]:
+    """Return what of an app's strategy a method in its place does not use."""
+    kind, shared = type(strategy), {item.name for item in fields(FlowerArguments)}
+    arguments = [name for name in inspect.signature(kind).parameters if name in vars(strategy)]
+    own = [name for name in _AGGREGATES if not compat.is_flowers(getattr(kind, name))]
+    return [*(name for name in arguments if name not in shared), *own]
+
+
 @contextmanager
-def replaced(name: str, make: Callable[[], Method], observe: Observer) -> Iterator[list[Method]]:
+def replaced(name: str, make: Callable[..., Method], observe: Observer) -> Iterator[list[Method]]:
     """Start a method in the place of every strategy that is started meanwhile, the app's own too.
 
     Parameters
@@ -279,7 +334,7 @@ def replaced(name: str, make: Callable[[], Method], observe: Observer) -> Iterat
     name : str
         The method's name.
     make : Callable
-        Makes the method; asked once for each strategy that is started.
+        Makes the method, given the arguments of the strategy that is started.
     observe : Observer
         Called with everything that happens to the first of them.
 
@@ -295,10 +350,18 @@ def replaced(name: str, make: Callable[[], Method], observe: Observer) -> Iterat
         def instead(strategy: Strategy, *arguments: Any, **named: Any) -> Any:
             if any(strategy is method for method in methods):
                 return start(strategy, *arguments, **named)
-            method = make()
+            kind, kept, lost = type(strategy).__name__, arguments_of(strategy), _not_kept(strategy)
+            try:
+                method = make(**kept)
+            except UserError as error:
+                raise UserError(f"{name} cannot take the place of {kind}: {error}") from None
             methods.append(method)
             logging.getLogger("flwr").info(
-                "%s takes the place of %s.", name, type(strategy).__name__
+                "%s takes the place of %s. It keeps of it: %s. Not used: %s.",
+                name,
+                kind,
+                ", ".join(f"{key}={value}" for key, value in kept.items()) or "nothing",
+                ", ".join(lost) or "nothing",
             )
             # An app's own start may have names for Flower's arguments in another order, and more.
             given = dict(inspect.signature(start).bind_partial(strategy, *arguments).arguments)
@@ -309,14 +372,10 @@ def replaced(name: str, make: Callable[[], Method], observe: Observer) -> Iterat
 
         return instead
 
-    starts = {kind: kind.__dict__["start"] for kind in _kinds(Strategy)}
-    try:
-        for kind, start in starts.items():
-            setattr(kind, "start", instead_of(start))  # noqa: B010
+    with ExitStack() as patches:
+        for kind in dict.fromkeys(_kinds(Strategy)):
+            patches.enter_context(_patched(kind, {"start": instead_of(kind.__dict__["start"])}))
         yield methods
-    finally:
-        for kind, start in starts.items():
-            setattr(kind, "start", start)  # noqa: B010
 
 
 def _kinds(kind: type[Any]) -> Iterator[type[Any]]:
@@ -328,38 +387,7 @@ def _kinds(kind: type[Any]) -> Iterator[type[Any]]:
 
 
 # -----------------------------------------------------------------------------
-# The folder of a simulation.
-# -----------------------------------------------------------------------------
-
-
-def prepare_folder(out: Path | None, name: str) -> Path:
-    """Make the folder of a simulation.
-
-    Parameters
-    ----------
-    out : Path or None
-        Where; by default a new folder in ``runs``.
-    name : str
-        The app's.
-
-    Raises
-    ------
-    UserError
-        There is something in the folder already, or it cannot be made.
-    """
-    if out is None:
-        stamp = time.strftime("%Y%m%d-%H%M%S")
-        return made_anew(Path("runs").resolve() / f"{stamp}-{name}")
-    folder = absolute(out)
-    if (folder / exchanges.MESSAGES).exists():
-        raise UserError(f"{folder} holds a run already; choose another folder with --out.")
-    check_new(folder)
-    make_folder(folder)
-    return folder
-
-
-# -----------------------------------------------------------------------------
-# How a simulation ends before the ServerApp does.
+# The grid as the ServerApp of any Flower app finds it: it may poll, pause and never return.
 # -----------------------------------------------------------------------------
 
 
@@ -368,11 +396,6 @@ class Halted(BaseException):
 
     It is no `Exception`, so that an app that catches those is ended too.
     """
-
-
-# -----------------------------------------------------------------------------
-# The grid as the ServerApp of any Flower app finds it: it may poll, pause and never return.
-# -----------------------------------------------------------------------------
 
 
 _MOST_ASKS, _MOST_ASKS_OF_CHANGING = 1_000, 100_000
@@ -404,6 +427,8 @@ class AppGrid(VirtualGrid):
     ----------
     is_working : bool
         Whether a call of this grid is under way: what happens in it is not the ServerApp's.
+    check_training : Callable or None
+        Called before training messages are sent; raises if they are not to be.
     """
 
     def __init__(
@@ -418,6 +443,7 @@ class AppGrid(VirtualGrid):
         super().__init__(client_app, nodes, notice=compat.MISSED_AFTER, **grid)
         self.free_evaluation = free_evaluation
         self.max_time = max_time
+        self.check_training: Callable[[], None] | None = None
         self.thread = threading.get_ident()
         self._depth = 0
         # When replies were last asked for in vain; how often in a row, and the nodes likewise.
@@ -441,6 +467,9 @@ class AppGrid(VirtualGrid):
         with self._work():
             if messages:
                 self._get_on()
+            asked = {category(message) for message in messages}
+            if self.check_training is not None and MessageType.TRAIN in asked:
+                self.check_training()
             return super().push_messages(messages)
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
@@ -468,10 +497,10 @@ class AppGrid(VirtualGrid):
         with self._work():
             self._get_on()
             left = self.max_time - self.now()
-            if min(left, math.inf if timeout is None else timeout) < left or left == math.inf:
-                return super().send_and_receive(messages, timeout=timeout)
-            replies = list(super().send_and_receive(messages, timeout=left))
-            if len(replies) < len(messages):
+            is_last = left < math.inf and (timeout is None or left <= timeout)
+            timeout = left if is_last else timeout
+            replies = list(super().send_and_receive(messages, timeout=timeout))
+            if is_last and len(replies) < len(messages):
                 raise self._out_of_time()
             return replies
 
@@ -479,8 +508,6 @@ class AppGrid(VirtualGrid):
         """Move the clock to the next reply; see :class:`~raceme.simulation.VirtualGrid`."""
         with self._work():
             self._get_on()
-            if self.max_time == math.inf:
-                return super().wait(message_ids, until)
             end = self.max_time if until is None else min(until, self.max_time)
             replies = super().wait(message_ids, end)
             if not replies and self.now() >= self.max_time:
@@ -600,19 +627,16 @@ class AppClock:
         """
         replaced: dict[str, Callable[..., Any]] = {"sleep": self._sleep(time.sleep)}
         for name, start in _CLOCKS.items():
-            for function, factor in ((name, 1), (f"{name}_ns", _NANOSECONDS)):
-                replaced[function] = self._clock(getattr(time, function), start, factor)
-        before = {name: getattr(time, name) for name in replaced}
+            for function, nanoseconds in ((name, False), (f"{name}_ns", True)):
+                replaced[function] = self._clock(getattr(time, function), start, nanoseconds)
         self._is_running = True
         try:
-            with compat.strategies_pause(self._pause_for_nodes):
-                _put(replaced)
+            with compat.strategies_pause(self._pause_for_nodes), _patched(time, replaced):
                 yield
         finally:
             self._is_running = False
-            _put(before)
 
-    def _clock(self, real: Callable[[], Any], start: float, factor: int) -> Callable[[], Any]:
+    def _clock(self, real: Callable[[], Any], start: float, nanoseconds: bool) -> Callable[[], Any]:
         """Make a function that tells the virtual time to the app, and the real one to others."""
 
         def virtual() -> Any:
@@ -620,7 +644,7 @@ class AppClock:
             if grid is None:
                 return real()
             now = start + grid.now()
-            return now if factor == 1 else round(now * factor)
+            return round(now * _NANOSECONDS) if nanoseconds else now
 
         return virtual
 
@@ -668,10 +692,17 @@ class AppClock:
         grid.pause(seconds)
 
 
-def _put(functions: dict[str, Callable[..., Any]]) -> None:
-    """Set functions of Python's module."""
-    for name, function in functions.items():
-        setattr(time, name, function)
+@contextmanager
+def _patched(owner: Any, functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Put functions in the place of those of a module or a class meanwhile."""
+    before = {name: getattr(owner, name) for name in functions}
+    try:
+        for name, function in functions.items():
+            setattr(owner, name, function)
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(owner, name, function)
 
 
 # -----------------------------------------------------------------------------
@@ -683,22 +714,6 @@ NUM_EXAMPLES = ("num-examples", "num_examples")
 """What Flower's apps call the number of examples in the metrics of a reply."""
 LOCAL_EPOCHS = ("local-epochs", "local_epochs")
 """What they call the number of passes over them in the run config or in a message's."""
-
-
-@dataclass
-class _Known:
-    """What a client's replies have told.
-
-    Attributes
-    ----------
-    examples : int or None
-        Its number of training examples; None if no reply states it.
-    bytes_up : dict[str, int]
-        Size of its last reply, by type of message.
-    """
-
-    examples: int | None = None
-    bytes_up: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -740,7 +755,10 @@ class Learned:
         self._executor, self._examples = executor, examples
         self._per_sample = {node.node_id: node.device.is_per_sample for node in nodes}
         self._evaluation_share = evaluation_share
-        self._known: dict[int, _Known] = {}
+        # What each client's replies have told: its number of examples, and the size of its last
+        # reply by type of message and stage.
+        self._stated: dict[int, int] = {}
+        self._bytes_up: dict[tuple[int, str, str], int] = {}
         self._early: dict[str, _Early] = {}
         self._open: dict[str, tuple[Message, Context, float]] = {}
 
@@ -756,22 +774,26 @@ class Learned:
         share = {MessageType.TRAIN: 1.0, MessageType.EVALUATE: self._evaluation_share}.get(kind)
         if share is None:
             return None
-        node = message.metadata.dst_node_id
-        known = self._known.setdefault(node, _Known())
-        if self._per_sample[node] and self._examples is None and known.examples is None:
+        node, stage = message.metadata.dst_node_id, compat.secure_stage(message)
+        size = bytes_of(message.content)
+        known = self._bytes_up.get((node, kind, stage))
+        bytes_up = (size if kind == MessageType.TRAIN else 0) if known is None else known
+        if stage not in ("", compat.TRAINING_STAGE):
+            # Keys and shares are exchanged, and nothing is trained.
+            return Workload(bytes_down=size, bytes_up=bytes_up, scale=0.0, examples=0)
+        if self._per_sample[node] and self._examples is None and node not in self._stated:
             self._do_early(message, context)
-            if known.examples is None:
+            if node not in self._stated:
                 return self._without_examples(message)
-        count = self._examples if self._examples is not None else known.examples or 0
+        count = self._stated.get(node, 0) if self._examples is None else self._examples
         if KIND in message.content.config_records.get(CONFIG, ()):
             # It is a method of Raceme's that asks, and says what that costs.
             own = training_cost(message, context, count)
             return None if own is None else own._replace(examples=count)
-        size = bytes_of(message.content)
         return Workload(
             epochs=_epochs(message, context),
             bytes_down=size,
-            bytes_up=known.bytes_up.get(kind, size if kind == MessageType.TRAIN else 0),
+            bytes_up=bytes_up,
             scale=share,
             examples=count,
         )
@@ -824,12 +846,11 @@ class Learned:
         """Note what a reply tells of its client."""
         if reply.has_error():
             return
-        known = self._known.setdefault(message.metadata.dst_node_id, _Known())
-        kind = category(message)
-        known.bytes_up[kind] = bytes_of(reply.content)
-        if kind == MessageType.TRAIN:
-            stated = _stated_examples(reply.content)
-            known.examples = known.examples if stated is None else stated
+        node, kind = message.metadata.dst_node_id, category(message)
+        self._bytes_up[node, kind, compat.secure_stage(message)] = bytes_of(reply.content)
+        stated = _stated_examples(reply.content)
+        if kind == MessageType.TRAIN and stated is not None:
+            self._stated[node] = stated
 
     def _without_examples(self, message: Message) -> Workload | None:
         """Return what a task costs that was to tell the number of examples, and has not."""
@@ -905,6 +926,8 @@ class Settings:
         Training examples of each client, for profiles with times per sample; None: from replies.
     evaluation_share : float or None
         What an evaluation computes, as a share of a training task; None: it takes no time.
+    node_config : tuple[str, ...]
+        What every node's config has besides its partition, as it was typed.
     """
 
     folder: Path
@@ -920,6 +943,7 @@ class Settings:
     max_wall_time: float = math.inf
     examples: int | None = None
     evaluation_share: float | None = None
+    node_config: tuple[str, ...] = ()
 
 
 class AppEnding(StrEnum):
@@ -982,6 +1006,11 @@ def simulate(settings: Settings) -> Simulated:
     elif settings.parameters:
         raise UserError("--set takes keys of a strategy: name one with --strategy.")
     nodes = nodes_of(settings.devices, [settings.examples or 0] * settings.clients, settings.seed)
+    own = _pairs("--node-config", settings.node_config)
+    for key in own:
+        if key in nodes[0].config:
+            raise UserError(f"--node-config {key}: the simulation itself decides it.")
+    nodes = [replace(node, config={**node.config, **own}) for node in nodes]
     prepare(settings.workers)
     started = time.perf_counter()
     with ExitStack() as stack:
@@ -996,12 +1025,8 @@ def simulate(settings: Settings) -> Simulated:
         executor = executor_for(app.client, settings.workers, seed=settings.seed)
         learned = Learned(executor, nodes, settings.examples, settings.evaluation_share)
         stack.callback(learned.close)
-        out = prepare_folder(settings.out, app.name)
-        # What a trace calls the clients, or else their number.
-        names = {
-            node.node_id: str(node.config.get("device-id", f"client-{index}"))
-            for index, node in enumerate(nodes)
-        }
+        out = new_folder(settings.out, app.name)
+        names = {node.node_id: node.client_id for node in nodes}
         online = [node.node_id for node in nodes if node.device.starts_online()]
         log = stack.enter_context(exchanges.ExchangeLog(out / exchanges.MESSAGES, names, online))
         grid = clock.grid = AppGrid(
@@ -1015,26 +1040,32 @@ def simulate(settings: Settings) -> Simulated:
             max_time=settings.max_time,
             free_evaluation=settings.evaluation_share is None,
         )
-        methods = None
         if make is not None:
             observe = stack.enter_context(_store(out)).observe
             methods = stack.enter_context(replaced(str(settings.strategy), make, observe))
+            grid.check_training = partial(_check_replaced, methods, app, settings.strategy)
         # What importing drew is not part of what the ServerApp draws.
         seed_process([settings.seed, _SERVER])
         context = compat.server_context(grid.run.run_id, app.run_config)
         with _wall_limit(settings.max_wall_time):
             ending, reason = _call(app, lambda: server_app(grid, context))
-        if methods == [] and ending is AppEnding.RETURNED:
-            raise UserError(
-                f"The ServerApp of {app.folder} starts no strategy of Flower's (Strategy.start): "
-                f"{settings.strategy} cannot take its place. Leave --strategy out."
-            )
+        if grid.check_training is not None and ending is AppEnding.RETURNED:
+            grid.check_training()
         for exchange in grid.unanswered():
             log.observe(exchange)
         fleet = log.fleet(min(grid.now(), settings.max_time))
     return Simulated(
         app, settings, out, fleet, ending, reason, wall_time=time.perf_counter() - started
     )
+
+
+def _check_replaced(methods: Sequence[Method], app: FlowerApp, strategy: str | None) -> None:
+    """Raise UserError if a method takes the place of no strategy."""
+    if not methods:
+        raise UserError(
+            f"The ServerApp of {app.folder} starts no strategy of Flower's (Strategy.start): "
+            f"{strategy} cannot take its place. Leave --strategy out."
+        )
 
 
 @contextmanager
@@ -1218,6 +1249,8 @@ def _command(simulated: Simulated) -> str:
         words += [name, str(value)] if value is not None else []
     for text in settings.run_config:
         words += ["--run-config", text]
+    for text in settings.node_config:
+        words += ["--node-config", text]
     for key, value in settings.parameters.items():
         words += ["--set", f"{key}={value}"]
     return shlex.join(words)

@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 from zlib import crc32
 
@@ -178,33 +178,16 @@ def _evenly(order: Sequence[int], groups: Sequence[int | None]) -> list[int]:
 
 
 # -----------------------------------------------------------------------------
-# The ClientApp of a simulation in which some clients attack: all others answer as ever.
+# The ClientApp of a simulation in which some clients attack. Honest clients answer as in any other
+# run, and an attacker's evaluation is honest too.
 # -----------------------------------------------------------------------------
 
 
 app = ClientApp()
 
 
-@app.train()
-def train(message: Message, context: Context) -> Message:
-    """Do work that takes a device's time."""
-    return _respond(message, context, client_app.train)
-
-
-@app.evaluate()
-def evaluate(message: Message, context: Context) -> Message:
-    """Test a model: attackers, too, tell how well they are served."""
-    return _respond(message, context, client_app.evaluate)
-
-
-@app.query()
-def query(message: Message, context: Context) -> Message:
-    """Say who this client is, or what else is asked for."""
-    return _respond(message, context, client_app.query)
-
-
 def _respond(
-    message: Message, context: Context, honestly: Callable[[Message, Context], Message]
+    honestly: Callable[[Message, Context], Message], message: Message, context: Context
 ) -> Message:
     work = client_app.work_of(message, context)
     if int(context.node_config["partition-id"]) not in attackers_of(work.client.config):
@@ -215,6 +198,11 @@ def _respond(
     if answer.model is not None:
         answer = _poisoned_answer(work, answer, answer.model, attack)
     return client_app.reply_to(message, work, answer)
+
+
+app.train()(partial(_respond, client_app.train))
+app.evaluate()(partial(_respond, client_app.evaluate))
+app.query()(partial(_respond, client_app.query))
 
 
 def _poisoned_work(work: ClientWork, attack: Attack) -> ClientWork:

@@ -517,8 +517,8 @@ class DeviceModel:
         self.examples = examples
         self.busy_until = 0.0
         self._entropy = entropy
-        # Of its generator, once it has drawn: state, increment, and half a number left over.
-        self._state: tuple[int, int, int, int] | None = None
+        # Of its generator, once it has drawn.
+        self._state: Mapping[str, Any] | None = None
         self._tasks = 0
         self._switches: Iterator[float] | None = None
         self._switched = 0
@@ -531,28 +531,9 @@ class DeviceModel:
     def _seed(self, purpose: int) -> np.random.SeedSequence:
         return np.random.SeedSequence(self._entropy, spawn_key=(purpose,))
 
-    def _draws(self) -> np.random.Generator:
-        """Return the shared generator in this device's state."""
-        _DRAWS.bit_generator.state = self._generator_state()
-        return _DRAWS
-
-    def _keep(self, tree: Mapping[str, Any]) -> None:
-        """Remember the state of this device's generator."""
-        inner = tree["state"]
-        self._state = inner["state"], inner["inc"], tree["has_uint32"], tree["uinteger"]
-
-    def _generator_state(self) -> dict[str, Any]:
+    def _generator_state(self) -> Mapping[str, Any]:
         """Return the state of this device's generator as numpy writes it."""
-        if self._state is None:
-            tree: dict[str, Any] = dict(np.random.PCG64(self._seed(_TASKS)).state)
-            return tree
-        state, increment, has_half, half = self._state
-        return {
-            "bit_generator": "PCG64",
-            "state": {"state": state, "inc": increment},
-            "has_uint32": has_half,
-            "uinteger": half,
-        }
+        return self._state or np.random.PCG64(self._seed(_TASKS)).state
 
     def begin(self, load: Workload, now: float, expires: float) -> Outcome:
         """Take on a task, after those that the device is busy with, and return how it ends.
@@ -566,14 +547,15 @@ class DeviceModel:
         expires : float
             When whoever asked gives up: a lost task is answered by then.
         """
-        number, rng = self._tasks, self._draws()
+        number, rng = self._tasks, _DRAWS
+        rng.bit_generator.state = self._generator_state()
         self._tasks += 1
         if load.examples is None:
             load = load._replace(examples=self.examples)
         duration = self.device.duration(load, rng, number)
         # Drawn whether it can happen or not, so that one setting does not change other draws.
         dropped = rng.uniform() < self.device.drop
-        self._keep(rng.bit_generator.state)
+        self._state = rng.bit_generator.state
         due = self.busy_until = max(now, self.busy_until) + duration
         if dropped:
             return Outcome(expires, DROPPED)
@@ -604,7 +586,7 @@ class DeviceModel:
     def load_state_dict(self, tree: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned, on a new model of the same device and seed."""
         self.busy_until, self._tasks = tree["busy-until"], tree["tasks"]
-        self._keep(tree["rng"])
+        self._state = tree["rng"]
         while self._switched < tree["switched"]:
             self.next_switch()
 
@@ -645,7 +627,22 @@ def training_cost(message: Message, context: Context, examples: int) -> Workload
 
 def bytes_of(content: RecordDict) -> int:
     """Return the size of all records of a message."""
-    return sum(record.count_bytes() for record in content.values())
+    return sum(
+        _config_bytes(record) if isinstance(record, ConfigRecord) else record.count_bytes()
+        for record in content.values()
+    )
+
+
+def _config_bytes(record: ConfigRecord) -> int:
+    """Return what `ConfigRecord.count_bytes` does, which raises on empty texts and lists."""
+    size = sum(map(len, record))
+    for value in record.values():
+        for part in value if isinstance(value, list) else [value]:
+            if isinstance(part, str | bytes):
+                size += len(part)
+            else:
+                size += 1 if isinstance(part, bool) else 8
+    return size
 
 
 def copy_of(content: RecordDict) -> RecordDict:

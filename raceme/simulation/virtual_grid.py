@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 
+from raceme.core.options import Value
 from raceme.core.timeline import Exchange, ExchangeObserver, Switched
 from raceme.flower import messages as flower
 from raceme.flower.grid import PatientGrid
@@ -26,7 +28,6 @@ from raceme.simulation.devices import (
     traced_fleet,
     training_cost,
 )
-from raceme.simulation.event_queue import EventQueue, Key
 from raceme.simulation.executor import (
     Executor,
     InProcess,
@@ -36,6 +37,107 @@ from raceme.simulation.executor import (
     pack,
     unpack,
 )
+
+# -----------------------------------------------------------------------------
+# An event queue on virtual time. It knows nothing of what is simulated.
+# -----------------------------------------------------------------------------
+
+
+class EventQueue:
+    """A clock, and the events to come in order of time.
+
+    Events are plain values, not callbacks, so that the queue can be saved. Equal times are ordered
+    by priority (the lower number first), then by the order of scheduling: one order of calls has
+    one order of events.
+
+    Attributes
+    ----------
+    now : float
+        The time in seconds: that of the last event popped, or of the last :meth:`advance`.
+    """
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        # Heap of (time, priority, number, key). A cancelled event stays in it until it is the
+        # first one: to search the heap for it would take longer.
+        self._heap: list[tuple[float, int, int, str | int]] = []
+        self._cancelled: set[int] = set()
+        self._scheduled = 0
+
+    def schedule(self, time: float, priority: int, key: str | int) -> int:
+        """Schedule an event.
+
+        Parameters
+        ----------
+        time : float
+            When it happens, in seconds.
+        priority : int
+            Its place among events of the same time.
+        key : str or int
+            What the event is about; :meth:`pop` returns it.
+
+        Returns
+        -------
+        int
+            The event's number, for :meth:`cancel`.
+        """
+        number = self._scheduled
+        self._scheduled += 1
+        heapq.heappush(self._heap, (time, priority, number, key))
+        return number
+
+    def cancel(self, number: int) -> None:
+        """Cancel an event that has not happened yet: it neither happens nor moves the clock."""
+        self._cancelled.add(number)
+
+    def __len__(self) -> int:
+        """Return the number of events to come."""
+        return len(self._heap) - len(self._cancelled)
+
+    def next_time(self) -> float:
+        """Return the time of the next event.
+
+        Raises
+        ------
+        IndexError
+            There is none.
+        """
+        while self._heap[0][2] in self._cancelled:
+            self._cancelled.remove(heapq.heappop(self._heap)[2])
+        return self._heap[0][0]
+
+    def pop(self) -> tuple[int, str | int]:
+        """Move the clock to the next event, and return its priority and its key.
+
+        Raises
+        ------
+        IndexError
+            There is none.
+        """
+        self.next_time()
+        time, priority, _, key = heapq.heappop(self._heap)
+        self.advance(time)
+        return priority, key
+
+    def advance(self, time: float) -> None:
+        """Move the clock to a time, never back."""
+        self.now = max(self.now, time)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return clock and events as a tree of plain values."""
+        return {
+            "now": self.now,
+            "scheduled": self._scheduled,
+            "events": [event for event in self._heap if event[2] not in self._cancelled],
+        }
+
+    def load_state_dict(self, tree: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned."""
+        self.now, self._scheduled = tree["now"], tree["scheduled"]
+        self._heap = [(time, priority, n, key) for time, priority, n, key in tree["events"]]
+        heapq.heapify(self._heap)
+        self._cancelled = set()
+
 
 # -----------------------------------------------------------------------------
 # What the virtual grid keeps of its clients, and of messages without a reply yet.
@@ -98,6 +200,10 @@ class Pending:
     bytes_down: int = 0
 
 
+_SAVED = ("expires", "due", "lost", "event", "is_wanted")
+"""What a checkpoint keeps of a pending message besides the message itself."""
+
+
 def exchange_of(pending: Pending, answered: float, reply: Message | None) -> Exchange:
     """Say what became of a message."""
     message, failure, bytes_up = pending.message, pending.lost, 0
@@ -152,9 +258,6 @@ def _reply_from(tree: Tree) -> Message:
 # -----------------------------------------------------------------------------
 
 
-Value = str | int | float | bool
-
-
 @dataclass(frozen=True, slots=True)
 class Node:
     """One simulated SuperNode.
@@ -175,6 +278,11 @@ class Node:
     device: Device
     config: Mapping[str, Value] = field(default_factory=dict)
     examples: int = 0
+
+    @property
+    def client_id(self) -> str:
+        """Stable id of the client: the one of a trace, or else ``client-`` and its number."""
+        return str(self.config.get("device-id", f"client-{self.config['partition-id']}"))
 
 
 # At equal times, online changes precede replies: whatever is sent at that moment then meets the
@@ -378,11 +486,7 @@ class VirtualGrid(PatientGrid):
                         **head_of(pending.message),
                         "content": pack(pending.message.content)._asdict(),
                     },
-                    "expires": pending.expires,
-                    "due": pending.due,
-                    "lost": pending.lost,
-                    "event": pending.event,
-                    "wanted": pending.is_wanted,
+                    **{name: getattr(pending, name) for name in _SAVED},
                 }
                 for pending in self._pending.values()
             ],
@@ -411,15 +515,8 @@ class VirtualGrid(PatientGrid):
         for saved in tree["pending"]:
             head = saved["message"]
             message = message_of(head, unpack(Packed(**head["content"])))
-            pending = Pending(
-                message,
-                self._client_of(message),
-                expires=saved["expires"],
-                due=saved["due"],
-                lost=saved["lost"],
-                event=saved["event"],
-                is_wanted=saved["wanted"],
-            )
+            progress = {name: saved[name] for name in _SAVED}
+            pending = Pending(message, self._client_of(message), **progress)
             self._pending[message.metadata.message_id] = pending
             if pending.lost is None:
                 self._work_on(message.metadata.message_id, pending)
@@ -478,7 +575,7 @@ class VirtualGrid(PatientGrid):
             queue.advance(deadline)
         return []
 
-    def _happen(self, kind: int, key: Key) -> None:
+    def _happen(self, kind: int, key: str | int) -> None:
         """Let an event happen; a reply waits to be asked for."""
         if kind == _SWITCH:
             assert isinstance(key, int)
@@ -590,10 +687,7 @@ def communication_of(grid: Grid) -> Communication | None:
     """
     if not isinstance(grid, VirtualGrid):
         return None
-    devices = {
-        str(node.config.get("device-id", f"client-{node.config['partition-id']}")): node.device
-        for node in grid.nodes
-    }
+    devices = {node.client_id: node.device for node in grid.nodes}
 
     def communication(client: str, bytes_down: int, bytes_up: int) -> float:
         return devices[client].communication(bytes_down, bytes_up) if client in devices else 0.0

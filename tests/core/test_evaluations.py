@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from types import MappingProxyType
 
 import numpy as np
@@ -18,8 +19,9 @@ from raceme.core.evaluation import score_from
 from raceme.core.events import Ending, Evaluated
 from raceme.core.progress import ClientScore, weighted_accuracy
 from raceme.core.scheduling import Scheduler
-from raceme.core.strategy import Needs
+from raceme.core.strategy import Method, Needs
 from raceme.simulation import Device, Node, VirtualGrid
+from raceme.simulation.devices import Workload, training_cost
 from raceme.strategies import FedAsync, FedAvg, Plan
 from raceme.strategies.cdfl.scheduling import OnRequest, RequestParameters
 
@@ -58,6 +60,25 @@ def test_all_test_the_models_of_one_moment_each_when_it_is_next_free() -> None:
     assert seen.index(of(events.UpdateApplied, seen)[1]) < index[0] < index[1]
 
 
+@pytest.mark.parametrize("concurrency", [0, 1])
+@pytest.mark.parametrize("method", [half, FedAvg])
+def test_a_client_whose_test_outlasts_the_interval_trains_before_its_next_test(
+    method: Callable[[], Method], concurrency: int
+) -> None:
+    # A test on c1 takes 10 s, in which c0 makes ten updates: an evaluation is due when it ends.
+    def cost(message: Message, context: Context, examples: int) -> Workload | None:
+        work = training_cost(message, context, examples)
+        slow = context.node_id == 101 and message.metadata.message_type == MessageType.EVALUATE
+        return Workload(scale=10.0) if slow else work
+
+    grid = grid_of(pulled_app([8 * ONES, -8 * ONES]), devices(1.0, 1.0), cost=cost)
+    seen = run(method(), costly(grid), num_rounds=60, eval_every=2, concurrency=concurrency)
+    trained = Counter(update.client for update in of(events.UpdateApplied, seen))
+    assert min(trained["c0"], trained["c1"]) >= 4
+    # Evaluations go on, and each has the answers of both.
+    assert [report.answered for report in of(Evaluated, seen)[:4]] == [2, 2, 2, 2]
+
+
 def test_where_testing_is_free_no_more_models_are_under_way_than_there_is_memory_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -85,12 +106,12 @@ def test_where_testing_is_free_no_more_models_are_under_way_than_there_is_memory
 
 def test_an_evaluation_goes_on_when_its_run_is_resumed_with_its_messages() -> None:
     def made() -> VirtualGrid:
-        return costly(grid_of(pulled_app([8 * ONES, -8 * ONES]), devices(1.0, 3.0)))
+        return costly(grid_of(pulled_app([8 * ONES, -8 * ONES]), devices(1.0, 3.5)))
 
     grid, first = made(), half()
-    # c0 has been tested at 1 s, c1 is at work until 3 s.
+    # c0 has been tested at 2 s, between two trainings; c1 is at work until 3.5 s.
     plan = Plan(eval_every=1)
-    first.run(grid, MODEL, 4, plan=plan, stop_check=lambda: "now" if grid.now() >= 2.0 else "")
+    first.run(grid, MODEL, 4, plan=plan, stop_check=lambda: "now" if grid.now() >= 3.0 else "")
     assert first.progress.evaluation is not None
     assert list(first.progress.evaluation.waiting) == ["c1"]
     state, kept = first.state_dict(), grid.state_dict()

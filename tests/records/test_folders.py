@@ -71,7 +71,7 @@ def test_runs_that_begin_in_the_same_second_have_folders_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    folders = {new_folder(config("")) for _ in range(5)}
+    folders = {new_folder("", config("").short_name) for _ in range(5)}
     assert len(folders) == 5
     assert all(folder.is_dir() for folder in folders)
 

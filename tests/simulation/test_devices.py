@@ -8,11 +8,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from flwr.app import ConfigRecord, RecordDict
 
 from raceme.core.errors import UserError
 from raceme.core.registry import DEVICES
 from raceme.simulation import Device, fleet
-from raceme.simulation.devices import DROPPED, TOO_SLOW, DeviceModel, Outcome, Workload
+from raceme.simulation.devices import (
+    DROPPED,
+    TOO_SLOW,
+    DeviceModel,
+    Outcome,
+    Workload,
+    bytes_of,
+)
 
 
 def profile(folder: Path, text: str) -> str:
@@ -385,3 +393,23 @@ def test_a_short_task_takes_a_share_of_what_any_task_takes() -> None:
     load = Workload(epochs=0.5, examples=100, share=0.25)
     time = device.duration(load, np.random.default_rng(0))
     assert time == pytest.approx(0.5 + 0.5)
+
+
+# What a message weighs.
+
+
+def test_the_size_of_settings_is_flowers_and_empty_ones_weigh_their_names() -> None:
+    filled = ConfigRecord(
+        {
+            "text": "abc",
+            "raw": b"ab",
+            "flag": True,
+            "n": 3,
+            "flags": [True, False],
+            "ns": [1.0, 2.0],
+        }
+    )
+    assert bytes_of(RecordDict({"config": filled})) == filled.count_bytes()
+    # Flower's own count raises on each of these.
+    empty = ConfigRecord({"text": "", "raw": b"", "list": [], "texts": [""]})
+    assert bytes_of(RecordDict({"config": empty})) == len("textrawlisttexts")

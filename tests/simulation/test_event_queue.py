@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raceme.simulation.event_queue import EventQueue
+from raceme.simulation.virtual_grid import EventQueue
 
 
 def drain(queue: EventQueue) -> list[tuple[float, str | int]]:

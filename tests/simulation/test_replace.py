@@ -6,9 +6,10 @@ import pytest
 from flower_apps import write_app
 from flwr.serverapp.strategy import FedAvg, Strategy
 
+from raceme.core.errors import UserError
 from raceme.core.strategy import Method
 from raceme.records.record import read_run
-from raceme.simulation.apps import AppEnding, Settings, simulate, write_results
+from raceme.simulation.apps import AppEnding, Settings, Simulated, simulate, write_results
 
 CLIENT = """
 from flwr.app import Context, Message, MetricRecord, RecordDict
@@ -92,3 +93,67 @@ def test_a_method_takes_the_place_of_a_strategy(
     assert (tmp_path / "out" / "clusters.png").is_file()
     assert (Strategy.__dict__["start"], Method.__dict__["start"]) == starts
     assert FedAvg.start is Strategy.start
+
+
+def replaced(tmp_path: Path, name: str, server: str, client: str = CLIENT) -> Simulated:
+    """Simulate an app of four clients with FedAsync in the place of its strategy."""
+    app = write_app(tmp_path, name, server, client)
+    options = {"clients": 4, "devices": "uniform", "strategy": "fedasync", "workers": 0}
+    return simulate(Settings(app, out=tmp_path / "out", **options))  # type: ignore[arg-type]
+
+
+START = "start(grid, ArrayRecord([np.zeros(4)]), 8, train_config=ConfigRecord({'lr': 1.0}))"
+
+
+def test_a_method_keeps_the_arguments_of_the_strategy_that_it_replaces(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    arguments = "fraction_train=0.5, min_train_nodes=1, arrayrecord_key='weights'"
+    server = f"from flwr.serverapp.strategy import FedAdam\nFedAdam({arguments}, eta=0.2).{START}"
+    client = CLIENT.replace('msg.content["arrays"]', 'msg.content["weights"]')
+    simulated = replaced(tmp_path, "keeps_arguments", server, client)
+    tasks = [task for task in simulated.fleet.tasks if task.kind == "train"]
+    assert not any(task.failure for task in tasks)
+    # Half of the four clients train at a time.
+    assert max(sum(t.sent <= task.sent < t.answered for t in tasks) for task in tasks) == 2
+    assert "fedasync takes the place of FedAdam" in caplog.text
+    assert "fraction_train=0.5" in caplog.text
+    assert "Not used: eta" in caplog.text
+
+
+CONFIGURES = """
+class Decays(FedAvg):
+    def configure_train(self, server_round, arrays, config, grid):
+        return super().configure_train(server_round, arrays, config, grid)
+
+
+Decays()."""
+
+WRAPS = """
+from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping as Wrapper
+Wrapper(FedAvg(), noise_multiplier=1.0, clipping_norm=1.0, num_sampled_clients=4)."""
+
+
+@pytest.mark.parametrize(
+    ("name", "server", "reason"),
+    [
+        ("configures", CONFIGURES, "Decays: it has its own configure_train"),
+        ("wraps", WRAPS, "it is a wrapper around FedAvg"),
+        ("trains_none", "FedAvg(fraction_train=0.0).", "place of FedAvg: fraction_train must be"),
+    ],
+)
+def test_a_strategy_whose_messages_a_method_cannot_send_is_not_replaced(
+    tmp_path: Path, name: str, server: str, reason: str
+) -> None:
+    with pytest.raises(UserError, match=reason):
+        replaced(tmp_path, name, server + START)
+
+
+def test_an_app_that_trains_without_a_strategy_is_told_so_before_it_trains(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = "grid.send_and_receive(messages(grid, 'query'))\nprint('asked')\n"
+    server += "grid.send_and_receive(messages(grid))\nprint('trained')"
+    with pytest.raises(UserError, match="starts no strategy of Flower's"):
+        replaced(tmp_path, "trains_itself", server)
+    assert capsys.readouterr().out == "asked\n"

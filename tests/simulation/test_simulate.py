@@ -261,3 +261,37 @@ def test_contexts_are_those_of_flowers_simulation(
         "True {'partition-id': 0, 'num-partitions': 2} {'rounds': 9, 'text': 'a'}",
         "True {'partition-id': 1, 'num-partitions': 2} {'rounds': 9, 'text': 'a'}",
     ]
+
+
+def test_settings_may_be_empty(tmp_path: Path) -> None:
+    server = """
+config = ConfigRecord({"lr": 0.1, "text": "", "raw": b"", "list": []})
+FedAvg().start(grid, ArrayRecord([np.zeros(4)]), num_rounds=1, train_config=config)
+"""
+    simulated = run(write_app(tmp_path, "empty_settings", server), tmp_path / "out")
+    assert simulated.reason == ""
+    assert not any(task.failure for task in simulated.fleet.tasks)
+
+
+def test_nodes_have_what_the_node_config_says(tmp_path: Path) -> None:
+    client = CLIENT.replace('context.node_config["partition-id"]', 'context.node_config["extra"]')
+    server = TRAIN + "\nassert replies[0].content['metrics']['num-examples'] == 50"
+    app = write_app(tmp_path, "node_config", server, client)
+    simulated = run(app, tmp_path / "out", node_config=("extra=4 name='x'",))
+    assert simulated.reason == ""
+    with pytest.raises(UserError, match="--node-config partition-id: the simulation itself"):
+        run(app, tmp_path / "other", node_config=("partition-id=4",))
+
+
+def test_of_the_stages_of_secure_aggregation_one_is_training(tmp_path: Path) -> None:
+    server = """
+for stage in ("setup", "share_keys", "collect_masked_vectors", "unmask"):
+    asked = messages(grid)
+    for message in asked:
+        message.content["secaggplus_configs"] = ConfigRecord({"stage": stage})
+    grid.send_and_receive(asked)
+"""
+    simulated = run(write_app(tmp_path, "secure_stages", server), tmp_path / "out")
+    assert simulated.reason == ""
+    # Each stage of training would take about a second.
+    assert simulated.fleet.end == pytest.approx(1.0, abs=0.2)

@@ -33,7 +33,7 @@ from raceme.core.messages import ARRAYS, Vector
 from raceme.core.options import option
 from raceme.core.requests import InFlight, Outcome, Request, Update
 from raceme.core.strategy import InUse, Method, Needs
-from raceme.flower.spill import Shelf
+from raceme.flower.messages import Shelf
 from raceme.strategies.panicle.grouping import (
     comes_from,
     decided,
