@@ -183,9 +183,11 @@ def test_two_pages_of_one_folder_are_the_same(run_folder: Path, tmp_path: Path) 
 
 def test_what_clients_call_themselves_is_text_and_nothing_else(copy: Path) -> None:
     with sqlite3.connect(copy / "run.sqlite") as connection:
-        for table in ("client_events", "updates", "client_evaluations", "memberships"):
-            query = f"UPDATE {table} SET client = ? WHERE client = 'client-0'"
-            assert connection.execute(query, (HOSTILE,)).rowcount
+        renamed = "UPDATE events SET body = replace(body, '\"client-0\"', ?) WHERE kind = ?"
+        for kind in ("ClientJoined", "UpdateApplied", "Evaluated", "ClustersChanged"):
+            assert connection.execute(renamed, (json.dumps(HOSTILE), kind)).rowcount
+        left = "SELECT count(*) FROM events WHERE instr(body, '\"client-0\"')"
+        assert connection.execute(left).fetchone() == (0,)
     similarity = read_similarity(copy)
     assert similarity is not None
     replace(similarity, clients=(HOSTILE, *similarity.clients[1:])).save(copy)
