@@ -542,7 +542,7 @@ def all_keys() -> dict[str, Key]:
 
     Raises
     ------
-    TypeError
+    UserError
         Two declare the same key in different ways: they have to share the declaration.
     """
     return _keys_of(_all_readers())
@@ -606,7 +606,10 @@ def _keys_of(readers: Iterable[_Reader]) -> dict[str, Key]:
         for name, item in _declared_by(registry, of).items():
             before = known.get(name)
             if before is not None and not _same(before.item, item):
-                raise TypeError(f"{registry.kind} {of} declares {name} unlike others.")
+                raise UserError(
+                    f"{registry.kind.capitalize()} '{of}' declares {name} unlike others: give its "
+                    "option another name, or the default, range and meaning that the others have."
+                )
             names = {} if before is None else dict(before.readers)
             names[registry.kind] = (*names.get(registry.kind, ()), of)
             known[name] = _key(item, names)
@@ -635,7 +638,16 @@ def _read(config: RunConfig, options_type: type[Any], prefix: str) -> Any:
         if name in config.options:
             values[item.name] = config.options[name]
             check_range(name, values[item.name], item)
-    return options_type(**values)
+    try:
+        return options_type(**values)
+    except UserError:
+        raise
+    # A plug-in's dataclass checks what it likes, and raises what it likes.
+    except Exception as error:
+        where = f"{options_type.__module__}.{options_type.__qualname__}"
+        raise UserError(
+            f"{where} cannot be made of these options: {type(error).__name__}: {error}."
+        ) from error
 
 
 def _key(item: Field[Any], readers: Mapping[str, tuple[str, ...]] | None = None) -> Key:
