@@ -28,14 +28,13 @@ from typing import Any, NamedTuple
 
 from raceme.core.config import RunConfig, read_toml
 from raceme.core.errors import UserError
-from raceme.core.events import Ending, Evaluated, Event, UpdateApplied
+from raceme.core.events import Ending, Evaluated, EventHandler, UpdateApplied
 from raceme.core.files import ReadingError, parse_json, read_text
 from raceme.core.options import Value
 from raceme.core.signals import StopRequest
 from raceme.experiments.suites import Method, Suite, slug
 from raceme.records.folder import CONFIG, ERROR, foreign, make_folder
 from raceme.runs.checkpoints import CHECKPOINTS, can_resume, only_writer
-from raceme.simulation.ray_cluster import Cluster, first_line
 
 SUMMARY = "summary.json"
 
@@ -355,6 +354,31 @@ def serve(connection: Connection[Any, Any]) -> None:
         return
 
 
+class _Reports(EventHandler):
+    """An observer that reports how far a run is, a few times a second.
+
+    Attributes
+    ----------
+    failure : str
+        Why the run is to end; empty while the reports are received.
+    """
+
+    def __init__(self, tell: Callable[[Progress], None]) -> None:
+        self.failure = ""
+        self._tell, self._last, self._score = tell, time.monotonic(), ""
+
+    def on_evaluated(self, event: Evaluated) -> None:
+        self._score = f"{event.measure.word} {event.measure.shown(event.accuracy)}"
+
+    def on_update_applied(self, event: UpdateApplied) -> None:
+        if time.monotonic() - self._last > _REPORT_SECONDS:
+            self._last = time.monotonic()
+            try:
+                self._tell(Progress(event.seq, event.time, self._score))
+            except OSError:
+                self.failure = "its comparison has ended"
+
+
 def run_one(keys: Mapping[str, Value], tell: Callable[[Progress], None]) -> Finished:
     """Run a configuration; if its folder exists, a run of it is half-done there and is resumed.
 
@@ -377,23 +401,10 @@ def run_one(keys: Mapping[str, Value], tell: Callable[[Progress], None]) -> Fini
     if folder.exists():
         config = config.with_values(resume=config.out)
         (folder / ERROR).unlink(missing_ok=True)
-    last = time.monotonic()
-    score = alone = ""
-
-    def observe(event: Event) -> None:
-        nonlocal last, score, alone
-        if isinstance(event, Evaluated):
-            score = f"{event.measure.word} {event.measure.shown(event.accuracy)}"
-        elif isinstance(event, UpdateApplied) and time.monotonic() - last > _REPORT_SECONDS:
-            last = time.monotonic()
-            try:
-                tell(Progress(event.seq, event.time, score))
-            except OSError:
-                alone = "its comparison has ended"
-
+    reports = _Reports(tell)
     try:
         with StopRequest(signal.SIGTERM) as told:
-            outcome = simulate(config, observe, stop=lambda: told() or alone)
+            outcome = simulate(config, reports, stop=lambda: told() or reports.failure)
     except UserError as error:
         # It says all. Nothing is written: it may be that the folder is another process's.
         return Finished(" ".join(str(error).split()))
@@ -581,6 +592,8 @@ class RayRuns:
     """
 
     def __init__(self, workers: str) -> None:
+        from raceme.simulation.ray_cluster import Cluster
+
         self._cluster = Cluster(workers, cores())
         self.cpus = self._cluster.cpus
 
@@ -588,6 +601,8 @@ class RayRuns:
         """Run jobs side by side; see :func:`~raceme.experiments.jobs.run_jobs`."""
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        from raceme.simulation.ray_cluster import first_line
 
         # Where this process is: if that node is lost, so is the comparison.
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)

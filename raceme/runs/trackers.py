@@ -25,7 +25,14 @@ import numpy as np
 
 from raceme.core.config import RunConfig
 from raceme.core.errors import UserError, unknown_name
-from raceme.core.events import ClustersChanged, Evaluated, Event, UpdateApplied, UpdateRejected
+from raceme.core.events import (
+    ClustersChanged,
+    Evaluated,
+    Event,
+    EventHandler,
+    UpdateApplied,
+    UpdateRejected,
+)
 from raceme.core.membership import change_line, is_news
 from raceme.core.options import Value
 
@@ -38,23 +45,24 @@ _MOST_CLUSTERS = 50
 """A curve for each cluster is of use for as many as can be told apart."""
 
 
-class Measurements:
-    """Gathers from the events of a run what is told of it at each evaluation."""
+class Measurements(EventHandler):
+    """Gathers from the events of a run the numbers that are reported at each evaluation."""
 
     def __init__(self) -> None:
         self._staleness: list[int] = []
         self._losses: list[float] = []
         self._rejected = self._bytes_up = self._bytes_down = 0
 
-    def observe(self, event: Event) -> None:
-        """Take note of an event."""
-        if isinstance(event, UpdateApplied):
-            self._staleness.append(event.staleness)
-            self._losses.append(event.train_loss)
-            self._bytes_up += event.bytes_up
-            self._bytes_down += event.bytes_down
-        elif isinstance(event, UpdateRejected):
-            self._rejected += 1
+    def on_update_applied(self, event: UpdateApplied) -> None:
+        """Count its bytes, its staleness and its loss."""
+        self._staleness.append(event.staleness)
+        self._losses.append(event.train_loss)
+        self._bytes_up += event.bytes_up
+        self._bytes_down += event.bytes_down
+
+    def on_update_rejected(self, event: UpdateRejected) -> None:
+        """Count it."""
+        self._rejected += 1
 
     def of(self, event: Evaluated) -> dict[str, float]:
         """Return what is known at an evaluation; means of updates are over those since the last.
@@ -394,8 +402,8 @@ def run_name(out: Path) -> str:
     return "/".join(out.parts[-2:]) if out.name.startswith("seed-") else out.name
 
 
-class Tracking:
-    """The trackers of a run: an observer of it, and a context manager around it.
+class TrackerObserver(EventHandler):
+    """The trackers of a run, if it has any: an observer of it, and a context manager around it.
 
     Parameters
     ----------
@@ -416,7 +424,7 @@ class Tracking:
         for name in chosen(config.track):
             self._try(name, lambda name=name: self._open(name, out, parameters, resumed))  # type: ignore[misc]
 
-    def __enter__(self) -> Tracking:
+    def __enter__(self) -> TrackerObserver:
         return self
 
     def __exit__(
@@ -428,18 +436,23 @@ class Tracking:
         self._each(lambda tracker: tracker.close(failed=not self._ended))
 
     def recall(self, event: Event) -> None:
-        """Take note of an event from before the run was resumed: trackers know it already."""
-        self._measurements.observe(event)
+        """Take note of an event from before the run was resumed: trackers have it already."""
+        self._measurements(event)
 
-    def observe(self, event: Event) -> None:
-        """Tell the trackers what is worth telling."""
-        if not self._trackers:
-            return
-        self._measurements.observe(event)
-        if isinstance(event, Evaluated):
-            measured = self._measurements.of(event)
-            self._each(lambda tracker: tracker.log(measured, event.updates, event.time))
-        elif isinstance(event, ClustersChanged) and is_news(event):
+    def __call__(self, event: Event) -> None:
+        """Report an evaluation, or a change of the clusters, to the trackers."""
+        if self._trackers:
+            self._measurements(event)
+            super().__call__(event)
+
+    def on_evaluated(self, event: Evaluated) -> None:
+        """Report its numbers, and those of the updates since the last."""
+        measured = self._measurements.of(event)
+        self._each(lambda tracker: tracker.log(measured, event.updates, event.time))
+
+    def on_clusters_changed(self, event: ClustersChanged) -> None:
+        """Report a split, a merge or the like in a line of text."""
+        if is_news(event):
             line = change_line(event)
             self._each(lambda tracker: tracker.note(line, event.updates))
 
