@@ -26,9 +26,7 @@ def report(
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output",
-            help="file for the page, if there is one folder [default: report.html in the folder]",
-            show_default=False,
+            help="file for the page, if there is one folder [default: report.html in the folder]"
         ),
     ] = None,
 ) -> None:
@@ -119,10 +117,7 @@ _INTERRUPTED = 130
 
 Watch = Annotated[bool, typer.Option("--watch", help="show it in the browser as it goes on")]
 Address = Annotated[
-    str,
-    typer.Option(
-        "--watch-address", metavar="HOST:PORT", help="where the page of --watch is; port 0: any"
-    ),
+    str, typer.Option(metavar="HOST:PORT", help="where the page of --watch is; port 0: any")
 ]
 ADDRESS = f"{_HOST}:{_PORT}"
 
@@ -134,13 +129,10 @@ def watch(
     host: Annotated[
         str,
         typer.Option(
-            "--host",
-            help="address to listen at; any but this machine's own needs a token, which is printed",
+            help="address to listen at; any but this machine's own needs a token, which is printed"
         ),
     ] = _HOST,
-    port: Annotated[
-        int, typer.Option("--port", metavar="INTEGER", help="0: any", min=0, max=65535)
-    ] = _PORT,
+    port: Annotated[int, typer.Option(metavar="INTEGER", help="0: any", min=0, max=65535)] = _PORT,
 ) -> None:
     """Show a run or a comparison in the browser: as it goes on, or replayed. Ctrl-C ends it."""
     from raceme.reporting.dashboard.server import address_of, bind, is_loopback, new_token, serve
