@@ -197,29 +197,26 @@ def compare(
     from raceme.experiments.suites import load_suite, of_names, variants
 
     stamp = time.strftime("%Y%m%d-%H%M%S")
+    overview: Callable[[Mapping[str, Comparison]], PlainTable] | None = None
     if suite is not None and (cases := variants(suite)):
         folder = out or Path("runs") / f"{stamp}-compare-{suite.name.removesuffix('.toml')}"
-        planned = []
-        for name, case in parts(str(suite), cases, only).items():
-            loaded = load_suite(case)
-            loaded = (loaded.only(methods) if methods else loaded).with_settings(keys)
-            planned.append((with_seeds(loaded, seeds), folder / name))
-        with watched(watch, folder, watch_address, comparison=True):
-            run_suites(planned, processes, regret_table, keys.get("workers", ""), folder)
-        return
-    if only:
+        chosen = [(load_suite(case), name) for name, case in parts(str(suite), cases, only).items()]
+        overview = regret_table
+    elif only:
         raise UserError(
             "--only chooses parts of a suite with variants: give --suite panicle, or a file."
         )
-    if suite is not None:
-        chosen = load_suite(suite)
-        chosen = (chosen.only(methods) if methods else chosen).with_settings(keys)
     else:
-        chosen = of_names([*STRATEGIES] if every else methods or [], keys)
-    chosen = with_seeds(chosen, seeds)
-    folder = out or Path("runs") / f"{stamp}-compare-{chosen.dataset}"
+        named = [*STRATEGIES] if every else methods or []
+        one = of_names(named, keys) if suite is None else load_suite(suite)
+        folder = out or Path("runs") / f"{stamp}-compare-{keys.get('dataset', one.dataset)}"
+        chosen = [(one, "")]
+    planned = []
+    for plan, name in chosen:
+        adapted = (plan.only(methods) if methods and suite else plan).with_settings(keys)
+        planned.append((with_seeds(adapted, seeds), folder / name))
     with watched(watch, folder, watch_address, comparison=True):
-        run_suites([(chosen, folder)], processes, workers=keys.get("workers", ""), out=folder)
+        run_suites(planned, processes, overview, keys.get("workers", ""), folder)
 
 
 # -----------------------------------------------------------------------------

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from raceme.cli.report import ADDRESS, Address, Watch, watched
-from raceme.core.errors import PlainFormatter, UserError
+from raceme.cli.report import ADDRESS, Address, Watch, parsed_address, watched
+from raceme.core.errors import PlainFormatter, UserError, show_log
 from raceme.core.options import Value
 
 if TYPE_CHECKING:
@@ -93,7 +93,9 @@ def device(
             "--insecure sends everything in plain text: leave it out to use --key or "
             "--root-certificates."
         )
-    _log_to_stderr(logging.DEBUG if verbose else logging.INFO)
+    formatter = _Formatter(journal="JOURNAL_STREAM" in os.environ)
+    show_log(sys.stderr, formatter, logging.DEBUG if verbose else logging.INFO)
+    logging.getLogger("flwr").setLevel(logging.ERROR)
 
     from raceme.fleet.certificates import read_device_key
     from raceme.fleet.device import DeviceOptions, run_device
@@ -119,7 +121,7 @@ def device(
 def _endpoint(
     kind: type[Endpoint], address: str, insecure: bool, root_certificates: Path | None
 ) -> Endpoint:
-    _check_address("--superlink", address, "server.example.org:9092")
+    parsed_address("--superlink", address, "server.example.org:9092")
     from raceme.fleet.device import read_authority
 
     authority = None if root_certificates is None else read_authority(root_certificates)
@@ -158,16 +160,6 @@ class _Formatter(PlainFormatter):
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record)
         return f"<{_LEVELS.get(record.levelno, 5)}>{text}" if self._journal else text
-
-
-def _log_to_stderr(level: int) -> None:
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_Formatter(journal="JOURNAL_STREAM" in os.environ))
-    logger = logging.getLogger("raceme")
-    logger.handlers = [handler]
-    logger.setLevel(level)
-    logger.propagate = False
-    logging.getLogger("flwr").setLevel(logging.ERROR)
 
 
 # -----------------------------------------------------------------------------
@@ -216,9 +208,9 @@ def serve(
 
     The same command with the same --out resumes a run that was stopped or has crashed.
     """
-    _check_address("--address", address, "0.0.0.0:9092")
+    parsed_address("--address", address, "0.0.0.0:9092")
     if metrics not in ("", "off"):
-        _check_address("--metrics", metrics, "127.0.0.1:9093")
+        parsed_address("--metrics", metrics, "127.0.0.1:9093")
     if any_device and certificates is None:
         raise UserError("Without --certificates every device is let in: leave out --any-device.")
 
@@ -243,30 +235,11 @@ def serve(
             RunProgress(max_updates=settings.planned_updates, each_update=True) as progress,
         ):
             # Only now: on a terminal, lines go above the bar.
-            _log_to_standard_output()
+            show_log(sys.stdout, PlainFormatter("%(levelname)s: %(message)s"))
+            # Flower writes a line for every call; what goes wrong for devices, they say themselves.
+            logging.getLogger("flwr").setLevel(logging.CRITICAL)
             outcome = run(settings, options, progress.observe, stop=stop)
         end_with(outcome)
-
-
-def _check_address(option: str, address: str, example: str) -> None:
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise UserError(
-            f"'{address}' is not an address: expected HOST:PORT, for example {option} {example}"
-        )
-
-
-def _log_to_standard_output() -> None:
-    from raceme.core.errors import PlainFormatter
-
-    handler = logging.StreamHandler(sys.stdout)
-    handler.setFormatter(PlainFormatter("%(levelname)s: %(message)s"))
-    logger = logging.getLogger("raceme")
-    logger.handlers = [handler]
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
-    # Flower writes a line for every call; what goes wrong for devices, they say themselves.
-    logging.getLogger("flwr").setLevel(logging.CRITICAL)
 
 
 # -----------------------------------------------------------------------------

@@ -167,7 +167,7 @@ def watched(shown: bool, folder: Path, address: str, *, comparison: bool = False
         return
     from raceme.reporting.dashboard.server import watching
 
-    host, port = _parted(address)
+    host, port = parsed_address("--watch-address", address, ADDRESS, any_port=True)
     with watching(folder, host, port, comparison=comparison) as beside:
         print(f"Watch it at {beside.address}", flush=True)
         ended: typer.Exit | None = None
@@ -189,10 +189,19 @@ def _is_terminal() -> bool:
     return sys.stdin.isatty() and sys.stdout.isatty()
 
 
-def _parted(address: str) -> tuple[str, int]:
-    host, colon, port = address.rpartition(":")
-    if not colon or not host or not port.isdecimal() or int(port) > 65535:
+def parsed_address(
+    option: str, address: str, example: str, *, any_port: bool = False
+) -> tuple[str, int]:
+    """Return host and port of an address, as a person writes it: HOST:PORT.
+
+    Raises
+    ------
+    UserError
+        It is none; or its port is 0, unless that may stand for any.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not (0 if any_port else 1) <= int(port) < 65536:
         raise UserError(
-            f"'{address}' is not an address: expected HOST:PORT, e.g. --watch-address {ADDRESS}"
+            f"'{address}' is not an address: expected HOST:PORT, for example {option} {example}"
         )
     return host.strip("[]"), int(port)
