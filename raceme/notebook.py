@@ -17,7 +17,7 @@ from raceme.core.config import read_toml
 from raceme.core.errors import UserError
 from raceme.core.files import ReadingError, parse_json, read_text
 from raceme.core.options import Value
-from raceme.experiments.figures import purity_figure, times_figure
+from raceme.experiments.page import purity_figure, times_figure
 from raceme.experiments.results import FILE_NAME, Comparison, read_comparison, read_first_runs
 from raceme.experiments.tables import main_table, to_csv
 from raceme.records.folder import model_file

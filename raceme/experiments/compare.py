@@ -9,16 +9,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 
 from raceme.core.events import Measure
 from raceme.core.files import absolute, atomic_write
-from raceme.experiments import figures
 from raceme.experiments import tables as table
-from raceme.experiments.figures import score_plots
 from raceme.experiments.jobs import (
     Finished,
     Job,
@@ -33,10 +30,10 @@ from raceme.experiments.jobs import (
     survey,
     wait_for_end,
 )
+from raceme.experiments.page import plots
 from raceme.experiments.results import Comparison, best_of, gather, read_first_runs
 from raceme.experiments.suites import Suite, slug
 from raceme.reporting.console import QUIET_SECONDS, shown_seconds, shown_updates
-from raceme.reporting.plots import comparison_figure, idle_figure, staleness_figure
 from raceme.reporting.style import save_figure
 
 # -----------------------------------------------------------------------------
@@ -353,21 +350,8 @@ def write(comparison: Comparison, out: Path) -> dict[str, str]:
     for label in missing:
         log.warning("%s is not in the plots over time: its events cannot be read", label)
     title = f"{comparison.suite.title}, seed {comparison.suite.seeds[0]}"
-    plots: dict[str, Callable[[], Figure]] = {
-        "time-to-target.png": lambda: figures.times_figure(comparison),
-        "purity.png": lambda: figures.purity_figure(comparison),
-    }
-    if records:
-        plots["accuracy.png"] = lambda: comparison_figure(
-            records, target=comparison.target, title=title
-        )
-        plots["staleness.png"] = lambda: staleness_figure(records)
-    if any(len(record.idle_shares) for record in records.values()):
-        plots["idle.png"] = lambda: idle_figure(records)
-    suite = comparison.suite
-    for name, draw in score_plots(records, suite.scores, suite.shows_mixtures).items():
-        plots[f"{name}.png"] = draw
-    for name, draw in plots.items():
+    for plot, draw in plots(comparison, records, title).items():
+        name = f"{plot}.png"
         try:
             save_figure(draw(), out / name)
         except OSError as error:
