@@ -181,7 +181,7 @@ class OpenRun:
         return accuracy_figure(self.record, target=target, clock=self._clock)
 
     def plot_clusters(self) -> Figure:
-        """Draw who was in which cluster, as in ``clusters.png``."""
+        """Draw the clusters and their clients over time, as in ``clusters.png``."""
         return clusters_figure(self.record, clock=self._clock)
 
     def plot_devices(self) -> Figure:

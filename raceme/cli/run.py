@@ -38,7 +38,7 @@ def run(keys: Mapping[str, Value], watch: Watch = False, watch_address: Address 
 
     _quiet_flower()
     if watch and not (settings.out or settings.resume):
-        # Whoever watches has to know where it will be.
+        # A viewer has to know where it will be.
         settings = settings.with_values(out=str(new_folder(settings)))
     with watched(watch, Path(settings.resume or settings.out), watch_address):
         with StopRequest() as stop, RunProgress(max_updates=settings.planned_updates) as progress:
@@ -86,7 +86,7 @@ def end_with(outcome: Outcome) -> None:
 
 
 # -----------------------------------------------------------------------------
-# `raceme simulate`: anybody's Flower app on virtual time.
+# `raceme simulate`: any Flower app on virtual time.
 # -----------------------------------------------------------------------------
 
 

@@ -17,6 +17,7 @@ from raceme.core.events import Measure
 from raceme.core.files import absolute, atomic_write
 from raceme.experiments import tables as table
 from raceme.experiments.jobs import (
+    ORPHAN_SECONDS,
     Finished,
     Job,
     Progress,
@@ -28,16 +29,16 @@ from raceme.experiments.jobs import (
     remove_run,
     run_jobs,
     survey,
-    wait_for_end,
 )
 from raceme.experiments.page import plots
 from raceme.experiments.results import Comparison, best_of, gather, read_first_runs
 from raceme.experiments.suites import Suite, slug
 from raceme.reporting.console import QUIET_SECONDS, shown_seconds, shown_updates
 from raceme.reporting.style import save_figure
+from raceme.runs.checkpoints import only_writer
 
 # -----------------------------------------------------------------------------
-# What a person sees while a comparison runs.
+# The progress of a comparison, on a terminal or in a log.
 # -----------------------------------------------------------------------------
 
 
@@ -163,7 +164,7 @@ class SuiteProgress:
     def _left(self) -> str:
         """Say how long the rest will take, runs under way counted by their updates.
 
-        Nothing is said while one has more of them than were expected: who knows how many come.
+        Nothing is said while one has more of them than were expected: how many come is unknown.
         """
         parts = [_share(job, news) for job, news in self._under_way.items()]
         if max(parts, default=0.0) > 1.0:
@@ -286,7 +287,7 @@ def compare(plan: Plan, processes: int, console: Console, run_all: RunAll = run_
 
 
 def _compare(plan: Plan, processes: int, console: Console, run_all: RunAll) -> Comparison:
-    """Run a suite in a folder that nobody else works in."""
+    """Run a suite in a folder that no other comparison works in."""
     # Since it was prepared, another comparison may have done some of it.
     finished, half = survey(plan.every)
     done, compared = set(finished), (plan.suite.timing, plan.suite.score)
@@ -368,7 +369,9 @@ def _say_resumed(
     """Say what becomes of earlier runs; return those that have to start anew."""
     lost = []
     for job in half:
-        wait_for_end(job.folder)
+        # A process of a comparison that was killed may still write its checkpoint.
+        with only_writer(job.folder, ORPHAN_SECONDS):
+            pass
     for job in finished:
         progress.say(f"{job.name}: finished before, kept")
     for job in half:

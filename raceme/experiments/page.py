@@ -393,10 +393,17 @@ def _runs_table(comparison: Comparison) -> PageTable:
     )
     timing = comparison.suite.timing
     heads = (
-        *("method", "seed", measure.label, "best"),
+        "method",
+        "seed",
+        measure.label,
+        "best",
         *([head] if head else []),
-        *(f"time to\n{timing} (s)", "clusters", "purity"),
-        *("updates", "virtual\ntime (s)", "wall\ntime (s)"),
+        f"time to\n{timing} (s)",
+        "clusters",
+        "purity",
+        "updates",
+        "virtual\ntime (s)",
+        "wall\ntime (s)",
     )
     return PageTable(f"All {len(rows)} runs", heads, rows)
 

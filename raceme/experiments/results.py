@@ -392,8 +392,7 @@ def read_comparison(folder: Path) -> Comparison:
     path = folder / FILE_NAME
     try:
         tree = parse_json(read_text(path))
-        # Of earlier versions, whose points were chosen on test samples, no share is known.
-        values = {"validation_fraction": None, **read_values(path, tree)}
+        values = read_values(path, tree)
         timing, score = values.get("timing", Timing.TARGET), values.get("score", Score.FINAL)
         results = tuple(_result(path, entry, timing, score) for entry in tree["methods"])
         suite = Suite(

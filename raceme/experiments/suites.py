@@ -231,10 +231,9 @@ class Suite:
         the other methods have their updates.
     sweep_scale : float
         By how much the runs are shortened that try the points of a sweep.
-    validation_fraction : float or None
+    validation_fraction : float
         Share of each client's training samples on which these runs are tested, so that no point is
-        chosen on the test samples that are reported. None: it is not known, in results of earlier
-        versions, whose points were chosen on test samples.
+        chosen on the test samples that are reported.
     timing : Timing
         Which time of the runs is compared.
     score : Score
@@ -271,7 +270,7 @@ class Suite:
     sync_updates: int | None = None
     rounds: int | None = None
     sweep_scale: float = 1.0
-    validation_fraction: float | None = VALIDATION
+    validation_fraction: float = VALIDATION
     timing: Timing = Timing.TARGET
     score: Score = Score.FINAL
     shows_unrest: bool = False
@@ -293,7 +292,7 @@ class Suite:
         if not 0 < self.sweep_scale <= 1:
             raise UserError(f"sweep-scale must be above 0 and at most 1, got {self.sweep_scale:g}.")
         share = self.validation_fraction
-        if share is not None and not 0 < share < 1:
+        if not 0 < share < 1:
             raise UserError(f"validation-fraction must be above 0 and below 1, got {share:g}.")
         if self.rounds is not None and self.sync_updates is not None:
             raise UserError("rounds and sync-updates exclude each other: give one of them.")
@@ -342,7 +341,7 @@ class Suite:
             keys.setdefault("score-uploads", True)
         if self.score is Score.CURRENT or (self.shows_forgetting and not trial):
             keys.setdefault("eval-tasks", True)
-        if trial and self.validation_fraction is not None:
+        if trial:
             keys["validation-fraction"] = self.validation_fraction
         scale = self.scale * (self.sweep_scale if trial else 1.0)
         return _shortened(RunConfig.from_mapping(keys), scale)

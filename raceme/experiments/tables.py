@@ -41,8 +41,8 @@ _SCORE_LINES = {
     "first evaluation on the data of each.",
     Score.STEP_ENDS: "the mean over the steps of the data of the last evaluation on the "
     "data of each.",
-    Score.CURRENT: "on each task right after it was trained on, before anybody trained on the next "
-    "one; the mean over the tasks.",
+    Score.CURRENT: "on each task right after it was trained on, before any client trained on the "
+    "next one; the mean over the tasks.",
 }
 _SAID_OF = {
     Scored.BEFORE: (
@@ -301,8 +301,7 @@ def sweep_table(comparison: Comparison) -> PlainTable | None:
         return None
     suite = comparison.suite
     length = "" if suite.sweep_scale == 1.0 else f", {suite.sweep_scale:g} of the runs' length"
-    share = suite.validation_fraction
-    held_out = "" if share is None else f", tested on {share:.0%} of the training samples"
+    held_out = f", tested on {suite.validation_fraction:.0%} of the training samples"
     title = f"Swept hyper-parameters (seed {suite.seeds[0]}{length}{held_out})"
     return PlainTable(title, ("method", _head(comparison.measure), "time", ""), rows)
 

@@ -88,7 +88,7 @@ def resolve(config: RunConfig) -> RunConfig:
     Raises
     ------
     UserError
-        The dataset does not exist, or nobody reads an option that is set.
+        The dataset does not exist, or an option that is set is not read.
     """
     config.check_options()
     chosen(config.track)

@@ -200,7 +200,7 @@ class Mlflow:
     def __init__(
         self, out: Path, name: str, parameters: Mapping[str, Value], resumed: int | None
     ) -> None:
-        # Trackers are extras: each is imported by the one who asks for it.
+        # Trackers are extras, imported only if they are asked for.
         from mlflow import MlflowClient
         from mlflow.entities import Param, RunStatus
 
