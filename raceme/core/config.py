@@ -69,21 +69,31 @@ def read_toml(path: Path, pipe: bool = False) -> dict[str, Value]:
     UserError
         The file is missing or is not TOML.
     """
-    try:
-        text = read_text(path, pipe=pipe)
-    except ReadingError as error:
-        raise UserError(f"Cannot read the configuration file {path}: {error}.") from None
-    try:
-        tree = parse_toml(text)
-    except ReadingError as error:
-        raise UserError(f"{path} is not valid TOML: {error}.") from None
     flat: dict[str, Value] = {}
-    for name, value in tree.items():
+    for name, value in read_tree(path, "configuration file", pipe).items():
         if isinstance(value, dict):
             flat.update({f"{name}.{inner}": given for inner, given in value.items()})
         else:
             flat[name] = value
     return flat
+
+
+def read_tree(path: Path, what: str, pipe: bool = False) -> dict[str, Any]:
+    """Return the tables of a TOML file, which an error calls by what it is.
+
+    Raises
+    ------
+    UserError
+        The file is missing or is not TOML.
+    """
+    try:
+        text = read_text(path, pipe=pipe)
+    except ReadingError as error:
+        raise UserError(f"Cannot read the {what} {path}: {error}.") from None
+    try:
+        return parse_toml(text)
+    except ReadingError as error:
+        raise UserError(f"The {what} {path} is not valid TOML: {error}.") from None
 
 
 def write_toml(keys: Mapping[str, Value], path: Path) -> None:

@@ -17,10 +17,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
 
-from raceme.core.config import RunConfig, check_key
+from raceme.core.config import RunConfig, check_key, read_tree
 from raceme.core.errors import UserError, unknown_name
 from raceme.core.events import Measure
-from raceme.core.files import ReadingError, parse_toml, read_text
 from raceme.core.options import Value, written
 from raceme.core.registry import STRATEGIES
 
@@ -589,14 +588,7 @@ def _tree(path: Path, variant: str, seen: tuple[tuple[Path, str], ...]) -> dict[
     if (path, variant) in seen:
         raise UserError(f"The suite {path} extends itself.")
     seen = (*seen, (path, variant))
-    try:
-        text = read_text(path, pipe=True)
-    except ReadingError as error:
-        raise UserError(f"Cannot read the suite {path}: {error}.") from None
-    try:
-        tree = parse_toml(text)
-    except ReadingError as error:
-        raise UserError(f"The suite {path} is not valid TOML: {error}.") from None
+    tree = read_tree(path, "suite", pipe=True)
     _check_keys(path, "", tree, (*_SUITE_KEYS, *_MATRIX_KEYS))
     tree = _extended(path, tree, seen)
     if "variants" in tree:

@@ -609,14 +609,10 @@ def can_resume(run: Path, config: RunConfig) -> bool:
     config : RunConfig
         The resolved configuration that the run is to be of.
     """
-
-    def check(tree: Any, note: Mapping[str, str]) -> str:
-        return _unfit(tree, note, config)
-
     if not (run / FILE_NAME).is_file():
         return False
     try:
-        CheckpointFolder(run).load(check)
+        CheckpointFolder(run).load(lambda tree, note: _unfit(tree, note, config))
     except UserError:
         return False
     return True

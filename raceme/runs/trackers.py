@@ -14,12 +14,13 @@ import math
 import os
 import tempfile
 import time as clock
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -121,6 +122,48 @@ def final(summary: object) -> dict[str, float]:
 
 
 # -----------------------------------------------------------------------------
+# The trackers.
+# -----------------------------------------------------------------------------
+
+
+class Tracker(ABC):
+    """One tracker of one run; the step of each curve is the number of updates.
+
+    Parameters
+    ----------
+    out : Path
+        The run's folder.
+    name : str
+        The run's name.
+    parameters : Mapping[str, Value]
+        The keys of the run.
+    resumed : int or None
+        Updates that a resumed run goes on from; None for a new run.
+    """
+
+    @abstractmethod
+    def __init__(
+        self, out: Path, name: str, parameters: Mapping[str, Value], resumed: int | None
+    ) -> None: ...
+
+    @abstractmethod
+    def log(self, measured: Mapping[str, float], updates: int, time: float) -> None:
+        """Take the numbers after so many updates, at a time of the run in seconds."""
+
+    @abstractmethod
+    def note(self, text: str, updates: int) -> None:
+        """Take a line on a change of the clusters."""
+
+    @abstractmethod
+    def end(self, summary: Mapping[str, Any], files: list[Path]) -> None:
+        """Take the summary and the files of a run that has ended."""
+
+    @abstractmethod
+    def close(self, failed: bool) -> None:
+        """Let go of the tracker; `failed` if the run has ended by an error."""
+
+
+# -----------------------------------------------------------------------------
 # TensorBoard: scalars, texts and plots in the run's folder; ``tensorboard --logdir OUT``.
 # -----------------------------------------------------------------------------
 
@@ -128,7 +171,7 @@ def final(summary: object) -> dict[str, float]:
 FOLDER = "tensorboard"
 
 
-class TensorBoard:
+class TensorBoard(Tracker):
     """A run in TensorBoard; the step of each curve is the number of updates."""
 
     def __init__(
@@ -194,7 +237,7 @@ _AT_ONCE = 100
 """Parameters that MLflow takes in one call."""
 
 
-class Mlflow:
+class Mlflow(Tracker):
     """A run in MLflow; the step of each metric is the number of updates."""
 
     def __init__(
@@ -283,7 +326,7 @@ WANDB_RUN_FILE = "wandb-run.txt"
 """In the run's folder: which run of Weights & Biases it is, for the time after a resumption."""
 
 
-class Wandb:
+class Wandb(Tracker):
     """A run in Weights & Biases; the step of each chart is the number of updates."""
 
     def __init__(
@@ -345,34 +388,13 @@ class Wandb:
 
 log = logging.getLogger("raceme")
 
-TRACKERS = {
-    "tensorboard": "torch.utils.tensorboard",
-    "mlflow": "mlflow",
-    "wandb": "wandb",
+TRACKERS: Mapping[str, tuple[str, type[Tracker]]] = {
+    "tensorboard": ("torch.utils.tensorboard", TensorBoard),
+    "mlflow": ("mlflow", Mlflow),
+    "wandb": ("wandb", Wandb),
 }
-"""Name of each tracker, as in the key ``track`` and the extra of the same name, to its module."""
-
-_KINDS: Mapping[str, type[TensorBoard] | type[Mlflow] | type[Wandb]] = {
-    "tensorboard": TensorBoard,
-    "mlflow": Mlflow,
-    "wandb": Wandb,
-}
-
-
-class Tracker(Protocol):
-    """One tracker of one run."""
-
-    def log(self, measured: Mapping[str, float], updates: int, time: float) -> None:
-        """Take what was measured after so many updates, at a time of the run in seconds."""
-
-    def note(self, text: str, updates: int) -> None:
-        """Take a line on what became of the clusters."""
-
-    def end(self, summary: Mapping[str, Any], files: list[Path]) -> None:
-        """Take the summary and the files of a run that has ended."""
-
-    def close(self, failed: bool) -> None:
-        """Let go of the tracker; `failed` if the run has ended by an error."""
+"""Name of each tracker, as in the key ``track`` and the extra of the same name, to the module that
+it needs and its class."""
 
 
 def chosen(track: str) -> list[str]:
@@ -388,7 +410,7 @@ def chosen(track: str) -> list[str]:
         if name not in TRACKERS:
             raise unknown_name("tracker", name, TRACKERS)
         try:
-            importlib.import_module(TRACKERS[name])
+            importlib.import_module(TRACKERS[name][0])
         except ImportError as error:
             raise UserError(
                 f"track={name} needs a package that is not here ({error}): "
@@ -422,17 +444,12 @@ class TrackerObserver(EventHandler):
         self._ended = False
         parameters = {name: value for name, value in config.to_mapping().items() if value != ""}
         for name in chosen(config.track):
-            self._try(name, lambda name=name: self._open(name, out, parameters, resumed))  # type: ignore[misc]
+            self._try(name, partial(self._open, name, out, parameters, resumed))
 
     def __enter__(self) -> TrackerObserver:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._each(lambda tracker: tracker.close(failed=not self._ended))
 
     def recall(self, event: Event) -> None:
@@ -469,12 +486,12 @@ class TrackerObserver(EventHandler):
     def _open(
         self, name: str, out: Path, parameters: Mapping[str, Value], resumed: int | None
     ) -> None:
-        kind = _KINDS[name]
+        kind = TRACKERS[name][1]
         self._trackers[name] = kind(out, run_name(out), parameters, resumed)
 
     def _each(self, tell: Callable[[Tracker], None]) -> None:
         for name, tracker in list(self._trackers.items()):
-            self._try(name, lambda tracker=tracker: tell(tracker))  # type: ignore[misc]
+            self._try(name, partial(tell, tracker))
 
     def _try(self, name: str, act: Callable[[], None]) -> None:
         """Do something with a tracker; leave it behind if it fails."""
