@@ -8,16 +8,13 @@ import platform
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from raceme.cli.report import ADDRESS, Address, Watch, parsed_address, watched
 from raceme.core.errors import PlainFormatter, UserError, show_log
 from raceme.core.options import Value
-
-if TYPE_CHECKING:
-    from raceme.flower.fleet_client import Endpoint
 
 _LEVELS = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ERROR: 3}
 
@@ -98,13 +95,15 @@ def device(
     logging.getLogger("flwr").setLevel(logging.ERROR)
 
     from raceme.fleet.certificates import read_device_key
-    from raceme.fleet.device import DeviceOptions, run_device
+    from raceme.fleet.device import DeviceOptions, read_authority, run_device
     from raceme.fleet.tasks import Trust, parse_when
     from raceme.flower.fleet_client import Endpoint
 
+    parsed_address("--superlink", superlink, "server.example.org:9092")
+    authority = None if root_certificates is None else read_authority(root_certificates)
     run_device(
         DeviceOptions(
-            endpoint=_endpoint(Endpoint, superlink, insecure, root_certificates),
+            endpoint=Endpoint(superlink, insecure, authority),
             keys=None if key is None else read_device_key(key, allow_open_key),
             node_config=_node_config(
                 node_config, device_id, {"threads": threads, "accelerator": accelerator}
@@ -116,16 +115,6 @@ def device(
             when=parse_when(when, look),
         )
     )
-
-
-def _endpoint(
-    kind: type[Endpoint], address: str, insecure: bool, root_certificates: Path | None
-) -> Endpoint:
-    parsed_address("--superlink", address, "server.example.org:9092")
-    from raceme.fleet.device import read_authority
-
-    authority = None if root_certificates is None else read_authority(root_certificates)
-    return kind(address, insecure, authority)
 
 
 def _node_config(

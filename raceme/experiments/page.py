@@ -15,7 +15,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from raceme.experiments import tables as table
-from raceme.experiments.results import Comparison, Result, quality, read_comparison, read_first_runs
+from raceme.experiments.results import (
+    Comparison,
+    Result,
+    Run,
+    quality,
+    read_comparison,
+    read_first_runs,
+)
 from raceme.experiments.suites import Score, Scored, Timing, described
 from raceme.records.record import RunRecord
 from raceme.reporting.console import PlainTable
@@ -373,39 +380,32 @@ def _arrives(result: Result) -> bool:
 
 
 def _runs_table(comparison: Comparison) -> PageTable:
-    head, measure = _SCORE_HEADS.get(comparison.suite.score), comparison.measure
+    suite, name = comparison.suite, comparison.measure.name
+    columns: list[tuple[str, Callable[[Run], str]]] = [
+        ("seed", lambda run: str(run.seed)),
+        (comparison.measure.label, _of_run(name, 4)),
+        ("best", _of_run(f"best_{name}", 4)),
+        (f"time to\n{suite.timing} (s)", lambda run: number(run.time, 1)),
+        ("clusters", _of_run("clusters")),
+        ("purity", _of_run("purity", 2)),
+        ("updates", _of_run("updates")),
+        ("virtual\ntime (s)", _of_run("virtual_time", 1)),
+        ("wall\ntime (s)", _of_run("wall_time", 1)),
+    ]
+    if suite.score in _SCORE_HEADS:
+        columns.insert(3, (_SCORE_HEADS[suite.score], lambda run: number(run.accuracy, 4)))
     rows = tuple(
-        (
-            result.method.label,
-            str(run.seed),
-            number(run.summary.get(measure.name), 4),
-            number(run.summary.get(f"best_{measure.name}"), 4),
-            *([number(run.accuracy, 4)] if head else []),
-            number(run.time, 1),
-            number(run.summary.get("clusters")),
-            number(run.summary.get("purity"), 2),
-            number(run.summary.get("updates")),
-            number(run.summary.get("virtual_time"), 1),
-            number(run.summary.get("wall_time"), 1),
-        )
+        (result.method.label, *(cell(run) for _, cell in columns))
         for result in comparison.results
         for run in result.runs
     )
-    timing = comparison.suite.timing
-    heads = (
-        "method",
-        "seed",
-        measure.label,
-        "best",
-        *([head] if head else []),
-        f"time to\n{timing} (s)",
-        "clusters",
-        "purity",
-        "updates",
-        "virtual\ntime (s)",
-        "wall\ntime (s)",
-    )
+    heads = ("method", *(head for head, _ in columns))
     return PageTable(f"All {len(rows)} runs", heads, rows)
+
+
+def _of_run(key: str, digits: int = 3) -> Callable[[Run], str]:
+    """Return what makes the cell of a number of a run's summary."""
+    return lambda run: number(run.summary.get(key), digits)
 
 
 def _methods_table(comparison: Comparison) -> PageTable:
