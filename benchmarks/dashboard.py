@@ -53,7 +53,7 @@ class Counted:
         self.seconds = 0.0
         for owner, name in (
             *((ClientEmbedding, name) for name in ("send", "awaits", "take", "close")),
-            (ClientMap, "observe"),
+            (ClientMap, "__call__"),
         ):
             setattr(owner, name, self._counting(getattr(owner, name)))
 

@@ -15,9 +15,8 @@ from safetensors.numpy import load_file
 
 from raceme.core.config import read_toml
 from raceme.core.errors import UserError
-from raceme.core.files import ReadingError, parse_json, read_text
 from raceme.core.options import Value
-from raceme.experiments.figures import purity_figure, times_figure
+from raceme.experiments.page import purity_figure, times_figure
 from raceme.experiments.results import FILE_NAME, Comparison, read_comparison, read_first_runs
 from raceme.experiments.tables import main_table, to_csv
 from raceme.records.folder import model_file
@@ -27,6 +26,7 @@ from raceme.reporting.artefacts import draw_similarity
 from raceme.reporting.clusters_plot import clusters_figure
 from raceme.reporting.console import summary_rows
 from raceme.reporting.plots import accuracy_figure, comparison_figure, devices_figure
+from raceme.reporting.run_page import read_summary
 from raceme.reporting.style import CLOCK
 
 if TYPE_CHECKING:
@@ -70,16 +70,7 @@ class OpenRun:
     @cached_property
     def summary(self) -> dict[str, Any] | None:
         """The content of ``summary.json``; None if the run is not over."""
-        path = self.folder / "summary.json"
-        if not path.is_file():
-            return None
-        try:
-            content = parse_json(read_text(path))
-        except ReadingError as error:
-            raise UserError(f"{path} is damaged: {error}.") from None
-        if not isinstance(content, dict):
-            raise UserError(f"{path} is damaged: expected an object.")
-        return content
+        return read_summary(self.folder) if (self.folder / "summary.json").is_file() else None
 
     @property
     def updates(self) -> pd.DataFrame:
@@ -181,7 +172,7 @@ class OpenRun:
         return accuracy_figure(self.record, target=target, clock=self._clock)
 
     def plot_clusters(self) -> Figure:
-        """Draw who was in which cluster, as in ``clusters.png``."""
+        """Draw the clusters and their clients over time, as in ``clusters.png``."""
         return clusters_figure(self.record, clock=self._clock)
 
     def plot_devices(self) -> Figure:

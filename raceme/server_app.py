@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import sys
 
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from raceme.core.config import RunConfig
-from raceme.core.errors import PlainFormatter
+from raceme.core.errors import PlainFormatter, show_log
 from raceme.core.signals import StopRequest, end_with_parent
 from raceme.flower.grid import has_devices, told_parent
 from raceme.reporting.artefacts import missing_line
@@ -32,7 +33,8 @@ def main(grid: Grid, context: Context) -> None:
 
     The keys are those of `raceme run`; what concerns the simulated devices has no effect here.
     """
-    _log_to_standard_output()
+    # Flower shows what a ServerApp prints.
+    show_log(sys.stderr, PlainFormatter("%(levelname)s: %(message)s"))
     parent = told_parent()
     if parent is not None:
         end_with_parent(parent, _ORPHAN_SECONDS)
@@ -49,13 +51,3 @@ def main(grid: Grid, context: Context) -> None:
     if outcome.unwritten:
         log.error("%s", missing_line(outcome.out, outcome.unwritten))
     log.info("Results are in %s", outcome.out)
-
-
-def _log_to_standard_output() -> None:
-    """Let Raceme's log lines through: Flower shows what a ServerApp prints."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(PlainFormatter("%(levelname)s: %(message)s"))
-    logger = logging.getLogger("raceme")
-    logger.handlers = [handler]
-    logger.setLevel(logging.INFO)
-    logger.propagate = False

@@ -26,18 +26,11 @@ if TYPE_CHECKING:
 
 Out = Annotated[
     Path | None,
-    typer.Option(
-        "--out", help="folder for the results; the same folder again continues from there"
-    ),
+    typer.Option(help="folder for the results; the same folder again continues from there"),
 ]
-Seeds = Annotated[str | None, typer.Option("--seeds", help="seeds, e.g. 0,1,2", show_default=False)]
-Only = Annotated[
-    str,
-    typer.Option("--only", help="parts of a suite, e.g. digits-4,digits-6", show_default=False),
-]
-Processes = Annotated[
-    int, typer.Option("--processes", help="runs at a time (0: one per core)", min=0)
-]
+Seeds = Annotated[str | None, typer.Option(help="seeds, e.g. 0,1,2")]
+Only = Annotated[str, typer.Option(help="parts of a suite, e.g. digits-4,digits-6")]
+Processes = Annotated[int, typer.Option(help="runs at a time (0: one per core)", min=0)]
 
 
 def run_suites(
@@ -180,12 +173,7 @@ def compare(
     ] = None,
     every: Annotated[bool, typer.Option("--all", help="all strategies")] = False,
     suite: Annotated[
-        Path | None,
-        typer.Option(
-            "--suite",
-            help="TOML file, or one that comes along: panicle, poisoning",
-            show_default=False,
-        ),
+        Path | None, typer.Option(help="TOML file, or one that comes along: panicle, poisoning")
     ] = None,
     only: Only = "",
     seeds: Seeds = None,
@@ -209,29 +197,26 @@ def compare(
     from raceme.experiments.suites import load_suite, of_names, variants
 
     stamp = time.strftime("%Y%m%d-%H%M%S")
+    overview: Callable[[Mapping[str, Comparison]], PlainTable] | None = None
     if suite is not None and (cases := variants(suite)):
         folder = out or Path("runs") / f"{stamp}-compare-{suite.name.removesuffix('.toml')}"
-        planned = []
-        for name, case in parts(str(suite), cases, only).items():
-            loaded = load_suite(case)
-            loaded = (loaded.only(methods) if methods else loaded).with_settings(keys)
-            planned.append((with_seeds(loaded, seeds), folder / name))
-        with watched(watch, folder, watch_address, comparison=True):
-            run_suites(planned, processes, regret_table, keys.get("workers", ""), folder)
-        return
-    if only:
+        chosen = [(load_suite(case), name) for name, case in parts(str(suite), cases, only).items()]
+        overview = regret_table
+    elif only:
         raise UserError(
             "--only chooses parts of a suite with variants: give --suite panicle, or a file."
         )
-    if suite is not None:
-        chosen = load_suite(suite)
-        chosen = (chosen.only(methods) if methods else chosen).with_settings(keys)
     else:
-        chosen = of_names([*STRATEGIES] if every else methods or [], keys)
-    chosen = with_seeds(chosen, seeds)
-    folder = out or Path("runs") / f"{stamp}-compare-{chosen.dataset}"
+        named = [*STRATEGIES] if every else methods or []
+        one = of_names(named, keys) if suite is None else load_suite(suite)
+        folder = out or Path("runs") / f"{stamp}-compare-{keys.get('dataset', one.dataset)}"
+        chosen = [(one, "")]
+    planned = []
+    for plan, name in chosen:
+        adapted = (plan.only(methods) if methods and suite else plan).with_settings(keys)
+        planned.append((with_seeds(adapted, seeds), folder / name))
     with watched(watch, folder, watch_address, comparison=True):
-        run_suites([(chosen, folder)], processes, workers=keys.get("workers", ""), out=folder)
+        run_suites(planned, processes, overview, keys.get("workers", ""), folder)
 
 
 # -----------------------------------------------------------------------------
@@ -242,15 +227,10 @@ def compare(
 def reproduce(
     keys: Mapping[str, Value],
     name: Annotated[str, typer.Argument(help="e.g. casa-table1; without: show all")] = "",
-    dataset: Annotated[
-        str | None,
-        typer.Option("--dataset", help="e.g. mnist or cifar10", show_default=False),
-    ] = None,
+    dataset: Annotated[str | None, typer.Option(help="e.g. mnist or cifar10")] = None,
     only: Only = "",
-    methods: Annotated[
-        str, typer.Option("--methods", help="only these, e.g. casa,fedavg", show_default=False)
-    ] = "",
-    scale: Annotated[float, typer.Option("--scale", help="shorten the suite to this part")] = 1.0,
+    methods: Annotated[str, typer.Option(help="only these, e.g. casa,fedavg")] = "",
+    scale: Annotated[float, typer.Option(help="shorten the suite to this part")] = 1.0,
     seeds: Seeds = None,
     out: Out = None,
     processes: Processes = 0,

@@ -8,10 +8,11 @@ import platform
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+<<<<<<< HEAD
 from raceme.cli.report import ADDRESS, Address, Watch, watched
 from raceme.core.errors import PlainFormatter, UserError, unknown_name
 from raceme.core.options import Value
@@ -20,92 +21,72 @@ if TYPE_CHECKING:
     from raceme.flower.fleet_client import Endpoint
 
 _TRANSPORTS = ("auto", "grpc", "http")
+=======
+from raceme.cli.report import ADDRESS, Address, Watch, parsed_address, watched
+from raceme.core.errors import PlainFormatter, UserError, show_log
+from raceme.core.options import Value
+
+>>>>>>> 328dfc09743742985b187d91bee7e3365d4b844a
 _LEVELS = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ERROR: 3}
 
 
 def device(
-    superlink: Annotated[
-        str, typer.Option("--superlink", metavar="HOST:PORT", help="Fleet API of the SuperLink")
-    ],
+    superlink: Annotated[str, typer.Option(metavar="HOST:PORT", help="Fleet API of the SuperLink")],
     insecure: Annotated[
         bool, typer.Option("--insecure", help="plain text instead of TLS; for a test only")
     ] = False,
     root_certificates: Annotated[
-        Path | None,
-        typer.Option(
-            "--root-certificates", help="PEM of the authority that signed the SuperLink's"
-        ),
+        Path | None, typer.Option(help="PEM of the authority that signed the SuperLink's")
     ] = None,
     key: Annotated[
-        Path | None, typer.Option("--key", help="private key of this device, from `raceme certs`")
+        Path | None, typer.Option(help="private key of this device, from `raceme certs`")
     ] = None,
     allow_open_key: Annotated[
         bool, typer.Option("--allow-open-key", help="take a key that other users can read, too")
     ] = False,
     node_config: Annotated[
-        str, typer.Option("--node-config", help="what the ClientApp is told: \"key=1 key='text'\"")
+        str, typer.Option(help="what the ClientApp is told: \"key=1 key='text'\"")
     ] = "",
     device_id: Annotated[
         str | None,
         typer.Option(
-            "--device-id",
-            help="stable name of this device [default: the host's name, or client-<partition-id>]",
-            show_default=False,
+            help="stable name of this device [default: the host's name, or client-<partition-id>]"
         ),
     ] = None,
     trusted_app: Annotated[
         list[str] | None,
-        typer.Option(
-            "--trusted-app",
-            metavar="PUBLISHER/NAME",
-            help="run this app only; may be repeated",
-            show_default=False,
-        ),
+        typer.Option(metavar="PUBLISHER/NAME", help="run this app only; may be repeated"),
     ] = None,
     trusted_model: Annotated[
         list[str] | None,
         typer.Option(
-            "--trusted-model",
             metavar="MODULE:FUNCTION",
             help="let a run import this model, dataset, client work, …; may be repeated",
-            show_default=False,
         ),
     ] = None,
     threads: Annotated[
-        str,
-        typer.Option(
-            "--threads", metavar="N", help="threads of the CPU to train on [auto: the fastest]"
-        ),
+        str, typer.Option(metavar="N", help="threads of the CPU to train on [auto: the fastest]")
     ] = "auto",
     accelerator: Annotated[
-        str,
-        typer.Option(
-            "--accelerator",
-            metavar="NAME",
-            help="where to train: cpu, cuda, mps [auto: the fastest]",
-        ),
+        str, typer.Option(metavar="NAME", help="where to train: cpu, cuda, mps [auto: the fastest]")
     ] = "auto",
     memory_limit: Annotated[
-        int | None, typer.Option("--memory-limit", metavar="MIB", help="MiB of data at most", min=1)
+        int | None, typer.Option(metavar="MIB", help="MiB of data at most", min=1)
     ] = None,
     grace: Annotated[
         float,
-        typer.Option(
-            "--grace", metavar="SECONDS", help="how long a task may go on after SIGTERM", min=0
-        ),
+        typer.Option(metavar="SECONDS", help="how long a task may go on after SIGTERM", min=0),
     ] = 5.0,
     when: Annotated[
         str,
         typer.Option(
-            "--when",
             metavar="WISH",
             help="when to train, of a method that leaves it to devices: at-once, interval=60s, "
             "poisson=60s, or drift=10%: when the loss has risen so much",
         ),
     ] = "at-once",
     look: Annotated[
-        str,
-        typer.Option("--look", metavar="TIME", help="time between two looks at the loss (drift)"),
+        str, typer.Option(metavar="TIME", help="time between two looks at the loss (drift)")
     ] = "10s",
     transport: Annotated[
         str,
@@ -116,8 +97,7 @@ def device(
         ),
     ] = "auto",
     health_file: Annotated[
-        Path | None,
-        typer.Option("--health-file", help="file to touch while the SuperLink answers"),
+        Path | None, typer.Option(help="file to touch while the SuperLink answers")
     ] = None,
     verbose: Annotated[
         bool, typer.Option("--verbose", help="log tracebacks of the ClientApp too")
@@ -129,16 +109,24 @@ def device(
             "--insecure sends everything in plain text: leave it out to use --key or "
             "--root-certificates."
         )
-    _log_to_stderr(logging.DEBUG if verbose else logging.INFO)
+    formatter = _Formatter(journal="JOURNAL_STREAM" in os.environ)
+    show_log(sys.stderr, formatter, logging.DEBUG if verbose else logging.INFO)
+    logging.getLogger("flwr").setLevel(logging.ERROR)
 
     from raceme.fleet.certificates import read_device_key
-    from raceme.fleet.device import DeviceOptions, run_device
+    from raceme.fleet.device import DeviceOptions, read_authority, run_device
     from raceme.fleet.tasks import Trust, parse_when
     from raceme.flower.fleet_client import Endpoint
 
+    parsed_address("--superlink", superlink, "server.example.org:9092")
+    authority = None if root_certificates is None else read_authority(root_certificates)
     run_device(
         DeviceOptions(
+<<<<<<< HEAD
             endpoint=_endpoint(Endpoint, superlink, insecure, root_certificates, transport),
+=======
+            endpoint=Endpoint(superlink, insecure, authority),
+>>>>>>> 328dfc09743742985b187d91bee7e3365d4b844a
             keys=None if key is None else read_device_key(key, allow_open_key),
             node_config=_node_config(
                 node_config, device_id, {"threads": threads, "accelerator": accelerator}
@@ -152,6 +140,7 @@ def device(
     )
 
 
+<<<<<<< HEAD
 def _endpoint(
     kind: type[Endpoint],
     address: str,
@@ -168,6 +157,8 @@ def _endpoint(
     return kind(address, insecure, authority, transport)
 
 
+=======
+>>>>>>> 328dfc09743742985b187d91bee7e3365d4b844a
 def _node_config(
     text: str, device_id: str | None, processors: Mapping[str, str]
 ) -> Mapping[str, Value]:
@@ -202,16 +193,6 @@ class _Formatter(PlainFormatter):
         return f"<{_LEVELS.get(record.levelno, 5)}>{text}" if self._journal else text
 
 
-def _log_to_stderr(level: int) -> None:
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_Formatter(journal="JOURNAL_STREAM" in os.environ))
-    logger = logging.getLogger("raceme")
-    logger.handlers = [handler]
-    logger.setLevel(level)
-    logger.propagate = False
-    logging.getLogger("flwr").setLevel(logging.ERROR)
-
-
 # -----------------------------------------------------------------------------
 # `raceme serve`: this host holds the run, and devices connect to it.
 # -----------------------------------------------------------------------------
@@ -220,16 +201,14 @@ def _log_to_stderr(level: int) -> None:
 def serve(
     keys: Mapping[str, Value],
     address: Annotated[
-        str, typer.Option("--address", metavar="HOST:PORT", help="where devices connect")
+        str, typer.Option(metavar="HOST:PORT", help="where devices connect")
     ] = "0.0.0.0:9092",
     certificates: Annotated[
         Path | None,
         typer.Option(
-            "--certificates",
             metavar="FOLDER",
             help="made by `raceme certs`: TLS, and only the devices whose keys are there; plain "
             "text without",
-            show_default=False,
         ),
     ] = None,
     http: Annotated[
@@ -245,15 +224,11 @@ def serve(
         bool, typer.Option("--any-device", help="with --certificates: let every device in")
     ] = False,
     clients_min: Annotated[
-        int,
-        typer.Option(
-            "--clients-min", metavar="INTEGER", help="devices to wait for at the start", min=1
-        ),
+        int, typer.Option(metavar="INTEGER", help="devices to wait for at the start", min=1)
     ] = 1,
     reconnect: Annotated[
         float,
         typer.Option(
-            "--reconnect",
             metavar="SECONDS",
             help="after a restart: how long devices that were online may take to come back",
             min=0.0,
@@ -262,10 +237,8 @@ def serve(
     metrics: Annotated[
         str,
         typer.Option(
-            "--metrics",
             metavar="HOST:PORT",
             help="/metrics and /healthz, or 'off' [default: loopback, the port after --address's]",
-            show_default=False,
         ),
     ] = "",
     watch: Watch = False,
@@ -275,11 +248,15 @@ def serve(
 
     The same command with the same --out resumes a run that was stopped or has crashed.
     """
+<<<<<<< HEAD
     _check_address("--address", address, "0.0.0.0:9092")
     if http is not None:
         _check_address("--http", http, "0.0.0.0:8000")
+=======
+    parsed_address("--address", address, "0.0.0.0:9092")
+>>>>>>> 328dfc09743742985b187d91bee7e3365d4b844a
     if metrics not in ("", "off"):
-        _check_address("--metrics", metrics, "127.0.0.1:9093")
+        parsed_address("--metrics", metrics, "127.0.0.1:9093")
     if any_device and certificates is None:
         raise UserError("Without --certificates every device is let in: leave out --any-device.")
 
@@ -304,30 +281,11 @@ def serve(
             RunProgress(max_updates=settings.planned_updates, each_update=True) as progress,
         ):
             # Only now: on a terminal, lines go above the bar.
-            _log_to_standard_output()
+            show_log(sys.stdout, PlainFormatter("%(levelname)s: %(message)s"))
+            # Flower writes a line for every call; what goes wrong for devices, they say themselves.
+            logging.getLogger("flwr").setLevel(logging.CRITICAL)
             outcome = run(settings, options, progress.observe, stop=stop)
         end_with(outcome)
-
-
-def _check_address(option: str, address: str, example: str) -> None:
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise UserError(
-            f"'{address}' is not an address: expected HOST:PORT, for example {option} {example}"
-        )
-
-
-def _log_to_standard_output() -> None:
-    from raceme.core.errors import PlainFormatter
-
-    handler = logging.StreamHandler(sys.stdout)
-    handler.setFormatter(PlainFormatter("%(levelname)s: %(message)s"))
-    logger = logging.getLogger("raceme")
-    logger.handlers = [handler]
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
-    # Flower writes a line for every call; what goes wrong for devices, they say themselves.
-    logging.getLogger("flwr").setLevel(logging.CRITICAL)
 
 
 # -----------------------------------------------------------------------------
@@ -337,25 +295,19 @@ def _log_to_standard_output() -> None:
 
 def up(
     keys: Mapping[str, Value],
-    clients: Annotated[
-        int, typer.Option("--clients", metavar="INTEGER", help="devices to start", min=1)
-    ] = 4,
+    clients: Annotated[int, typer.Option(metavar="INTEGER", help="devices to start", min=1)] = 4,
     shape: Annotated[
         str | None,
         typer.Option(
-            "--shape",
             metavar="PROFILE",
             help="give each device the CPU share and bandwidth of a device profile; needs root",
-            show_default=False,
         ),
     ] = None,
     delay: Annotated[
-        float,
-        typer.Option("--delay", metavar="MILLISECONDS", help="with --shape: per direction", min=0),
+        float, typer.Option(metavar="MILLISECONDS", help="with --shape: per direction", min=0)
     ] = 0.0,
     loss: Annotated[
-        float,
-        typer.Option("--loss", metavar="PERCENT", help="with --shape: packets lost", min=0, max=99),
+        float, typer.Option(metavar="PERCENT", help="with --shape: packets lost", min=0, max=99)
     ] = 0.0,
 ) -> None:
     """Try a run on this machine: a server, devices with their own data, one log.
@@ -386,17 +338,13 @@ def up(
 
 
 def certs(
-    out: Annotated[Path, typer.Option("--out", help="folder to write to; made if need be")],
-    host: Annotated[
-        list[str],
-        typer.Option("--host", help="name or address of the server; may be repeated"),
-    ],
+    out: Annotated[Path, typer.Option(help="folder to write to; made if need be")],
+    host: Annotated[list[str], typer.Option(help="name or address of the server; may be repeated")],
     device: Annotated[
-        list[str] | None,
-        typer.Option("--device", help="id of a device; may be repeated", show_default=False),
+        list[str] | None, typer.Option(help="id of a device; may be repeated")
     ] = None,
     days: Annotated[
-        int, typer.Option("--days", metavar="DAYS", help="validity of the certificates", min=1)
+        int, typer.Option(metavar="DAYS", help="validity of the certificates", min=1)
     ] = 825,
 ) -> None:
     """Make a certificate authority, the server's certificate, and a key pair per device.

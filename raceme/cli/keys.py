@@ -33,7 +33,11 @@ _COMPARED = ("data-root", "download", "clients", "devices")
 _LIMITS = ("max-updates", "max-rounds", "max-time", "eval-every")
 SHOWN: Mapping[str, Sequence[str]] = {
     "compare": (
-        *("dataset", "model", "partition", "target-accuracy", "workers"),
+        "dataset",
+        "model",
+        "partition",
+        "target-accuracy",
+        "workers",
         *_COMPARED,
         *_LIMITS,
     ),

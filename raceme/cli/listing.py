@@ -74,7 +74,7 @@ def _table(title: str, entries: dict[str, str], width: int) -> Table:
 
 
 def _keys_table(keys: Mapping[str, Key]) -> Table:
-    """Return keys with what they mean, who reads them, their type, unit and default.
+    """Return keys with what they mean, what reads them, their type, unit and default.
 
     Two columns, as more of them would be too narrow to read on a terminal of 80.
     """

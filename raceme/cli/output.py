@@ -15,14 +15,14 @@ from typing import Any
 
 _STANDARD = (("stdin", 0), ("stdout", 1), ("stderr", 2))
 _CLOSED = (errno.EPIPE, errno.EIO)
-"""Nobody reads any more: `head` has seen enough, or the terminal is gone. That needs no word."""
+"""The reader is gone: `head` has seen enough, or the terminal is closed. That needs no word."""
 
 
 def keep_output() -> None:
     """Make standard output and error such that writing to them never raises.
 
     A character that the terminal's encoding lacks is replaced. After a write that failed, whatever
-    else is written is dropped; unless nobody reads any more, standard error is told so once.
+    else is written is dropped; unless the reader is gone, standard error is told so once.
     """
     for name, number in _STANDARD:
         _keep_open(number)
@@ -46,7 +46,7 @@ class _Lasting(io.FileIO):
         rest = memoryview(data).cast("B")
         while rest and not self._lost:
             try:
-                # Whoever shares the terminal may have made it one that does not wait.
+                # Another process may have made the terminal one that does not wait.
                 while (written := super().write(rest)) is None:
                     select.select([], [self._number], [])
                 rest = rest[written:]

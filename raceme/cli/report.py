@@ -26,9 +26,7 @@ def report(
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output",
-            help="file for the page, if there is one folder [default: report.html in the folder]",
-            show_default=False,
+            help="file for the page, if there is one folder [default: report.html in the folder]"
         ),
     ] = None,
 ) -> None:
@@ -119,10 +117,7 @@ _INTERRUPTED = 130
 
 Watch = Annotated[bool, typer.Option("--watch", help="show it in the browser as it goes on")]
 Address = Annotated[
-    str,
-    typer.Option(
-        "--watch-address", metavar="HOST:PORT", help="where the page of --watch is; port 0: any"
-    ),
+    str, typer.Option(metavar="HOST:PORT", help="where the page of --watch is; port 0: any")
 ]
 ADDRESS = f"{_HOST}:{_PORT}"
 
@@ -134,13 +129,10 @@ def watch(
     host: Annotated[
         str,
         typer.Option(
-            "--host",
-            help="address to listen at; any but this machine's own needs a token, which is printed",
+            help="address to listen at; any but this machine's own needs a token, which is printed"
         ),
     ] = _HOST,
-    port: Annotated[
-        int, typer.Option("--port", metavar="INTEGER", help="0: any", min=0, max=65535)
-    ] = _PORT,
+    port: Annotated[int, typer.Option(metavar="INTEGER", help="0: any", min=0, max=65535)] = _PORT,
 ) -> None:
     """Show a run or a comparison in the browser: as it goes on, or replayed. Ctrl-C ends it."""
     from raceme.flower.ports import is_loopback
@@ -176,7 +168,7 @@ def watched(shown: bool, folder: Path, address: str, *, comparison: bool = False
         return
     from raceme.reporting.dashboard.server import watching
 
-    host, port = _parted(address)
+    host, port = parsed_address("--watch-address", address, ADDRESS, any_port=True)
     with watching(folder, host, port, comparison=comparison) as beside:
         print(f"Watch it at {beside.address}", flush=True)
         ended: typer.Exit | None = None
@@ -198,10 +190,19 @@ def _is_terminal() -> bool:
     return sys.stdin.isatty() and sys.stdout.isatty()
 
 
-def _parted(address: str) -> tuple[str, int]:
-    host, colon, port = address.rpartition(":")
-    if not colon or not host or not port.isdecimal() or int(port) > 65535:
+def parsed_address(
+    option: str, address: str, example: str, *, any_port: bool = False
+) -> tuple[str, int]:
+    """Return host and port of an address, as a person writes it: HOST:PORT.
+
+    Raises
+    ------
+    UserError
+        It is none; or its port is 0, unless that may stand for any.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not (0 if any_port else 1) <= int(port) < 65536:
         raise UserError(
-            f"'{address}' is not an address: expected HOST:PORT, e.g. --watch-address {ADDRESS}"
+            f"'{address}' is not an address: expected HOST:PORT, for example {option} {example}"
         )
     return host.strip("[]"), int(port)

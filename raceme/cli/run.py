@@ -38,8 +38,13 @@ def run(keys: Mapping[str, Value], watch: Watch = False, watch_address: Address 
 
     _quiet_flower()
     if watch and not (settings.out or settings.resume):
+<<<<<<< HEAD
         # Whoever watches has to know where it will be.
         settings = settings.with_values(out=str(new_folder("", settings.short_name)))
+=======
+        # A viewer has to know where it will be.
+        settings = settings.with_values(out=str(new_folder(settings)))
+>>>>>>> 328dfc09743742985b187d91bee7e3365d4b844a
     with watched(watch, Path(settings.resume or settings.out), watch_address):
         with StopRequest() as stop, RunProgress(max_updates=settings.planned_updates) as progress:
             outcome = simulate(settings, progress.observe, stop=stop)
@@ -86,19 +91,18 @@ def end_with(outcome: Outcome) -> None:
 
 
 # -----------------------------------------------------------------------------
-# `raceme simulate`: anybody's Flower app on virtual time.
+# `raceme simulate`: any Flower app on virtual time.
 # -----------------------------------------------------------------------------
 
 
 def simulate(
     folder: Annotated[Path, typer.Argument(metavar="APP_DIR", help="folder of a Flower app")],
     clients: Annotated[
-        int, typer.Option("--clients", metavar="INTEGER", help="simulated SuperNodes", min=1)
+        int, typer.Option(metavar="INTEGER", help="simulated SuperNodes", min=1)
     ] = 10,
     devices: Annotated[
         str,
         typer.Option(
-            "--devices",
             metavar="PROFILE",
             help="device profile, TOML file with one, or trace:FOLDER of a run; see `raceme list`",
         ),
@@ -106,10 +110,8 @@ def simulate(
     run_config: Annotated[
         list[str] | None,
         typer.Option(
-            "--run-config",
             metavar="'KEY=VALUE …'",
             help="changes the app's run config, as in `flwr run`: pairs, or a TOML file",
-            show_default=False,
         ),
     ] = None,
     node_config: Annotated[
@@ -124,25 +126,19 @@ def simulate(
     strategy: Annotated[
         str | None,
         typer.Option(
-            "--strategy",
             metavar="NAME",
             help="method of Raceme's in the place of the app's strategy; see `raceme list`",
-            show_default=False,
         ),
     ] = None,
     assignments: Annotated[
         list[str] | None,
         typer.Option(
-            "--set",
-            metavar="KEY=VALUE",
-            help="with --strategy: a key of it, as casa.gamma=0.2",
-            show_default=False,
+            "--set", metavar="KEY=VALUE", help="with --strategy: a key of it, as casa.gamma=0.2"
         ),
     ] = None,
     workers: Annotated[
         str,
         typer.Option(
-            "--workers",
             metavar="INTEGER",
             help="processes that do the clients' work; 0: none but this one, auto: one per core; "
             "or a Ray cluster: ray, ray://HEAD:PORT",
@@ -151,7 +147,6 @@ def simulate(
     seed: Annotated[
         int,
         typer.Option(
-            "--seed",
             metavar="INTEGER",
             help="decides devices, losses, and what an app draws that does not seed itself",
             min=0,
@@ -159,14 +154,11 @@ def simulate(
     ] = 0,
     out: Annotated[
         Path | None,
-        typer.Option(
-            "--out", metavar="FOLDER", help="folder for results", show_default="runs/<date>-<app>"
-        ),
+        typer.Option(metavar="FOLDER", help="folder for results", show_default="runs/<date>-<app>"),
     ] = None,
     examples: Annotated[
         int | None,
         typer.Option(
-            "--examples",
             metavar="INTEGER",
             help="training examples of each client, for device profiles with times per sample",
             show_default="what replies state as num-examples",
@@ -176,7 +168,6 @@ def simulate(
     evaluation_share: Annotated[
         float | None,
         typer.Option(
-            "--evaluation-share",
             metavar="SHARE",
             help="let evaluations take time: this share of a training task's, and their transfers",
             show_default="they take none",
@@ -186,17 +177,12 @@ def simulate(
     max_time: Annotated[
         float | None,
         typer.Option(
-            "--max-time",
-            metavar="SECONDS",
-            help="end at this virtual time",
-            show_default="no limit",
-            min=0,
+            metavar="SECONDS", help="end at this virtual time", show_default="no limit", min=0
         ),
     ] = None,
     max_wall_time: Annotated[
         float | None,
         typer.Option(
-            "--max-wall-time",
             metavar="SECONDS",
             help="end after so long on this machine",
             show_default="no limit",

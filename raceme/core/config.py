@@ -70,21 +70,31 @@ def read_toml(path: Path, pipe: bool = False) -> dict[str, Value]:
     UserError
         The file is missing or is not TOML.
     """
-    try:
-        text = read_text(path, pipe=pipe)
-    except ReadingError as error:
-        raise UserError(f"Cannot read the configuration file {path}: {error}.") from None
-    try:
-        tree = parse_toml(text)
-    except ReadingError as error:
-        raise UserError(f"{path} is not valid TOML: {error}.") from None
     flat: dict[str, Value] = {}
-    for name, value in tree.items():
+    for name, value in read_tree(path, "configuration file", pipe).items():
         if isinstance(value, dict):
             flat.update({f"{name}.{inner}": given for inner, given in value.items()})
         else:
             flat[name] = value
     return flat
+
+
+def read_tree(path: Path, what: str, pipe: bool = False) -> dict[str, Any]:
+    """Return the tables of a TOML file, which an error calls by what it is.
+
+    Raises
+    ------
+    UserError
+        The file is missing or is not TOML.
+    """
+    try:
+        text = read_text(path, pipe=pipe)
+    except ReadingError as error:
+        raise UserError(f"Cannot read the {what} {path}: {error}.") from None
+    try:
+        return parse_toml(text)
+    except ReadingError as error:
+        raise UserError(f"The {what} {path} is not valid TOML: {error}.") from None
 
 
 def write_toml(keys: Mapping[str, Value], path: Path) -> None:
@@ -540,7 +550,7 @@ def all_keys() -> dict[str, Key]:
 
     Raises
     ------
-    TypeError
+    UserError
         Two declare the same key in different ways: they have to share the declaration.
     """
     return _keys_of(_all_readers())
@@ -605,7 +615,10 @@ def _keys_of(readers: Iterable[_Reader]) -> dict[str, Key]:
         for name, item in _declared_by(registry, of).items():
             before = known.get(name)
             if before is not None and not _same(before.item, item):
-                raise TypeError(f"{registry.kind} {of} declares {name} unlike others.")
+                raise UserError(
+                    f"{registry.kind.capitalize()} '{of}' declares {name} unlike others: give its "
+                    "option another name, or the default, range and meaning that the others have."
+                )
             names = {} if before is None else dict(before.readers)
             names[registry.kind] = (*names.get(registry.kind, ()), of)
             known[name] = _key(item, names)
@@ -634,7 +647,16 @@ def _read(config: RunConfig, options_type: type[Any], prefix: str) -> Any:
         if name in config.options:
             values[item.name] = config.options[name]
             check_range(name, values[item.name], item)
-    return options_type(**values)
+    try:
+        return options_type(**values)
+    except UserError:
+        raise
+    # A plug-in's dataclass checks what it likes, and raises what it likes.
+    except Exception as error:
+        where = f"{options_type.__module__}.{options_type.__qualname__}"
+        raise UserError(
+            f"{where} cannot be made of these options: {type(error).__name__}: {error}."
+        ) from error
 
 
 def _key(item: Field[Any], readers: Mapping[str, tuple[str, ...]] | None = None) -> Key:

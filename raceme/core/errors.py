@@ -7,6 +7,7 @@ import logging
 import reprlib
 from collections.abc import Iterable
 from types import TracebackType
+from typing import TextIO
 
 # -----------------------------------------------------------------------------
 # Text of unknown origin as one printable line.
@@ -99,6 +100,16 @@ class PlainFormatter(logging.Formatter):
             line[: len(line) - len(line.lstrip(" "))] + printable(line, _LONGEST_MESSAGE)
             for line in lines
         )
+
+
+def show_log(stream: TextIO, formatter: logging.Formatter, level: int = logging.INFO) -> None:
+    """Write Raceme's log lines to a stream, and to nothing else."""
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(formatter)
+    logger = logging.getLogger("raceme")
+    logger.handlers = [handler]
+    logger.setLevel(level)
+    logger.propagate = False
 
 
 # -----------------------------------------------------------------------------

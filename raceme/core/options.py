@@ -17,8 +17,12 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+<<<<<<< HEAD
 from dataclasses import MISSING, Field, field, fields, make_dataclass
 from functools import cache
+=======
+from dataclasses import MISSING, Field, field, fields, is_dataclass
+>>>>>>> 328dfc09743742985b187d91bee7e3365d4b844a
 from typing import Any, NamedTuple, TypeVar
 
 from raceme.core.errors import UserError, unknown_name
@@ -150,13 +154,16 @@ def declared(options_type: type[Any], prefix: str = "") -> dict[str, Field[Any]]
 
     Raises
     ------
-    TypeError
-        An option has no default.
+    UserError
+        It is no dataclass, or an option has no default.
     """
+    if not (isinstance(options_type, type) and is_dataclass(options_type)):
+        raise UserError(f"Options must be a dataclass, got {_shown(options_type)}.")
     options = {prefix + key_of(item.name): item for item in fields(options_type)}
     missing = [name for name, item in options.items() if item.default is MISSING]
     if missing:
-        raise TypeError(f"{options_type.__name__} needs defaults for {missing}.")
+        where = f"{options_type.__module__}.{options_type.__qualname__}"
+        raise UserError(f"Options need defaults: {where} has none for {', '.join(missing)}.")
     return options
 
 

@@ -8,19 +8,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 
 from raceme.core.events import Measure
 from raceme.core.files import absolute, atomic_write
-from raceme.experiments import figures
 from raceme.experiments import tables as table
-from raceme.experiments.figures import score_plots
 from raceme.experiments.jobs import (
+    ORPHAN_SECONDS,
     Finished,
     Job,
     Progress,
@@ -32,21 +29,25 @@ from raceme.experiments.jobs import (
     remove_run,
     run_jobs,
     survey,
-    wait_for_end,
 )
+from raceme.experiments.page import plots
 from raceme.experiments.results import Comparison, best_of, gather, read_first_runs
 from raceme.experiments.suites import Suite, slug
 from raceme.reporting.console import QUIET_SECONDS, shown_seconds, shown_updates
+<<<<<<< HEAD
 from raceme.reporting.plots import (
     compared_measures,
     comparison_figure,
     shares_figure,
     staleness_figure,
 )
+=======
+>>>>>>> 328dfc09743742985b187d91bee7e3365d4b844a
 from raceme.reporting.style import save_figure
+from raceme.runs.checkpoints import only_writer
 
 # -----------------------------------------------------------------------------
-# What a person sees while a comparison runs.
+# The progress of a comparison, on a terminal or in a log.
 # -----------------------------------------------------------------------------
 
 
@@ -106,12 +107,7 @@ class SuiteProgress:
         self._bars.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._bars.stop()
 
     def add(self, total: int, done: int) -> None:
@@ -172,7 +168,7 @@ class SuiteProgress:
     def _left(self) -> str:
         """Say how long the rest will take, runs under way counted by their updates.
 
-        Nothing is said while one has more of them than were expected: who knows how many come.
+        Nothing is said while one has more of them than were expected: how many come is unknown.
         """
         parts = [_share(job, news) for job, news in self._under_way.items()]
         if max(parts, default=0.0) > 1.0:
@@ -295,7 +291,7 @@ def compare(plan: Plan, processes: int, console: Console, run_all: RunAll = run_
 
 
 def _compare(plan: Plan, processes: int, console: Console, run_all: RunAll) -> Comparison:
-    """Run a suite in a folder that nobody else works in."""
+    """Run a suite in a folder that no other comparison works in."""
     # Since it was prepared, another comparison may have done some of it.
     finished, half = survey(plan.every)
     done, compared = set(finished), (plan.suite.timing, plan.suite.score)
@@ -359,6 +355,7 @@ def write(comparison: Comparison, out: Path) -> dict[str, str]:
     for label in missing:
         log.warning("%s is not in the plots over time: its events cannot be read", label)
     title = f"{comparison.suite.title}, seed {comparison.suite.seeds[0]}"
+<<<<<<< HEAD
     plots: dict[str, Callable[[], Figure]] = {
         "time-to-target.png": lambda: figures.times_figure(comparison),
         "purity.png": lambda: figures.purity_figure(comparison),
@@ -374,6 +371,10 @@ def write(comparison: Comparison, out: Path) -> dict[str, str]:
     for name, draw in score_plots(records, suite.scores, suite.shows_mixtures).items():
         plots[f"{name}.png"] = draw
     for name, draw in plots.items():
+=======
+    for plot, draw in plots(comparison, records, title).items():
+        name = f"{plot}.png"
+>>>>>>> 328dfc09743742985b187d91bee7e3365d4b844a
         try:
             save_figure(draw(), out / name)
         except OSError as error:
@@ -390,7 +391,9 @@ def _say_resumed(
     """Say what becomes of earlier runs; return those that have to start anew."""
     lost = []
     for job in half:
-        wait_for_end(job.folder)
+        # A process of a comparison that was killed may still write its checkpoint.
+        with only_writer(job.folder, ORPHAN_SECONDS):
+            pass
     for job in finished:
         progress.say(f"{job.name}: finished before, kept")
     for job in half:

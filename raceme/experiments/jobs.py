@@ -28,25 +28,15 @@ from typing import Any, NamedTuple
 
 from raceme.core.config import RunConfig, read_toml
 from raceme.core.errors import UserError
-from raceme.core.events import Ending, Evaluated, Event, UpdateApplied
+from raceme.core.events import Ending, Evaluated, EventHandler, UpdateApplied
 from raceme.core.files import ReadingError, parse_json, read_text
 from raceme.core.options import Value
 from raceme.core.signals import StopRequest
 from raceme.experiments.suites import Method, Suite, slug
 from raceme.records.folder import CONFIG, ERROR, foreign, make_folder
-from raceme.runs.checkpoints import CHECKPOINTS, can_resume, only_writer
-from raceme.simulation.ray_cluster import Cluster, first_line
+from raceme.runs.checkpoints import CHECKPOINTS, CONDITIONS, can_resume, only_writer
 
 SUMMARY = "summary.json"
-
-_CONDITIONS = (
-    *("checkpoint-every", "checkpoint-seconds", "workers", "track", "trace", "client-map"),
-    *("client-models", "data-file", "data-root", "download"),
-)
-"""Keys that may differ between a finished run and the wanted one: they change no numbers.
-
-Where data lie is not what they are: results can move to a machine that has them elsewhere.
-"""
 
 
 @dataclass(frozen=True)
@@ -96,14 +86,9 @@ class Job:
             content = parse_json(read_text(self.folder / SUMMARY))
         except ReadingError:
             return None
-        return content if isinstance(content, dict) and self._is_complete(content) else None
-
-    def _is_complete(self, summary: dict[str, Any]) -> bool:
-        if "ending" in summary:
-            return summary["ending"] in {ending.value for ending in Ending if ending.is_complete}
-        # The summaries of earlier versions tell only in words how a run ended.
-        updates, time = summary.get("updates", 0), summary.get("virtual_time", 0.0)
-        return bool(updates >= self.config.planned_updates or 0 < self.config.max_time <= time)
+        complete = {ending.value for ending in Ending if ending.is_complete}
+        is_finished = isinstance(content, dict) and content.get("ending") in complete
+        return content if is_finished else None
 
 
 def make_jobs(
@@ -192,7 +177,7 @@ def _check_same(job: Job) -> None:
         raise UserError(f"{job.folder} holds a finished run that cannot be read: {error}") from None
     names = [*wanted, *(name for name in found if name not in wanted)]
     for name in names:
-        if found.get(name) != wanted.get(name) and name not in _CONDITIONS:
+        if found.get(name) != wanted.get(name) and name not in CONDITIONS:
             raise UserError(
                 f"{job.folder} holds a finished run with {name} = {found.get(name)!r}, wanted is "
                 f"{wanted.get(name)!r}: choose another folder with --out."
@@ -216,7 +201,7 @@ RESULTS = "compare.json"
 """The first of its tables to be written: where it is, the folder is a comparison's."""
 _RUNS = ("seed-", "validation-")
 """Beginnings of the names of runs' folders."""
-_ORPHAN_SECONDS = 30.0
+ORPHAN_SECONDS = 30.0
 """A run whose comparison was killed notices it, writes a checkpoint and ends within so long."""
 
 
@@ -263,14 +248,14 @@ def only_comparison(out: Path) -> Iterator[None]:
 
 
 def remove_run(folder: Path) -> None:
-    """Remove what a killed run has left, once nobody writes to it any more.
+    """Remove what a killed run has left, once no process writes to it any more.
 
     Raises
     ------
     UserError
-        Something in it is of no run, somebody goes on writing to it, or it cannot be removed.
+        Something in it is of no run, a process goes on writing to it, or it cannot be removed.
     """
-    with only_writer(folder, _ORPHAN_SECONDS):
+    with only_writer(folder, ORPHAN_SECONDS):
         try:
             strange = folder.name if folder.is_symlink() else foreign(folder)
             if strange:
@@ -281,18 +266,6 @@ def remove_run(folder: Path) -> None:
             shutil.rmtree(folder)
         except OSError as error:
             raise UserError(f"{folder} cannot be removed: {error.strerror}.") from None
-
-
-def wait_for_end(folder: Path) -> None:
-    """Wait until nobody writes to the folder of a run.
-
-    Raises
-    ------
-    UserError
-        Somebody goes on.
-    """
-    with only_writer(folder, _ORPHAN_SECONDS):
-        pass
 
 
 def _is_ours(entry: Path) -> bool:
@@ -355,6 +328,31 @@ def serve(connection: Connection[Any, Any]) -> None:
         return
 
 
+class _Reports(EventHandler):
+    """An observer that reports how far a run is, a few times a second.
+
+    Attributes
+    ----------
+    failure : str
+        Why the run is to end; empty while the reports are received.
+    """
+
+    def __init__(self, tell: Callable[[Progress], None]) -> None:
+        self.failure = ""
+        self._tell, self._last, self._score = tell, time.monotonic(), ""
+
+    def on_evaluated(self, event: Evaluated) -> None:
+        self._score = f"{event.measure.word} {event.measure.shown(event.accuracy)}"
+
+    def on_update_applied(self, event: UpdateApplied) -> None:
+        if time.monotonic() - self._last > _REPORT_SECONDS:
+            self._last = time.monotonic()
+            try:
+                self._tell(Progress(event.seq, event.time, self._score))
+            except OSError:
+                self.failure = "its comparison has ended"
+
+
 def run_one(keys: Mapping[str, Value], tell: Callable[[Progress], None]) -> Finished:
     """Run a configuration; if its folder exists, a run of it is half-done there and is resumed.
 
@@ -370,30 +368,17 @@ def run_one(keys: Mapping[str, Value], tell: Callable[[Progress], None]) -> Fini
 
     config = RunConfig.from_mapping(keys)
     folder = Path(config.out)
-    # Unless somebody wants checkpoints, they are for the case that this process is killed.
+    # Unless checkpoints are asked for, they are for the case that this process is killed.
     passing = not config.checkpoint_every and config.checkpoint_seconds is None
     if passing:
         config = config.with_values(checkpoint_seconds=_CHECKPOINT_SECONDS)
     if folder.exists():
         config = config.with_values(resume=config.out)
         (folder / ERROR).unlink(missing_ok=True)
-    last = time.monotonic()
-    score = alone = ""
-
-    def observe(event: Event) -> None:
-        nonlocal last, score, alone
-        if isinstance(event, Evaluated):
-            score = f"{event.measure.word} {event.measure.shown(event.accuracy)}"
-        elif isinstance(event, UpdateApplied) and time.monotonic() - last > _REPORT_SECONDS:
-            last = time.monotonic()
-            try:
-                tell(Progress(event.seq, event.time, score))
-            except OSError:
-                alone = "its comparison has ended"
-
+    reports = _Reports(tell)
     try:
         with StopRequest(signal.SIGTERM) as told:
-            outcome = simulate(config, observe, stop=lambda: told() or alone)
+            outcome = simulate(config, reports, stop=lambda: told() or reports.failure)
     except UserError as error:
         # It says all. Nothing is written: it may be that the folder is another process's.
         return Finished(" ".join(str(error).split()))
@@ -581,6 +566,8 @@ class RayRuns:
     """
 
     def __init__(self, workers: str) -> None:
+        from raceme.simulation.ray_cluster import Cluster
+
         self._cluster = Cluster(workers, cores())
         self.cpus = self._cluster.cpus
 
@@ -588,6 +575,8 @@ class RayRuns:
         """Run jobs side by side; see :func:`~raceme.experiments.jobs.run_jobs`."""
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        from raceme.simulation.ray_cluster import first_line
 
         # Where this process is: if that node is lost, so is the comparison.
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)

@@ -1,18 +1,33 @@
-"""The page of a comparison: its tables, plots and settings on one page that needs nothing else."""
+"""The plots of a comparison, and the page with its tables, plots and settings.
+
+The page is one file that needs nothing else.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from raceme.experiments import figures
+import numpy as np
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
 from raceme.experiments import tables as table
-from raceme.experiments.figures import score_plots
-from raceme.experiments.results import Comparison, Result, quality, read_comparison, read_first_runs
-from raceme.experiments.suites import Score, Timing, described
+from raceme.experiments.results import (
+    Comparison,
+    Result,
+    Run,
+    quality,
+    read_comparison,
+    read_first_runs,
+)
+from raceme.experiments.suites import Score, Scored, Timing, described
 from raceme.records.record import RunRecord
 from raceme.reporting.console import PlainTable
 from raceme.reporting.dashboard.page import frozen_comparison
+<<<<<<< HEAD
 from raceme.reporting.page import PageTable, Plot, Tile, number, plot, render, versions_table
 from raceme.reporting.plots import (
     compared_measures,
@@ -20,6 +35,265 @@ from raceme.reporting.plots import (
     shares_figure,
     staleness_figure,
 )
+=======
+from raceme.reporting.page import PageTable, Tile, number, plot, render, versions_table
+from raceme.reporting.plots import comparison_figure, idle_figure, staleness_figure
+from raceme.reporting.style import (
+    FAINT,
+    INK,
+    MUTED,
+    new_figure,
+    say_empty,
+    series_colour,
+    series_line,
+    style,
+    time_unit,
+)
+
+# -----------------------------------------------------------------------------
+# The plots, and bars of times and purities.
+# -----------------------------------------------------------------------------
+
+_BAR = 0.62
+_ROW_HEIGHT = 0.27
+
+
+def plots(
+    comparison: Comparison, records: Mapping[str, RunRecord], title: str
+) -> dict[str, Callable[[], Figure]]:
+    """Return the functions that draw the plots of a comparison, by name.
+
+    Parameters
+    ----------
+    comparison : Comparison
+        The comparison.
+    records : Mapping[str, RunRecord]
+        Label to a run of each method, if there are any: the plots of single runs are drawn of them.
+    title : str
+        The title of the plot of accuracies, all of which are of one seed.
+    """
+    suite, found = comparison.suite, dict[str, Callable[[], Figure]]()
+    if records:
+        target = comparison.target
+        found["accuracy"] = lambda: comparison_figure(records, target=target, title=title)
+    found["time-to-target"] = lambda: times_figure(comparison)
+    found["purity"] = lambda: purity_figure(comparison)
+    if records:
+        found["staleness"] = lambda: staleness_figure(records)
+    if any(len(record.idle_shares) for record in records.values()):
+        found["idle"] = lambda: idle_figure(records)
+    if records and suite.scores:
+        found["scores"] = lambda: scores_figure(records, suite.scores)
+    if records and suite.shows_mixtures:
+        found["mixtures"] = lambda: divergences_figure(records)
+    return found
+
+
+def times_figure(comparison: Comparison) -> Figure:
+    """Draw the mean time of each method as a bar, with a dot for each seed.
+
+    There is no mean, and no bar, where a seed missed the target.
+    """
+    values = {
+        result.label: [run.time for run in result.runs if run.time is not None]
+        for result in comparison.results
+    }
+    longest = max((time for times in values.values() for time in times), default=0.0)
+    seconds, unit = time_unit(longest)
+    scaled = {label: [time / seconds for time in times] for label, times in values.items()}
+    target = comparison.target
+    goal = "the target" if target is None else comparison.measure.goal(target)
+    if comparison.suite.timing is Timing.CONVERGENCE:
+        goal = "convergence"
+    instead = {result.label: _missed(result) for result in comparison.results}
+    axis = f"virtual time ({unit})"
+    return _bars(comparison.results, scaled, f"Virtual time to {goal}", axis, instead)
+
+
+def _missed(result: Result) -> str:
+    """Say how many runs missed the target, and how long they were."""
+    if not result.runs:
+        return "no runs"
+    lengths = [run.summary["virtual_time"] for run in result.runs if run.time is None]
+    if not lengths:
+        return ""
+    seconds, unit = time_unit(mean := float(np.mean(lengths)))
+    text = f"not within {float(f'{mean / seconds:.3g}'):,g} {unit}"
+    if len(lengths) == len(result.runs):
+        return text
+    return f"{text} with {len(lengths)} of {len(result.runs)} seeds"
+
+
+def purity_figure(comparison: Comparison) -> Figure:
+    """Draw the purity of each method's clusters at the end, with a dot for each seed."""
+    values = {
+        result.label: [
+            float(run.summary["purity"]) for run in result.runs if run.summary["purity"] is not None
+        ]
+        for result in comparison.results
+    }
+    return _bars(
+        comparison.results,
+        values,
+        "Purity of the clusters at the end",
+        "share of clients whose cluster's most common group is theirs",
+        {label: "" if own else "no groups known" for label, own in values.items()},
+        limit=1.0,
+    )
+
+
+def _bars(
+    results: Sequence[Result],
+    values: Mapping[str, Sequence[float]],
+    title: str,
+    axis: str,
+    instead: Mapping[str, str],
+    limit: float | None = None,
+) -> Figure:
+    """Draw a horizontal bar to the mean of each method's values, and the values as dots.
+
+    `instead` has what stands in place of a method's bar; where it is empty, the bar is drawn.
+    """
+    labels = [result.label for result in results]
+    with style():
+        figure = new_figure(7.2, 1.1 + _ROW_HEIGHT * len(labels))
+        axes = figure.add_subplot()
+        axes.set_title(title)
+        axes.set_xlabel(axis)
+        top = limit or 1.06 * max((v for group in values.values() for v in group), default=1.0)
+        axes.set_xlim(0.0, top)
+        axes.set_ylim(len(labels) - 0.5, -0.5)
+        axes.set_yticks(range(len(labels)), labels)
+        axes.tick_params(axis="y", length=0)
+        axes.grid(axis="x", color=FAINT)
+        for place, label in enumerate(labels):
+            own = values[label]
+            if instead[label]:
+                axes.text(
+                    0.005 * top,
+                    place,
+                    instead[label],
+                    va="center",
+                    color=MUTED,
+                    fontsize=8,
+                    # The grid does not cross the words.
+                    bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.0},
+                )
+            else:
+                axes.barh(place, np.mean(own), height=_BAR, color=series_colour(place), alpha=0.85)
+            if len(own) > 1 or instead[label]:
+                axes.plot(own, [place] * len(own), "o", ms=3, color=INK, zorder=3, clip_on=False)
+        return figure
+
+
+# -----------------------------------------------------------------------------
+# Scores of uploads and clusters, and of estimated mixtures, of several methods over a run.
+# -----------------------------------------------------------------------------
+
+
+_NAMES = {
+    Scored.BEFORE: "uploaded",
+    Scored.AFTER: "got in return",
+    Scored.CLUSTER: "clusters' models",
+}
+
+Curve = list[tuple[int, float]]
+"""Points of a curve: updates applied, and a number."""
+
+
+def scores_figure(records: Mapping[str, RunRecord], measures: Sequence[Scored]) -> Figure:
+    """Draw each score of several runs, side by side on one axis of accuracy.
+
+    Those of uploads are means over the clients by session, a stretch in which every client has
+    uploaded at least once; those of clusters are by evaluation.
+    """
+    with style():
+        figure = new_figure(7.2, 3.4)
+        panels = np.atleast_1d(figure.subplots(1, len(measures), sharey=True))
+        for axes, measure in zip(panels, measures, strict=True):
+            curves = {label: score_curve(record, measure) for label, record in records.items()}
+            # No title: of those an axes has one height for all.
+            axes.text(0.5, 1.02, _NAMES[measure], transform=axes.transAxes, ha="center")
+            _draw(axes, curves)
+        panels[0].set_title("Uploads, what clients get in return, and clusters", pad=24)
+        panels[0].set_ylabel("accuracy")
+        _legend(figure, panels, records)
+        return figure
+
+
+def divergences_figure(records: Mapping[str, RunRecord]) -> Figure:
+    """Draw how far estimated mixtures are from the true ones, by session, of several runs."""
+    with style():
+        figure = new_figure(7.2, 3.2)
+        axes = figure.add_subplot()
+        axes.set_title("Estimated mixtures against the true ones")
+        axes.set_ylabel("KL(true ‖ estimated)")
+        _draw(axes, {label: divergence_curve(record) for label, record in records.items()})
+        axes.set_ylim(bottom=0)
+        _legend(figure, [axes], records)
+        return figure
+
+
+def score_curve(record: RunRecord, measure: Scored) -> Curve:
+    """Return a score over a run."""
+    if measure is Scored.CLUSTER:
+        return [(event.updates, event.mean) for event in record.cluster_scores]
+    uploads = record.uploads
+    found = zip(uploads.session_ends, uploads.by_session(str(measure)), strict=True)
+    return [(end, mean) for end, mean in found if mean is not None]
+
+
+def divergence_curve(record: RunRecord) -> Curve:
+    """Return the mean divergence of the uploads of each session."""
+    by_session: dict[int, list[float]] = defaultdict(list)
+    for row, value in record.uploads.divergences():
+        by_session[row.session].append(value)
+    ends = record.uploads.session_ends
+    return [
+        (end, float(np.mean(by_session[number])))
+        for number, end in enumerate(ends, start=1)
+        if number in by_session
+    ]
+
+
+def _draw(axes: Axes, curves: Mapping[str, Curve]) -> None:
+    axes.set_xlabel("updates")
+    axes.grid(axis="y")
+    for index, (label, curve) in enumerate(curves.items()):
+        if curve:
+            axes.plot(
+                *zip(*curve, strict=True),
+                color=series_colour(index),
+                ls=series_line(index),
+                marker="o",
+                ms=3,
+                label=label,
+            )
+    if any(curves.values()):
+        axes.set_xlim(left=0)
+    else:
+        axes.set_xticks([])
+        say_empty(axes, "nothing known")
+
+
+def _legend(
+    figure: Figure, panels: Sequence[Axes] | np.ndarray, records: Mapping[str, RunRecord]
+) -> None:
+    """Name each run once, in the runs' order."""
+    named: dict[str, Artist] = {}
+    for axes in panels:
+        handles, labels = axes.get_legend_handles_labels()
+        named |= dict(zip(labels, handles, strict=True))
+    shown = [label for label in records if label in named]
+    if shown:
+        handles = [named[label] for label in shown]
+        figure.legend(handles, shown, loc="outside lower center", ncols=min(len(shown), 5))
+
+
+# -----------------------------------------------------------------------------
+# The page.
+# -----------------------------------------------------------------------------
+>>>>>>> 328dfc09743742985b187d91bee7e3365d4b844a
 
 _SCORE_HEADS = {
     Score.BEST_WEIGHTED: "best by test\nexamples",
@@ -48,6 +322,8 @@ def comparison_page(folder: Path, links: str) -> str:
     comparison = read_comparison(folder)
     records, missing = read_first_runs(folder, comparison)
     main, sweeps = table.main_table(comparison), table.sweep_table(comparison)
+    title = f"{comparison.measure.title} over virtual time, seed {comparison.suite.seeds[0]}"
+    drawn = plots(comparison, records, title)
     return render(
         "comparison.html",
         frozen=frozen_comparison(folder) if records else None,
@@ -56,7 +332,7 @@ def comparison_page(folder: Path, links: str) -> str:
         tiles=_tiles(comparison),
         main=_page_table(main),
         lines=main.lines,
-        plots=_plots(comparison, records),
+        plots=[plot(draw(), name) for name, draw in drawn.items()],
         missing=missing,
         sweeps=None if sweeps is None else _page_table(sweeps, words=(0, 3)),
         runs_table=_runs_table(comparison),
@@ -78,6 +354,7 @@ def _page_table(text: PlainTable, words: tuple[int, ...] = (0,)) -> PageTable:
     return PageTable(text.title, text.columns, text.rows, words=words)
 
 
+<<<<<<< HEAD
 def _plots(comparison: Comparison, records: Mapping[str, RunRecord]) -> list[Plot]:
     """Return the plots; those of single runs only if there are any runs."""
     measure = comparison.measure
@@ -98,8 +375,10 @@ def _plots(comparison: Comparison, records: Mapping[str, RunRecord]) -> list[Plo
     return plots
 
 
+=======
+>>>>>>> 328dfc09743742985b187d91bee7e3365d4b844a
 def _tiles(comparison: Comparison) -> list[Tile]:
-    """Return who was the most accurate, and who the first at the target."""
+    """Return the numbers at the top: the most accurate method, and the first at the target."""
     suite, results = comparison.suite, comparison.results
     tiles = [
         Tile("methods", str(len(results)), f"on {suite.dataset}"),
@@ -134,32 +413,32 @@ def _arrives(result: Result) -> bool:
 
 
 def _runs_table(comparison: Comparison) -> PageTable:
-    head, measure = _SCORE_HEADS.get(comparison.suite.score), comparison.measure
+    suite, name = comparison.suite, comparison.measure.name
+    columns: list[tuple[str, Callable[[Run], str]]] = [
+        ("seed", lambda run: str(run.seed)),
+        (comparison.measure.label, _of_run(name, 4)),
+        ("best", _of_run(f"best_{name}", 4)),
+        (f"time to\n{suite.timing} (s)", lambda run: number(run.time, 1)),
+        ("clusters", _of_run("clusters")),
+        ("purity", _of_run("purity", 2)),
+        ("updates", _of_run("updates")),
+        ("virtual\ntime (s)", _of_run("virtual_time", 1)),
+        ("wall\ntime (s)", _of_run("wall_time", 1)),
+    ]
+    if suite.score in _SCORE_HEADS:
+        columns.insert(3, (_SCORE_HEADS[suite.score], lambda run: number(run.accuracy, 4)))
     rows = tuple(
-        (
-            result.method.label,
-            str(run.seed),
-            number(run.summary.get(measure.name), 4),
-            number(run.summary.get(f"best_{measure.name}"), 4),
-            *([number(run.accuracy, 4)] if head else []),
-            number(run.time, 1),
-            number(run.summary.get("clusters")),
-            number(run.summary.get("purity"), 2),
-            number(run.summary.get("updates")),
-            number(run.summary.get("virtual_time"), 1),
-            number(run.summary.get("wall_time"), 1),
-        )
+        (result.method.label, *(cell(run) for _, cell in columns))
         for result in comparison.results
         for run in result.runs
     )
-    timing = comparison.suite.timing
-    heads = (
-        *("method", "seed", measure.label, "best"),
-        *([head] if head else []),
-        *(f"time to\n{timing} (s)", "clusters", "purity"),
-        *("updates", "virtual\ntime (s)", "wall\ntime (s)"),
-    )
+    heads = ("method", *(head for head, _ in columns))
     return PageTable(f"All {len(rows)} runs", heads, rows)
+
+
+def _of_run(key: str, digits: int = 3) -> Callable[[Run], str]:
+    """Return what makes the cell of a number of a run's summary."""
+    return lambda run: number(run.summary.get(key), digits)
 
 
 def _methods_table(comparison: Comparison) -> PageTable:

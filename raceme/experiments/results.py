@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,16 @@ from raceme.core.errors import UserError
 from raceme.core.events import ACCURACY, Measure
 from raceme.core.files import ReadingError, parse_json, read_text
 from raceme.experiments.jobs import Job
-from raceme.experiments.suites import NEVER, Method, Published, Score, Scored, Suite, Timing
+from raceme.experiments.suites import (
+    Method,
+    Published,
+    Score,
+    Scored,
+    Suite,
+    Timing,
+    read_published,
+    read_values,
+)
 from raceme.records.record import RunRecord, read_run
 from raceme.reporting.console import PlainTable
 
@@ -129,29 +138,18 @@ class Result:
         """The paper's row of the point that was run; None where it has none."""
         return self.method.row
 
-    @property
-    def unrest(self) -> Spread:
-        """How far the accuracy was below its best so far, on the mean over a run."""
-        return Spread.over([run.summary.get("unrest") for run in self.runs])
+    def spread(self, key: str) -> Spread:
+        """Return a number of the runs' summaries."""
+        return Spread.over([run.summary.get(key) for run in self.runs])
 
-    @property
-    def forgetting(self) -> Spread:
-        """How much of former tasks was forgotten at the end of the runs."""
-        return Spread.over([run.summary.get("forgetting") for run in self.runs])
+    def reported(self, quantity: str) -> float | None:
+        """Return a number that the paper has of the point that was run; None where it has none."""
+        return None if self.published is None else getattr(self.published, quantity)
 
     @property
     def traffic(self) -> Spread:
         """Bytes that the clients sent and were sent, evaluations left out."""
         return Spread.over([_traffic(run) for run in self.runs])
-
-    def score(self, scored: Scored) -> Spread:
-        """Return one of the further scores of the runs."""
-        return Spread.over([run.summary.get(scored.key) for run in self.runs])
-
-    @property
-    def mixture_divergence(self) -> Spread:
-        """How far estimated mixtures are from the true ones, late in the runs."""
-        return Spread.over([run.summary.get("mixture_divergence") for run in self.runs])
 
     def per_update(self, key: str) -> Spread:
         """Return a total of the runs for each update, e.g. of ``"bytes_down"``."""
@@ -174,22 +172,15 @@ class Result:
         return float(np.mean(times))
 
     @property
-    def purity(self) -> Spread:
-        """Purity of the clusters at the end."""
-        return Spread.over([run.summary["purity"] for run in self.runs])
-
-    @property
-    def clusters(self) -> Spread:
-        """Number of clusters at the end."""
-        return Spread.over([run.summary.get("clusters") for run in self.runs])
-
-    @property
     def rank_time(self) -> float | None:
         """Mean time; infinite if a seed missed what is timed, None if there are no runs."""
         if not self.runs:
             return None
         spread = self.time
         return spread.mean if spread.count == spread.of else math.inf
+
+
+_Quantity = Callable[[Result], float | None]
 
 
 @dataclass(frozen=True)
@@ -232,32 +223,30 @@ class Comparison:
 
     def speed_up(self, result: Result) -> float | None:
         """Return how many times sooner than this method the reference arrives."""
-        reference = self._reference()
-        return None if reference is None else _quotient(result.rank_time, reference.rank_time)
+        return self._multiple(result, lambda of: of.rank_time)
 
     def speed_up_above(self, result: Result) -> float | None:
         """Return what :meth:`speed_up` is above if a run of the method missed the target."""
-        reference = self._reference()
-        return None if reference is None else _quotient(result.time_above, reference.rank_time)
+        return self._multiple(result, lambda of: of.time_above, lambda of: of.rank_time)
 
     def published_speed_up(self, result: Result) -> float | None:
         """Return the same of the published times."""
-        reference = self._reference()
-        if reference is None:
-            return None
-        return _quotient(_published(result, "time"), _published(reference, "time"))
+        return self._multiple(result, lambda of: of.reported("time"))
 
     def relative_traffic(self, result: Result) -> float | None:
         """Return a method's mean traffic as a multiple of the reference's."""
-        reference = self._reference()
-        return None if reference is None else _quotient(result.traffic.mean, reference.traffic.mean)
+        return self._multiple(result, lambda of: of.traffic.mean)
 
     def relative(self, result: Result, key: str) -> float | None:
         """Return a method's mean total for each update as a multiple of the reference's."""
-        reference = self._reference()
-        if reference is None:
-            return None
-        return _quotient(result.per_update(key).mean, reference.per_update(key).mean)
+        return self._multiple(result, lambda of: of.per_update(key).mean)
+
+    def _multiple(
+        self, result: Result, of: _Quantity, base: _Quantity | None = None
+    ) -> float | None:
+        """Return a quantity as a multiple of the reference's; None if either is unknown."""
+        reference = next((r for r in self.results if r.label == self.suite.reference), None)
+        return None if reference is None else _quotient(of(result), (base or of)(reference))
 
     def tau(self, quantity: str) -> float | None:
         """Return Kendall's τ between our order of the methods and the published one.
@@ -274,7 +263,7 @@ class Comparison:
             τ-b; None for fewer than two methods with both numbers, or if all are tied.
         """
         pairs = [
-            (_published(result, quantity), _measured(result, quantity)) for result in self.results
+            (result.reported(quantity), _measured(result, quantity)) for result in self.results
         ]
         known = [
             (theirs, ours) for theirs, ours in pairs if theirs is not None and ours is not None
@@ -301,10 +290,7 @@ class Comparison:
     @property
     def has_published_times(self) -> bool:
         """Whether the paper tells times, and not only accuracies."""
-        return any(_published(result, "time") is not None for result in self.results)
-
-    def _reference(self) -> Result | None:
-        return next((r for r in self.results if r.label == self.suite.reference), None)
+        return any(result.reported("time") is not None for result in self.results)
 
 
 def gather(
@@ -369,13 +355,9 @@ def _per_update(run: Run, key: str) -> float | None:
     return total / updates if total is not None and updates else None
 
 
-def _published(result: Result, quantity: str) -> float | None:
-    return None if result.published is None else getattr(result.published, quantity)
-
-
 def _measured(result: Result, quantity: str) -> float | None:
     if quantity in tuple(Scored):
-        return result.score(Scored(quantity)).mean
+        return result.spread(Scored(quantity).key).mean
     return result.accuracy.mean if quantity == "accuracy" else result.rank_time
 
 
@@ -410,9 +392,9 @@ def read_comparison(folder: Path) -> Comparison:
     path = folder / FILE_NAME
     try:
         tree = parse_json(read_text(path))
-        timing = Timing(tree.get("timing", Timing.TARGET))
-        score = Score(tree.get("score", Score.FINAL))
-        results = tuple(_result(entry, timing, score) for entry in tree["methods"])
+        values = read_values(path, tree)
+        timing, score = values.get("timing", Timing.TARGET), values.get("score", Score.FINAL)
+        results = tuple(_result(path, entry, timing, score) for entry in tree["methods"])
         suite = Suite(
             title=str(tree["title"]),
             methods=tuple(
@@ -420,24 +402,11 @@ def read_comparison(folder: Path) -> Comparison:
                 for result in results
             ),
             settings=dict(tree["settings"]),
-            seeds=tuple(int(seed) for seed in tree["seeds"]),
-            sweep_scale=float(tree.get("sweep-scale", 1.0)),
-            validation_fraction=tree.get("validation-fraction"),
-            timing=timing,
-            score=score,
-            shows_unrest=bool(tree.get("shows-unrest", False)),
-            shows_forgetting=bool(tree.get("shows-forgetting", False)),
-            shows_clusters=bool(tree.get("shows-clusters", False)),
-            shows_traffic=bool(tree.get("shows-traffic", False)),
-            scores=tuple(Scored(name) for name in tree.get("scores", [])),
-            shows_mixtures=bool(tree.get("shows-mixtures", False)),
-            shows_work=bool(tree.get("shows-work", False)),
-            reference=tree["reference"],
-            notes=tuple(str(note) for note in tree.get("notes", [])),
             scale=float(tree["scale"]),
+            **values,
         )
         sweeps = {
-            str(label): tuple(_result(entry, timing, score) for entry in entries)
+            str(label): tuple(_result(path, entry, timing, score) for entry in entries)
             for label, entries in tree.get("sweeps", {}).items()
         }
     except ReadingError as error:
@@ -468,12 +437,13 @@ def read_first_runs(folder: Path, comparison: Comparison) -> tuple[dict[str, Run
     return records, missing
 
 
-def _result(entry: Mapping[str, Any], timing: Timing, score: Score) -> Result:
+def _result(path: Path, entry: Mapping[str, Any], timing: Timing, score: Score) -> Result:
+    row = entry["published"]
     method = Method(
         label=str(entry.get("variant", entry["label"])),
         strategy=str(entry["strategy"]),
         options=dict(entry["options"]),
-        published=_published_of(entry["published"]),
+        published=() if row is None else (read_published(path, "published", row),),
     )
     runs = []
     for summary in entry["runs"]:
@@ -489,18 +459,6 @@ def _result(entry: Mapping[str, Any], timing: Timing, score: Score) -> Result:
         runs.append(Run(int(summary["seed"]), str(summary["folder"]), summary, timing, score))
     errors = {int(seed): str(error) for seed, error in entry["errors"].items()}
     return Result(method, str(entry["label"]), tuple(runs), errors)
-
-
-def _published_of(entry: Mapping[str, Any] | None) -> tuple[Published, ...]:
-    if entry is None:
-        return ()
-    time = entry["time"]
-    time = math.inf if time == NEVER else time
-    numbers: dict[str, Any] = {
-        name: entry.get(name) for name in ("traffic", "clusters", *map(str, Scored))
-    }
-    remark = str(entry.get("remark") or "")
-    return (Published(entry["accuracy"], time, remark=remark, **numbers),)
 
 
 # -----------------------------------------------------------------------------

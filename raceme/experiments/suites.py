@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
 
-from raceme.core.config import RunConfig, check_key
+from raceme.core.config import RunConfig, check_key, read_tree
 from raceme.core.errors import UserError, unknown_name
 from raceme.core.events import Measure
-from raceme.core.files import ReadingError, parse_toml, read_text
 from raceme.core.options import Value, written
 from raceme.core.registry import STRATEGIES
 
@@ -231,10 +230,9 @@ class Suite:
         the other methods have their updates.
     sweep_scale : float
         By how much the runs are shortened that try the points of a sweep.
-    validation_fraction : float or None
+    validation_fraction : float
         Share of each client's training samples on which these runs are tested, so that no point is
-        chosen on the test samples that are reported. None: it is not known, in results of earlier
-        versions, whose points were chosen on test samples.
+        chosen on the test samples that are reported.
     timing : Timing
         Which time of the runs is compared.
     score : Score
@@ -271,7 +269,7 @@ class Suite:
     sync_updates: int | None = None
     rounds: int | None = None
     sweep_scale: float = 1.0
-    validation_fraction: float | None = VALIDATION
+    validation_fraction: float = VALIDATION
     timing: Timing = Timing.TARGET
     score: Score = Score.FINAL
     shows_unrest: bool = False
@@ -293,7 +291,7 @@ class Suite:
         if not 0 < self.sweep_scale <= 1:
             raise UserError(f"sweep-scale must be above 0 and at most 1, got {self.sweep_scale:g}.")
         share = self.validation_fraction
-        if share is not None and not 0 < share < 1:
+        if not 0 < share < 1:
             raise UserError(f"validation-fraction must be above 0 and below 1, got {share:g}.")
         if self.rounds is not None and self.sync_updates is not None:
             raise UserError("rounds and sync-updates exclude each other: give one of them.")
@@ -337,14 +335,12 @@ class Suite:
             keys |= {"max-rounds": self.rounds, "max-updates": "auto"}
         elif updates is not None:
             keys["max-updates"] = updates
-        keys |= {"strategy": method.strategy, "seed": seed, "stop-at-target": False}
-        if "workers" in _config_keys():
-            keys["workers"] = 0
+        keys |= {"strategy": method.strategy, "seed": seed, "stop-at-target": False, "workers": 0}
         if self.shows_work or {Scored.BEFORE, Scored.AFTER} & set(self.scores):
             keys.setdefault("score-uploads", True)
         if self.score is Score.CURRENT or (self.shows_forgetting and not trial):
             keys.setdefault("eval-tasks", True)
-        if trial and self.validation_fraction is not None:
+        if trial:
             keys["validation-fraction"] = self.validation_fraction
         scale = self.scale * (self.sweep_scale if trial else 1.0)
         return _shortened(RunConfig.from_mapping(keys), scale)
@@ -474,10 +470,6 @@ def slug(label: str) -> str:
     return re.sub(r"[^a-z0-9.+=_-]+", "-", label.lower()).strip("-.") or "method"
 
 
-def _config_keys() -> set[str]:
-    return {item.name.replace("_", "-") for item in fields(RunConfig)}
-
-
 def _shortened(config: RunConfig, scale: float) -> RunConfig:
     if scale == 1.0:
         return config
@@ -501,29 +493,6 @@ def _shortened(config: RunConfig, scale: float) -> RunConfig:
 SHIPPED = Path(__file__).parent / "suites"
 """The folder of the suites that come with the package."""
 
-_SUITE_KEYS = (
-    "title",
-    "extends",
-    "seeds",
-    "async-updates",
-    "sync-updates",
-    "rounds",
-    "sweep-scale",
-    "validation-fraction",
-    "timing",
-    "score",
-    "shows-unrest",
-    "shows-forgetting",
-    "shows-traffic",
-    "shows-clusters",
-    "scores",
-    "shows-mixtures",
-    "shows-work",
-    "reference",
-    "notes",
-    "settings",
-    "methods",
-)
 _MATRIX_KEYS = ("axes", "variants", "published", "unpublished")
 _PUBLISHED_KEYS = ("numbers", "columns", "rows", "remark")
 _UNREPORTED = "-"
@@ -559,26 +528,19 @@ def load_suite(name: Path | str) -> Suite:
         title=str(tree.get("title", path.stem)),
         methods=tuple(_method(path, label, entry) for label, entry in methods.items()),
         settings=_settings(path, tree.get("settings", {})),
-        seeds=_seeds(path, tree.get("seeds", [0])),
-        async_updates=_count(path, "async-updates", tree.get("async-updates")),
-        sync_updates=_count(path, "sync-updates", tree.get("sync-updates")),
-        rounds=_count(path, "rounds", tree.get("rounds")),
-        sweep_scale=_share(path, "sweep-scale", tree.get("sweep-scale", 1.0)),
-        validation_fraction=_share(
-            path, "validation-fraction", tree.get("validation-fraction", VALIDATION)
-        ),
-        timing=_choice(path, "timing", Timing, tree.get("timing", Timing.TARGET)),
-        score=_choice(path, "score", Score, tree.get("score", Score.FINAL)),
-        shows_unrest=_flag(path, "shows-unrest", tree.get("shows-unrest", False)),
-        shows_forgetting=_flag(path, "shows-forgetting", tree.get("shows-forgetting", False)),
-        shows_traffic=_flag(path, "shows-traffic", tree.get("shows-traffic", False)),
-        shows_clusters=_flag(path, "shows-clusters", tree.get("shows-clusters", False)),
-        scores=_scores(path, tree.get("scores", [])),
-        shows_mixtures=_flag(path, "shows-mixtures", tree.get("shows-mixtures", False)),
-        shows_work=_flag(path, "shows-work", tree.get("shows-work", False)),
-        reference=tree.get("reference"),
-        notes=tuple(str(note) for note in tree.get("notes", [])),
+        **read_values(path, tree),
     )
+
+
+def read_values(path: Path, tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a tree has of a suite's own values, by attribute; see `written_values`."""
+    found = {name: tree[name] for name in _READERS if tree.get(name) is not None}
+    return {name.replace("-", "_"): _READERS[name](path, name, v) for name, v in found.items()}
+
+
+def written_values(suite: Suite) -> dict[str, Any]:
+    """Return a suite's own values, by key: all of them but title, methods and settings."""
+    return {name: getattr(suite, name.replace("-", "_")) for name in _READERS}
 
 
 def variants(name: Path | str) -> dict[str, str]:
@@ -626,14 +588,7 @@ def _tree(path: Path, variant: str, seen: tuple[tuple[Path, str], ...]) -> dict[
     if (path, variant) in seen:
         raise UserError(f"The suite {path} extends itself.")
     seen = (*seen, (path, variant))
-    try:
-        text = read_text(path, pipe=True)
-    except ReadingError as error:
-        raise UserError(f"Cannot read the suite {path}: {error}.") from None
-    try:
-        tree = parse_toml(text)
-    except ReadingError as error:
-        raise UserError(f"The suite {path} is not valid TOML: {error}.") from None
+    tree = read_tree(path, "suite", pipe=True)
     _check_keys(path, "", tree, (*_SUITE_KEYS, *_MATRIX_KEYS))
     tree = _extended(path, tree, seen)
     if "variants" in tree:
@@ -814,10 +769,11 @@ def _sweep(path: Path, where: str, value: Any) -> tuple[Mapping[str, Value], ...
 def _published(path: Path, where: str, value: Any) -> tuple[Published, ...]:
     """Read the one row of a method, or a list of them with what tells one from another."""
     tables = value if isinstance(value, list) else [value]
-    return tuple(_row(path, where, _table(path, where, table)) for table in tables)
+    return tuple(read_published(path, where, _table(path, where, table)) for table in tables)
 
 
-def _row(path: Path, where: str, table: Mapping[str, Any]) -> Published:
+def read_published(path: Path, where: str, table: Mapping[str, Any]) -> Published:
+    """Return a published row as its table has it; see `written_published`."""
     numbers: dict[str, float] = {}
     for name in map(str, _NUMBERS):
         value = table.get(name)
@@ -834,6 +790,12 @@ def _row(path: Path, where: str, table: Mapping[str, Any]) -> Published:
     return Published(**numbers, options=options, remark=remark)
 
 
+def written_published(row: Published) -> dict[str, Any]:
+    """Return the numbers of a published row, and the remark on them, as a table."""
+    numbers = {str(name): getattr(row, name) for name in _NUMBERS}
+    return {**numbers, "time": NEVER if row.time == math.inf else row.time, _REMARK: row.remark}
+
+
 def _check_keys(path: Path, where: str, entry: Mapping[str, Any], valid: Sequence[str]) -> None:
     for name in entry:
         if name not in valid:
@@ -841,15 +803,14 @@ def _check_keys(path: Path, where: str, entry: Mapping[str, Any], valid: Sequenc
             raise unknown_name(kind, name, valid)
 
 
-def _seeds(path: Path, value: Any) -> tuple[int, ...]:
-    whole = isinstance(value, list) and all(type(seed) is int for seed in value)
-    if not whole:
-        raise UserError(f"seeds in the suite {path} must be whole numbers, got {value!r}.")
+def _seeds(path: Path, name: str, value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list) or any(type(seed) is not int for seed in value):
+        raise UserError(f"{name} in the suite {path} must be whole numbers, got {value!r}.")
     return tuple(value)
 
 
-def _count(path: Path, name: str, value: Any) -> int | None:
-    if value is not None and (type(value) is not int or value < 1):
+def _count(path: Path, name: str, value: Any) -> int:
+    if type(value) is not int or value < 1:
         raise UserError(f"{name} in the suite {path} must be a whole number from 1: {value!r}.")
     return value
 
@@ -860,20 +821,44 @@ def _share(path: Path, name: str, value: Any) -> float:
     return float(value)
 
 
-def _scores(path: Path, value: Any) -> tuple[Scored, ...]:
-    if not isinstance(value, list):
-        raise UserError(f"scores in the suite {path} must be a list, got {value!r}.")
-    return tuple(_choice(path, "scores", Scored, entry) for entry in value)
-
-
 def _flag(path: Path, name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise UserError(f"{name} in the suite {path} must be true or false, got {value!r}.")
     return value
 
 
-def _choice(path: Path, name: str, kind: type[_Choice], value: Any) -> _Choice:
+def _choice(kind: type[_Choice], path: Path, name: str, value: Any) -> _Choice:
     try:
         return kind(value)
     except ValueError:
         raise unknown_name(f"{name} of the suite {path}", str(value), list(kind)) from None
+
+
+def _scores(path: Path, name: str, value: Any) -> tuple[Scored, ...]:
+    if not isinstance(value, list):
+        raise UserError(f"{name} in the suite {path} must be a list, got {value!r}.")
+    return tuple(_choice(Scored, path, name, entry) for entry in value)
+
+
+_READERS: Mapping[str, Callable[[Path, str, Any], Any]] = {
+    "seeds": _seeds,
+    "async-updates": _count,
+    "sync-updates": _count,
+    "rounds": _count,
+    "sweep-scale": _share,
+    "validation-fraction": _share,
+    "timing": partial(_choice, Timing),
+    "score": partial(_choice, Score),
+    "shows-unrest": _flag,
+    "shows-forgetting": _flag,
+    "shows-traffic": _flag,
+    "shows-clusters": _flag,
+    "scores": _scores,
+    "shows-mixtures": _flag,
+    "shows-work": _flag,
+    "reference": lambda path, name, value: value,
+    "notes": lambda path, name, value: tuple(_texts(path, name, value)),
+}
+"""What reads each value of a suite; the keys of a suite's file are the attributes of `Suite`."""
+
+_SUITE_KEYS = ("title", "extends", *_READERS, "settings", "methods")

@@ -6,13 +6,22 @@ import csv
 import io
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import raceme
 from raceme.core.events import WITHIN, Measure
 from raceme.experiments.results import Comparison, Result, Spread
-from raceme.experiments.suites import NEVER, Score, Scored, Timing, described
+from raceme.experiments.suites import (
+    NEVER,
+    Score,
+    Scored,
+    Timing,
+    described,
+    written_published,
+    written_values,
+)
 from raceme.reporting.console import PlainTable
 
 # -----------------------------------------------------------------------------
@@ -32,8 +41,8 @@ _SCORE_LINES = {
     "first evaluation on the data of each.",
     Score.STEP_ENDS: "the mean over the steps of the data of the last evaluation on the "
     "data of each.",
-    Score.CURRENT: "on each task right after it was trained on, before anybody trained on the next "
-    "one; the mean over the tasks.",
+    Score.CURRENT: "on each task right after it was trained on, before any client trained on the "
+    "next one; the mean over the tasks.",
 }
 _SAID_OF = {
     Scored.BEFORE: (
@@ -168,12 +177,9 @@ _SCORED = {
 
 def main_table(comparison: Comparison) -> PlainTable:
     """Return the table of the methods; published numbers stand beside ours where there are any."""
-    if comparison.suite.scores:
-        columns, rows = _scores(comparison)
-    else:
-        columns, rows = _accuracies(comparison)
-    columns, rows = _with_further(comparison, columns, rows)
     suite, target = comparison.suite, comparison.target
+    columns = [("method", _name), *_measured(comparison), *_further(comparison)]
+    rows = [tuple(cell(result) for _, cell in columns) for result in comparison.results]
     of = f", target {comparison.measure.goal(target)}" if target is not None else ""
     if suite.scores:
         of = ", accuracies in %"
@@ -181,78 +187,98 @@ def main_table(comparison: Comparison) -> PlainTable:
         of = ", time to convergence"
     of += _SCORED.get(suite.score, "").format(comparison.measure.word)
     seeds = f"{len(suite.seeds)} seeds" if len(suite.seeds) > 1 else f"seed {suite.seeds[0]}"
-    return PlainTable(f"{suite.title} ({seeds}{of})", columns, tuple(rows), lines_below(comparison))
+    heads = tuple(head for head, _ in columns)
+    return PlainTable(f"{suite.title} ({seeds}{of})", heads, tuple(rows), lines_below(comparison))
 
 
-_Cells = tuple[str, ...]
+_Cell = Callable[[Result], str]
+_Column = tuple[str, _Cell]
+"""A head, and what makes the cell of a method."""
 
 
-def _accuracies(comparison: Comparison) -> tuple[_Cells, list[_Cells]]:
-    """Return the columns and rows of methods that have one accuracy, and times."""
-    make = _reproduction_row if comparison.has_published else _row
-    measure = comparison.measure
-    columns: tuple[str, ...] = _COLUMNS
-    if comparison.has_published:
-        factor = f"× {comparison.suite.reference or 'reference'}"
-        columns = (*_REPRODUCTION, f"{factor}\npaper", f"{factor}\nours", "purity")
-    elif comparison.suite.timing is Timing.CONVERGENCE:
-        columns = tuple(TO_CONVERGENCE if name == TO_TARGET else name for name in columns)
-    rows = [make(comparison, result) for result in comparison.results]
-    if comparison.has_published:
-        shown = _shown_columns(comparison)
-        columns, *rows = (tuple(cells[i] for i in shown) for cells in (columns, *rows))
-    columns = tuple(name.replace(_ACCURACY, _head(measure)) for name in columns)
-    return columns, rows
+def _measured(comparison: Comparison) -> list[_Column]:
+    """Return the columns of accuracies or other scores, and of times."""
+    suite, accuracy = comparison.suite, _head(comparison.measure)
+    columns: list[_Column] = []
+    for scored in suite.scores:
+        if comparison.has_published:
+            columns.append((f"{scored}\npaper", _reported(scored, 1)))
+        # Like the papers': with two digits so many columns have no room in a terminal.
+        columns.append((f"{scored}\nours", _summarised(scored.key, 100, 1)))
+    if suite.scores:
+        return columns
 
+    def ours(result: Result) -> str:
+        return _percent(result.accuracy, comparison.measure)
 
-def _scores(comparison: Comparison) -> tuple[_Cells, list[_Cells]]:
-    """Return the columns and rows of methods that have several scores."""
-    columns, rows = ["method"], [[_name(result)] for result in comparison.results]
-    for scored in comparison.suite.scores:
-        columns += [f"{scored}\npaper"] * comparison.has_published + [f"{scored}\nours"]
-        for cells, result in zip(rows, comparison.results, strict=True):
-            if comparison.has_published:
-                cells.append(_paper(result, scored, 1))
-            # Like the papers': with two digits so many columns have no room in a terminal.
-            cells.append(_spread(result.score(scored), 100, 1))
-    return tuple(columns), [tuple(cells) for cells in rows]
-
-
-def _with_further(
-    comparison: Comparison, columns: _Cells, rows: list[_Cells]
-) -> tuple[_Cells, list[_Cells]]:
-    """Return columns and rows with what else the suite shows."""
-    measure = comparison.measure
-    if comparison.suite.shows_unrest:
-        columns = (*columns, "unrest")
-        unrests = (_percent(result.unrest, measure) for result in comparison.results)
-        rows = [(*row, cell) for row, cell in zip(rows, unrests, strict=True)]
-    if comparison.suite.shows_forgetting:
-        columns = (*columns, "forgotten")
-        lost = (_percent(result.forgetting, measure) for result in comparison.results)
-        rows = [(*row, cell) for row, cell in zip(rows, lost, strict=True)]
-    if comparison.suite.shows_traffic:
-        columns = (*columns, "bytes\npaper", "bytes\nours")
-        traffics = (_traffic(comparison, result) for result in comparison.results)
-        rows = [(*row, *cells) for row, cells in zip(rows, traffics, strict=True)]
-    if comparison.suite.shows_clusters:
-        columns = (*columns, "clusters\npaper", "clusters\nours")
-        cells = (
-            (_paper(result, "clusters", 0), _spread(result.clusters, 1, 1))
-            for result in comparison.results
-        )
-        rows = [(*row, *pair) for row, pair in zip(rows, cells, strict=True)]
-    if comparison.suite.shows_mixtures:
-        columns = (*columns, "KL")
-        spreads = (_spread(result.mixture_divergence, 1, 2) for result in comparison.results)
-        rows = [(*row, cell) for row, cell in zip(rows, spreads, strict=True)]
-    if comparison.suite.shows_work:
-        columns = (*columns, *_WORK.values())
-        rows = [
-            (*row, *(_factor(comparison.relative(result, key)) for key in _WORK))
-            for row, result in zip(rows, comparison.results, strict=True)
+    if not comparison.has_published:
+        time = TO_CONVERGENCE if suite.timing is Timing.CONVERGENCE else TO_TARGET
+        return [
+            (accuracy, ours),
+            (time, _time),
+            ("ratio to best", lambda result: _number(comparison.ratio(result))),
+            ("purity", _summarised("purity", 1, 2)),
+            ("updates", _updates),
         ]
-    return columns, rows
+    # The paper may tell no times.
+    times, compared = comparison.has_published_times, compares_times(comparison)
+    factor = f"× {suite.reference or 'reference'}"
+    columns = [(f"{accuracy}\npaper", _reported("accuracy", 2)), (f"{accuracy}\nours", ours)]
+    if times:
+        columns.append(("time\npaper", _published_time))
+    columns.append(("time\nours", _time))
+    if times and compared:
+        speed_up = comparison.published_speed_up
+        columns.append((f"{factor}\npaper", lambda result: _factor(speed_up(result))))
+    if compared:
+        columns.append((f"{factor}\nours", lambda result: _own_factor(comparison, result)))
+    return [*columns, ("purity", lambda result: _number(result.spread("purity").mean))]
+
+
+def _further(comparison: Comparison) -> list[_Column]:
+    """Return the columns that the suite shows beside these."""
+    suite, columns = comparison.suite, list[_Column]()
+    points = 1 if comparison.measure.is_error else 100
+    if suite.shows_unrest:
+        columns.append(("unrest", _summarised("unrest", points, 2)))
+    if suite.shows_forgetting:
+        columns.append(("forgotten", _summarised("forgetting", points, 2)))
+    if suite.shows_traffic:
+        traffic = comparison.relative_traffic
+        columns.append(("bytes\npaper", lambda result: _factor(result.reported("traffic"))))
+        columns.append(("bytes\nours", lambda result: _factor(traffic(result))))
+    if suite.shows_clusters:
+        columns.append(("clusters\npaper", _reported("clusters", 0)))
+        columns.append(("clusters\nours", _summarised("clusters", 1, 1)))
+    if suite.shows_mixtures:
+        columns.append(("KL", _summarised("mixture_divergence", 1, 2)))
+    if suite.shows_work:
+        work = comparison.relative
+        columns.append(("bytes\ndown", lambda result: _factor(work(result, "bytes_down"))))
+        columns.append(("client\nwork", lambda result: _factor(work(result, "sample_passes"))))
+    return columns
+
+
+def _summarised(key: str, factor: float, digits: int) -> _Cell:
+    """Return what makes the cell of a number of the runs' summaries."""
+    return lambda result: _spread(result.spread(key), factor, digits)
+
+
+def _reported(quantity: str, digits: int) -> _Cell:
+    """Return what makes the cell of a published number, with a mark if there is a remark on it."""
+
+    def cell(result: Result) -> str:
+        value, row = result.reported(quantity), result.published
+        if row is None or value is None:
+            return UNKNOWN
+        return f"{value:.{digits}f}{MARK if row.remark else ''}"
+
+    return cell
+
+
+def _published_time(result: Result) -> str:
+    time = result.reported("time")
+    return UNKNOWN if time is None else NEVER if math.isinf(time) else f"{time:g}"
 
 
 def sweep_table(comparison: Comparison) -> PlainTable | None:
@@ -275,8 +301,7 @@ def sweep_table(comparison: Comparison) -> PlainTable | None:
         return None
     suite = comparison.suite
     length = "" if suite.sweep_scale == 1.0 else f", {suite.sweep_scale:g} of the runs' length"
-    share = suite.validation_fraction
-    held_out = "" if share is None else f", tested on {share:.0%} of the training samples"
+    held_out = f", tested on {suite.validation_fraction:.0%} of the training samples"
     title = f"Swept hyper-parameters (seed {suite.seeds[0]}{length}{held_out})"
     return PlainTable(title, ("method", _head(comparison.measure), "time", ""), rows)
 
@@ -326,23 +351,11 @@ def to_json(comparison: Comparison) -> str:
         "title": suite.title,
         "dataset": suite.dataset,
         "settings": dict(suite.settings),
-        "seeds": list(suite.seeds),
         "scale": suite.scale,
-        "sweep-scale": suite.sweep_scale,
-        "validation-fraction": suite.validation_fraction,
-        "timing": suite.timing.value,
-        "score": suite.score.value,
+        **written_values(suite),
         "measure": comparison.measure.name,
         "unit": comparison.measure.unit,
-        "shows-unrest": suite.shows_unrest,
-        "shows-forgetting": suite.shows_forgetting,
-        "shows-traffic": suite.shows_traffic,
-        "shows-clusters": suite.shows_clusters,
-        "scores": [str(measure) for measure in suite.scores],
-        "shows-mixtures": suite.shows_mixtures,
-        "shows-work": suite.shows_work,
         "target": comparison.target,
-        "reference": suite.reference,
         "methods": [_entry(comparison, result) for result in comparison.results],
         "sweeps": {
             label: [_entry(comparison, result) for result in tried]
@@ -354,66 +367,13 @@ def to_json(comparison: Comparison) -> str:
         }
         if comparison.has_published
         else None,
-        "notes": list(suite.notes),
         "versions": {"raceme": raceme.__version__},
     }
     return json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-_WORK = {"bytes_down": "bytes\ndown", "sample_passes": "client\nwork"}
-_ACCURACY = "acc %"
-_COLUMNS = ("method", _ACCURACY, TO_TARGET, "ratio to best", "purity", "updates")
-_REPRODUCTION = (
-    "method",
-    "acc %\npaper",
-    "acc %\nours",
-    "time\npaper",
-    "time\nours",
-)
-
-
-def _row(comparison: Comparison, result: Result) -> tuple[str, ...]:
-    ratio = comparison.ratio(result)
-    return (
-        _name(result),
-        _percent(result.accuracy, comparison.measure),
-        _time(result),
-        UNKNOWN if ratio is None else f"{ratio:.2f}",
-        _spread(result.purity, 1, 2),
-        _updates(result),
-    )
-
-
-def _reproduction_row(comparison: Comparison, result: Result) -> tuple[str, ...]:
-    published = result.published
-    time = None if published is None else published.time
-    return (
-        _name(result),
-        _paper(result, "accuracy", 2),
-        _percent(result.accuracy, comparison.measure),
-        UNKNOWN if time is None else NEVER if math.isinf(time) else f"{time:g}",
-        _time(result),
-        _factor(comparison.published_speed_up(result)),
-        _own_factor(comparison, result),
-        UNKNOWN if result.purity.mean is None else f"{result.purity.mean:.2f}",
-    )
-
-
-def _paper(result: Result, quantity: str, digits: int) -> str:
-    """Return what the paper reports of a method, with a mark if there is a remark on it."""
-    published = result.published
-    value = None if published is None else getattr(published, quantity)
-    if published is None or value is None:
-        return UNKNOWN
-    return f"{value:.{digits}f}{MARK if published.remark else ''}"
-
-
-def _shown_columns(comparison: Comparison) -> list[int]:
-    """Return which columns of a reproduction have anything: the paper may tell no times."""
-    times = comparison.has_published_times
-    factors = compares_times(comparison)
-    shown = [True, True, True, times, True, times and factors, factors, True]
-    return [index for index, is_shown in enumerate(shown) if is_shown]
+_WORK = ("bytes_down", "sample_passes")
+_SPREADS = ("unrest", "forgetting", "mixture_divergence", "purity", "clusters")
 
 
 def _entry(comparison: Comparison, result: Result) -> dict[str, Any]:
@@ -424,38 +384,21 @@ def _entry(comparison: Comparison, result: Result) -> dict[str, Any]:
         "strategy": method.strategy,
         "asynchronous": method.asynchronous,
         "options": dict(method.options),
-        comparison.measure.name: _plain(result.accuracy),
-        f"time_to_{comparison.suite.timing}": _plain(result.time),
-        "unrest": _plain(result.unrest),
-        "forgetting": _plain(result.forgetting),
-        "traffic": _plain(result.traffic),
-        "scores": {str(scored): _plain(result.score(scored)) for scored in Scored},
-        "mixture_divergence": _plain(result.mixture_divergence),
+        comparison.measure.name: asdict(result.accuracy),
+        f"time_to_{comparison.suite.timing}": asdict(result.time),
+        "traffic": asdict(result.traffic),
+        **{key: asdict(result.spread(key)) for key in _SPREADS},
+        "scores": {str(scored): asdict(result.spread(scored.key)) for scored in Scored},
         "relative": {key: comparison.relative(result, key) for key in _WORK},
-        "purity": _plain(result.purity),
-        "clusters": _plain(result.clusters),
         "ratio_to_best": comparison.ratio(result),
         "time_above": result.time_above,
         "speed_up_of_reference": comparison.speed_up(result),
         "speed_up_of_reference_above": comparison.speed_up_above(result),
         "published_speed_up_of_reference": comparison.published_speed_up(result),
-        "published": None
-        if published is None
-        else {
-            "accuracy": published.accuracy,
-            "time": NEVER if published.time == math.inf else published.time,
-            "traffic": published.traffic,
-            "clusters": published.clusters,
-            "remark": published.remark,
-            **{str(scored): getattr(published, scored) for scored in Scored},
-        },
+        "published": None if published is None else written_published(published),
         "runs": [{"seed": run.seed, "folder": run.folder, **run.summary} for run in result.runs],
         "errors": {str(seed): error for seed, error in result.errors.items()},
     }
-
-
-def _plain(spread: Spread) -> dict[str, float | int | None]:
-    return {"mean": spread.mean, "std": spread.std, "count": spread.count, "of": spread.of}
 
 
 def _name(result: Result) -> str:
@@ -469,7 +412,7 @@ def _percent(spread: Spread, measure: Measure) -> str:
 
 
 def _head(measure: Measure) -> str:
-    return measure.label if measure.is_error else _ACCURACY
+    return measure.label if measure.is_error else "acc %"
 
 
 def _time(result: Result) -> str:
@@ -499,9 +442,8 @@ def _own_factor(comparison: Comparison, result: Result) -> str:
     return _factor(comparison.speed_up(result)) if above is None else f"> {above:.2f}×"
 
 
-def _traffic(comparison: Comparison, result: Result) -> tuple[str, str]:
-    published = None if result.published is None else result.published.traffic
-    return _factor(published), _factor(comparison.relative_traffic(result))
+def _number(value: float | None) -> str:
+    return UNKNOWN if value is None else f"{value:.2f}"
 
 
 def _factor(value: float | None) -> str:

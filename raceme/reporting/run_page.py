@@ -573,7 +573,7 @@ def run_page(folder: Path, links: str) -> str:
     UserError
         The run has not ended, or its folder is damaged.
     """
-    summary, config = _read_summary(folder), read_toml(folder / "config.toml")
+    summary, config = read_summary(folder), read_toml(folder / "config.toml")
     record = read_run(folder)
     clock = "time" if record.on_devices else CLOCK
     try:
@@ -637,7 +637,14 @@ def run_page(folder: Path, links: str) -> str:
     )
 
 
-def _read_summary(folder: Path) -> dict[str, Any]:
+def read_summary(folder: Path) -> dict[str, Any]:
+    """Return the content of a run's ``summary.json``.
+
+    Raises
+    ------
+    UserError
+        The run has none yet, or it is damaged.
+    """
     path = folder / "summary.json"
     if not path.is_file():
         further = ""

@@ -44,7 +44,7 @@ _TREE = "tree"
 """Name of the tensor with the JSON; arrays are named by their number."""
 _HASH = "sha256"
 _MARK = "$"
-"""Begins the keys that stand for something; one that a person chose is written with another."""
+"""Begins the keys that stand for a tensor; a key of the tree that begins so gets another one."""
 _ARRAY, _BYTES = "$array", "$bytes"
 
 _UNREADABLE = (OSError, ReadingError, SafetensorError, ValueError, TypeError, KeyError)
@@ -110,7 +110,7 @@ def read_tree(path: Path) -> tuple[Any, dict[str, str]]:
     del metadata["format"]
     try:
         return _unpack(parse_json(tensors[_TREE].tobytes()), tensors, {}), metadata
-    # The hash keeps accidents away; who means harm can make one.
+    # The hash detects accidents; a forged file may have a valid one.
     except (ReadingError, LookupError, TypeError, AttributeError) as error:
         raise DamagedError(f"its tree cannot be read: {error}") from None
 
@@ -180,18 +180,12 @@ def _unpack(value: Any, tensors: Mapping[str, _Array], known: dict[int, bytes]) 
 
 
 def _digest(metadata: Mapping[str, str], tensors: Mapping[str, _Array]) -> str:
-    digest = hashlib.sha256()
-    for part in _parts(metadata, tensors):
-        digest.update(part)
-    return digest.hexdigest()
-
-
-def _parts(metadata: Mapping[str, str], tensors: Mapping[str, _Array]) -> Iterator[Any]:
-    yield json.dumps(dict(metadata), sort_keys=True).encode("ascii")
+    digest = hashlib.sha256(json.dumps(dict(metadata), sort_keys=True).encode("ascii"))
     for name in sorted(tensors):
         array = tensors[name]
-        yield json.dumps([name, array.dtype.str, list(array.shape)]).encode("ascii")
-        yield np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+        digest.update(json.dumps([name, array.dtype.str, list(array.shape)]).encode("ascii"))
+        digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()
 
 
 def _flush(path: Path) -> None:
@@ -240,7 +234,7 @@ class CheckpointFolder:
         self._good = [*self._good, number][-_KEPT:]
         for old in self._numbers():
             if old not in self._good:
-                # What somebody else has put there may be no file; it is in nobody's way.
+                # What stands there may be no file, and not ours: it is left alone.
                 with suppress(OSError):
                     self._file(old).unlink(missing_ok=True)
         return path
@@ -323,6 +317,7 @@ def only_writer(run: Path, patience: float = 0.0) -> Iterator[None]:
 
 
 def _lock(handle: int, run: Path, patience: float) -> None:
+    """Wait for the lock of a folder; see `only_writer`."""
     deadline = time.monotonic() + patience
     said = False
     while True:
@@ -351,9 +346,9 @@ def _lock(handle: int, run: Path, patience: float) -> None:
 
 
 STATE = 8
-"""The format of what a checkpoint holds. It is raised by whoever changes what the state of a
-strategy, a policy or the grid consists of, or means: a run then does not go on from an earlier one.
-Versions with the same number read each other's checkpoints."""
+"""The format of what a checkpoint holds. A change of what the state of a strategy, a policy or the
+grid consists of, or means, raises it: a run then does not go on from an earlier one. Versions with
+the same number read each other's checkpoints."""
 
 _PARTS: Mapping[str, tuple[type, ...]] = {
     "config": (dict,),
@@ -362,29 +357,33 @@ _PARTS: Mapping[str, tuple[type, ...]] = {
     "events": (int,),
     "wall-time": (int, float),
 }
-_FREE = frozenset(
-    {
-        "checkpoint-every",
-        "checkpoint-seconds",
-        "client-map",
-        "client-models",
-        "data-file",
-        "data-root",
-        "device",
-        "device-keys",
-        "download",
-        "max-rounds",
-        "max-time",
-        "trace",
-        "track",
-        "max-updates",
-        "out",
-        "resume",
-        "stop-at-target",
-        "target-accuracy",
-        "vectorised",
-        "workers",
-    }
+CONDITIONS = (
+    "checkpoint-every",
+    "checkpoint-seconds",
+    "client-map",
+    "client-models",
+    "data-file",
+    "data-root",
+    "download",
+    "trace",
+    "track",
+    "workers",
+)
+"""Keys that change no number of a run. Where data lie is not what they are: a run can move to a
+machine that has them elsewhere."""
+
+_FREE = (
+    *CONDITIONS,
+    "device",
+    "device-keys",
+    "max-rounds",
+    "max-time",
+    "max-updates",
+    "out",
+    "resume",
+    "stop-at-target",
+    "target-accuracy",
+    "vectorised",
 )
 """Keys that may differ when a run is resumed: they do not change what was learned so far."""
 
@@ -468,19 +467,16 @@ class Keeper:
     def stop_check(self) -> str:
         """Write a checkpoint if one is due; return why the run is to end, if it is.
 
-        A checkpoint that cannot be written does not end a run; events that cannot do, for nobody
-        could tell afterwards what the run did.
+        A checkpoint that cannot be written does not end a run. Events that cannot be written do:
+        afterwards there would be no way to tell what the run did.
         """
         reason = self._stop()
         if reason or self._is_due():
             path = self._saved()
             if reason and path is not None:
                 log.info("The run can be resumed from %s", path)
-        return reason or self._unrecorded()
-
-    def _unrecorded(self) -> str:
         failure = self._store.failure
-        return f"{FILE_NAME} cannot be written any more: {failure}" if failure else ""
+        return reason or (f"{FILE_NAME} cannot be written any more: {failure}" if failure else "")
 
     def _is_due(self) -> bool:
         if self._saved_updates < 0:
@@ -560,7 +556,7 @@ def restore(folder: CheckpointFolder, config: RunConfig, strategy: Method, grid:
             return reason
         try:
             strategy.load_state_dict(tree["strategy"])
-        # A state that somebody has made up raises whatever comes first.
+        # A forged state raises whatever exception comes first.
         except Exception as error:
             return f"its state does not fit this version of Raceme ({_described(error)})"
         writer = note.get("raceme")
@@ -585,7 +581,7 @@ def restore(folder: CheckpointFolder, config: RunConfig, strategy: Method, grid:
 def resuming(path: Path) -> Iterator[None]:
     """Say of what a run was resumed, should it fail: an error is logged, and becomes a UserError.
 
-    A checkpoint that somebody has made up may fit as far as can be told, and fail later on.
+    A forged checkpoint may fit as far as can be told, and fail later on.
 
     Parameters
     ----------
@@ -613,14 +609,10 @@ def can_resume(run: Path, config: RunConfig) -> bool:
     config : RunConfig
         The resolved configuration that the run is to be of.
     """
-
-    def check(tree: Any, note: Mapping[str, str]) -> str:
-        return _unfit(tree, note, config)
-
     if not (run / FILE_NAME).is_file():
         return False
     try:
-        CheckpointFolder(run).load(check)
+        CheckpointFolder(run).load(lambda tree, note: _unfit(tree, note, config))
     except UserError:
         return False
     return True

@@ -36,12 +36,13 @@ from raceme.records.folder import (
     new_folder,
     resumed_folder,
 )
-from raceme.records.record import WallTimes
+from raceme.records.record import FILE as TRACE_FILE
+from raceme.records.record import TraceFile, WallTimes
 from raceme.records.store import RunStore, read_events
 from raceme.records.summary import ProtectionSummary, RunSummary
-from raceme.runs import trackers as tracking
 from raceme.runs.checkpoints import CheckpointFolder, Keeper, only_writer, restore, resuming
-from raceme.runs.observers import Beside, ClientMap, models_in_use, scores_beside
+from raceme.runs.observers import ClientMap, models_in_use, scores_beside
+from raceme.runs.trackers import TrackerObserver, chosen
 from raceme.simulation import executor_for, prepare, training_seconds
 from raceme.simulation.attacks import NONE, attackers_of
 from raceme.simulation.devices import PREFIX, fleet, traced_fleet
@@ -87,10 +88,10 @@ def resolve(config: RunConfig) -> RunConfig:
     Raises
     ------
     UserError
-        The dataset does not exist, or nobody reads an option that is set.
+        The dataset does not exist, or an option that is set is not read.
     """
     config.check_options()
-    tracking.chosen(config.track)
+    chosen(config.track)
     config = config.with_absolute_paths().with_values(proxy=with_whole_path(config.proxy))
     config = datasets.with_fitting_groups(config)
     config = datasets.with_defaults(config)
@@ -285,11 +286,11 @@ def conduct(
     out = resumed_folder(config) if config.resume else new_folder(config.out, config.short_name)
     virtual, spec = timeline_of(grid).is_virtual, ModelSpec.of(initial)
     starts: Sequence[Vector] = ()
+    trace: TraceFile | None = None
     with ExitStack() as opened:
         # A grid that keeps a clock of its own is not Flower's: its process is the only one.
         patience = 0.0 if isinstance(grid, Timeline) else _WRITER_SECONDS
         opened.enter_context(only_writer(out, patience))
-        beside = opened.enter_context(Beside(config, out, communication_of(grid)))
         if not config.resume:
             begin(out, config)
         opened.enter_context(log_file(out / "run.log"))
@@ -313,21 +314,25 @@ def conduct(
         with store, threadpool_limits(1):
             if restored:
                 forget_end(config, out)
-                beside.begin(restored.events, strategy.progress.updates)
+            listening: list[Observer] = [store.observe, summary.observe, protection.observe]
+            if config.trace:
+                events = restored.events if restored else 0
+                trace = opened.enter_context(TraceFile(out, communication_of(grid), events))
+                listening.append(trace.observe)
+            updates = strategy.progress.updates if restored else None
+            trackers = opened.enter_context(TrackerObserver(config, out, updates))
+            listening += [trackers, *observers]
+            if restored:
                 for event in read_events(out):
                     summary.observe(event)
                     protection.observe(event)
-                    beside.recall(event)
-            else:
-                beside.begin()
-            own = (store.observe, summary.observe, protection.observe, beside.observe)
-            listening: list[Observer] = [*own, *observers]
+                    trackers.recall(event)
             after = summary.time if restored else None
             if virtual:
                 # On real devices the run's own time is that of the wall.
                 listening.append(WallTimes(out, wall_time, after).observe)
             if config.client_map:
-                listening.append(ClientMap(strategy, spec, out, after).observe)
+                listening.append(ClientMap(strategy, spec, out, after))
 
             def observe(event: Event) -> None:
                 for told in (event, *scores_beside(event, strategy, probe)):
@@ -380,9 +385,14 @@ def conduct(
             target=config.target_accuracy,
             clock="virtual time" if virtual else "time",
         )
-        beside.end(result)
-    unwritten |= beside.failures
-    for name, failure in (("run.sqlite", store.failure), ("checkpoint", keeper.failure)):
+        trackers.end(result, out)
+    unwritten |= trackers.failures
+    failures = {
+        TRACE_FILE: trace.failure if trace else "",
+        "run.sqlite": store.failure,
+        "checkpoint": keeper.failure,
+    }
+    for name, failure in failures.items():
         if failure:
             unwritten[name] = failure
     ending = summary.ending

@@ -1,36 +1,36 @@
-"""The map of the clients while a run goes on: snapshots with its evaluations."""
+"""Observers of a run: the map of its clients, and tests of its clusters on the server."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol
+from typing import Protocol
 
 from raceme.core.clusters import Model, blended
+<<<<<<< HEAD
 from raceme.core.config import RunConfig
 from raceme.core.events import ClustersScored, Evaluated, Event, RunEnded
+=======
+from raceme.core.embedding import ClientEmbedding, Sketch
+from raceme.core.events import ClustersScored, Evaluated, Event, EventHandler, RunEnded
+>>>>>>> 328dfc09743742985b187d91bee7e3365d4b844a
 from raceme.core.messages import ModelSpec, Vector
 from raceme.core.requests import ClientEmbedding, Sketch
 from raceme.core.strategy import Method
-from raceme.records import record as trace
 from raceme.records.positions import PositionsFile, positions_of_rows
-from raceme.records.record import Communication, TraceFile
-from raceme.runs.trackers import Tracking
 
 
-class ClientMap:
-    """An observer of a run that writes where the clients lie, by how alike their models are.
+class ClientMap(EventHandler):
+    """Writes where the clients lie, by how alike their models are, with most evaluations.
 
-    Every method has one, also those that compare no clients. It changes nothing of the run.
+    Every method has such a map, also those that compare no clients. It changes nothing of the run.
 
     Parameters
     ----------
     method : Method
-        Whose clients.
+        The method whose clients are drawn.
     spec : ModelSpec
-        Of its models.
+        The shapes of its models.
     folder : Path
         The folder of the run.
     after : float, optional
@@ -46,13 +46,15 @@ class ClientMap:
             Sketch(sum(spec.sizes), spec.trainable)
         )
 
-    def observe(self, event: Event) -> None:
-        """Write a snapshot with most evaluations, and at the end; other events are none of its."""
-        if isinstance(event, Evaluated):
-            self._is_missing = not self._file.wants(event.updates)
-            if not self._is_missing:
-                self._write(event)
-        elif isinstance(event, RunEnded) and self._is_missing:
+    def on_evaluated(self, event: Evaluated) -> None:
+        """Write a snapshot, unless the last one is recent."""
+        self._is_missing = not self._file.wants(event.updates)
+        if not self._is_missing:
+            self._write(event)
+
+    def on_run_ended(self, event: RunEnded) -> None:
+        """Write the snapshot of the end, unless the last evaluation has one."""
+        if self._is_missing:
             self._write(event)
 
     def _write(self, event: Evaluated | RunEnded) -> None:
@@ -138,15 +140,15 @@ def scores_beside(
 
 
 # -----------------------------------------------------------------------------
-# What each client uses, for those who want the models that accuracies were measured with.
+# The model that each client uses: what its accuracy was measured with.
 # -----------------------------------------------------------------------------
 
 
 def models_in_use(method: Method) -> Iterator[tuple[str, Vector]]:
-    """Yield the clients that are online, and the model that each would be tested with now.
+    """Yield each client that is online, with the model that it would be tested with now.
 
     That is its cluster's, of several clusters Σ_k α_k w_k, or one that the method has for it alone.
-    One model at a time is made: a fleet's may be more than fits into memory.
+    One model at a time is made: those of a fleet may not fit into memory.
 
     Parameters
     ----------
@@ -167,85 +169,3 @@ def models_in_use(method: Method) -> Iterator[tuple[str, Vector]]:
     for client in clients:
         if client not in alone:
             yield client, blended(served, method.placement(client))
-
-
-# -----------------------------------------------------------------------------
-# What a run tells others beside its store: trackers, and the file with a line per event.
-# -----------------------------------------------------------------------------
-
-
-class Beside:
-    """The trackers and the trace of a run, if it has any; a context manager around the run.
-
-    Parameters
-    ----------
-    config : RunConfig
-        A resolved configuration.
-    out : Path
-        The run's folder.
-    communication : Communication, optional
-        How long transfers take, where that is known beforehand.
-    """
-
-    def __init__(
-        self, config: RunConfig, out: Path, communication: Communication | None = None
-    ) -> None:
-        self._config, self._out, self._communication = config, out, communication
-        self._open = ExitStack()
-        self._trace: TraceFile | None = None
-        self._tracking: Tracking | None = None
-
-    def __enter__(self) -> Beside:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._open.__exit__(kind, error, traceback)
-
-    @property
-    def failures(self) -> dict[str, str]:
-        """Who was left behind, and why."""
-        failed = dict(self._tracking.failures) if self._tracking else {}
-        if self._trace is not None and self._trace.failure:
-            failed[trace.FILE] = self._trace.failure
-        return failed
-
-    def begin(self, events: int = 0, updates: int | None = None) -> None:
-        """Open what the configuration asks for.
-
-        Parameters
-        ----------
-        events, updates : int, int or None
-            Of a resumed run: how many events it goes on from, and how many updates.
-
-        Raises
-        ------
-        UserError
-            The trace cannot be written.
-        """
-        if self._config.trace:
-            file = TraceFile(self._out, self._communication, events)
-            self._trace = self._open.enter_context(file)
-        if self._config.track:
-            self._tracking = self._open.enter_context(Tracking(self._config, self._out, updates))
-
-    def recall(self, event: Event) -> None:
-        """Take note of an event from before a run was resumed."""
-        if self._tracking is not None:
-            self._tracking.recall(event)
-
-    def observe(self, event: Event) -> None:
-        """Tell of an event."""
-        if self._trace is not None:
-            self._trace.observe(event)
-        if self._tracking is not None:
-            self._tracking.observe(event)
-
-    def end(self, summary: Mapping[str, Any]) -> None:
-        """Hand over what a run that has ended has left."""
-        if self._tracking is not None:
-            self._tracking.end(summary, self._out)

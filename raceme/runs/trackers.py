@@ -14,12 +14,13 @@ import math
 import os
 import tempfile
 import time as clock
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -29,11 +30,19 @@ from raceme.core.events import (
     ClustersChanged,
     Evaluated,
     Event,
+<<<<<<< HEAD
     UpdateApplied,
     UpdateRejected,
     change_line,
     is_news,
 )
+=======
+    EventHandler,
+    UpdateApplied,
+    UpdateRejected,
+)
+from raceme.core.membership import change_line, is_news
+>>>>>>> 328dfc09743742985b187d91bee7e3365d4b844a
 from raceme.core.options import Value
 
 # -----------------------------------------------------------------------------
@@ -45,23 +54,24 @@ _MOST_CLUSTERS = 50
 """A curve for each cluster is of use for as many as can be told apart."""
 
 
-class Measurements:
-    """Gathers from the events of a run what is told of it at each evaluation."""
+class Measurements(EventHandler):
+    """Gathers from the events of a run the numbers that are reported at each evaluation."""
 
     def __init__(self) -> None:
         self._staleness: list[int] = []
         self._losses: list[float] = []
         self._rejected = self._bytes_up = self._bytes_down = 0
 
-    def observe(self, event: Event) -> None:
-        """Take note of an event."""
-        if isinstance(event, UpdateApplied):
-            self._staleness.append(event.staleness)
-            self._losses.append(event.train_loss)
-            self._bytes_up += event.bytes_up
-            self._bytes_down += event.bytes_down
-        elif isinstance(event, UpdateRejected):
-            self._rejected += 1
+    def on_update_applied(self, event: UpdateApplied) -> None:
+        """Count its bytes, its staleness and its loss."""
+        self._staleness.append(event.staleness)
+        self._losses.append(event.train_loss)
+        self._bytes_up += event.bytes_up
+        self._bytes_down += event.bytes_down
+
+    def on_update_rejected(self, event: UpdateRejected) -> None:
+        """Count it."""
+        self._rejected += 1
 
     def of(self, event: Evaluated) -> dict[str, float]:
         """Return what is known at an evaluation; means of updates are over those since the last.
@@ -120,6 +130,48 @@ def final(summary: object) -> dict[str, float]:
 
 
 # -----------------------------------------------------------------------------
+# The trackers.
+# -----------------------------------------------------------------------------
+
+
+class Tracker(ABC):
+    """One tracker of one run; the step of each curve is the number of updates.
+
+    Parameters
+    ----------
+    out : Path
+        The run's folder.
+    name : str
+        The run's name.
+    parameters : Mapping[str, Value]
+        The keys of the run.
+    resumed : int or None
+        Updates that a resumed run goes on from; None for a new run.
+    """
+
+    @abstractmethod
+    def __init__(
+        self, out: Path, name: str, parameters: Mapping[str, Value], resumed: int | None
+    ) -> None: ...
+
+    @abstractmethod
+    def log(self, measured: Mapping[str, float], updates: int, time: float) -> None:
+        """Take the numbers after so many updates, at a time of the run in seconds."""
+
+    @abstractmethod
+    def note(self, text: str, updates: int) -> None:
+        """Take a line on a change of the clusters."""
+
+    @abstractmethod
+    def end(self, summary: Mapping[str, Any], files: list[Path]) -> None:
+        """Take the summary and the files of a run that has ended."""
+
+    @abstractmethod
+    def close(self, failed: bool) -> None:
+        """Let go of the tracker; `failed` if the run has ended by an error."""
+
+
+# -----------------------------------------------------------------------------
 # TensorBoard: scalars, texts and plots in the run's folder; ``tensorboard --logdir OUT``.
 # -----------------------------------------------------------------------------
 
@@ -127,7 +179,7 @@ def final(summary: object) -> dict[str, float]:
 FOLDER = "tensorboard"
 
 
-class TensorBoard:
+class TensorBoard(Tracker):
     """A run in TensorBoard; the step of each curve is the number of updates."""
 
     def __init__(
@@ -193,13 +245,13 @@ _AT_ONCE = 100
 """Parameters that MLflow takes in one call."""
 
 
-class Mlflow:
+class Mlflow(Tracker):
     """A run in MLflow; the step of each metric is the number of updates."""
 
     def __init__(
         self, out: Path, name: str, parameters: Mapping[str, Value], resumed: int | None
     ) -> None:
-        # Trackers are extras: each is imported by the one who asks for it.
+        # Trackers are extras, imported only if they are asked for.
         from mlflow import MlflowClient
         from mlflow.entities import Param, RunStatus
 
@@ -282,7 +334,7 @@ WANDB_RUN_FILE = "wandb-run.txt"
 """In the run's folder: which run of Weights & Biases it is, for the time after a resumption."""
 
 
-class Wandb:
+class Wandb(Tracker):
     """A run in Weights & Biases; the step of each chart is the number of updates."""
 
     def __init__(
@@ -344,34 +396,13 @@ class Wandb:
 
 log = logging.getLogger("raceme")
 
-TRACKERS = {
-    "tensorboard": "torch.utils.tensorboard",
-    "mlflow": "mlflow",
-    "wandb": "wandb",
+TRACKERS: Mapping[str, tuple[str, type[Tracker]]] = {
+    "tensorboard": ("torch.utils.tensorboard", TensorBoard),
+    "mlflow": ("mlflow", Mlflow),
+    "wandb": ("wandb", Wandb),
 }
-"""Name of each tracker, as in the key ``track`` and the extra of the same name, to its module."""
-
-_KINDS: Mapping[str, type[TensorBoard] | type[Mlflow] | type[Wandb]] = {
-    "tensorboard": TensorBoard,
-    "mlflow": Mlflow,
-    "wandb": Wandb,
-}
-
-
-class Tracker(Protocol):
-    """One tracker of one run."""
-
-    def log(self, measured: Mapping[str, float], updates: int, time: float) -> None:
-        """Take what was measured after so many updates, at a time of the run in seconds."""
-
-    def note(self, text: str, updates: int) -> None:
-        """Take a line on what became of the clusters."""
-
-    def end(self, summary: Mapping[str, Any], files: list[Path]) -> None:
-        """Take the summary and the files of a run that has ended."""
-
-    def close(self, failed: bool) -> None:
-        """Let go of the tracker; `failed` if the run has ended by an error."""
+"""Name of each tracker, as in the key ``track`` and the extra of the same name, to the module that
+it needs and its class."""
 
 
 def chosen(track: str) -> list[str]:
@@ -387,7 +418,7 @@ def chosen(track: str) -> list[str]:
         if name not in TRACKERS:
             raise unknown_name("tracker", name, TRACKERS)
         try:
-            importlib.import_module(TRACKERS[name])
+            importlib.import_module(TRACKERS[name][0])
         except ImportError as error:
             raise UserError(
                 f"track={name} needs a package that is not here ({error}): "
@@ -401,8 +432,8 @@ def run_name(out: Path) -> str:
     return "/".join(out.parts[-2:]) if out.name.startswith("seed-") else out.name
 
 
-class Tracking:
-    """The trackers of a run: an observer of it, and a context manager around it.
+class TrackerObserver(EventHandler):
+    """The trackers of a run, if it has any: an observer of it, and a context manager around it.
 
     Parameters
     ----------
@@ -421,32 +452,32 @@ class Tracking:
         self._ended = False
         parameters = {name: value for name, value in config.to_mapping().items() if value != ""}
         for name in chosen(config.track):
-            self._try(name, lambda name=name: self._open(name, out, parameters, resumed))  # type: ignore[misc]
+            self._try(name, partial(self._open, name, out, parameters, resumed))
 
-    def __enter__(self) -> Tracking:
+    def __enter__(self) -> TrackerObserver:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._each(lambda tracker: tracker.close(failed=not self._ended))
 
     def recall(self, event: Event) -> None:
-        """Take note of an event from before the run was resumed: trackers know it already."""
-        self._measurements.observe(event)
+        """Take note of an event from before the run was resumed: trackers have it already."""
+        self._measurements(event)
 
-    def observe(self, event: Event) -> None:
-        """Tell the trackers what is worth telling."""
-        if not self._trackers:
-            return
-        self._measurements.observe(event)
-        if isinstance(event, Evaluated):
-            measured = self._measurements.of(event)
-            self._each(lambda tracker: tracker.log(measured, event.updates, event.time))
-        elif isinstance(event, ClustersChanged) and is_news(event):
+    def __call__(self, event: Event) -> None:
+        """Report an evaluation, or a change of the clusters, to the trackers."""
+        if self._trackers:
+            self._measurements(event)
+            super().__call__(event)
+
+    def on_evaluated(self, event: Evaluated) -> None:
+        """Report its numbers, and those of the updates since the last."""
+        measured = self._measurements.of(event)
+        self._each(lambda tracker: tracker.log(measured, event.updates, event.time))
+
+    def on_clusters_changed(self, event: ClustersChanged) -> None:
+        """Report a split, a merge or the like in a line of text."""
+        if is_news(event):
             line = change_line(event)
             self._each(lambda tracker: tracker.note(line, event.updates))
 
@@ -463,12 +494,12 @@ class Tracking:
     def _open(
         self, name: str, out: Path, parameters: Mapping[str, Value], resumed: int | None
     ) -> None:
-        kind = _KINDS[name]
+        kind = TRACKERS[name][1]
         self._trackers[name] = kind(out, run_name(out), parameters, resumed)
 
     def _each(self, tell: Callable[[Tracker], None]) -> None:
         for name, tracker in list(self._trackers.items()):
-            self._try(name, lambda tracker=tracker: tell(tracker))  # type: ignore[misc]
+            self._try(name, partial(tell, tracker))
 
     def _try(self, name: str, act: Callable[[], None]) -> None:
         """Do something with a tracker; leave it behind if it fails."""

@@ -427,8 +427,41 @@ class OtherSizes:
 @pytest.mark.usefixtures("moons")
 def test_one_key_has_one_meaning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Moons, "options_type", OtherSizes)
-    with pytest.raises(TypeError, match="declares sizes unlike"):
+    with pytest.raises(UserError, match=r"^P.* '.*' declares sizes unlike others: give .*"):
         all_keys()
+
+
+@dataclass(frozen=True)
+class NoDefault:
+    phase: int
+
+
+@dataclass(frozen=True)
+class Contradictory:
+    phase: int = option(3, "phase of the moon")
+
+    def __post_init__(self) -> None:
+        raise ValueError("phase and tide contradict each other")
+
+
+@pytest.mark.usefixtures("moons")
+@pytest.mark.parametrize(
+    ("options_type", "said"),
+    [
+        (NoDefault, r"^Options need defaults: .*test_config.NoDefault has none for phase\.$"),
+        ("text", r"^Options must be a dataclass, got 'text'\.$"),
+        (
+            Contradictory,
+            r"Contradictory cannot be made of these options: ValueError: phase and tide contradict",
+        ),
+    ],
+)
+def test_options_that_cannot_be_read_are_one_line(
+    options_type: object, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Moons, "options_type", options_type)
+    with pytest.raises(UserError, match=said):
+        config_of(dataset="moons").to_mapping()
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from rich.console import Console
 
 from raceme.core.errors import UserError
 from raceme.experiments.compare import compare, prepare
-from raceme.experiments.figures import times_figure
 from raceme.experiments.jobs import make_jobs
+from raceme.experiments.page import times_figure
 from raceme.experiments.results import Comparison, Result, Run, Spread, best_of, read_comparison
 from raceme.experiments.suites import (
     Method,

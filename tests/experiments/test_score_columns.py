@@ -17,8 +17,7 @@ from raceme.core.events import (
     UpdateApplied,
 )
 from raceme.experiments.compare import write
-from raceme.experiments.figures import divergences_figure, scores_figure
-from raceme.experiments.page import comparison_page
+from raceme.experiments.page import comparison_page, divergences_figure, scores_figure
 from raceme.experiments.results import Comparison, Result, Run, read_comparison
 from raceme.experiments.suites import Method, Published, Score, Scored, Suite, load_suite
 from raceme.experiments.tables import main_table, to_csv, to_json

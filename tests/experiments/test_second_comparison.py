@@ -50,7 +50,8 @@ def test_a_second_comparison_neither_runs_nor_removes_anything(half: Path) -> No
 def test_a_run_that_goes_on_without_its_comparison_is_waited_for(
     half: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("raceme.experiments.jobs._ORPHAN_SECONDS", 0.1)
+    for module in ("compare", "jobs"):
+        monkeypatch.setattr(f"raceme.experiments.{module}.ORPHAN_SECONDS", 0.1)
     with only_writer(half), pytest.raises(UserError, match=r"still writing to .*seed-0"):
         compare(prepare(suite(), half.parent.parent), 1, Console(file=io.StringIO()))
     # It may have been started again since it was waited for.

@@ -19,7 +19,7 @@ def update(seq: int, staleness: int, loss: float) -> UpdateApplied:
 def test_an_evaluation_says_what_is_known_since_the_last() -> None:
     measurements = Measurements()
     for event in (update(1, 0, 1.0), update(2, 3, 2.0), UpdateRejected(2.5, "b", "why", 0.0)):
-        measurements.observe(event)
+        measurements(event)
     clients = {f"c{n}": (n % 2, n / 20, 1.0) for n in range(20)}
     found = measurements.of(Evaluated(3.0, 2, 0.475, 1.25, 2, clients, 20))
     assert found == pytest.approx(
@@ -41,7 +41,7 @@ def test_an_evaluation_says_what_is_known_since_the_last() -> None:
             "cluster_1_accuracy": 0.5,
         }
     )
-    measurements.observe(update(3, 6, 4.0))
+    measurements(update(3, 6, 4.0))
     later = measurements.of(Evaluated(4.0, 3, 0.5, 1.0, 1))
     assert (later["staleness"], later["train_loss"], later["bytes_up"]) == (6.0, 4.0, 30.0)
 

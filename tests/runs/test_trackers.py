@@ -17,7 +17,7 @@ from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
 from raceme.core.events import Evaluated
 from raceme.runs.experiment import resolve, simulate
-from raceme.runs.trackers import Tracking, run_name
+from raceme.runs.trackers import TrackerObserver, run_name
 
 if TYPE_CHECKING:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -180,8 +180,8 @@ def test_a_tracker_that_fails_is_left_behind(
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "nobody://knows/this")
     config = resolve(RunConfig.from_mapping({**SMALL, "track": "mlflow,tensorboard"}))
-    with Tracking(config, tmp_path, None) as tracking:
-        tracking.observe(Evaluated(0.0, 0, 0.5, 1.0, 1))
+    with TrackerObserver(config, tmp_path, None) as tracking:
+        tracking(Evaluated(0.0, 0, 0.5, 1.0, 1))
     assert set(tracking.failures) == {"track=mlflow"}
     found = written(tmp_path)
     assert found.Scalars("result/accuracy")[0].value == 0.5

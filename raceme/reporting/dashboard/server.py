@@ -397,8 +397,8 @@ _END_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
-class Beside:
-    """A dashboard that runs beside.
+class DashboardProcess:
+    """A dashboard in a process of its own.
 
     Attributes
     ----------
@@ -417,7 +417,9 @@ class Beside:
 
 
 @contextmanager
-def watching(folder: Path, host: str, port: int, *, comparison: bool = False) -> Iterator[Beside]:
+def watching(
+    folder: Path, host: str, port: int, *, comparison: bool = False
+) -> Iterator[DashboardProcess]:
     """Show what is being written to a folder, meanwhile.
 
     Parameters
@@ -439,7 +441,7 @@ def watching(folder: Path, host: str, port: int, *, comparison: bool = False) ->
         address = address_of(listening, token)
         process = _start(listening, folder, token, comparison)
     try:
-        yield Beside(address, process)
+        yield DashboardProcess(address, process)
     finally:
         _end(process)
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
-from sklearn.random_projection import SparseRandomProjection
 
 from raceme.core.errors import UserError
 from raceme.core.files import check_room
@@ -86,6 +85,9 @@ class Sketches:
         check_room(int(32 * entries), f"A projection of models to {size:,} numbers")
         self._reference = reference.copy()
         self._squared = float(reference @ reference)
+        # Only sketches need scikit-learn, which takes a second to import.
+        from sklearn.random_projection import SparseRandomProjection
+
         projection = SparseRandomProjection(n_components=size, random_state=seed)
         projection.fit(np.zeros((1, len(reference)), np.float32))
         self._projection = projection.components_.astype(np.float32).tocsr()

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
-from sklearn.neighbors import KNeighborsClassifier
 
 from raceme.core.clusters import Clusters
 from raceme.core.messages import Vector
@@ -105,6 +104,9 @@ class Landmarks:
         self, clients: Sequence[str], known: Sequence[str], labels: Sequence[int]
     ) -> NDArray[np.int64]:
         """Return for each client the label that most of its nearest neighbours have."""
+        # Only a large fleet needs scikit-learn, which takes a second to import.
+        from sklearn.neighbors import KNeighborsClassifier
+
         vote = KNeighborsClassifier(min(_NEIGHBOURS, len(known)), algorithm="brute")
         vote.fit(self._of(known), np.asarray(labels))
         return np.asarray(vote.predict(self._of(clients)), np.int64)
