@@ -12,21 +12,11 @@ from typing import Annotated
 
 import typer
 
-<<<<<<< HEAD
-from raceme.cli.report import ADDRESS, Address, Watch, watched
-from raceme.core.errors import PlainFormatter, UserError, unknown_name
+from raceme.cli.report import ADDRESS, Address, Watch, parsed_address, watched
+from raceme.core.errors import PlainFormatter, UserError, show_log, unknown_name
 from raceme.core.options import Value
-
-if TYPE_CHECKING:
-    from raceme.flower.fleet_client import Endpoint
 
 _TRANSPORTS = ("auto", "grpc", "http")
-=======
-from raceme.cli.report import ADDRESS, Address, Watch, parsed_address, watched
-from raceme.core.errors import PlainFormatter, UserError, show_log
-from raceme.core.options import Value
-
->>>>>>> 328dfc09743742985b187d91bee7e3365d4b844a
 _LEVELS = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ERROR: 3}
 
 
@@ -119,14 +109,12 @@ def device(
     from raceme.flower.fleet_client import Endpoint
 
     parsed_address("--superlink", superlink, "server.example.org:9092")
+    if transport not in _TRANSPORTS:
+        raise unknown_name("transport", transport, _TRANSPORTS)
     authority = None if root_certificates is None else read_authority(root_certificates)
     run_device(
         DeviceOptions(
-<<<<<<< HEAD
-            endpoint=_endpoint(Endpoint, superlink, insecure, root_certificates, transport),
-=======
-            endpoint=Endpoint(superlink, insecure, authority),
->>>>>>> 328dfc09743742985b187d91bee7e3365d4b844a
+            endpoint=Endpoint(superlink, insecure, authority, transport),
             keys=None if key is None else read_device_key(key, allow_open_key),
             node_config=_node_config(
                 node_config, device_id, {"threads": threads, "accelerator": accelerator}
@@ -140,25 +128,6 @@ def device(
     )
 
 
-<<<<<<< HEAD
-def _endpoint(
-    kind: type[Endpoint],
-    address: str,
-    insecure: bool,
-    root_certificates: Path | None,
-    transport: str,
-) -> Endpoint:
-    _check_address("--superlink", address, "server.example.org:9092")
-    if transport not in _TRANSPORTS:
-        raise unknown_name("transport", transport, _TRANSPORTS)
-    from raceme.fleet.device import read_authority
-
-    authority = None if root_certificates is None else read_authority(root_certificates)
-    return kind(address, insecure, authority, transport)
-
-
-=======
->>>>>>> 328dfc09743742985b187d91bee7e3365d4b844a
 def _node_config(
     text: str, device_id: str | None, processors: Mapping[str, str]
 ) -> Mapping[str, Value]:
@@ -248,13 +217,9 @@ def serve(
 
     The same command with the same --out resumes a run that was stopped or has crashed.
     """
-<<<<<<< HEAD
-    _check_address("--address", address, "0.0.0.0:9092")
-    if http is not None:
-        _check_address("--http", http, "0.0.0.0:8000")
-=======
     parsed_address("--address", address, "0.0.0.0:9092")
->>>>>>> 328dfc09743742985b187d91bee7e3365d4b844a
+    if http is not None:
+        parsed_address("--http", http, "0.0.0.0:8000")
     if metrics not in ("", "off"):
         parsed_address("--metrics", metrics, "127.0.0.1:9093")
     if any_device and certificates is None:

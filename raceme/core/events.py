@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-<<<<<<< HEAD
 from collections import Counter
-=======
->>>>>>> 328dfc09743742985b187d91bee7e3365d4b844a
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum

@@ -17,12 +17,8 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-<<<<<<< HEAD
-from dataclasses import MISSING, Field, field, fields, make_dataclass
+from dataclasses import MISSING, Field, field, fields, is_dataclass, make_dataclass
 from functools import cache
-=======
-from dataclasses import MISSING, Field, field, fields, is_dataclass
->>>>>>> 328dfc09743742985b187d91bee7e3365d4b844a
 from typing import Any, NamedTuple, TypeVar
 
 from raceme.core.errors import UserError, unknown_name

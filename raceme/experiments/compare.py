@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -34,15 +33,6 @@ from raceme.experiments.page import plots
 from raceme.experiments.results import Comparison, best_of, gather, read_first_runs
 from raceme.experiments.suites import Suite, slug
 from raceme.reporting.console import QUIET_SECONDS, shown_seconds, shown_updates
-<<<<<<< HEAD
-from raceme.reporting.plots import (
-    compared_measures,
-    comparison_figure,
-    shares_figure,
-    staleness_figure,
-)
-=======
->>>>>>> 328dfc09743742985b187d91bee7e3365d4b844a
 from raceme.reporting.style import save_figure
 from raceme.runs.checkpoints import only_writer
 
@@ -355,26 +345,8 @@ def write(comparison: Comparison, out: Path) -> dict[str, str]:
     for label in missing:
         log.warning("%s is not in the plots over time: its events cannot be read", label)
     title = f"{comparison.suite.title}, seed {comparison.suite.seeds[0]}"
-<<<<<<< HEAD
-    plots: dict[str, Callable[[], Figure]] = {
-        "time-to-target.png": lambda: figures.times_figure(comparison),
-        "purity.png": lambda: figures.purity_figure(comparison),
-    }
-    if records:
-        plots["accuracy.png"] = lambda: comparison_figure(
-            records, target=comparison.target, title=title
-        )
-        plots["staleness.png"] = lambda: staleness_figure(records)
-    for schema in compared_measures(records.values()):
-        plots[f"{schema.file}.png"] = partial(shares_figure, records, schema)
-    suite = comparison.suite
-    for name, draw in score_plots(records, suite.scores, suite.shows_mixtures).items():
-        plots[f"{name}.png"] = draw
-    for name, draw in plots.items():
-=======
     for plot, draw in plots(comparison, records, title).items():
         name = f"{plot}.png"
->>>>>>> 328dfc09743742985b187d91bee7e3365d4b844a
         try:
             save_figure(draw(), out / name)
         except OSError as error:

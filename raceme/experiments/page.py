@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -27,17 +28,13 @@ from raceme.experiments.suites import Score, Scored, Timing, described
 from raceme.records.record import RunRecord
 from raceme.reporting.console import PlainTable
 from raceme.reporting.dashboard.page import frozen_comparison
-<<<<<<< HEAD
-from raceme.reporting.page import PageTable, Plot, Tile, number, plot, render, versions_table
+from raceme.reporting.page import PageTable, Tile, number, plot, render, versions_table
 from raceme.reporting.plots import (
     compared_measures,
     comparison_figure,
     shares_figure,
     staleness_figure,
 )
-=======
-from raceme.reporting.page import PageTable, Tile, number, plot, render, versions_table
-from raceme.reporting.plots import comparison_figure, idle_figure, staleness_figure
 from raceme.reporting.style import (
     FAINT,
     INK,
@@ -80,8 +77,8 @@ def plots(
     found["purity"] = lambda: purity_figure(comparison)
     if records:
         found["staleness"] = lambda: staleness_figure(records)
-    if any(len(record.idle_shares) for record in records.values()):
-        found["idle"] = lambda: idle_figure(records)
+    for schema in compared_measures(records.values()):
+        found[schema.file] = partial(shares_figure, records, schema)
     if records and suite.scores:
         found["scores"] = lambda: scores_figure(records, suite.scores)
     if records and suite.shows_mixtures:
@@ -293,7 +290,6 @@ def _legend(
 # -----------------------------------------------------------------------------
 # The page.
 # -----------------------------------------------------------------------------
->>>>>>> 328dfc09743742985b187d91bee7e3365d4b844a
 
 _SCORE_HEADS = {
     Score.BEST_WEIGHTED: "best by test\nexamples",
@@ -354,29 +350,6 @@ def _page_table(text: PlainTable, words: tuple[int, ...] = (0,)) -> PageTable:
     return PageTable(text.title, text.columns, text.rows, words=words)
 
 
-<<<<<<< HEAD
-def _plots(comparison: Comparison, records: Mapping[str, RunRecord]) -> list[Plot]:
-    """Return the plots; those of single runs only if there are any runs."""
-    measure = comparison.measure
-    seed = f"{measure.title} over virtual time, seed {comparison.suite.seeds[0]}"
-    plots = []
-    if records:
-        accuracy = comparison_figure(records, target=comparison.target, title=seed)
-        plots.append(plot(accuracy, measure.name))
-    plots.append(plot(figures.times_figure(comparison), "times"))
-    plots.append(plot(figures.purity_figure(comparison), "purity"))
-    if records:
-        plots.append(plot(staleness_figure(records), "staleness"))
-    for schema in compared_measures(records.values()):
-        plots.append(plot(shares_figure(records, schema), schema.file))
-    suite = comparison.suite
-    for name, draw in score_plots(records, suite.scores, suite.shows_mixtures).items():
-        plots.append(plot(draw(), name))
-    return plots
-
-
-=======
->>>>>>> 328dfc09743742985b187d91bee7e3365d4b844a
 def _tiles(comparison: Comparison) -> list[Tile]:
     """Return the numbers at the top: the most accurate method, and the first at the target."""
     suite, results = comparison.suite, comparison.results

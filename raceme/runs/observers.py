@@ -7,13 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 from raceme.core.clusters import Model, blended
-<<<<<<< HEAD
-from raceme.core.config import RunConfig
-from raceme.core.events import ClustersScored, Evaluated, Event, RunEnded
-=======
-from raceme.core.embedding import ClientEmbedding, Sketch
 from raceme.core.events import ClustersScored, Evaluated, Event, EventHandler, RunEnded
->>>>>>> 328dfc09743742985b187d91bee7e3365d4b844a
 from raceme.core.messages import ModelSpec, Vector
 from raceme.core.requests import ClientEmbedding, Sketch
 from raceme.core.strategy import Method

@@ -30,19 +30,12 @@ from raceme.core.events import (
     ClustersChanged,
     Evaluated,
     Event,
-<<<<<<< HEAD
+    EventHandler,
     UpdateApplied,
     UpdateRejected,
     change_line,
     is_news,
 )
-=======
-    EventHandler,
-    UpdateApplied,
-    UpdateRejected,
-)
-from raceme.core.membership import change_line, is_news
->>>>>>> 328dfc09743742985b187d91bee7e3365d4b844a
 from raceme.core.options import Value
 
 # -----------------------------------------------------------------------------
