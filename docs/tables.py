@@ -548,7 +548,7 @@ def flexcfl_fig6_a(docs: Path) -> Table:
         updates,
     )
     rows = lines(code("fedavg", "fedgroup", "ifca", "flexcfl"), *columns)
-    rows.append(["IFCA-MIG (IFCA with migration, which we have not)", "5.48", "–", "–"])
+    rows.append(["IFCA-MIG (IFCA with migration, not implemented)", "5.48", "–", "–"])
     heads = ("method", "bytes / FedAvg's, paper", "ours", "updates (of them placing a client)")
     return Table(heads, rows)
 
