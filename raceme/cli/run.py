@@ -39,7 +39,7 @@ def run(keys: Mapping[str, Value], watch: Watch = False, watch_address: Address 
     _quiet_flower()
     if watch and not (settings.out or settings.resume):
         # A viewer has to know where it will be.
-        settings = settings.with_values(out=str(new_folder(settings)))
+        settings = settings.with_values(out=str(new_folder("", settings.short_name)))
     with watched(watch, Path(settings.resume or settings.out), watch_address):
         with StopRequest() as stop, RunProgress(max_updates=settings.planned_updates) as progress:
             outcome = simulate(settings, progress.observe, stop=stop)
