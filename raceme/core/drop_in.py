@@ -1245,6 +1245,8 @@ class FlowerRun:
     ----------
     grid, initial_arrays, num_rounds, timeout, train_config, evaluate_config, evaluate_fn
         As for Flower's own strategies.
+    should_stop : Callable, optional
+        As from Flower 1.43 on: called after each round, with its number and the result so far.
     max_updates : int or None
         Updates after which the run ends, instead of rounds.
     max_time : float or None
@@ -1260,6 +1262,7 @@ class FlowerRun:
     train_config: ConfigRecord = field(default_factory=ConfigRecord)
     evaluate_config: ConfigRecord = field(default_factory=ConfigRecord)
     evaluate_fn: EvaluateFn | None = None
+    should_stop: Callable[[int, RunResult], bool] | None = None
     max_updates: int | None = None
     max_time: float | None = None
     greet: bool = False
@@ -1341,6 +1344,8 @@ class FlowerPlan(Plan):
         over = self.run.look()
         if self.run.told.max_updates is None and over >= self.run.told.num_rounds:
             return rounds_over(self.run.told.num_rounds)
+        if self.run.stopped_after:
+            return f"should_stop ended the run after round {self.run.stopped_after}"
         return super().limit(updates, num_updates, now, rounds)
 
     def is_tested(self, progress: Progress, rounds: int | None) -> bool:
@@ -1385,6 +1390,8 @@ class _Run(events.EventHandler):
         # The round whose models the server has tested last.
         self._tested = -1
         self._useless = 0
+        # The round that the user was asked about last, and after which it is to end.
+        self._asked = self.stopped_after = 0
 
     def prepare(self) -> int:
         """Tell what begins, and wait for nodes enough; return how many are connected.
@@ -1590,7 +1597,27 @@ class _Run(events.EventHandler):
 
     def _close_test(self, report: events.Evaluated | None) -> None:
         """Aggregate and tell the test under way; without a report it has no score."""
-        self.log.tested(self.rounds.last_test, report, self.rounds.close_test())
+        number = self.rounds.last_test
+        self.log.tested(number, report, self.rounds.close_test())
+        self._ask_to_stop(number)
+
+    def _ask_to_stop(self, number: int) -> None:
+        """Let the user's function end the run after a round, once its models are tested."""
+        should_stop = self.told.should_stop
+        if should_stop is None or number <= self._asked or self.stopped_after:
+            return
+        self._asked = number
+        method = self.method
+        result = replace(
+            method.result,
+            arrays=self._dtypes.sent(
+                method.spec.pack(method.models[method.clusters.largest()].vector)
+            ),
+            train_metrics_clientapp=self.rounds.trained,
+            evaluate_metrics_clientapp=self.rounds.tested,
+        )
+        if should_stop(number, result):
+            self.stopped_after = number
 
     def _test_centrally(self, number: int) -> None:
         """Let the user's function test the models of a round, unless it has: 0 at the start."""

@@ -466,6 +466,7 @@ class Method(Strategy):
         train_config: ConfigRecord | None = None,
         evaluate_config: ConfigRecord | None = None,
         evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
+        should_stop: Callable[[int, RunResult], bool] | None = None,
         **further: Any,
     ) -> RunResult:
         """Run in a user's own Flower app, in the place of one of Flower's strategies.
@@ -490,6 +491,9 @@ class Method(Strategy):
             Called before the first and after each round, once per cluster, with the number of the
             round and the arrays of the cluster's model. What it returns is averaged over the
             clusters' clients.
+        should_stop : Callable, optional
+            Called after each round and the evaluation of its models, with the number of the round
+            and the result so far; the run ends if it returns true (as in Flower 1.43).
         **further
             Other fields of :class:`~raceme.core.drop_in.FlowerRun`: ``max_updates`` ends the
             run after so many updates instead of rounds, ``max_time`` at this time at the latest;
@@ -518,6 +522,7 @@ class Method(Strategy):
             train_config=train_config or ConfigRecord(),
             evaluate_config=evaluate_config or ConfigRecord(),
             evaluate_fn=evaluate_fn,
+            should_stop=should_stop,
             **further,
         )
 

@@ -14,6 +14,7 @@ from adopted import app_with_kinds, grid_of
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.clientapp.mod import LocalDpMod, fixedclipping_mod
+from flwr.serverapp.strategy import Result
 from processes import ROOT
 from quickstarts import (
     CLASSES,
@@ -359,6 +360,32 @@ def test_models_are_tested_when_a_round_is_over(name: str) -> None:
     assert [updates for _, updates in ends][1:] == by_clients
     if name != "csafl":
         assert ends == [(0, 0), (1, 5), (2, 10), (3, 15)]
+
+
+@pytest.mark.parametrize("name", ["casa", "fedavg", "fedasync"])
+def test_should_stop_ends_a_run_after_a_round_and_its_evaluation(name: str) -> None:
+    """As Flower 1.43 has it: called with the number of the round and the result so far."""
+    asked: list[tuple[int, list[int], list[int]]] = []
+
+    def should_stop(server_round: int, result: Result) -> bool:
+        trained, tested = result.train_metrics_clientapp, result.evaluate_metrics_clientapp
+        asked.append((server_round, list(trained), list(tested)))
+        assert result.arrays.to_numpy_ndarrays()[0].shape == (3, 3)
+        return server_round == 2
+
+    strategy, seen = STRATEGIES[name](), list[events.Event]()
+    result = strategy.start(
+        grid_of(numpy_app(), nodes=5),
+        initial_numpy(),
+        num_rounds=6,
+        should_stop=should_stop,
+        observe=seen.append,
+    )
+    assert asked == [(1, [1], [1]), (2, [1, 2], [1, 2])]
+    assert strategy.progress.updates == 2 * 5
+    assert list(result.evaluate_metrics_clientapp) == [1, 2]
+    assert isinstance(seen[-1], events.RunEnded)
+    assert seen[-1].reason == "should_stop ended the run after round 2"
 
 
 def test_updates_are_counted_by_those_who_wish() -> None:
