@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 
 from raceme.core import messages as names
 from raceme.core.clients import Client
-from raceme.core.clusters import Clusters
 from raceme.core.messages import Vector, candidate, forward_cost, to_array
 from raceme.core.options import option
 from raceme.core.requests import Answer, InvalidReplyError, Outcome, Request, Update
@@ -36,7 +35,6 @@ from raceme.strategies.cdfl.strategy import (
     SoftUploads,
     start_clusters,
 )
-from raceme.strategies.ifca import different_models
 
 SELECTIONS = ("drawn", "all")
 
@@ -104,7 +102,8 @@ class FedSoft(Method):
 
     def initialize(self, vector: Vector) -> None:
         """Start each cluster from its pre-trained model, or all from different ones."""
-        self.clusters = soft_clusters(self, vector, self.parameters.k)
+        count = self.parameters.k or len(self.starts) or 2
+        self.clusters = start_clusters(self, vector, count, alike=False)
         self.state = FedSoftState(pretrained=bool(self.starts))
 
     def on_join(self, client: Client) -> None:
@@ -192,17 +191,6 @@ class FedSoft(Method):
         ]
 
 
-def soft_clusters(method: Method, vector: Vector, k: int | None) -> Clusters:
-    """Make K clusters: of the server's pre-trained models if it has some, else of different ones.
-
-    Without K there are as many as pre-trained models, or two.
-    """
-    count = k or len(method.starts) or 2
-    if method.starts:
-        return start_clusters(vector, count, method.starts)
-    return different_models(vector, count, method.spec, method.rng)
-
-
 def importance_of(losses: NDArray[np.float32], smoothing: float) -> Shares:
     """Return u_k: the share of the samples on which each model has the least loss.
 
@@ -286,7 +274,8 @@ class FedSoftAsync(SoftUploads):
 
     def initialize(self, vector: Vector) -> None:
         """Start each cluster from its pre-trained model, or all from different ones."""
-        self.clusters = soft_clusters(self, vector, self.parameters.k)
+        count = self.parameters.k or len(self.starts) or 2
+        self.clusters = start_clusters(self, vector, count, alike=False)
         self.state = FedSoftAsyncState(
             renewed=dict.fromkeys(self.clusters.models, 0), pretrained=bool(self.starts)
         )

@@ -159,6 +159,10 @@ class Supported:
         """Return the clusters that a cluster supports."""
         return [other for other, theirs in self.supporters.items() if cluster in theirs]
 
+    def trained_by(self, cluster: int) -> list[int]:
+        """Return what a cluster's clients train, Algorithm 4: its model and those it supports."""
+        return [cluster, *self.supported_by(cluster)]
+
     def support(self, cluster: int, supporters: Iterable[int]) -> None:
         """Let a cluster be supported by these, and by no others."""
         self.supporters[cluster] = dict.fromkeys(sorted(supporters), True)
@@ -326,11 +330,6 @@ def comparison(method: Method, client: str, clusters: Sequence[int]) -> Request:
     )
 
 
-def trains(supported: Supported, cluster: int) -> list[int]:
-    """Return what a cluster's clients train, Algorithm 4: its model, and those that it supports."""
-    return [cluster, *supported.supported_by(cluster)]
-
-
 # What becomes of the answers.
 
 
@@ -423,6 +422,13 @@ class FindsSupport(Method):
         arrays = {names.ARRAYS: self.record_of(self.state.initial)}
         return Request(client, models=(), arrays=arrays, settings=settings, phase=INIT)
 
+    def _report_support(self, before: Mapping[int, tuple[int, ...]]) -> None:
+        """Report which clusters support others, if that is not as it was."""
+        now = self.state.supported.listed()
+        if now != before:
+            values = {"supporters": now}
+            self.report(Measured(self.now(), self.progress.updates, SUPPORTERS, values))
+
     def _found_each(self, updates: Sequence[Update]) -> list[Outcome]:
         """Let each client that has trained θ become a cluster of its own."""
         applied = []
@@ -446,17 +452,6 @@ SUPPORTERS = MeasureSchema(
     figure="none",
 )
 """Each cluster that has supporters from now on, to them, ascending."""
-
-
-def report_support(
-    method: Method, supported: Supported, before: Mapping[int, tuple[int, ...]]
-) -> None:
-    """Report who supports whom, if that is not as it was."""
-    now = supported.listed()
-    if now != before:
-        method.report(
-            Measured(method.now(), method.progress.updates, SUPPORTERS, {"supporters": now})
-        )
 
 
 # -----------------------------------------------------------------------------
@@ -553,7 +548,7 @@ class FAACL(FindsSupport):
         state, begun = self.state, self.state.begun.get(client, {})
         if client in state.cold:
             return None
-        own = trains(state.supported, self.clusters.main(client))
+        own = state.supported.trained_by(self.clusters.main(client))
         return next((model for model in own if model not in begun), None)
 
     def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
@@ -621,7 +616,7 @@ class FAACL(FindsSupport):
         for partition in open_partitions:
             for cluster in partition.clusters:
                 self._update_support(cluster, supported.compared_with(cluster))
-        report_support(self, supported, before)
+        self._report_support(before)
         state.losses = {}
         for partition in open_partitions:
             partition.settled = not self._merge_mutual(partition.clusters)
@@ -655,7 +650,7 @@ class FAACL(FindsSupport):
         for pair in pairs:
             kept = int(self.rng.choice(pair))
             supported.unite(pair, self.clusters.merge(pair, keep=kept))
-        report_support(self, supported, before)
+        self._report_support(before)
         return bool(pairs)
 
     def _add(self, clusters: Sequence[int]) -> None:
@@ -679,7 +674,7 @@ class FAACL(FindsSupport):
         for cluster, theirs in before.items():
             kept = [other for other in theirs if other in clusters and cluster in clusters]
             state.supported.support(cluster, kept)
-        report_support(self, state.supported, before)
+        self._report_support(before)
 
 
 # -----------------------------------------------------------------------------
@@ -772,7 +767,7 @@ class FAACLAsync(FindsSupport):
         own = self.clusters.main(client)
         if others := self._to_compare(client, own):
             return comparison(self, client, [own, *others])
-        models, begun = trains(self.state.supported, own), self.state.begun.get(client, {})
+        models, begun = self.state.supported.trained_by(own), self.state.begun.get(client, {})
         model = next((model for model in models if model not in begun), own)
         return Request(client, models=(model,))
 
@@ -852,7 +847,7 @@ class FAACLAsync(FindsSupport):
         before = self.state.supported.listed()
         supporters = [k for k in self.models if k != cluster and self._agrees(cluster, k)]
         self.state.supported.support(cluster, supporters)
-        report_support(self, self.state.supported, before)
+        self._report_support(before)
 
     def _merge(self, cluster: int) -> None:
         """Merge a cluster with one that supports it and that it supports, drawn at random."""
@@ -866,7 +861,7 @@ class FAACLAsync(FindsSupport):
         target = self.clusters.merge(pair, keep=kept)
         supported.unite(pair, target)
         self._carry_over(pair, target)
-        report_support(self, supported, before)
+        self._report_support(before)
 
     def _carry_over(self, pair: tuple[int, int], target: int) -> None:
         """Let tests of two clusters that were merged be of the new one, if both were passed."""

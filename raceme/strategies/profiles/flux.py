@@ -127,18 +127,12 @@ class FLUX(QueriesFirst):
     @property
     def needs(self) -> Needs:
         """What a run of the method has to have."""
-        return Needs(
-            kinds=self._asked_kinds(),
-            settings=frozenset({LATENT_DIMENSIONS, LATENT_MOST, LATENT_SEED}),
-            classes=""
-            if self.parameters.warmup
-            else "measure accuracies unless warmup=20 or the like",
-        )
-
-    def _asked_kinds(self) -> frozenset[str]:
-        """Kinds of work that clients are asked for, beyond training and testing a model."""
         scores = () if self.parameters.warmup else (names.SCORES,)
-        return frozenset({LATENT_MOST, DESCRIPTORS, *scores})
+        return Needs(
+            kinds=frozenset({LATENT_MOST, DESCRIPTORS, *scores}),
+            settings=frozenset({LATENT_DIMENSIONS, LATENT_MOST, LATENT_SEED}),
+            classes="measure accuracies unless warmup=20 or the like" if scores else "",
+        )
 
     # Before a round: is the model ripe, and what do clients' data look like under it?
 
