@@ -34,8 +34,7 @@ from raceme.strategies.fedasync import FedAsyncParameters, mix_by_staleness
 from raceme.strategies.shared import linkage
 
 # -----------------------------------------------------------------------------
-# Concepts that come and go: which data belong to which model, when data have drifted, what
-# merges.
+# Concepts that come and go: which data belong to which model, when data have drifted, what merges.
 #
 # Jothimurugesan et al., "Federated Learning under Distributed Concept Drift" (FedDrift), AISTATS
 # 2023. What is compared are losses, in whichever measure: the lower the better.
@@ -551,19 +550,13 @@ class FollowsConcepts(Method):
 # -----------------------------------------------------------------------------
 # FedDrift-Async: FedDrift's detection, isolation and merging on every single update.
 #
-# Our own: Jothimurugesan et al. (AISTATS 2023) work in rounds and judge all clients together.
-# Here a
-# client whose data have moved on measures all models before it trains again, and is judged at
-# once,
-# by itself: it founds a model if its least loss has grown by more than δ, otherwise it takes the
-# best
-# one. Where nobody says when data change, it measures again after every few of its updates
-# (``ask-every``). A new model is isolated until its client has measured W times more; after
-# every
-# answer models that are alike are merged. An update is mixed in at once, with a weight that
-# falls
-# with staleness as FedAsync's does; one to a model that was merged meanwhile goes into the
-# merged
+# Our own: Jothimurugesan et al. (AISTATS 2023) work in rounds and judge all clients together. Here
+# a client whose data have moved on measures all models before it trains again, and is judged at
+# once, by itself: it founds a model if its least loss has grown by more than δ, otherwise it takes
+# the best one. Where nobody says when data change, it measures again after every few of its updates
+# (``ask-every``). A new model is isolated until its client has measured W times more; after every
+# answer models that are alike are merged. An update is mixed in at once, with a weight that falls
+# with staleness as FedAsync's does; one to a model that was merged meanwhile goes into the merged
 # one. A client that has data of several models trains them in turn.
 # -----------------------------------------------------------------------------
 

@@ -50,8 +50,7 @@ from raceme.strategies.shared import linkage, numbered
 # Groups by the directions of first updates: how they begin, and how a client finds its own.
 #
 # Duan et al., "Flexible Clustered Federated Learning for Client-Level Data Distribution Shift",
-# TPDS 2022: the group cold start (Algorithm 3, eqs 6 and 7), the client cold start (eq 8), and
-# the
+# TPDS 2022: the group cold start (Algorithm 3, eqs 6 and 7), the client cold start (eq 8), and the
 # change of label counts after which a client is taken through it again.
 # -----------------------------------------------------------------------------
 
@@ -611,21 +610,16 @@ def mix_groups(models: Sequence[Model], eta_g: float) -> None:
 # -----------------------------------------------------------------------------
 # FlexCFL-Async: FlexCFL's groups and migration on every single update.
 #
-# Our own: Duan et al. (TPDS 2022) wait for rounds. Some clients train the initial model w0
-# first, and
-# the directions of their updates are grouped; then nobody waits for anybody. A client without a
-# group
-# trains w0 for a little while and joins the group of the nearest direction; each later update is
-# mixed into its group's model at once, with a weight that falls with staleness as FedAsync's
-# does.
-# Before a client is given work it is asked for its label counts, or the direction of its latest
-# update is looked at. If its data have changed, it joins the group that alone has clients with
-# such
-# labels, and else it trains w0 again. An update that comes from a model which is not that of its
-# client's group is dropped.
+# Our own: Duan et al. (TPDS 2022) wait for rounds. Some clients train the initial model w0 first,
+# and the directions of their updates are grouped; then nobody waits for anybody. A client without a
+# group trains w0 for a little while and joins the group of the nearest direction; each later update
+# is mixed into its group's model at once, with a weight that falls with staleness as FedAsync's
+# does. Before a client is given work it is asked for its label counts, or the direction of its
+# latest update is looked at. If its data have changed, it joins the group that alone has clients
+# with such labels, and else it trains w0 again. An update that comes from a model which is not that
+# of its client's group is dropped.
 #
-# There is no inter-group aggregation: η_g belongs to a round, after which all groups are at
-# rest.
+# There is no inter-group aggregation: η_g belongs to a round, after which all groups are at rest.
 # -----------------------------------------------------------------------------
 
 

@@ -290,8 +290,7 @@ def numbered(labels: NDArray[np.integer]) -> NDArray[np.int64]:
 # -----------------------------------------------------------------------------
 # Dividing clients by the directions of their updates: CFL's criterion and linkage.
 #
-# Sattler et al., "Clustered Federated Learning: Model-Agnostic Distributed Multitask
-# Optimization
+# Sattler et al., "Clustered Federated Learning: Model-Agnostic Distributed Multitask Optimization
 # under Privacy Constraints", 2020, sections III and IV.
 # -----------------------------------------------------------------------------
 

@@ -215,16 +215,13 @@ def importance_of(losses: NDArray[np.float32], smoothing: float) -> Shares:
 # FedSoft-Async: CDFL with mixtures that clients estimate themselves, with all cluster models.
 #
 # The baseline of Li and Zhu, "Client-Driven Federated Learning" (CDFL), after FedSoft (Ruan and
-# Joe-Wong, AAAI 2022). A client holds all K cluster models. With its present data it counts on
-# how
+# Joe-Wong, AAAI 2022). A client holds all K cluster models. With its present data it counts on how
 # many samples each has the least loss; these shares are α. It trains the mixture Σ α_k w_k with
 # CDFL's objective, and uploads the result with α. The server mixes it in as CDFL does, needs no
-# proxy
-# sets, and sends all K models.
+# proxy sets, and sends all K models.
 #
 # Our readings: training starts from Σ α_k w_k; no share is below that of one sample. The extra K
-# passes over the samples count as computing on virtual time, a pass without gradients as a third
-# of
+# passes over the samples count as computing on virtual time, a pass without gradients as a third of
 # one with.
 # -----------------------------------------------------------------------------
 

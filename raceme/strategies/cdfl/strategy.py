@@ -43,8 +43,7 @@ from raceme.strategies.ifca import different_models
 # Of which distributions a client's data are a mixture, told from the model that it has trained.
 #
 # Li and Zhu, "Client-Driven Federated Learning" (CDFL): DistributionEstimation and
-# UpdateRatioCompute. A cluster k has a model w_k and a proxy set D_k, samples of its
-# distribution
+# UpdateRatioCompute. A cluster k has a model w_k and a proxy set D_k, samples of its distribution
 # that the server has.
 # -----------------------------------------------------------------------------
 

@@ -111,8 +111,7 @@ class EWC(TaskRounds):
 # eigenvalue, times the squared distance that the weights move afterwards. So:
 #
 # - dropout and small mini-batches, from the first task on, lead to wide minima;
-# - a large learning rate does too, but then each task gets a smaller one, η_t = η γ^t, so that
-# the
+# - a large learning rate does too, but then each task gets a smaller one, η_t = η γ^t, so that the
 #   weights move less and less.
 #
 # No memory is needed. Here each client trains so, with FedProx's term, and the server averages. t

@@ -190,26 +190,20 @@ class Supported:
         others : Iterable[int]
             Those that may support it.
         losses : Sequence of dict[int, NDArray]
-            For each client of the cluster, its losses by model, each of shape (n,). Whoever has not
-            measured a model does not support it.
+            For each client of the cluster, its losses by model, each of shape (n,). A client
+            that has not measured a model does not support it.
         epsilon, alpha : float
             ε and α.
         """
-        found = []
-        for other in others:
-            agrees = bool(losses)
-            for own in losses:
-                # The first client that disagrees is enough.
-                if other not in own or cluster not in own:
-                    agrees = False
-                    break
-                self.tests += 1
-                if not no_worse(own[cluster], own[other], epsilon, alpha):
-                    agrees = False
-                    break
-            if agrees:
-                found.append(other)
-        return found
+
+        def agrees(own: dict[int, NDArray[np.float64]], other: int) -> bool:
+            if other not in own or cluster not in own:
+                return False
+            self.tests += 1
+            return no_worse(own[cluster], own[other], epsilon, alpha)
+
+        # all() makes no further tests once a client disagrees.
+        return [other for other in others if losses and all(agrees(own, other) for own in losses)]
 
     def unite(self, pair: tuple[int, int], target: int) -> None:
         """Let a cluster take the place of two: its supporters are those that both had.
@@ -681,27 +675,19 @@ class FAACL(FindsSupport):
 # FAACL-Async: FAACL's clusters and support, tested and acted on with every single answer.
 #
 # Our own, after Zhang, "Asymmetric Clustering in Federated Continual Learning" (FAACL), thesis,
-# Waterloo 2024. There are no rounds and no partitions, and nobody waits. Every client trains θ
-# and
-# becomes a cluster of its own when it is done. Then it measures, a few at a time, the models of
-# the
-# clusters that it has not been compared with, on its validation samples, and among them those
-# first
+# Waterloo 2024. There are no rounds and no partitions, and nobody waits. Every client trains θ and
+# becomes a cluster of its own when it is done. Then it measures, a few at a time, the models of the
+# clusters that it has not been compared with, on its validation samples, and among them those first
 # that would merge with its own. Only when there are none left does it train: a slow client that
-# trained in between would keep its whole cluster from merging. What it finds is acted on at
-# once. A
+# trained in between would keep its whole cluster from merging. What it finds is acted on at once. A
 # cluster supports another if the latest test of every client of that one says so, and two that
-# support each other are merged. Old tests are made again between two trainings, a few at a time,
-# so
+# support each other are merged. Old tests are made again between two trainings, a few at a time, so
 # that support ends when models grow apart.
 #
 # An update is mixed in by its staleness, as in FedAsync, but never with less than its client's
-# share
-# of the samples of all that train the model: a client that is alone in its cluster just replaces
-# it.
-# An update that was trained from a model which a merge has given up is of no use: the mean of
-# two
-# networks that were trained apart may be worse than either.
+# share of the samples of all that train the model: a client that is alone in its cluster just
+# replaces it. An update that was trained from a model which a merge has given up is of no use: the
+# mean of two networks that were trained apart may be worse than either.
 # -----------------------------------------------------------------------------
 
 

@@ -528,14 +528,10 @@ class Examples:
 # How much of its own latest model a client uses beside its cluster's (graded sharing).
 #
 # Members of one cluster need not be alike: of the same two or three classes, one may have little
-# but
-# the first. A cluster's model is a mean that fits none of them best, and what a member makes of
-# it in
-# one task fits that member better, but is learnt from its own few samples. What a client uses
-# lies
-# between: w + μ (z − w), where μ grows with how far the client is from the others of its
-# cluster, and
-# with its samples. Of members that are alike, μ is near 0, and nothing is lost.
+# but the first. A cluster's model is a mean that fits none of them best, and what a member makes of
+# it in one task fits that member better, but is learnt from its own few samples. What a client uses
+# lies between: w + μ (z − w), where μ grows with how far the client is from the others of its
+# cluster, and with its samples. Of members that are alike, μ is near 0, and nothing is lost.
 # -----------------------------------------------------------------------------
 
 
