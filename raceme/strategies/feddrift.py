@@ -407,10 +407,7 @@ class FollowsConcepts(Method):
         concepts = self.state.concepts
         by_accuracy = self.parameters.measure == "accuracy"
         scores = answer.numbers.get(names.ACCURACIES if by_accuracy else names.LOSSES)
-        asked, steps = (
-            list(answer.task.candidates),
-            concepts.asked.get(answer.task.client, []),
-        )
+        asked, steps = list(answer.task.candidates), concepts.asked.get(answer.task.client, [])
         if scores is None or scores.shape != (len(asked), len(steps)) or scores.dtype.kind != "f":
             raise InvalidReplyError(
                 f"it brings no {self.parameters.measure} of every model and step"

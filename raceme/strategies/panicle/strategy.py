@@ -477,13 +477,13 @@ class DriftDetector:
 
 
 class SettledClients:
-    """Who is there, and of them who is settled, counted as they change; derived, no state.
+    """The clients that are online, and those of them that are settled; derived, no state.
 
     Attributes
     ----------
     there, settled : set[str]
         Clients online that are waited for, and those of them whose place is known.
-    lengths : Lengths
+    lengths : RunningMedians
         Typical lengths of their updates.
     """
 
@@ -519,7 +519,7 @@ def call_others(
 
     Parameters
     ----------
-    detectors : Mapping[str, Habit]
+    detectors : Mapping[str, DriftDetector]
         Of each client; those that are to be probed are marked.
     changes : dict[str, int]
         When each client's data were last found to have changed, in updates of the run. What is
@@ -584,13 +584,13 @@ class PanicleState:
         w0. Shape (d,).
     probes : Probes
         Directions from w0, and who is like whom.
-    detectors : dict[str, Habit]
+    detectors : dict[str, DriftDetector]
         What each client's updates have been like.
     changes : dict[str, int]
         When each client's data were last found to have changed, in updates of the run.
-    latest : Latest
+    latest : ClientMemory
         z_i: latest model of each member that is online.
-    averages : Averages
+    averages : ModelAverages
         The models that clients use.
     examples : Examples
         Members that stand for their clusters in a large fleet.
