@@ -321,9 +321,9 @@ class FADAS(Method):
 # w_ref is the model before the last step, as in the authors' code; its comment speaks of the model
 # that the client started from, ``reference = start``. Which of both is the paper's is not
 # confirmed. In the paper a client above the bound is told to report what it has. Here no message
-# interrupts a client that trains: the buffer waits until nobody who is at work is above the bound
-# (the form without such messages; our reading). Only weights are compared. The server keeps one
-# model more, the buffer's sum, and the models that clients have started from.
+# interrupts a client that trains: the buffer waits until no client at work is above the bound (the
+# form without such messages; our reading). Only weights are compared. The server keeps one model
+# more, the buffer's sum, and the models that clients have started from.
 # -----------------------------------------------------------------------------
 
 
@@ -397,7 +397,7 @@ class PORT(Method):
         self.state.at_work.pop(task.client, None)
 
     def on_update(self, update: Update) -> Outcome:
-        """Collect the update by its weight; take the step if nobody is to be waited for."""
+        """Collect the update by its weight; take the step if no client is to be waited for."""
         state, options = self.state, self.parameters
         staleness = update.staleness
         weight = options.weight(staleness, self._agreement(update, staleness)) * update.num_examples

@@ -3,7 +3,7 @@
 Jothimurugesan et al., "Federated Learning under Distributed Concept Drift", AISTATS 2023. Whenever
 clients have new data, each measures every model on them. A client whose least loss has grown by
 more than δ since it was last asked has drifted; others take the model of least loss. Every drifted
-client founds a model of its own, a copy of its best one, which nobody else may join for W steps;
+client founds a model of its own, a copy of its best one, which no other may join for W steps;
 models that are alike are merged then (hierarchically, complete linkage). FedDrift-Eager founds one
 model for all that have drifted together, and merges nothing. Model m is trained on all data that
 were ever assigned to it, of whichever client and step, by federated averaging: a client that has
@@ -116,7 +116,7 @@ class Concepts:
     losses : dict[str, dict[int, dict[int, float]]]
         What a client has last measured: by step of its data and model.
     isolated : dict[int, int]
-        New models that nobody may join and that do not merge, and for how many steps more.
+        New models that no client may join and that do not merge, and for how many steps more.
     heirs : dict[int, int]
         Models that were merged, to what they were merged into.
     used : dict[int, int]
@@ -150,7 +150,7 @@ class Concepts:
         Parameters
         ----------
         client : str
-            Who.
+            The client's id.
         now : int
             Step of its data.
         memory : int
@@ -223,7 +223,7 @@ class Concepts:
         Parameters
         ----------
         client : str
-            Who.
+            The client's id.
         losses : Mapping
             By step and model.
         there : Container[int]
@@ -252,7 +252,7 @@ class Concepts:
     def mean_losses(self, models: Sequence[int]) -> NDArray[np.float64]:
         """Return L(p, q): mean loss of model p over the data of q, shape (k, k).
 
-        Every pair of a client and a step counts the same. NaN where nobody has measured it.
+        Every pair of a client and a step counts the same. NaN where it was not measured.
         """
         place = {model: index for index, model in enumerate(models)}
         total, count = np.zeros((2, len(models), len(models)))
@@ -295,7 +295,7 @@ class ConceptParameters:
     merge_delta: float | None = option(
         None, "δ': distance below which two models are merged (auto: δ; 0: never)", low=0
     )
-    isolation: int = option(1, "W: steps for which nobody else may join a new model", low=1)
+    isolation: int = option(1, "W: steps for which no other client may join a new model", low=1)
     measure: str = option(
         "accuracy",
         "what counts as loss: 1 - accuracy (the authors' code), or the mean loss (the paper)",
@@ -682,7 +682,7 @@ class FedDrift(FollowsConcepts):
     scheduling: InRounds
 
     def scheduler(self) -> Scheduler:
-        """Work in rounds; who has data of several models trains one after the other."""
+        """Work in rounds; a client with data of several models trains one after the other."""
         return InRounds(
             self.parameters.fraction,
             sampling=self.parameters.sampling,
@@ -690,7 +690,7 @@ class FedDrift(FollowsConcepts):
             queries=self._queries,
         )
 
-    # Before a round: who is to measure?
+    # Before a round: scores.
 
     def _queries(self, moment: SelectionContext) -> Sequence[Request] | None:
         """Let clients with new data measure all models first; then let participants train."""
@@ -721,7 +721,7 @@ class FedDrift(FollowsConcepts):
         self.state.answered[answer.task.client] = answer.task.step
 
     def _judge(self) -> None:
-        """Assign the data of those who have answered; found models, and merge what is alike."""
+        """Assign the data of clients that have answered; found models, and merge what is alike."""
         state, concepts = self.state, self.state.concepts
         latest = max(state.answered.values())
         if latest > state.latest:

@@ -125,7 +125,7 @@ class ColdStart:
         Parameters
         ----------
         client : str
-            Who is to be placed; its label counts are known.
+            The client to be placed; its label counts are known.
         homes : Mapping[str, int]
             The groups of the clients that are placed.
         """
@@ -156,8 +156,8 @@ class ColdStart:
     def usual_labels(self, client: str, labels: int) -> int:
         """Return how many labels a client's counts should have, which come with `labels` of them.
 
-        As many as most others' have. Whoever is first does not speak for all: a device with
-        another task, or one that lies, would shut everybody else out.
+        As many as most others' have. The first client does not speak for all: a device with
+        another task, or one that lies, would shut all others out.
         """
         first, known = next(iter(self.counts.items()), ("", []))
         # Mostly so, and it spares a look at all of a large fleet.
@@ -173,7 +173,7 @@ class ColdStart:
         Parameters
         ----------
         client : str
-            Who.
+            The client's id.
         counts : Sequence[int]
             Training samples per label, now.
         examples : int
@@ -494,7 +494,7 @@ class FlexCFL(GroupsByStart):
     scheduling: InRounds
 
     def scheduler(self) -> Scheduler:
-        """Work in rounds; who is cold is placed first, and then trains if it was picked."""
+        """Work in rounds; a cold client is placed first, and then trains if it was drawn."""
         return InRounds(
             participants=self._participants,
             prepares=lambda update: self._has_groups and update.task.client in self._cold,
@@ -522,7 +522,7 @@ class FlexCFL(GroupsByStart):
         parameters, state = self.parameters, self.state
         if not self._has_groups:
             return self._first(online, rng)
-        # Pre-training is nobody's turn: all train in the rounds after it.
+        # Pre-training counts as no turn: all train in the rounds after it.
         picked = self.scheduling.pick(online, parameters.participants(len(online)), rng)
         state.picked = {client.client_id: True for client in picked}
         if parameters.newcomers == "random":
@@ -611,13 +611,13 @@ def mix_groups(models: Sequence[Model], eta_g: float) -> None:
 # FlexCFL-Async: FlexCFL's groups and migration on every single update.
 #
 # Our own: Duan et al. (TPDS 2022) wait for rounds. Some clients train the initial model w0 first,
-# and the directions of their updates are grouped; then nobody waits for anybody. A client without a
-# group trains w0 for a little while and joins the group of the nearest direction; each later update
-# is mixed into its group's model at once, with a weight that falls with staleness as FedAsync's
-# does. Before a client is given work it is asked for its label counts, or the direction of its
-# latest update is looked at. If its data have changed, it joins the group that alone has clients
-# with such labels, and else it trains w0 again. An update that comes from a model which is not that
-# of its client's group is dropped.
+# and the directions of their updates are grouped; then no client waits for others. A client without
+# a group trains w0 for a little while and joins the group of the nearest direction; each later
+# update is mixed into its group's model at once, with a weight that falls with staleness as
+# FedAsync's does. Before a client is given work it is asked for its label counts, or the direction
+# of its latest update is looked at. If its data have changed, it joins the group that alone has
+# clients with such labels, and else it trains w0 again. An update that comes from a model which is
+# not that of its client's group is dropped.
 #
 # There is no inter-group aggregation: η_g belongs to a round, after which all groups are at rest.
 # -----------------------------------------------------------------------------
@@ -650,7 +650,7 @@ class FlexCFLAsync(GroupsByStart):
     state: FlexCFLAsyncState
 
     def scheduler(self) -> Scheduler:
-        """Wait for those who make the groups; then nobody waits."""
+        """Wait for the clients that make the groups; then every client works all the time."""
         first = InRounds(participants=self._first)
         return Then(first, EveryIdle(), lambda: self._has_groups)
 

@@ -388,7 +388,7 @@ def kept_homes(
     Parameters
     ----------
     clients : Sequence[str]
-        Who was grouped.
+        The clients that were grouped.
     labels : NDArray[np.integer]
         Label of each of them, from 0. Shape (n,).
     homes : Mapping[str, int]
@@ -420,7 +420,7 @@ def regroup(clusters: Clusters, clients: Sequence[str], labels: NDArray[np.integ
     clusters : Clusters
         Where they are.
     clients : Sequence[str]
-        Who was grouped.
+        The clients that were grouped.
     labels : NDArray[np.integer]
         Label of each of them, from 0. Shape (n,).
     """

@@ -46,7 +46,9 @@ class FedSoftParameters:
     k: int | None = option(None, "K: number of clusters (auto: of pre-trained models, or 2)", low=1)
     estimate_every: int = option(2, "τ: rounds between two estimates of importance", low=1)
     selection: str = option(
-        "drawn", "who trains for a cluster: drawn, or all, weighted by u n", among=SELECTIONS
+        "drawn",
+        "clients of a cluster's round: drawn, or all, weighted by u n",
+        among=SELECTIONS,
     )
     drawn: int = option(15, "clients that each cluster draws for a round", low=1)
     smoothing: float = option(1e-4, "σ: importance of a cluster that fits no sample", above=0)

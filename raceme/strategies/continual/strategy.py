@@ -243,7 +243,7 @@ class APD(TaskRounds):
 # as it is. The default of λ1 was found on the digits; that of λ2 was compared with 0 and 1 only.
 #
 # **What leaves a client**: its task-adaptive weights go to other clients as they are, not averaged
-# with anybody's, and they are made from its data alone.
+# with others, and they are made from its data alone.
 # -----------------------------------------------------------------------------
 
 

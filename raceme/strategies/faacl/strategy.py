@@ -126,7 +126,7 @@ class Partition:
 
 @dataclass
 class Supported:
-    """Who supports whom, and who is compared with whom.
+    """Support between clusters, and partitions in which they are compared.
 
     Attributes
     ----------
@@ -293,7 +293,7 @@ class SupportState:
     cold : dict[str, bool]
         Clients that have no model of their own yet, or data that belong nowhere yet.
     supported : Supported
-        Who supports whom, and who is compared with whom.
+        Support between clusters, and their partitions.
     """
 
     initial: Vector
@@ -455,7 +455,7 @@ SUPPORTERS = MeasureSchema(
 
 
 ASKING_SECONDS = 600.0
-"""How long losses are waited for: who measures many models on a slow device takes long."""
+"""How long losses are waited for: many models on a slow device take long."""
 
 
 @dataclass(frozen=True)
@@ -621,7 +621,7 @@ class FAACL(FindsSupport):
             log.info("%d clusters after %d tests.", len(self.models), supported.tests)
 
     def _update_support(self, cluster: int, others: Sequence[int]) -> None:
-        """Find out anew who supports a cluster, Algorithm 2.
+        """Find a cluster's supporters anew, Algorithm 2.
 
         One of which no client has measured anything keeps its supporters.
         """
@@ -675,7 +675,7 @@ class FAACL(FindsSupport):
 # FAACL-Async: FAACL's clusters and support, tested and acted on with every single answer.
 #
 # Our own, after Zhang, "Asymmetric Clustering in Federated Continual Learning" (FAACL), thesis,
-# Waterloo 2024. There are no rounds and no partitions, and nobody waits. Every client trains θ and
+# Waterloo 2024. There are no rounds and no partitions, and no waiting. Every client trains θ and
 # becomes a cluster of its own when it is done. Then it measures, a few at a time, the models of the
 # clusters that it has not been compared with, on its validation samples, and among them those first
 # that would merge with its own. Only when there are none left does it train: a slow client that
@@ -764,7 +764,7 @@ class FAACLAsync(FindsSupport):
         others = [cluster for cluster in self.models if cluster != own and cluster != START]
         is_new = any(other not in tested for other in others)
         is_old = self.parameters.retest_after > 0 and state.waits.get(client, 1) <= trained
-        # Who cannot measure trains all the same.
+        # A client that cannot measure trains all the same.
         if client in state.unanswered or not (is_new or is_old):
             return []
         # Untested ones come first, and of these the ones that have agreed to merge.
@@ -778,7 +778,7 @@ class FAACLAsync(FindsSupport):
         return bool(clients) and all(passed.get(c, {}).get(other, False) for c in clients)
 
     def on_sent(self, task: InFlight) -> None:
-        """Note who trains what."""
+        """Note what a client is given to do."""
         if task.kind == names.LOSSES:
             self.state.unanswered[task.client] = True
             return

@@ -1,4 +1,4 @@
-"""What clients' first steps from one common model say of who is like whom.
+"""How alike clients are, by their first steps from one common model.
 
 A probe is the direction in which a client takes the initial model w0 in a few mini-batches. Two
 probes of the same client differ by chance alone: by the samples that they met. So every client has
@@ -471,11 +471,11 @@ class Examples:
         client : str
             One with a probe at least.
         probes, clusters : Probes, Clusters
-            What is known, and who is where.
+            Probes of all clients, and their clusters.
         clear : Callable
             Returns the clear clients that are online.
         rng : numpy.random.Generator
-            Draws who stands for a cluster.
+            Draws the examples of a cluster.
 
         Returns
         -------
@@ -515,7 +515,7 @@ class Examples:
         clear: Callable[[], Iterable[str]],
         rng: np.random.Generator,
     ) -> None:
-        """Draw those who stand for some clusters among the clear clients that are online."""
+        """Draw the examples of some clusters among the clear clients that are online."""
         names = list(clear())
         homes = np.array([clusters.main(name) for name in names], np.int64)
         drawn = {
