@@ -66,10 +66,9 @@ def count_lines(source: str) -> Lines:
     outside: set[int] = set()
     imports: set[int] = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            first = node.body[0] if node.body else None
-            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
-                outside.update(_span(first))
+        # Also the docstrings below constants, which Python does not keep.
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            outside.update(_span(node))
         elif isinstance(node, ast.Import | ast.ImportFrom):
             imports.update(_span(node))
     ignored = {

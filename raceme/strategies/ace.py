@@ -116,7 +116,7 @@ class ACE(Method):
     parameters: ACEParameters
 
     def scheduler(self) -> Scheduler:
-        """Wait for everybody once; then nobody waits."""
+        """Wait for all clients once; then every client works all the time."""
         if self.parameters.start == "seen":
             return EveryIdle()
         return then(InRounds(), EveryIdle(), lambda: self.state.started)

@@ -48,14 +48,14 @@ from raceme.strategies.shared import contribution, partition
 log = getLogger("raceme")
 
 _HOPELESS_WINDOWS = 3
-"""After so many windows in which work was given and nobody was done, nobody ever will be."""
+"""Windows in a row in which work was given and none was done, after which none ever will be."""
 
 Members = Callable[[Sequence[Client], np.random.Generator], Sequence[Client]]
-"""Chooses who takes part in a window: from the online clients, with a generator."""
+"""Chooses the clients of a window: from the online clients, with a generator."""
 GroupOf = Callable[[str], int | None]
 """Returns the group in which a client waits for others; None for a client without one."""
 Idled = Callable[[str, int, float], None]
-"""Told, when a window ends, who waited in it: client, number of the window, seconds."""
+"""Told, when a window ends, how long clients waited: client, number of the window, seconds."""
 
 
 @dataclass
@@ -69,7 +69,7 @@ class WindowState:
     ends_at : float
         When it ends; 0 before the first.
     members : dict[str, bool]
-        Who takes part in it.
+        Clients that take part in it.
     open : dict[str, int]
         Members that work, to the number of their task.
     gathering : dict[int, bool]
@@ -85,7 +85,7 @@ class WindowState:
     done : int
         Updates of this window so far.
     fruitless : int
-        Windows in a row, up to the last, in which nobody was done before the end.
+        Windows in a row, up to the last, in which no client was done before the end.
     """
 
     number: int = 0
@@ -119,7 +119,7 @@ def _alone(client: str) -> int | None:
 
 
 def _ignore(client: str, window: int, seconds: float) -> None:
-    """Let nobody know."""
+    """Do nothing."""
 
 
 class InWindows(Scheduler):
@@ -135,7 +135,7 @@ class InWindows(Scheduler):
     budget : float
         Length of a window in seconds.
     members : Callable
-        Chooses who takes part in a window: from the online clients, with a generator.
+        Chooses the clients of a window: from the online clients, with a generator.
     group_of : Callable, optional
         Returns the group in which a client waits for others.
     together : bool
@@ -175,7 +175,7 @@ class InWindows(Scheduler):
         """Windows that are over."""
         return self.state.number - bool(self.state.members)
 
-    # Who works.
+    # Selection.
 
     def choose(self, moment: SelectionContext) -> Sequence[Client]:
         """Return the window's members that are to work; begin a window if none is under way."""
@@ -217,7 +217,7 @@ class InWindows(Scheduler):
         return starting
 
     def sent(self, task: InFlight, now: float) -> None:
-        """Note who works, and whether it does so together with others."""
+        """Note that a client works, and whether it does so together with others."""
         self.state.open[task.client] = task.number
         group = self._group_of(task.client)
         if group is not None and self._gathers(group):
@@ -280,7 +280,7 @@ class InWindows(Scheduler):
         return late, released
 
     def hopeless(self) -> str:
-        """Return that the budget is too short, when nobody was ever done within it."""
+        """Return that the budget is too short, when no client was ever done within it."""
         if self.state.fruitless < _HOPELESS_WINDOWS:
             return ""
         return (
@@ -383,7 +383,7 @@ class CSAFL(Method):
         return Needs(bases=True, fits_clients=self._check_clients)
 
     def scheduler(self) -> Scheduler:
-        """Pre-train everybody in one round, then work in windows."""
+        """Pre-train all clients in one round, then work in windows."""
         self.windows = InWindows(
             self.parameters.budget,
             self._pick,

@@ -1,6 +1,6 @@
 """Flower's own round-based strategies, FedAvg and FedProx, under Raceme's loop.
 
-Flower's strategy decides who takes part in a round, with what settings, and how the updates are
+Flower's strategy chooses the clients of a round, with what settings, and how the updates are
 aggregated; the loop sends, waits, checks and reports as for every method.
 """
 
@@ -53,10 +53,10 @@ class FlowerRounds(Method):
     Parameters
     ----------
     inner : Strategy
-        Decides who trains, with what settings, and how updates are aggregated.
+        Chooses clients, with what settings, and how updates are aggregated.
     parameters : RoundsParameters
         The hyper-parameters that `inner` was made with, for reports. Where they say that clients
-        are picked in turn, `inner` decides how many, not who.
+        are picked in turn, `inner` decides how many, not which.
     seed : int
         Decides which clients are sampled.
     """

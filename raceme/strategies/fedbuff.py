@@ -106,25 +106,17 @@ def warn_of_short_run(name: str, option: str, needed: int, planned: int) -> None
 # CA2FL: a buffer whose mean is corrected by every client's last update.
 #
 # Wang et al., "Tackling the Data Heterogeneity in Asynchronous Federated Learning with Cached
-# Update
-# Calibration", ICLR 2024. As in FedBuff the server collects M updates before it takes a step. It
-# also
-# keeps h_i, the last update of each client, 0 at the start, and their mean h over all N clients.
-# An
-# update counts by how it differs from the client's former one, and the mean of those of the
-# clients
-# that are absent stands in for them: ``v = h + 1/M Σ (Δ_i − h_i)``, ``w ← w + η_g v``, as SAGA
-# does.
+# Update Calibration", ICLR 2024. As in FedBuff the server collects M updates before it takes a
+# step. It also keeps h_i, the last update of each client, 0 at the start, and their mean h over all
+# N clients. An update counts by how it differs from the client's former one, and the mean of those
+# of the clients that are absent stands in for them: ``v = h + 1/M Σ (Δ_i − h_i)``,
+# ``w ← w + η_g v``, as SAGA does.
 #
-# The cache takes N · |w| numbers. h is that from before the buffer. Of a client that reports
-# twice in
-# one buffer the second residual is taken from its first update. The paper's own M and η_g are
-# not
-# confirmed: they are 10 (of 100 clients) and 1, those of third parties. With η_g = 1 the cache's
-# term
-# may grow until nothing is learnt; take less then. Clients that went offline stay in the mean,
-# and
-# those that have not reported yet count as 0 in it.
+# The cache takes N · |w| numbers. h is that from before the buffer. Of a client that reports twice
+# in one buffer the second residual is taken from its first update. The paper's own M and η_g are
+# not confirmed: they are 10 (of 100 clients) and 1, those of third parties. With η_g = 1 the
+# cache's term may grow until nothing is learnt; take less then. Clients that went offline stay in
+# the mean, and those that have not reported yet count as 0 in it.
 # -----------------------------------------------------------------------------
 
 
@@ -207,20 +199,16 @@ class CA2FL(Method):
 # -----------------------------------------------------------------------------
 # FADAS: AMSGrad on the server over a buffer's mean, slower when the buffer holds a stale update.
 #
-# Wang et al., "FADAS: Towards Federated Adaptive Asynchronous Optimization", ICML 2024
-# (arXiv 2407.18365). With every M updates, Δ their mean and s_max the largest staleness among
-# them:
+# Wang et al., "FADAS: Towards Federated Adaptive Asynchronous Optimization", ICML 2024 (arXiv
+# 2407.18365). With every M updates, Δ their mean and s_max the largest staleness among them:
 # ``m ← β1 m + (1 − β1) Δ``, ``v ← β2 v + (1 − β2) Δ²``, ``v̂ ← max(v̂, v)``,
 # ``w ← w + η_t m / (√v̂ + ε)``.
 #
-# η_t is η while s_max ≤ τ_c, and η / s_max beyond, as in the authors' code; a transcription of
-# the
-# paper has min(η, 1/s_max), which is ``delay-rule = least``. The authors' code also divides m by
-# 1 − β1^t and √v̂ by √(1 − β2^t): ``bias-correction``. Which of both is the paper's is not
-# confirmed:
+# η_t is η while s_max ≤ τ_c, and η / s_max beyond, as in the authors' code; a transcription of the
+# paper has min(η, 1/s_max), which is ``delay-rule = least``. The authors' code also divides m by 1
+# − β1^t and √v̂ by √(1 − β2^t): ``bias-correction``. Which of both is the paper's is not confirmed:
 # the defaults are our reading. The server keeps m, v, v̂ and the buffer's sum, no vectors of
-# clients.
-# A larger η, from 0.01 on, may explode after calm steps, since v̂ is slow.
+# clients. A larger η, from 0.01 on, may explode after calm steps, since v̂ is slow.
 # -----------------------------------------------------------------------------
 
 
@@ -323,25 +311,19 @@ class FADAS(Method):
 
 
 # -----------------------------------------------------------------------------
-# PORT: a buffer whose updates count by freshness, and by agreement with where the model is
-# going.
+# PORT: a buffer whose updates count by freshness, and by agreement with where the model is going.
 #
 # Su and Li, "How Asynchronous Can Federated Learning Be?", IWQoS 2022. When enough clients have
 # reported, ``w ← w + Σ p_i Δ_i``, Σ p_i = 1, with
-# ``p_i ∝ n_i [γ S / (s_i + S) + μ (cos(Δ_i, w − w_ref) + 1) / 2]``: n_i examples, s_i staleness,
-# S
+# ``p_i ∝ n_i [γ S / (s_i + S) + μ (cos(Δ_i, w − w_ref) + 1) / 2]``: n_i examples, s_i staleness, S
 # its bound. The cosine is taken as 1 when s_i ≤ 1 or there is no older model.
 #
-# w_ref is the model before the last step, as in the authors' code; its comment speaks of the
-# model
+# w_ref is the model before the last step, as in the authors' code; its comment speaks of the model
 # that the client started from, ``reference = start``. Which of both is the paper's is not
-# confirmed.
-# In the paper a client above the bound is told to report what it has. Here no message interrupts
-# a
-# client that trains: the buffer waits until nobody who is at work is above the bound (the form
-# without such messages; our reading). Only weights are compared. The server keeps one model
-# more,
-# the buffer's sum, and the models that clients have started from.
+# confirmed. In the paper a client above the bound is told to report what it has. Here no message
+# interrupts a client that trains: the buffer waits until no client at work is above the bound (the
+# form without such messages; our reading). Only weights are compared. The server keeps one model
+# more, the buffer's sum, and the models that clients have started from.
 # -----------------------------------------------------------------------------
 
 
@@ -415,7 +397,7 @@ class PORT(Method):
         self.state.at_work.pop(task.client, None)
 
     def on_update(self, update: Update) -> Outcome:
-        """Collect the update by its weight; take the step if nobody is to be waited for."""
+        """Collect the update by its weight; take the step if no client is to be waited for."""
         state, options = self.state, self.parameters
         staleness = update.staleness
         weight = options.weight(staleness, self._agreement(update, staleness)) * update.num_examples

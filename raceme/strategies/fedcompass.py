@@ -58,7 +58,7 @@ class ArrivalGroup:
 
 @dataclass
 class ArrivalState:
-    """Who is expected when.
+    """When clients are expected back.
 
     Attributes
     ----------
@@ -92,8 +92,8 @@ class ByArrival(Scheduler):
 
     Of a client that nothing is known of the first work is as long as any, and what it brings is
     acted on alone. From then on each client joins the group in which it can take most steps, or
-    founds one. Who is back early waits; when the last is back, or the group's latest time has
-    passed, what its members have brought is acted on together, with all that came too late for
+    founds one. A client that is back early waits; when the last is back, or the group's latest time
+    has passed, what its members have brought is acted on together, with all that came too late for
     another group (Li et al., "FedCompass", ICLR 2024, Algorithms 1 and 2).
 
     Parameters
@@ -117,10 +117,10 @@ class ByArrival(Scheduler):
         """Return how many steps the work has that a client was chosen for."""
         return self.state.steps[client]
 
-    # Who works.
+    # Selection.
 
     def choose(self, moment: SelectionContext) -> Sequence[Client]:
-        """Return who is idle and waits for nobody, the fastest first."""
+        """Return the idle clients that wait for no others, the fastest first."""
         state = self.state
         ready = [c for c in moment.idle.ready(moment.now) if c.client_id not in state.home]
         if moment.places is not None:
@@ -210,7 +210,7 @@ class ByArrival(Scheduler):
         return self._if_complete(number)
 
     def _if_complete(self, number: int) -> Sequence[Update]:
-        """Return what is acted on if nobody of a group is at work any more."""
+        """Return what is acted on if no client of a group is at work any more."""
         return [] if self.state.groups[number].open else self._closed(number)
 
     def _closed(self, number: int) -> list[Update]:
@@ -227,7 +227,7 @@ class ByArrival(Scheduler):
         return min((group.latest for group in self.state.groups.values()), default=math.inf)
 
     def wake(self, now: float) -> tuple[Collection[int], Sequence[Update]]:
-        """End the groups whose latest time has passed; who is still at work will be late."""
+        """End the groups whose latest time has passed; clients still at work will be late."""
         over = [n for n, group in self.state.groups.items() if group.latest <= now]
         return (), [update for number in over for update in self._closed(number)]
 

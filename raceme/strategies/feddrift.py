@@ -3,7 +3,7 @@
 Jothimurugesan et al., "Federated Learning under Distributed Concept Drift", AISTATS 2023. Whenever
 clients have new data, each measures every model on them. A client whose least loss has grown by
 more than δ since it was last asked has drifted; others take the model of least loss. Every drifted
-client founds a model of its own, a copy of its best one, which nobody else may join for W steps;
+client founds a model of its own, a copy of its best one, which no other may join for W steps;
 models that are alike are merged then (hierarchically, complete linkage). FedDrift-Eager founds one
 model for all that have drifted together, and merges nothing. Model m is trained on all data that
 were ever assigned to it, of whichever client and step, by federated averaging: a client that has
@@ -34,8 +34,7 @@ from raceme.strategies.fedasync import FedAsyncParameters, mix_by_staleness
 from raceme.strategies.shared import linkage
 
 # -----------------------------------------------------------------------------
-# Concepts that come and go: which data belong to which model, when data have drifted, what
-# merges.
+# Concepts that come and go: which data belong to which model, when data have drifted, what merges.
 #
 # Jothimurugesan et al., "Federated Learning under Distributed Concept Drift" (FedDrift), AISTATS
 # 2023. What is compared are losses, in whichever measure: the lower the better.
@@ -117,7 +116,7 @@ class Concepts:
     losses : dict[str, dict[int, dict[int, float]]]
         What a client has last measured: by step of its data and model.
     isolated : dict[int, int]
-        New models that nobody may join and that do not merge, and for how many steps more.
+        New models that no client may join and that do not merge, and for how many steps more.
     heirs : dict[int, int]
         Models that were merged, to what they were merged into.
     used : dict[int, int]
@@ -151,7 +150,7 @@ class Concepts:
         Parameters
         ----------
         client : str
-            Who.
+            The client's id.
         now : int
             Step of its data.
         memory : int
@@ -224,7 +223,7 @@ class Concepts:
         Parameters
         ----------
         client : str
-            Who.
+            The client's id.
         losses : Mapping
             By step and model.
         there : Container[int]
@@ -253,7 +252,7 @@ class Concepts:
     def mean_losses(self, models: Sequence[int]) -> NDArray[np.float64]:
         """Return L(p, q): mean loss of model p over the data of q, shape (k, k).
 
-        Every pair of a client and a step counts the same. NaN where nobody has measured it.
+        Every pair of a client and a step counts the same. NaN where it was not measured.
         """
         place = {model: index for index, model in enumerate(models)}
         total, count = np.zeros((2, len(models), len(models)))
@@ -296,7 +295,7 @@ class ConceptParameters:
     merge_delta: float | None = option(
         None, "δ': distance below which two models are merged (auto: δ; 0: never)", low=0
     )
-    isolation: int = option(1, "W: steps for which nobody else may join a new model", low=1)
+    isolation: int = option(1, "W: steps for which no other client may join a new model", low=1)
     measure: str = option(
         "accuracy",
         "what counts as loss: 1 - accuracy (the authors' code), or the mean loss (the paper)",
@@ -408,10 +407,7 @@ class FollowsConcepts(Method):
         concepts = self.state.concepts
         by_accuracy = self.parameters.measure == "accuracy"
         scores = answer.numbers.get(names.ACCURACIES if by_accuracy else names.LOSSES)
-        asked, steps = (
-            list(answer.task.candidates),
-            concepts.asked.get(answer.task.client, []),
-        )
+        asked, steps = list(answer.task.candidates), concepts.asked.get(answer.task.client, [])
         if scores is None or scores.shape != (len(asked), len(steps)) or scores.dtype.kind != "f":
             raise InvalidReplyError(
                 f"it brings no {self.parameters.measure} of every model and step"
@@ -551,19 +547,13 @@ class FollowsConcepts(Method):
 # -----------------------------------------------------------------------------
 # FedDrift-Async: FedDrift's detection, isolation and merging on every single update.
 #
-# Our own: Jothimurugesan et al. (AISTATS 2023) work in rounds and judge all clients together.
-# Here a
-# client whose data have moved on measures all models before it trains again, and is judged at
-# once,
-# by itself: it founds a model if its least loss has grown by more than δ, otherwise it takes the
-# best
-# one. Where nobody says when data change, it measures again after every few of its updates
-# (``ask-every``). A new model is isolated until its client has measured W times more; after
-# every
-# answer models that are alike are merged. An update is mixed in at once, with a weight that
-# falls
-# with staleness as FedAsync's does; one to a model that was merged meanwhile goes into the
-# merged
+# Our own: Jothimurugesan et al. (AISTATS 2023) work in rounds and judge all clients together. Here
+# a client whose data have moved on measures all models before it trains again, and is judged at
+# once, by itself: it founds a model if its least loss has grown by more than δ, otherwise it takes
+# the best one. Where nobody says when data change, it measures again after every few of its updates
+# (``ask-every``). A new model is isolated until its client has measured W times more; after every
+# answer models that are alike are merged. An update is mixed in at once, with a weight that falls
+# with staleness as FedAsync's does; one to a model that was merged meanwhile goes into the merged
 # one. A client that has data of several models trains them in turn.
 # -----------------------------------------------------------------------------
 
@@ -692,7 +682,7 @@ class FedDrift(FollowsConcepts):
     scheduling: InRounds
 
     def scheduler(self) -> Scheduler:
-        """Work in rounds; who has data of several models trains one after the other."""
+        """Work in rounds; a client with data of several models trains one after the other."""
         return InRounds(
             self.parameters.fraction,
             sampling=self.parameters.sampling,
@@ -700,7 +690,7 @@ class FedDrift(FollowsConcepts):
             queries=self._queries,
         )
 
-    # Before a round: who is to measure?
+    # Before a round: scores.
 
     def _queries(self, moment: SelectionContext) -> Sequence[Request] | None:
         """Let clients with new data measure all models first; then let participants train."""
@@ -731,7 +721,7 @@ class FedDrift(FollowsConcepts):
         self.state.answered[answer.task.client] = answer.task.step
 
     def _judge(self) -> None:
-        """Assign the data of those who have answered; found models, and merge what is alike."""
+        """Assign the data of clients that have answered; found models, and merge what is alike."""
         state, concepts = self.state, self.state.concepts
         latest = max(state.answered.values())
         if latest > state.latest:

@@ -65,7 +65,7 @@ class FeSEM(Method):
         labels = nearest_centre(vectors, vectors[chosen])
         # A centre is its own nearest one, so that none is empty, unless two models are equal.
         labels[chosen] = np.arange(count)
-        # Who took no part has no centre yet: the split places nobody but those it names.
+        # Clients that took no part have no centre yet: the split places only those it names.
         self.clusters.split(0, parts_of([update.task.client for update in updates], labels))
 
 

@@ -50,8 +50,7 @@ from raceme.strategies.shared import linkage, numbered
 # Groups by the directions of first updates: how they begin, and how a client finds its own.
 #
 # Duan et al., "Flexible Clustered Federated Learning for Client-Level Data Distribution Shift",
-# TPDS 2022: the group cold start (Algorithm 3, eqs 6 and 7), the client cold start (eq 8), and
-# the
+# TPDS 2022: the group cold start (Algorithm 3, eqs 6 and 7), the client cold start (eq 8), and the
 # change of label counts after which a client is taken through it again.
 # -----------------------------------------------------------------------------
 
@@ -126,7 +125,7 @@ class ColdStart:
         Parameters
         ----------
         client : str
-            Who is to be placed; its label counts are known.
+            The client to be placed; its label counts are known.
         homes : Mapping[str, int]
             The groups of the clients that are placed.
         """
@@ -157,8 +156,8 @@ class ColdStart:
     def usual_labels(self, client: str, labels: int) -> int:
         """Return how many labels a client's counts should have, which come with `labels` of them.
 
-        As many as most others' have. Whoever is first does not speak for all: a device with
-        another task, or one that lies, would shut everybody else out.
+        As many as most others' have. The first client does not speak for all: a device with
+        another task, or one that lies, would shut all others out.
         """
         first, known = next(iter(self.counts.items()), ("", []))
         # Mostly so, and it spares a look at all of a large fleet.
@@ -174,7 +173,7 @@ class ColdStart:
         Parameters
         ----------
         client : str
-            Who.
+            The client's id.
         counts : Sequence[int]
             Training samples per label, now.
         examples : int
@@ -333,11 +332,6 @@ class ColdStartParameters:
         """Whether label counts tell that data have changed."""
         return self.detect == "label-counts"
 
-    @property
-    def needs_classes(self) -> str:
-        """What clients are asked for that a regression does not have; empty if there is nothing."""
-        return "count their labels unless detect=direction" if self.counts_labels else ""
-
 
 @dataclass(frozen=True)
 class FlexCFLParameters(ColdStartParameters, RoundsParameters):
@@ -358,31 +352,19 @@ class FedGroupParameters(FlexCFLParameters):
     detect: str = option("none", "what tells that data have changed", among=("none",))
 
 
-@dataclass
-class ColdStartState:
-    """What FlexCFL and FlexCFL-Async know beside their groups.
-
-    Attributes
-    ----------
-    start : ColdStart
-        What places clients.
-    """
-
-    start: ColdStart
-
-
 class GroupsByStart(Method):
     """What FlexCFL does in rounds, and FlexCFL-Async on every update."""
 
     parameters: ColdStartParameters
-    state: ColdStartState
+    state: ColdStart
 
     @property
     def needs(self) -> Needs:
         """What a run of the method has to have."""
+        counts = self.parameters.counts_labels
         return Needs(
-            kinds=frozenset({LABEL_COUNTS} if self.parameters.counts_labels else ()),
-            classes=self.parameters.needs_classes,
+            kinds=frozenset({LABEL_COUNTS} if counts else ()),
+            classes="count their labels unless detect=direction" if counts else "",
             bases=True,
             fits_clients=self._check_groups,
         )
@@ -398,15 +380,15 @@ class GroupsByStart(Method):
     def initialize(self, vector: Vector) -> None:
         """Keep w0; all clients are cold."""
         self.clusters = Clusters({_W0: Model(vector)})
-        self.state = self.state_type(ColdStart(vector.copy()))
+        self.state = self.state_type(vector.copy())
 
     @property
     def _has_groups(self) -> bool:
-        return bool(self.state.start.directions)
+        return bool(self.state.directions)
 
     @property
     def _cold(self) -> dict[str, bool]:
-        return self.state.start.cold
+        return self.state.cold
 
     def on_join(self, client: Client) -> None:
         """Take a client in: cold, or back into its group."""
@@ -417,7 +399,7 @@ class GroupsByStart(Method):
     def on_sent(self, task: InFlight) -> None:
         """Note which clients are asked for label counts."""
         if task.kind == LABEL_COUNTS:
-            self.state.start.ask(task.client)
+            self.state.ask(task.client)
 
     def _first(self, online: Sequence[Client], rng: np.random.Generator) -> Sequence[Client]:
         """Pick α m clients, whose first updates make the groups."""
@@ -427,7 +409,7 @@ class GroupsByStart(Method):
 
     def _pretraining(self, client: str) -> Request:
         """Return the work of a client that is to be placed: it trains w0 for a little while."""
-        w0 = self.record_of(self.state.start.initial)
+        w0 = self.record_of(self.state.initial)
         steps = self.parameters.pretrain_steps
         settings = {LOCAL_STEPS: steps} if steps else {LOCAL_STEPS: 0, LOCAL_EPOCHS: 1}
         return Request(client, models=(), arrays={ARRAYS: w0}, settings=settings)
@@ -438,11 +420,8 @@ class GroupsByStart(Method):
         A group's model is the plain mean of what its clients have trained; its direction, for good,
         the change from w0.
         """
-        start, clusters, clients = (
-            self.state.start,
-            self.clusters,
-            [update.task.client for update in updates],
-        )
+        start, clusters = self.state, self.clusters
+        clients = [update.task.client for update in updates]
         deltas = np.stack([self.compared(update.vector - start.initial) for update in updates])
         count = min(self.parameters.groups, len(updates))
         if count < self.parameters.groups:
@@ -463,11 +442,9 @@ class GroupsByStart(Method):
     def _place(self, update: Update) -> Outcome:
         """Put a cold client into the nearest group; what it has trained is used for nothing."""
         client = update.task.client
-        group = self.state.start.nearest(
-            self.compared(np.asarray(update.vector - self.state.start.initial))
-        )
+        group = self.state.nearest(self.compared(np.asarray(update.vector - self.state.initial)))
         self.clusters.assign(client, group)
-        self.state.start.settle(client)
+        self.state.settle(client)
         return Outcome(group, staleness=0, weight=0.0)
 
     def _take_counts(self, answer: Answer) -> None:
@@ -484,18 +461,18 @@ class GroupsByStart(Method):
             raise InvalidReplyError("it brings no label counts")
         if counts.min() < 0 or not counts.any():
             raise InvalidReplyError("its label counts are no counts")
-        labels = self.state.start.usual_labels(client, len(counts))
+        labels = self.state.usual_labels(client, len(counts))
         if len(counts) != labels:
             raise InvalidReplyError(f"it counts {len(counts)} labels, and others {labels}")
         if answer.num_examples and int(counts.sum()) != answer.num_examples:
             total = int(counts.sum())
             raise InvalidReplyError(f"it counts {total} labels of {answer.num_examples} examples")
         examples = self.progress.fleet.clients[client].num_examples
-        self.state.start.count(client, counts.tolist(), examples, self.parameters.tolerance)
+        self.state.count(client, counts.tolist(), examples, self.parameters.tolerance)
 
 
 @dataclass
-class FlexCFLState(ColdStartState):
+class FlexCFLState(ColdStart):
     """What FlexCFL knows beside its groups.
 
     Attributes
@@ -517,7 +494,7 @@ class FlexCFL(GroupsByStart):
     scheduling: InRounds
 
     def scheduler(self) -> Scheduler:
-        """Work in rounds; who is cold is placed first, and then trains if it was picked."""
+        """Work in rounds; a cold client is placed first, and then trains if it was drawn."""
         return InRounds(
             participants=self._participants,
             prepares=lambda update: self._has_groups and update.task.client in self._cold,
@@ -531,7 +508,7 @@ class FlexCFL(GroupsByStart):
     def _queries(self, moment: SelectionContext) -> Sequence[Request] | None:
         """Ask for label counts before each round; then let its participants work."""
         if self.parameters.counts_labels:
-            asked = self.scheduling.ask_first(moment, self.state.start.answers)
+            asked = self.scheduling.ask_first(moment, self.state.answers)
             if asked is not None:
                 return [Request(client, LABEL_COUNTS, models=()) for client in asked]
         return None
@@ -545,7 +522,7 @@ class FlexCFL(GroupsByStart):
         parameters, state = self.parameters, self.state
         if not self._has_groups:
             return self._first(online, rng)
-        # Pre-training is nobody's turn: all train in the rounds after it.
+        # Pre-training counts as no turn: all train in the rounds after it.
         picked = self.scheduling.pick(online, parameters.participants(len(online)), rng)
         state.picked = {client.client_id: True for client in picked}
         if parameters.newcomers == "random":
@@ -559,9 +536,9 @@ class FlexCFL(GroupsByStart):
     def _place_at_random(self, rng: np.random.Generator) -> None:
         """Assign the picked clients that have no group to any, for RAC."""
         for client in [client for client in self.state.picked if client in self._cold]:
-            group = int(rng.choice(list(self.state.start.directions)))
+            group = int(rng.choice(list(self.state.directions)))
             self.clusters.assign(client, group)
-            self.state.start.settle(client)
+            self.state.settle(client)
 
     def request_for(self, client: str) -> Request:
         """Let a cold client train w0, and others the model of their group."""
@@ -596,7 +573,7 @@ class FlexCFL(GroupsByStart):
         """Note whose update goes where another group's go: its data may have changed."""
         for update in updates:
             delta = self.compared(update.delta)
-            if self.state.start.looks_foreign(self._home(update), delta):
+            if self.state.looks_foreign(self._home(update), delta):
                 self._cold[update.task.client] = True
 
 
@@ -633,21 +610,16 @@ def mix_groups(models: Sequence[Model], eta_g: float) -> None:
 # -----------------------------------------------------------------------------
 # FlexCFL-Async: FlexCFL's groups and migration on every single update.
 #
-# Our own: Duan et al. (TPDS 2022) wait for rounds. Some clients train the initial model w0
-# first, and
-# the directions of their updates are grouped; then nobody waits for anybody. A client without a
-# group
-# trains w0 for a little while and joins the group of the nearest direction; each later update is
-# mixed into its group's model at once, with a weight that falls with staleness as FedAsync's
-# does.
-# Before a client is given work it is asked for its label counts, or the direction of its latest
-# update is looked at. If its data have changed, it joins the group that alone has clients with
-# such
-# labels, and else it trains w0 again. An update that comes from a model which is not that of its
-# client's group is dropped.
+# Our own: Duan et al. (TPDS 2022) wait for rounds. Some clients train the initial model w0 first,
+# and the directions of their updates are grouped; then no client waits for others. A client without
+# a group trains w0 for a little while and joins the group of the nearest direction; each later
+# update is mixed into its group's model at once, with a weight that falls with staleness as
+# FedAsync's does. Before a client is given work it is asked for its label counts, or the direction
+# of its latest update is looked at. If its data have changed, it joins the group that alone has
+# clients with such labels, and else it trains w0 again. An update that comes from a model which is
+# not that of its client's group is dropped.
 #
-# There is no inter-group aggregation: η_g belongs to a round, after which all groups are at
-# rest.
+# There is no inter-group aggregation: η_g belongs to a round, after which all groups are at rest.
 # -----------------------------------------------------------------------------
 
 
@@ -657,7 +629,7 @@ class FlexCFLAsyncParameters(ColdStartParameters, FedAsyncParameters):
 
 
 @dataclass
-class FlexCFLAsyncState(ColdStartState):
+class FlexCFLAsyncState(ColdStart):
     """What FlexCFL-Async knows beside its groups.
 
     Attributes
@@ -678,13 +650,13 @@ class FlexCFLAsync(GroupsByStart):
     state: FlexCFLAsyncState
 
     def scheduler(self) -> Scheduler:
-        """Wait for those who make the groups; then nobody waits."""
+        """Wait for the clients that make the groups; then every client works all the time."""
         first = InRounds(participants=self._first)
         return then(first, EveryIdle(), lambda: self._has_groups)
 
     def request_for(self, client: str) -> Request:
         """Let a cold client train w0, ask others for label counts, or train their group's model."""
-        start = self.state.start
+        start = self.state
         if not self._has_groups or client in start.cold:
             return self._pretraining(client)
         by_counts = self.parameters.counts_labels
@@ -695,7 +667,7 @@ class FlexCFLAsync(GroupsByStart):
     def on_answer(self, answer: Answer) -> None:
         """Take label counts in: a client whose data have changed is cold."""
         client = answer.task.client
-        start = self.state.start
+        start = self.state
         was_cold = client in start.cold
         self._take_counts(answer)
         if client in start.cold and not was_cold:
@@ -703,7 +675,7 @@ class FlexCFLAsync(GroupsByStart):
 
     def _place_by_labels(self, client: str) -> None:
         """Move a client whose data have changed at once, if its labels are those of one group."""
-        start, members = self.state.start, self.clusters.members
+        start, members = self.state, self.clusters.members
         homes = {c: self.clusters.main(c) for c in members if c not in start.cold}
         group = start.group_by_labels(client, homes)
         if group is not None:
@@ -725,7 +697,7 @@ class FlexCFLAsync(GroupsByStart):
 
     def on_update(self, update: Update) -> Outcome:
         """Place a cold client; mix what others bring into their group's model."""
-        client, start = update.task.client, self.state.start
+        client, start = update.task.client, self.state
         if client in start.cold:
             return self._place(update)
         group = self.clusters.main(client)

@@ -290,8 +290,7 @@ def numbered(labels: NDArray[np.integer]) -> NDArray[np.int64]:
 # -----------------------------------------------------------------------------
 # Dividing clients by the directions of their updates: CFL's criterion and linkage.
 #
-# Sattler et al., "Clustered Federated Learning: Model-Agnostic Distributed Multitask
-# Optimization
+# Sattler et al., "Clustered Federated Learning: Model-Agnostic Distributed Multitask Optimization
 # under Privacy Constraints", 2020, sections III and IV.
 # -----------------------------------------------------------------------------
 
@@ -389,7 +388,7 @@ def kept_homes(
     Parameters
     ----------
     clients : Sequence[str]
-        Who was grouped.
+        The clients that were grouped.
     labels : NDArray[np.integer]
         Label of each of them, from 0. Shape (n,).
     homes : Mapping[str, int]
@@ -421,7 +420,7 @@ def regroup(clusters: Clusters, clients: Sequence[str], labels: NDArray[np.integ
     clusters : Clusters
         Where they are.
     clients : Sequence[str]
-        Who was grouped.
+        The clients that were grouped.
     labels : NDArray[np.integer]
         Label of each of them, from 0. Shape (n,).
     """

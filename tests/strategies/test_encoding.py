@@ -2,11 +2,26 @@
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from raceme.core.clients import Client
 from raceme.core.requests import InFlight, Update
 from raceme.strategies import CASA, CASAParameters
-from raceme.strategies.casa.buffers import Sketches, WholeModels, exact_error
+from raceme.strategies.casa.buffers import Sketches, WholeModels
+
+
+def exact_error(similarity: NDArray[np.floating], models: NDArray[np.float32]) -> float:
+    """Return the largest error of a matrix of cosines against the models' exact ones.
+
+    Parameters
+    ----------
+    similarity : ndarray
+        Cosines to be checked; NaN where unknown. Shape (n, n).
+    models : ndarray
+        The models. Shape (n, d).
+    """
+    unit = models / np.linalg.norm(models, axis=1, keepdims=True)
+    return float(np.nanmax(np.abs(similarity - unit @ unit.T)))
 
 
 def models(clients: int, size: int, spread: float) -> np.ndarray:

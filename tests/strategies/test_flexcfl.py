@@ -57,7 +57,7 @@ def test_cold_starts_by_hand(measure: str) -> None:
     assert [a.weight for a in applied] == pytest.approx([1 / 3, 0.5, 1 / 3, 0.5, 1 / 3, 0.0])
     assert strategy.clusters.main("c5") == 2
     strategy.on_join(Client("c6", num_examples=10))
-    assert strategy.state.start.cold == {"c6": True}
+    assert strategy.state.cold == {"c6": True}
 
 
 def counts_of(strategy: FlexCFL, client: str, counts: list[int], examples: int = 10) -> Answer:
@@ -78,16 +78,16 @@ def with_groups() -> FlexCFL:
 def test_a_client_whose_label_counts_have_changed_is_placed_anew() -> None:
     strategy = with_groups()
     strategy.on_answer(counts_of(strategy, "c0", [1, 9]))
-    assert strategy.state.start.cold == {}
+    assert strategy.state.cold == {}
     strategy.on_answer(counts_of(strategy, "c0", [2, 8]))
-    assert strategy.state.start.cold == {"c0": True}
+    assert strategy.state.cold == {"c0": True}
     assert strategy.request_for("c0").arrays["arrays"].count_bytes() > 0
     # It stays with its group until it has trained w0, and then goes to the other one.
     assert homes(strategy)["c0"] == 1
     round_of(strategy, (0, 9))
     assert homes(strategy)["c0"] == 2
     assert strategy.models[2].vector.tolist() == pytest.approx([0.05, 2.0])
-    assert strategy.state.start.cold == {}
+    assert strategy.state.cold == {}
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_an_update_that_goes_where_another_group_goes_makes_its_client_cold() ->
     # Group 1 is at (3, 0.05): c0 goes on along its direction, c2 turns to the other's.
     one, two = update(strategy, "c0", 4, 0.1), update(strategy, "c2", 3, 4)
     strategy.applied([one, two])
-    assert strategy.state.start.cold == {"c2": True}
+    assert strategy.state.cold == {"c2": True}
 
 
 def test_random_groups_for_rac() -> None:

@@ -106,7 +106,7 @@ def test_an_update_that_goes_where_another_group_goes_makes_its_client_cold() ->
     strategy = started(detect="direction")
     step(strategy, "c0", 4, 0.1)
     step(strategy, "c2", 3, 4)
-    assert strategy.state.start.cold == {"c2": True}
+    assert strategy.state.cold == {"c2": True}
 
 
 def test_the_groups_are_found_on_virtual_time() -> None:

@@ -118,20 +118,6 @@ class Sketches:
 Encoder = WholeModels | Sketches
 
 
-def exact_error(similarity: NDArray[np.floating], models: NDArray[np.float32]) -> float:
-    """Return the largest error of a matrix of cosines against the models' exact ones.
-
-    Parameters
-    ----------
-    similarity : ndarray
-        Cosines to be checked; NaN where unknown. Shape (n, n).
-    models : ndarray
-        The models. Shape (n, d).
-    """
-    unit = models / np.linalg.norm(models, axis=1, keepdims=True)
-    return float(np.nanmax(np.abs(similarity - unit @ unit.T)))
-
-
 # -----------------------------------------------------------------------------
 # CASA's buffers: recent models of other clients, kept to be compared with a client's next one.
 # -----------------------------------------------------------------------------

@@ -119,13 +119,10 @@ class Landmarks:
 # -----------------------------------------------------------------------------
 # When a cluster need not be looked at: a bound on how far its eigenvalues can have moved.
 #
-# Looking at a cluster means the eigenvalues of its Laplacian, the dearest part of CASA. An
-# update
-# changes one row and column of the similarities. By Weyl's inequality no eigenvalue moves by
-# more
+# Looking at a cluster means the eigenvalues of its Laplacian, the dearest part of CASA. An update
+# changes one row and column of the similarities. By Weyl's inequality no eigenvalue moves by more
 # than the spectral norm of the change, so no gap grows by more than twice that. As long as the
-# largest gap seen, and all that may have been added since, stay below the threshold, the
-# decision
+# largest gap seen, and all that may have been added since, stay below the threshold, the decision
 # is known to be no without looking. Decisions are exactly those of looking every time.
 # -----------------------------------------------------------------------------
 

@@ -446,12 +446,10 @@ class CASA(Method):
 # -----------------------------------------------------------------------------
 # CASA+: CASA with sparse training, which gives slow clients less to do.
 #
-# Liu et al., "CASA: Clustered Federated Learning with Asynchronous Clients", KDD 2024, section
-# 4.4.
+# Liu et al., "CASA: Clustered Federated Learning with Asynchronous Clients", KDD 2024, section 4.4.
 # The staler a client's update was, the larger the share of its smallest weights that it does not
 # train next time (eq 17). The mask travels with the model; the client trains the other weights
-# only,
-# which takes it so much less time, and the server mixes only these in (eq 16).
+# only, which takes it so much less time, and the server mixes only these in (eq 16).
 # -----------------------------------------------------------------------------
 
 

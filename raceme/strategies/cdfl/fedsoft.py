@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 
 from raceme.core import messages as names
 from raceme.core.clients import Client
-from raceme.core.clusters import Clusters
 from raceme.core.messages import Vector, candidate, forward_cost, to_array
 from raceme.core.options import option
 from raceme.core.requests import Answer, InvalidReplyError, Outcome, Request, Update
@@ -36,7 +35,6 @@ from raceme.strategies.cdfl.strategy import (
     SoftUploads,
     start_clusters,
 )
-from raceme.strategies.ifca import different_models
 
 SELECTIONS = ("drawn", "all")
 
@@ -48,7 +46,9 @@ class FedSoftParameters:
     k: int | None = option(None, "K: number of clusters (auto: of pre-trained models, or 2)", low=1)
     estimate_every: int = option(2, "τ: rounds between two estimates of importance", low=1)
     selection: str = option(
-        "drawn", "who trains for a cluster: drawn, or all, weighted by u n", among=SELECTIONS
+        "drawn",
+        "clients of a cluster's round: drawn, or all, weighted by u n",
+        among=SELECTIONS,
     )
     drawn: int = option(15, "clients that each cluster draws for a round", low=1)
     smoothing: float = option(1e-4, "σ: importance of a cluster that fits no sample", above=0)
@@ -104,7 +104,8 @@ class FedSoft(Method):
 
     def initialize(self, vector: Vector) -> None:
         """Start each cluster from its pre-trained model, or all from different ones."""
-        self.clusters = soft_clusters(self, vector, self.parameters.k)
+        count = self.parameters.k or len(self.starts) or 2
+        self.clusters = start_clusters(self, vector, count, alike=False)
         self.state = FedSoftState(pretrained=bool(self.starts))
 
     def on_join(self, client: Client) -> None:
@@ -192,17 +193,6 @@ class FedSoft(Method):
         ]
 
 
-def soft_clusters(method: Method, vector: Vector, k: int | None) -> Clusters:
-    """Make K clusters: of the server's pre-trained models if it has some, else of different ones.
-
-    Without K there are as many as pre-trained models, or two.
-    """
-    count = k or len(method.starts) or 2
-    if method.starts:
-        return start_clusters(vector, count, method.starts)
-    return different_models(vector, count, method.spec, method.rng)
-
-
 def importance_of(losses: NDArray[np.float32], smoothing: float) -> Shares:
     """Return u_k: the share of the samples on which each model has the least loss.
 
@@ -227,16 +217,13 @@ def importance_of(losses: NDArray[np.float32], smoothing: float) -> Shares:
 # FedSoft-Async: CDFL with mixtures that clients estimate themselves, with all cluster models.
 #
 # The baseline of Li and Zhu, "Client-Driven Federated Learning" (CDFL), after FedSoft (Ruan and
-# Joe-Wong, AAAI 2022). A client holds all K cluster models. With its present data it counts on
-# how
+# Joe-Wong, AAAI 2022). A client holds all K cluster models. With its present data it counts on how
 # many samples each has the least loss; these shares are α. It trains the mixture Σ α_k w_k with
 # CDFL's objective, and uploads the result with α. The server mixes it in as CDFL does, needs no
-# proxy
-# sets, and sends all K models.
+# proxy sets, and sends all K models.
 #
 # Our readings: training starts from Σ α_k w_k; no share is below that of one sample. The extra K
-# passes over the samples count as computing on virtual time, a pass without gradients as a third
-# of
+# passes over the samples count as computing on virtual time, a pass without gradients as a third of
 # one with.
 # -----------------------------------------------------------------------------
 
@@ -286,7 +273,8 @@ class FedSoftAsync(SoftUploads):
 
     def initialize(self, vector: Vector) -> None:
         """Start each cluster from its pre-trained model, or all from different ones."""
-        self.clusters = soft_clusters(self, vector, self.parameters.k)
+        count = self.parameters.k or len(self.starts) or 2
+        self.clusters = start_clusters(self, vector, count, alike=False)
         self.state = FedSoftAsyncState(
             renewed=dict.fromkeys(self.clusters.models, 0), pretrained=bool(self.starts)
         )

@@ -162,7 +162,7 @@ class OnRequest(Scheduler):
         Parameters
         ----------
         client : str
-            Who.
+            The client's id.
         held : ArrayRecord
             The model that it holds. It travels, though the client has it, so that clients need no
             memory, and counts as no traffic.
@@ -201,7 +201,7 @@ class OnRequest(Scheduler):
         state.steps[client] = answer.task.step
         return True
 
-    # Who works.
+    # Selection.
 
     def choose(self, moment: SelectionContext) -> Sequence[Client]:
         """Return the idle clients whose time has come."""

@@ -37,13 +37,13 @@ from raceme.core.requests import Answer, Outcome, Request, Update
 from raceme.core.scheduling import Scheduler
 from raceme.core.strategy import Method, Needs
 from raceme.strategies.cdfl.scheduling import OnRequest, RequestParameters
+from raceme.strategies.ifca import different_models
 
 # -----------------------------------------------------------------------------
 # Of which distributions a client's data are a mixture, told from the model that it has trained.
 #
 # Li and Zhu, "Client-Driven Federated Learning" (CDFL): DistributionEstimation and
-# UpdateRatioCompute. A cluster k has a model w_k and a proxy set D_k, samples of its
-# distribution
+# UpdateRatioCompute. A cluster k has a model w_k and a proxy set D_k, samples of its distribution
 # that the server has.
 # -----------------------------------------------------------------------------
 
@@ -358,7 +358,7 @@ class CDFL(SoftUploads):
         """Start each cluster from its pre-trained model, or all from the initial one."""
         assert self.probe is not None, "check_server() has seen that there is one"
         count = self.parameters.k or self.probe.sets
-        self.clusters = start_clusters(vector, count, self.starts)
+        self.clusters = start_clusters(self, vector, count, alike=True)
         self.state = CDFLState(renewed=dict.fromkeys(self.clusters.models, 0))
 
     # What a client does when it chooses.
@@ -423,13 +423,19 @@ class CDFL(SoftUploads):
         return loss
 
 
-def start_clusters(vector: Vector, count: int, starts: Sequence[Vector]) -> Clusters:
-    """Make K clusters: of the server's pre-trained models if it has some, else all alike."""
+def start_clusters(method: Method, vector: Vector, count: int, alike: bool) -> Clusters:
+    """Make K clusters, of the server's pre-trained models if it has some.
+
+    Without these the models are all alike, or different.
+    """
+    starts = method.starts
     if starts and len(starts) != count:
         raise UserError(
             f"There are {len(starts)} pre-trained models for {count} clusters: pretrain makes one "
             "for each group of the data."
         )
+    if not (starts or alike):
+        return different_models(vector, count, method.spec, method.rng)
     return Clusters({k: Model((starts[k] if starts else vector).copy()) for k in range(count)})
 
 

@@ -111,8 +111,7 @@ class EWC(TaskRounds):
 # eigenvalue, times the squared distance that the weights move afterwards. So:
 #
 # - dropout and small mini-batches, from the first task on, lead to wide minima;
-# - a large learning rate does too, but then each task gets a smaller one, η_t = η γ^t, so that
-# the
+# - a large learning rate does too, but then each task gets a smaller one, η_t = η γ^t, so that the
 #   weights move less and less.
 #
 # No memory is needed. Here each client trains so, with FedProx's term, and the server averages. t
@@ -244,7 +243,7 @@ class APD(TaskRounds):
 # as it is. The default of λ1 was found on the digits; that of λ2 was compared with 0 and 1 only.
 #
 # **What leaves a client**: its task-adaptive weights go to other clients as they are, not averaged
-# with anybody's, and they are made from its data alone.
+# with others, and they are made from its data alone.
 # -----------------------------------------------------------------------------
 
 

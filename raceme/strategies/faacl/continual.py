@@ -85,7 +85,7 @@ class Remembered:
     cluster : int
         The cluster that the sample belonged to.
     client : str
-        Who remembers it.
+        The client that remembers it.
     step : int
         Of which step of its data it is.
     """
@@ -135,13 +135,13 @@ class CFAACLState(FAACLState):
     joins : dict[str, int]
         Clients that have found a cluster in this search.
     stage : str
-        Empty while nobody searches.
+        Empty while no client searches.
     tested : dict[str, list[Remembered]]
         What each client is compared on in this stage, in this order.
     requests : dict[str, ConceptRequest]
-        Who is asked what in this stage.
+        What each client is asked in this stage.
     tried : dict[str, bool]
-        Who has been asked in this stage.
+        Clients that have been asked in this stage.
     answers : dict[str, dict[str, NDArray]]
         What was measured, by client and set of samples: shape (models, samples).
     lent : dict[str, dict[str, NDArray]]
@@ -426,7 +426,7 @@ class CFAACL(FAACL):
         self._begin(LENDING if self.parameters.borrow == "samples" else OTHERS)
 
     def _begin(self, stage: str) -> None:
-        """Find out who is to be asked what."""
+        """Find out what clients are to be asked."""
         state = self.state
         state.stage, state.tried, state.answers, state.requests = stage, {}, {}, {}
         for client, tested in state.tested.items():
@@ -484,7 +484,7 @@ class CFAACL(FAACL):
     def _losses(
         self, measured_by: str, name: str, cluster: int, client: str
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]] | None:
-        """Return the losses of a cluster's model and of a client's own; None if nobody has them."""
+        """Return the losses of a cluster's model and of a client's own; None if not known."""
         request, answer = (
             self.state.requests.get(measured_by),
             self.state.answers.get(measured_by),

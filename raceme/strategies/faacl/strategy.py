@@ -126,7 +126,7 @@ class Partition:
 
 @dataclass
 class Supported:
-    """Who supports whom, and who is compared with whom.
+    """Support between clusters, and partitions in which they are compared.
 
     Attributes
     ----------
@@ -159,6 +159,10 @@ class Supported:
         """Return the clusters that a cluster supports."""
         return [other for other, theirs in self.supporters.items() if cluster in theirs]
 
+    def trained_by(self, cluster: int) -> list[int]:
+        """Return what a cluster's clients train, Algorithm 4: its model and those it supports."""
+        return [cluster, *self.supported_by(cluster)]
+
     def support(self, cluster: int, supporters: Iterable[int]) -> None:
         """Let a cluster be supported by these, and by no others."""
         self.supporters[cluster] = dict.fromkeys(sorted(supporters), True)
@@ -186,26 +190,20 @@ class Supported:
         others : Iterable[int]
             Those that may support it.
         losses : Sequence of dict[int, NDArray]
-            For each client of the cluster, its losses by model, each of shape (n,). Whoever has not
-            measured a model does not support it.
+            For each client of the cluster, its losses by model, each of shape (n,). A client
+            that has not measured a model does not support it.
         epsilon, alpha : float
             ε and α.
         """
-        found = []
-        for other in others:
-            agrees = bool(losses)
-            for own in losses:
-                # The first client that disagrees is enough.
-                if other not in own or cluster not in own:
-                    agrees = False
-                    break
-                self.tests += 1
-                if not no_worse(own[cluster], own[other], epsilon, alpha):
-                    agrees = False
-                    break
-            if agrees:
-                found.append(other)
-        return found
+
+        def agrees(own: dict[int, NDArray[np.float64]], other: int) -> bool:
+            if other not in own or cluster not in own:
+                return False
+            self.tests += 1
+            return no_worse(own[cluster], own[other], epsilon, alpha)
+
+        # all() makes no further tests once a client disagrees.
+        return [other for other in others if losses and all(agrees(own, other) for own in losses)]
 
     def unite(self, pair: tuple[int, int], target: int) -> None:
         """Let a cluster take the place of two: its supporters are those that both had.
@@ -295,7 +293,7 @@ class SupportState:
     cold : dict[str, bool]
         Clients that have no model of their own yet, or data that belong nowhere yet.
     supported : Supported
-        Who supports whom, and who is compared with whom.
+        Support between clusters, and their partitions.
     """
 
     initial: Vector
@@ -324,11 +322,6 @@ def comparison(method: Method, client: str, clusters: Sequence[int]) -> Request:
         settings={names.ON: "validation", names.COMPUTE_SCALE: cost},
         phase=SUPPORT,
     )
-
-
-def trains(supported: Supported, cluster: int) -> list[int]:
-    """Return what a cluster's clients train, Algorithm 4: its model, and those that it supports."""
-    return [cluster, *supported.supported_by(cluster)]
 
 
 # What becomes of the answers.
@@ -423,6 +416,13 @@ class FindsSupport(Method):
         arrays = {names.ARRAYS: self.record_of(self.state.initial)}
         return Request(client, models=(), arrays=arrays, settings=settings, phase=INIT)
 
+    def _report_support(self, before: Mapping[int, tuple[int, ...]]) -> None:
+        """Report which clusters support others, if that is not as it was."""
+        now = self.state.supported.listed()
+        if now != before:
+            values = {"supporters": now}
+            self.report(Measured(self.now(), self.progress.updates, SUPPORTERS, values))
+
     def _found_each(self, updates: Sequence[Update]) -> list[Outcome]:
         """Let each client that has trained θ become a cluster of its own."""
         applied = []
@@ -447,17 +447,6 @@ SUPPORTERS = MeasureSchema(
 """Each cluster that has supporters from now on, to them, ascending."""
 
 
-def report_support(
-    method: Method, supported: Supported, before: Mapping[int, tuple[int, ...]]
-) -> None:
-    """Report who supports whom, if that is not as it was."""
-    now = supported.listed()
-    if now != before:
-        method.report(
-            Measured(method.now(), method.progress.updates, SUPPORTERS, {"supporters": now})
-        )
-
-
 # -----------------------------------------------------------------------------
 # FAACL's rounds, Algorithms 2 to 6: train, compare, merge, until nothing changes; then train.
 # C-FAACL has these rounds too; where the clusters that they start from come from differs.
@@ -465,7 +454,7 @@ def report_support(
 
 
 ASKING_SECONDS = 600.0
-"""How long losses are waited for: who measures many models on a slow device takes long."""
+"""How long losses are waited for: many models on a slow device take long."""
 
 
 @dataclass(frozen=True)
@@ -552,7 +541,7 @@ class FAACL(FindsSupport):
         state, begun = self.state, self.state.begun.get(client, {})
         if client in state.cold:
             return None
-        own = trains(state.supported, self.clusters.main(client))
+        own = state.supported.trained_by(self.clusters.main(client))
         return next((model for model in own if model not in begun), None)
 
     def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
@@ -620,7 +609,7 @@ class FAACL(FindsSupport):
         for partition in open_partitions:
             for cluster in partition.clusters:
                 self._update_support(cluster, supported.compared_with(cluster))
-        report_support(self, supported, before)
+        self._report_support(before)
         state.losses = {}
         for partition in open_partitions:
             partition.settled = not self._merge_mutual(partition.clusters)
@@ -631,7 +620,7 @@ class FAACL(FindsSupport):
             log.info("%d clusters after %d tests.", len(self.models), supported.tests)
 
     def _update_support(self, cluster: int, others: Sequence[int]) -> None:
-        """Find out anew who supports a cluster, Algorithm 2.
+        """Find a cluster's supporters anew, Algorithm 2.
 
         One of which no client has measured anything keeps its supporters.
         """
@@ -654,7 +643,7 @@ class FAACL(FindsSupport):
         for pair in pairs:
             kept = int(self.rng.choice(pair))
             supported.unite(pair, self.clusters.merge(pair, keep=kept))
-        report_support(self, supported, before)
+        self._report_support(before)
         return bool(pairs)
 
     def _add(self, clusters: Sequence[int]) -> None:
@@ -678,34 +667,26 @@ class FAACL(FindsSupport):
         for cluster, theirs in before.items():
             kept = [other for other in theirs if other in clusters and cluster in clusters]
             state.supported.support(cluster, kept)
-        report_support(self, state.supported, before)
+        self._report_support(before)
 
 
 # -----------------------------------------------------------------------------
 # FAACL-Async: FAACL's clusters and support, tested and acted on with every single answer.
 #
 # Our own, after Zhang, "Asymmetric Clustering in Federated Continual Learning" (FAACL), thesis,
-# Waterloo 2024. There are no rounds and no partitions, and nobody waits. Every client trains θ
-# and
-# becomes a cluster of its own when it is done. Then it measures, a few at a time, the models of
-# the
-# clusters that it has not been compared with, on its validation samples, and among them those
-# first
+# Waterloo 2024. There are no rounds and no partitions, and no waiting. Every client trains θ and
+# becomes a cluster of its own when it is done. Then it measures, a few at a time, the models of the
+# clusters that it has not been compared with, on its validation samples, and among them those first
 # that would merge with its own. Only when there are none left does it train: a slow client that
-# trained in between would keep its whole cluster from merging. What it finds is acted on at
-# once. A
+# trained in between would keep its whole cluster from merging. What it finds is acted on at once. A
 # cluster supports another if the latest test of every client of that one says so, and two that
-# support each other are merged. Old tests are made again between two trainings, a few at a time,
-# so
+# support each other are merged. Old tests are made again between two trainings, a few at a time, so
 # that support ends when models grow apart.
 #
 # An update is mixed in by its staleness, as in FedAsync, but never with less than its client's
-# share
-# of the samples of all that train the model: a client that is alone in its cluster just replaces
-# it.
-# An update that was trained from a model which a merge has given up is of no use: the mean of
-# two
-# networks that were trained apart may be worse than either.
+# share of the samples of all that train the model: a client that is alone in its cluster just
+# replaces it. An update that was trained from a model which a merge has given up is of no use: the
+# mean of two networks that were trained apart may be worse than either.
 # -----------------------------------------------------------------------------
 
 
@@ -771,7 +752,7 @@ class FAACLAsync(FindsSupport):
         own = self.clusters.main(client)
         if others := self._to_compare(client, own):
             return comparison(self, client, [own, *others])
-        models, begun = trains(self.state.supported, own), self.state.begun.get(client, {})
+        models, begun = self.state.supported.trained_by(own), self.state.begun.get(client, {})
         model = next((model for model in models if model not in begun), own)
         return Request(client, models=(model,))
 
@@ -782,7 +763,7 @@ class FAACLAsync(FindsSupport):
         others = [cluster for cluster in self.models if cluster != own and cluster != START]
         is_new = any(other not in tested for other in others)
         is_old = self.parameters.retest_after > 0 and state.waits.get(client, 1) <= trained
-        # Who cannot measure trains all the same.
+        # A client that cannot measure trains all the same.
         if client in state.unanswered or not (is_new or is_old):
             return []
         # Untested ones come first, and of these the ones that have agreed to merge.
@@ -796,7 +777,7 @@ class FAACLAsync(FindsSupport):
         return bool(clients) and all(passed.get(c, {}).get(other, False) for c in clients)
 
     def on_sent(self, task: InFlight) -> None:
-        """Note who trains what."""
+        """Note what a client is given to do."""
         if task.kind == names.LOSSES:
             self.state.unanswered[task.client] = True
             return
@@ -851,7 +832,7 @@ class FAACLAsync(FindsSupport):
         before = self.state.supported.listed()
         supporters = [k for k in self.models if k != cluster and self._agrees(cluster, k)]
         self.state.supported.support(cluster, supporters)
-        report_support(self, self.state.supported, before)
+        self._report_support(before)
 
     def _merge(self, cluster: int) -> None:
         """Merge a cluster with one that supports it and that it supports, drawn at random."""
@@ -865,7 +846,7 @@ class FAACLAsync(FindsSupport):
         target = self.clusters.merge(pair, keep=kept)
         supported.unite(pair, target)
         self._carry_over(pair, target)
-        report_support(self, supported, before)
+        self._report_support(before)
 
     def _carry_over(self, pair: tuple[int, int], target: int) -> None:
         """Let tests of two clusters that were merged be of the new one, if both were passed."""

@@ -152,7 +152,7 @@ class FedRC(Method):
         off = np.abs(counts - np.round(counts)).max()
         if off > _ROUNDING or round(float(counts.sum())) != examples or not examples:
             raise InvalidReplyError("its masses are not those of whole samples")
-        # Nobody counts as many times more samples than the others have.
+        # No client counts as many times more samples than the others have.
         counted = self.progress.fleet.counted(client, examples)
         self.state.masses[client] = stated * (counted / examples)
         self.state.assigned[client] = True
@@ -161,7 +161,7 @@ class FedRC(Method):
     # A round: the M-step.
 
     def _participants(self, online: Sequence[Client], rng: np.random.Generator) -> Sequence[Client]:
-        """Pick among those who have assigned their samples; if nobody has, among all."""
+        """Draw from clients that have assigned their samples; if none has, from all."""
         self.state.begun = {}
         able = [client for client in online if client.client_id in self.state.assigned]
         return self.scheduling.pick(
@@ -172,7 +172,7 @@ class FedRC(Method):
         """Let a client train the next model, on its samples as it has assigned them."""
         model = self._next_model(client)
         if model is None or client not in self.state.assigned:
-            # Who has assigned nothing trains nothing; the next round has it again.
+            # Without assigned samples a client trains nothing; the next round has it again.
             return self._assign(client)
         settings = {WEIGHTED_BY: list(self.models).index(model)}
         return Request(client, TRAIN_WEIGHTED, models=(model,), settings=settings)
@@ -182,12 +182,12 @@ class FedRC(Method):
         return next((model for model in self.models if model not in begun), None)
 
     def on_sent(self, task: InFlight) -> None:
-        """Note who trains what."""
+        """Note which model a client is given to train."""
         if task.kind == TRAIN_WEIGHTED:
             self.state.begun.setdefault(task.client, {})[task.cluster] = True
 
     def aggregate(self, updates: Sequence[Update]) -> list[Outcome]:
-        """θ_k ← Σ n_i θ_ik / Σ n_i, over those who have trained it."""
+        """θ_k ← Σ n_i θ_ik / Σ n_i, over the clients that have trained it."""
         self.state.begun, self.state.assigned = {}, {}
         return average_by_cluster(self.clusters, updates, home=lambda update: update.task.cluster)
 

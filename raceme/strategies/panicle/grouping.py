@@ -272,7 +272,7 @@ def parts_of_split(
     groups: Sequence[int],
     stays: Callable[[str], bool],
 ) -> list[list[str]]:
-    """Return who stays in a cluster that is split, and then each group that leaves it.
+    """Return the clients that stay in a cluster that is split, and then each group that leaves it.
 
     Parameters
     ----------
@@ -292,7 +292,7 @@ def parts_of_split(
 
 
 # -----------------------------------------------------------------------------
-# Whether clusters are to be others than they are, by what is known of who is like whom.
+# Whether clusters are to be others than they are, by how alike clients are.
 # -----------------------------------------------------------------------------
 
 
@@ -301,7 +301,7 @@ _UNDECIDED = 0.15
 _SLACK = 0.1
 """Silhouette score below the level at which clusters are given up again."""
 _GAIN = 0.1
-"""What a repair must bring those who move, in silhouettes."""
+"""What a reassignment must bring the clients that move, in silhouettes."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What clients' first steps from one common model say of who is like whom.
+"""How alike clients are, by their first steps from one common model.
 
 A probe is the direction in which a client takes the initial model w0 in a few mini-batches. Two
 probes of the same client differ by chance alone: by the samples that they met. So every client has
@@ -471,11 +471,11 @@ class Examples:
         client : str
             One with a probe at least.
         probes, clusters : Probes, Clusters
-            What is known, and who is where.
+            Probes of all clients, and their clusters.
         clear : Callable
             Returns the clear clients that are online.
         rng : numpy.random.Generator
-            Draws who stands for a cluster.
+            Draws the examples of a cluster.
 
         Returns
         -------
@@ -515,7 +515,7 @@ class Examples:
         clear: Callable[[], Iterable[str]],
         rng: np.random.Generator,
     ) -> None:
-        """Draw those who stand for some clusters among the clear clients that are online."""
+        """Draw the examples of some clusters among the clear clients that are online."""
         names = list(clear())
         homes = np.array([clusters.main(name) for name in names], np.int64)
         drawn = {
@@ -528,14 +528,10 @@ class Examples:
 # How much of its own latest model a client uses beside its cluster's (graded sharing).
 #
 # Members of one cluster need not be alike: of the same two or three classes, one may have little
-# but
-# the first. A cluster's model is a mean that fits none of them best, and what a member makes of
-# it in
-# one task fits that member better, but is learnt from its own few samples. What a client uses
-# lies
-# between: w + μ (z − w), where μ grows with how far the client is from the others of its
-# cluster, and
-# with its samples. Of members that are alike, μ is near 0, and nothing is lost.
+# but the first. A cluster's model is a mean that fits none of them best, and what a member makes of
+# it in one task fits that member better, but is learnt from its own few samples. What a client uses
+# lies between: w + μ (z − w), where μ grows with how far the client is from the others of its
+# cluster, and with its samples. Of members that are alike, μ is near 0, and nothing is lost.
 # -----------------------------------------------------------------------------
 
 

@@ -127,7 +127,7 @@ class Tail:
 
 @dataclass
 class ModelAverages:
-    """Averages of the latest versions of each cluster's model, for those who use it.
+    """Averages of the latest versions of each cluster's model, for the clients that use it.
 
     A single version leans towards the clients that reported last. The mean of the last tenth of
     all versions does not, and is hardly behind (suffix averaging: Rakhlin et al., ICML 2012).
@@ -222,7 +222,7 @@ class ClientMemory:
         self.models = Shelf(self.models)
 
     def mean(self, cluster: int) -> Vector:
-        """Return z̄ of a cluster that somebody has a model in. Shape (d,)."""
+        """Return z̄ of a cluster in which a client has a model. Shape (d,)."""
         return np.asarray(self.totals[cluster] / np.float32(self.counts[cluster]))
 
     def counts_in(self, client: str, cluster: int) -> bool:
@@ -244,7 +244,7 @@ class ClientMemory:
             self.counts[home] -= 1
 
     def recount(self, home: Callable[[str], int | None]) -> None:
-        """Add all up anew where clients are now; who is nowhere is left out."""
+        """Add all up anew where clients are now; those that are nowhere are left out."""
         self.homes, self.totals, self.counts = {}, {}, {}
         for client in self.models:
             cluster = home(client)
@@ -252,7 +252,7 @@ class ClientMemory:
                 self._add(client, cluster)
 
     def drop(self, cluster: int) -> None:
-        """Forget a cluster that nobody is left in."""
+        """Forget an empty cluster."""
         self.totals.pop(cluster, None)
         self.counts.pop(cluster, None)
 
@@ -299,8 +299,8 @@ def freshness(staleness: int, members: int, power: float) -> float:
     """Return by what an update's share is less because it is stale: ``max(1, s / m) ** -power``.
 
     Of members that are equally fast each is overtaken by the m - 1 others: that is no staleness
-    yet. Who takes five times as long is overtaken five times by all, and its model, mixed in with
-    a whole share, would take the others back to where they were then.
+    yet. A client that takes five times as long is overtaken five times by all, and its model, mixed
+    in with a whole share, would take the others back to where they were then.
 
     Parameters
     ----------
@@ -468,7 +468,7 @@ class DriftDetector:
 
     @property
     def is_silent(self) -> bool:
-        """Whether so many probes in a row were sent that nobody waits for an answer any more."""
+        """Whether so many probes in a row were sent that no answer is waited for any more."""
         return self.asked >= PATIENCE
 
     def learn(self, length: float) -> None:
@@ -477,13 +477,13 @@ class DriftDetector:
 
 
 class SettledClients:
-    """Who is there, and of them who is settled, counted as they change; derived, no state.
+    """The clients that are online, and those of them that are settled; derived, no state.
 
     Attributes
     ----------
     there, settled : set[str]
         Clients online that are waited for, and those of them whose place is known.
-    lengths : Lengths
+    lengths : RunningMedians
         Typical lengths of their updates.
     """
 
@@ -503,7 +503,7 @@ class SettledClients:
         Parameters
         ----------
         is_late : bool
-            Whether nobody is waited for any more: two are enough.
+            Whether no client is waited for any more: two are enough.
         """
         settled, there = len(self.settled), len(self.there)
         if settled < 2:
@@ -519,7 +519,7 @@ def call_others(
 
     Parameters
     ----------
-    detectors : Mapping[str, Habit]
+    detectors : Mapping[str, DriftDetector]
         Of each client; those that are to be probed are marked.
     changes : dict[str, int]
         When each client's data were last found to have changed, in updates of the run. What is
@@ -583,14 +583,14 @@ class PanicleState:
     initial : Vector
         w0. Shape (d,).
     probes : Probes
-        Directions from w0, and who is like whom.
-    detectors : dict[str, Habit]
+        Directions from w0, and how alike clients are.
+    detectors : dict[str, DriftDetector]
         What each client's updates have been like.
     changes : dict[str, int]
         When each client's data were last found to have changed, in updates of the run.
-    latest : Latest
+    latest : ClientMemory
         z_i: latest model of each member that is online.
-    averages : Averages
+    averages : ModelAverages
         The models that clients use.
     examples : Examples
         Members that stand for their clusters in a large fleet.
@@ -694,7 +694,7 @@ class Panicle(Method):
         return asked or not self._is_settled(client)
 
     def _is_settled(self, client: str) -> bool:
-        """Return whether a client's probes say who it is like, or never will."""
+        """Return whether a client's place is known by its probes, or never will be."""
         probes = self.state.probes
         return probes.is_clear(client) or probes.count(client) >= _MOST_PROBES
 
@@ -710,7 +710,7 @@ class Panicle(Method):
             return self._take_probe(update)
         return self._learn_from(update)
 
-    # Who is like whom.
+    # Likeness of clients.
 
     def _take_probe(self, update: Update) -> Outcome:
         """Take a direction from w0 in, and act on what it says."""
@@ -801,7 +801,7 @@ class Panicle(Method):
             self._rearrange(clients, now, wanted, found.score)
 
     def _clear(self) -> list[str]:
-        """Return the clients online of which probes say who they are like."""
+        """Return the clients online that agree with themselves."""
         online = self.clusters.online
         return [client for client in self.state.probes.clear() if online[client]]
 
@@ -873,7 +873,7 @@ class Panicle(Method):
         self._recount(client)
 
     def _move(self, client: str, cluster: int) -> None:
-        """Move a client; a cluster that nobody is left in is given up."""
+        """Move a client; an empty cluster is given up."""
         clusters = self.clusters
         if clusters.is_placed(client) and clusters.main(client) == cluster:
             return
@@ -905,7 +905,7 @@ class Panicle(Method):
             detector.asked = PATIENCE - 1
             self._recount(client)
         state.unlooked += 1
-        # Before clusters are looked at first, whoever was waited for may have gone.
+        # Before clusters are looked at first, clients that were waited for may have gone.
         if not state.formed or state.unlooked >= _RARELY * len(state.probes.clients):
             self._look_if_due()
         k = self.clusters.main(client)

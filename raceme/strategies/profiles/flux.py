@@ -127,23 +127,17 @@ class FLUX(QueriesFirst):
     @property
     def needs(self) -> Needs:
         """What a run of the method has to have."""
-        return Needs(
-            kinds=self._asked_kinds(),
-            settings=frozenset({LATENT_DIMENSIONS, LATENT_MOST, LATENT_SEED}),
-            classes=""
-            if self.parameters.warmup
-            else "measure accuracies unless warmup=20 or the like",
-        )
-
-    def _asked_kinds(self) -> frozenset[str]:
-        """Kinds of work that clients are asked for, beyond training and testing a model."""
         scores = () if self.parameters.warmup else (names.SCORES,)
-        return frozenset({LATENT_MOST, DESCRIPTORS, *scores})
+        return Needs(
+            kinds=frozenset({LATENT_MOST, DESCRIPTORS, *scores}),
+            settings=frozenset({LATENT_DIMENSIONS, LATENT_MOST, LATENT_SEED}),
+            classes="measure accuracies unless warmup=20 or the like" if scores else "",
+        )
 
     # Before a round: is the model ripe, and what do clients' data look like under it?
 
     def _queries(self, moment: SelectionContext) -> Sequence[Request] | None:
-        """Ask what the phase asks for, as long as somebody is to be asked; then begin a round."""
+        """Ask what the phase asks for, as long as clients are to be asked; then begin a round."""
         while not (self.scheduling.state.running or moment.greeting):
             if self._asks():
                 asked = self.scheduling.ask_first(moment, self._is_to_answer, every=0)
@@ -154,7 +148,7 @@ class FLUX(QueriesFirst):
         return None
 
     def _asks(self) -> bool:
-        """Return whether anybody is asked before this round: not for scores of an untrained one."""
+        """Return whether clients are asked before this round; no scores of an untrained model."""
         state, rounds = self.state, self.scheduling.state.number
         if state.phase == "scores":
             return not self.parameters.warmup and rounds > state.scored
@@ -184,7 +178,7 @@ class FLUX(QueriesFirst):
         return Request(client, DESCRIPTORS, models=(), arrays=common, settings=settings)
 
     def on_answer(self, answer: Answer) -> None:
-        """Take in what was asked for; whoever describes itself late is placed as a newcomer.
+        """Take in what was asked for; late descriptors place a client as a newcomer.
 
         Raises
         ------
@@ -224,7 +218,7 @@ class FLUX(QueriesFirst):
         self.clusters.assign(client, nearest)
 
     def _advance(self) -> bool:
-        """Act on what was heard when nobody is left to ask; return whether a new phase begins."""
+        """Act on the answers when all clients were asked; return whether a new phase begins."""
         state = self.state
         if state.phase == "scores":
             if not self._is_ripe():
@@ -232,7 +226,7 @@ class FLUX(QueriesFirst):
             state.common = self.models[0].vector.copy()
             return self._begin("range")
         if state.phase == "range":
-            # Without anybody's answer nothing can be described, and one model serves all.
+            # Without an answer nothing can be described, and one model serves all.
             return bool(state.heard) and self._begin("descriptors")
         if state.phase == "descriptors" and state.descriptors:
             self._cluster()
@@ -338,7 +332,7 @@ def density_groups(points: NDArray[np.float64], reach: float) -> NDArray[np.int6
         return np.zeros(len(points), np.int64)
     neighbours = NearestNeighbors(n_neighbors=1).fit(points)
     distances = np.sort(neighbours.kneighbors()[0][:, 0])
-    # Whoever is at the elbow is a neighbour, whatever its rounding; ε must not be 0.
+    # A point at the elbow is a neighbour, whatever its rounding; ε must not be 0.
     epsilon = max(reach * elbow(distances) * _ROUNDING, float(np.finfo(np.float64).tiny))
     labels = DBSCAN(eps=epsilon, min_samples=_FEWEST_POINTS).fit_predict(points)
     noise = labels < 0

@@ -77,7 +77,7 @@ class PACFLState(QueryState):
     angles : dict[str, dict[str, float]]
         A: degrees between every two of them, by the later of both and then the earlier one.
     is_new : bool
-        Whether somebody has answered since clients were clustered last.
+        Whether a client has answered since clients were clustered last.
     is_clustered : bool
         Whether they have been.
     """
@@ -101,7 +101,7 @@ class PACFL(QueriesFirst):
     # Before the first round, and for newcomers: directions.
 
     def _queries(self, moment: SelectionContext) -> Sequence[Request] | None:
-        """Ask those who have not answered yet, cluster, and then let a round's clients train."""
+        """Ask clients that have not answered yet, cluster, and then let a round's clients train."""
         asked = self.scheduling.ask_first(moment, self._is_to_answer, every=0)
         if asked is not None:
             return [self._question(client) for client in asked]
