@@ -474,8 +474,8 @@ def shape_of_folder(folder: Path) -> DataShape:
     UserError
         There is none, or it is not what it should be.
     """
-    file = _read(_paths(folder)[0])
-    samples, target = file.parts["proxy"], target_of(file.quantity)
+    parts, quantity = _read(_paths(folder)[0])
+    samples, target = parts["proxy"], target_of(quantity)
     # Each class is in it: from_folder checks that.
     classes = int(samples.y.max()) + 1 if target is None else 0
     return DataShape(tuple(samples.x.shape[1:]), classes, target=target)
@@ -491,14 +491,14 @@ def _paths(folder: Path) -> list[Path]:
 def _files(folder: Path, shape: DataShape) -> dict[Path, dict[str, Held]]:
     """Read all files of a folder, and see that models for a shape can be measured on them."""
     files = {path: _read(path) for path in _paths(folder)}
-    target = target_of(common_quantity({path: file.quantity for path, file in files.items()}))
+    target = target_of(common_quantity({path: stated for path, (_, stated) in files.items()}))
     if target != shape.target:
         raise UserError(
             f"proxy {folder}: its files must say the same of their labels as the clients' data, "
             f"{described(shape.target)}; got {described(target)}."
         )
-    for path, file in files.items():
-        for part, samples in file.parts.items():
+    for path, (parts, _) in files.items():
+        for part, samples in parts.items():
             x, y = samples.x, samples.y
             if x.shape[1:] != shape.input_shape:
                 raise UserError(
@@ -513,21 +513,17 @@ def _files(folder: Path, shape: DataShape) -> dict[Path, dict[str, Held]]:
     return {
         path: {
             part: Held(samples.x, standardised_labels(path, samples.y, target))
-            for part, samples in file.parts.items()
+            for part, samples in parts.items()
         }
-        for path, file in files.items()
+        for path, (parts, _) in files.items()
     }
 
 
-class _File(NamedTuple):
-    """Parts of a file, of which labels that are a quantity are in its unit."""
+def _read(path: Path) -> tuple[dict[str, Held], Target | None]:
+    """Read and check one file; labels that are a quantity are in its unit.
 
-    parts: dict[str, Held]
-    quantity: Target | None
-
-
-def _read(path: Path) -> _File:
-    """Read and check one file: proxies, and tests and training samples if it has some."""
+    Proxies are in it, and tests and training samples if it has some.
+    """
     samples = [f"{part}{suffix}" for suffix in _SUFFIXES.values() for part in "xy"]
     arrays = arrays_of(path, (), _EXPECTED, (*samples, *LABEL_ARRAYS))
     quantity = quantity_of(path, arrays)
@@ -539,4 +535,4 @@ def _read(path: Path) -> _File:
                 raise UserError(f"{path} lacks {' or '.join(names)}. {_EXPECTED}.")
             continue
         found[part] = Held(*checked_samples(path, arrays, suffix, quantity))
-    return _File(found, quantity)
+    return found, quantity
