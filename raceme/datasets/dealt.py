@@ -534,5 +534,6 @@ def _read(path: Path) -> tuple[dict[str, Held], Target | None]:
             if part == "proxy" or any(name in arrays for name in names):
                 raise UserError(f"{path} lacks {' or '.join(names)}. {_EXPECTED}.")
             continue
-        found[part] = Held(*checked_samples(path, arrays, suffix, quantity))
+        x, y = checked_samples(path, arrays, suffix, quantity)
+        found[part] = Held(np.asarray(x, np.float32), y)
     return found, quantity

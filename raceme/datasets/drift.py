@@ -378,11 +378,8 @@ class Rotate(SomeClients):
     def changed(self, data: ClientData, client: int, step: int) -> ClientData:
         """Return the images turned."""
         degrees, blank = step * self.options.rotate_degrees % 360.0, self.dealt.dataset.blank
-        return replace(
-            data,
-            x_train=rotated(data.x_train, degrees, blank),
-            x_test=rotated(data.x_test, degrees, blank),
-        )
+        train, test = (rotated(x, degrees, blank) for x in (data.x_train, data.x_test))
+        return replace(data, x_train=train, x_test=test)
 
 
 @dataclass(frozen=True)
@@ -410,11 +407,8 @@ class LabelShift(SomeClients):
     def changed(self, data: ClientData, client: int, step: int) -> ClientData:
         """Return other labels."""
         shift, classes = step * self.options.label_shift, self.dealt.dataset.num_classes
-        return replace(
-            data,
-            y_train=(data.y_train + shift) % classes,
-            y_test=(data.y_test + shift) % classes,
-        )
+        train, test = ((y + shift) % classes for y in (data.y_train, data.y_test))
+        return replace(data, y_train=train, y_test=test)
 
 
 @dataclass(frozen=True)

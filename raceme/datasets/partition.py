@@ -668,21 +668,16 @@ def scenario(labels: Indices, config: RunConfig, rng: np.random.Generator) -> Pa
             f"clients and {len(kinds)} classes: two of each are needed."
         )
     groups = np.arange(config.num_clients) % chosen.groups
-    weights = client_weights(config, rng) * np.array(
-        [chosen.size(group) for group in groups.tolist()]
-    )
+    weights = client_weights(config, rng) * [chosen.size(group) for group in groups.tolist()]
     parts: dict[int, Indices] = {}
     # Groups of the same classes have the samples together.
     for pool in range(chosen.groups if chosen.divides_classes else 1):
-        members = (
-            np.flatnonzero(groups == pool) if chosen.divides_classes else np.arange(len(groups))
-        )
+        members = np.flatnonzero((groups == pool) | (not chosen.divides_classes))
         own = np.flatnonzero(np.isin(labels, chosen.classes(kinds, pool)))
         check_enough(own, len(members), f"group {pool}")
         dealt = divide(rng.permutation(own), weights[members], MIN_SAMPLES)
         parts |= dict(zip(members.tolist(), dealt, strict=True))
-    indices = tuple(np.sort(parts[client]) for client in range(config.num_clients))
-    return Partition(indices, tuple(groups.tolist()))
+    return _partition([parts[client] for client in range(config.num_clients)], groups.tolist())
 
 
 def scenario_of(config: RunConfig) -> Scenario | None:

@@ -490,15 +490,11 @@ class Synthetic(Source):
     def load(self, config: RunConfig) -> Dataset:
         """Generate every client's samples; a client's do not depend on the number of clients."""
         options = config.read(SyntheticOptions)
-        clients = [
-            client_samples(
-                options.synthetic_alpha,
-                options.synthetic_beta,
-                generator(config.seed, "synthetic", client),
-                options.synthetic_most,
-            )
-            for client in range(config.num_clients)
-        ]
+        alpha, beta = options.synthetic_alpha, options.synthetic_beta
+        clients = []
+        for client in range(config.num_clients):
+            rng = generator(config.seed, "synthetic", client)
+            clients.append(client_samples(alpha, beta, rng, options.synthetic_most))
         return Dataset(
             x=np.concatenate([x for x, _ in clients]),
             y=np.concatenate([y for _, y in clients]),
