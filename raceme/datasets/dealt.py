@@ -51,7 +51,7 @@ def wanted(text: str) -> float | None:
     Raises
     ------
     UserError
-        It is a number, and neither of these.
+        The text is a number that is neither a count nor a share.
     """
     try:
         number = float(text)
@@ -71,7 +71,7 @@ def folder_of(text: str) -> Path | None:
     Raises
     ------
     UserError
-        It is a number, and none that can be meant.
+        The text is a number that is neither a count nor a share.
     """
     return Path(text) if text and wanted(text) is None else None
 
@@ -136,16 +136,14 @@ class Dealt:
     def skewed(self) -> bool:
         """Whether a client's group decides how it sees samples, not which samples it has."""
         # Clients that the data come with have their own features; a partition's are not theirs.
-        if self.dataset.users is not None:
-            return False
-        return is_skewed(self.config) or (
-            self._scenario is not None and self._scenario.changes_samples
-        )
+        by_partition = self.dataset.users is None and is_skewed(self.config)
+        return by_partition or self._scenario is not None
 
     @cached_property
     def _scenario(self) -> Scenario | None:
-        """What groups differ in, if the partition makes a scenario."""
-        return scenario_of(self.config)
+        """The scenario in which groups see the same samples in different ways, if there is one."""
+        scenario = scenario_of(self.config) if self.dataset.users is None else None
+        return scenario if scenario is not None and scenario.changes_samples else None
 
     def group(self, client: int) -> int | None:
         """Return the true group of a client, None where there is none."""
@@ -268,7 +266,7 @@ class Dealt:
         part : str
             ``"train"`` or ``"test"``: their noise must differ.
         """
-        if self._scenario is not None and self.skewed and group is not None:
+        if self._scenario is not None and group is not None:
             return self._scenario.inputs(self.dataset, samples, group)
         inputs = self.dataset.inputs(samples)
         if not self.skewed:
@@ -278,7 +276,7 @@ class Dealt:
     def labels(self, samples: Indices, group: int | None) -> Labels:
         """Return the labels of samples as a client of a group gives them, shape (n,)."""
         labels = self.dataset.y[samples]
-        if self._scenario is None or not self.skewed or group is None:
+        if self._scenario is None or group is None:
             return labels
         return self._scenario.labels(labels, group, self.dataset.num_classes)
 
@@ -294,7 +292,7 @@ class Dealt:
         Parameters
         ----------
         client : int
-            The client.
+            Position of the client, from 0.
         wanted : NDArray[np.bool_]
             Whether each sample of the dataset is wanted, shape (N,).
         """

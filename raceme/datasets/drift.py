@@ -134,7 +134,7 @@ def parse_schedule(text: str) -> Schedule:
     Raises
     ------
     UserError
-        It is neither.
+        The text is neither moments nor a period.
     """
     plain = text.strip().lower()
     period = plain.startswith("every ")
@@ -232,7 +232,7 @@ class Drift:
         Raises
         ------
         UserError
-            They cannot.
+            Data cannot change at these moments.
         """
 
     def check(self) -> None:
@@ -241,7 +241,7 @@ class Drift:
         Raises
         ------
         UserError
-            They cannot; it says why and what to take instead.
+            The data cannot change so; the message says what to take instead.
         """
 
     def needs_labels(self) -> None:
@@ -636,7 +636,7 @@ def _exchanged_labels(one: Indices, other: Indices, rng: np.random.Generator) ->
     one, other : Indices
         Training and test samples of each label, shape (2, labels).
     rng : np.random.Generator
-        The pair's generator.
+        Random generator of the pair.
     """
     has, gets = one.sum(axis=0) > 0, other.sum(axis=0) > 0
     given, taken = np.flatnonzero(has & ~gets), np.flatnonzero(gets & ~has)

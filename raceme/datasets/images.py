@@ -160,7 +160,7 @@ def read_idx(path: Path) -> NDArray[np.uint8]:
     Raises
     ------
     UserError
-        It cannot be read, or is none.
+        The file cannot be read, or is no idx file.
     """
     try:
         content = path.read_bytes()
@@ -329,7 +329,7 @@ def images(tree: Tree, size: int = 0) -> NDArray[np.uint8]:
     Parameters
     ----------
     tree : Tree
-        Which ones.
+        The images and their classes.
     size : int
         Height and width that they are brought to; 0 leaves them as they are.
 

@@ -61,7 +61,7 @@ class LeafSource(Source):
         Raises
         ------
         UserError
-            There are none.
+            No folder holds such files.
         """
 
         def find(folder: Path) -> tuple[list[Path], list[Path]] | None:
@@ -356,7 +356,7 @@ def by_writer(
     test : NDArray or None
         Which samples are for testing, if the data say it: every client needs both kinds.
     options : CharacterOptions
-        What is asked for.
+        The characters and the writers that are kept.
     seed : int
         Draws each writer's characters.
     """

@@ -362,7 +362,7 @@ def arrays_of(
     Parameters
     ----------
     path : Path
-        The file.
+        Path of the .npz file.
     needed, optional : Sequence[str]
         Names of the arrays.
     expected : str

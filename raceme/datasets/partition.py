@@ -179,7 +179,7 @@ def parse_groups(text: str) -> Shares:
     Raises
     ------
     UserError
-        They are not.
+        The text is neither shares nor a number of groups.
     """
     expected = "groups must be positive shares that sum to 1 or a number, e.g. 0.2,0.2,0.3,0.3 or 4"
     if text.strip().isdecimal() and 1 <= int(text) <= _MOST_GROUPS:
@@ -205,7 +205,7 @@ def fitting_groups(text: str, clients: int, labels: int | None = None) -> str:
     Parameters
     ----------
     text : str
-        The shares.
+        The key ``groups``: shares, or a number of equal groups.
     clients : int
         Number of clients to be divided.
     labels : int, optional
@@ -420,11 +420,11 @@ def skew(
     inputs : Inputs
         Normalised, shape (n, ...).
     config : RunConfig
-        Names the partition.
+        Names the partition and holds its options.
     group : int or None
         The client's true group.
     client : int
-        Its position, for its own noise.
+        Position of the client, which seeds its own noise.
     part : str
         ``"train"`` or ``"test"``: their noise must differ.
     blank : float or Inputs
@@ -465,7 +465,7 @@ def rotated(inputs: Inputs, degrees: float, blank: float | Inputs = 0.0) -> Inpu
     inputs : Inputs
         Images, normalised or not.
     degrees : float
-        The angle.
+        Angle in degrees, anticlockwise.
     blank : float or Inputs
         What comes into view at the corners; of a shape that fits one image, and the same all over
         a channel.
@@ -557,9 +557,9 @@ class Scenario:
     Attributes
     ----------
     options : ScenarioOptions
-        Which scenario it is.
+        Name and parameters of the scenario.
     seed : int
-        Of the noise.
+        Seed of the noise.
     """
 
     options: ScenarioOptions
@@ -695,11 +695,11 @@ def noisy(pixels: Inputs, variance: float, density: float, rng: np.random.Genera
     pixels : Inputs
         From 0 to 1, of any shape.
     variance : float
-        Of the Gaussian noise.
+        Variance of the Gaussian noise.
     density : float
         Share of the pixels, in expectation, that become 0 or 1, one as often as the other.
     rng : np.random.Generator
-        Draws.
+        Generator of the noise.
     """
     gaussian = rng.standard_normal(pixels.shape, np.float32)
     drawn = rng.random(pixels.shape, np.float32)

@@ -257,7 +257,7 @@ class Loaded(Source):
     Parameters
     ----------
     name : str
-        As a run names it.
+        Name of the dataset in a run's configuration.
     function : Callable
         Takes the configuration and returns a `Dataset`.
     """
@@ -271,7 +271,7 @@ class Loaded(Source):
         Raises
         ------
         UserError
-            That is no dataset.
+            The function returns something else than a `Dataset`.
         """
         found: object = self._function(config)
         if not isinstance(found, Dataset):
@@ -312,7 +312,7 @@ def find_under(
     Parameters
     ----------
     config : RunConfig
-        Names the root.
+        Names the root, ``data_root``.
     name : str
         Name of the dataset, for error messages.
     folders : Sequence[str]
@@ -517,7 +517,7 @@ def client_samples(
     rng : np.random.Generator
         The client's own generator.
     most : int
-        Most samples.
+        Largest number of samples.
 
     Returns
     -------
@@ -596,7 +596,7 @@ def cached(
     settings : Sequence[object]
         Whatever else decides the outcome.
     build : Callable
-        Reads the files.
+        Reads the files and returns their arrays.
 
     Returns
     -------
@@ -688,7 +688,7 @@ def read_arrays(path: Path, names: Collection[str] | None = None) -> dict[str, N
     Parameters
     ----------
     path : Path
-        The file.
+        Path of the .npz file.
     names : Collection[str], optional
         Those that are wanted; all if not given. What is not there is left out.
 
@@ -767,7 +767,7 @@ def import_datasets() -> ModuleType:
     Raises
     ------
     UserError
-        It is not installed.
+        torchvision is not installed.
     """
     try:
         return without_operators(lambda: import_module("torchvision.datasets"))
@@ -781,12 +781,12 @@ def without_operators(load: Callable[[], Found]) -> Found:
     Parameters
     ----------
     load : Callable
-        Does the import.
+        Imports the module and returns what is needed of it.
 
     Raises
     ------
     Exception
-        Whatever the import raises for another reason.
+        The import fails for another reason.
     """
     try:
         return load()
