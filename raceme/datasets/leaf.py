@@ -74,7 +74,7 @@ class LeafSource(Source):
 
         expected = "train/*.json and test/*.json, or all_data/*.json, there or in data/"
         return source.find_under(
-            config, self.name, self.folders, find, expected, self.hint, "LEAF's files"
+            config, self.name, self.folders, find, expected, f"{self.hint}.", "LEAF's files"
         )
 
     def _arrays(self, config: RunConfig) -> tuple[Arrays, NDArray[np.bool_] | None]:
@@ -601,7 +601,7 @@ class Text(Source):
             return found[0] if len(found) == 1 else None
 
         expected = "one .npz file, and there is not one"
-        return source.find_under(config, "text", _INNER, find, expected, _EXPECTED_TEXT)
+        return source.find_under(config, "text", _INNER, find, expected, f"{_EXPECTED_TEXT}.")
 
 
 def _starts(length: int, test_fraction: float, options: TextOptions) -> tuple[Indices, Indices]:

@@ -364,7 +364,7 @@ class BeijingAir(Source):
 def _stations(config: RunConfig) -> list[Path]:
     """Return the files of the stations in the order of their names."""
     find, expected = source.matching("*.npz"), f"{_FOLDERS[0]}/ with a file for each station"
-    return source.find_under(config, "beijing-air", _FOLDERS, find, expected, _EXPECTED)
+    return source.find_under(config, "beijing-air", _FOLDERS, find, expected, f"{_EXPECTED}.")
 
 
 def _station(path: Path) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
@@ -492,7 +492,7 @@ def _files(config: RunConfig) -> list[tuple[Path, str]]:
     """Return the files, by machine and then by speed, and the machine of each."""
     find, expected = source.matching("*_*rpm.npz"), f"{_FOLDERS_BEARING[0]}/ with such files"
     paths = source.find_under(
-        config, "hit-bearing", _FOLDERS_BEARING, find, expected, _EXPECTED_BEARING
+        config, "hit-bearing", _FOLDERS_BEARING, find, expected, f"{_EXPECTED_BEARING}."
     )
     named = [
         (match["machine"], int(match["speed"]), path)
@@ -555,7 +555,9 @@ class GasDrift(Source):
         cannot be known when a sensor is put into service, and its drift stays to be seen.
         """
         find, expected = source.matching("batch_*.npz"), f"{_FOLDERS_GAS[0]}/batch_01.npz"
-        paths = source.find_under(config, "gas-drift", _FOLDERS_GAS, find, expected, _EXPECTED_GAS)
+        paths = source.find_under(
+            config, "gas-drift", _FOLDERS_GAS, find, expected, f"{_EXPECTED_GAS}."
+        )
 
         def read() -> Arrays:
             parts = (npz.labelled(path, (FEATURES,), GASES, _EXPECTED_GAS) for path in paths)

@@ -322,7 +322,7 @@ def find_under(
     expected : str
         What the root must hold, for error messages.
     hint : str
-        Sentence at the end of error messages, for example how to get the files.
+        Text at the end of error messages, for example how to get the files.
     files : str
         What the files are, for the error message if no root is given.
 
@@ -331,7 +331,7 @@ def find_under(
     UserError
         No root is given, or none of the folders has any.
     """
-    end = f" {hint}." if hint else ""
+    end = f" {hint}" if hint else ""
     if not config.data_root:
         raise UserError(
             f"{name} needs the folder with {files}: --data-root DIR. It must hold {expected}.{end}"
