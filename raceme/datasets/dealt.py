@@ -384,8 +384,14 @@ def proxies_from_clients(dealt: Dealt) -> ProxySets:
     for group, own in dealt.reserve.items():
         proxies.append(_seen(dealt, own, group, "proxy"))
         tests.append(_seen(dealt, remaining[group], group, "test"))
-        if dealt.dataset.target is None:
-            _check_classes(proxies[-1].y, tests[-1].y, group, dealt.config.proxy)
+        has = proxies[-1].y
+        missing = np.setdiff1d(tests[-1].y, has)
+        if dealt.dataset.target is None and len(missing):
+            raise UserError(
+                f"The proxy set of distribution {group} misses class {missing[0]}, which its test "
+                f"samples have: with proxy '{dealt.config.proxy}' it holds {len(has)} samples. "
+                "Take more."
+            )
     return ProxySets(tuple(proxies), tuple(tests))
 
 
@@ -414,15 +420,6 @@ def _seen(dealt: Dealt, own: Indices, group: int, part: str) -> Held:
     """Return samples as the clients of a group see them."""
     # Where a group adds noise, it is not that of a client.
     return Held(dealt.inputs(own, group, dealt.clients + group, part), dealt.labels(own, group))
-
-
-def _check_classes(has: Labels, expected: Labels, group: int, text: str) -> None:
-    missing = np.setdiff1d(expected, has)
-    if len(missing):
-        raise UserError(
-            f"The proxy set of distribution {group} misses class {missing[0]}, which its test "
-            f"samples have: with proxy '{text}' it holds {len(has)} samples. Take more."
-        )
 
 
 def proxies_from_folder(folder: Path, shape: DataShape) -> ProxySets:

@@ -401,27 +401,34 @@ def checked_samples(
     return (x if stored.dtype.kind == "f" and stored.dtype.itemsize > 2 else stored), y
 
 
-def labelled(
-    path: Path, input_shape: tuple[int, ...], classes: int, expected: str
-) -> tuple[NDArray[np.generic], NDArray[np.int64]]:
-    """Read a file with inputs `x`, as they are stored, and labels `y`.
+def recordings(
+    paths: Iterable[Path],
+    input_shape: tuple[int, ...],
+    classes: int,
+    dtype: type[np.floating],
+    expected: str,
+) -> dict[str, NDArray[Any]]:
+    """Read files with inputs `x` of one shape and labels `y`; see :func:`stacked`.
 
     Raises
     ------
     UserError
-        It is not what is expected, which it says.
+        A file is not what is expected, which the message says.
     """
-    arrays = arrays_of(path, (), expected, ("x", "y"))
-    if len(arrays) < 2:
-        raise UserError(f"{path} lacks x or y. {expected}.")
-    x = arrays["x"]
-    checked_inputs(path, "x", x)
-    y = checked_labels(path, "y", arrays["y"], len(x))
-    if x.shape[1:] != input_shape or y.max() >= classes:
-        raise UserError(
-            f"{path} holds x of shape {x.shape} and labels up to {y.max()}. {expected}."
-        )
-    return x, y
+    parts = []
+    for path in paths:
+        arrays = arrays_of(path, (), expected, ("x", "y"))
+        if len(arrays) < 2:
+            raise UserError(f"{path} lacks x or y. {expected}.")
+        x = arrays["x"]
+        checked_inputs(path, "x", x)
+        y = checked_labels(path, "y", arrays["y"], len(x))
+        if x.shape[1:] != input_shape or y.max() >= classes:
+            raise UserError(
+                f"{path} holds x of shape {x.shape} and labels up to {y.max()}. {expected}."
+            )
+        parts.append((x.astype(dtype), y))
+    return stacked(parts)
 
 
 def stacked(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -617,16 +618,11 @@ class Scenario:
         pixels = inputs * std + mean
         for position, sample in enumerate(samples.tolist()):
             rng = generator(self.seed, "scenario noise", sample)
-            variance, density = self._noise(rng)
+            variance, density = self.options.scenario_variance, self.options.scenario_density
+            if self.options.scenario_noise == "either":
+                variance, density = (variance, 0.0) if rng.random() < 0.5 else (0.0, density)
             pixels[position] = noisy(pixels[position], variance, density, rng)
         return np.asarray((pixels - mean) / std, np.float32)
-
-    def _noise(self, rng: np.random.Generator) -> tuple[float, float]:
-        """Return variance and density of an image's noise."""
-        variance, density = self.options.scenario_variance, self.options.scenario_density
-        if self.options.scenario_noise == "both":
-            return variance, density
-        return (variance, 0.0) if rng.random() < 0.5 else (0.0, density)
 
     def check(self, dataset: Dataset, name: str) -> None:
         """Find out whether a dataset can be seen so.
@@ -644,7 +640,9 @@ class Scenario:
             )
         if scenario != "a1":
             return
-        if dataset.x.ndim != _IMAGE_AXES or not _has_pixels(dataset):
+        x: Any = dataset.x
+        are_pixels = x.dtype == np.uint8 or (x.min() >= 0 and x.max() <= 1)
+        if x.ndim != _IMAGE_AXES or not are_pixels:
             raise UserError(
                 f"scenario a1 adds noise to pixels from 0 to 1, and {name} has inputs of shape "
                 f"{dataset.shape.input_shape} and type {dataset.x.dtype}: take a dataset of images."
@@ -707,11 +705,3 @@ def noisy(pixels: Inputs, variance: float, density: float, rng: np.random.Genera
     changed[drawn < density] = 1.0
     changed[drawn < density / 2] = 0.0
     return changed
-
-
-def _has_pixels(dataset: Dataset) -> bool:
-    """Return whether inputs are pixels: bytes, or numbers from 0 to 1."""
-    if dataset.x.dtype == np.uint8:
-        return True
-    values: NDArray[np.float32] = np.asarray(dataset.x, np.float32)
-    return bool(values.min() >= 0 and values.max() <= 1)

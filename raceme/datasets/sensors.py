@@ -8,7 +8,7 @@ UCI HAR is taken from .npz files, as any other is by ``npz-folder``.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,6 @@ from raceme.core.options import option
 from raceme.datasets import npz, source
 from raceme.datasets.npz import NpzFolder, standardised
 from raceme.datasets.source import (
-    Arrays,
     Dataset,
     DataShape,
     Indices,
@@ -461,7 +460,10 @@ class HitBearing(Source):
         what = f"hit-bearing has {len(files)} machines and speeds, of which each"
         sharers = source.shared_out(config, len(files), what)
         paths = [path for path, _ in files]
-        arrays = cached("hit-bearing", paths, (1,), partial(_read_bearing, paths))
+        shape = (BEARING_WINDOW,)
+        # Windows are kept in half precision, as they are stored.
+        read = partial(npz.recordings, paths, shape, FAULTS, np.float16, _EXPECTED_BEARING)
+        arrays = cached("hit-bearing", paths, (1,), read)
         y = np.array(arrays["y"], np.int64)
         machines = sorted({machine for _, machine in files})
         users: list[Indices] = []
@@ -500,12 +502,6 @@ def _files(config: RunConfig) -> list[tuple[Path, str]]:
         if (match := _NAME.fullmatch(path.stem))
     ]
     return [(path, machine) for machine, _, path in sorted(named)]
-
-
-def _read_bearing(paths: Sequence[Path]) -> Arrays:
-    """Read all files; windows are kept in half precision, as they are stored."""
-    parts = (npz.labelled(path, (BEARING_WINDOW,), FAULTS, _EXPECTED_BEARING) for path in paths)
-    return npz.stacked((x.astype(np.float16), y) for x, y in parts)
 
 
 def _stretch(
@@ -559,10 +555,7 @@ class GasDrift(Source):
             config, "gas-drift", _FOLDERS_GAS, find, expected, f"{_EXPECTED_GAS}."
         )
 
-        def read() -> Arrays:
-            parts = (npz.labelled(path, (FEATURES,), GASES, _EXPECTED_GAS) for path in paths)
-            return npz.stacked((x.astype(np.float32), y) for x, y in parts)
-
+        read = partial(npz.recordings, paths, (FEATURES,), GASES, np.float32, _EXPECTED_GAS)
         # Which of the batches are there does not matter.
         arrays = cached("gas-drift", paths, (2,), read)
         x, sizes = arrays["x"], arrays["sizes"]
