@@ -14,7 +14,7 @@ from zlib import error as ZlibError  # noqa: N812
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
 from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
@@ -263,11 +263,8 @@ SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
 
 _MOST_PIXELS = 1 << 26
 """Of one image: 8,192 by 8,192. A file of some kB can say that it has billions."""
-_UNREADABLE = (
-    *(OSError, ReadingError, UnidentifiedImageError, Image.DecompressionBombError),
-    *(ValueError, SyntaxError, EOFError, LookupError, OverflowError, MemoryError),
-)
-"""What Pillow raises for what is damaged, and no image."""
+_UNREADABLE = (OSError, ValueError, SyntaxError, EOFError, LookupError, OverflowError, MemoryError)
+"""Errors of Python that Pillow raises for a damaged file, or for one that is no image."""
 _PARTS = ("train", "test")
 _EXPECTED = (
     "Expected: DIR/train/<class>/*.jpg and DIR/test/<class>/*.jpg, or DIR/<class>/*.jpg "
@@ -401,7 +398,7 @@ def _decode(file: Path, size: int) -> NDArray[np.uint8]:
         if size and colours.size != (size, size):
             colours = colours.resize((size, size), Image.Resampling.BILINEAR)
         return np.asarray(colours, np.uint8)
-    except _UNREADABLE as error:
+    except (ReadingError, Image.DecompressionBombError, *_UNREADABLE) as error:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())
         raise UserError(f"Cannot read the image {file}: {reason}.") from None
 

@@ -109,7 +109,7 @@ class LeafSource(Source):
         """
         numbers: dict[str, int] = {}
         x, y, writer, tested = [], [], [], []
-        for is_test, path in [*((False, path) for path in train), *((True, path) for path in test)]:
+        for number, path in enumerate([*train, *test]):
             for name, told in _users(path).items():
                 inputs, labels = self._samples(path, name, told)
                 if not len(labels):
@@ -117,7 +117,7 @@ class LeafSource(Source):
                 x.append(inputs)
                 y.append(labels)
                 writer.append(np.full(len(labels), numbers.setdefault(name, len(numbers))))
-                tested.append(np.full(len(labels), is_test))
+                tested.append(np.full(len(labels), number >= len(train)))
         if not x:
             raise UserError(f"{train[0]} and its neighbours hold no samples. {self.hint}.")
         if len({(part.shape[1:], part.dtype.kind) for part in x}) > 1:

@@ -253,10 +253,9 @@ def _numbers(path: Path, delimiter: str | None) -> NDArray[np.float64]:
 # -----------------------------------------------------------------------------
 
 
-QUANTITIES = (
-    *("PM2.5", "PM10", "SO2", "NO2", "CO", "O3"),
-    *("TEMP", "PRES", "DEWP", "RAIN", "WSPM"),
-)
+_POLLUTANTS = ("PM2.5", "PM10", "SO2", "NO2", "CO", "O3")
+_WEATHER = ("TEMP", "PRES", "DEWP", "RAIN", "WSPM")
+QUANTITIES = _POLLUTANTS + _WEATHER
 """Columns of `x`; the direction of the wind is an array of its own."""
 CHANNELS = len(QUANTITIES) + 2
 """Inputs of each hour: the quantities, and the sine and cosine of the wind's direction."""
