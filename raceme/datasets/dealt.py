@@ -1,4 +1,4 @@
-"""The samples of all clients as they were dealt out, before anything changes them."""
+"""The samples dealt out to clients, before anything changes them, and those of the server."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""LEAF's JSON files: samples by user, of numbers or of text.
+"""Datasets by user: LEAF's JSON files, handwritten characters by writer, and text by role.
 
-What FEMNIST and every other task of LEAF have in common is here: the folders ``train`` and
-``test``, or ``all_data``, whose files hold ``user_data`` by name, each with ``x`` and ``y``.
+LEAF's files lie in the folders ``train`` and ``test``, or ``all_data``, and hold ``user_data`` by
+name, each with ``x`` and ``y``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A device's own data: one .npz file with x_train, y_train, x_test and y_test."""
+"""Datasets in .npz files: a device's own file, and a folder with a file for each client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Human activity from motion sensors, a client for each person.
+"""Datasets of sensors: human activity, air quality, bearings, gases and spoken digits.
 
 HARBox and IMU are the two datasets of Ouyang et al., "ClusterFL: a similarity-aware federated
 learning system for human activity recognition", 2021, in the folders in which they are published.
