@@ -219,7 +219,7 @@ def true_groups(config: RunConfig, step: int = 0) -> tuple[int | None, ...]:
     Raises
     ------
     UserError
-        They cannot.
+        The data cannot be loaded, dealt out or changed as asked.
     """
     return _drift_of_all(with_clients(config)).groups(step)
 

@@ -1,4 +1,4 @@
-"""The samples of all clients as they were dealt out, before anything changes them."""
+"""The samples dealt out to clients, before anything changes them, and those of the server."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def wanted(text: str) -> float | None:
     Raises
     ------
     UserError
-        It is a number, and neither of these.
+        The text is a number that is neither a count nor a share.
     """
     try:
         number = float(text)
@@ -71,7 +71,7 @@ def folder_of(text: str) -> Path | None:
     Raises
     ------
     UserError
-        It is a number, and none that can be meant.
+        The text is a number that is neither a count nor a share.
     """
     return Path(text) if text and wanted(text) is None else None
 
@@ -136,16 +136,14 @@ class Dealt:
     def skewed(self) -> bool:
         """Whether a client's group decides how it sees samples, not which samples it has."""
         # Clients that the data come with have their own features; a partition's are not theirs.
-        if self.dataset.users is not None:
-            return False
-        return is_skewed(self.config) or (
-            self._scenario is not None and self._scenario.changes_samples
-        )
+        by_partition = self.dataset.users is None and is_skewed(self.config)
+        return by_partition or self._scenario is not None
 
     @cached_property
     def _scenario(self) -> Scenario | None:
-        """What groups differ in, if the partition makes a scenario."""
-        return scenario_of(self.config)
+        """The scenario in which groups see the same samples in different ways, if there is one."""
+        scenario = scenario_of(self.config) if self.dataset.users is None else None
+        return scenario if scenario is not None and scenario.changes_samples else None
 
     def group(self, client: int) -> int | None:
         """Return the true group of a client, None where there is none."""
@@ -268,7 +266,7 @@ class Dealt:
         part : str
             ``"train"`` or ``"test"``: their noise must differ.
         """
-        if self._scenario is not None and self.skewed and group is not None:
+        if self._scenario is not None and group is not None:
             return self._scenario.inputs(self.dataset, samples, group)
         inputs = self.dataset.inputs(samples)
         if not self.skewed:
@@ -278,7 +276,7 @@ class Dealt:
     def labels(self, samples: Indices, group: int | None) -> Labels:
         """Return the labels of samples as a client of a group gives them, shape (n,)."""
         labels = self.dataset.y[samples]
-        if self._scenario is None or not self.skewed or group is None:
+        if self._scenario is None or group is None:
             return labels
         return self._scenario.labels(labels, group, self.dataset.num_classes)
 
@@ -294,7 +292,7 @@ class Dealt:
         Parameters
         ----------
         client : int
-            The client.
+            Position of the client, from 0.
         wanted : NDArray[np.bool_]
             Whether each sample of the dataset is wanted, shape (N,).
         """
@@ -386,8 +384,14 @@ def proxies_from_clients(dealt: Dealt) -> ProxySets:
     for group, own in dealt.reserve.items():
         proxies.append(_seen(dealt, own, group, "proxy"))
         tests.append(_seen(dealt, remaining[group], group, "test"))
-        if dealt.dataset.target is None:
-            _check_classes(proxies[-1].y, tests[-1].y, group, dealt.config.proxy)
+        has = proxies[-1].y
+        missing = np.setdiff1d(tests[-1].y, has)
+        if dealt.dataset.target is None and len(missing):
+            raise UserError(
+                f"The proxy set of distribution {group} misses class {missing[0]}, which its test "
+                f"samples have: with proxy '{dealt.config.proxy}' it holds {len(has)} samples. "
+                "Take more."
+            )
     return ProxySets(tuple(proxies), tuple(tests))
 
 
@@ -416,15 +420,6 @@ def _seen(dealt: Dealt, own: Indices, group: int, part: str) -> Held:
     """Return samples as the clients of a group see them."""
     # Where a group adds noise, it is not that of a client.
     return Held(dealt.inputs(own, group, dealt.clients + group, part), dealt.labels(own, group))
-
-
-def _check_classes(has: Labels, expected: Labels, group: int, text: str) -> None:
-    missing = np.setdiff1d(expected, has)
-    if len(missing):
-        raise UserError(
-            f"The proxy set of distribution {group} misses class {missing[0]}, which its test "
-            f"samples have: with proxy '{text}' it holds {len(has)} samples. Take more."
-        )
 
 
 def proxies_from_folder(folder: Path, shape: DataShape) -> ProxySets:
@@ -474,8 +469,8 @@ def shape_of_folder(folder: Path) -> DataShape:
     UserError
         There is none, or it is not what it should be.
     """
-    file = _read(_paths(folder)[0])
-    samples, target = file.parts["proxy"], target_of(file.quantity)
+    parts, quantity = _read(_paths(folder)[0])
+    samples, target = parts["proxy"], target_of(quantity)
     # Each class is in it: from_folder checks that.
     classes = int(samples.y.max()) + 1 if target is None else 0
     return DataShape(tuple(samples.x.shape[1:]), classes, target=target)
@@ -491,14 +486,14 @@ def _paths(folder: Path) -> list[Path]:
 def _files(folder: Path, shape: DataShape) -> dict[Path, dict[str, Held]]:
     """Read all files of a folder, and see that models for a shape can be measured on them."""
     files = {path: _read(path) for path in _paths(folder)}
-    target = target_of(common_quantity({path: file.quantity for path, file in files.items()}))
+    target = target_of(common_quantity({path: stated for path, (_, stated) in files.items()}))
     if target != shape.target:
         raise UserError(
             f"proxy {folder}: its files must say the same of their labels as the clients' data, "
             f"{described(shape.target)}; got {described(target)}."
         )
-    for path, file in files.items():
-        for part, samples in file.parts.items():
+    for path, (parts, _) in files.items():
+        for part, samples in parts.items():
             x, y = samples.x, samples.y
             if x.shape[1:] != shape.input_shape:
                 raise UserError(
@@ -513,21 +508,17 @@ def _files(folder: Path, shape: DataShape) -> dict[Path, dict[str, Held]]:
     return {
         path: {
             part: Held(samples.x, standardised_labels(path, samples.y, target))
-            for part, samples in file.parts.items()
+            for part, samples in parts.items()
         }
-        for path, file in files.items()
+        for path, (parts, _) in files.items()
     }
 
 
-class _File(NamedTuple):
-    """Parts of a file, of which labels that are a quantity are in its unit."""
+def _read(path: Path) -> tuple[dict[str, Held], Target | None]:
+    """Read and check one file; labels that are a quantity are in its unit.
 
-    parts: dict[str, Held]
-    quantity: Target | None
-
-
-def _read(path: Path) -> _File:
-    """Read and check one file: proxies, and tests and training samples if it has some."""
+    Proxies are in it, and tests and training samples if it has some.
+    """
     samples = [f"{part}{suffix}" for suffix in _SUFFIXES.values() for part in "xy"]
     arrays = arrays_of(path, (), _EXPECTED, (*samples, *LABEL_ARRAYS))
     quantity = quantity_of(path, arrays)
@@ -538,5 +529,6 @@ def _read(path: Path) -> _File:
             if part == "proxy" or any(name in arrays for name in names):
                 raise UserError(f"{path} lacks {' or '.join(names)}. {_EXPECTED}.")
             continue
-        found[part] = Held(*checked_samples(path, arrays, suffix, quantity))
-    return _File(found, quantity)
+        x, y = checked_samples(path, arrays, suffix, quantity)
+        found[part] = Held(np.asarray(x, np.float32), y)
+    return found, quantity

@@ -6,7 +6,7 @@ import math
 import re
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -134,7 +134,7 @@ def parse_schedule(text: str) -> Schedule:
     Raises
     ------
     UserError
-        It is neither.
+        The text is neither moments nor a period.
     """
     plain = text.strip().lower()
     period = plain.startswith("every ")
@@ -232,7 +232,7 @@ class Drift:
         Raises
         ------
         UserError
-            They cannot.
+            Data cannot change at these moments.
         """
 
     def check(self) -> None:
@@ -241,7 +241,7 @@ class Drift:
         Raises
         ------
         UserError
-            They cannot; it says why and what to take instead.
+            The data cannot change so; the message says what to take instead.
         """
 
     def needs_labels(self) -> None:
@@ -378,11 +378,8 @@ class Rotate(SomeClients):
     def changed(self, data: ClientData, client: int, step: int) -> ClientData:
         """Return the images turned."""
         degrees, blank = step * self.options.rotate_degrees % 360.0, self.dealt.dataset.blank
-        return replace(
-            data,
-            x_train=rotated(data.x_train, degrees, blank),
-            x_test=rotated(data.x_test, degrees, blank),
-        )
+        train, test = (rotated(x, degrees, blank) for x in (data.x_train, data.x_test))
+        return replace(data, x_train=train, x_test=test)
 
 
 @dataclass(frozen=True)
@@ -410,11 +407,8 @@ class LabelShift(SomeClients):
     def changed(self, data: ClientData, client: int, step: int) -> ClientData:
         """Return other labels."""
         shift, classes = step * self.options.label_shift, self.dealt.dataset.num_classes
-        return replace(
-            data,
-            y_train=(data.y_train + shift) % classes,
-            y_test=(data.y_test + shift) % classes,
-        )
+        train, test = ((y + shift) % classes for y in (data.y_train, data.y_test))
+        return replace(data, y_train=train, y_test=test)
 
 
 @dataclass(frozen=True)
@@ -642,7 +636,7 @@ def _exchanged_labels(one: Indices, other: Indices, rng: np.random.Generator) ->
     one, other : Indices
         Training and test samples of each label, shape (2, labels).
     rng : np.random.Generator
-        The pair's generator.
+        Random generator of the pair.
     """
     has, gets = one.sum(axis=0) > 0, other.sum(axis=0) > 0
     given, taken = np.flatnonzero(has & ~gets), np.flatnonzero(gets & ~has)
@@ -1159,7 +1153,8 @@ class ScenarioStream(Drift):
             concepts = self._concepts(client)
             for part, least, kind in ((0, _TRAINING, "training"), (1, 1, "test")):
                 own = self.dealt.indices(client)[part]
-                for concept, steps, samples in self._shares(own, concepts):
+                for concept in range(_CONCEPTS):
+                    steps, samples = self._share(own, concepts, concept)
                     if self._kept(len(samples) // len(steps), concept) < least:
                         raise UserError(
                             f"Client {client} has {len(samples)} {kind} samples for "
@@ -1189,8 +1184,11 @@ class ScenarioStream(Drift):
     def fewest(self, client: int) -> int:
         """Return the fewest training samples of a client at any step."""
         own, _ = self.dealt.indices(client)
-        shares = self._shares(own, self._concepts(client))
-        return min(self._kept(len(part) // len(steps), concept) for concept, steps, part in shares)
+        fewest = []
+        for concept in range(_CONCEPTS):
+            steps, samples = self._share(own, self._concepts(client), concept)
+            fewest.append(self._kept(len(samples) // len(steps), concept))
+        return min(fewest)
 
     def groups(self, step: int) -> tuple[int | None, ...]:
         """Return the concept of every client."""
@@ -1211,23 +1209,20 @@ class ScenarioStream(Drift):
             if len(np.unique(drawn)) == _CONCEPTS:
                 return drawn
 
-    def _shares(self, own: Indices, concepts: Indices) -> Iterator[tuple[int, Indices, Indices]]:
-        """Yield the concepts, and which steps divide which samples with each."""
+    def _share(self, own: Indices, concepts: Indices, concept: int) -> tuple[Indices, Indices]:
+        """Return the steps that divide samples with a concept among them, and these samples."""
+        if not self._scenario.divides_classes:
+            return np.arange(len(concepts)), own
         dataset = self.dealt.dataset
-        for concept in range(_CONCEPTS):
-            if not self._scenario.divides_classes:
-                yield concept, np.arange(len(concepts)), own
-                continue
-            kinds = self._scenario.classes(np.arange(dataset.num_classes), concept)
-            steps = np.flatnonzero(concepts == concept)
-            yield concept, steps, own[np.isin(dataset.y[own], kinds)]
+        kinds = self._scenario.classes(np.arange(dataset.num_classes), concept)
+        return np.flatnonzero(concepts == concept), own[np.isin(dataset.y[own], kinds)]
 
     def _of_step(
         self, client: int, own: Indices, concepts: Indices, position: int, part: str
     ) -> Indices:
         """Return which of a client's samples are those of a step, ascending."""
         concept = int(concepts[position])
-        _, steps, samples = list(self._shares(own, concepts))[concept]
+        steps, samples = self._share(own, concepts, concept)
         order = self.rng(f"samples of steps: {part}", client).permutation(samples)
         share = np.array_split(order, len(steps))[int(np.searchsorted(steps, position))]
         return np.sort(share[: self._kept(len(share), concept)])

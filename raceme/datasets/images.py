@@ -14,7 +14,7 @@ from zlib import error as ZlibError  # noqa: N812
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
 from raceme.core.config import RunConfig
 from raceme.core.errors import UserError
@@ -37,26 +37,52 @@ _DAMAGED = (OSError, RuntimeError, ValueError, AssertionError, LookupError)
 """What torchvision raises: it asserts, indexes and reshapes its way through a damaged file."""
 
 
-def _torchvision(name: str, config: RunConfig) -> list[Any]:
-    """Let torchvision read the two parts of a dataset, and fetch them if that is asked for."""
-    torchvision_class = getattr(import_datasets(), name)
-    return [
-        torchvision_class(config.data_root, train=train, download=config.download)
-        for train in (True, False)
-    ]
-
-
-def _how_to_fetch(name: str, config: RunConfig) -> str:
-    root = config.data_root or "DIR"
-    return f"To fetch: raceme run --dataset {name} --data-root {root} --download"
-
-
 class ImageSource(Source):
-    """Defaults of datasets of images."""
+    """A dataset of images, of which torchvision may fetch and read the files.
+
+    Attributes
+    ----------
+    name : str
+        Name of the dataset.
+    torchvision : str
+        Class of torchvision that fetches and reads the files; empty if none does.
+    """
 
     default_model = "cnn"
     default_lr = 0.01
     target_accuracy = 0.95
+
+    name = ""
+    torchvision = ""
+
+    def _how_to_fetch(self, config: RunConfig) -> str:
+        """Return the end of error messages; nothing where the files cannot be fetched."""
+        if not self.torchvision:
+            return ""
+        root = config.data_root or "DIR"
+        return f"To fetch: raceme run --dataset {self.name} --data-root {root} --download"
+
+    def _from_torchvision(self, config: RunConfig, folder: Path) -> list[Any]:
+        """Let torchvision read the two parts of a dataset, and fetch them if that is asked for."""
+        torchvision_class = getattr(import_datasets(), self.torchvision)
+        try:
+            return [
+                torchvision_class(config.data_root, train=train, download=config.download)
+                for train in (True, False)
+            ]
+        except _DAMAGED as error:
+            doing = "download or read" if config.download else "read"
+            raise self._unusable(doing, folder, error, config) from error
+
+    def _unusable(self, doing: str, folder: Path, reason: object, config: RunConfig) -> UserError:
+        what = " ".join(str(reason).split()).rstrip(".") or type(reason).__name__
+        end = f"{self._expected} {self._how_to_fetch(config)}".strip()
+        return UserError(f"Could not {doing} {self.name} in {folder}: {what}. {end}")
+
+    @property
+    def _expected(self) -> str:
+        """What a folder must hold, for error messages."""
+        return ""
 
 
 # -----------------------------------------------------------------------------
@@ -85,14 +111,10 @@ class IdxImages(ImageSource):
 
     Attributes
     ----------
-    name : str
-        Name of the dataset.
     folders : tuple[str, ...]
         Folders under data-root that may hold the files.
     files : tuple[str, ...]
         Images and labels for training, and those for testing.
-    torchvision : str
-        Class of torchvision that fetches the files; empty if none does.
     mean, std : float
         Mean and deviation of the pixels, from 0 to 1.
     labels : tuple[int, int]
@@ -100,10 +122,8 @@ class IdxImages(ImageSource):
     """
 
     fixed_shape: DataShape
-    name: str
     folders: tuple[str, ...]
     files: tuple[str, ...] = MNIST_FILES
-    torchvision = ""
     mean: float
     std: float
     labels = (0, 9)
@@ -119,14 +139,11 @@ class IdxImages(ImageSource):
         """Return the files, which are fetched if they are missing and that is asked for."""
         find, folder = source.all_of(self.files), Path(config.data_root) / self.folders[0]
         if self.torchvision and config.download and not find(folder):
-            try:
-                _torchvision(self.torchvision, config)
-            except _DAMAGED as error:
-                raise self._unusable("download or read", folder, error, config) from error
+            self._from_torchvision(config, folder)
         missing = [name for name in self.files if not (folder / name).is_file()]
         some = f" (missing: {', '.join(missing)})" if len(missing) < len(self.files) else ""
         expected = f"{folder}/ with {', '.join(self.files)}, uncompressed{some}"
-        hint = _how_to_fetch(self.name, config) if self.torchvision else ""
+        hint = self._how_to_fetch(config)
         return source.find_under(config, self.name, self.folders, find, expected, hint)
 
     def _read(self, files: Sequence[Path], config: RunConfig) -> Arrays:
@@ -145,13 +162,9 @@ class IdxImages(ImageSource):
             raise self._unusable("read", files[0].parent, what, config)
         return {"x": x[:, np.newaxis], "y": y}
 
-    def _unusable(self, doing: str, folder: Path, reason: object, config: RunConfig) -> UserError:
-        what = " ".join(str(reason).split()).rstrip(".") or type(reason).__name__
-        hint = f" {_how_to_fetch(self.name, config)}" if self.torchvision else ""
-        return UserError(
-            f"Could not {doing} {self.name} in {folder}: {what}. Expected there: "
-            f"{', '.join(self.files)}, uncompressed.{hint}"
-        )
+    @property
+    def _expected(self) -> str:
+        return f"Expected there: {', '.join(self.files)}, uncompressed."
 
 
 def read_idx(path: Path) -> NDArray[np.uint8]:
@@ -160,7 +173,7 @@ def read_idx(path: Path) -> NDArray[np.uint8]:
     Raises
     ------
     UserError
-        It cannot be read, or is none.
+        The file cannot be read, or is no idx file.
     """
     try:
         content = path.read_bytes()
@@ -250,11 +263,8 @@ SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
 
 _MOST_PIXELS = 1 << 26
 """Of one image: 8,192 by 8,192. A file of some kB can say that it has billions."""
-_UNREADABLE = (
-    *(OSError, ReadingError, UnidentifiedImageError, Image.DecompressionBombError),
-    *(ValueError, SyntaxError, EOFError, LookupError, OverflowError, MemoryError),
-)
-"""What Pillow raises for what is damaged, and no image."""
+_UNREADABLE = (OSError, ValueError, SyntaxError, EOFError, LookupError, OverflowError, MemoryError)
+"""Errors of Python that Pillow raises for a damaged file, or for one that is no image."""
 _PARTS = ("train", "test")
 _EXPECTED = (
     "Expected: DIR/train/<class>/*.jpg and DIR/test/<class>/*.jpg, or DIR/<class>/*.jpg "
@@ -329,7 +339,7 @@ def images(tree: Tree, size: int = 0) -> NDArray[np.uint8]:
     Parameters
     ----------
     tree : Tree
-        Which ones.
+        The images and their classes.
     size : int
         Height and width that they are brought to; 0 leaves them as they are.
 
@@ -388,7 +398,7 @@ def _decode(file: Path, size: int) -> NDArray[np.uint8]:
         if size and colours.size != (size, size):
             colours = colours.resize((size, size), Image.Resampling.BILINEAR)
         return np.asarray(colours, np.uint8)
-    except _UNREADABLE as error:
+    except (ReadingError, Image.DecompressionBombError, *_UNREADABLE) as error:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())
         raise UserError(f"Cannot read the image {file}: {reason}.") from None
 
@@ -414,6 +424,9 @@ class Cifar10(ImageSource):
     default_clients = 100
     fixed_shape = DataShape((3, 32, 32), 10)
 
+    name = "cifar10"
+    torchvision = "CIFAR10"
+
     def load(self, config: RunConfig) -> Dataset:
         """Return train and test images pooled, shape (60000, 3, 32, 32).
 
@@ -423,14 +436,18 @@ class Cifar10(ImageSource):
         if not (config.data_root and config.download):
             source.find_under(
                 config,
-                "cifar10",
+                self.name,
                 (BATCHES, IMAGES),
                 source.existing,
                 f"{BATCHES}/ or {IMAGES}/, torchvision's files or {{train,test}}/<class>/*.jpg",
-                _how_to_fetch("cifar10", config),
+                self._how_to_fetch(config),
             )
         if (root / BATCHES).is_dir() or not (root / IMAGES).is_dir():
-            return self._from_torchvision(config)
+            # It compares checksums before it unpickles.
+            parts = self._from_torchvision(config, root / BATCHES)
+            x = np.concatenate([np.moveaxis(part.data, -1, 1) for part in parts])
+            y = np.concatenate([np.asarray(part.targets, np.int64) for part in parts])
+            return Dataset(np.ascontiguousarray(x), y, num_classes=10, mean=_MEAN, std=_STD)
         tree = read_tree(root / IMAGES)
         x = images(tree)
         if x.shape[1:] != (3, 32, 32) or len(tree.classes) != 10:
@@ -439,20 +456,6 @@ class Cifar10(ImageSource):
                 f"{x.shape[3]}x{x.shape[2]} in {len(tree.classes)}; other images: image-folder."
             )
         return Dataset(x, tree.labels, num_classes=10, mean=_MEAN, std=_STD)
-
-    def _from_torchvision(self, config: RunConfig) -> Dataset:
-        try:
-            # It compares checksums before it unpickles.
-            parts = _torchvision("CIFAR10", config)
-        except _DAMAGED as error:
-            reason = " ".join(str(error).split()) or type(error).__name__
-            raise UserError(
-                f"Could not read cifar10 in {Path(config.data_root) / BATCHES}: "
-                f"{reason.rstrip('.')}. {_how_to_fetch('cifar10', config)}"
-            ) from error
-        x = np.concatenate([np.moveaxis(part.data, -1, 1) for part in parts])
-        y = np.concatenate([np.asarray(part.targets, np.int64) for part in parts])
-        return Dataset(np.ascontiguousarray(x), y, num_classes=10, mean=_MEAN, std=_STD)
 
 
 # -----------------------------------------------------------------------------

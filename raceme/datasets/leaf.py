@@ -1,14 +1,14 @@
-"""LEAF's JSON files: samples by user, of numbers or of text.
+"""Datasets by user: LEAF's JSON files, handwritten characters by writer, and text by role.
 
-What FEMNIST and every other task of LEAF have in common is here: the folders ``train`` and
-``test``, or ``all_data``, whose files hold ``user_data`` by name, each with ``x`` and ``y``.
+LEAF's files lie in the folders ``train`` and ``test``, or ``all_data``, and hold ``user_data`` by
+name, each with ``x`` and ``y``.
 """
 
 from __future__ import annotations
 
 import re
 import string
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,34 +34,34 @@ _EXPECTED = (
     "whole number from 0, or a character, for each"
 )
 
-ReadSamples = Callable[[Path, str, Any], tuple[NDArray[Any], NDArray[Any]]]
-"""Checks what a file says of a user: returns inputs, shape (n, ...), and labels, shape (n,)."""
 
-
-class Layout(NamedTuple):
-    """Where a task's files are, and what is said if they are not there.
+class LeafSource(Source):
+    """A task in LEAF's files, a client for each user.
 
     Attributes
     ----------
     name : str
-        Of the dataset.
+        Name of the dataset.
     folders : tuple[str, ...]
-        Where train/ and test/, or all_data/, may lie under data-root.
+        Folders under data-root that may hold train/ and test/, or all_data/.
     hint : str
-        How to get the files.
+        How to get the files, for error messages.
     """
+
+    default_clients = 100
+    has_clients = True
 
     name: str
     folders: tuple[str, ...]
     hint: str
 
-    def files(self, config: RunConfig) -> tuple[list[Path], list[Path]]:
+    def _files(self, config: RunConfig) -> tuple[list[Path], list[Path]]:
         """Return the training files and the test files; without test files, all are the former.
 
         Raises
         ------
         UserError
-            There are none.
+            No folder holds such files.
         """
 
         def find(folder: Path) -> tuple[list[Path], list[Path]] | None:
@@ -74,15 +74,10 @@ class Layout(NamedTuple):
 
         expected = "train/*.json and test/*.json, or all_data/*.json, there or in data/"
         return source.find_under(
-            config, self.name, self.folders, find, expected, self.hint, "LEAF's files"
+            config, self.name, self.folders, find, expected, f"{self.hint}.", "LEAF's files"
         )
 
-    def load(
-        self,
-        config: RunConfig,
-        samples: ReadSamples,
-        finish: Callable[[Arrays], Arrays] = lambda arrays: arrays,
-    ) -> tuple[Arrays, NDArray[np.bool_] | None]:
+    def _arrays(self, config: RunConfig) -> tuple[Arrays, NDArray[np.bool_] | None]:
         """Return all users' samples, and which of them are for testing, if the files say it.
 
         Raises
@@ -90,15 +85,15 @@ class Layout(NamedTuple):
         UserError
             There are no files, or one is not what it should be.
         """
-        train, test = self.files(config)
-
-        def build() -> Arrays:
-            return finish(self.read(train, test, samples))
-
-        arrays = cached(self.name, [*train, *test], (len(train),), build)
+        train, test = self._files(config)
+        arrays = cached(self.name, [*train, *test], (len(train),), lambda: self._read(train, test))
         return arrays, np.asarray(arrays["test"], np.bool_) if test else None
 
-    def read(self, train: Sequence[Path], test: Sequence[Path], samples: ReadSamples) -> Arrays:
+    def _samples(self, path: Path, name: str, told: Any) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Check the samples of one user: return inputs, shape (n, ...), and labels, shape (n,)."""
+        raise NotImplementedError
+
+    def _read(self, train: Sequence[Path], test: Sequence[Path]) -> Arrays:
         """Read all users of the files.
 
         Returns
@@ -114,15 +109,15 @@ class Layout(NamedTuple):
         """
         numbers: dict[str, int] = {}
         x, y, writer, tested = [], [], [], []
-        for is_test, path in [*((False, path) for path in train), *((True, path) for path in test)]:
+        for number, path in enumerate([*train, *test]):
             for name, told in _users(path).items():
-                inputs, labels = samples(path, name, told)
+                inputs, labels = self._samples(path, name, told)
                 if not len(labels):
                     continue
                 x.append(inputs)
                 y.append(labels)
                 writer.append(np.full(len(labels), numbers.setdefault(name, len(numbers))))
-                tested.append(np.full(len(labels), is_test))
+                tested.append(np.full(len(labels), number >= len(train)))
         if not x:
             raise UserError(f"{train[0]} and its neighbours hold no samples. {self.hint}.")
         if len({(part.shape[1:], part.dtype.kind) for part in x}) > 1:
@@ -136,34 +131,31 @@ class Layout(NamedTuple):
             "writer": np.concatenate(writer),
             "test": np.concatenate(tested),
         }
-        return self._complete(arrays) if test else arrays
-
-    def _complete(self, arrays: Arrays) -> Arrays:
-        """Leave out users that have no training or no test samples (LEAF's option -t user)."""
-        writer, test = arrays["writer"], arrays["test"]
-        kept = np.isin(writer, np.intersect1d(writer[test], writer[~test]))
+        if not test:
+            return arrays
+        # Without users that have no training or no test samples (LEAF's option -t user).
+        users, is_tested = arrays["writer"], arrays["test"]
+        kept = np.isin(users, np.intersect1d(users[is_tested], users[~is_tested]))
         if not kept.any():
             raise UserError(
                 f"The users in {self.name}'s train/ and test/ are not the same ones: run LEAF's "
                 "preprocess.sh with -t sample."
             )
         # Numbered anew, so that no number is without samples.
-        _, numbers = np.unique(writer[kept], return_inverse=True)
-        return {**{name: values[kept] for name, values in arrays.items()}, "writer": numbers}
+        _, users = np.unique(users[kept], return_inverse=True)
+        return {**{name: values[kept] for name, values in arrays.items()}, "writer": users}
 
 
-class Leaf(Source):
+class Leaf(LeafSource):
     """LEAF's JSON files of numbers or text, a client for each user (data-root)."""
 
     target_accuracy = 0.6
-    default_clients = 100
-    has_clients = True
 
-    layout = Layout(
-        "leaf",
-        ("data", ""),
+    name = "leaf"
+    folders = ("data", "")
+    hint = (
         "Such files are made by LEAF's scripts (https://github.com/TalwalkarLab/leaf) and those of "
-        "FedProx; FEMNIST's images are dataset femnist",
+        "FedProx; FEMNIST's images are dataset femnist"
     )
 
     def load(self, config: RunConfig) -> Dataset:
@@ -192,8 +184,47 @@ class Leaf(Source):
         sizes = np.bincount(self._arrays(config)[0]["writer"])
         return max(1, min(self.default_clients, int(np.count_nonzero(sizes >= _FEWEST))))
 
-    def _arrays(self, config: RunConfig) -> tuple[Arrays, NDArray[np.bool_] | None]:
-        return self.layout.load(config, _samples, _numbered)
+    def _samples(self, path: Path, name: str, told: Any) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Check the samples of one user: numbers, or texts, whose characters become their codes."""
+        labels: NDArray[Any]
+        try:
+            x, y = told["x"], told["y"]
+            if x and all(isinstance(text, str) for text in (*x, *y)):
+                inputs = np.array([[ord(char) for char in text] for text in x], np.int32)
+                labels = np.array([ord(char) for char in y], np.int32)
+            else:
+                inputs, labels = np.asarray(x, np.float32), np.asarray(y)
+                if not len(labels):
+                    return inputs, np.empty(0, np.int64)
+                # What is no whole number, or too large for one, is told by its not coming back.
+                with np.errstate(invalid="ignore"):
+                    whole = labels.astype(np.int64)
+                if not np.isfinite(inputs).all() or np.any(labels != whole):
+                    raise ValueError
+                labels = whole
+            if inputs.ndim < 2 or labels.shape != (len(inputs),) or np.any(labels < 0):
+                raise ValueError
+        except (KeyError, TypeError, ValueError, OverflowError):
+            raise UserError(f"{path}, user '{name[:80]}': {_EXPECTED}.") from None
+        if labels.dtype == np.int64 and labels.max() >= MOST_CLASSES:
+            raise UserError(
+                f"{path}, user '{name[:80]}': y must be below {MOST_CLASSES:,}, got {labels.max()}."
+            )
+        return inputs, labels
+
+    def _read(self, train: Sequence[Path], test: Sequence[Path]) -> Arrays:
+        """Read all users; the characters of text are numbered from 0, in the order of codes."""
+        arrays = super()._read(train, test)
+        x, y = arrays["x"], arrays["y"]
+        if x.dtype.kind == "f":
+            return {**arrays, "tokens": np.array(0)}
+        codes: Indices = np.union1d(x, y)
+        return {
+            **arrays,
+            "x": np.searchsorted(codes, x).astype(np.int32),
+            "y": np.searchsorted(codes, y),
+            "tokens": np.array(len(codes)),
+        }
 
 
 def _users(path: Path) -> Mapping[str, Any]:
@@ -208,50 +239,6 @@ def _users(path: Path) -> Mapping[str, Any]:
     except (KeyError, TypeError):
         raise UserError(f"{path} has no 'user_data' by user, as LEAF's files have.") from None
     return users
-
-
-def _samples(path: Path, name: str, told: Any) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Check the samples of one user: numbers, or texts, whose characters become their codes."""
-    labels: NDArray[Any]
-    try:
-        x, y = told["x"], told["y"]
-        if x and all(isinstance(text, str) for text in (*x, *y)):
-            inputs = np.array([[ord(char) for char in text] for text in x], np.int32)
-            labels = np.array([ord(char) for char in y], np.int32)
-        else:
-            inputs, labels = np.asarray(x, np.float32), np.asarray(y)
-            if not len(labels):
-                return inputs, np.empty(0, np.int64)
-            # What is no whole number, or too large for one, is told by its not coming back.
-            with np.errstate(invalid="ignore"):
-                whole = labels.astype(np.int64)
-            if not np.isfinite(inputs).all() or np.any(labels != whole):
-                raise ValueError
-            labels = whole
-        if inputs.ndim < 2 or labels.shape != (len(inputs),) or np.any(labels < 0):
-            raise ValueError
-    except (KeyError, TypeError, ValueError, OverflowError):
-        raise UserError(f"{path}, user '{name[:80]}': {_EXPECTED}.") from None
-    if labels.dtype == np.int64 and labels.max() >= MOST_CLASSES:
-        raise UserError(
-            f"{path}, user '{name[:80]}': y must be below {MOST_CLASSES:,}, got {labels.max()}."
-        )
-    return inputs, labels
-
-
-def _numbered(arrays: Arrays) -> Arrays:
-    """Number the characters of text from 0, in the order of their codes."""
-    x, y = arrays["x"], arrays["y"]
-    if x.dtype.kind == "f":
-        return {**arrays, "tokens": np.array(0)}
-    codes: Indices = np.union1d(x, y)
-    return {
-        "writer": arrays["writer"],
-        "test": arrays["test"],
-        "x": np.searchsorted(codes, x).astype(np.int32),
-        "y": np.searchsorted(codes, y),
-        "tokens": np.array(len(codes)),
-    }
 
 
 # -----------------------------------------------------------------------------
@@ -369,7 +356,7 @@ def by_writer(
     test : NDArray or None
         Which samples are for testing, if the data say it: every client needs both kinds.
     options : CharacterOptions
-        What is asked for.
+        The characters and the writers that are kept.
     seed : int
         Draws each writer's characters.
     """
@@ -466,23 +453,22 @@ class Characters(NpzFolder):
 
 CLASSES = len(CHARACTERS)
 _PIXELS = 28 * 28
-_LAYOUT = Layout(
-    "femnist",
-    ("data", "femnist/data", "femnist", "FEMNIST/data", "FEMNIST", ""),
-    "To make the files: clone https://github.com/TalwalkarLab/leaf, and in data/femnist run "
-    "./preprocess.sh -s niid --sf 1.0 -k 0 -t sample; data-root is that folder",
-)
 
 
-class Femnist(Source):
+class Femnist(LeafSource):
     """FEMNIST: characters of 28x28 pixels by writer, LEAF's JSON files under data-root."""
 
     default_model = "cnn"
     default_lr = 0.01
     target_accuracy = 0.95
-    default_clients = 100
-    has_clients = True
     options_type = CharacterOptions
+
+    name = "femnist"
+    folders = ("data", "femnist/data", "femnist", "FEMNIST/data", "FEMNIST", "")
+    hint = (
+        "To make the files: clone https://github.com/TalwalkarLab/leaf, and in data/femnist run "
+        "./preprocess.sh -s niid --sf 1.0 -k 0 -t sample; data-root is that folder"
+    )
 
     def load(self, config: RunConfig) -> Dataset:
         """Return the samples of the writers with the most of them, a client for each writer."""
@@ -504,7 +490,7 @@ class Femnist(Source):
 
     def _chosen(self, config: RunConfig) -> tuple[Arrays, NDArray[np.bool_] | None, Writers]:
         """Return all writers' samples, which are for testing, and which are kept."""
-        arrays, test = _LAYOUT.load(config, _femnist_samples)
+        arrays, test = self._arrays(config)
         y, writer = np.asarray(arrays["y"], np.int64), np.asarray(arrays["writer"], np.int64)
         options: CharacterOptions = config.read(CharacterOptions)
         return arrays, test, by_writer(y, writer, test, options, config.seed)
@@ -519,21 +505,20 @@ class Femnist(Source):
         """Return the shape without loading."""
         return DataShape((1, 28, 28), len(kinds(config.read(CharacterOptions).characters)))
 
-
-def _femnist_samples(path: Path, name: str, samples: Any) -> tuple[Any, Indices]:
-    """Check the samples of one writer; 0 is ink, 255 is paper."""
-    try:
-        inputs = np.asarray(samples["x"], np.float32).reshape(-1, 1, 28, 28)
-        labels = np.asarray(samples["y"], np.int64)
-    except (KeyError, TypeError, ValueError):
-        inputs, labels = np.empty((1, 1, 28, 28), np.float32), np.empty(0, np.int64)
-    fits = len(inputs) == len(labels) and bool(np.all((labels >= 0) & (labels < CLASSES)))
-    if not fits or not np.all((inputs >= 0) & (inputs <= 1)):
-        raise UserError(
-            f"{path}, writer '{name}': expected x with {_PIXELS} numbers from 0 to 1 per sample, "
-            f"and y with as many labels from 0 to {CLASSES - 1}."
-        )
-    return np.round(inputs * 255).astype(np.uint8), labels
+    def _samples(self, path: Path, name: str, told: Any) -> tuple[Any, Indices]:
+        """Check the samples of one writer; 0 is ink, 255 is paper."""
+        try:
+            inputs = np.asarray(told["x"], np.float32).reshape(-1, 1, 28, 28)
+            labels = np.asarray(told["y"], np.int64)
+        except (KeyError, TypeError, ValueError):
+            inputs, labels = np.empty((1, 1, 28, 28), np.float32), np.empty(0, np.int64)
+        fits = len(inputs) == len(labels) and bool(np.all((labels >= 0) & (labels < CLASSES)))
+        if not fits or not np.all((inputs >= 0) & (inputs <= 1)):
+            raise UserError(
+                f"{path}, writer '{name}': expected x with {_PIXELS} numbers from 0 to 1 per "
+                f"sample, and y with as many labels from 0 to {CLASSES - 1}."
+            )
+        return np.round(inputs * 255).astype(np.uint8), labels
 
 
 # -----------------------------------------------------------------------------
@@ -616,7 +601,7 @@ class Text(Source):
             return found[0] if len(found) == 1 else None
 
         expected = "one .npz file, and there is not one"
-        return source.find_under(config, "text", _INNER, find, expected, _EXPECTED_TEXT)
+        return source.find_under(config, "text", _INNER, find, expected, f"{_EXPECTED_TEXT}.")
 
 
 def _starts(length: int, test_fraction: float, options: TextOptions) -> tuple[Indices, Indices]:

@@ -1,4 +1,4 @@
-"""A device's own data: one .npz file with x_train, y_train, x_test and y_test."""
+"""Datasets in .npz files: a device's own file, and a folder with a file for each client."""
 
 from __future__ import annotations
 
@@ -316,28 +316,32 @@ def read(path: Path) -> Part:
     UserError
         The file or an array in it is missing or not what it should be; names both.
     """
-    return _divided(path, arrays_of(path, _FOUR, _EXPECTED, LABEL_ARRAYS))
+    return _part(path, arrays_of(path, _FOUR, _EXPECTED, LABEL_ARRAYS))
 
 
-def _divided(path: Path, arrays: Mapping[str, NDArray[np.generic]]) -> Part:
-    """Check arrays with training and test samples."""
+def _part(path: Path, arrays: Mapping[str, NDArray[np.generic]]) -> Part:
+    """Check the arrays of one file: x and y, or those for training and those for testing."""
     quantity = quantity_of(path, arrays)
-    parts = [_samples(path, arrays, suffix, quantity) for suffix in ("_train", "_test")]
-    (x_train, y_train), (x_test, y_test) = parts
-    if x_train.shape[1:] != x_test.shape[1:]:
+    suffixes = ("",) if "x" in arrays else ("_train", "_test")
+    parts = [checked_samples(path, arrays, suffix, quantity) for suffix in suffixes]
+    x, y = [own for own, _ in parts], np.concatenate([own for _, own in parts])
+    if x[0].shape[1:] != x[-1].shape[1:]:
         raise UserError(
             f"{path}: x_train and x_test must hold samples of one shape, "
-            f"got {x_train.shape[1:]} and {x_test.shape[1:]}."
+            f"got {x[0].shape[1:]} and {x[-1].shape[1:]}."
         )
-    y = np.concatenate([y_train, y_test])
-    return Part(
-        np.concatenate([x_train, x_test]),
-        y,
-        np.repeat([False, True], [len(y_train), len(y_test)]),
-        num_classes_of(path, arrays, float(y.max()), quantity),
-        quantity,
-        _group(path, arrays),
-    )
+    test: NDArray[Any] | None = arrays.get("heldout")
+    if len(x) > 1:
+        test = np.repeat([False, True], [len(own) for own in x])
+    elif test is not None and (test.dtype != np.bool_ or test.shape != y.shape):
+        raise UserError(
+            f"{path}: heldout must hold one bool for each of {len(y)} samples; got {test.dtype} "
+            f"of shape {test.shape}."
+        )
+    if len(y) < 2 or (test is not None and test.sum() in (0, len(y))):
+        raise UserError(f"{path} needs at least one sample to train with and one to test with.")
+    num_classes = num_classes_of(path, arrays, float(y.max()), quantity)
+    return Part(np.concatenate(x), y, test, num_classes, quantity, _group(path, arrays))
 
 
 def _path(config: RunConfig, client: int) -> Path:
@@ -358,7 +362,7 @@ def arrays_of(
     Parameters
     ----------
     path : Path
-        The file.
+        Path of the .npz file.
     needed, optional : Sequence[str]
         Names of the arrays.
     expected : str
@@ -386,45 +390,45 @@ def checked_samples(
     arrays: Mapping[str, NDArray[np.generic]],
     suffix: str,
     quantity: Target | None,
-) -> tuple[NDArray[np.float32], Labels]:
-    """Check inputs and labels that go together: ``x`` and ``y``, ``x_test`` and ``y_test``."""
-    x = checked_inputs(path, f"x{suffix}", arrays[f"x{suffix}"])
-    return x, checked_labels(path, f"y{suffix}", arrays[f"y{suffix}"], len(x), quantity)
-
-
-def _samples(
-    path: Path,
-    arrays: Mapping[str, NDArray[np.generic]],
-    suffix: str,
-    quantity: Target | None,
 ) -> tuple[NDArray[np.generic], Labels]:
-    """Check inputs and labels: inputs other than large floats stay as they are stored."""
-    x, y = checked_samples(path, arrays, suffix, quantity)
+    """Check inputs and labels that go together: ``x`` and ``y``, ``x_test`` and ``y_test``.
+
+    Inputs other than large floats stay as they are stored.
+    """
     stored = arrays[f"x{suffix}"]
+    x = checked_inputs(path, f"x{suffix}", stored)
+    y = checked_labels(path, f"y{suffix}", arrays[f"y{suffix}"], len(x), quantity)
     return (x if stored.dtype.kind == "f" and stored.dtype.itemsize > 2 else stored), y
 
 
-def labelled(
-    path: Path, input_shape: tuple[int, ...], classes: int, expected: str
-) -> tuple[NDArray[np.generic], NDArray[np.int64]]:
-    """Read a file with inputs `x`, as they are stored, and labels `y`.
+def recordings(
+    paths: Iterable[Path],
+    input_shape: tuple[int, ...],
+    classes: int,
+    dtype: type[np.floating],
+    expected: str,
+) -> dict[str, NDArray[Any]]:
+    """Read files with inputs `x` of one shape and labels `y`; see :func:`stacked`.
 
     Raises
     ------
     UserError
-        It is not what is expected, which it says.
+        A file is not what is expected, which the message says.
     """
-    arrays = arrays_of(path, (), expected, ("x", "y"))
-    if len(arrays) < 2:
-        raise UserError(f"{path} lacks x or y. {expected}.")
-    x = arrays["x"]
-    checked_inputs(path, "x", x)
-    y = checked_labels(path, "y", arrays["y"], len(x))
-    if x.shape[1:] != input_shape or y.max() >= classes:
-        raise UserError(
-            f"{path} holds x of shape {x.shape} and labels up to {y.max()}. {expected}."
-        )
-    return x, y
+    parts = []
+    for path in paths:
+        arrays = arrays_of(path, (), expected, ("x", "y"))
+        if len(arrays) < 2:
+            raise UserError(f"{path} lacks x or y. {expected}.")
+        x = arrays["x"]
+        checked_inputs(path, "x", x)
+        y = checked_labels(path, "y", arrays["y"], len(x))
+        if x.shape[1:] != input_shape or y.max() >= classes:
+            raise UserError(
+                f"{path} holds x of shape {x.shape} and labels up to {y.max()}. {expected}."
+            )
+        parts.append((x.astype(dtype), y))
+    return stacked(parts)
 
 
 def stacked(
@@ -590,7 +594,7 @@ def _channel_axes(shape: tuple[int, ...], bytes_: bool) -> tuple[int, ...]:
 
 def _read(paths: Sequence[Path]) -> Arrays:
     """Read all files; inputs stay in their own type, a half or a quarter of float32's memory."""
-    parts = [_part(path) for path in paths]
+    parts = [_read_part(path) for path in paths]
     shapes = {part.x.shape[1:] for part in parts}
     if len(shapes) > 1:
         raise UserError(
@@ -637,27 +641,14 @@ def _read(paths: Sequence[Path]) -> Arrays:
     }
 
 
-def _part(path: Path) -> Part:
-    """Read and check one file."""
+def _read_part(path: Path) -> Part:
+    """Read and check one file of a folder."""
     others = ("heldout", "group", *LABEL_ARRAYS)
     arrays = arrays_of(path, (), _EXPECTED_FOLDER, ("x", "y", *_FOUR, *others))
     wanted = ("x", "y") if "x" in arrays else _FOUR
     if missing := [name for name in wanted if name not in arrays]:
         raise UserError(f"{path} lacks {', '.join(missing)}. {_EXPECTED_FOLDER}.")
-    if "x" not in arrays:
-        return _divided(path, arrays)
-    quantity = quantity_of(path, arrays)
-    x, y = _samples(path, arrays, "", quantity)
-    test = arrays.get("heldout")
-    if test is not None and (test.dtype != np.bool_ or test.shape != y.shape):
-        raise UserError(
-            f"{path}: heldout must hold one bool for each of {len(y)} samples; got {test.dtype} "
-            f"of shape {test.shape}."
-        )
-    if len(y) < 2 or (test is not None and test.sum() in (0, len(y))):
-        raise UserError(f"{path} needs at least one sample to train with and one to test with.")
-    num_classes = num_classes_of(path, arrays, float(y.max()), quantity)
-    return Part(x, y, test, num_classes, quantity, _group(path, arrays))
+    return _part(path, arrays)
 
 
 def _group(path: Path, arrays: Mapping[str, NDArray[np.generic]]) -> int | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -179,7 +180,7 @@ def parse_groups(text: str) -> Shares:
     Raises
     ------
     UserError
-        They are not.
+        The text is neither shares nor a number of groups.
     """
     expected = "groups must be positive shares that sum to 1 or a number, e.g. 0.2,0.2,0.3,0.3 or 4"
     if text.strip().isdecimal() and 1 <= int(text) <= _MOST_GROUPS:
@@ -205,7 +206,7 @@ def fitting_groups(text: str, clients: int, labels: int | None = None) -> str:
     Parameters
     ----------
     text : str
-        The shares.
+        The key ``groups``: shares, or a number of equal groups.
     clients : int
         Number of clients to be divided.
     labels : int, optional
@@ -420,11 +421,11 @@ def skew(
     inputs : Inputs
         Normalised, shape (n, ...).
     config : RunConfig
-        Names the partition.
+        Names the partition and holds its options.
     group : int or None
         The client's true group.
     client : int
-        Its position, for its own noise.
+        Position of the client, which seeds its own noise.
     part : str
         ``"train"`` or ``"test"``: their noise must differ.
     blank : float or Inputs
@@ -465,7 +466,7 @@ def rotated(inputs: Inputs, degrees: float, blank: float | Inputs = 0.0) -> Inpu
     inputs : Inputs
         Images, normalised or not.
     degrees : float
-        The angle.
+        Angle in degrees, anticlockwise.
     blank : float or Inputs
         What comes into view at the corners; of a shape that fits one image, and the same all over
         a channel.
@@ -557,9 +558,9 @@ class Scenario:
     Attributes
     ----------
     options : ScenarioOptions
-        Which scenario it is.
+        Name and parameters of the scenario.
     seed : int
-        Of the noise.
+        Seed of the noise.
     """
 
     options: ScenarioOptions
@@ -617,16 +618,11 @@ class Scenario:
         pixels = inputs * std + mean
         for position, sample in enumerate(samples.tolist()):
             rng = generator(self.seed, "scenario noise", sample)
-            variance, density = self._noise(rng)
+            variance, density = self.options.scenario_variance, self.options.scenario_density
+            if self.options.scenario_noise == "either":
+                variance, density = (variance, 0.0) if rng.random() < 0.5 else (0.0, density)
             pixels[position] = noisy(pixels[position], variance, density, rng)
         return np.asarray((pixels - mean) / std, np.float32)
-
-    def _noise(self, rng: np.random.Generator) -> tuple[float, float]:
-        """Return variance and density of an image's noise."""
-        variance, density = self.options.scenario_variance, self.options.scenario_density
-        if self.options.scenario_noise == "both":
-            return variance, density
-        return (variance, 0.0) if rng.random() < 0.5 else (0.0, density)
 
     def check(self, dataset: Dataset, name: str) -> None:
         """Find out whether a dataset can be seen so.
@@ -644,7 +640,9 @@ class Scenario:
             )
         if scenario != "a1":
             return
-        if dataset.x.ndim != _IMAGE_AXES or not _has_pixels(dataset):
+        x: Any = dataset.x
+        are_pixels = x.dtype == np.uint8 or (x.min() >= 0 and x.max() <= 1)
+        if x.ndim != _IMAGE_AXES or not are_pixels:
             raise UserError(
                 f"scenario a1 adds noise to pixels from 0 to 1, and {name} has inputs of shape "
                 f"{dataset.shape.input_shape} and type {dataset.x.dtype}: take a dataset of images."
@@ -668,21 +666,16 @@ def scenario(labels: Indices, config: RunConfig, rng: np.random.Generator) -> Pa
             f"clients and {len(kinds)} classes: two of each are needed."
         )
     groups = np.arange(config.num_clients) % chosen.groups
-    weights = client_weights(config, rng) * np.array(
-        [chosen.size(group) for group in groups.tolist()]
-    )
+    weights = client_weights(config, rng) * [chosen.size(group) for group in groups.tolist()]
     parts: dict[int, Indices] = {}
     # Groups of the same classes have the samples together.
     for pool in range(chosen.groups if chosen.divides_classes else 1):
-        members = (
-            np.flatnonzero(groups == pool) if chosen.divides_classes else np.arange(len(groups))
-        )
+        members = np.flatnonzero((groups == pool) | (not chosen.divides_classes))
         own = np.flatnonzero(np.isin(labels, chosen.classes(kinds, pool)))
         check_enough(own, len(members), f"group {pool}")
         dealt = divide(rng.permutation(own), weights[members], MIN_SAMPLES)
         parts |= dict(zip(members.tolist(), dealt, strict=True))
-    indices = tuple(np.sort(parts[client]) for client in range(config.num_clients))
-    return Partition(indices, tuple(groups.tolist()))
+    return _partition([parts[client] for client in range(config.num_clients)], groups.tolist())
 
 
 def scenario_of(config: RunConfig) -> Scenario | None:
@@ -700,11 +693,11 @@ def noisy(pixels: Inputs, variance: float, density: float, rng: np.random.Genera
     pixels : Inputs
         From 0 to 1, of any shape.
     variance : float
-        Of the Gaussian noise.
+        Variance of the Gaussian noise.
     density : float
         Share of the pixels, in expectation, that become 0 or 1, one as often as the other.
     rng : np.random.Generator
-        Draws.
+        Generator of the noise.
     """
     gaussian = rng.standard_normal(pixels.shape, np.float32)
     drawn = rng.random(pixels.shape, np.float32)
@@ -712,11 +705,3 @@ def noisy(pixels: Inputs, variance: float, density: float, rng: np.random.Genera
     changed[drawn < density] = 1.0
     changed[drawn < density / 2] = 0.0
     return changed
-
-
-def _has_pixels(dataset: Dataset) -> bool:
-    """Return whether inputs are pixels: bytes, or numbers from 0 to 1."""
-    if dataset.x.dtype == np.uint8:
-        return True
-    values: NDArray[np.float32] = np.asarray(dataset.x, np.float32)
-    return bool(values.min() >= 0 and values.max() <= 1)

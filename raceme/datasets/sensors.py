@@ -1,4 +1,4 @@
-"""Human activity from motion sensors, a client for each person.
+"""Datasets of sensors: human activity, air quality, bearings, gases and spoken digits.
 
 HARBox and IMU are the two datasets of Ouyang et al., "ClusterFL: a similarity-aware federated
 learning system for human activity recognition", 2021, in the folders in which they are published.
@@ -8,7 +8,7 @@ UCI HAR is taken from .npz files, as any other is by ``npz-folder``.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,6 @@ from raceme.core.options import option
 from raceme.datasets import npz, source
 from raceme.datasets.npz import NpzFolder, standardised
 from raceme.datasets.source import (
-    Arrays,
     Dataset,
     DataShape,
     Indices,
@@ -254,10 +253,9 @@ def _numbers(path: Path, delimiter: str | None) -> NDArray[np.float64]:
 # -----------------------------------------------------------------------------
 
 
-QUANTITIES = (
-    *("PM2.5", "PM10", "SO2", "NO2", "CO", "O3"),
-    *("TEMP", "PRES", "DEWP", "RAIN", "WSPM"),
-)
+_POLLUTANTS = ("PM2.5", "PM10", "SO2", "NO2", "CO", "O3")
+_WEATHER = ("TEMP", "PRES", "DEWP", "RAIN", "WSPM")
+QUANTITIES = _POLLUTANTS + _WEATHER
 """Columns of `x`; the direction of the wind is an array of its own."""
 CHANNELS = len(QUANTITIES) + 2
 """Inputs of each hour: the quantities, and the sine and cosine of the wind's direction."""
@@ -364,7 +362,7 @@ class BeijingAir(Source):
 def _stations(config: RunConfig) -> list[Path]:
     """Return the files of the stations in the order of their names."""
     find, expected = source.matching("*.npz"), f"{_FOLDERS[0]}/ with a file for each station"
-    return source.find_under(config, "beijing-air", _FOLDERS, find, expected, _EXPECTED)
+    return source.find_under(config, "beijing-air", _FOLDERS, find, expected, f"{_EXPECTED}.")
 
 
 def _station(path: Path) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
@@ -461,7 +459,10 @@ class HitBearing(Source):
         what = f"hit-bearing has {len(files)} machines and speeds, of which each"
         sharers = source.shared_out(config, len(files), what)
         paths = [path for path, _ in files]
-        arrays = cached("hit-bearing", paths, (1,), partial(_read_bearing, paths))
+        shape = (BEARING_WINDOW,)
+        # Windows are kept in half precision, as they are stored.
+        read = partial(npz.recordings, paths, shape, FAULTS, np.float16, _EXPECTED_BEARING)
+        arrays = cached("hit-bearing", paths, (1,), read)
         y = np.array(arrays["y"], np.int64)
         machines = sorted({machine for _, machine in files})
         users: list[Indices] = []
@@ -492,7 +493,7 @@ def _files(config: RunConfig) -> list[tuple[Path, str]]:
     """Return the files, by machine and then by speed, and the machine of each."""
     find, expected = source.matching("*_*rpm.npz"), f"{_FOLDERS_BEARING[0]}/ with such files"
     paths = source.find_under(
-        config, "hit-bearing", _FOLDERS_BEARING, find, expected, _EXPECTED_BEARING
+        config, "hit-bearing", _FOLDERS_BEARING, find, expected, f"{_EXPECTED_BEARING}."
     )
     named = [
         (match["machine"], int(match["speed"]), path)
@@ -500,12 +501,6 @@ def _files(config: RunConfig) -> list[tuple[Path, str]]:
         if (match := _NAME.fullmatch(path.stem))
     ]
     return [(path, machine) for machine, _, path in sorted(named)]
-
-
-def _read_bearing(paths: Sequence[Path]) -> Arrays:
-    """Read all files; windows are kept in half precision, as they are stored."""
-    parts = (npz.labelled(path, (BEARING_WINDOW,), FAULTS, _EXPECTED_BEARING) for path in paths)
-    return npz.stacked((x.astype(np.float16), y) for x, y in parts)
 
 
 def _stretch(
@@ -555,12 +550,11 @@ class GasDrift(Source):
         cannot be known when a sensor is put into service, and its drift stays to be seen.
         """
         find, expected = source.matching("batch_*.npz"), f"{_FOLDERS_GAS[0]}/batch_01.npz"
-        paths = source.find_under(config, "gas-drift", _FOLDERS_GAS, find, expected, _EXPECTED_GAS)
+        paths = source.find_under(
+            config, "gas-drift", _FOLDERS_GAS, find, expected, f"{_EXPECTED_GAS}."
+        )
 
-        def read() -> Arrays:
-            parts = (npz.labelled(path, (FEATURES,), GASES, _EXPECTED_GAS) for path in paths)
-            return npz.stacked((x.astype(np.float32), y) for x, y in parts)
-
+        read = partial(npz.recordings, paths, (FEATURES,), GASES, np.float32, _EXPECTED_GAS)
         # Which of the batches are there does not matter.
         arrays = cached("gas-drift", paths, (2,), read)
         x, sizes = arrays["x"], arrays["sizes"]

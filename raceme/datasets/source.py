@@ -257,7 +257,7 @@ class Loaded(Source):
     Parameters
     ----------
     name : str
-        As a run names it.
+        Name of the dataset in a run's configuration.
     function : Callable
         Takes the configuration and returns a `Dataset`.
     """
@@ -271,7 +271,7 @@ class Loaded(Source):
         Raises
         ------
         UserError
-            That is no dataset.
+            The function returns something else than a `Dataset`.
         """
         found: object = self._function(config)
         if not isinstance(found, Dataset):
@@ -312,7 +312,7 @@ def find_under(
     Parameters
     ----------
     config : RunConfig
-        Names the root.
+        Names the root, ``data_root``.
     name : str
         Name of the dataset, for error messages.
     folders : Sequence[str]
@@ -322,7 +322,7 @@ def find_under(
     expected : str
         What the root must hold, for error messages.
     hint : str
-        Sentence at the end of error messages, for example how to get the files.
+        Text at the end of error messages, for example how to get the files.
     files : str
         What the files are, for the error message if no root is given.
 
@@ -331,7 +331,7 @@ def find_under(
     UserError
         No root is given, or none of the folders has any.
     """
-    end = f" {hint}." if hint else ""
+    end = f" {hint}" if hint else ""
     if not config.data_root:
         raise UserError(
             f"{name} needs the folder with {files}: --data-root DIR. It must hold {expected}.{end}"
@@ -490,15 +490,11 @@ class Synthetic(Source):
     def load(self, config: RunConfig) -> Dataset:
         """Generate every client's samples; a client's do not depend on the number of clients."""
         options = config.read(SyntheticOptions)
-        clients = [
-            client_samples(
-                options.synthetic_alpha,
-                options.synthetic_beta,
-                generator(config.seed, "synthetic", client),
-                options.synthetic_most,
-            )
-            for client in range(config.num_clients)
-        ]
+        alpha, beta = options.synthetic_alpha, options.synthetic_beta
+        clients = []
+        for client in range(config.num_clients):
+            rng = generator(config.seed, "synthetic", client)
+            clients.append(client_samples(alpha, beta, rng, options.synthetic_most))
         return Dataset(
             x=np.concatenate([x for x, _ in clients]),
             y=np.concatenate([y for _, y in clients]),
@@ -521,7 +517,7 @@ def client_samples(
     rng : np.random.Generator
         The client's own generator.
     most : int
-        Most samples.
+        Largest number of samples.
 
     Returns
     -------
@@ -600,7 +596,7 @@ def cached(
     settings : Sequence[object]
         Whatever else decides the outcome.
     build : Callable
-        Reads the files.
+        Reads the files and returns their arrays.
 
     Returns
     -------
@@ -692,7 +688,7 @@ def read_arrays(path: Path, names: Collection[str] | None = None) -> dict[str, N
     Parameters
     ----------
     path : Path
-        The file.
+        Path of the .npz file.
     names : Collection[str], optional
         Those that are wanted; all if not given. What is not there is left out.
 
@@ -771,7 +767,7 @@ def import_datasets() -> ModuleType:
     Raises
     ------
     UserError
-        It is not installed.
+        torchvision is not installed.
     """
     try:
         return without_operators(lambda: import_module("torchvision.datasets"))
@@ -785,12 +781,12 @@ def without_operators(load: Callable[[], Found]) -> Found:
     Parameters
     ----------
     load : Callable
-        Does the import.
+        Imports the module and returns what is needed of it.
 
     Raises
     ------
     Exception
-        Whatever the import raises for another reason.
+        The import fails for another reason.
     """
     try:
         return load()

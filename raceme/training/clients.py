@@ -142,7 +142,7 @@ class ClientCache:
         context : Context
             Holds the run's configuration and the node's.
         step : int
-            Step of its data.
+            Step of the client's data.
         kept : int
             Steps of its data that stay in memory.
 
@@ -286,7 +286,7 @@ def network_of(config: RunConfig, accelerator: str = "cpu") -> Network:
     Parameters
     ----------
     config : RunConfig
-        Names the model.
+        Names the model and the dataset.
     accelerator : str
         Where it computes; see :class:`~raceme.training.models.Network`.
     """
@@ -391,7 +391,7 @@ class ModelProbe:
     spec : ModelSpec
         Names and shapes of a model's arrays.
     proxies : Sequence[Samples]
-        The proxy sets.
+        Proxy set of each distribution.
     tests : Sequence[Samples]
         Test samples of the same distributions, for reports; none if there are none.
     """
@@ -456,7 +456,7 @@ def probe_of(config: RunConfig, initial: ArrayRecord) -> ModelProbe | None:
     Raises
     ------
     UserError
-        They cannot be had.
+        The proxy sets cannot be read.
     """
     if not config.proxy:
         return None

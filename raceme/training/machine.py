@@ -1,4 +1,4 @@
-"""On which processor a real device computes, and on how many threads: the fastest way here.
+"""The machine of a device: its processors, the cost of work, and the fastest way to compute.
 
 In a simulation every client trains on one thread of the CPU: see :mod:`raceme.client_app`.
 """

@@ -1,4 +1,4 @@
-"""Networks by name, or a user's own by ``module:function``."""
+"""Networks by name, their objectives, and a client's samples as tensors."""
 
 from __future__ import annotations
 

@@ -34,9 +34,8 @@ def test_moments_move_the_step_one_by_one_and_at_the_moment_itself() -> None:
 
 
 def test_a_period_moves_the_step_again_and_again() -> None:
-    assert [parse_schedule("every 60s").step(t, 0, 0) for t in (0, 59.9, 60, 179, 180)] == [
-        *(0, 0, 1, 2, 3)
-    ]
+    schedule = parse_schedule("every 60s")
+    assert [schedule.step(t, 0, 0) for t in (0, 59.9, 60, 179, 180)] == [0, 0, 1, 2, 3]
     # 0.3 / 0.1 is 2.9999999999999996.
     assert parse_schedule("every 0.1s").step(0.3, 0, 0) == 3
     assert parse_schedule("every 60s").next_time(60.0) == 120.0
