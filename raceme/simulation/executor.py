@@ -789,12 +789,14 @@ def work(
     # The simulator decides what becomes of its processes.
     for number in _SENT_TO_ALL:
         signal.signal(number, signal.SIG_IGN)
-    desk = open_desk(target, seed, log_level)
-    if isinstance(desk, str):
-        connection.send(desk)
-        return
+    # By default SIGTERM would leave behind what the app has made: locks, temporary folders.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
     memory: SharedMemory | None = None
     try:
+        desk = open_desk(target, seed, log_level)
+        if isinstance(desk, str):
+            connection.send(desk)
+            return
         connection.send(None)
         while True:
             received = connection.recv()
