@@ -531,7 +531,7 @@ class DeviceModel:
         now : float
             When it is sent.
         expires : float
-            When whoever asked gives up: a lost task is answered by then.
+            When its time to live ends: a lost task is answered by then.
         """
         number, rng = self._tasks, _DRAWS
         rng.bit_generator.state = self._generator_state()
@@ -699,7 +699,7 @@ class TracedDevice(Device):
 
 
 def traced_fleet(folder: str, clients: int) -> tuple[list[Device], list[str]]:
-    """Make the devices of a recorded run, and say who they are.
+    """Return the devices of a recorded run, and their ids.
 
     Parameters
     ----------

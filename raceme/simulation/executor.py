@@ -71,7 +71,7 @@ class Executor(Protocol):
         ...
 
     def cancel(self, message_id: str) -> None:
-        """Drop a submitted message: its device went offline, or nobody wants its reply."""
+        """Drop a submitted message: its device went offline, or its reply is not wanted."""
         ...
 
     def close(self) -> None:
@@ -749,7 +749,7 @@ class SharedMemory:
 
 
 def _reserve(folder: str, size: int) -> int:
-    """Return the descriptor of a new file without a name: it is gone when nobody has it open."""
+    """Return the descriptor of a new file without a name: it is gone when it is closed."""
     with tempfile.TemporaryFile(prefix="raceme-", dir=folder) as file:
         os.ftruncate(file.fileno(), size)
         if hasattr(os, "posix_fallocate"):
