@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
@@ -40,6 +41,14 @@ def count(message: Message, context: Context) -> Message:
     state = MetricRecord({"n": state["n"] + 1, "sum": 10 * state["sum"] + step})
     context.state["seen"] = state
     return Message(RecordDict({"metrics": state.copy()}), reply_to=message)
+
+
+@app.query("tidy")
+def tidy(message: Message, context: Context) -> Message:
+    """Leave something to do for the end of the process, as a lock of `multiprocessing` does."""
+    mark = Path(str(message.content["config"]["mark"]))
+    Finalize(None, mark.touch, exitpriority=1)
+    return Message(RecordDict(), reply_to=message)
 
 
 @app.query("fail")

@@ -402,7 +402,7 @@ _MOST_ASKS, _MOST_ASKS_OF_CHANGING = 1_000, 100_000
 """So often in a row a ServerApp may ask for what cannot come: of a fleet that stays as it is, and
 of one whose clients come and go."""
 _SAME_MOMENT = 100
-"""Who asks for the nodes more often than this without a pause wants time to pass."""
+"""A ServerApp that asks for the nodes more often than this without a pause waits for a change."""
 
 
 class AppGrid(VirtualGrid):
@@ -611,7 +611,7 @@ class AppClock:
     Attributes
     ----------
     grid : AppGrid or None
-        Keeps the virtual clock; until there is one, everybody has the machine's.
+        Keeps the virtual clock; until there is one, all code has the machine's.
     """
 
     def __init__(self, folders: Sequence[Path]) -> None:
@@ -706,7 +706,7 @@ def _patched(owner: Any, functions: Mapping[str, Callable[..., Any]]) -> Iterato
 
 
 # -----------------------------------------------------------------------------
-# What the messages of anybody's app cost devices, and where that has to be found out.
+# What the messages of an app cost devices, learned from its replies.
 # -----------------------------------------------------------------------------
 
 
@@ -972,7 +972,7 @@ class Simulated:
     out : Path
         The folder with all that it left.
     fleet : Fleet
-        Who did what when.
+        The tasks of every client, and when each was sent, begun, ended and answered.
     ending : AppEnding
         How the ServerApp ended.
     reason : str

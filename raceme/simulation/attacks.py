@@ -1,6 +1,6 @@
-"""Attacks of simulated clients, for experiments: who attacks, and what becomes of an update.
+"""Attacks of simulated clients, for experiments: the attackers, and what they do to updates.
 
-Only the simulator reads this. Who attacks is drawn from the seed of the run by a generator of its
+Only the simulator reads this. Attackers are drawn from the seed of the run by a generator of their
 own, so that the honest clients of an attacked run draw what they draw without attackers.
 """
 

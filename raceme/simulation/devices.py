@@ -483,10 +483,11 @@ _DRAWS = np.random.Generator(np.random.PCG64(0))
 state."""
 
 
+@dataclass(eq=False, slots=True)
 class DeviceModel:
     """A device with its random numbers and what it is busy with. It works on one task at a time.
 
-    Parameters
+    Attributes
     ----------
     device : Device
         What it is like.
@@ -494,34 +495,19 @@ class DeviceModel:
         Its training examples.
     entropy : tuple[int, ...]
         Decides jitter, lost tasks and random absences.
-
-    Attributes
-    ----------
     busy_until : float
         When the last of its tasks ends; it is free if that is over.
     """
 
-    __slots__ = (
-        "_entropy",
-        "_state",
-        "_switched",
-        "_switches",
-        "_tasks",
-        "busy_until",
-        "device",
-        "examples",
-    )
-
-    def __init__(self, device: Device, examples: int, entropy: tuple[int, ...]) -> None:
-        self.device = device
-        self.examples = examples
-        self.busy_until = 0.0
-        self._entropy = entropy
-        # Of its generator, once it has drawn.
-        self._state: Mapping[str, Any] | None = None
-        self._tasks = 0
-        self._switches: Iterator[float] | None = None
-        self._switched = 0
+    device: Device
+    examples: int
+    entropy: tuple[int, ...]
+    busy_until: float = 0.0
+    # Of its generator, once it has drawn.
+    _state: Mapping[str, Any] | None = None
+    _tasks: int = 0
+    _switches: Iterator[float] | None = None
+    _switched: int = 0
 
     @property
     def is_new(self) -> bool:
@@ -529,7 +515,7 @@ class DeviceModel:
         return not self._tasks and not self._switched
 
     def _seed(self, purpose: int) -> np.random.SeedSequence:
-        return np.random.SeedSequence(self._entropy, spawn_key=(purpose,))
+        return np.random.SeedSequence(self.entropy, spawn_key=(purpose,))
 
     def _generator_state(self) -> Mapping[str, Any]:
         """Return the state of this device's generator as numpy writes it."""
@@ -545,7 +531,7 @@ class DeviceModel:
         now : float
             When it is sent.
         expires : float
-            When whoever asked gives up: a lost task is answered by then.
+            When its time to live ends: a lost task is answered by then.
         """
         number, rng = self._tasks, _DRAWS
         rng.bit_generator.state = self._generator_state()
@@ -713,7 +699,7 @@ class TracedDevice(Device):
 
 
 def traced_fleet(folder: str, clients: int) -> tuple[list[Device], list[str]]:
-    """Make the devices of a recorded run, and say who they are.
+    """Return the devices of a recorded run, and their ids.
 
     Parameters
     ----------

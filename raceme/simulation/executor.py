@@ -71,7 +71,7 @@ class Executor(Protocol):
         ...
 
     def cancel(self, message_id: str) -> None:
-        """Drop a submitted message: its device went offline, or nobody wants its reply."""
+        """Drop a submitted message: its device went offline, or its reply is not wanted."""
         ...
 
     def close(self) -> None:
@@ -749,7 +749,7 @@ class SharedMemory:
 
 
 def _reserve(folder: str, size: int) -> int:
-    """Return the descriptor of a new file without a name: it is gone when nobody has it open."""
+    """Return the descriptor of a new file without a name: it is gone when it is closed."""
     with tempfile.TemporaryFile(prefix="raceme-", dir=folder) as file:
         os.ftruncate(file.fileno(), size)
         if hasattr(os, "posix_fallocate"):
@@ -789,12 +789,14 @@ def work(
     # The simulator decides what becomes of its processes.
     for number in _SENT_TO_ALL:
         signal.signal(number, signal.SIG_IGN)
-    desk = open_desk(target, seed, log_level)
-    if isinstance(desk, str):
-        connection.send(desk)
-        return
+    # By default SIGTERM would leave behind what the app has made: locks, temporary folders.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
     memory: SharedMemory | None = None
     try:
+        desk = open_desk(target, seed, log_level)
+        if isinstance(desk, str):
+            connection.send(desk)
+            return
         connection.send(None)
         while True:
             received = connection.recv()

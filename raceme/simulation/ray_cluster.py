@@ -48,7 +48,7 @@ _ENVIRONMENT = {
     "RAY_DEDUP_LOGS_SKIP_REGEX": ".",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
-"""Ray tells nobody of the run, and prints nothing; what a person has set stays."""
+"""Ray reports no usage, and prints nothing; variables that are set already stay."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals whose handlers are put back: Ray sets its own for SIGTERM."""
 
@@ -137,7 +137,7 @@ def _connect(workers: str, cores: int) -> None:
             ray.init(num_cpus=cores, include_dashboard=False, **quiet)
         except ValueError:
             # `ray start` has started one, whose CPUs are what they are. Not ``"auto"``, which
-            # joins whatever somebody else's run has started for itself, and ends with that.
+            # joins a cluster that another run has started for itself, and ends with that run.
             ray.init(**quiet)
     except UserError:
         raise

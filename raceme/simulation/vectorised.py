@@ -330,8 +330,8 @@ class Vectorised:
         self, trainings: Sequence[_Training], network: Network
     ) -> list[tuple[Tensor, float]]:
         """Return each client's weights after training, and its mean loss."""
-        # Who takes most steps comes first, so that at any step those still at it are the first
-        # ones, and nothing is calculated for the others.
+        # Clients with the most steps come first, so that at any step the first rows are those still
+        # training, and nothing is calculated for the others.
         order = sorted(range(len(trainings)), key=lambda i: -len(trainings[i].indices))
         sorted_ = [trainings[i] for i in order]
         steps = np.array([len(training.indices) for training in sorted_])

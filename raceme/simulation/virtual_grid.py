@@ -180,9 +180,9 @@ class Pending:
     event : int
         Number of the event of its reply.
     is_wanted : bool
-        False if nobody will ask for the reply.
+        False if the reply will not be asked for.
     sent, begun, ended : float
-        When it was sent, and when its device is at work for it; for who observes the grid.
+        When it was sent, and when its device is at work for it; for observers of the grid.
     bytes_down : int
         Its size, likewise.
     """
@@ -318,7 +318,7 @@ class VirtualGrid(PatientGrid):
     cost : Cost
         What messages cost devices.
     observe : ExchangeObserver, optional
-        Told of every message that is over, and of who comes and goes.
+        Told of every message that is over, and of devices that come and go.
     notice : float
         Seconds after which a device that went offline is missed: what it was working on is then
         answered by errors, if its time to live has not ended before.
@@ -347,7 +347,7 @@ class VirtualGrid(PatientGrid):
         self._queue = EventQueue()
         self._pushed = 0
         self._pending: dict[str, Pending] = {}
-        # Replies that nobody has fetched, with their place in the order of arrival.
+        # Replies that have not been fetched, with their place in the order of arrival.
         self._arrived: dict[str, tuple[int, Message]] = {}
         self._arrivals = 0
         self._seed, self._run_config = seed, dict(run_config or {})
@@ -396,7 +396,7 @@ class VirtualGrid(PatientGrid):
         return self._advance(message_ids, until, stop_on_switch=True)
 
     def forget(self, message_ids: Iterable[str]) -> None:
-        """Drop the replies to messages, also those still to come: nobody will ask for them.
+        """Drop the replies to messages, also those still to come: they will not be asked for.
 
         The devices are not told: they stay busy for as long as they would have been. If clients
         keep a state (any of them does by now) the work is still done, for what it changes there;
@@ -603,12 +603,12 @@ class VirtualGrid(PatientGrid):
         return sorted(found, key=lambda key: arrived[key][0])
 
     def _keep(self, message_id: str, reply: Message) -> None:
-        """Keep a reply until somebody asks for it."""
+        """Keep a reply until it is asked for."""
         self._arrived[message_id] = (self._arrivals, reply)
         self._arrivals += 1
 
     def _reply(self, message_id: str) -> Message | None:
-        """Produce the reply of a message whose time has come; None if nobody wants it."""
+        """Produce the reply of a message whose time has come; None if it is not wanted."""
         pending = self._pending.pop(message_id)
         client = pending.client
         if pending.lost is not None:

@@ -205,6 +205,15 @@ def test_the_tasks_of_a_worker_that_dies_are_done_again(tmp_path: Path) -> None:
     pool.close()
 
 
+def test_workers_tidy_up_when_they_end(tmp_path: Path) -> None:
+    pool = Pool("pool_apps:app", workers=1)
+    config = ConfigRecord({"mark": str(tmp_path / "mark")})
+    assert ask(pool, message_to(1, "query.tidy", config=config), context_of()).has_content()
+    pool.close()
+    # A semaphore that is left behind would be complained of in the run's output.
+    assert (tmp_path / "mark").exists()
+
+
 def test_a_task_at_which_workers_die_again_and_again_is_named() -> None:
     pool = Pool("pool_apps:app", workers=1)
     with pytest.raises(UserError, match=r"3 worker processes died \(exit code 7\).*node 5"):

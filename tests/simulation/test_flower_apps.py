@@ -72,6 +72,13 @@ def test_a_dependency_that_is_missing(tmp_path: Path) -> None:
     assert f"python3 -m pip install -e {folder}" in message
 
 
+def test_a_module_that_the_app_itself_should_have(tmp_path: Path) -> None:
+    folder = write_app(tmp_path, "lacks_a_module", "import lacks_a_module.task")
+    message = error(folder)
+    assert f"The app in {folder} imports 'lacks_a_module.task', and has no such module" in message
+    assert "pip install" not in message
+
+
 def test_dependencies_with_another_name_than_their_module() -> None:
     app = FlowerApp(Path("/app"), "app", "a:b", "c:d", {}, ("scikit-learn>=1", "scikit_image"))
     for module, distribution in (("sklearn.svm", "scikit-learn>=1"), ("skimage", "scikit_image")):

@@ -355,3 +355,15 @@ def test_on_a_grid_the_groups_are_found_and_reported() -> None:
     assert result.arrays is result.clusters[strategy.clusters.largest()]
     assert set(result.clusters) == set(strategy.models)
     assert result.client_clusters == {c: {k: 1.0} for c, k in homes(strategy).items()}
+
+
+@pytest.mark.parametrize(
+    ("start", "guard", "warned"), [(0.0, 0.0, True), (1.0, 0.0, False), (0.0, 2.0, False)]
+)
+def test_a_model_that_starts_at_zero_is_warned_of(
+    caplog: pytest.LogCaptureFixture, start: float, guard: float, warned: bool
+) -> None:
+    # Whole models are compared: without a common start, chance decides their directions.
+    casa = CASA(CASAParameters(noise_guard=guard))
+    casa.initialize(np.full(2, start, np.float32))
+    assert ("initial model is zero" in caplog.text) is warned

@@ -17,6 +17,7 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from logging import getLogger
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +32,8 @@ from raceme.strategies import shared as spectral
 from raceme.strategies.casa.buffers import Code, Encoder, ModelBuffers, Sketches, WholeModels
 from raceme.strategies.casa.landmarks import Landmarks, SplitWatch, shortener
 from raceme.strategies.shared import client_decay, cluster_decay, omega, staleness_bound
+
+log = getLogger("raceme")
 
 _UNASSIGNED = -1
 
@@ -149,6 +152,13 @@ class CASA(Method):
         """All clients start in one cluster."""
         self.clusters = Clusters({0: Model(vector)})
         self.state = self.state_type(reference=self.compared(vector).copy())
+        if self.parameters.clustering and not self.parameters.noise_guard and not vector.any():
+            # A common start keeps the cosines of networks near 1, and chance gaps below α_c^(1/γ).
+            log.warning(
+                "The initial model is zero: whole models then have little in common, and %s may "
+                "split clients that are alike. Set noise-guard to 2, or start from another model.",
+                type(self).__name__,
+            )
         self.restored()
 
     def restored(self) -> None:
